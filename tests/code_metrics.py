@@ -56,12 +56,12 @@ class CodeMetrics:
 
 def measure_tree(*folders: Path) -> CodeMetrics:
     """The metrics of all modules below ``folders``, empty ones left out."""
-    found = CodeMetrics()
+    metrics = CodeMetrics()
     for folder in folders:
         for path in sorted(folder.rglob("*.py")):
             if source := path.read_text(encoding="utf-8").strip():
-                found.add_module(source)
-    return found
+                metrics.add_module(source)
+    return metrics
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Runs a command under a seccomp filter that refuses to look into other processes, as container
+"""Runs a command under a seccomp filter that refuses access to other processes, as container
 runtimes do.
 
 node_refused.py COMMAND...
@@ -34,8 +34,8 @@ def build_filter() -> bytes:
 
 def main() -> None:
     code = build_filter()
-    held = ctypes.create_string_buffer(code, len(code))
-    header = struct.pack("@HxxxxxxP", len(code) // 8, ctypes.addressof(held))
+    buffer = ctypes.create_string_buffer(code, len(code))
+    header = struct.pack("@HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(
         PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0

@@ -94,10 +94,10 @@ class AgentTestbed:
 
     def wait_until_reported(self, rank: int) -> dict[str, Any]:
         """The first update of a rank, once it is there."""
-        found: dict[str, Any] = wait_for_value(
+        update: dict[str, Any] = wait_for_value(
             lambda: self.receiver.list_updates(rank), f"rank {rank} is reported"
         )[0]
-        return found
+        return update
 
     def close(self) -> None:
         for process in self.processes:

@@ -41,7 +41,7 @@ class TargetRank:
         self.ring.write_pulse(
             0
         )  # no record is in the table of sequences yet: readers find them all by themselves
-        told = {
+        description = {
             "kind": "collective",
             "name": "0",
             "desc": "default_pg",
@@ -49,7 +49,7 @@ class TargetRank:
             "backend": "gloo",
             "generation": 1,
         }
-        slot = self.ring.open_stream(1, self.ring.write_description(told))
+        slot = self.ring.open_stream(1, self.ring.write_description(description))
         self.sequence = StreamRecorder(self.ring, 1, slot, unbox=lambda work: work)
 
     def make_call(self, *, finish: bool = True) -> None:

@@ -246,7 +246,7 @@ def test_show_as_json_is_the_document(server: StubServer, capsys: CapturedOutput
 
 def test_dump_waits_and_merges_equal_stacks(server: StubServer, capsys: CapturedOutput) -> None:
     stacks = {0: make_stack(0, "step"), 1: make_stack(1), 3: make_stack(3, "step")}
-    ranks = [make_dumped_rank(rank, "done", stacks=[told]) for rank, told in stacks.items()]
+    ranks = [make_dumped_rank(rank, "done", stacks=[stack]) for rank, stack in stacks.items()]
     pending = [make_dumped_rank(r, "pending") for r in (0, 1, 3)]
     server.dumps = [{"id": "d1", "status": "pending", "ranks": pending}] * 2 + [
         {"id": "d1", "status": "done", "ranks": ranks}

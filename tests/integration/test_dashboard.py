@@ -61,7 +61,7 @@ def list_accessibility_violations(browser: WebDriver) -> list[str]:
         "return performance.getEntriesByType('resource').map((e) => e.name).filter((n) =>"
         " !n.startsWith(location.origin))"
     )
-    found = [
+    violations = [
         f"{browser.current_url} requests {other}"
         for other in browser.execute_script(foreign_requests)
     ]
@@ -78,8 +78,8 @@ def list_accessibility_violations(browser: WebDriver) -> list[str]:
                     f"{n['html'][:200]} ({n['failureSummary'][:300]})"
                     for n in violation["nodes"][:3]
                 )
-                found.append(f"{browser.current_url}, {theme}: {violation['id']}: {nodes}")
-    return found
+                violations.append(f"{browser.current_url}, {theme}: {violation['id']}: {nodes}")
+    return violations
 
 
 def test_dashboard_from_empty_page_to_resolved_incident(browser: WebDriver, tmp_path: Path) -> None:

@@ -43,14 +43,14 @@ def start_demo(tmp_path: Path, *options: str) -> Iterator[subprocess.Popen[str]]
 
 def find_remaining_processes(tmp_path: Path) -> list[int]:
     """Processes that carry the mark in their environment."""
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and str(tmp_path).encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
+                pids.append(int(entry.name))
         except OSError:  # it is gone
             continue
-    return found
+    return pids
 
 
 def wait_for_text(tmp_path: Path, text: str) -> str:
@@ -119,8 +119,8 @@ def test_kept_demo_can_be_explored_until_stopped(
         out, _ = process.communicate(timeout=30)
         assert process.returncode == 0
         assert_cleaned_up(tmp_path)
-    found = json.loads(out)
-    assert (found["kind"], found["culprits"]) == ("missing_rank", [2])
+    incident = json.loads(out)
+    assert (incident["kind"], incident["culprits"]) == ("missing_rank", [2])
 
 
 def assert_commands_see_it(url: str, capsys: pytest.CaptureFixture[str]) -> None:

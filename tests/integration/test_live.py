@@ -118,10 +118,10 @@ def check_calls(out: str) -> None:
     assert seqs == list(range(seqs[0], seqs[0] + len(seqs))), "no call is missing or repeated"
     times = [datetime.fromisoformat(c["at"].replace("Z", "+00:00")) for c in calls]
     assert times == sorted(times) and (times[-1] - times[0]).total_seconds() < 2.5
-    known = [c["within_s"] for c in calls if c["within_s"] is not None]
-    assert len(known) > 0.8 * len(calls) and 0.01 < sorted(known)[len(known) // 2] < 1, (
-        "rank 0 waits for 20 ms in each"
-    )
+    durations = [c["within_s"] for c in calls if c["within_s"] is not None]
+    assert (
+        len(durations) > 0.8 * len(calls) and 0.01 < sorted(durations)[len(durations) // 2] < 1
+    ), "rank 0 waits for 20 ms in each"
     assert counts == {
         "type": "counts",
         "items": [{"op": "all_reduce", "rank": 0, "calls": len(calls)}],
@@ -156,7 +156,7 @@ def check_times(out: str, err: str, folder: Path) -> None:
 
 def check_refusals(capsys: CapturedOutput) -> None:
     """Invalid requests are refused with the valid choices and an exit code."""
-    for command, code, why in (
+    for command, expected_code, why in (
         (["record", "--rank", "0", "--seconds", "1"], 1, "a host records one process at a time"),
         (["trace", "--rank", "7"], 1, "job 'live' has no rank 7; it has 0-1"),
         (["trace", "--rank", "0", "--job", "other"], 1, "unknown job 'other'; known jobs: live"),
@@ -173,10 +173,10 @@ def check_refusals(capsys: CapturedOutput) -> None:
         ),
     ):
         try:
-            found = main(command)
+            exit_code = main(command)
         except SystemExit as error:
-            found = int(str(error.code))
-        assert (found, why in capsys.readouterr().err) == (code, True), command
+            exit_code = int(str(error.code))
+        assert (exit_code, why in capsys.readouterr().err) == (expected_code, True), command
 
 
 def check_one_group(capsys: CapturedOutput) -> None:

@@ -66,10 +66,10 @@ def measured_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Measured
         ):
 
             def is_straggler_named() -> bool:
-                found = server.get_items("performance", job="slow")
+                performance = server.get_items("performance", job="slow")
                 return (
-                    bool(found)
-                    and found[0]["straggler"] is not None
+                    bool(performance)
+                    and performance[0]["straggler"] is not None
                     and len(server.get_items("performance", job="well")) > 1
                 )
 
@@ -182,7 +182,7 @@ def test_perf_command(measured_jobs: MeasuredJobs) -> None:
     assert "No rank is a straggler." in run_perf(measured_jobs.server, "--job", "well").stdout
     listed = json.loads(run_perf(measured_jobs.server, "--job", "slow", "--json").stdout)
     assert listed["items"][0]["straggler"]["ranks"] == [2]
-    unknown = run_perf(measured_jobs.server, "--job", "nobody")
+    unknown = run_perf(measured_jobs.server, "--job", "unknown")
     assert unknown.returncode == 1 and "known jobs: " in unknown.stderr
 
 

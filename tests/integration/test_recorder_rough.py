@@ -22,15 +22,15 @@ ROUGH_SCRIPT = Path(__file__).with_name("recorder_cases") / "rough.py"
 def test_recorder_survives_rough_use(
     case: str, recorder: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        told = clean_environment(
-            **native.recorder_env(recorder, tmp_path_factory), HANGWATCH_URL=f"http://127.0.0.1:{nobody.getsockname()[1]}",
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        env = clean_environment(
+            **native.recorder_env(recorder, tmp_path_factory), HANGWATCH_URL=f"http://127.0.0.1:{unused.getsockname()[1]}",
             HANGWATCH_RUN_DIR=str(tmp_path), RANK="0", WORLD_SIZE="1",
         )  # fmt: skip
         done = subprocess.run(
             [sys.executable, str(ROUGH_SCRIPT), case],
-            env=told,
+            env=env,
             capture_output=True,
             text=True,
             timeout=120,

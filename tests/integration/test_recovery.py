@@ -115,11 +115,11 @@ def _check_reports(server: Server, hook: WebhookReceiver) -> None:
         < incident["resolved_at"]
     )
     assert incident["recovery"]["due_at"] <= end["ordered_at"]
-    told = server.get_text(f"incidents/{incident['id']}/text")
+    text = server.get_text(f"incidents/{incident['id']}/text")
     page = httpx.get(
         f"{server.url}/incidents/{incident['id']}", headers={"Accept": "text/html"}
     ).text
-    for shown in (told, page):
+    for shown in (text, page):
         assert "Rank 1 was ended by SIGKILL (1 of at most 3" in " ".join(shown.split())
     assert f"rank 1 was ended by SIGKILL (pid {end['pid']} on {end['host']})" in page
     sent = [request.parse_json() for request in hook.requests]
@@ -193,7 +193,7 @@ def test_node_agent_ends_only_watched_ranks(agent_testbed: AgentTestbed) -> None
 
 
 def abort_rank(agent_testbed: AgentTestbed, key: str) -> dict[str, Any]:
-    """Orders it, and waits for what became of it; that is told once."""
+    """Sends an abort command and waits for the reply, which is sent once."""
 
     def list_aborts() -> list[dict[str, Any]]:
         return [
@@ -204,8 +204,8 @@ def abort_rank(agent_testbed: AgentTestbed, key: str) -> dict[str, Any]:
 
     before = len(list_aborts())
     agent_testbed.receiver.send_command(key, ask="abort")
-    found: dict[str, Any] = dict(
+    reply: dict[str, Any] = dict(
         wait_for_value(lambda: list_aborts()[before:], f"the answer for {key}")[0]
     )
-    found.pop("request")
-    return found
+    reply.pop("request")
+    return reply

@@ -280,7 +280,7 @@ def test_overloaded_server_reduces_heartbeats_until_caught_up(
         wait_for_value(lambda: read_interval() < 0.6, "the usual one again")
 
 
-def test_silent_clients_block_nobody_and_are_disconnected(tmp_path: Path) -> None:
+def test_silent_clients_block_no_others_and_are_disconnected(tmp_path: Path) -> None:
     with (
         run_server(tmp_path) as server,
         open_client(server) as client,

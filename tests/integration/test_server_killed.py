@@ -117,7 +117,7 @@ def test_incident_survives_server_kill(tmp_path: Path) -> None:
             (opened["id"], "open")
         ]
         link.restore_connections()
-        assert wait_until(lambda: read_last_seen_s() < 3.0, 60.0), "its agent is not heard again"
+        assert wait_until(lambda: read_last_seen_s() < 3.0, 60.0), "its agent does not report again"
         assert wait_until(lambda: "upload_samples" in str(list_incidents()[0]["stacks"][0]), 20.0)
         link.cut_connections()
         assert wait_until(lambda: read_last_seen_s() > 6.0, 30.0)
@@ -128,7 +128,7 @@ def test_incident_survives_server_kill(tmp_path: Path) -> None:
         assert wait_until(lambda: bool(find_agents(running.run_dir) - {first}), 20.0), (
             "no other took its place"
         )
-        assert wait_until(lambda: read_last_seen_s() < 1.0, 20.0), "it is not heard"
+        assert wait_until(lambda: read_last_seen_s() < 1.0, 20.0), "it does not report"
         assert [(i["id"], i["status"], i["kind"], i["culprits"]) for i in list_incidents()] == [
             (opened["id"], "open", "missing_rank", [1]),
         ]

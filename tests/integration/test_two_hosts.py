@@ -76,7 +76,7 @@ class TwoHostScenario:
         ]
 
     def count_steps(self) -> dict[int, int]:
-        """Collectives by rank, of those that are heard."""
+        """The number of collectives by rank, of ranks on reporting hosts."""
         ranks = self.server.get_items("ranks", job="job")
         return {
             r["rank"]: r["groups"][0]["entered"]
@@ -85,7 +85,7 @@ class TwoHostScenario:
         }
 
     def wait_for_progress(self) -> bool:
-        """All ranks are heard, and all make calls."""
+        """Waits until all ranks report and make calls."""
         before = self.count_steps()
 
         def has_moved() -> bool:

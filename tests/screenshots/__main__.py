@@ -80,16 +80,16 @@ def list_problems(server: Server, program: str) -> list[str]:
     ]
     if len(incidents) != 1:
         return [f"{len(incidents)} incidents"]
-    [found] = incidents
+    [incident] = incidents
     ranks_with_stack = {
-        rank for stack in found["stacks"] if stack["frames"] for rank in stack["ranks"]
+        rank for stack in incident["stacks"] if stack["frames"] for rank in stack["ranks"]
     }
     missing_stacks = [
-        f"no stack of rank {rank}" for rank in found["culprits"] if rank not in ranks_with_stack
+        f"no stack of rank {rank}" for rank in incident["culprits"] if rank not in ranks_with_stack
     ]
     return (
         expected.compare_incident(
-            program, replace(expected.load_expected(program), where=None, advice=()), found
+            program, replace(expected.load_expected(program), where=None, advice=()), incident
         )
         + missing_stacks
     )

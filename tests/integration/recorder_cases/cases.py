@@ -26,44 +26,44 @@ CASES = {}
 LIBRARIES = []  # definitions of operators last as long as these objects
 
 
-def case(function):
+def register_case(function):
     CASES[function.__name__] = function
     return function
 
 
-def model():
+def make_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def mesh(*names):
+def make_mesh(*names):
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=names or None)
 
 
-@case
+@register_case
 def ddp():
     from torch.nn.parallel import DistributedDataParallel
 
-    wrapped = DistributedDataParallel(model())
+    wrapped = DistributedDataParallel(make_model())
     for _ in range(3):
         wrapped(torch.randn(4, 8)).sum().backward()
 
 
-@case
+@register_case
 def fsdp2():
     from torch.distributed.fsdp import fully_shard
 
     layers = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
     for layer in layers:
-        fully_shard(layer, mesh=mesh())
-    fully_shard(layers, mesh=mesh())
+        fully_shard(layer, mesh=make_mesh())
+    fully_shard(layers, mesh=make_mesh())
     for _ in range(2):
         layers(torch.randn(4, 8)).sum().backward()
 
 
-@case
+@register_case
 def tensor_parallel():
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -72,12 +72,12 @@ def tensor_parallel():
     )
 
     layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    parallelize_module(layers, mesh("tp"), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    parallelize_module(layers, make_mesh("tp"), {"0": ColwiseParallel(), "2": RowwiseParallel()})
     for _ in range(2):
         layers(torch.randn(4, 8, requires_grad=True)).sum().backward()
 
 
-@case
+@register_case
 def pipelining():
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -97,7 +97,7 @@ def pipelining():
             schedule.step(target=torch.randn(8, 8))
 
 
-@case
+@register_case
 def zero():
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
@@ -111,7 +111,7 @@ def zero():
         optimizer.step()
 
 
-@case
+@register_case
 def functional():
     import torch.distributed._functional_collectives as funcol
 
@@ -124,7 +124,7 @@ def functional():
     (funcol.broadcast(x, 0, group) + 0).sum()
 
 
-@case
+@register_case
 def compiled():
     import torch.distributed._functional_collectives as funcol
 
@@ -136,7 +136,7 @@ def compiled():
         step(torch.ones(8))
 
 
-@case
+@register_case
 def coalescing():
     with dist._coalescing_manager():
         for _ in range(3):
@@ -144,7 +144,7 @@ def coalescing():
     dist.all_reduce_coalesced([torch.ones(2), torch.ones(3)])
 
 
-@case
+@register_case
 def inference_mode():
     with torch.inference_mode():
         dist.all_reduce(torch.ones(8))
@@ -175,7 +175,7 @@ def define_unknown_operators():
     LIBRARIES.append(library)
 
 
-@case
+@register_case
 def unknown_operators():
     """In the order of the group's other calls, with shapes that legally differ between ranks."""
     c10d, group = torch.ops.c10d, dist.group.WORLD.boxed()
@@ -192,11 +192,11 @@ def unknown_operators():
     wait(c10d.exchange_.default([mine], group))
 
 
-@case
+@register_case
 def threads_without_frames():
     """Calls that no frame of Python's makes, as autograd's threads for devices do under DDP."""
     barrier = torch.ops.c10d.barrier.default._op
-    reader, deadline = ring(), time.monotonic() + 10
+    reader, deadline = open_ring(), time.monotonic() + 10
     for number in range(1, 5):
         if number < 4:
             _thread.start_new_thread(
@@ -215,14 +215,14 @@ def threads_without_frames():
             time.sleep(0.01)
 
 
-@case
+@register_case
 def objects():
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, {"rank": dist.get_rank()})
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, {"rank": dist.get_rank()})
     dist.broadcast_object_list([dist.get_rank()], src=0)
 
 
-@case
+@register_case
 def batched_p2p():
     peer = 1 - dist.get_rank()
     for _ in range(3):
@@ -234,7 +234,7 @@ def batched_p2p():
             work.wait()
 
 
-@case
+@register_case
 def every_collective():
     world_size = dist.get_world_size()
     x, whole = torch.ones(4), torch.empty(4 * world_size)
@@ -254,40 +254,40 @@ def every_collective():
     dist.monitored_barrier()
 
 
-@case
+@register_case
 def blocked_in_the_operator():
-    """Right after other calls, in one whose operator returns once it is over: the ring says, poll
-    after poll, that they are.
+    """A call whose operator blocks until it completes, right after other calls: every poll of the ring
+    must show the earlier ones as completed.
     """
-    reader, seen, found = ring(), Path(os.environ["SEEN_AT"], "blocked"), []
+    reader, seen_file, counts = open_ring(), Path(os.environ["SEEN_AT"], "blocked"), []
 
-    def collective():
+    def read_collective_counts():
         return next(
             (s.entered, s.completed)
             for s in reader.read_snapshot(0).streams
             if s.kind is StreamKind.COLLECTIVE
         )
 
-    def look():
-        while collective()[0] < 31:
+    def watch_ring():
+        while read_collective_counts()[0] < 31:
             time.sleep(0.01)
         time.sleep(0.5)
-        found.append(collective())
-        seen.touch()
+        counts.append(read_collective_counts())
+        seen_file.touch()
 
     for _ in range(30):
         dist.all_reduce(torch.ones(4))
     if dist.get_rank() == 0:
-        threading.Thread(target=look, daemon=True).start()
+        threading.Thread(target=watch_ring, daemon=True).start()
     else:
         deadline = time.monotonic() + 10
-        while not seen.exists() and time.monotonic() < deadline:
+        while not seen_file.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
     dist.monitored_barrier()
-    assert dist.get_rank() or found == [(31, 30)], found
+    assert dist.get_rank() or counts == [(31, 30)], counts
 
 
-@case
+@register_case
 def subgroups():
     everyone = dist.new_group([0, 1], group_desc="everyone")
     alone = [dist.new_group([rank], group_desc=f"alone{rank}") for rank in range(2)]
@@ -296,10 +296,10 @@ def subgroups():
     dist.all_reduce(torch.ones(4), group=alone[dist.get_rank()])
 
 
-@case
+@register_case
 def declared():
-    """Communication that goes past torch, told by hangwatch.collective: as part of a group's calls,
-    and of another library's.
+    """Communication outside torch, declared with hangwatch.collective: among a group's calls and as
+    those of another library.
     """
     everyone = dist.new_group([0, 1], group_desc="everyone")
     works = [dist.all_reduce(torch.ones(1 << 20), async_op=True) for _ in range(3)]
@@ -317,7 +317,7 @@ def declared():
     with contextlib.suppress(KeyError), hangwatch.collective("fails", everyone):
         raise KeyError
 
-    def beside():
+    def declare_in_thread():
         for _ in range(20):
             with (
                 hangwatch.collective("Allreduce", "mpi"),
@@ -325,7 +325,7 @@ def declared():
             ):
                 time.sleep(0.001)
 
-    thread = threading.Thread(target=beside)
+    thread = threading.Thread(target=declare_in_thread)
     thread.start()
     for _ in range(20):
         with hangwatch.collective("put", ranks=range(2)):
@@ -336,26 +336,26 @@ def declared():
         pass
 
 
-@case
+@register_case
 def own_backend():
-    """A process group whose backend is somebody else's C++."""
+    """A process group whose backend is a third-party C++ extension."""
     x = torch.ones(8)
     for _ in range(3):
         dist.all_reduce(x)
     dist.broadcast(x, src=0)
     work = dist.all_reduce(x, async_op=True)
     work.wait()
-    assert x.tolist() == [16.0] * 8  # it doubles, and does no more
+    assert x.tolist() == [16.0] * 8  # the backend only doubles the tensor
 
 
-def ring():
+def open_ring():
     """This process's own ring, as others read it."""
     (path,) = Path(os.environ["HANGWATCH_RUN_DIR"]).rglob(f"{os.getpid()}-*.ring")
     with path.open("rb") as file:
         return RingReader(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
-def told(reader):
+def describe_ring(reader):
     now = time.monotonic_ns()
     snapshot = reader.read_snapshot(now)
     return {
@@ -412,14 +412,14 @@ def main():
             define_unknown_operators()
         dist.init_process_group("gloo")
     CASES[name]()
-    reader = ring()
+    reader = open_ring()
     deadline = time.monotonic() + 5  # the poller comes by ten times a second
     while time.monotonic() < deadline and any(
         s.completed not in (None, s.entered) for s in reader.read_snapshot(0).streams
     ):
         time.sleep(0.05)
     Path(os.environ["SEEN_AT"], f"seen{os.environ['RANK']}.json").write_text(
-        json.dumps(told(reader))
+        json.dumps(describe_ring(reader))
     )
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,5 +1,5 @@
-"""Uses a process as trainings do where it hurts: threads, forks, signals, groups that come and go,
-and torch's own modes.
+"""Uses a process in the ways that are hardest for a recorder: threads, forks, signals, groups that are
+created and destroyed, and torch's own modes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Interrupted(BaseException):
     """What a signal handler raises, as KeyboardInterrupt is."""
 
 
-def start() -> None:
-    """A job of one rank, whose calls are complete at once."""
+def start_job() -> None:
+    """Starts a job of one rank, whose calls complete immediately."""
     dist.Backend.register_backend(
         "nothing",
         lambda _, rank, size, __: FakeProcessGroup._create_internal(rank, size),
@@ -37,65 +37,67 @@ def start() -> None:
     dist.init_process_group("nothing", store=HashStore(), rank=0, world_size=1)
 
 
-def call(number: int, **told: Any) -> None:
-    dist.all_reduce(torch.ones(1, 1 + number % 300), **told)
+def make_call(number: int, **options: Any) -> None:
+    dist.all_reduce(torch.ones(1, 1 + number % 300), **options)
 
 
-def threads() -> None:
-    """Many at once in one group, in ever new shapes, while other groups come and go."""
+def call_from_threads() -> None:
+    """Many concurrent calls in one group, always of new shapes, while other groups are created and
+    destroyed.
+    """
 
-    def work(seed: int) -> None:
+    def run_calls(seed: int) -> None:
         chance = random.Random(seed)
         for _ in range(CALLS):
             with torch.inference_mode(chance.random() < 0.3):
-                call(chance.randrange(1 << 20))
+                make_call(chance.randrange(1 << 20))
 
-    running = [threading.Thread(target=work, args=(seed,)) for seed in range(THREADS)]
+    running = [threading.Thread(target=run_calls, args=(seed,)) for seed in range(THREADS)]
     for thread in running:
         thread.start()
     for number in range(40):
         group = dist.new_group([0])
-        call(number, group=group)
+        make_call(number, group=group)
         handle = dist.all_reduce(torch.ones(3), group=group, async_op=True)
         dist.destroy_process_group(group)
         del group, handle
         gc.collect()
     for thread in running:
         thread.join()
-    assert entered("default_pg") == CALLS * THREADS, entered("default_pg")
+    assert count_entered("default_pg") == CALLS * THREADS, count_entered("default_pg")
 
 
-def forks() -> None:
-    """Children that end at once, that go on as they are, and that make a job of their own; a thread
-    calls meanwhile.
+def call_around_forks() -> None:
+    """Forks children that exit immediately, that continue the job, and that start their own job, while
+    a thread makes calls.
     """
     stop = threading.Event()
 
-    def work() -> None:
+    def run_calls() -> None:
         number = 0
         while not stop.is_set():
-            call(number := number + 1)
+            make_call(number := number + 1)
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=run_calls)
     thread.start()
     for number in range(12):
         pid = os.fork()
         if not pid:
             if number % 3 == 1:
-                call(number)
+                make_call(number)
             elif number % 3 == 2:
                 dist.destroy_process_group()
-                start()
+                start_job()
                 for again in range(100):
-                    call(again)
+                    make_call(again)
             os._exit(number)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == number
     stop.set()
     thread.join()
 
 
-def signals() -> None:
-    """A handler that raises in the midst of a call: the program sees every one of its exceptions."""
+def interrupt_calls() -> None:
+    """A signal handler raises during calls: the program gets each of its exceptions."""
     armed, raised, caught = False, 0, 0
 
     def handler(*_: Any) -> None:
@@ -120,8 +122,8 @@ def signals() -> None:
     assert raised > 20, raised
 
 
-def modes() -> None:
-    """What torch puts around or instead of a call."""
+def call_inside_modes() -> None:
+    """Calls inside the modes with which torch wraps or replaces operators."""
     import torch.distributed._functional_collectives as functional
     import torch.distributed.nn.functional as differentiable
     from torch._subclasses import FakeTensorMode
@@ -136,14 +138,14 @@ def modes() -> None:
 
     for _ in range(3):
         with profile(activities=[ProfilerActivity.CPU]) as seen:
-            call(0)
+            make_call(0)
         assert any("c10d::allreduce_" in event.key for event in seen.key_averages())
         with torch.inference_mode():
-            call(1)
+            make_call(1)
         with FakeTensorMode(), torch.no_grad():
-            call(2)
+            make_call(2)
         with Passing():
-            call(3)
+            make_call(3)
         x = torch.ones(4, requires_grad=True)
         differentiable.all_reduce(x * 2).sum().backward()  # type: ignore[no-untyped-call]
         assert x.grad is not None
@@ -155,30 +157,28 @@ def modes() -> None:
         dist.broadcast(torch.ones(2, dtype=torch.complex64), 0)
         dist.all_reduce(torch.ones(2, 2).t())
         dist.all_gather_object([None], {"a": 1})
-    assert entered("default_pg") == 3 * 13, entered(
+    assert count_entered("default_pg") == 3 * 13, count_entered(
         "default_pg"
     )  # all_gather_object makes two; backward makes one
 
 
-def worlds() -> None:
-    """The process group is destroyed and made anew, again and again; now and then somebody tries to
-    make it twice.
-    """
+def recreate_groups() -> None:
+    """Destroys and recreates the process group many times, sometimes trying to create it twice."""
     for number in range(WORLDS):
-        call(number)
+        make_call(number)
         if number % 10 == 0:
             with contextlib.suppress(ValueError):
-                start()
+                start_job()
         dist.new_group([0])
         dist.destroy_process_group()
         with contextlib.suppress(TypeError):
             dist.init_process_group(
                 "nothing", store=HashStore(), rank=0, world_size=1, timeout="soon"
             )  # an attempt that fails
-        start()
-    call(0)
+        start_job()
+    make_call(0)
     newest = [
-        max((s for s in sequences() if s.group.desc == desc), key=lambda s: s.uid)
+        max((s for s in read_streams() if s.group.desc == desc), key=lambda s: s.uid)
         for desc in ("process group set-up", "default_pg")
     ]
     assert [(s.group.world_size, s.group.generation, s.entered) for s in newest] == [
@@ -186,40 +186,44 @@ def worlds() -> None:
     ] * 2, newest
 
 
-def entered(desc: str) -> int:
-    return max(s.entered for s in sequences() if s.group.desc == desc)
+def count_entered(desc: str) -> int:
+    return max(s.entered for s in read_streams() if s.group.desc == desc)
 
 
-def sequences() -> Any:
+def read_streams() -> Any:
     from hangwatch.ring.reader import RingReader
 
-    recorded = current()
+    recorded = get_current_rank()
     recorded.ring.write_pulse(recorded.recorder.update_streams())
     return RingReader(recorded.ring.map).read_snapshot(time.monotonic_ns()).streams
 
 
-def current() -> Any:
+def get_current_rank() -> Any:
     from hangwatch.agent.recorder import rank
 
-    found = rank.get_current_rank()
-    assert found is not None
-    return found
+    current_rank = rank.get_current_rank()
+    assert current_rank is not None
+    return current_rank
 
 
 def main() -> None:
     faulthandler.dump_traceback_later(
         100, exit=True
     )  # before the test gives up on it: the stacks say where it hangs
-    start()
-    {"threads": threads, "forks": forks, "signals": signals, "modes": modes, "worlds": worlds}[
-        sys.argv[1]
-    ]()
+    start_job()
+    {
+        "threads": call_from_threads,
+        "forks": call_around_forks,
+        "signals": interrupt_calls,
+        "modes": call_inside_modes,
+        "worlds": recreate_groups,
+    }[sys.argv[1]]()
     from hangwatch.agent.recorder import faults
 
-    told = current()
+    current_rank = get_current_rank()
     print(
         "recorder",
-        "python" if told.recorder.native is None else "native",
+        "python" if current_rank.recorder.native is None else "native",
         "faults",
         faults.format_lines(),
     )

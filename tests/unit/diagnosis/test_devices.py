@@ -43,7 +43,7 @@ def report_devices(job: ScriptedJob, positions: dict[int, tuple[int, int | None]
         job.report_device(rank, completed, started)
 
 
-def watch(job: ScriptedJob, seconds: float) -> list[Verdict]:
+def advance_seconds(job: ScriptedJob, seconds: float) -> list[Verdict]:
     """The verdicts that are due after ``seconds`` in which nothing changes."""
     verdicts: list[Verdict] = []
     for _ in range(round(seconds)):
@@ -55,11 +55,11 @@ def watch(job: ScriptedJob, seconds: float) -> list[Verdict]:
 def test_device_that_has_not_begun_the_call_is_stuck() -> None:
     job = make_job()
     report_devices(job, dict.fromkeys(range(4), (5, 5)))
-    assert watch(job, 3) == []
+    assert advance_seconds(job, 3) == []
     make_step(job)
     report_devices(job, {0: (5, 6), 1: (5, 5), 2: (5, 6), 3: (5, 6)})
-    assert watch(job, STALL_AFTER_S - 1) == []
-    (verdict,) = watch(job, 3)
+    assert advance_seconds(job, STALL_AFTER_S - 1) == []
+    (verdict,) = advance_seconds(job, 3)
     assert (verdict.kind, verdict.culprits, verdict.waiting, verdict.seq) == (
         VerdictKind.DEVICE_STUCK,
         (1,),
@@ -72,7 +72,7 @@ def test_device_that_has_not_begun_the_call_is_stuck() -> None:
 def test_attempt_with_still_devices_is_not_quiet() -> None:
     job = make_job()
     report_devices(job, dict.fromkeys(range(4), (4, 5)))
-    watch(job, 3)
+    advance_seconds(job, 3)
     assert not is_quiet(job.latest_attempt)
 
 
@@ -82,7 +82,7 @@ def test_hosts_that_run_ahead_do_not_show_progress() -> None:
     verdicts: list[Verdict] = []
     for _ in range(15):
         make_step(job)
-        verdicts = watch(job, 1)
+        verdicts = advance_seconds(job, 1)
     assert [(v.kind, v.culprits) for v in verdicts] == [(VerdictKind.DEVICE_STUCK, (1,))]
     assert verdicts[0].seq == 5
 
@@ -93,21 +93,21 @@ def test_devices_that_advance_are_healthy_however_far_hosts_are_ahead() -> None:
         report_devices(
             job, {0: (step, step + 1), 1: (step, step), 2: (step, step), 3: (step, step)}
         )
-        assert watch(job, 1) == []
+        assert advance_seconds(job, 1) == []
 
 
 def test_long_kernel_that_ends_in_time_is_healthy() -> None:
     job = make_job()
     report_devices(job, {0: (4, 5), 1: (4, 4), 2: (4, 5), 3: (4, 5)})
-    assert watch(job, STALL_AFTER_S - 1) == []
+    assert advance_seconds(job, STALL_AFTER_S - 1) == []
     report_devices(job, dict.fromkeys(range(4), (5, 5)))
-    assert watch(job, 30) == []
+    assert advance_seconds(job, 30) == []
 
 
 def test_same_long_kernel_on_all_ranks_is_healthy_with_timing() -> None:
     job = make_job()
     report_devices(job, dict.fromkeys(range(4), (4, 4)))
-    assert watch(job, 40) == []
+    assert advance_seconds(job, 40) == []
 
 
 @pytest.mark.parametrize(("started", "limit_s"), [(5, STALL_AFTER_S), (None, STALL_AFTER_S + 4.15)])
@@ -116,8 +116,8 @@ def test_call_that_all_devices_are_in_makes_no_progress(
 ) -> None:
     job = make_job()
     report_devices(job, dict.fromkeys(range(4), (4, started)))
-    assert watch(job, limit_s - 1) == []
-    (verdict,) = watch(job, 3)
+    assert advance_seconds(job, limit_s - 1) == []
+    (verdict,) = advance_seconds(job, 3)
     assert (verdict.kind, verdict.culprits) == (VerdictKind.NO_PROGRESS, ())
     assert verdict.waiting == (0, 1, 2, 3)
     assert ("TORCH_NCCL_ENABLE_TIMING=1" in verdict.advice) == (started is None)
@@ -126,13 +126,13 @@ def test_call_that_all_devices_are_in_makes_no_progress(
 def test_member_without_counters_is_missing_evidence() -> None:
     job = make_job()
     report_devices(job, dict.fromkeys(range(3), (4, None)))
-    assert watch(job, 40) == []
+    assert advance_seconds(job, 40) == []
 
 
 def test_counters_that_are_no_longer_read_prove_nothing() -> None:
     job = make_job()
     report_devices(job, {0: (4, 5), 1: (4, 4), 2: (4, 5), 3: (4, 5)})
-    watch(job, 5)
+    advance_seconds(job, 5)
     for rank in range(4):
         stream = job.ranks[rank].streams["world"]
         assert stream.device is not None
@@ -145,7 +145,7 @@ def test_calls_after_the_last_reading_show_progress() -> None:
     """The host of a device goes on before its counters are read again."""
     job = make_job()
     report_devices(job, dict.fromkeys(range(4), (4, None)))
-    watch(job, STALL_AFTER_S + 3)
+    advance_seconds(job, STALL_AFTER_S + 3)
     for rank in range(4):
         stream = job.ranks[rank].streams["world"]
         assert stream.device is not None
@@ -159,17 +159,17 @@ def test_calls_after_the_last_reading_show_progress() -> None:
 def test_counters_of_watchdogs_that_stopped_name_no_rank(counters: tuple[int, ...]) -> None:
     job = make_job()
     report_devices(job, {rank: (completed, None) for rank, completed in enumerate(counters)})
-    (verdict,) = watch(job, STALL_AFTER_S + 7)
+    (verdict,) = advance_seconds(job, STALL_AFTER_S + 7)
     assert (verdict.kind, verdict.culprits) == (VerdictKind.NO_PROGRESS, ())
 
 
 def test_skipped_call_of_a_host_is_no_stuck_device() -> None:
     job = make_job()
     report_devices(job, dict.fromkeys(range(4), (5, 5)))
-    watch(job, 2)
+    advance_seconds(job, 2)
     make_step(job, 2)
     report_devices(job, {0: (5, 6), 1: (5, 6), 2: (5, 5), 3: (5, 6)})
-    (verdict,) = watch(job, STALL_AFTER_S * 3)
+    (verdict,) = advance_seconds(job, STALL_AFTER_S * 3)
     assert (verdict.kind, verdict.culprits) == (VerdictKind.MISSING_RANK, (2,))
 
 
@@ -177,7 +177,7 @@ def test_declared_phase_of_culprit_is_respected() -> None:
     job = make_job()
     job.ranks[1].phase = "compile"
     report_devices(job, {0: (4, 5), 1: (4, 4), 2: (4, 5), 3: (4, 5)})
-    assert watch(job, 20) == []
+    assert advance_seconds(job, 20) == []
 
 
 def test_chain_across_groups_names_its_end() -> None:
@@ -191,7 +191,7 @@ def test_chain_across_groups_names_its_end() -> None:
     ):
         job.report_device(rank, *in_pair, group=pair)
         job.report_device(rank, *in_world)
-    (verdict,) = watch(job, STALL_AFTER_S + 3)
+    (verdict,) = advance_seconds(job, STALL_AFTER_S + 3)
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (
         VerdictKind.DEVICE_STUCK,
         (1,),
@@ -205,7 +205,7 @@ def test_chain_without_timing_names_all_that_may_be_stuck() -> None:
     for rank in range(4):
         job.report_device(rank, 4 if rank < 2 else 5, group="left" if rank < 2 else "right")
         job.report_device(rank, 4)
-    (verdict,) = watch(job, STALL_AFTER_S + 3)
+    (verdict,) = advance_seconds(job, STALL_AFTER_S + 3)
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (
         VerdictKind.DEVICE_STUCK,
         (0, 1),
@@ -222,7 +222,7 @@ def test_device_behind_its_peers_is_stuck_although_its_host_is_behind_too() -> N
         pair = "left" if rank < 2 else "right"
         job.report_device(rank, 4 if rank == 2 else 5, 5, group=pair)
         job.report_device(rank, 5, 5 if rank == 2 else 6)
-    verdicts = watch(job, STALL_AFTER_S + 3)
+    verdicts = advance_seconds(job, STALL_AFTER_S + 3)
     assert [(v.kind, v.culprits) for v in verdicts] == [(VerdictKind.DEVICE_STUCK, (2,))]
 
 
@@ -241,7 +241,7 @@ def test_devices_that_wait_for_each_other_are_a_deadlock() -> None:
     for rank in (0, 1):
         job.make_call(rank, backend="nccl")
         job.report_device(rank, 0)
-    (verdict,) = watch(job, STALL_AFTER_S + 3)
+    (verdict,) = advance_seconds(job, STALL_AFTER_S + 3)
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (
         VerdictKind.DEADLOCK,
         (0, 1),
@@ -260,7 +260,7 @@ def test_rank_is_missing_although_hosts_of_its_peers_run_ahead(started: int | No
         make_step(job, 1)
         if second % 3 == 0:
             job.report_stack(1, Frame(function="upload", file="/home/me/train.py", line=9))
-        verdicts = watch(job, 1)
+        verdicts = advance_seconds(job, 1)
     assert [(v.kind, v.culprits, v.waiting) for v in verdicts] == [
         (VerdictKind.MISSING_RANK, (1,), (0, 2, 3))
     ]
@@ -298,12 +298,12 @@ def test_host_that_spins_until_its_device_is_done_waits() -> None:
     make_step(job, 1)
     report_devices(job, {0: (5, None), 1: (5, None)})
     job.ranks[0].idle = False
-    assert watch(job, STALL_AFTER_S) == []
+    assert advance_seconds(job, STALL_AFTER_S) == []
     assert 0 in {request.rank for request in job.run_diagnosis().requests if request.stacks}
     job.report_stack(
         0, Frame(function="main", file="/home/me/train.py", line=7, text="loss.item()")
     )
-    (verdict,) = watch(job, 2)
+    (verdict,) = advance_seconds(job, 2)
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (
         VerdictKind.MISSING_RANK,
         (1,),
@@ -316,11 +316,11 @@ def test_host_that_works_does_not_wait_for_its_device() -> None:
     make_step(job, 1)
     report_devices(job, {0: (5, None), 1: (5, None)})
     job.ranks[0].idle = False
-    assert watch(job, STALL_AFTER_S) == []
+    assert advance_seconds(job, STALL_AFTER_S) == []
     job.report_stack(
         0, Frame(function="main", file="/home/me/train.py", line=7, text="tokens = tokenize(text)")
     )
-    assert watch(job, STALL_AFTER_S) == []
+    assert advance_seconds(job, STALL_AFTER_S) == []
 
 
 def test_mismatch_that_hosts_ran_past_explains_the_later_wait() -> None:
@@ -332,5 +332,5 @@ def test_mismatch_that_hosts_ran_past_explains_the_later_wait() -> None:
     make_step(job)
     make_step(job, 1)
     report_devices(job, dict.fromkeys(range(4), (5, None)))
-    (verdict,) = watch(job, 2 * STALL_AFTER_S + 5)
+    (verdict,) = advance_seconds(job, 2 * STALL_AFTER_S + 5)
     assert (verdict.kind, verdict.culprits, verdict.seq) == (VerdictKind.MISMATCH, (1,), 6)

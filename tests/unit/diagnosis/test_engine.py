@@ -824,7 +824,7 @@ def test_asynchronous_call_does_not_block_progressing_rank() -> None:
     assert job.run_diagnosis().verdicts == ()
 
 
-def test_listening_thread_blocks_nobody() -> None:
+def test_listening_thread_blocks_no_rank() -> None:
     """Its receive blocks, and the rank trains on beside it."""
     job = ScriptedJob(2)
     job.send_heartbeats()

@@ -80,8 +80,8 @@ def test_all_absent_ranks_are_missing_if_none_works() -> None:
 def test_unsampled_rank_is_treated_like_sampled_ones() -> None:
     job = job_with_absent_ranks("time.sleep(0.1)", world=40)
     assert list_blamed(job) == [(VerdictKind.SLOW_RANK, (0,))]
-    asked = {request.rank for request in job.run_diagnosis().requests if request.stacks}
-    assert {1, 2, 3} <= asked
+    requested_ranks = {request.rank for request in job.run_diagnosis().requests if request.stacks}
+    assert {1, 2, 3} <= requested_ranks
 
 
 def test_never_sampled_ranks_are_missing_slightly_later() -> None:

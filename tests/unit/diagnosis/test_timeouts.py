@@ -160,7 +160,7 @@ def test_gil_holder_at_termination_is_frozen() -> None:
     assert (verdict.kind, verdict.culprits) == (VerdictKind.FROZEN_RANK, (0,))
 
 
-def test_timeout_with_all_ranks_present_blames_nobody() -> None:
+def test_timeout_with_all_ranks_present_blames_no_rank() -> None:
     job = ScriptedJob(3)
     job.make_calls(done=False)
     job.advance_time(3.0)

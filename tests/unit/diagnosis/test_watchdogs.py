@@ -8,19 +8,19 @@ from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.verdicts import Verdict
 from tests.simulation.scripted_job import ScriptedJob
 
-from .test_devices import make_job, make_step, report_devices, watch
+from .test_devices import advance_seconds, make_job, make_step, report_devices
 
 
 def abort_ranks(job: ScriptedJob, *ranks: int) -> list[Verdict]:
     for rank in ranks:
         job.end_process(rank, signal=int(signal.SIGABRT))
-    return watch(job, 5)
+    return advance_seconds(job, 5)
 
 
 def test_ranks_ended_after_network_error_blame_none() -> None:
     job = make_job()
     report_devices(job, dict.fromkeys(range(4), (4, 5)))
-    watch(job, 4)
+    advance_seconds(job, 4)
     (verdict,) = abort_ranks(job, 0, 1, 2, 3)
     assert (verdict.kind, verdict.culprits) == (VerdictKind.NO_PROGRESS, ())
     assert verdict.waiting == (0, 1, 2, 3)
@@ -30,7 +30,7 @@ def test_ranks_ended_after_network_error_blame_none() -> None:
 def test_rank_ended_by_watchdog_is_victim_of_stuck_device() -> None:
     job = make_job()
     report_devices(job, {0: (4, 5), 1: (4, 4), 2: (4, 5), 3: (4, 5)})
-    watch(job, 5)
+    advance_seconds(job, 5)
     (verdict,) = abort_ranks(job, 0)
     assert (verdict.kind, verdict.culprits) == (VerdictKind.DEVICE_STUCK, (1,))
 
@@ -38,10 +38,10 @@ def test_rank_ended_by_watchdog_is_victim_of_stuck_device() -> None:
 def test_rank_ended_by_watchdog_is_victim_of_missing_rank() -> None:
     job = make_job()
     report_devices(job, dict.fromkeys(range(4), (5, 5)))
-    watch(job, 2)
+    advance_seconds(job, 2)
     make_step(job, 2)
     report_devices(job, {0: (5, 6), 1: (5, 6), 2: (5, 5), 3: (5, 6)})
-    watch(job, 5)
+    advance_seconds(job, 5)
     (verdict,) = abort_ranks(job, 0, 1, 3)
     assert (verdict.kind, verdict.culprits) == (VerdictKind.MISSING_RANK, (2,))
 
@@ -49,9 +49,9 @@ def test_rank_ended_by_watchdog_is_victim_of_missing_rank() -> None:
 def test_killed_rank_is_cause_of_its_peers_aborts() -> None:
     job = make_job()
     report_devices(job, dict.fromkeys(range(4), (4, 5)))
-    watch(job, 2)
+    advance_seconds(job, 2)
     job.end_process(1, signal=int(signal.SIGKILL))
-    watch(job, 2)
+    advance_seconds(job, 2)
     (verdict,) = abort_ranks(job, 0, 2, 3)
     assert (verdict.kind, verdict.culprits) == (VerdictKind.DEAD_RANK, (1,))
 
@@ -59,7 +59,7 @@ def test_killed_rank_is_cause_of_its_peers_aborts() -> None:
 def test_abort_without_pending_work_is_a_death() -> None:
     job = make_job()
     report_devices(job, dict.fromkeys(range(4), (5, 5)))
-    watch(job, 5)
+    advance_seconds(job, 5)
     (verdict,) = abort_ranks(job, 2)
     assert (verdict.kind, verdict.culprits) == (VerdictKind.DEAD_RANK, (2,))
 

@@ -112,11 +112,11 @@ def test_only_stopped_stage_is_named(
         if not whole:
             one.overwrite_oldest(min(cuts[one.rank], max(0, len(one.entries) - 1)))
     dumps = [parse_dump(one.rank, one.make_dump()) for one in made if whole or one.rank != lost]
-    found = analyze_dumps(dumps).verdicts
-    assert all(set(verdict.culprits) <= {odd} for verdict in found), [
-        verdict.summary for verdict in found
+    verdicts = analyze_dumps(dumps).verdicts
+    assert all(set(verdict.culprits) <= {odd} for verdict in verdicts), [
+        verdict.summary for verdict in verdicts
     ]
     if whole:
-        assert [(verdict.kind, verdict.culprits) for verdict in found] == [
+        assert [(verdict.kind, verdict.culprits) for verdict in verdicts] == [
             (VerdictKind.MISSING_RANK, (odd,))
         ]

@@ -1,4 +1,4 @@
-"""Whom PyTorch's own tools are held to have named, from what they print."""
+"""The ranks that PyTorch's own tools name, parsed from their output."""
 
 from __future__ import annotations
 

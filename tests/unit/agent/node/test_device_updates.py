@@ -42,7 +42,7 @@ def make_entry(*, uid: int = 1, completed: int = 5, age_s: float = 0.5) -> Devic
     return DeviceEntry(uid=uid, enqueued=6, started=None, completed=completed, read_ns=read_ns)
 
 
-def compose(
+def compose_view(
     view: ProcessView, acked: AckedState | None, after_s: float = 0.0
 ) -> tuple[ProcessUpdate | None, AckedState]:
     now_ns = NOW_NS + int(after_s * SECOND_NS)
@@ -50,40 +50,40 @@ def compose(
 
 
 def test_counters_are_reported_with_their_age() -> None:
-    update, acked = compose(make_view(make_entry()), None)
+    update, acked = compose_view(make_view(make_entry()), None)
     assert update is not None
     assert update.device == (DeviceStatus(uid=1, enqueued=6, completed=5, read_s=0.5),)
     assert acked.device_entries == {1: make_entry()}
 
 
 def test_unchanged_counters_are_confirmed_while_device_is_behind() -> None:
-    _, acked = compose(make_view(make_entry()), None)
-    soon, _ = compose(make_view(make_entry(age_s=-0.5)), acked, 1.0)
+    _, acked = compose_view(make_view(make_entry()), None)
+    soon, _ = compose_view(make_view(make_entry(age_s=-0.5)), acked, 1.0)
     assert soon is not None and soon.device == ()
-    confirmed, _ = compose(make_view(make_entry(age_s=-2.0)), acked, 2.1)
+    confirmed, _ = compose_view(make_view(make_entry(age_s=-2.0)), acked, 2.1)
     assert confirmed is not None
     assert confirmed.device == (DeviceStatus(uid=1, enqueued=6, completed=5, read_s=0.1),)
 
 
 def test_unchanged_counters_of_finished_device_are_not_repeated() -> None:
-    _, acked = compose(make_view(make_entry(completed=6)), None)
-    update, _ = compose(make_view(make_entry(completed=6, age_s=-60)), acked, 60.5)
+    _, acked = compose_view(make_view(make_entry(completed=6)), None)
+    update, _ = compose_view(make_view(make_entry(completed=6, age_s=-60)), acked, 60.5)
     assert update is not None and update.device == ()
 
 
 def test_changed_counters_are_reported() -> None:
-    _, acked = compose(make_view(make_entry()), None)
-    update, _ = compose(make_view(make_entry(completed=6)), acked)
+    _, acked = compose_view(make_view(make_entry()), None)
+    update, _ = compose_view(make_view(make_entry(completed=6)), acked)
     assert update is not None and update.device[0].completed == 6
 
 
 def test_counters_of_closed_stream_are_left_out() -> None:
-    update, _ = compose(make_view(make_entry(uid=2)), None)
+    update, _ = compose_view(make_view(make_entry(uid=2)), None)
     assert update is not None and update.device == ()
 
 
 def test_missing_setting_is_reported() -> None:
-    update, _ = compose(make_view(status=DeviceStatusState.OFF), None)
+    update, _ = compose_view(make_view(status=DeviceStatusState.OFF), None)
     assert update is not None and update.device_setting == "TORCH_FR_BUFFER_SIZE=2000"
 
 
@@ -102,6 +102,6 @@ def test_setting_depends_on_version(state: DeviceStatusState, version: str, sett
 
 
 def test_update_is_reported_after_resync() -> None:
-    _, acked = compose(make_view(make_entry()), None)
-    update, _ = compose(make_view(make_entry()), replace(acked, device_entries={}))
+    _, acked = compose_view(make_view(make_entry()), None)
+    update, _ = compose_view(make_view(make_entry()), replace(acked, device_entries={}))
     assert update is not None and len(update.device) == 1

@@ -103,7 +103,7 @@ def test_one_tick_per_second_is_idle_but_two_at_once_are_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("looks", "busy"),
+    ("samples", "busy"),
     [
         (
             [("R", f"{4_000_000 * n} {990_000_000 * n} {n}\n") for n in range(1, 6)],
@@ -121,10 +121,10 @@ def test_one_tick_per_second_is_idle_but_two_at_once_are_not() -> None:
     ],
 )
 def test_cpu_starved_process_is_not_idle(
-    tmp_path: Path, looks: list[tuple[str, str]], busy: int
+    tmp_path: Path, samples: list[tuple[str, str]], busy: int
 ) -> None:
     activity = processes.CpuActivity(last_busy_ns=0)
-    for second, (state, turns) in enumerate(looks):
+    for second, (state, turns) in enumerate(samples):
         add_process(tmp_path / str(second), 7, state=state, turns=turns)
         activity.update_activity(
             7, 100 * SECOND_NS + second * SECOND_NS, str(tmp_path / str(second))
@@ -164,7 +164,7 @@ def test_child_reaped_before_first_read() -> None:
     fd = os.pidfd_open(pid)
     try:
         os.waitpid(pid, 0)
-        # Kernels before 6.15 cannot tell any more, and then nothing is claimed.
+        # Kernels before 6.15 no longer know the status, and then none is claimed.
         assert exits.read_exit_info(pid, 1, fd) in (ExitInfo(exit_status=5), ExitInfo())
     finally:
         os.close(fd)
@@ -190,8 +190,8 @@ def test_siblings_under_launcher_and_wrapper(tmp_path: Path) -> None:
     proc = str(tmp_path)
     above = siblings.find_launcher(12, proc)
     assert above is not None and above[0] == 10
-    found = siblings.find_siblings([12], {("j", 0, 0)}, proc)
-    assert [(f.pid, f.launch.rank) for f in found] == [(21, 1)]
+    sibling_processes = siblings.find_siblings([12], {("j", 0, 0)}, proc)
+    assert [(f.pid, f.launch.rank) for f in sibling_processes] == [(21, 1)]
     assert siblings.find_siblings([12], {("j", 0, 0), ("j", 0, 1)}, proc) == []
     assert siblings.find_siblings([99], set(), proc) == []
 

@@ -114,13 +114,13 @@ def test_with_loss_scaling_only_lasting_runs_are_reported(seen: CheckRecorder) -
     for seq in range(10, 10 + 3 * PERSISTENT_ROUNDS):
         seen.record_call(seq, inf=2)
         seen.checks.nonfinite.scaling.rounds += 1
-    told = seen.list_entries()
-    assert [(e.seq, e.rounds, e.overflows) for e in told] == [
+    entries = seen.list_entries()
+    assert [(e.seq, e.rounds, e.overflows) for e in entries] == [
         (10, 0, 1),
         (11, 1, 2),
         (10 + PERSISTENT_ROUNDS, PERSISTENT_ROUNDS, PERSISTENT_ROUNDS + 1),
     ]
-    assert all(e.flags & CheckFlag.SCALED for e in told)
+    assert all(e.flags & CheckFlag.SCALED for e in entries)
 
 
 def test_half_precision_run_lasts_without_countable_rounds(seen: CheckRecorder) -> None:

@@ -94,9 +94,9 @@ def test_a_sum_too_large_for_its_type_is_no_inf() -> None:
 )
 def test_values_are_those_of_the_finite_elements(numbers: list[float], others: int) -> None:
     with DispatchBypass():
-        found = compute_stats([torch.tensor(numbers + [math.nan] * others)])
-    assert found is not None
-    (mean, low, high, norm), count = found
+        stats = compute_stats([torch.tensor(numbers + [math.nan] * others)])
+    assert stats is not None
+    (mean, low, high, norm), count = stats
     assert count == others and (low, high) == (min(numbers), max(numbers))
     assert mean == pytest.approx(
         sum(numbers) / len(numbers), rel=1e-6, abs=1e-6 * max(map(abs, numbers))
@@ -142,10 +142,14 @@ def test_environment_parsing_is_tolerant() -> None:
         not load_check_settings({}).any_enabled
         and not load_check_settings({"HANGWATCH_CHECKS": " , "}).problems
     )
-    told = load_check_settings(
+    settings = load_check_settings(
         {"HANGWATCH_CHECKS": "Replicas, values", "HANGWATCH_CHECK_EVERY": "4"}
     )
-    assert (told.enabled_names, told.sample_every, told.problems) == ("replicas, values", 4, ())
+    assert (settings.enabled_names, settings.sample_every, settings.problems) == (
+        "replicas, values",
+        4,
+        (),
+    )
     wrong = load_check_settings({"HANGWATCH_CHECKS": "nan,nonfinite", "HANGWATCH_CHECK_EVERY": "0"})
     assert (wrong.enabled_names, wrong.sample_every, len(wrong.problems)) == ("nonfinite", 16, 2)
     assert "'nan'" in wrong.problems[0] and "replicas, nonfinite, values" in wrong.problems[0]

@@ -39,18 +39,18 @@ def test_all_ranks_get_the_same_bytes(ranks: int) -> None:
     def run_rank(rank: int) -> list[int | None]:
         # torch's stubs of this class lack its collectives.
         group: Any = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=60))
-        told: list[int | None] = []
+        checksums: list[int | None] = []
         for tensor in make_inputs(rank):
             for op in OPS:
                 options: Any = dist.AllreduceOptions()
-                held = tensor.clone()
+                reduced = tensor.clone()
                 options.reduceOp = op
-                group.allreduce([held], options).wait()
-                told.append(compute_checksum([held]))
+                group.allreduce([reduced], options).wait()
+                checksums.append(compute_checksum([reduced]))
         group.barrier().wait()
-        return told
+        return checksums
 
     with ThreadPoolExecutor(ranks) as pool:
         first, *others = pool.map(run_rank, range(ranks))
     assert len(first) == 252 and None not in first
-    assert all(told == first for told in others)
+    assert all(checksums == first for checksums in others)

@@ -23,10 +23,10 @@ def parse_schema(text: str) -> torch._C.FunctionSchema:
 
 
 def test_all_communicating_operators_of_torch_are_found() -> None:
-    found = {operator.name: operator.spec for operator in iter_communicating_operators()}
-    assert set(OPERATORS) <= set(found)
-    assert not any("nan" in name for name in found)
-    assert all(spec.is_generic for name, spec in found.items() if name not in OPERATORS)
+    specs = {operator.name: operator.spec for operator in iter_communicating_operators()}
+    assert set(OPERATORS) <= set(specs)
+    assert not any("nan" in name for name in specs)
+    assert all(spec.is_generic for name, spec in specs.items() if name not in OPERATORS)
 
 
 def test_unknown_collective() -> None:

@@ -1,4 +1,4 @@
-"""A look at what other threads do, while garbage is collected and threads come and go."""
+"""Reading other threads' frames while garbage is collected and threads start and end."""
 
 import gc
 import subprocess
@@ -8,7 +8,7 @@ import threading
 from hangwatch.agent.recorder import other_threads
 from tests.harness.processes import clean_environment
 
-# In Python 3.11 `sys._current_frames` in place of `get_current_frames` stands still here at once,
+# In Python 3.11 `sys._current_frames` in place of `get_current_frames` deadlocks here immediately,
 # with the GIL held.
 _SAMPLING_SCRIPT = """
 import threading, time

@@ -20,7 +20,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def split(*args: Any, **kwargs: Any) -> None:
+def split_group(*args: Any, **kwargs: Any) -> None:
     installation._enter_split_group(args, kwargs)
 
 
@@ -29,13 +29,13 @@ def test_split_of_the_world_is_recorded(
 ) -> None:
     world = object()
     monkeypatch.setattr(c10d._world, "_default_pg", world)
-    split(split_ranks=[[0, 1], [2, 3]])
-    split(None, [[0, 1], [2, 3]])
-    split(world, [[0, 1], [2, 3]])
+    split_group(split_ranks=[[0, 1], [2, 3]])
+    split_group(None, [[0, 1], [2, 3]])
+    split_group(world, [[0, 1], [2, 3]])
     assert recorded == ["split_group"] * 3
 
 
 def test_split_of_another_group_is_not_recorded(recorded: list[str]) -> None:
-    split(object(), [[0, 1]])
-    split(parent_pg=object(), split_ranks=[[0, 1]])
+    split_group(object(), [[0, 1]])
+    split_group(parent_pg=object(), split_ranks=[[0, 1]])
     assert recorded == []

@@ -92,9 +92,9 @@ def test_concurrent_threads_are_reported(watched: WatchedStream) -> None:
         time.sleep(0.002)
     ended = True
     thread.join()
-    found = watched.read_shared()[1]
+    seq = watched.read_shared()[1]
     one, other = RingReader(watched.ring.map).read_calls(
-        1, time.monotonic_ns(), max_calls=10_000, from_seq=found - 1
+        1, time.monotonic_ns(), max_calls=10_000, from_seq=seq - 1
     )[:2]
     assert one.thread != other.thread, "the flagged call and the one before it are of two threads"
 
@@ -137,14 +137,14 @@ def test_returned_call_completes_call_without_completion(watched: WatchedStream)
 
 
 def test_completed_calls_while_operator_blocks(watched: WatchedStream) -> None:
-    sequence, work, told = watched.sequence, FakeWork(), watched.describe_call()
+    sequence, work, description = watched.sequence, FakeWork(), watched.describe_call()
     sequence.pending_works.append(
-        (sequence.enter_call(7, told, threading.get_ident(), CompletionMode.WORK), work)
+        (sequence.enter_call(7, description, threading.get_ident(), CompletionMode.WORK), work)
     )
     sequence.update_ring(0)
     assert watched.read_published() == (1, 0)
     work.done = True  # seen by the user's wait alone: the next call comes before the next poll
-    call = sequence.enter_call(7, told, threading.get_ident(), CompletionMode.RETURN)
+    call = sequence.enter_call(7, description, threading.get_ident(), CompletionMode.RETURN)
     for _ in range(2):
         sequence.update_ring(0)
         assert watched.read_published() == (2, 1)
@@ -154,10 +154,12 @@ def test_completed_calls_while_operator_blocks(watched: WatchedStream) -> None:
 
 
 def test_completed_later_work_does_not_complete_blocking_call(watched: WatchedStream) -> None:
-    sequence, work, told = watched.sequence, FakeWork(), watched.describe_call()
+    sequence, work, description = watched.sequence, FakeWork(), watched.describe_call()
     for one in (FakeWork(), work):
-        sequence.pending_works.append((sequence.enter_call(7, told, 0, CompletionMode.WORK), one))
-    sequence.enter_call(7, told, threading.get_ident(), CompletionMode.RETURN)
+        sequence.pending_works.append(
+            (sequence.enter_call(7, description, 0, CompletionMode.WORK), one)
+        )
+    sequence.enter_call(7, description, threading.get_ident(), CompletionMode.RETURN)
     work.done = True
     for _ in range(2):
         sequence.update_ring(0)

@@ -69,7 +69,7 @@ def test_one_pass_reads_some_reports_and_all_queries(
     for _ in range(AGENT_COUNT // READ_PER_PASS - 1):
         run_one_pass(loop)
     assert {*range(AGENT_COUNT)} <= set(read)
-    assert len(read) == AGENT_COUNT + 1, "nobody twice before everybody was read once"
+    assert len(read) == AGENT_COUNT + 1, "no connection is read twice before all were read once"
     assert first < set(read)
     run_one_pass(loop)
     assert len(read) == AGENT_COUNT + 1 + READ_PER_PASS
@@ -103,12 +103,12 @@ def test_new_connection_is_read_while_reports_are_delayed(
         READ_PER_PASS,
     )
     with selector.delay_reports():
-        assert len(found := select_ready(selector)) == NEW_CONNECTIONS_PER_PASS[1]
-        assert found <= newcomers
+        assert len(ready := select_ready(selector)) == NEW_CONNECTIONS_PER_PASS[1]
+        assert ready <= newcomers
         asking, *others = newcomers
         selector.assign_to_queries(asking)
         assert asking in select_ready(selector) and asking in select_ready(selector), (
-            "from then on it is read at once"
+            "from then on it is read immediately"
         )
         assert (selector.get_key(asking).data, selector.get_map()[asking].data) == ("kept", "kept")
         for fd in others:
@@ -127,8 +127,8 @@ def test_urgent_report_is_read_first(loop: PriorityEventLoop, pairs: SocketPairs
     assert len(select_ready(selector)) == READ_PER_PASS
     urgent[1].send(b"POST /api/v1/heartbeats HTTP/1.1\r\nPriority: u=1\r\n\r\n{}")
     fd = urgent[0].fileno()
-    found = [select_ready(selector) for _ in range(2)]
-    assert fd in found[0] | found[1], "it is behind several passes' worth of others"
+    passes = [select_ready(selector) for _ in range(2)]
+    assert fd in passes[0] | passes[1], "it is behind several passes' worth of others"
     assert selector.get_key(fd).data == "kept"
     with selector.delay_reports():
         assert select_ready(selector) == {fd}, "it is read even where no other is"

@@ -1,4 +1,4 @@
-"""The server's own tasks end when they are told to, whatever comes at the same time."""
+"""The server's own tasks end when they are cancelled, whatever happens at the same time."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hangwatch.server.core.waiting import wait_for_event
 @pytest.mark.parametrize("passes", range(4))
 def test_task_cancelled_during_change_ends(passes: int) -> None:
     async def run_scenario() -> None:
-        news = asyncio.Event()
+        changes = asyncio.Event()
 
         async def wait_for_changes() -> None:
             while True:
-                await wait_for_event(10.0, news)
-                news.clear()
+                await wait_for_event(10.0, changes)
+                changes.clear()
 
         task = asyncio.create_task(wait_for_changes())
         await asyncio.sleep(0.01)
-        news.set()
+        changes.set()
         for _ in range(passes):
             await asyncio.sleep(0)
         task.cancel()
@@ -33,11 +33,11 @@ def test_task_cancelled_during_change_ends(passes: int) -> None:
 
 def test_wait_lasts_its_timeout() -> None:
     async def run_scenario() -> None:
-        news = asyncio.Event()
-        assert not await wait_for_event(0.01, news)
-        asyncio.get_running_loop().call_later(0.01, news.set)
-        assert await wait_for_event(10.0, news)
-        assert await wait_for_event(0.0, news), "set before"
+        changes = asyncio.Event()
+        assert not await wait_for_event(0.01, changes)
+        asyncio.get_running_loop().call_later(0.01, changes.set)
+        assert await wait_for_event(10.0, changes)
+        assert await wait_for_event(0.0, changes), "set before"
         await asyncio.sleep(0)
         assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing goes on waiting"
 

@@ -35,13 +35,13 @@ DIVERGENCE = Divergence(
 
 
 def test_divergence_document() -> None:
-    told = build_divergence_document(DIVERGENCE)
-    assert told is not None
-    assert [row["seq"] for row in told["rows"]] == [[5, 5], [6, None], [7, 6]]
-    assert [side["ranks"] for side in told["sides"]] == [[0, 2], [1]]
-    assert told["rows"][1]["calls"][1] is None
-    assert told["rows"][1]["calls"][0]["site"]["line"] == 44
-    assert (told["since_seq"], told["rows"][0]["omitted"], told["group"]["desc"]) == (
+    document = build_divergence_document(DIVERGENCE)
+    assert document is not None
+    assert [row["seq"] for row in document["rows"]] == [[5, 5], [6, None], [7, 6]]
+    assert [side["ranks"] for side in document["sides"]] == [[0, 2], [1]]
+    assert document["rows"][1]["calls"][1] is None
+    assert document["rows"][1]["calls"][0]["site"]["line"] == 44
+    assert (document["since_seq"], document["rows"][0]["omitted"], document["group"]["desc"]) == (
         6,
         3,
         "default_pg",

@@ -92,13 +92,13 @@ def make_full_heartbeat() -> dict[str, Any]:
         )
         for rank in range(2)
     )  # fmt: skip
-    told = heartbeat.Heartbeat(
+    beat = heartbeat.Heartbeat(
         host="n", agent="a", number=1, full=True, processes=processes, gone=("9-9",),
         samples=(heartbeat.StackReply(key="100-5", request="r", source="py-spy", threads=(thread,)),),
         calls=(heartbeat.CallsReply(key="100-5", request="r", uid=1, calls=(call,)),), cost=heartbeat.AgentCost(cpu_s=1.0, memory=1),
     )  # fmt: skip
-    made: dict[str, Any] = codec.encode_message(told)
-    return made
+    document: dict[str, Any] = codec.encode_message(beat)
+    return document
 
 
 def iter_document_paths(value: Any, at: DocumentPath = ()) -> Iterator[DocumentPath]:
@@ -153,17 +153,17 @@ def live(tmp_path: Path) -> Iterator[AppState]:
 
 
 @FUZZ_SETTINGS
-@given(odd=CHANGES_STRATEGY)
+@given(changes=CHANGES_STRATEGY)
 def test_fuzzed_heartbeat_is_refused_or_harmless(
-    odd: list[tuple[DocumentPath, Any]], live: AppState
+    changes: list[tuple[DocumentPath, Any]], live: AppState
 ) -> None:
-    told: Any = make_full_heartbeat()
-    for at, new in odd:
+    document: Any = make_full_heartbeat()
+    for path, value in changes:
         try:
-            told = replace_at(told, at, new)
+            document = replace_at(document, path, value)
         except (KeyError, IndexError, TypeError):
-            continue  # an earlier change took the place away
-    body = json.dumps(told).encode()
+            continue  # an earlier change removed this path
+    body = json.dumps(document).encode()
     if status := refusal_status(heartbeats.parse_heartbeat, body):
         assert status == 422
         return
@@ -207,11 +207,13 @@ def test_invalid_body_is_refused(body: bytes, packed: bool) -> None:
 
 @FUZZ_SETTINGS
 @given(
-    told=st.dictionaries(st.sampled_from(["interval_s", "resync", "commands", "x"]), JSON_STRATEGY)
+    reply_fields=st.dictionaries(
+        st.sampled_from(["interval_s", "resync", "commands", "x"]), JSON_STRATEGY
+    )
 )
-def test_fuzzed_server_reply_is_parsed_or_rejected(told: dict[str, Any]) -> None:
+def test_fuzzed_server_reply_is_parsed_or_rejected(reply_fields: dict[str, Any]) -> None:
     try:
-        reply = codec.decode_reply(told)
+        reply = codec.decode_reply(reply_fields)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return
     assert 0.05 <= reply.interval_s <= 60.0

@@ -73,13 +73,13 @@ def test_hosts_answered_together_return_spread_out() -> None:
 def test_rarely_reporting_hosts_may_send_terse_updates() -> None:
     load, agents, interval = Load(), [f"agent-{n}" for n in range(2000)], 10.0
     assert load.terse_for_s("agent", 0.5, 100.0) is None, "few hosts always send all positions"
-    told: dict[int, int] = {}  # by round
+    full_updates: dict[int, int] = {}  # by round
     for agent in agents:
         at, until, rounds = 100.0, 0.0, []
         for n in range(4 * FULL_UPDATE_INTERVALS):
             if at >= until:
                 rounds.append(n)
-                told[n] = told.get(n, 0) + 1
+                full_updates[n] = full_updates.get(n, 0) + 1
             until = at + (load.terse_for_s(agent, interval, at) or 0.0)
             at += load.until_slot_s(agent, interval, at)
         assert (
@@ -87,7 +87,7 @@ def test_rarely_reporting_hosts_may_send_terse_updates() -> None:
             and max(b - a for a, b in itertools.pairwise(rounds)) <= FULL_UPDATE_INTERVALS
         ), "every host sends its positions"
     assert (
-        max(told[n] for n in range(1, 4 * FULL_UPDATE_INTERVALS))
+        max(full_updates[n] for n in range(1, 4 * FULL_UPDATE_INTERVALS))
         < 2 * len(agents) / FULL_UPDATE_INTERVALS
     ), "not all at the same time"
 
@@ -151,16 +151,16 @@ def test_refused_host_is_not_lost(tmp_path: Path) -> None:
                 await client.post("/api/v1/heartbeats", content=body, headers=headers)
             ).status_code
 
-    told = json.dumps(codec.encode_message(beat)).encode()
-    assert asyncio.run(post_heartbeat(told)) == 200
+    encoded_beat = json.dumps(codec.encode_message(beat)).encode()
+    assert asyncio.run(post_heartbeat(encoded_beat)) == 200
     process = live.watch.fleet.processes["n", "1-1"].process
     heard_at = process.reports.last_seen_at
     live.watch.load.late_s = OVERLOAD_LATE_S + 0.1
     for body, headers in (
         (b"{}", {}),
         (b"x", {}),
-        (told, {}),
-        (gzip.compress(told), {"Content-Encoding": "gzip"}),
+        (encoded_beat, {}),
+        (gzip.compress(encoded_beat), {"Content-Encoding": "gzip"}),
     ):
         before = process.reports.agent_seen_at
         assert asyncio.run(post_heartbeat(body, **headers)) == 503

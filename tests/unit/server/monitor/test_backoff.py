@@ -1,4 +1,4 @@
-"""How long a large attempt is left alone after a look at it."""
+"""The backoff between diagnoses of a large attempt."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_backoff_grows_while_diagnosis_is_unchanged() -> None:
     assert (
         measure_backoff(backoff, large, make_verdict(due=True), has_requests=True)
         == DIAGNOSIS_FACTOR
-    ), "what was asked for may change it"
+    ), "requested evidence may change the diagnosis"
     assert (
         measure_backoff(
             backoff, large, make_verdict(due=True), make_verdict(VerdictKind.DEADLOCK, due=True)
@@ -81,7 +81,7 @@ def test_backoff_grows_while_diagnosis_is_unchanged() -> None:
     assert [measure_backoff(backoff, large) for _ in range(2)] == [
         DIAGNOSIS_FACTOR,
         DIAGNOSIS_FACTOR,
-    ], "nothing is told: any fault would be news"
+    ], "nothing is reported: any fault would be a change"
 
 
 def test_backoff_ends_when_verdict_is_due() -> None:
@@ -93,7 +93,7 @@ def test_backoff_ends_when_verdict_is_due() -> None:
     assert [measure_backoff(backoff, large, late) for _ in range(2)] == [
         DIAGNOSIS_FACTOR,
         DIAGNOSIS_FACTOR,
-    ], "it waits only for somebody's word"
+    ], "it only waits for a report"
 
 
 def test_backoff_while_ranks_are_joining() -> None:

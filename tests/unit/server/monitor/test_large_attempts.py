@@ -103,7 +103,7 @@ def test_only_host_with_stopped_process_is_polled_soon(
 ) -> None:
     monkeypatch.setattr(
         live.watch.load, "late_s", 0.2
-    )  # the others are asked for less, but have no turns yet
+    )  # the others are polled less often, but have no turns yet
     assert (
         live.watch.heartbeats.apply_heartbeat(make_heartbeat(1)).interval_s
         > report_scheduler.PRESSING_INTERVAL_S
@@ -142,14 +142,14 @@ def test_terse_host_is_not_lost_and_sends_details_when_needed(
         and codec.decode_reply(codec.encode_message(reply)).details_s == reply.details_s
     )
     process = live.watch.fleet.attempts[AttemptKey("large", 0)].processes[0]
-    known = process.reports.last_seen_at
+    last_seen_at = process.reports.last_seen_at
     assert (
         live.watch.heartbeats.apply_heartbeat(
             heartbeat.Heartbeat(host="n0", agent="a0", number=2, brief=True)
         ).details_s
         is not None
     )
-    assert process.reports.last_seen_at == known < process.reports.agent_seen_at
+    assert process.reports.last_seen_at == last_seen_at < process.reports.agent_seen_at
     live.watch.heartbeats.report_scheduler.suspected = {"a0": live.now() + 60.0}
     assert (
         live.watch.heartbeats.apply_heartbeat(
@@ -200,7 +200,7 @@ def test_diverging_calls_are_requested_before_full_diagnosis(
     group = heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="tp", desc="tp", ranks="0-1")
 
     def send_heartbeat(number: int, **more: Any) -> heartbeat.HeartbeatReply:
-        known = make_heartbeat(number).processes
+        processes = make_heartbeat(number).processes
         odd = [
             heartbeat.StreamUpdate(
                 uid=1,
@@ -214,9 +214,9 @@ def test_diverging_calls_are_requested_before_full_diagnosis(
             for rank in range(2)
         ]
         parted = (
-            dataclasses.replace(known[0], sequences=tuple(odd[:1])),
-            dataclasses.replace(known[1], sequences=tuple(odd[1:])),
-            *known[2:],
+            dataclasses.replace(processes[0], sequences=tuple(odd[:1])),
+            dataclasses.replace(processes[1], sequences=tuple(odd[1:])),
+            *processes[2:],
         )
         return live.watch.heartbeats.apply_heartbeat(
             dataclasses.replace(make_heartbeat(number), processes=parted, **more)
@@ -224,7 +224,7 @@ def test_diverging_calls_are_requested_before_full_diagnosis(
 
     commands = send_heartbeat(
         1
-    ).commands  # at once: the agent's next heartbeat may be long in coming
+    ).commands  # immediately: the agent's next heartbeat may be much later
     asyncio.run(live.watch.loop.run_round())
     assert live.watch.counters.diagnoses == 0
     assert {(c.ask, c.key, c.from_seq) for c in commands} == {
@@ -270,28 +270,30 @@ def test_first_rank_of_each_diverging_side_is_requested_for_calls(
     for host in range(7):
         assert send_heartbeat(host, 1, chain=33) == ()
     assert send_heartbeat(7, 1, chain=44) == (heartbeat.CommandKind.CALLS,), (
-        "where it parts from the others"
+        "it diverges from the others"
     )
     asyncio.run(live.watch.loop.run_round())
-    assert live.watch.counters.diagnoses == 0, "which waits for that"
+    assert live.watch.counters.diagnoses == 0, "the diagnosis waits for the calls"
     assert [send_heartbeat(host, 2, chain=33) for host in range(3)] == [
         (heartbeat.CommandKind.CALLS,),
         (),
         (),
-    ], "one stands for its side"
+    ], "one rank represents its side"
 
 
 def test_hurried_heartbeat_is_not_counted_as_change_report(live: AppState) -> None:
     watch = live.watch
     assert watch.heartbeats.apply_heartbeat(make_heartbeat(1, state="T")).urgent, (
-        "one that is stopped is heard again soon"
+        "a stopped rank is polled again soon"
     )
     assert "a0" not in watch.heartbeats.report_scheduler.suspected
     watch.heartbeats.apply_heartbeat(make_heartbeat(2), urgent=True)
-    assert "a0" not in watch.heartbeats.report_scheduler.suspected, "so it hurried, and all is well"
+    assert "a0" not in watch.heartbeats.report_scheduler.suspected, "the report was requested early"
     assert not watch.heartbeats.apply_heartbeat(make_heartbeat(3)).urgent
     watch.heartbeats.apply_heartbeat(make_heartbeat(4), urgent=True)
-    assert "a0" in watch.heartbeats.report_scheduler.suspected, "of its own accord"
+    assert "a0" in watch.heartbeats.report_scheduler.suspected, (
+        "the agent reported a change on its own"
+    )
 
 
 def test_missing_calls_are_awaited_briefly(live: AppState, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,13 +303,13 @@ def test_missing_calls_are_awaited_briefly(live: AppState, monkeypatch: pytest.M
         heartbeat.StreamUpdate(uid=1, identity=group, entered=5, chain=rank + 1, entered_s=2.0)
         for rank in range(2)
     ]
-    known = make_heartbeat(1).processes
+    processes = make_heartbeat(1).processes
     parted = tuple(
         dataclasses.replace(process, sequences=(part,))
-        for process, part in zip(known, sequences, strict=False)
+        for process, part in zip(processes, sequences, strict=False)
     )
     live.watch.heartbeats.apply_heartbeat(
-        dataclasses.replace(make_heartbeat(1), processes=(*parted, *known[2:]))
+        dataclasses.replace(make_heartbeat(1), processes=(*parted, *processes[2:]))
     )
     asyncio.run(live.watch.loop.run_round())
     assert live.watch.counters.diagnoses == 1
@@ -345,11 +347,11 @@ def test_dropped_attempt_memory_is_freed_immediately(
         await live.watch.loop.retention.wait_until_dropped()
 
     made = heartbeat.StreamUpdate(uid=1, identity=group, entered=5, completed=5, chain=55)
-    known = make_heartbeat(1)
+    beat = make_heartbeat(1)
     live.watch.heartbeats.apply_heartbeat(
         dataclasses.replace(
-            known,
-            processes=tuple([dataclasses.replace(p, sequences=(made,)) for p in known.processes]),
+            beat,
+            processes=tuple([dataclasses.replace(p, sequences=(made,)) for p in beat.processes]),
         )
     )
     live.watch.heartbeats.apply_heartbeat(make_heartbeat(2, ended=ExitInfo(signal=15)))
@@ -370,7 +372,7 @@ def test_attempt_with_lost_host_is_dropped_and_not_reopened(
     live.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
     live.watch.heartbeats.apply_heartbeat(make_heartbeat(1, restart=1))
     asyncio.run(live.watch.loop.run_round())
-    assert len(live.watch.fleet.attempts) == 2, "it may still be heard"
+    assert len(live.watch.fleet.attempts) == 2, "its host may still report"
     monkeypatch.setattr(retention, "SUCCEEDED_SILENT_S", -1.0)
     asyncio.run(live.watch.loop.run_round())
     assert [a.number for a in live.watch.fleet.attempts.values()] == [1]
@@ -399,14 +401,14 @@ def test_stacks_of_mutually_waiting_ranks_are_requested_immediately(
             pending_s=2.0,
             calls=(call,),
         )
-        known = make_heartbeat(1).processes[8 * host : 8 * host + 8]
-        first = dataclasses.replace(known[0], sequences=(waits,), idle_s=2.0)
+        processes = make_heartbeat(1).processes[8 * host : 8 * host + 8]
+        first = dataclasses.replace(processes[0], sequences=(waits,), idle_s=2.0)
         return heartbeat.Heartbeat(
             host=f"n{host}",
             agent=f"a{host}",
             number=number,
             full=True,
-            processes=(first, *known[1:]),
+            processes=(first, *processes[1:]),
         )
 
     assert not live.watch.heartbeats.apply_heartbeat(make_waiting_heartbeat(1, 0)).commands, (

@@ -165,11 +165,11 @@ class TestUrgentHosts:
     def test_mutually_waiting_ranks_are_urgent(self) -> None:
         fleet = self.make_fleet(200, MAX_URGENT_SUSPECTS + 1)
         for number, (rank, peer) in enumerate([(0, 1), (1, 0), (2, 3), (3, 4)], 2):
-            told = heartbeat.StreamIdentity(
+            stream_identity = heartbeat.StreamIdentity(
                 kind=StreamKind.RECV, name="pp", desc="", ranks="0-199", tag=0, peer=peer
             )
             receives = heartbeat.StreamUpdate(
-                uid=2, identity=told, entered=1, completed=0, entered_s=5.0
+                uid=2, identity=stream_identity, entered=1, completed=0, entered_s=5.0
             )
             process = heartbeat.ProcessUpdate(key="1-1", lifecycle=3, sequences=(receives,))
             fleet.apply_heartbeat(
@@ -253,7 +253,7 @@ def test_new_objects_are_collected_while_old_ones_are_freed() -> None:
         with garbage_collection.paused_collection():
             more = [[n] for n in range(5_000)]
             garbage_collection.collect_new_objects()
-            assert len(gc.get_objects(0)) >= len(more), "somebody is in the middle of something"
+            assert len(gc.get_objects(0)) >= len(more), "some objects are still in use"
     finally:
         gc.set_threshold(*before)
 
