@@ -107,7 +107,7 @@ def test_kept_demo_can_be_explored_until_stopped(
 ) -> None:
     with start_demo(tmp_path, "--keep", "--json") as process:
         page = re.search(
-            r"look at (http://\S+/incidents/\w+),",
+            r"open (http://\S+/incidents/\w+),",
             wait_for_text(tmp_path, "everything keeps running"),
         )
         assert page
