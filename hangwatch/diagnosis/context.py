@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+from hangwatch.diagnosis.device_view import DeviceView, build_device_view
 from hangwatch.diagnosis.graph.graph import WaitEdge, WaitGraph
 from hangwatch.diagnosis.graph.progress import has_two_samples
 from hangwatch.model.calls import Call, Site
@@ -61,6 +62,13 @@ class DiagnosisContext:
     deadlocked_ranks: set[int] = field(default_factory=set)
     verdicts: list[Verdict] = field(default_factory=list)
     requests: list[EvidenceRequest] = field(default_factory=list)
+    _device_view: DeviceView | None = None
+
+    def get_device_view(self) -> DeviceView | None:
+        """How far the devices are; None where no backend reports it. Built at the first use."""
+        if self._device_view is None and self.attempt.device_groups:
+            self._device_view = build_device_view(self.attempt)
+        return self._device_view
 
 
 def get_suspicion_delay_s(limits: Limits) -> float:

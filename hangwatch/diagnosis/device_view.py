@@ -13,10 +13,9 @@ from hangwatch.model.device import DeviceProgress
 from hangwatch.model.groups import GroupKey
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import CallClass
+from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
-
-from .context import DiagnosisContext
 
 _READING_DELAY_S = 3.0  # counters that are behind are read and reported at least this often
 
@@ -112,16 +111,17 @@ class DeviceView:
         return max((device.read_at for device in devices if device is not None), default=0.0)
 
 
-def build_device_view(context: DiagnosisContext, ended: Collection[int] = ()) -> DeviceView | None:
+def build_device_view(attempt: Attempt, ended: Collection[int] = ()) -> DeviceView | None:
     """None where no backend reports how far devices are.
 
     Of the ranks in ``ended``, which have left, the last counters are used.
     """
-    processes = context.attempt.processes
+    processes = attempt.processes
     groups: list[DeviceGroup] = []
     streams: dict[int, dict[int, CallStream]] = {}
     pending: dict[int, list[tuple[tuple[float, ...], DeviceGroup]]] = {}
-    for key, group_streams in context.streams_by_group.items():
+    for key in attempt.device_groups:
+        group_streams = attempt.streams_by_group.get(key, {})
         members: dict[int, DeviceProgress] = {}
         for rank, stream in group_streams.items():
             is_usable = rank in ended or _is_running(processes.get(rank))

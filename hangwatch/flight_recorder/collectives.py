@@ -141,6 +141,7 @@ def _set_positions_by_completion(
         job.queued_counts.setdefault(records.group.key, {})[rank] = stream.entered
         index = 0
         if device is not None:
+            job.attempt.device_groups[records.group.key] = None
             index = find_record_index(recorded, device.completed + 1)
         if index < len(recorded):
             unfinished[rank] = recorded[index]

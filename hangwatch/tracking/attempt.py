@@ -47,6 +47,8 @@ class Attempt:
     sender_ranks: set[int] = field(default_factory=set)
     # Groups with a reported call that has split sizes. The dicts serve as ordered sets.
     uneven_groups: dict[GroupKey, None] = field(default_factory=dict)
+    # Groups in which some member's backend reports how far its device is.
+    device_groups: dict[GroupKey, None] = field(default_factory=dict)
     # Groups that two threads of one rank use at the same time.
     concurrent_groups: dict[GroupKey, None] = field(default_factory=dict)
     checks: CheckResults = field(default_factory=CheckResults)

@@ -7,10 +7,13 @@ from collections.abc import Iterable
 from hangwatch.model.device import DeviceProgress
 from hangwatch.protocol.heartbeat import DeviceStatus
 
+from .attempt import Attempt
 from .process import Process
 
 
-def apply_device_statuses(process: Process, statuses: Iterable[DeviceStatus], now: float) -> None:
+def apply_device_statuses(
+    attempt: Attempt, process: Process, statuses: Iterable[DeviceStatus], now: float
+) -> None:
     """Updates `CallStream.device`; ``now`` is on the server's monotonic clock.
 
     A stream that is unknown is ignored: the same heartbeat requests a resync, after which the node
@@ -21,6 +24,8 @@ def apply_device_statuses(process: Process, statuses: Iterable[DeviceStatus], no
         if stream is None:
             continue
         former = stream.device
+        if former is None:
+            attempt.device_groups[stream.group.key] = None
         device = stream.device = DeviceProgress(
             enqueued=status.enqueued,
             started=status.started,

@@ -40,7 +40,7 @@ def apply_process_update(
     all_known = _apply_streams(tracked, update, now)
     if update.sequences:
         process.refresh_streams()
-    apply_device_statuses(process, update.device, now)
+    apply_device_statuses(attempt, process, update.device, now)
     if (update.checksums or update.nonfinite) and tracked.holds_rank:
         process.overflows = max(process.overflows, update.overflows)
         attempt.checks.apply_update(process, update, now)

@@ -8,7 +8,7 @@ from hangwatch.diagnosis.context import (
     get_suspicion_delay_s,
     request_stacks,
 )
-from hangwatch.diagnosis.device_view import DeviceView, build_device_view
+from hangwatch.diagnosis.device_view import DeviceView
 from hangwatch.diagnosis.graph.devices import DeviceHang
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.verdicts import CallClass, Verdict, Wait
@@ -18,7 +18,7 @@ def diagnose_device_cycles(context: DiagnosisContext) -> None:
     """One verdict for devices that wait for each other, in calls that their hosts queued in a
     different order.
     """
-    view = build_device_view(context)
+    view = context.get_device_view()
     if view is None:
         return
     hang = view.graph.find_hang()

@@ -12,7 +12,7 @@ from hangwatch.diagnosis.context import (
     get_suspicion_delay_s,
     request_stacks,
 )
-from hangwatch.diagnosis.device_view import DeviceView, build_device_view
+from hangwatch.diagnosis.device_view import DeviceView
 from hangwatch.diagnosis.graph.devices import DeviceGroup, DeviceHang
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.verdicts import Verdict, Wait
@@ -26,7 +26,7 @@ _UNTIMED_GRACE_S = 4.15
 
 def diagnose_stuck_devices(context: DiagnosisContext) -> None:
     """One verdict for all devices that others wait for and that wait for none."""
-    view = build_device_view(context)
+    view = context.get_device_view()
     if view is None:
         return
     hang = view.graph.find_hang()
@@ -55,7 +55,7 @@ def diagnose_stalled_devices(context: DiagnosisContext) -> None:
     """One verdict for all calls that every member's device is in, as far as is known, and that
     none completes.
     """
-    view = build_device_view(context)
+    view = context.get_device_view()
     if view is None:
         return
     hang = view.graph.find_hang()

@@ -9,7 +9,7 @@ from hangwatch.diagnosis.context import (
     get_suspicion_delay_s,
     request_stacks,
 )
-from hangwatch.diagnosis.device_view import DeviceView, build_device_view
+from hangwatch.diagnosis.device_view import DeviceView
 from hangwatch.diagnosis.graph.devices import DeviceHang
 from hangwatch.diagnosis.graph.graph import WaitEdge
 from hangwatch.model.kinds import VerdictKind
@@ -25,7 +25,7 @@ def diagnose_hosts_behind(context: DiagnosisContext) -> None:
 
     Ranks that left, are frozen or do not report are other rules' subjects.
     """
-    view = build_device_view(context)
+    view = context.get_device_view()
     if view is None:
         return
     hang = view.graph.find_hang()
