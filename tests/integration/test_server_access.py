@@ -100,12 +100,12 @@ def test_browser_login_resists_cross_site_requests(
             assert "another site" in check_problem(
                 browser.post("/api/v1/dumps", json=ask, headers=foreign), 403
             )
-        assert "no job" in check_problem(
+        assert "unknown job" in check_problem(
             browser.post("/api/v1/dumps", json=ask, headers={"Sec-Fetch-Site": "same-origin"}), 404
         )
     with make_client(url, certificate) as script:
         check_problem(script.post("/api/v1/dumps", json=ask), 401)
-        assert "no job" in check_problem(
+        assert "unknown job" in check_problem(
             script.post("/api/v1/dumps", json=ask, headers={"Authorization": f"Bearer {TOKEN}"}),
             404,
         )
