@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from hangwatch.diagnosis.graph.devices import DeviceGraph, DeviceGroup
+from hangwatch.diagnosis.graph.devices import DeviceGraph, DeviceGroup, DeviceHang
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.device import DeviceProgress
 from hangwatch.model.groups import GroupKey
@@ -26,7 +26,7 @@ _MAX_DISTINCT_COUNTS = 2
 class DeviceView:
     """``fronts`` has, by rank, the groups with uncompleted calls, as `DeviceGraph` needs them."""
 
-    graph: DeviceGraph
+    hang: DeviceHang
     fronts: Mapping[int, list[DeviceGroup]]
     _processes: Mapping[int, Process]
     _streams: Mapping[int, Mapping[int, CallStream]]  # by the identity of the group, and rank
@@ -143,7 +143,10 @@ def build_device_view(attempt: Attempt, ended: Collection[int] = ()) -> DeviceVi
         ordered.sort(key=lambda item: item[0])
         fronts[rank] = [group for _, group in ordered]
     return DeviceView(
-        graph=DeviceGraph(groups, fronts), fronts=fronts, _processes=processes, _streams=streams
+        hang=DeviceGraph(groups, fronts).find_hang(),
+        fronts=fronts,
+        _processes=processes,
+        _streams=streams,
     )
 
 

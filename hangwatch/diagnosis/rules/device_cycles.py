@@ -21,7 +21,7 @@ def diagnose_device_cycles(context: DiagnosisContext) -> None:
     view = context.get_device_view()
     if view is None:
         return
-    hang = view.graph.find_hang()
+    hang = view.hang
     waiting = hang.find_waiters_of(hang.cycle)
     involved = hang.cycle | waiting
     if not hang.cycle or not involved.isdisjoint(context.explained_ranks):

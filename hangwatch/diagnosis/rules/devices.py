@@ -29,7 +29,7 @@ def diagnose_stuck_devices(context: DiagnosisContext) -> None:
     view = context.get_device_view()
     if view is None:
         return
-    hang = view.graph.find_hang()
+    hang = view.hang
     in_message = {rank for rank in hang.culprits if view.may_be_in_message(rank)}
     culprits = hang.culprits - in_message
     if not culprits or hang.uncertain_ends:
@@ -58,7 +58,7 @@ def diagnose_stalled_devices(context: DiagnosisContext) -> None:
     view = context.get_device_view()
     if view is None:
         return
-    hang = view.graph.find_hang()
+    hang = view.hang
     stalled = [group for group in hang.stalled_groups if _is_unexplained(context, group)]
     if not stalled:
         return

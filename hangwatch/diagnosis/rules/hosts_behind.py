@@ -28,7 +28,7 @@ def diagnose_hosts_behind(context: DiagnosisContext) -> None:
     view = context.get_device_view()
     if view is None:
         return
-    hang = view.graph.find_hang()
+    hang = view.hang
     waiting = hang.find_waiters_of(hang.host_ends)
     involved = hang.host_ends | waiting
     if not hang.host_ends or not involved.isdisjoint(context.explained_ranks):

@@ -40,7 +40,7 @@ def diagnose_watchdog_end(
 ) -> None:
     """Adds the verdict on what ``first``, which its watchdog ended before others, waited for."""
     view = build_device_view(context.attempt, ended=failed)
-    hang = view.graph.find_hang() if view is not None else DeviceHang(waits=[])
+    hang = view.hang if view is not None else DeviceHang(waits=[])
     waiting = failed | context.graph.get_waiting_ranks()
     verdict: Verdict | None = None
     if view is not None and hang.culprits and not hang.uncertain_ends:
