@@ -1,7 +1,7 @@
 """The base class of the HTTP schema, and the components that several resources share.
 
-Each resource has a schema of its own: `server.http.schema` for jobs and incidents, and those of
-recordings and performance beside their code.
+Each resource has a schema of its own: `server.http.schema` for jobs, `server.http.incident_schema`
+for incidents, and those of recordings and performance beside their code.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from hangwatch.tracking.attempt import Attempt
 from ..core.problems import Problem
 from ..monitor import views
 from ..ondemand.dumps import build_dump_document
-from . import bundle, schema, stream
+from . import bundle, incident_schema, schema, stream
 from .app_state import AppState, require_single_attempt
 from .json_responses import make_json_response, make_page_response
 from .listing import PageCursor, PageLimit, build_page
@@ -186,7 +186,7 @@ def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
         operation_id="incidents_api_v1_incidents_get",
         tags=["incidents"],
         summary="Incidents, the newest first",
-        response_model=schema.Page[schema.Incident],
+        response_model=schema.Page[incident_schema.Incident],
     )
     async def list_incidents(
         request: Request,
@@ -211,7 +211,7 @@ def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
         operation_id="incident_api_v1_incidents__id__get",
         tags=["incidents"],
         summary="One incident with its evidence",
-        response_model=schema.Incident,
+        response_model=incident_schema.Incident,
     )
     async def show_incident(id: str) -> Response:
         return make_json_response(build_incident_document(live.get_incident(id).incident))
@@ -249,21 +249,19 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
         summary="Requests the current stacks of ranks",
         response_model=schema.Dump,
     )
-    async def request_dump(wanted: schema.DumpRequest) -> Response:
+    async def request_dump(body: schema.DumpRequest) -> Response:
         attempt = require_single_attempt(
-            live.find_attempts(wanted.job),
-            wanted.ranks,
+            live.find_attempts(body.job),
+            body.ranks,
             "no job has reported yet: there is nothing to dump",
         )
-        if len(live.watch.commands.user_requests) + len(wanted.ranks) > MAX_PENDING_DUMP_RANKS:
+        if len(live.watch.commands.user_requests) + len(body.ranks) > MAX_PENDING_DUMP_RANKS:
             raise Problem(
                 429,
                 f"stacks of at most {MAX_PENDING_DUMP_RANKS} ranks can be requested at a time",
                 headers={"Retry-After": "5"},
             )
-        dump = live.watch.on_demand.dumps.request_dump(
-            attempt, wanted.ranks, wanted.native, live.now()
-        )
+        dump = live.watch.on_demand.dumps.request_dump(attempt, body.ranks, body.native, live.now())
         response = make_json_response(build_dump_document(dump), status_code=202)
         response.headers["Location"] = f"/api/v1/dumps/{dump.id}"
         return response

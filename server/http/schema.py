@@ -1,8 +1,8 @@
-"""The HTTP schema of jobs, incidents and dumps: it validates requests, and describes responses in
-``/openapi.json``.
+"""The HTTP schema of jobs, ranks, groups and dumps: it validates requests, and describes responses
+in ``/openapi.json``.
 
-The server's own model is in `hangwatch.model.incidents` and `server.core.job_views`. Responses are
-encoded from their documents, and a test checks that these match the schema.
+The server's own model is in `server.core.job_views`. Responses are encoded from its documents, and
+a test checks that these match the schema. `incident_schema` has the schema of incidents.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ from typing import Generic, Literal, TypeVar
 
 from pydantic import AwareDatetime, ConfigDict, Field
 
-from hangwatch.model.incidents import IncidentStatus, Resolution
-from hangwatch.model.kind_spec import Severity
-from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import RankState
-from hangwatch.model.recoveries import AbortResult, RecoveryScope, RecoveryState
 
-from ..core.api_model import ApiModel, Frame, GroupName
+from ..core.api_model import ApiModel
 from ..core.job_views import JobState
+from .incident_schema import Stack
 
 T = TypeVar("T")
 
@@ -28,173 +25,6 @@ class Page(ApiModel, Generic[T]):
 
     items: list[T]
     next: str | None = None
-
-
-class Site(ApiModel):
-    file: str
-    line: int
-    function: str
-
-
-class Stack(ApiModel):
-    """One stack, innermost frame first, or the ``error`` why there is none."""
-
-    ranks: list[int]
-    thread: str | None = None
-    source: str
-    taken_at: AwareDatetime
-    frames: list[Frame] = Field(default=[])
-    native: bool = False
-    error: str | None = None
-
-
-class Exception_(ApiModel):
-    model_config = ConfigDict(title="Exception", frozen=True)
-
-    type: str
-    message: str
-    site: Site | None = None
-
-
-class Process(ApiModel):
-    rank: int
-    host: str | None = None
-    pid: int | None = None
-    state: str = "?"
-    exit_status: int | None = None
-    signal: int | None = None
-    exception: Exception_ | None = None
-
-
-class DevicePosition(ApiModel):
-    """How far a rank's device has come in the collectives of a group, by the backend's counters."""
-
-    rank: int
-    group: str
-    enqueued: int  # the host has queued this many of the backend's collectives
-    started: int | None = None  # null: the backend does not record starts
-    completed: int
-    source: str
-    age_s: float  # of the counters, when they became evidence
-
-
-class CallClass(ApiModel):
-    """The ranks that made the same call."""
-
-    ranks: list[int]
-    seq: int
-    op: str
-    shapes: list[list[int]] = Field(default=[])
-    dtype: str | None = None
-    reduce_op: str | None = None
-    root: int | None = None  # the rank within the group, as torch reports it
-    peer: int | None = None
-    splits: list[list[int]] | None = None
-    detail: str | None = None
-    site: Site | None = None
-
-
-class AlignedCall(ApiModel):
-    op: str
-    shapes: list[list[int]] = Field(default=[])
-    dtype: str | None = None
-    reduce_op: str | None = None
-    root: int | None = None  # the rank within the group, as torch reports it
-    detail: str | None = None
-    raised: bool = False  # it ended with an exception
-    site: Site | None = None
-
-
-class AlignedRow(ApiModel):
-    """One call of each side, or null if that side made no corresponding call."""
-
-    seq: list[int | None]
-    calls: list[AlignedCall | None]
-    omitted: int = 0  # rows before this one, in which both sides agree
-
-
-class Side(ApiModel):
-    ranks: list[int]
-
-
-class Divergence(ApiModel):
-    """The last calls of two sides of a group, aligned: a call that one side added, omitted or made
-    in another order has a row of its own.
-    """
-
-    group: GroupName
-    since_seq: int | None = None  # the first call that only one side made, if that is certain
-    note: str = ""
-    sides: list[Side]
-    rows: list[AlignedRow]
-
-
-class Wait(ApiModel):
-    """``rank`` waits for rank ``for``."""
-
-    rank: int
-    for_: int = Field(alias="for")
-    group: str
-    seq: int
-
-
-class End(ApiModel):
-    """A rank that was to be ended for an incident."""
-
-    rank: int
-    host: str
-    pid: int
-    ordered_at: AwareDatetime
-    result: AbortResult = "ordered"
-    ended_at: AwareDatetime | None = None
-    signal: int | None = None  # the signal that it was sent
-    error: str | None = None  # why it failed
-
-
-class Recovery(ApiModel):
-    """What --on-hang abort does about an incident."""
-
-    state: RecoveryState
-    scope: RecoveryScope
-    ranks: list[int]
-    number: int  # of the job's recoveries, from 1
-    limit: int
-    planned_at: AwareDatetime
-    due_at: AwareDatetime  # at the earliest: later if ranks make progress or do not report
-    announced_at: AwareDatetime | None = None
-    done_at: AwareDatetime | None = None
-    why: str = ""  # the reason if it is withheld
-    ends: list[End] = Field(default=[])
-
-
-class Incident(ApiModel):
-    """One root cause, regardless of how many ranks wait."""
-
-    id: str
-    job: str
-    attempt: int
-    kind: VerdictKind
-    severity: Severity
-    status: IncidentStatus
-    onset_at: AwareDatetime
-    opened_at: AwareDatetime
-    resolved_at: AwareDatetime | None = None
-    resolution: Resolution | None = None  # why it was resolved
-    summary: str
-    advice: str
-    culprits: list[int]
-    waiting: list[int]
-    group: GroupName | None = None
-    seq: int | None = None
-    fields: list[str] = Field(default=[])
-    site: Site | None = None
-    calls: list[CallClass] = Field(default=[])
-    divergence: Divergence | None = None
-    waits: list[Wait] = Field(default=[])
-    processes: list[Process] = Field(default=[])
-    device: list[DevicePosition] = Field(default=[])
-    stacks: list[Stack] = Field(default=[])
-    recovery: Recovery | None = None  # if --on-hang abort applies to it
 
 
 class RankDevice(ApiModel):

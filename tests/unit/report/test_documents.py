@@ -21,7 +21,7 @@ from hangwatch.report.documents import (
     build_incident_event,
     build_verdict_document,
 )
-from hangwatch.server.http import schema
+from hangwatch.server.http import incident_schema
 
 MOMENT = datetime(2026, 1, 1, 12, 30, 5, 250000, tzinfo=timezone.utc)
 SITE = Site(file="/home/me/train.py", line=41, function="step")
@@ -159,7 +159,7 @@ def test_analyze_and_server_give_the_same_fields() -> None:
 
 def test_documents_have_exactly_the_fields_of_the_http_schema() -> None:
     document = build_incident_document(INCIDENT)
-    described = schema.Incident.model_validate(document).model_dump(mode="json")
+    described = incident_schema.Incident.model_validate(document).model_dump(mode="json")
     assert described == document
     assert list(described) == list(document)
     assert json.loads(json.dumps(document)) == document
@@ -194,7 +194,7 @@ def test_documents_of_older_releases_have_default_values() -> None:
         "later": "an unknown field of a newer release",
     }
     document = build_incident_document(parse_incident(old))
-    expected = schema.Incident.model_validate(old).model_dump(mode="json")
+    expected = incident_schema.Incident.model_validate(old).model_dump(mode="json")
     assert document == expected
 
 
