@@ -49,6 +49,7 @@ class Attempt:
     uneven_groups: dict[GroupKey, None] = field(default_factory=dict)
     # Groups in which some member's backend reports how far its device is.
     device_groups: dict[GroupKey, None] = field(default_factory=dict)
+    has_messages: bool = False  # some rank sent or received
     # Groups that two threads of one rank use at the same time.
     concurrent_groups: dict[GroupKey, None] = field(default_factory=dict)
     checks: CheckResults = field(default_factory=CheckResults)
@@ -127,6 +128,7 @@ class Attempt:
     def add_stream(self, process: Process, stream: CallStream) -> None:
         """Adds a new stream of a process; a former holder of a rank joins no `GroupState`."""
         process.streams[stream.uid] = stream
+        self.has_messages |= stream.peer is not None
         if self.processes.get(process.rank) is process and stream.kind in (
             StreamKind.COLLECTIVE,
             StreamKind.SETUP,

@@ -80,8 +80,16 @@ class ScriptedRank:
 class ScriptedJob:
     """Ranks make calls at given times; `send_heartbeats` reports all of them, as node agents would."""
 
-    def __init__(self, world_size: int, *, name: str = "job", limits: Limits = LIMITS) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        name: str = "job",
+        limits: Limits = LIMITS,
+        reports_completion: bool = True,
+    ) -> None:
         self.world_size = world_size
+        self.reports_completion = reports_completion  # False: as on NCCL
         self.name = name
         self.limits = limits
         self.now = 100.0
@@ -331,15 +339,16 @@ class ScriptedJob:
     def _stream_update(self, stream: ScriptedStream, rank: ScriptedRank) -> wire.StreamUpdate:
         calls = self._age_calls(stream)
         pending = calls[stream.completed :]
+        is_completion_known = self.reports_completion and stream.device is None
         return wire.StreamUpdate(
             uid=stream.uid,
             identity=stream.identity,
             entered=len(calls),
-            completed=None if stream.device is not None else stream.completed,
+            completed=stream.completed if is_completion_known else None,
             chain=calls[-1].chain,
             op=calls[-1].signature.op,
             entered_s=calls[-1].entered_s,
-            pending_s=pending[0].entered_s if pending and stream.device is None else None,
+            pending_s=pending[0].entered_s if pending and is_completion_known else None,
             checkpoints=tuple((c.seq, c.chain) for c in calls[-wire.MAX_CHECKPOINTS :]),
             calls=tuple(calls) if rank.exit else tuple(c for c in pending if c.entered_s > 0.5),
         )

@@ -59,6 +59,8 @@ class WaitGraph:
     stuck_streams: dict[int, CallStream] = field(default_factory=dict)
     # Ranks that may or may not wait.
     uncertain_ranks: set[int] = field(default_factory=set)
+    # Ranks that only wait for devices which cannot come to a call that their hosts have made.
+    held_up_ranks: set[int] = field(default_factory=set)
     # Ranks that use the CPU while others are behind in a call whose completion is unknown, and since
     # when. A host may spin while it waits for its device, so only a stack shows whether it waits.
     unsampled_ranks: dict[int, float] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
@@ -15,6 +16,7 @@ from hangwatch.tracking.process import IDLE_AFTER_S, Process
 
 from .awaited import WaitResolver, may_be_released, receives_from_any
 from .graph import BlockedCall, WaitGraph
+from .queued_calls import QueuedCalls
 from .silence import find_silent_ranks
 
 
@@ -22,7 +24,7 @@ def build_wait_graph(attempt: Attempt, now: float, lost_after_s: float) -> WaitG
     """The graph at time ``now``, of all waits that have lasted `MIN_WAIT_S` seconds."""
     graph = WaitGraph(silent_ranks=find_silent_ranks(attempt, now, lost_after_s))
     resolver = WaitResolver(attempt, now, graph.silent_ranks)
-    before = now - MIN_WAIT_S
+    builder = _GraphBuilder(attempt, graph, resolver, QueuedCalls(attempt), now - MIN_WAIT_S)
     for rank, process in attempt.processes.items():
         if (
             process.open_calls.unfinished_streams
@@ -30,56 +32,119 @@ def build_wait_graph(attempt: Attempt, now: float, lost_after_s: float) -> WaitG
             and rank not in resolver.unable_to_finish
             and rank not in graph.silent_ranks
         ):
-            _add_rank(graph, attempt, resolver, process, before)
+            builder.add_rank(process)
+    builder.drop_unfounded_waits()
     return graph
 
 
-def _add_rank(
-    graph: WaitGraph, attempt: Attempt, resolver: WaitResolver, process: Process, before: float
-) -> None:
-    """Adds the waits of one rank that began by ``before``."""
-    pending = _find_blocked_streams(process, before)
-    is_certain, advanced_at = bool(pending), 0.0
-    if not is_certain:
-        # Some call may be unfinished, and no call was made for a while: a rank that makes further
-        # calls does not wait.
-        pending = _list_old_unfinished(process, before)
-        if not pending:
+@dataclass(slots=True)
+class _GraphBuilder:
+    attempt: Attempt
+    graph: WaitGraph
+    resolver: WaitResolver
+    queued_calls: QueuedCalls
+    before: float  # waits that began later are left out
+
+    def add_rank(self, process: Process) -> None:
+        """Adds the waits of one rank."""
+        pending = _find_blocked_streams(process, self.before)
+        is_certain, advanced_at = bool(pending), 0.0
+        if not is_certain:
+            # Some call may be unfinished, and no call was made for a while: a rank that makes
+            # further calls does not wait.
+            pending = _list_old_unfinished(process, self.before)
+            if not pending:
+                return
+            advanced_at = process.last_advanced_at
+            if advanced_at > self.before:
+                return
+        blocked_calls, stuck = self._find_waits(process, pending, is_certain, advanced_at)
+        is_held_up = False
+        if not blocked_calls and not stuck and not is_certain:
+            blocked_calls = self._find_held_calls(process.rank, pending, advanced_at)
+            is_held_up = bool(blocked_calls)
+        if not blocked_calls and not stuck and not _has_old_message(process, self.before):
             return
-        advanced_at = process.last_advanced_at
-        if advanced_at > before:
-            return
-    rank = process.rank
-    blocked_calls: list[BlockedCall] = []
-    stuck: list[CallStream] = []
-    for stream in pending:
-        awaited = resolver.find_awaited_ranks(rank, stream, is_certain)
-        if awaited:
-            began_at = stream.entered_at if is_certain else max(stream.entered_at, advanced_at)
-            blocked_calls.append(
-                BlockedCall(rank, stream, began_at, awaited, receives_from_any(stream))
-            )
-        elif stream.completed is not None and (
-            stream.peer is None or _is_waiting_on_channel(process, stream)
-        ):
-            stuck.append(stream)
-    if not blocked_calls and not stuck and not _has_old_message(process, before):
-        return
-    if not is_certain:
-        is_waiting = is_main_thread_waiting(process)
-        if is_waiting is False:
-            _record_unsampled(graph, process, blocked_calls)
-            return
-        if is_waiting is None:
-            graph.uncertain_ranks.add(rank)
-    if blocked_calls:
-        graph.blocked_calls[rank] = blocked_calls
-    elif stuck:
-        graph.stuck_streams[rank] = max(stuck, key=lambda stream: stream.entered_at)
-    else:
-        graph.released_ranks.add(rank)
-        if any(may_be_released(attempt, rank, stream) for stream in pending):
-            graph.newly_released_ranks.add(rank)
+        if not is_certain:
+            is_waiting = is_main_thread_waiting(process)
+            if is_waiting is False:
+                _record_unsampled(self.graph, process, blocked_calls)
+                return
+            if is_waiting is None:
+                self.graph.uncertain_ranks.add(process.rank)
+        if is_held_up:
+            self.graph.held_up_ranks.add(process.rank)
+        if blocked_calls:
+            self.graph.blocked_calls[process.rank] = blocked_calls
+        elif stuck:
+            self.graph.stuck_streams[process.rank] = max(stuck, key=lambda s: s.entered_at)
+        else:
+            self._add_released(process.rank, pending)
+
+    def _find_waits(
+        self,
+        process: Process,
+        pending: Collection[CallStream],
+        is_certain: bool,
+        advanced_at: float,
+    ) -> tuple[list[BlockedCall], list[CallStream]]:
+        """The pending calls that some rank has not entered, and those that all have and that do not
+        complete.
+        """
+        rank = process.rank
+        blocked_calls: list[BlockedCall] = []
+        stuck: list[CallStream] = []
+        for stream in pending:
+            awaited = self.resolver.find_awaited_ranks(rank, stream, is_certain)
+            if awaited:
+                began_at = stream.entered_at if is_certain else max(stream.entered_at, advanced_at)
+                blocked_calls.append(
+                    BlockedCall(rank, stream, began_at, awaited, receives_from_any(stream))
+                )
+            elif stream.completed is not None and (
+                stream.peer is None or _is_waiting_on_channel(process, stream)
+            ):
+                stuck.append(stream)
+        return blocked_calls, stuck
+
+    def _find_held_calls(
+        self, rank: int, streams: Collection[CallStream], advanced_at: float
+    ) -> list[BlockedCall]:
+        """The calls to which other ranks' devices cannot come, although their hosts made them."""
+        blocked_calls: list[BlockedCall] = []
+        for stream in streams:
+            held_ranks = self.queued_calls.find_held_ranks(rank, stream)
+            if held_ranks:
+                began_at = max(stream.entered_at, advanced_at)
+                blocked_calls.append(BlockedCall(rank, stream, began_at, held_ranks, False))
+        return blocked_calls
+
+    def _add_released(self, rank: int, pending: Collection[CallStream]) -> None:
+        self.graph.released_ranks.add(rank)
+        if any(may_be_released(self.attempt, rank, stream) for stream in pending):
+            self.graph.newly_released_ranks.add(rank)
+
+    def drop_unfounded_waits(self) -> None:
+        """Drops the waits for devices that are held up while their hosts wait for no rank: these
+        hosts may be about to make the call that frees them.
+        """
+        graph = self.graph
+        unfounded = graph.held_up_ranks
+        while unfounded:
+            unfounded = {rank for rank in graph.held_up_ranks if not self._is_founded(rank)}
+            graph.held_up_ranks -= unfounded
+            for rank in unfounded:
+                del graph.blocked_calls[rank]
+                process = self.attempt.processes[rank]
+                if _has_old_message(process, self.before):
+                    self._add_released(rank, _list_old_unfinished(process, self.before))
+                else:
+                    graph.uncertain_ranks.discard(rank)
+
+    def _is_founded(self, rank: int) -> bool:
+        """Whether all ranks that some call waits for wait themselves."""
+        waiting = self.graph.blocked_calls.keys()
+        return any(waiting >= blocked.awaited.keys() for blocked in self.graph.blocked_calls[rank])
 
 
 def _record_unsampled(

@@ -90,7 +90,8 @@ def _find_uncertain_ranks(context: DiagnosisContext, ranks: set[int], began_at: 
 def _is_confirmed(
     context: DiagnosisContext, core: DeadlockCore, uncertain: set[int], began_at: float
 ) -> bool:
-    if uncertain:
+    # Devices may execute calls of different groups at the same time, and so in another order.
+    if uncertain or not core.ranks.isdisjoint(context.graph.held_up_ranks):
         known_until = min(get_state_known_until(context, rank) for rank in core.ranks)
         return known_until - began_at >= context.limits.stall_after_s
     needed_waits = 3 if _are_stacks_sampled(context, core.ranks, began_at) else 4

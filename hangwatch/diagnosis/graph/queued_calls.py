@@ -1,0 +1,124 @@
+"""Calls that devices cannot come to, because they are queued behind a message without its other end.
+
+Where a call only queues work for the device, as on NCCL, hosts go on after a send or a receive that
+the peer has not met. A device executes its calls in the order in which its host made them, so those
+after the message are held up as well: collectives that all hosts have made, and messages whose other
+end is queued. Where the completion of calls is reported, as on gloo, none of this applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import inf
+
+from hangwatch.model.calls import StreamKind
+from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.call_stream import CallStream
+
+from .awaited import receives_from_any
+
+# A sender, a receiver, the identity of their group, and the tag.
+_Channel = tuple[int, int, int, int | None]
+
+
+class QueuedCalls:
+    """The queues of all devices at one moment, as far as the counts and times of calls show them."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        # By rank: when its host made the first call that its device cannot come to or complete.
+        self._held_since: dict[int, float] | None = None
+        self._sends: dict[_Channel, tuple[int, CallStream]] = {}
+        self._receives: dict[_Channel, tuple[int, CallStream]] = {}
+        self._held_members: dict[tuple[int, int], Mapping[int, int]] = {}
+
+    def find_held_ranks(self, rank: int, stream: CallStream) -> Mapping[int, int]:
+        """The other ranks that have made the newest call of ``stream`` and whose devices cannot come
+        to it, each with its sequence number. Ranks in the same collective share one mapping.
+        """
+        if stream.completed is not None or not stream.entered or not self._attempt.has_messages:
+            return {}
+        if self._held_since is None:
+            self._held_since = self._propagate(self._find_unmet_messages())
+        if self._held_since.get(rank, inf) < stream.entered_at:
+            return {}  # its own device does not come to this call: it waits in an earlier one
+        if stream.kind is not StreamKind.COLLECTIVE:
+            return self._select_held(rank, stream, self._held_since)
+        key = (id(stream.group_state), stream.entered)
+        held = self._held_members.get(key)
+        if held is None:
+            held = self._held_members[key] = self._select_held(rank, stream, self._held_since)
+        return held
+
+    def _select_held(
+        self, rank: int, stream: CallStream, held_since: Mapping[int, float]
+    ) -> dict[int, int]:
+        return {
+            partner: stream.entered
+            for partner, other in self._list_partners(rank, stream)
+            if held_since.get(partner, inf) < other.entered_at
+        }
+
+    def _find_unmet_messages(self) -> dict[int, float]:
+        """By rank, when its host made the first message whose other end does not exist. Of several
+        in one channel, the time of the newest is known.
+        """
+        any_receivers: set[tuple[int, int]] = set()
+        for rank, process in self._attempt.processes.items():
+            for stream in process.streams.values():
+                if stream.peer is None or stream.completed is not None:
+                    continue
+                if receives_from_any(stream):
+                    any_receivers.add((rank, id(stream.group)))
+                elif stream.kind is StreamKind.SEND:
+                    channel = (rank, stream.peer, id(stream.group), stream.tag)
+                    self._sends[channel] = (rank, stream)
+                else:
+                    channel = (stream.peer, rank, id(stream.group), stream.tag)
+                    self._receives[channel] = (rank, stream)
+        unmet: dict[int, float] = {}
+        for ends, other_ends in (
+            (self._sends, self._receives),
+            (self._receives, self._sends),
+        ):
+            for channel, (rank, stream) in ends.items():
+                _, receiver, group, _ = channel
+                met_count = other_ends[channel][1].entered if channel in other_ends else 0
+                if met_count < stream.entered and (receiver, group) not in any_receivers:
+                    unmet[rank] = min(unmet.get(rank, inf), stream.entered_at)
+        return unmet
+
+    def _propagate(self, held_since: dict[int, float]) -> dict[int, float]:
+        """Adds the calls that are held up by those of other ranks, until there are no more."""
+        searched_collectives: set[tuple[int, int]] = set()
+        to_search = list(held_since)
+        for rank in to_search:  # grows in the loop
+            for stream in self._attempt.processes[rank].streams.values():
+                is_queued = stream.entered > 0 and stream.completed is None
+                if not is_queued or stream.entered_at <= held_since[rank]:
+                    continue
+                if stream.kind is StreamKind.COLLECTIVE:
+                    collective = (id(stream.group_state), stream.entered)
+                    if collective in searched_collectives:
+                        continue
+                    searched_collectives.add(collective)
+                for partner, other in self._list_partners(rank, stream):
+                    if other.entered_at < held_since.get(partner, inf):
+                        held_since[partner] = other.entered_at
+                        to_search.append(partner)
+        return held_since
+
+    def _list_partners(self, rank: int, stream: CallStream) -> Iterator[tuple[int, CallStream]]:
+        """The other ranks whose newest call is the same, with their streams."""
+        if stream.kind is StreamKind.COLLECTIVE:
+            state = stream.group_state
+            for member, other in state.members.items() if state is not None else ():
+                if other is not stream and other.entered == stream.entered:
+                    yield member, other
+        elif stream.peer is not None:
+            if stream.kind is StreamKind.SEND:
+                end = self._receives.get((rank, stream.peer, id(stream.group), stream.tag))
+            else:
+                end = self._sends.get((stream.peer, rank, id(stream.group), stream.tag))
+            if end is not None and end[1].entered == stream.entered:
+                yield end
