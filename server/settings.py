@@ -112,6 +112,15 @@ class Settings(BaseSettings):
         allow_inf_nan=False,
         description="seconds after which a slow rank becomes an alert",
     )
+    startup_after: float = Field(
+        300.0,
+        gt=0,
+        allow_inf_nan=False,
+        description=(
+            "seconds after which a wait for ranks that have not started becomes an alert; before,"
+            " from --stall-after on, it is a warning"
+        ),
+    )
     alert: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         description=(
@@ -269,5 +278,7 @@ class Settings(BaseSettings):
     @property
     def diagnosis_limits(self) -> Limits:
         return Limits(
-            stall_after_s=self.stall_after, slow_limit_s=max(self.slow_limit, self.stall_after)
+            stall_after_s=self.stall_after,
+            slow_limit_s=max(self.slow_limit, self.stall_after),
+            startup_after_s=max(self.startup_after, self.stall_after),
         )

@@ -18,6 +18,9 @@ class Timing(str, enum.Enum):
 
     IMMEDIATE = "immediately"
     AFTER_STALL = "after `--stall-after`"
+    AFTER_STALL_THEN_ALERT = (
+        "after `--stall-after` as a warning, after `--startup-after` as an alert"
+    )
     IMMEDIATE_IF_STOPPED = "stopped: immediately; otherwise after `--stall-after`"
 
 

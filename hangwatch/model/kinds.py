@@ -166,7 +166,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
             "port, slow imports or image pulls, and code before `init_process_group`."
         ),
         severity=_ALERT,
-        timing=Timing.AFTER_STALL,
+        timing=Timing.AFTER_STALL_THEN_ALERT,
         role=Role.HANG,
         abort=Abort.ON_REQUEST,
         stack_advice=StackAdvice.BEFORE,

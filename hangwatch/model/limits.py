@@ -23,6 +23,7 @@ class Limits:
 
     stall_after_s: float = 60.0
     slow_limit_s: float = 360.0
+    startup_after_s: float = 300.0  # how long ranks may take to start before it is an alert
     settle_s: float = 1.5  # after a first death, the last reports of other ranks may be in transit
     # Between two heartbeats of a host. It grows with the number of hosts to bound the server's load.
     report_interval_s: float = 0.5

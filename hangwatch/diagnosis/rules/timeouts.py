@@ -202,6 +202,7 @@ def _make_absence_verdict(
     request_stacks(context, culprits, waiting, began_at)
     return replace(
         verdict,
+        severity=KINDS[kind].severity,  # the wait for it has already ended a rank
         summary=f"{verdict.summary}; {messages.describe_timeout(first, was_ended_by_watchdog(first))}",
     )
 

@@ -510,6 +510,19 @@ def test_rank_that_never_initialises() -> None:
     )
 
 
+def test_slow_start_is_a_warning_until_the_startup_limit() -> None:
+    job = ScriptedJob(2, limits=Limits(stall_after_s=10.0, startup_after_s=100.0))
+    job.ranks[0].lifecycle = Lifecycle.INITIALISING
+    job.make_setup_call(0, done=False)
+    job.ranks[1].lifecycle = Lifecycle.STARTING
+    job.advance_time(99)
+    (verdict,) = job.list_due_verdicts()
+    assert (verdict.kind, verdict.severity) == (VerdictKind.STARTUP_STALL, Severity.WARNING)
+    job.advance_time(2)
+    (verdict,) = job.list_due_verdicts()
+    assert (verdict.kind, verdict.severity) == (VerdictKind.STARTUP_STALL, Severity.ALERT)
+
+
 def job_reinitialising(later: tuple[int, ...], *, world: int = 3, nth: int = 2) -> ScriptedJob:
     """Three ranks were in a world and destroyed it; some wait in init_process_group again."""
     job = ScriptedJob(3)

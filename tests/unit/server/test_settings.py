@@ -119,8 +119,10 @@ def test_a_typo_in_the_file_is_named() -> None:
         load_settings([])
 
 
-def test_long_stall_after_raises_default_slow_limit() -> None:
-    assert load_settings(["--stall-after", "600"]).diagnosis_limits.slow_limit_s == 600.0
+def test_long_stall_after_raises_default_limits() -> None:
+    limits = load_settings(["--stall-after", "600"]).diagnosis_limits
+    assert (limits.slow_limit_s, limits.startup_after_s) == (600.0, 600.0)
+    assert load_settings(["--startup-after", "900"]).diagnosis_limits.startup_after_s == 900.0
 
 
 def test_ranks_are_ended_only_if_enabled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,6 +228,14 @@ def test_slow_rank_escalates_to_alert_permanently(scene: IncidentScenario) -> No
     )
 
 
+def test_late_start_escalates_to_alert_in_the_same_incident(scene: IncidentScenario) -> None:
+    alert = replace(MISSING_VERDICT, kind=VerdictKind.STARTUP_STALL)
+    [case] = scene.observe_verdicts(replace(alert, severity=Severity.WARNING))
+    assert case.incident.severity is Severity.WARNING
+    [risen] = scene.observe_verdicts(alert, after=240.0)
+    assert (risen.incident.id, risen.incident.severity) == (case.incident.id, Severity.ALERT)
+
+
 @pytest.mark.parametrize("first", [SLOW_VERDICT, MISSING_VERDICT])
 def test_remaining_absent_rank_is_same_incident(scene: IncidentScenario, first: Verdict) -> None:
     [case] = scene.observe_verdicts(first)
