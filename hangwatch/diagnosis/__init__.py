@@ -1,7 +1,8 @@
 """Finds what is wrong with a job from what is known of it. Pure: the time is a parameter.
 
 `graph` builds the wait-for graph, `rules` has one module for each root cause, `engine` runs the
-rules, `divergences` and `advice` add to their verdicts, and `messages` has the texts. `triage`
+rules, `divergences` and `advice` add to their verdicts, `unexplained` finds the waits that none of
+them covers, and `messages` has the texts. `triage`
 decides at low cost whether a diagnosis can find anything at all.
 """
 
@@ -12,5 +13,13 @@ from hangwatch.diagnosis.rules.mismatch import find_call_mismatches
 from .context import EvidenceRequest
 from .engine import Diagnosis, diagnose
 from .triage import is_quiet
+from .unexplained import UnexplainedWait
 
-__all__ = ["Diagnosis", "EvidenceRequest", "diagnose", "find_call_mismatches", "is_quiet"]
+__all__ = [
+    "Diagnosis",
+    "EvidenceRequest",
+    "UnexplainedWait",
+    "diagnose",
+    "find_call_mismatches",
+    "is_quiet",
+]

@@ -34,6 +34,7 @@ from hangwatch.tracking.attempt import Attempt
 from .advice import add_stack_advice
 from .context import DiagnosisContext, EvidenceRequest
 from .divergences import add_divergence
+from .unexplained import UnexplainedWait, find_unexplained_wait
 
 # In this order: what a definite cause explains is not diagnosed again. A mismatch comes before the
 # deaths that it leads to, and a death before the waits for the dead rank.
@@ -64,6 +65,7 @@ class Diagnosis:
 
     verdicts: tuple[Verdict, ...] = ()
     requests: tuple[EvidenceRequest, ...] = ()
+    unexplained_wait: UnexplainedWait | None = None
 
 
 def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
@@ -82,4 +84,8 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
         with_divergence = add_divergence(context, verdict)
         verdicts.append(add_stack_advice(context, with_divergence))
     requests = tuple(dict.fromkeys(context.requests))
-    return Diagnosis(verdicts=tuple(verdicts), requests=requests)
+    return Diagnosis(
+        verdicts=tuple(verdicts),
+        requests=requests,
+        unexplained_wait=find_unexplained_wait(context),
+    )

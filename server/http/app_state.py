@@ -90,12 +90,21 @@ class AppState:
         paced = replace(job, steps_per_s=rate)
         opened = views.sort_by_severity(self.watch.incidents.list_open(attempt))
         is_running = paced.state not in ("lost", "failed", "finished")
-        summary = (
-            views.format_verdict(opened[0])
-            if opened and is_running
-            else job_status.describe_job_status(attempt, paced, self.settings.stall_after)[0]
-        )
+        if opened and is_running:
+            summary = views.format_verdict(opened[0])
+        else:
+            summary, _ = self.describe_status(attempt, paced)
         return replace(paced, summary=summary)
+
+    def describe_status(self, attempt: Attempt, job: JobView) -> tuple[str, str]:
+        """The status of a job without an open incident, and advice."""
+        return job_status.describe_job_status(
+            attempt,
+            job,
+            self.settings.stall_after,
+            self.watch.diagnoser.unexplained_waits.get(attempt.key),
+            self.now(),
+        )
 
     def find_incidents(
         self, job: str | None = None, status: str | None = None, rank: int | None = None

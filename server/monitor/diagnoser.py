@@ -6,7 +6,14 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from hangwatch.diagnosis import Diagnosis, EvidenceRequest, diagnose, find_call_mismatches, is_quiet
+from hangwatch.diagnosis import (
+    Diagnosis,
+    EvidenceRequest,
+    UnexplainedWait,
+    diagnose,
+    find_call_mismatches,
+    is_quiet,
+)
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.attempt import Attempt
@@ -41,6 +48,8 @@ class Diagnoser:
     backoff: DiagnosisBackoff
     reader: AttemptReader
     counters: Counters
+    # As of each attempt's last diagnosis.
+    unexplained_waits: dict[AttemptKey, UnexplainedWait] = field(default_factory=dict)
     _calls_requested_at: dict[AttemptKey, float] = field(default_factory=dict)
     _has_failed: bool = False
 
@@ -69,6 +78,7 @@ class Diagnoser:
 
     def forget_attempt(self, key: AttemptKey) -> None:
         self._calls_requested_at.pop(key, None)
+        self.unexplained_waits.pop(key, None)
         self.backoff.forget_attempt(key)
 
     def log_failure(self) -> None:
@@ -94,6 +104,10 @@ class Diagnoser:
         if not is_quiet(attempt) or self.incidents.list_open(attempt):
             apply_queued_s = max(MIN_APPLY_QUEUED_S, waited_s / 3)
             diagnosis, spent_s = await self.reader.run(attempt, update_incidents, apply_queued_s)
+        if diagnosis.unexplained_wait is None:
+            self.unexplained_waits.pop(attempt.key, None)
+        else:
+            self.unexplained_waits[attempt.key] = diagnosis.unexplained_wait
         now = self.clock.monotonic()
         waited_s = self.intervals.load.waited_s
         self.backoff.record_diagnosis(attempt, diagnosis, spent_s, waited_s, now)

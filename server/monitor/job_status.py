@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from hangwatch.diagnosis import UnexplainedWait
 from hangwatch.model.ranks import RankState
 from hangwatch.report.text import format_age, name_ranks, truncate_end
 from hangwatch.tracking.attempt import Attempt
@@ -14,9 +15,11 @@ from .views import MAX_RANKS_SHOWN
 MAX_PROCESSES_SEARCHED = 64  # for a setting that all processes of a job have in common
 
 
-def describe_job_status(attempt: Attempt, job: JobView, stall_after_s: float) -> tuple[str, str]:
+def describe_job_status(
+    attempt: Attempt, job: JobView, stall_after_s: float, wait: UnexplainedWait | None, now: float
+) -> tuple[str, str]:
     """The status of a job without an open incident and how it is known, and advice; the advice is
-    empty for a healthy job.
+    empty for a healthy job. ``wait`` is one that no verdict explains.
     """
     world, reported = attempt.rank_count, len(attempt.processes)
     dead = job.states.get(RankState.DEAD, 0)
@@ -38,6 +41,8 @@ def describe_job_status(attempt: Attempt, job: JobView, stall_after_s: float) ->
                 " `hangwatch doctor` on a node reports what it can reach."
             ),
         )
+    if wait is not None:
+        return _describe_unexplained_wait(wait, now)
     if reported < world:
         absent = _find_first_absent(attempt, 20)
         return (
@@ -67,35 +72,56 @@ def describe_job_status(attempt: Attempt, job: JobView, stall_after_s: float) ->
                 " doctor` there reports what is wrong."
             ),
         )
-    if unknown := _describe_uncounted_devices(attempt, stall_after_s):
-        return unknown
     facts = [f"{reported} of {world} ranks report, the last {format_age(job.last_seen_s)} ago"]
     if job.steps_per_s is not None:
         facts.append(f"{format_pace(job.steps_per_s)} (at step {job.step})")
     facts.append("all calls compared so far agree")
+    silent_s = _measure_silence(attempt, stall_after_s)
+    if silent_s:
+        return _describe_silence(attempt, silent_s, facts)
     return (
         f"All is well: {'; '.join(facts)}, and no rank waits longer than {stall_after_s:g} s.",
         "",
     )
 
 
-def _describe_uncounted_devices(attempt: Attempt, stall_after_s: float) -> tuple[str, str] | None:
-    """The status and advice if no rank makes calls and nothing is known of their devices; None if
-    some rank does, or the backend reports how far the devices have come.
-    """
-    processes = attempt.processes.values()
-    # The setting is the same for the whole job, so few of up to 100,000 processes are searched.
-    some = itertools.islice(processes, MAX_PROCESSES_SEARCHED)
-    setting = next((p.device_setting for p in some if p.device_setting), "")
-    if not setting:
-        return None
+def _describe_unexplained_wait(wait: UnexplainedWait, now: float) -> tuple[str, str]:
+    count = wait.rank_count
+    have_waited = f"{count} ranks have waited" if count > 1 else "1 rank has waited"
+    ranks = ",".join(str(rank) for rank in wait.ranks_to_dump)
+    return (
+        (
+            f"Unclear: {have_waited} for up to {format_age(now - wait.began_at)},"
+            f" {wait.description}. Nothing is concluded: {wait.reason}."
+        ),
+        f"`hangwatch dump {ranks}` shows the current stacks.",
+    )
+
+
+def _measure_silence(attempt: Attempt, stall_after_s: float) -> float:
+    """For how many seconds no rank has made a call; 0 if that is less than ``stall_after_s``."""
     newest_call_at = 0.0
-    for process in processes:
+    for process in attempt.processes.values():
         called_at = max(process.newest_call_at, process.reports.last_progress_at)
         newest_call_at = max(newest_call_at, called_at)
         if attempt.last_seen_at - newest_call_at < stall_after_s:
-            return None
-    silent_s = attempt.last_seen_at - newest_call_at
+            return 0.0
+    return attempt.last_seen_at - newest_call_at if newest_call_at else 0.0
+
+
+def _describe_silence(attempt: Attempt, silent_s: float, facts: list[str]) -> tuple[str, str]:
+    """The status and advice if no rank makes calls and none is known to wait."""
+    # The setting is the same for the whole job, so few of up to 100,000 processes are searched.
+    some = itertools.islice(attempt.processes.values(), MAX_PROCESSES_SEARCHED)
+    setting = next((p.device_setting for p in some if p.device_setting), "")
+    if not setting:
+        return (
+            (
+                f"Quiet: no rank has made a call for {format_age(silent_s)}, and none is known to"
+                f" wait; {'; '.join(facts)}."
+            ),
+            "`hangwatch dump RANKS` shows what they do.",
+        )
     return (
         (
             f"Unknown: no rank has made a call for {format_age(silent_s)}. They may wait for their"

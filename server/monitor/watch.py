@@ -77,6 +77,7 @@ class Watch:
     heartbeats: HeartbeatApplier
     heartbeat_queue: HeartbeatQueue
     states: StatePublisher
+    diagnoser: Diagnoser
     loop: DiagnosisLoop
 
 
@@ -134,6 +135,7 @@ def build_watch(
         heartbeats=heartbeats,
         heartbeat_queue=heartbeat_queue,
         states=loop.states,
+        diagnoser=loop.diagnoser,
         loop=loop,
     )
 

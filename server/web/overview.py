@@ -17,7 +17,7 @@ from hangwatch.tracking.process import Process
 
 from ..core.job_views import JobView
 from ..http.app_state import AppState
-from ..monitor import job_status, views
+from ..monitor import views
 
 STATE_CONCERN = {state: order for order, state in enumerate(RankState)}
 MAX_MAP_CELLS = 65_536
@@ -67,7 +67,7 @@ def _build_overview(live: AppState, attempt: Attempt) -> AttemptOverview:
     return AttemptOverview(
         attempt=attempt,
         job=job,
-        advice=job_status.describe_job_status(attempt, job, live.settings.stall_after)[1],
+        advice=live.describe_status(attempt, job)[1],
         states=states,
         incidents=views.sort_by_severity(shown_cases),
         culprits=culprits,

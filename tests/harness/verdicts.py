@@ -20,6 +20,7 @@ from .server import Server, running_server
 START_S = 90.0  # until the fault, on a busy machine
 HEALTHY_S = 120.0
 SETTLE_AFTER_VERDICT_S = 2.0
+STATUS_DELAY_S = 3.0  # of a job's status, behind the table of its ranks
 EXIT_S = 120.0  # NCCL's watchdog ends a process a minute after the timeout
 CHECK_KINDS = ("replica_divergence", "nonfinite")  # warnings that a healthy job must not get either
 
@@ -94,6 +95,18 @@ def _list_alerts(server: Server, job: str, severity: str = "alert") -> list[dict
     ]
 
 
+def _check_status(server: Server, job: str, outcome: ProgramOutcome) -> None:
+    """No job is said to be well while the ranks' table shows one that waits for too long."""
+    waits_s = [rank["waiting_s"] or 0.0 for rank in server.get_items("ranks", job=job)]
+    longest_s = max(waits_s, default=0.0)
+    summaries = [item["summary"] for item in server.get_items("jobs", job=job)]
+    is_overdue = longest_s > server.stall_after_s + STATUS_DELAY_S
+    if is_overdue and any(summary.startswith("All is well") for summary in summaries):
+        problem = f"said to be well while a rank waits: {summaries[0]}"
+        if problem not in outcome.problems:
+            outcome.problems.append(problem)
+
+
 def _watch_hang(
     expected: programs.ExpectedVerdict, job: LaunchedJob, server: Server, outcome: ProgramOutcome
 ) -> None:
@@ -119,6 +132,7 @@ def _watch_hang(
         if alert is not None and not problems:
             outcome.verdict_after_s = elapsed_s
             break
+        _check_status(server, job.name, outcome)
         time.sleep(0.1)
     outcome.problems += problems
     if outcome.verdict_after_s is not None and outcome.verdict_after_s > limit_s:
@@ -194,6 +208,7 @@ def _watch_healthy(
     observed, deadline, interrupted = _ObservedProcesses(), time.monotonic() + HEALTHY_S, False
     while job.process.poll() is None and time.monotonic() < deadline:
         observed.observe_ranks(job, server)
+        _check_status(server, job.name, outcome)
         if expected.interrupt and job.planted_at is not None and not interrupted:
             interrupted = True
             os.killpg(job.process.pid, signal.SIGINT)

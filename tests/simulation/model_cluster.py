@@ -19,11 +19,13 @@ from hangwatch.model.calls import Call, StreamKind
 from hangwatch.model.limits import Limits
 from hangwatch.protocol import heartbeat
 from hangwatch.ring.snapshot import RingDelta, RingSnapshot, StreamState
+from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
 from .model_job import STEP_S, ModelJob, ModelRank
 from .model_programs import ModelStream
 
+_MAX_REPORT_DELAY_S = 12.0  # of a heartbeat, with the times of its contents
 INTERVAL_S, EAGER_INTERVAL_S, REPLY_TIMEOUT_S = 0.5, 0.2, 5.0
 _CHANNEL_KINDS = {StreamKind.SEND: "send", StreamKind.RECV: "recv"}
 
@@ -123,9 +125,26 @@ class ModelCluster:
             assert not diagnosis.requests and not has_verdict, (
                 "is_quiet missed what the diagnosis finds"
             )
+        if self._is_any_known_to_wait(attempt):
+            has_verdict = any(verdict.is_confirmed for verdict in diagnosis.verdicts)
+            assert not is_quiet(attempt)
+            assert has_verdict or diagnosis.unexplained_wait is not None, (
+                "a job in which a rank waits would be said to be well"
+            )
         for request in diagnosis.requests:
             self._request_evidence(request)
         return diagnosis
+
+    def _is_any_known_to_wait(self, attempt: Attempt) -> bool:
+        """Whether a rank was reported after it had waited for longer than ``stall_after_s``."""
+        for rank in self.job.ranks.values():
+            process = attempt.processes.get(rank.number)
+            if process is None or rank.blocked_call is None or not rank.is_running:
+                continue
+            reported_at = process.reports.last_seen_at - self.clock_offset
+            if reported_at - rank.blocked_since > self.limits.stall_after_s + _MAX_REPORT_DELAY_S:
+                return True
+        return False
 
     def _request_evidence(self, request: EvidenceRequest) -> None:
         attempt = self.fleet.latest_attempt("job")

@@ -442,8 +442,11 @@ def test_headline_names_line_of_single_culprit() -> None:
 def test_headline_names_first_of_many_unreported_ranks() -> None:
     job = make_attempt(ranks=3, world=100_000)
     view = views.describe_job(job, views.count_states(job, [], 100.0), [], 100.0)
-    assert "Not reported yet: ranks 3-99999." in job_status.describe_job_status(job, view, 60.0)[1]
+    assert (
+        "Not reported yet: ranks 3-99999."
+        in job_status.describe_job_status(job, view, 60.0, None, 100.0)[1]
+    )
     for rank in range(5, 100_000, 2):
         job.processes[rank] = job.processes[0]
-    text = job_status.describe_job_status(job, view, 60.0)[1]
+    text = job_status.describe_job_status(job, view, 60.0, None, 100.0)[1]
     assert "Not reported yet: ranks 3-4, 6, 8, 10, " in text and len(text) < 250

@@ -1,7 +1,8 @@
-"""The status of a job whose devices are not counted."""
+"""The status of a job in which no rank makes calls, or some wait without a verdict."""
 
 from __future__ import annotations
 
+from hangwatch.diagnosis import UnexplainedWait
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.protocol import heartbeat
@@ -19,7 +20,7 @@ STREAM = heartbeat.StreamUpdate(
 )
 
 
-def describe_silent_job(setting: str) -> tuple[str, str]:
+def describe_silent_job(setting: str, wait: UnexplainedWait | None = None) -> tuple[str, str]:
     """A job of one rank that has made no call for 90 s."""
     fleet = Fleet()
     update = heartbeat.ProcessUpdate(
@@ -34,7 +35,7 @@ def describe_silent_job(setting: str) -> tuple[str, str]:
     )
     (attempt,) = fleet.attempts.values()
     job = views.describe_job(attempt, views.count_states(attempt, [], 100.0), [], 100.0)
-    return describe_job_status(attempt, job, 60.0)
+    return describe_job_status(attempt, job, 60.0, wait, 100.0)
 
 
 def test_silent_job_is_not_said_to_be_well_if_devices_are_not_counted() -> None:
@@ -43,6 +44,24 @@ def test_silent_job_is_not_said_to_be_well_if_devices_are_not_counted() -> None:
     assert "TORCH_FR_BUFFER_SIZE=2000" in status and "TORCH_FR_BUFFER_SIZE=2000" in advice
 
 
-def test_silent_job_is_well_if_devices_are_counted() -> None:
+def test_silent_job_is_quiet_if_devices_are_counted() -> None:
     status, advice = describe_silent_job("")
-    assert status.startswith("All is well") and advice == ""
+    assert status.startswith("Quiet: no rank has made a call for ")
+    assert "known to wait" in status and "dump" in advice
+
+
+def test_unexplained_wait_is_described() -> None:
+    wait = UnexplainedWait(
+        began_at=10.0,
+        rank_count=3,
+        description="rank 0 in all_reduce (call 7 of group default_pg) for rank 2",
+        reason="no stack shows yet whether that rank waits or works",
+        ranks_to_dump=(2,),
+    )
+    status, advice = describe_silent_job("", wait)
+    assert status == (
+        "Unclear: 3 ranks have waited for up to 90 s, rank 0 in all_reduce (call 7 of group"
+        " default_pg) for rank 2. Nothing is concluded: no stack shows yet whether that rank waits"
+        " or works."
+    )
+    assert "hangwatch dump 2" in advice

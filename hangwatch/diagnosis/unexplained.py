@@ -1,0 +1,125 @@
+"""Waits that no verdict explains. They are not claims, but a job that has some is not well."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from hangwatch.diagnosis import messages
+from hangwatch.diagnosis.context import DiagnosisContext, find_newest_sample, get_op_name
+from hangwatch.diagnosis.graph.graph import BlockedCall
+from hangwatch.stacks.frames import find_user_site
+from hangwatch.tracking.call_stream import CallStream
+
+_MAX_AWAITED_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnexplainedWait:
+    """The longest wait that no confirmed verdict covers.
+
+    ``description`` says who waits for whom and where the awaited ranks are, ``reason`` why nothing
+    is concluded. ``ranks_to_dump`` are those whose stacks would tell more.
+    """
+
+    began_at: float  # on the server's monotonic clock
+    rank_count: int  # that wait as long as `--stall-after`
+    description: str
+    reason: str
+    ranks_to_dump: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    rank: int
+    began_at: float
+    stream: CallStream | None = None
+    awaited: tuple[int, ...] = ()
+
+
+def find_unexplained_wait(context: DiagnosisContext) -> UnexplainedWait | None:
+    """The longest wait that has reached ``stall_after_s`` without a verdict; None if there is none."""
+    explained: set[int] = set()
+    for verdict in context.verdicts:
+        if verdict.is_confirmed:
+            explained.update(verdict.culprits, verdict.waiting)
+    latest = context.now - context.limits.stall_after_s
+    waits = [
+        wait
+        for wait in _iter_waits(context)
+        if wait.began_at <= latest and wait.rank not in explained
+    ]
+    if not waits:
+        return None
+    longest = min(waits, key=lambda wait: (wait.began_at, wait.rank))
+    return UnexplainedWait(
+        began_at=longest.began_at,
+        rank_count=len({wait.rank for wait in waits}),
+        description=_describe_wait(context, longest),
+        reason=_find_reason(context, longest),
+        ranks_to_dump=longest.awaited[:_MAX_AWAITED_SHOWN] or (longest.rank,),
+    )
+
+
+def _iter_waits(context: DiagnosisContext) -> Iterator[_Wait]:
+    graph = context.graph
+    for rank, blocked_calls in graph.blocked_calls.items():
+        first = min(blocked_calls, key=_get_began_at)
+        yield _Wait(rank, first.began_at, first.stream, tuple(first.awaited))
+    for rank, stream in graph.stuck_streams.items():
+        yield _Wait(rank, stream.entered_at, stream)
+    for rank, began_at in graph.unsampled_ranks.items():
+        yield _Wait(rank, began_at)
+    view = context.get_device_view()
+    if view is None:
+        return
+    for device_wait in view.hang.waits:
+        for rank in device_wait.waiters:
+            began_at = view.get_unchanged_since((rank,))
+            stream = view.get_stream(device_wait.group, rank)
+            yield _Wait(rank, began_at, stream, tuple(sorted(device_wait.awaited)))
+    for group in view.hang.stalled_groups:
+        for rank in group.members:
+            began_at = view.get_unchanged_since((rank,))
+            yield _Wait(rank, began_at, view.get_stream(group, rank))
+
+
+def _get_began_at(blocked: BlockedCall) -> float:
+    return blocked.began_at
+
+
+def _describe_wait(context: DiagnosisContext, wait: _Wait) -> str:
+    subject = f"rank {wait.rank}"
+    if wait.stream is not None:
+        stream = wait.stream
+        position = messages.describe_position(stream.group, stream.entered)
+        subject = f"{subject} in {get_op_name(stream)} ({position})"
+    awaited = wait.awaited
+    if not awaited:
+        return subject
+    description = f"{subject} for {messages.describe_ranks(awaited)}"
+    places = [_describe_place(context, rank) for rank in awaited[:_MAX_AWAITED_SHOWN]]
+    known_places = [place for place in places if place]
+    return "; ".join([description, *known_places])
+
+
+def _describe_place(context: DiagnosisContext, rank: int) -> str:
+    process = context.attempt.processes.get(rank)
+    if process is None:
+        return f"rank {rank} has not reported"
+    sample = find_newest_sample(process, process.last_advanced_at)
+    site = find_user_site(sample.main_thread) if sample is not None else None
+    return f"rank {rank} is at {site}" if site is not None else ""
+
+
+def _find_reason(context: DiagnosisContext, wait: _Wait) -> str:
+    ranks: Collection[int] = {wait.rank, *wait.awaited}
+    silent = tuple(sorted(context.graph.silent_ranks.keys() & set(ranks)))
+    if silent:
+        return f"{messages.describe_ranks(silent)} {'do' if len(silent) > 1 else 'does'} not report"
+    for verdict in context.verdicts:
+        if not verdict.is_confirmed and not set(ranks).isdisjoint(verdict.culprits):
+            return f"it may be {verdict.kind.value}, which is not certain yet"
+    if wait.rank in context.graph.uncertain_ranks or wait.rank in context.graph.unsampled_ranks:
+        return "no stack shows yet whether that rank waits or works"
+    return "what is known does not tell the cause"
