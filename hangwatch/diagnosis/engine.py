@@ -12,6 +12,7 @@ from hangwatch.diagnosis.graph.waits import build_wait_graph
 from hangwatch.diagnosis.rules.concurrent import diagnose_concurrent_use
 from hangwatch.diagnosis.rules.deadlock import diagnose_deadlocks
 from hangwatch.diagnosis.rules.device_cycles import diagnose_device_cycles
+from hangwatch.diagnosis.rules.device_messages import diagnose_unfinished_messages
 from hangwatch.diagnosis.rules.devices import (
     diagnose_stalled_devices,
     diagnose_stuck_devices,
@@ -49,6 +50,7 @@ RULES: tuple[Callable[[DiagnosisContext], None], ...] = (
     diagnose_chain_ends,
     diagnose_stalled_devices,
     diagnose_no_progress,
+    diagnose_unfinished_messages,
     diagnose_concurrent_use,
     diagnose_replica_divergence,
     diagnose_nonfinite,

@@ -70,6 +70,9 @@ def _iter_waits(context: DiagnosisContext) -> Iterator[_Wait]:
         yield _Wait(rank, stream.entered_at, stream)
     for rank, began_at in graph.unsampled_ranks.items():
         yield _Wait(rank, began_at)
+    for rank in graph.released_ranks:
+        process = context.attempt.processes[rank]
+        yield _Wait(rank, process.last_advanced_at, process.newest_stream)
     view = context.get_device_view()
     if view is None:
         return

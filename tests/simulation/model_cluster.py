@@ -25,7 +25,7 @@ from hangwatch.tracking.fleet import Fleet
 from .model_job import STEP_S, ModelJob, ModelRank
 from .model_programs import ModelStream
 
-_MAX_REPORT_DELAY_S = 12.0  # of a heartbeat, with the times of its contents
+_KNOWN_AFTER_S = 1.5  # the shortest wait in the graph, and a heartbeat
 INTERVAL_S, EAGER_INTERVAL_S, REPLY_TIMEOUT_S = 0.5, 0.2, 5.0
 _CHANNEL_KINDS = {StreamKind.SEND: "send", StreamKind.RECV: "recv"}
 
@@ -142,7 +142,7 @@ class ModelCluster:
             if process is None or rank.blocked_call is None or not rank.is_running:
                 continue
             reported_at = process.reports.last_seen_at - self.clock_offset
-            if reported_at - rank.blocked_since > self.limits.stall_after_s + _MAX_REPORT_DELAY_S:
+            if reported_at - rank.blocked_since > self.limits.stall_after_s + _KNOWN_AFTER_S:
                 return True
         return False
 

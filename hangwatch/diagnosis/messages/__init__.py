@@ -12,7 +12,9 @@ from .common import (
     format_waiter_count,
 )
 from .devices import (
+    STILL_DEVICES_ADVICE,
     WATCHDOG_ADVICE,
+    describe_still_devices,
     describe_stuck_devices,
     format_stalled_device_advice,
     format_stuck_device_advice,
@@ -77,6 +79,7 @@ __all__ = [
     "PHASE_HINT",
     "REORDERED_TAGS_ADVICE",
     "SLOW_NOT_STUCK_ADVICE",
+    "STILL_DEVICES_ADVICE",
     "SWALLOWED_EXCEPTION_ADVICE",
     "WATCHDOG_ADVICE",
     "WRONG_TAG_ADVICE",
@@ -101,6 +104,7 @@ __all__ = [
     "describe_reordering",
     "describe_shift",
     "describe_slow_ranks",
+    "describe_still_devices",
     "describe_stuck_devices",
     "describe_tag_mismatch",
     "describe_timeout",

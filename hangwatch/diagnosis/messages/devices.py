@@ -12,6 +12,19 @@ WATCHDOG_ADVICE = (
     "The watchdog's message in the rank's log says which call did not complete, how long it took, and"
     " which error the network reported."
 )
+STILL_DEVICES_ADVICE = (
+    "Each send has its receive, and each collective all its members, so check the network, the devices"
+    " and their drivers (nvidia-smi, dmesg). A device may be stuck before one of these calls."
+)
+
+
+def describe_still_devices(ranks: tuple[int, ...], first: int, op: str, position: str) -> str:
+    """``first`` is the rank whose newest call is ``op``."""
+    verb, devices = ("wait", "their devices") if len(ranks) > 1 else ("waits", "its device")
+    return (
+        f"{describe_ranks(ranks)} {verb} for {devices}, and no device finishes what is queued: rank"
+        f" {first}'s last call is {op} ({position})"
+    )
 
 
 def describe_stuck_devices(

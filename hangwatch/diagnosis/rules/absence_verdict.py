@@ -14,7 +14,7 @@ from hangwatch.diagnosis.context import (
     select_waits,
 )
 from hangwatch.diagnosis.graph.graph import WaitEdge
-from hangwatch.model.kind_spec import Severity
+from hangwatch.model.kind_spec import Severity, Timing
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.threads import ThreadStack
@@ -38,7 +38,7 @@ def make_absence_verdict(
     blocking_thread = find_blocking_user_thread(context, culprits, began_at)
     verdict = Verdict(
         kind=kind,
-        severity=_get_severity(context, kind, began_at),
+        severity=get_severity(context, kind, began_at),
         culprits=culprits,
         waiting=tuple(sorted(waiting)),
         group=edge.stream.group,
@@ -57,12 +57,13 @@ def make_absence_verdict(
     return replace(verdict, summary=summary, advice=advice)
 
 
-def _get_severity(context: DiagnosisContext, kind: VerdictKind, began_at: float) -> Severity:
+def get_severity(context: DiagnosisContext, kind: VerdictKind, began_at: float) -> Severity:
     """Slow imports, image pulls and launchers make a start late without a fault."""
+    spec = KINDS[kind]
     awaited_s = context.now - began_at
-    if kind is VerdictKind.STARTUP_STALL and awaited_s < context.limits.startup_after_s:
+    if spec.timing is Timing.AFTER_STALL_THEN_ALERT and awaited_s < context.limits.startup_after_s:
         return Severity.WARNING
-    return KINDS[kind].severity
+    return spec.severity
 
 
 def _name_blocking_thread(culprits: tuple[int, ...], rank: int, thread: ThreadStack) -> str:

@@ -21,7 +21,7 @@ from .end_kinds import is_in_phase
 
 _MAX_WAITS_SHOWN = 64
 # Without recorded starts, a long kernel on all devices looks like a call that does not complete.
-_UNTIMED_GRACE_S = 4.15
+UNTIMED_GRACE_S = 4.15
 
 
 def diagnose_stuck_devices(context: DiagnosisContext) -> None:
@@ -73,7 +73,7 @@ def diagnose_stalled_devices(context: DiagnosisContext) -> None:
     waiting = (members | hang.find_waiters_of(members)) - context.explained_ranks
     limit_s = context.limits.stall_after_s
     if not first.records_starts:
-        limit_s += _UNTIMED_GRACE_S
+        limit_s += UNTIMED_GRACE_S
     verdict = make_stalled_verdict(view, first, waiting, due=age_s >= limit_s)
     context.verdicts.append(verdict)
     context.explained_ranks |= waiting
