@@ -4,7 +4,7 @@ rank's groups its device is in first, and for how long nothing changed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hangwatch.diagnosis.graph.devices import DeviceGraph, DeviceGroup, DeviceHang
@@ -17,7 +17,7 @@ from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
 
-_READING_DELAY_S = 3.0  # counters that are behind are read and reported at least this often
+READING_DELAY_S = 3.0  # counters that are behind are read and reported at least this often
 
 _MAX_DISTINCT_COUNTS = 2
 
@@ -55,13 +55,12 @@ class DeviceView:
 
     def get_unchanged_since(self, ranks: Iterable[int]) -> float:
         """Since when none of their devices began or completed a call."""
-        streams = [stream for rank in ranks for stream in self._list_device_streams(rank)]
-        return max((stream.device_changed_at for stream in streams), default=0.0)
+        return max(map(get_device_changed_at, self._select_processes(ranks)), default=0.0)
 
     def get_unchanged_s(self, ranks: Iterable[int]) -> float:
         """How long this is known to last: until the oldest of the ranks' last readings."""
         ranks = list(ranks)
-        known_until = min(map(self._get_read_at, ranks), default=0.0)
+        known_until = min(map(get_read_at, self._select_processes(ranks)), default=0.0)
         return known_until - self.get_unchanged_since(ranks)
 
     def get_waited_s(self, ranks: Iterable[int]) -> float:
@@ -75,19 +74,11 @@ class DeviceView:
         newest_call_at = max(self._processes[rank].newest_call_at for rank in ranks)
         if newest_call_at > since:
             return self.get_unchanged_s(ranks)
-        known_until = min(map(self._get_still_until, ranks))
+        known_until = min(get_still_until(self._processes[rank]) for rank in ranks)
         # The first reading after the last call shows when the device was seen, not when it changed.
-        if since <= newest_call_at + _READING_DELAY_S:
+        if since <= newest_call_at + READING_DELAY_S:
             since = newest_call_at
         return known_until - since
-
-    def _get_still_until(self, rank: int) -> float:
-        """Until when its host, which waits for its device, is known to have made no further call."""
-        read_at = self._get_read_at(rank)
-        last_seen_at = self._processes[rank].reports.last_seen_at
-        if last_seen_at - read_at > _READING_DELAY_S:
-            return read_at
-        return max(read_at, last_seen_at)
 
     def may_be_in_message(self, rank: int) -> bool:
         """Whether its device may be in a send or a receive, whose peer is unknown here."""
@@ -99,16 +90,32 @@ class DeviceView:
                 return True
         return False
 
-    def _list_device_streams(self, rank: int) -> list[CallStream]:
-        process = self._processes.get(rank)
-        if process is None:
-            return []
-        return [stream for stream in process.streams.values() if stream.device is not None]
+    def _select_processes(self, ranks: Iterable[int]) -> list[Process]:
+        return [self._processes[rank] for rank in ranks if rank in self._processes]
 
-    def _get_read_at(self, rank: int) -> float:
-        """When its counters were last read, those of all groups together."""
-        devices = [stream.device for stream in self._list_device_streams(rank)]
-        return max((device.read_at for device in devices if device is not None), default=0.0)
+
+def _iter_device_streams(process: Process) -> Iterator[CallStream]:
+    return (stream for stream in process.streams.values() if stream.device is not None)
+
+
+def get_still_until(process: Process) -> float:
+    """Until when its host, which waits for its device, is known to have made no further call."""
+    read_at = get_read_at(process)
+    last_seen_at = process.reports.last_seen_at
+    if last_seen_at - read_at > READING_DELAY_S:
+        return read_at
+    return max(read_at, last_seen_at)
+
+
+def get_read_at(process: Process) -> float:
+    """When its counters were last read, those of all groups together."""
+    devices = [stream.device for stream in _iter_device_streams(process)]
+    return max((device.read_at for device in devices if device is not None), default=0.0)
+
+
+def get_device_changed_at(process: Process) -> float:
+    """When its device was last seen to begin or complete a call."""
+    return max((s.device_changed_at for s in _iter_device_streams(process)), default=0.0)
 
 
 def build_device_view(attempt: Attempt, ended: Collection[int] = ()) -> DeviceView | None:

@@ -110,9 +110,11 @@ class _GraphBuilder:
     def _find_held_calls(
         self, rank: int, streams: Collection[CallStream], advanced_at: float
     ) -> list[BlockedCall]:
-        """The calls to which other ranks' devices cannot come, although their hosts made them."""
+        """The calls to which other ranks' devices cannot come, although their hosts made them; the
+        newest first, since a host that waits for its device waits for all of them.
+        """
         blocked_calls: list[BlockedCall] = []
-        for stream in streams:
+        for stream in sorted(streams, key=lambda stream: -stream.entered_at):
             held_ranks = self.queued_calls.find_held_ranks(rank, stream)
             if held_ranks:
                 began_at = max(stream.entered_at, advanced_at)

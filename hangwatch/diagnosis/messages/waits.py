@@ -27,13 +27,17 @@ def describe_deadlock(ranks: tuple[int, ...], cycle: list[tuple[Wait, str]]) -> 
     """Each wait of the cycle with the operation that the waiting rank is in; of a long cycle, the
     first ones.
     """
-    waits = [
-        f"rank {wait.rank} waits for rank {wait.on_rank} in {op}"
-        for wait, op in cycle[:_MAX_WAITS_SHOWN]
-    ]
+    waits = [_describe_cycle_wait(wait, op) for wait, op in cycle[:_MAX_WAITS_SHOWN]]
     if len(cycle) > _MAX_WAITS_SHOWN:
         waits.append("and so on")
     return f"{describe_ranks(ranks)} wait for each other: {'; '.join(waits)}"
+
+
+def _describe_cycle_wait(wait: Wait, op: str) -> str:
+    other_ends = {"send": "recv", "recv": "send"}
+    if op in other_ends:
+        return f"rank {wait.rank} waits for the {other_ends[op]} of rank {wait.on_rank} in {op}"
+    return f"rank {wait.rank} waits for rank {wait.on_rank} in {op}"
 
 
 def format_deadlock_advice(common_ranks: tuple[int, ...], component: Collection[int]) -> str:

@@ -6,8 +6,6 @@ different ones, so no rank is named. They do show that no device goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hangwatch.diagnosis import messages
 from hangwatch.diagnosis.context import (
     DiagnosisContext,
@@ -16,11 +14,14 @@ from hangwatch.diagnosis.context import (
     get_suspicion_delay_s,
     request_stacks,
 )
+from hangwatch.diagnosis.device_view import (
+    READING_DELAY_S,
+    get_device_changed_at,
+    get_still_until,
+)
 from hangwatch.diagnosis.graph.waits import is_main_thread_waiting
-from hangwatch.model.device import DeviceProgress
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.verdicts import Verdict
-from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
 
 from .devices import UNTIMED_GRACE_S
@@ -38,7 +39,7 @@ def diagnose_unfinished_messages(context: DiagnosisContext) -> None:
     if not waiting:
         return
     began_at = max(map(_get_advanced_at, attempt.processes.values()))
-    age_s = min(map(_get_read_at, waiting)) - began_at
+    age_s = min(map(get_still_until, waiting)) - began_at
     if age_s < get_suspicion_delay_s(context.limits):
         return
     ranks = tuple(sorted(process.rank for process in waiting))
@@ -67,25 +68,20 @@ def _may_wait(context: DiagnosisContext, process: Process) -> bool:
         stream.peer is not None and stream.entered and stream.completed is None
         for stream in process.streams.values()
     )
+    devices = [stream.device for stream in process.streams.values()]
     return has_messages and any(
-        device.completed != device.enqueued for _, device in _iter_devices(process)
+        device.completed != device.enqueued for device in devices if device is not None
     )
 
 
-def _iter_devices(process: Process) -> Iterator[tuple[CallStream, DeviceProgress]]:
-    for stream in process.streams.values():
-        if stream.device is not None:
-            yield stream, stream.device
-
-
 def _get_advanced_at(process: Process) -> float:
-    """When its host last made a call, or its device was last seen to go on."""
-    device_times = [stream.device_changed_at for stream, _ in _iter_devices(process)]
-    return max([process.newest_call_at, process.reports.last_progress_at, *device_times])
+    """When its host last made a call, or its device was last seen to go on.
 
-
-def _get_read_at(process: Process) -> float:
-    return max(device.read_at for _, device in _iter_devices(process))
+    The first reading after the last call shows when the device was seen, not when it changed.
+    """
+    called_at = max(process.newest_call_at, process.reports.last_progress_at)
+    changed_at = get_device_changed_at(process)
+    return changed_at if changed_at > called_at + READING_DELAY_S else called_at
 
 
 def _make_verdict(first: Process, ranks: tuple[int, ...], began_at: float, *, due: bool) -> Verdict:

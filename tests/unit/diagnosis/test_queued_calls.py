@@ -70,7 +70,7 @@ def test_receive_that_is_left_out_before_a_collective_is_a_deadlock() -> None:
         (0, 1),
         (2, 3),
     )
-    assert "rank 0 waits for rank 1 in send" in verdict.summary
+    assert "rank 0 waits for the recv of rank 1 in send" in verdict.summary
     assert "rank 1 waits for rank 0 in all_reduce" in verdict.summary
 
 

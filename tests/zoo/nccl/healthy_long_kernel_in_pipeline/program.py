@@ -13,6 +13,7 @@ def main():
     rank = dist.get_rank()
     last = dist.get_world_size() - 1
     hidden, gradient = torch.ones(64).to("cuda"), torch.ones(64).to("cuda")
+    dist.barrier()
     for step in range(20):
         if rank == 1 and step == 10:
             device_faults.launch_sleep_kernel(6)
