@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from dataclasses import dataclass
+from operator import attrgetter
 
 from hangwatch.diagnosis import messages
 from hangwatch.diagnosis.context import DiagnosisContext, find_newest_sample, get_op_name
-from hangwatch.diagnosis.graph.graph import BlockedCall
 from hangwatch.stacks.frames import find_user_site
 from hangwatch.tracking.call_stream import CallStream
 
 _MAX_AWAITED_SHOWN = 3
+_get_began_at = attrgetter("began_at")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +46,8 @@ def find_unexplained_wait(context: DiagnosisContext) -> UnexplainedWait | None:
             explained.update(verdict.culprits, verdict.waiting)
     latest = context.now - context.limits.stall_after_s
     waits = [
-        wait
-        for wait in _iter_waits(context)
-        if wait.began_at <= latest and wait.rank not in explained
+        *_iter_blocked(context, explained, latest),
+        *(wait for wait in _iter_other_waits(context, explained) if wait.began_at <= latest),
     ]
     if not waits:
         return None
@@ -61,34 +61,40 @@ def find_unexplained_wait(context: DiagnosisContext) -> UnexplainedWait | None:
     )
 
 
-def _iter_waits(context: DiagnosisContext) -> Iterator[_Wait]:
+def _iter_blocked(context: DiagnosisContext, explained: Set[int], latest: float) -> Iterator[_Wait]:
+    """The waits in the graph that began by ``latest``, of all ranks but the ``explained`` ones."""
+    for group in context.graph.iter_waiter_groups():
+        if min(group, key=_get_began_at).began_at > latest:
+            continue
+        awaited = tuple(sorted(group[0].awaited))
+        for blocked in group:
+            if blocked.began_at <= latest and blocked.rank not in explained:
+                yield _Wait(blocked.rank, blocked.began_at, blocked.stream, awaited)
+
+
+def _iter_other_waits(context: DiagnosisContext, explained: Set[int]) -> Iterator[_Wait]:
+    """The other waits of all ranks but the ``explained`` ones."""
     graph = context.graph
-    for rank, blocked_calls in graph.blocked_calls.items():
-        first = min(blocked_calls, key=_get_began_at)
-        yield _Wait(rank, first.began_at, first.stream, tuple(first.awaited))
-    for rank, stream in graph.stuck_streams.items():
+    for rank in graph.stuck_streams.keys() - explained:
+        stream = graph.stuck_streams[rank]
         yield _Wait(rank, stream.entered_at, stream)
-    for rank, began_at in graph.unsampled_ranks.items():
-        yield _Wait(rank, began_at)
-    for rank in graph.released_ranks:
+    for rank in graph.unsampled_ranks.keys() - explained:
+        yield _Wait(rank, graph.unsampled_ranks[rank])
+    for rank in graph.released_ranks - explained:
         process = context.attempt.processes[rank]
         yield _Wait(rank, process.last_advanced_at, process.newest_stream)
     view = context.get_device_view()
     if view is None:
         return
     for device_wait in view.hang.waits:
-        for rank in device_wait.waiters:
+        for rank in device_wait.waiters - explained:
             began_at = view.get_unchanged_since((rank,))
             stream = view.get_stream(device_wait.group, rank)
             yield _Wait(rank, began_at, stream, tuple(sorted(device_wait.awaited)))
     for group in view.hang.stalled_groups:
-        for rank in group.members:
+        for rank in group.members.keys() - explained:
             began_at = view.get_unchanged_since((rank,))
             yield _Wait(rank, began_at, view.get_stream(group, rank))
-
-
-def _get_began_at(blocked: BlockedCall) -> float:
-    return blocked.began_at
 
 
 def _describe_wait(context: DiagnosisContext, wait: _Wait) -> str:

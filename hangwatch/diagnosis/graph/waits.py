@@ -32,7 +32,7 @@ def build_wait_graph(attempt: Attempt, now: float, lost_after_s: float) -> WaitG
             and rank not in resolver.unable_to_finish
             and rank not in graph.silent_ranks
         ):
-            builder.add_rank(process)
+            builder.add_rank(rank, process)
     builder.drop_unfounded_waits()
     return graph
 
@@ -45,9 +45,17 @@ class _GraphBuilder:
     queued_calls: QueuedCalls
     before: float  # waits that began later are left out
 
-    def add_rank(self, process: Process) -> None:
+    def add_rank(self, rank: int, process: Process) -> None:
         """Adds the waits of one rank."""
         pending = _find_blocked_streams(process, self.before)
+        if len(pending) == 1:  # the case of nearly all of 100,000 ranks that wait
+            (stream,) = pending
+            awaited = self.resolver.find_awaited_ranks(rank, stream, True)
+            if awaited:
+                any_suffices = receives_from_any(stream)
+                blocked = BlockedCall(rank, stream, stream.entered_at, awaited, any_suffices)
+                self.graph.blocked_calls[rank] = [blocked]
+                return
         is_certain, advanced_at = bool(pending), 0.0
         if not is_certain:
             # Some call may be unfinished, and no call was made for a while: a rank that makes
@@ -61,7 +69,7 @@ class _GraphBuilder:
         blocked_calls, stuck = self._find_waits(process, pending, is_certain, advanced_at)
         is_held_up = False
         if not blocked_calls and not stuck and not is_certain:
-            blocked_calls = self._find_held_calls(process.rank, pending, advanced_at)
+            blocked_calls = self._find_held_calls(rank, pending, advanced_at)
             is_held_up = bool(blocked_calls)
         if not blocked_calls and not stuck and not _has_old_message(process, self.before):
             return
@@ -71,15 +79,15 @@ class _GraphBuilder:
                 _record_unsampled(self.graph, process, blocked_calls)
                 return
             if is_waiting is None:
-                self.graph.uncertain_ranks.add(process.rank)
+                self.graph.uncertain_ranks.add(rank)
         if is_held_up:
-            self.graph.held_up_ranks.add(process.rank)
+            self.graph.held_up_ranks.add(rank)
         if blocked_calls:
-            self.graph.blocked_calls[process.rank] = blocked_calls
+            self.graph.blocked_calls[rank] = blocked_calls
         elif stuck:
-            self.graph.stuck_streams[process.rank] = max(stuck, key=lambda s: s.entered_at)
+            self.graph.stuck_streams[rank] = max(stuck, key=lambda s: s.entered_at)
         else:
-            self._add_released(process.rank, pending)
+            self._add_released(rank, pending)
 
     def _find_waits(
         self,
