@@ -16,6 +16,8 @@ from .writer import RingWriter
 
 _MAX_CACHED = 4096  # code objects; past that all caches are cleared
 
+# Where the code of a frame comes from, as `CodeOrigin` in native/call_sites.h. Machinery is torch,
+# the standard library and this package.
 _USER, _LIBRARY, _MACHINERY = 0, 1, 2
 
 
@@ -25,15 +27,15 @@ class CallSites:
     """
 
     def __init__(
-        self, ring: RingWriter, on_verdict: Callable[[int, int | None], None] | None = None
+        self, ring: RingWriter, on_origin: Callable[[int, int | None], None] | None = None
     ) -> None:
-        """``on_verdict(id(code), verdict)`` is called for each code object that is classified; a
-        verdict of None revokes all earlier ones.
+        """``on_origin(id(code), origin)`` is called for each code object that is classified; an
+        origin of None revokes all earlier ones.
         """
         self._ring = ring
-        self._on_verdict = on_verdict
+        self._on_origin = on_origin
         # By id(code). Keeping the code object alive keeps its id unique.
-        self._verdicts: dict[int, tuple[int, CodeType]] = {}
+        self._origins: dict[int, tuple[int, CodeType]] = {}
         self._site_numbers: dict[tuple[int, int], int] = {}
         self._user_site_numbers: dict[tuple[int, int], int] = {}
         torch = getattr(sys.modules.get("torch"), "__file__", None)
@@ -56,23 +58,23 @@ class CallSites:
 
     def find_site(self, frame: FrameType | None) -> int:
         """The site's number in the ring; 0 if the stack has neither user nor library frames."""
-        verdicts = self._verdicts
+        origins = self._origins
         library: FrameType | None = None
         while frame is not None:
             code = frame.f_code
-            cached = verdicts.get(id(code))
-            verdict = cached[0] if cached is not None else self._classify_code(code)
-            if verdict == _USER:
+            cached = origins.get(id(code))
+            origin = cached[0] if cached is not None else self._classify_code(code)
+            if origin == _USER:
                 number = self._intern_site(frame)
                 self._user_site_numbers[(id(code), frame.f_lasti)] = number
                 return number
-            if verdict == _LIBRARY and library is None:
+            if origin == _LIBRARY and library is None:
                 library = frame
             frame = frame.f_back
         return self._intern_site(library) if library is not None else 0
 
     def is_user_code(self, code: CodeType) -> bool:
-        cached = self._verdicts.get(id(code))
+        cached = self._origins.get(id(code))
         return (cached[0] if cached is not None else self._classify_code(code)) == _USER
 
     def _intern_site(self, frame: FrameType) -> int:
@@ -89,17 +91,17 @@ class CallSites:
         return number
 
     def _classify_code(self, code: CodeType) -> int:
-        if len(self._verdicts) >= _MAX_CACHED:
-            self._verdicts.clear()
+        if len(self._origins) >= _MAX_CACHED:
+            self._origins.clear()
             self._site_numbers.clear()
             self._user_site_numbers.clear()
-            if self._on_verdict is not None:
-                self._on_verdict(0, None)
-        verdict = self._classify_file(code.co_filename)
-        self._verdicts[id(code)] = (verdict, code)
-        if self._on_verdict is not None:
-            self._on_verdict(id(code), verdict)
-        return verdict
+            if self._on_origin is not None:
+                self._on_origin(0, None)
+        origin = self._classify_file(code.co_filename)
+        self._origins[id(code)] = (origin, code)
+        if self._on_origin is not None:
+            self._on_origin(id(code), origin)
+        return origin
 
     def _classify_file(self, file: str) -> int:
         if file.startswith(self._machinery_prefixes) or "torchinductor_" in file:

@@ -27,7 +27,7 @@ def set_recorder(recorder: Recorder | None) -> None:
     if recorder is None:
         return
     if recorder.native is not None:
-        recorder.native.forget_plans()
+        recorder.native.clear_plans()
     register_operators()
     if recorder.native is not None:
         recorder.native.start_recording()

@@ -1,7 +1,7 @@
-"""What the native recorder asks of Python: the plan of a new kind of call, the site of a call, and
-what another thread does.
+"""The functions that the native recorder calls in Python. They return the plan of a new kind of
+call, the site of a call, and what another thread does.
 
-Each is an operator of the library ``hangwatch``, which recorder.cpp calls.
+Each is an operator of the library ``hangwatch``, which native/python_calls.h calls.
 """
 
 from __future__ import annotations

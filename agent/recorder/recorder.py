@@ -40,7 +40,7 @@ class Recorder:
         if native is not None:
             native.attach_ring(ring)
         self.groups = GroupRegistry(ring, self._make_stream, self.clear_caches)
-        self.sites = CallSites(ring, native.set_code_verdict if native is not None else None)
+        self.sites = CallSites(ring, native.set_code_origin if native is not None else None)
 
     def _make_stream(self, uid: int, slot: int) -> StreamRecorder:
         if self.native is not None:
@@ -48,10 +48,10 @@ class Recorder:
         return StreamRecorder(self.ring, uid, slot, get_work_unboxer())
 
     def clear_caches(self) -> None:
-        """Forgets everything that refers to interned data or to process groups."""
+        """Clears all cached data that refers to interned data or to process groups."""
         clear_reader_caches()
         if self.native is not None:
-            self.native.forget_plans()
+            self.native.clear_plans()
 
     def update_streams(self) -> int:
         """Updates the streams in the ring; returns the number of records that they then cover."""

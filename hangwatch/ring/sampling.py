@@ -1,7 +1,7 @@
 """Selects the calls to sample. All ranks select the same ones without communicating.
 
 There is one hash for all purposes. The native recorder computes it as well, so a change here needs
-the same change in agent/recorder/native/recorder.cpp.
+the same change in agent/recorder/native/ring_format.h.
 """
 
 from __future__ import annotations

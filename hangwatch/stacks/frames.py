@@ -15,13 +15,19 @@ _LIBRARY_PATH = re.compile(
     r"/(site|dist)-packages/|/lib(64)?/python3[^/]*/|^<frozen |^<(?!string>|stdin>)|^python3"
 )
 _PYTHON_FILE = re.compile(r"\.py[cw]?$")  # at the end only: there are folders named .pyenv
-# Our recorder where it runs from its source tree; installed, it is a library like any other. By all
-# its names, since stacks come from other hosts, and others have a folder of that name, too.
-_RECORDER_PATH = re.compile(
-    r"(^|/)agent/recorder/(annotations|backend_threads|call_reader|call_signatures|callers|callsite|device_status|exceptions|fault_dumps|faults|group_setup|groups"
-    r"|installation|kernels|operator_schemas|other_threads|planner|poller|python_kernel|rank|recorder|ring_file|safe_import|streams|supervisor"
-    r"|tensor_lists|writer|checks/(arguments|inspection|kernel|nonfinite|scaling|settings|table|tensors))\.py$"
-)
+# All modules of the recorder, relative to its folder. They are recognized by name where the recorder
+# runs from its source tree: stacks come from other hosts, and users may have a folder
+# agent/recorder of their own. Installed, the recorder is a library like any other.
+RECORDER_MODULES = (
+    "annotations", "backend_threads", "call_reader", "call_signatures", "callers", "callsite",
+    "checks/arguments", "checks/inspection", "checks/kernel", "checks/nonfinite", "checks/scaling",
+    "checks/settings", "checks/table", "checks/tensors", "device_status", "exceptions",
+    "fault_dumps", "faults", "group_setup", "groups", "installation", "kernels", "native/build",
+    "native/cache", "native/check", "native/frames", "native/library", "operator_schemas",
+    "other_threads", "planner", "poller", "python_kernel", "rank", "recorder", "ring_file",
+    "safe_import", "streams", "supervisor", "tensor_lists", "writer",
+)  # fmt: skip
+_RECORDER_PATH = re.compile(rf"(^|/)agent/recorder/({'|'.join(RECORDER_MODULES)})\.py$")
 # A line of the user's that itself waits for communication or for the device, as in `work.wait()`.
 _WAITING_TEXT = re.compile(
     r"\.\s*(wait|wait_tensor|synchronize|item|tolist|cpu|backward|result|block_current_stream)\s*\("

@@ -115,8 +115,8 @@ def test_both_recorders_sample_the_same_calls(built: Path) -> None:
     seqs = [*range(1, 2000), (1 << 32) + 7, (1 << 63) + 1]
     code = (
         "import ctypes, json, sys, torch; lib = ctypes.CDLL(sys.argv[1]); seqs ="
-        " json.loads(sys.argv[2]); print(json.dumps([lib.hw_min_timed_level(),"
-        " *(lib.hw_sampling_level(ctypes.c_uint64(seq)) for seq in seqs)]))"
+        " json.loads(sys.argv[2]); print(json.dumps([lib.hw_get_min_timed_level(),"
+        " *(lib.hw_compute_sampling_level(ctypes.c_uint64(seq)) for seq in seqs)]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(built), json.dumps(seqs)],

@@ -25,7 +25,7 @@ from tests.harness.server import Server, run_server
 from tests.simulation.http_receiver import WebhookReceiver
 from tests.simulation.job_reporter import JobReporter
 from tests.simulation.simulated_job import SimulatedJob, make_hung_job
-from tests.simulation.waiting import wait_for_value
+from tests.simulation.waiting import wait_for_value, wait_until
 
 STALL_AFTER_S = "2"  # --stall-after
 
@@ -272,12 +272,14 @@ def test_overloaded_server_reduces_heartbeats_until_caught_up(
         def read_interval() -> float:
             return float(reporter.send_heartbeat().get("interval_s", 0.5))
 
-        wait_for_value(lambda: read_interval() < 0.6, "the usual interval")
+        assert wait_until(lambda: read_interval() < 0.6, 30), "the interval is not the usual one"
         os.kill(server.pid, signal.SIGSTOP)
         time.sleep(3)
         os.kill(server.pid, signal.SIGCONT)
-        wait_for_value(lambda: read_interval() > 1, "a longer interval")
-        wait_for_value(lambda: read_interval() < 0.6, "the usual one again")
+        assert wait_until(lambda: read_interval() > 1, 30), "the interval did not get longer"
+        assert wait_until(lambda: read_interval() < 0.6, 30), "it did not get shorter again"
+        [job] = client.get("/api/v1/jobs").json()["items"]
+        assert job["heard_of"] == 4, "heartbeats were lost"
 
 
 def test_silent_clients_block_no_others_and_are_disconnected(tmp_path: Path) -> None:

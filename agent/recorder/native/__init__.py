@@ -1,1 +1,3 @@
-"""The recorder in C++: `recorder.cpp`, what builds it, and Python's side of it."""
+"""The recorder in C++: `recorder.cpp` and its headers, the code that builds it, and the
+Python side of it.
+"""

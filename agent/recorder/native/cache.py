@@ -1,4 +1,6 @@
-"""The cache of built recorders: one file for each torch, interpreter, machine and source."""
+"""The cache of built recorders: one file for each torch, interpreter, machine and version of the
+sources.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def get_library_path(env: Mapping[str, str]) -> Path:
 
     tag = f"torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
     inputs = (
-        SOURCE_PATH.read_text(),
+        read_sources(),
         get_compiler_flags(),
         torch.version.git_version,
         sys.version,
@@ -66,6 +68,13 @@ def get_library_path(env: Mapping[str, str]) -> Path:
     )
     digest = hashlib.blake2b(repr(inputs).encode(), digest_size=8).hexdigest()
     return get_cache_dir(env) / f"recorder-{tag}-{digest}.so"
+
+
+def read_sources() -> dict[str, str]:
+    """The text of the library's source and of its headers, by file name."""
+    folder = SOURCE_PATH.parent
+    paths = [SOURCE_PATH, *sorted(folder.glob("*.h"))]
+    return {path.name: path.read_text() for path in paths}
 
 
 def get_cache_dir(env: Mapping[str, str]) -> Path:

@@ -10,7 +10,7 @@ import sysconfig
 
 
 class FrameLayout(ctypes.Structure):
-    """The offsets, as in recorder.cpp."""
+    """The offsets, as in python_frames.h."""
 
     _fields_ = (
         # In PyThreadState: the pointer to the struct that holds the newest frame; -1: it is held by

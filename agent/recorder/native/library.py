@@ -24,11 +24,12 @@ _INT64_SIGN_BIT = 1 << 63
 
 
 class _NativeCall(ctypes.Structure):
-    """A call in progress, as in recorder.cpp."""
+    """A call in progress: `Call` in streams.h."""
 
     _fields_ = (
         ("stream", ctypes.c_void_p), ("seq", ctypes.c_uint64), ("index", ctypes.c_uint64),
-        ("entered_ns", ctypes.c_uint64), ("blocked", ctypes.c_uint64), ("mode", ctypes.c_int),
+        ("entered_ns", ctypes.c_uint64), ("blocked_thread", ctypes.c_uint64),
+        ("completion_mode", ctypes.c_int),
     )  # fmt: skip
 
 
@@ -77,16 +78,16 @@ class NativeLibrary:
         self._lib = ctypes.CDLL(str(path))
         # Called with the GIL: these functions never wait for a thread that needs it.
         self._gil_lib = ctypes.PyDLL(str(path))
-        for name in ("hw_attach", "hw_open"):
+        for name in ("hw_create_recorder", "hw_open_stream"):
             getattr(self._lib, name).restype = ctypes.c_void_p
-        for name in ("hw_register", "hw_last_fault"):
+        for name in ("hw_register_kernel", "hw_get_last_fault"):
             getattr(self._lib, name).restype = ctypes.c_char_p
-        for name in ("hw_settle", "hw_faults"):
+        for name in ("hw_update_streams", "hw_get_fault_count"):
             getattr(self._lib, name).restype = ctypes.c_uint64
         self._recorder = ctypes.c_void_p()
         self._ring_buffers: list[Any] = []
         self._fault_count = 0
-        self._lib.hw_start(get_frame_layout() or FrameLayout())
+        self._lib.hw_initialize_library(get_frame_layout() or FrameLayout())
 
     def attach_ring(self, ring: RingWriter) -> None:
         """Records into ``ring`` from the next `start_recording` on."""
@@ -95,7 +96,7 @@ class NativeLibrary:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(ring.map))
         self._ring_buffers.append(base)  # a thread may still write into an earlier ring
         self._recorder = ctypes.c_void_p(
-            self._lib.hw_attach(
+            self._lib.hw_create_recorder(
                 ctypes.byref(base),
                 ctypes.c_uint64(ring.records_offset),
                 ctypes.c_uint64(RECORD_SLOTS),
@@ -107,40 +108,46 @@ class NativeLibrary:
 
         Of a long list, only the tensors at both ends are compared unless ``compares_all_tensors``.
         """
-        problem = self._lib.hw_register(name.encode(), ctypes.c_bool(compares_all_tensors))
+        problem = self._lib.hw_register_kernel(name.encode(), ctypes.c_bool(compares_all_tensors))
         if problem:
             raise RuntimeError(problem.decode(errors="replace"))
 
     def start_recording(self) -> None:
-        self._lib.hw_use(self._recorder)
+        self._lib.hw_set_current_recorder(self._recorder)
 
     def update_streams(self) -> int:
-        written: int = self._lib.hw_settle(self._recorder)
-        count: int = self._lib.hw_faults()
+        written: int = self._lib.hw_update_streams(self._recorder)
+        count: int = self._lib.hw_get_fault_count()
         if count != self._fault_count:
             self._fault_count = count
-            faults.record_message(
-                f"the native recorder: {self._lib.hw_last_fault().decode(errors='replace')}"
-            )
+            last_fault = self._lib.hw_get_last_fault().decode(errors="replace")
+            faults.record_message(f"the native recorder: {last_fault}")
         return written
 
-    def forget_plans(self) -> None:
+    def clear_plans(self) -> None:
         """Drops all plans, because interned data will be overwritten or a group was deleted."""
-        self._gil_lib.hw_forget_plans(self._recorder)
+        self._gil_lib.hw_clear_plans(self._recorder)
 
-    def set_code_verdict(self, code: int, verdict: int | None) -> None:
-        if verdict is None:
-            self._gil_lib.hw_forget_codes(self._recorder)
+    def set_code_origin(self, code: int, origin: int | None) -> None:
+        """Passes on what `CallSites` found: where the code object with this id comes from. None
+        revokes the origins of all code objects.
+        """
+        if origin is None:
+            self._gil_lib.hw_clear_code_origins(self._recorder)
         else:
-            self._gil_lib.hw_judge(self._recorder, ctypes.c_uint64(code), ctypes.c_uint8(verdict))
+            self._gil_lib.hw_set_code_origin(
+                self._recorder, ctypes.c_uint64(code), ctypes.c_uint8(origin)
+            )
 
     def open_stream(self, uid: int, slot: int) -> int:
         """Opens a stream; returns its handle."""
-        handle: int = self._lib.hw_open(self._recorder, ctypes.c_uint32(uid), ctypes.c_uint64(slot))
+        handle: int = self._lib.hw_open_stream(
+            self._recorder, ctypes.c_uint32(uid), ctypes.c_uint64(slot)
+        )
         return handle
 
     def close_stream(self, handle: int) -> None:
-        self._lib.hw_close(self._recorder, ctypes.c_void_p(handle))
+        self._lib.hw_close_stream(self._recorder, ctypes.c_void_p(handle))
 
     def enter_call(
         self,
@@ -151,7 +158,7 @@ class NativeLibrary:
         completion_mode: int,
     ) -> _NativeCall:
         call = _NativeCall()
-        self._lib.hw_enter(
+        self._lib.hw_enter_call(
             self._recorder,
             ctypes.c_void_p(handle),
             ctypes.c_uint64(agreement_hash),
@@ -163,14 +170,14 @@ class NativeLibrary:
         return call
 
     def finish_call(self, call: _NativeCall, *, raised: bool) -> None:
-        self._lib.hw_finish(self._recorder, ctypes.byref(call), ctypes.c_bool(raised))
+        self._lib.hw_finish_call(self._recorder, ctypes.byref(call), ctypes.c_bool(raised))
 
     def read_frames(self, max_frames: int = 256) -> list[tuple[int, int]]:
         """The calling thread's frames as the library sees them, newest first: (id of the code,
         offset of the instruction).
         """
         codes, instructions = (ctypes.c_uint64 * max_frames)(), (ctypes.c_uint32 * max_frames)()
-        count = self._gil_lib.hw_frames(codes, instructions, max_frames)
+        count = self._gil_lib.hw_read_frames(codes, instructions, max_frames)
         return list(zip(codes[:count], instructions[:count], strict=True))
 
 

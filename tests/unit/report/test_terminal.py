@@ -5,12 +5,10 @@ terminal.
 from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hangwatch.agent import recorder
 from hangwatch.report import call_table, process_text, stack_text, terminal
 from hangwatch.report import text as words
 from hangwatch.report.text import Paint
@@ -239,21 +237,6 @@ def test_library_files(file: str) -> None:
 )  # fmt: skip
 def test_files_of_the_user(file: str) -> None:
     assert not is_library(file)
-
-
-def test_recorder_modules_are_not_user_code() -> None:
-    folder = Path(recorder.__file__).parent
-    modules = [
-        path
-        for path in (*folder.glob("*.py"), *folder.glob("checks/*.py"))
-        if path.stem != "__init__"
-    ]
-    assert modules
-    assert not [
-        path
-        for path in modules
-        if not is_library(f"/root/src/agent/recorder/{path.relative_to(folder)}")
-    ]
 
 
 def test_threads_only_in_libraries_are_omitted_without_full() -> None:

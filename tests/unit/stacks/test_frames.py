@@ -1,9 +1,17 @@
-"""Whether a thread waits for communication, by the frames of its stack."""
+"""Whose code a frame is, and whether a thread waits for communication, by the frames of its stack."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from hangwatch.agent import recorder
 from hangwatch.model.threads import Frame, ThreadStack
-from hangwatch.stacks.frames import waits_for_communication, waits_for_work
+from hangwatch.stacks.frames import (
+    RECORDER_MODULES,
+    is_library,
+    waits_for_communication,
+    waits_for_work,
+)
 
 PACKAGES = "/usr/lib/python3.11/site-packages"
 LINE = Frame(function="main", file="/home/me/train.py", line=7, text="dist.send(hidden, dst=1)")
@@ -15,6 +23,14 @@ KERNEL = "agent/recorder/python_kernel.py"
 
 def make_stack(*frames: Frame) -> ThreadStack:
     return ThreadStack(thread="MainThread", active=False, frames=frames)
+
+
+def test_recorder_modules_are_listed_and_are_not_user_code() -> None:
+    folder = Path(recorder.__file__).parent
+    paths = [path.relative_to(folder) for path in folder.rglob("*.py")]
+    modules = {path.with_suffix("").as_posix() for path in paths if path.stem != "__init__"}
+    assert modules == set(RECORDER_MODULES)
+    assert all(is_library(f"/root/src/agent/recorder/{module}.py") for module in modules)
 
 
 def test_thread_inside_the_recorders_kernel_waits_in_the_recorded_call() -> None:

@@ -1,5 +1,5 @@
-"""Files that mean harm, or are damaged: refused with a clear error, or read; nothing of them is
-run, and none takes much memory or time.
+"""Malicious and damaged files are rejected with a clear error, or read. Nothing in them is executed,
+and none takes much memory or time.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from tests.unit.server.ingest.test_fuzz import (
 
 HUGE_LENGTH = (10 << 30).to_bytes(8, "little")
 EXECUTED: list[str] = []
+PLAIN_TYPES = {dict, list, tuple, str, bytes, bytearray, int, float, bool, type(None)}
 
 
 def record_execution(text: str) -> str:
@@ -201,19 +202,36 @@ def test_invalid_argument_is_not_reported_as_cut_off(argument: bytes) -> None:
 
 @FUZZ_SETTINGS
 @given(data=st.binary(max_size=60), good=st.booleans(), at=st.integers(0, 3000), cut=st.booleans())
-def test_any_bytes_are_refused_or_read(data: bytes, good: bool, at: int, cut: bool) -> None:
-    whole = pickle.dumps(make_dumps()[0].make_dump(), protocol=2)
-    tried = (
-        (whole[:at] if cut else whole[:at] + data + whole[at + len(data) :])
-        if good
-        else b"\x80\x04" + data
-    )
+def test_any_bytes_are_rejected_or_loaded_as_plain_data(
+    data: bytes, good: bool, at: int, cut: bool
+) -> None:
+    tried = b"\x80\x04" + data
+    if good:
+        whole = pickle.dumps(make_dumps()[0].make_dump(), protocol=2)
+        tried = whole[:at] if cut else whole[:at] + data + whole[at + len(data) :]
     try:
         loaded = plain_pickle.safe_loads(tried)
     except NotPlainError:
         return
+    assert find_types(loaded) <= PLAIN_TYPES
     with contextlib.suppress(FlightDumpError):
         analyze_dumps([parse_dump(0, loaded)])
+
+
+def find_types(value: object) -> set[type]:
+    """The types of a value and of everything in it, which may contain itself."""
+    types, visited, pending = set(), set(), [value]
+    while pending:
+        current = pending.pop()
+        if id(current) in visited:
+            continue
+        visited.add(id(current))
+        types.add(type(current))
+        if isinstance(current, dict):
+            pending += [*current.keys(), *current.values()]
+        elif isinstance(current, (list, tuple)):
+            pending += current
+    return types
 
 
 def make_dumps() -> list[SyntheticRecorder]:

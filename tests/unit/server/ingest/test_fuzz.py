@@ -1,12 +1,12 @@
-"""What anybody may send or write is refused or taken, and never breaks who reads it.
+"""Arbitrary input, from the network or in a ring, is rejected or processed; it never crashes its
+reader.
 
-HANGWATCH_FUZZ=20000 tries that many of each.
+HANGWATCH_FUZZ=20000 tries that many inputs in each test.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import gzip
 import json
@@ -241,16 +241,21 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     ),
     cut=st.one_of(st.none(), OFFSET_STRATEGY),
 )
-def test_fuzzed_ring_is_refused_or_read(
+def test_fuzzed_ring_is_rejected_or_read_within_its_limits(
     patches: list[tuple[int, bytes]], cut: int | None, ring: bytes
 ) -> None:
     bad = bytearray(ring)
     for at, new in patches:
         bad[at : at + len(new)] = new
-    with contextlib.suppress(RingError):  # a refusal
+    try:
         reader = RingReader(bytes(bad[:cut]))
         snapshot = reader.read_snapshot(10**18)
-        for sequence in snapshot.streams:
-            reader.read_calls(sequence.uid, 10**18)
-        reader.read_delta(0)
-        reader.read_last_calls(10**18)
+    except RingError:
+        return
+    reader.read_delta(0)
+    calls_by_uid = reader.read_last_calls(10**18)
+    for stream in snapshot.streams:
+        calls_by_uid[stream.uid] = reader.read_calls(stream.uid, 10**18)
+    for calls in calls_by_uid.values():
+        assert len(calls) <= 64
+        assert all(call.entered_s >= 0 and (call.duration_s or 0) >= 0 for call in calls)

@@ -1,0 +1,99 @@
+// What all calls of a kind (operator, group, shapes, peer, ...) have in common, from the first call
+// of that kind, which Python interprets.
+
+#pragma once
+
+#include "hashing.h"
+#include "streams.h"
+
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/library.h>
+
+#include <unordered_map>
+
+namespace {
+
+constexpr size_t MAX_PLANS = 4096;
+constexpr size_t MAX_COMPARED_TENSORS = 64; // of a longer list, half of them at either end
+
+struct CallPlan {
+  Stream* stream = nullptr; // null: they are not recorded
+  uint64_t agreement_hash = 0;
+  RecordBody record_body;
+  bool is_blocking = false;
+  int completion_mode = UNOBSERVABLE;
+};
+
+// All methods require the recorder's mutex.
+class PlanCache {
+ public:
+  const CallPlan* find_plan(const CallKey& key) const {
+    const auto entry = plans_.find(key);
+    return entry == plans_.end() ? nullptr : &entry->second;
+  }
+
+  uint64_t generation() const { return generation_; }
+
+  // Adds a plan that was made in `generation`, unless it may be outdated by now.
+  void add_plan(const CallKey& key, const CallPlan& plan, uint64_t generation) {
+    if (generation != generation_)
+      return;
+    if (plans_.size() >= MAX_PLANS)
+      plans_.clear();
+    plans_.emplace(key, plan);
+  }
+
+  void clear_plans() {
+    ++generation_;
+    plans_.clear();
+  }
+
+ private:
+  uint64_t generation_ = 0; // counts how often the plans became outdated
+  std::unordered_map<CallKey, CallPlan, CacheHash> plans_;
+};
+
+c10::intrusive_ptr<torch::CustomClassHolder> unbox(const c10::IValue& value) {
+  return value.isObject() ? value.toObjectRef().getSlot(0).toCapsule() : nullptr;
+}
+
+void append_tensor(const at::Tensor& tensor, CallKey& key) {
+  if (!tensor.defined())
+    return key.push_back(-1);
+  const auto sizes = tensor.sizes();
+  const auto dimensions = static_cast<int64_t>(sizes.size());
+  const auto device = static_cast<int64_t>(tensor.device().type());
+  key.push_back(dimensions << 16 | device << 8 | static_cast<int64_t>(tensor.scalar_type()));
+  key.insert(key.end(), sizes.begin(), sizes.end());
+}
+
+// Appends everything but the data of an argument to the key of its call. Of a list with more than
+// `max_tensors` tensors, only those at either end.
+void append_argument(
+    const c10::IValue& value, bool is_reduce_op, size_t max_tensors, CallKey& key) {
+  if (value.isTensor()) {
+    append_tensor(value.toTensor(), key);
+  } else if (value.isList()) {
+    const auto items = value.toListRef();
+    key.push_back(static_cast<int64_t>(items.size()));
+    const bool has_all = items.size() <= max_tensors || items[0].isInt();
+    for (size_t i = 0; i < items.size(); ++i)
+      if (has_all || i < max_tensors / 2 || i >= items.size() - max_tensors / 2)
+        append_argument(items[i], false, max_tensors, key);
+  } else if (value.isInt()) {
+    key.push_back(value.toInt());
+  } else if (value.isBool()) {
+    key.push_back(value.toBool());
+  } else if (value.isObject()) {
+    const auto object = unbox(value);
+    if (is_reduce_op)
+      key.push_back(static_cast<c10d::ReduceOp*>(object.get())->op_);
+    else
+      key.push_back(reinterpret_cast<int64_t>(object.get()));
+  } else {
+    key.push_back(INT64_MIN + value.isNone());
+  }
+}
+
+} // namespace

@@ -1,0 +1,287 @@
+// Records calls into one ring: the position of each stream, the records of its calls, and when they
+// completed. Everything happens under one mutex, which is held for some 100 ns, and never while a
+// thread waits for the GIL, for torch, or for a destructor of torch's.
+
+#pragma once
+
+#include "call_plans.h"
+#include "call_sites.h"
+#include "python_calls.h"
+#include "record_table.h"
+#include "streams.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <exception>
+#include <mutex>
+#include <vector>
+
+namespace {
+
+uint64_t get_this_thread() { return static_cast<uint64_t>(pthread_self()); }
+
+class CallRecorder {
+ public:
+  CallRecorder(char* ring, uint64_t records_offset, uint64_t record_slots)
+      : ring_(ring), records_(ring + records_offset, record_slots) {}
+
+  // Records a call. Without a plan for its kind, `fetch_plan` makes one, and returns whether it is
+  // also valid for later calls.
+  template <class FetchPlan> // bool(CallPlan&)
+  Call record_call(const CallKey& key, FetchPlan fetch_plan) {
+    PendingWorks finished;
+    Lock lock(mutex_);
+    CallPlan plan;
+    if (const CallPlan* cached = plans_.find_plan(key)) {
+      plan = *cached;
+    } else {
+      const CallKey own_key = key; // without the lock, the caller's may be reused for another call
+      const uint64_t generation = plans_.generation();
+      lock.unlock();
+      const bool is_reusable = fetch_plan(plan);
+      lock.lock();
+      if (is_reusable)
+        plans_.add_plan(own_key, plan, generation);
+    }
+    if (!plan.stream)
+      return {};
+    plan.record_body.site = sites_.find_site(lock);
+    const uint64_t this_thread = get_this_thread();
+    plan.record_body.thread = static_cast<uint32_t>(this_thread);
+    const uint64_t blocked_thread = plan.is_blocking ? this_thread : 0;
+    return enter_call(
+        *plan.stream, plan.agreement_hash, plan.record_body, blocked_thread, plan.completion_mode,
+        finished, lock);
+  }
+
+  // Records a call of which everything is known.
+  Call enter_call(
+      Stream& stream, uint64_t agreement_hash, const RecordBody& record_body,
+      uint64_t blocked_thread, int completion_mode) {
+    PendingWorks finished;
+    Lock lock(mutex_);
+    return enter_call(
+        stream, agreement_hash, record_body, blocked_thread, completion_mode, finished, lock);
+  }
+
+  // Records that the operator returned.
+  void leave_call(const Call& call, WorkPtr work) {
+    Lock lock(mutex_);
+    if (call.completion_mode == AT_RETURN)
+      complete_call(call);
+    else if (call.completion_mode != UNOBSERVABLE && call.stream->completed != UNKNOWN_COMPLETED)
+      call.stream->pending_works.push_back({call, std::move(work)});
+  }
+
+  // Records that a call was complete when it returned, or raised an exception.
+  void finish_call(const Call& call, bool has_raised) {
+    Lock lock(mutex_);
+    if (has_raised)
+      records_.mark_raised(call.index);
+    complete_call(call);
+  }
+
+  // Makes the Work of some calls, the same on every rank, record its time of completion, on the
+  // thread that completes it. The callback keeps no tensor alive.
+  void time_completion(const Call& call, const WorkPtr& work) {
+    const bool is_sampled = compute_sampling_level(call.seq) >= MIN_TIMED_LEVEL;
+    if (!is_sampled || !work || call.stream->is_untimed.load(std::memory_order_relaxed))
+      return;
+    try {
+      if (auto future = work->getFuture())
+        return future->addCallback(
+            [this, index = call.index](c10::ivalue::Future& completed) noexcept {
+              if (!completed.hasError())
+                record_timed_completion(index);
+            });
+    } catch (const std::exception&) { // the Works of most backends have no future
+    }
+    call.stream->is_untimed = true;
+  }
+
+  // Publishes the positions of all streams, since their newest records may be overwritten. Returns
+  // the number of records that the positions cover.
+  uint64_t update_streams() {
+    PendingWorks finished;
+    Lock lock(mutex_);
+    const uint64_t written_count = records_.written_count(), now_ns = read_clock_ns();
+    // By index: while the lock is released, other threads may open streams.
+    for (size_t i = 0; i < streams_.size(); ++i) {
+      Stream& stream = *streams_[i];
+      if (!stream.pending_works.empty())
+        poll_works(stream, now_ns, finished, lock);
+      else
+        stream.publish_progress(); // see StreamRecorder.update_ring in streams.py
+      stream.publish_newest();
+    }
+    return written_count;
+  }
+
+  Stream* open_stream(uint32_t uid, uint64_t first_word) {
+    Lock lock(mutex_);
+    streams_.push_back(new Stream{uid, reinterpret_cast<uint64_t*>(ring_) + first_word});
+    return streams_.back();
+  }
+
+  // The stream is not deleted: another thread may still use it.
+  void close_stream(Stream* stream) {
+    PendingWorks finished;
+    Lock lock(mutex_);
+    finished.swap(stream->pending_works);
+    streams_.erase(std::remove(streams_.begin(), streams_.end(), stream), streams_.end());
+  }
+
+  // Forgets the plans and sites, since the numbers in them are outdated.
+  void clear_plans() {
+    Lock lock(mutex_);
+    plans_.clear_plans();
+    sites_.clear_sites();
+  }
+
+  void set_code_origin(uint64_t code, uint8_t origin) {
+    Lock lock(mutex_);
+    sites_.set_code_origin(code, origin);
+  }
+
+  void clear_code_origins() {
+    Lock lock(mutex_);
+    sites_.clear_code_origins();
+  }
+
+ private:
+  Call enter_call(
+      Stream& stream, uint64_t agreement_hash, RecordBody record_body, uint64_t blocked_thread,
+      int completion_mode, PendingWorks& finished, Lock& lock) {
+    const uint64_t this_thread = get_this_thread(), now_ns = read_clock_ns();
+    if (stream.last_thread != this_thread && detect_concurrency(stream, this_thread, lock))
+      record_body.flags |= SHARED;
+    if (completion_mode == UNOBSERVABLE)
+      stream.mark_completion_unknown();
+    drop_finished_works(stream, this_thread, now_ns, finished, lock);
+    if (stream.pending_works.empty())
+      stream.set_completed(stream.entered);
+    stream.last_entered_ns = now_ns;
+    stream.chain = stream.chain * CHAIN_BASE + agreement_hash;
+    ++stream.entered;
+    const uint64_t index = records_.append_record(
+        now_ns, stream.entered, stream.chain, stream.completed, record_body);
+    return {&stream, stream.entered, index, now_ns, blocked_thread, completion_mode};
+  }
+
+  // Drops the works that are finished, or need not be polled, when `this_thread` makes a call.
+  void drop_finished_works(
+      Stream& stream, uint64_t this_thread, uint64_t now_ns, PendingWorks& finished, Lock& lock) {
+    if (stream.pending_works.empty())
+      return;
+    if (stream.completed == UNKNOWN_COMPLETED || stream.is_newest_blocking(this_thread)) {
+      // A blocking call has completed once its thread makes the next one.
+      stream.drop_all_works(finished);
+    } else if (
+        poll_works(stream, now_ns, finished, lock) &&
+        stream.pending_works.size() >= MAX_PENDING_WORKS) {
+      stream.drop_newest_work(finished);
+    }
+  }
+
+  void complete_call(const Call& call) {
+    records_.record_completion(call.index, read_clock_ns());
+    Stream& stream = *call.stream;
+    if (WorkPtr newest_work = stream.find_newest_work()) {
+      // Asynchronous calls before it are unfinished: it counts as complete with the last one.
+      stream.pending_works.push_back({call, std::move(newest_work)});
+    } else if (stream.completed != UNKNOWN_COMPLETED) {
+      stream.pending_works.clear();
+      stream.completed = stream.entered;
+      stream.publish_progress();
+    }
+  }
+
+  void record_timed_completion(uint64_t index) {
+    const uint64_t now_ns = read_clock_ns();
+    Lock lock(mutex_);
+    records_.record_timed_completion(index, now_ns);
+  }
+
+  // Moves finished works to `finished`, which is destroyed after the lock is released. True while
+  // some call is unfinished.
+  bool poll_works(Stream& stream, uint64_t now_ns, PendingWorks& finished, Lock& lock) {
+    PendingWorks& works = stream.pending_works;
+    if (stream.is_polling)
+      return !works.empty();
+    stream.is_polling = true;
+    while (!works.empty()) {
+      const bool is_complete =
+          works.front().work ? is_oldest_complete(stream, lock) : works.size() > 1;
+      if (!is_complete)
+        break;
+      records_.record_completion(works.front().call.index, now_ns);
+      stream.set_completed(works.front().call.seq);
+      stream.drop_oldest_work(finished);
+    }
+    if (works.size() > 1 && works.back().work && is_newest_complete(stream, lock)) {
+      // The works of some backends never report completion: a later one covers them.
+      stream.set_completed(works.back().call.seq);
+      stream.drop_all_works(finished);
+    }
+    stream.is_polling = false;
+    stream.publish_progress();
+    return !works.empty();
+  }
+
+  // These release the lock while they call torch, and are false if the work was removed meanwhile.
+
+  static bool is_oldest_complete(const Stream& stream, Lock& lock) {
+    const PendingWorks& works = stream.pending_works;
+    const uint64_t index = works.front().call.index;
+    const bool is_completed = poll_work(works.front().work, lock);
+    return is_completed && !works.empty() && works.front().call.index == index;
+  }
+
+  static bool is_newest_complete(const Stream& stream, Lock& lock) {
+    const PendingWorks& works = stream.pending_works;
+    const uint64_t index = works.back().call.index;
+    const bool is_completed = poll_work(works.back().work, lock);
+    return is_completed && !works.empty() && works.back().call.index == index;
+  }
+
+  static bool poll_work(WorkPtr work, Lock& lock) {
+    lock.unlock();
+    bool is_completed = false;
+    try {
+      is_completed = work->isCompleted();
+    } catch (const std::exception& error) {
+      record_fault(error.what());
+    } catch (...) {
+      record_fault("isCompleted");
+    }
+    work.reset();
+    lock.lock();
+    return is_completed;
+  }
+
+  // See StreamRecorder._detect_concurrency in streams.py.
+  static bool detect_concurrency(Stream& stream, uint64_t this_thread, Lock& lock) {
+    const uint64_t former_thread = stream.last_thread;
+    const bool is_newest_blocking = stream.is_newest_blocking(former_thread);
+    stream.last_thread = this_thread;
+    if (!former_thread || !is_python_running())
+      return false;
+    lock.unlock();
+    const ThreadActivity former = inspect_thread(former_thread);
+    lock.lock();
+    const bool is_inside_call = former.is_in_torch && is_newest_blocking;
+    const bool is_concurrent = is_inside_call || (former.is_independent && stream.was_independent);
+    stream.was_independent = former.is_independent;
+    return is_concurrent;
+  }
+
+  std::mutex mutex_;
+  char* ring_;
+  RecordTable records_;
+  PlanCache plans_;
+  CallSites sites_;
+  std::vector<Stream*> streams_;
+};
+
+} // namespace

@@ -1,0 +1,125 @@
+// The kernel of a c10d operator: torch calls it in place of the backend's, it records the call, and
+// passes it on. Only the user's own exceptions leave it.
+
+#pragma once
+
+#include "call_recorder.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <cxxabi.h>
+
+#include <atomic>
+#include <exception>
+#include <string>
+#include <vector>
+
+namespace {
+
+// The recorder that all kernels use, or null. Earlier ones are never freed: a thread may still be
+// in one, and after a fork its mutex may stay locked.
+std::atomic<CallRecorder*> current_recorder{nullptr};
+
+class RecordingKernel : public c10::OperatorKernel {
+ public:
+  RecordingKernel(
+      const c10::OperatorHandle& op, const c10::OperatorHandle& planner, bool compares_all_tensors)
+      : planner_(planner),
+        argument_count_(op.schema().arguments().size()),
+        max_compared_tensors_(compares_all_tensors ? SIZE_MAX : MAX_COMPARED_TENSORS) {
+    for (const auto& argument : op.schema().arguments()) {
+      const std::string type = argument.type()->repr_str();
+      is_reduce_op_.push_back(type.find("c10d.ReduceOp") != std::string::npos);
+    }
+  }
+
+  // Called by torch.
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    static const c10::DispatchKeySet lower_keys(
+        c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
+    CallRecorder* const recorder = current_recorder.load(std::memory_order_acquire);
+    Call call;
+    if (recorder)
+      run_guarded([&] { call = record_call(*recorder, *stack); });
+    if (!call.stream)
+      return op.redispatchBoxed(keys & lower_keys, stack);
+    try {
+      op.redispatchBoxed(keys & lower_keys, stack);
+    } catch (...) {
+      run_guarded([&] { recorder->finish_call(call, true); });
+      throw;
+    }
+    run_guarded([&] { leave_call(*recorder, call, *stack); });
+  }
+
+ private:
+  template <class Action> // void()
+  static void run_guarded(Action action) {
+    try {
+      action();
+    } catch (const PythonError& raised) {
+      std::rethrow_exception(raised.error);
+    } catch (const abi::__forced_unwind&) { // the thread is being cancelled
+      throw;
+    } catch (const std::exception& error) {
+      record_fault(error.what());
+    } catch (...) {
+      record_fault("an unknown C++ exception");
+    }
+  }
+
+  Call record_call(CallRecorder& recorder, const Stack& stack) {
+    thread_local CallKey key;
+    key.clear();
+    key.push_back(reinterpret_cast<int64_t>(this));
+    const c10::IValue* arguments = stack.data() + stack.size() - argument_count_;
+    for (size_t i = 0; i < argument_count_; ++i)
+      append_argument(arguments[i], is_reduce_op_[i], max_compared_tensors_, key);
+    return recorder.record_call(
+        key, [&](CallPlan& plan) { return fetch_plan(arguments, plan); });
+  }
+
+  static void leave_call(CallRecorder& recorder, const Call& call, const Stack& stack) {
+    WorkPtr work;
+    if (call.completion_mode == BY_WORK || call.completion_mode == BY_TIMED_WORK)
+      work = get_work(stack);
+    if (call.completion_mode == BY_TIMED_WORK)
+      recorder.time_completion(call, work);
+    recorder.leave_call(call, std::move(work));
+  }
+
+  static WorkPtr get_work(const Stack& stack) { // null if the operator returned none
+    return c10::static_intrusive_pointer_cast<c10d::Work>(
+        stack.empty() ? nullptr : unbox(stack.back()));
+  }
+
+  // Fetches a plan from Python: the list that `encode_plan` in library.py makes. False if there is
+  // none this time.
+  bool fetch_plan(const c10::IValue* arguments, CallPlan& plan) const {
+    if (!is_python_running())
+      return false;
+    const auto fields =
+        call_python(planner_, Stack(arguments, arguments + argument_count_)).toIntVector();
+    if (fields.size() != 9)
+      return false;
+    plan.stream = reinterpret_cast<Stream*>(fields[0]);
+    if (!plan.stream)
+      return true;
+    plan.agreement_hash = static_cast<uint64_t>(fields[1]);
+    plan.record_body.uid = plan.stream->uid;
+    plan.record_body.signature = static_cast<uint32_t>(fields[2]);
+    plan.record_body.bytes = static_cast<uint64_t>(fields[3]);
+    plan.record_body.peer = static_cast<int32_t>(fields[4]);
+    plan.record_body.tag = static_cast<int32_t>(fields[5]);
+    plan.record_body.flags = static_cast<uint32_t>(fields[6]);
+    plan.is_blocking = fields[7];
+    plan.completion_mode = static_cast<int>(fields[8]);
+    return true;
+  }
+
+  c10::OperatorHandle planner_;
+  size_t argument_count_, max_compared_tensors_;
+  std::vector<bool> is_reduce_op_; // by argument
+};
+
+} // namespace

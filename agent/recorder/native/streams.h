@@ -1,0 +1,104 @@
+// The state of a stream of calls on this rank: its position, its running hash, and its unfinished
+// calls. agent/recorder/streams.py has the same in Python.
+
+#pragma once
+
+#include "ring_format.h"
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <atomic>
+#include <deque>
+
+namespace {
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+// How the completion of a call is detected: `CompletionMode` in streams.py.
+enum CompletionMode : int {
+  BY_WORK = 0,
+  AT_NEXT_CALL = 1,
+  AT_RETURN = 2,
+  UNOBSERVABLE = 3,
+  BY_TIMED_WORK = 4
+};
+
+constexpr size_t MAX_PENDING_WORKS = 16; // in a stream
+
+struct Stream;
+
+struct Call { // a call in progress; it is recorded if it has a stream
+  Stream* stream = nullptr;
+  uint64_t seq = 0, index = 0, entered_ns = 0;
+  uint64_t blocked_thread = 0; // the thread that waits in it; 0 if none does
+  int completion_mode = UNOBSERVABLE;
+};
+
+struct PendingWork {
+  Call call;
+  WorkPtr work; // null: it never reports completion
+};
+using PendingWorks = std::deque<PendingWork>;
+
+struct Stream {
+  uint32_t uid;
+  uint64_t* slot; // in the ring's stream table, indexed by StreamWord
+  uint64_t entered = 0, completed = 0, chain = 0, last_entered_ns = 0;
+  uint64_t last_thread = 0; // the thread that made the last call
+  // At the last change of threads, the former one continued with work of its own.
+  bool was_independent = false;
+  bool is_polling = false; // a thread is polling its works
+  std::atomic<bool> is_untimed{false}; // its works do not report the time of completion
+  PendingWorks pending_works; // oldest first
+
+  void set_completed(uint64_t seq) {
+    if (completed != UNKNOWN_COMPLETED)
+      completed = seq;
+  }
+
+  void mark_completion_unknown() {
+    completed = UNKNOWN_COMPLETED;
+    publish_progress();
+  }
+
+  // Moves works to `finished`, which the caller destroys after it released the mutex.
+
+  void drop_newest_work(PendingWorks& finished) {
+    finished.push_back(std::move(pending_works.back()));
+    pending_works.pop_back();
+  }
+
+  void drop_oldest_work(PendingWorks& finished) {
+    finished.push_back(std::move(pending_works.front()));
+    pending_works.pop_front();
+  }
+
+  void drop_all_works(PendingWorks& finished) {
+    while (!pending_works.empty())
+      drop_oldest_work(finished);
+  }
+
+  WorkPtr find_newest_work() const {
+    for (auto pending = pending_works.rbegin(); pending != pending_works.rend(); ++pending)
+      if (pending->work)
+        return pending->work;
+    return nullptr;
+  }
+
+  bool is_newest_blocking(uint64_t thread) const {
+    return !pending_works.empty() && pending_works.back().call.blocked_thread == thread;
+  }
+
+  void publish_progress() {
+    slot[COMPLETED_WORD] = completed;
+    slot[PENDING_NS_WORD] = pending_works.empty() ? 0 : pending_works.front().call.entered_ns;
+  }
+
+  void publish_newest() {
+    slot[SEQ_WORD] = entered;
+    slot[CHAIN_WORD] = chain;
+    slot[ENTERED_NS_WORD] = last_entered_ns;
+  }
+};
+
+} // namespace
