@@ -91,7 +91,7 @@ def _find_proven_culprits(
 
 
 def _find_queued(job: OfflineJob, verdict: Verdict, ranks: tuple[int, ...]) -> set[int]:
-    """The ranks whose hosts have queued the call, so that only their devices have not come to it."""
+    """The ranks whose hosts have queued the call, so that only their devices have not reached it."""
     if verdict.group is None or verdict.seq is None:
         return set()
     if any(call_class.call.peer is not None for call_class in verdict.calls):

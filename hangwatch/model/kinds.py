@@ -192,7 +192,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
     ),
     VerdictKind.DEVICE_STUCK: KindSpec(
         meaning=(
-            "every member's host made the call, and some members' devices have not come to it or"
+            "every member's host made the call, and some members' devices have not reached it or"
             " fell behind the others': a kernel that never ends, a stream that waits"
         ),
         remedy=(
