@@ -4,7 +4,7 @@ not entered it by then, not the rank that raised the error. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from hangwatch.diagnosis import messages
@@ -67,7 +67,7 @@ def diagnose_timeout(
         complete_at = max(stream.entered_at for stream in members.values())
         if timed_out_at - complete_at < (timed_out_at - last.entered_at) / 2:
             return False  # the last member entered too late to blame the lower layers
-        context.verdicts.append(_make_no_progress_verdict(context, first, last, complete_at, due))
+        context.verdicts.append(_make_no_progress_verdict(first, last, complete_at, due=due))
         context.explained_ranks |= failed | members.keys()
     context.explained_ranks |= context.graph.get_waiting_ranks()
     return True
@@ -153,7 +153,7 @@ class _TimeoutSearch:
         return self._select_waited_streams(process)
 
     def _check_reports(self, process: Process) -> None:
-        """Notes whether the rank's state at the time of the timeout is unknown."""
+        """Records whether the rank's state at the time of the timeout is unknown."""
         if not process.is_alive:
             return
         known_until = get_state_known_until(self.context, process.rank)
@@ -226,24 +226,39 @@ def _add_last_site(context: DiagnosisContext, verdict: Verdict, timed_out_at: fl
 
 
 def _make_no_progress_verdict(
-    context: DiagnosisContext, first: Process, last: CallStream, began_at: float, due: bool
+    first: Process, last: CallStream, began_at: float, *, due: bool
 ) -> Verdict:
     ranks = last.group.ranks
+    position = messages.describe_position(last.group, last.entered)
+    verdict = make_unfinished_verdict(first, last, ranks, due=due)
+    return replace(
+        verdict,
+        began_at=began_at,
+        summary=(
+            f"all {len(ranks)} ranks made the same call and it timed out on rank {first.rank}:"
+            f" {get_op_name(last)} ({position})"
+        ),
+        advice=messages.LOWER_LAYERS_ADVICE,
+    )
+
+
+def make_unfinished_verdict(
+    first: Process, last: CallStream, waiting: Iterable[int], *, due: bool
+) -> Verdict:
+    """The verdict that the last call of ``first`` did not complete, without a culprit."""
+    position = messages.describe_position(last.group, last.entered)
     return Verdict(
         kind=VerdictKind.NO_PROGRESS,
         severity=KINDS[VerdictKind.NO_PROGRESS].severity,
         culprits=(),
-        waiting=tuple(sorted(ranks)),
+        waiting=tuple(sorted(waiting)),
         group=last.group,
         seq=last.entered,
         calls=get_newest_call(last, first.rank),
-        began_at=began_at,
+        began_at=last.entered_at,
         is_confirmed=due,
-        summary=(
-            f"all {len(ranks)} ranks made the same call and it timed out on rank {first.rank}:"
-            f" {get_op_name(last)} ({messages.describe_position(last.group, last.entered)})"
-        ),
-        advice=messages.LOWER_LAYERS_ADVICE,
+        summary=f"{get_op_name(last)} did not complete ({position})",
+        advice=messages.WATCHDOG_ADVICE,
     )
 
 

@@ -6,16 +6,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from hangwatch.diagnosis import messages
-from hangwatch.diagnosis.context import DiagnosisContext, get_newest_call, get_op_name
+from hangwatch.diagnosis.context import DiagnosisContext
 from hangwatch.diagnosis.device_view import build_device_view
 from hangwatch.diagnosis.graph.devices import DeviceHang
-from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.process import Process
 
 from .devices import make_stalled_verdict, make_stuck_verdict
 from .failures import get_failure_time
-from .timeouts import diagnose_timeout
+from .timeouts import diagnose_timeout, make_unfinished_verdict
 
 # A rank that aborts sooner, and alone, was not ended because of its peers.
 _MIN_VICTIM_WAIT_S = 3.0
@@ -54,26 +53,9 @@ def diagnose_watchdog_end(
     elif diagnose_timeout(context, first, failed, get_failure_time(first), due=due):
         return
     if verdict is None:
-        verdict = _make_unexplained_verdict(first, waiting, due=due)
+        last = first.newest_stream
+        assert last is not None  # it has a device with calls
+        verdict = make_unfinished_verdict(first, last, waiting, due=due)
     end = messages.describe_timeout(first, is_by_watchdog=True)
     context.verdicts.append(replace(verdict, summary=f"{verdict.summary}; {end}"))
     context.explained_ranks |= {*verdict.culprits, *verdict.waiting}
-
-
-def _make_unexplained_verdict(first: Process, waiting: set[int], *, due: bool) -> Verdict:
-    last = first.newest_stream
-    assert last is not None  # it has a device with calls
-    position = messages.describe_position(last.group, last.entered)
-    return Verdict(
-        kind=VerdictKind.NO_PROGRESS,
-        severity=KINDS[VerdictKind.NO_PROGRESS].severity,
-        culprits=(),
-        waiting=tuple(sorted(waiting)),
-        group=last.group,
-        seq=last.entered,
-        calls=get_newest_call(last, first.rank),
-        began_at=last.entered_at,
-        is_confirmed=due,
-        summary=f"{get_op_name(last)} did not complete ({position})",
-        advice=messages.WATCHDOG_ADVICE,
-    )
