@@ -1,7 +1,6 @@
 """The node agents of a `model_job`, an unreliable network, and a server that receives heartbeats.
 
-Heartbeats are composed by the real `hangwatch.agent.node.reporting.updates` and applied by the real
-`hangwatch.tracking.fleet.Fleet`.
+The real `hangwatch.tracking.fleet.Fleet` applies the heartbeats.
 """
 
 from __future__ import annotations
@@ -12,22 +11,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from hangwatch.agent.node.reporting import terse, updates
-from hangwatch.agent.node.reporting.acked import AckedState, UnackedHistory
+from hangwatch.agent.node.reporting import terse
+from hangwatch.agent.node.reporting.acked import AckedState
 from hangwatch.diagnosis import Diagnosis, EvidenceRequest, diagnose, is_quiet
-from hangwatch.model.calls import Call, StreamKind
 from hangwatch.model.limits import Limits
 from hangwatch.protocol import heartbeat
-from hangwatch.ring.snapshot import RingDelta, RingSnapshot, StreamState
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
-from .model_job import STEP_S, ModelJob, ModelRank
-from .model_programs import ModelStream
+from .model_job import STEP_S, ModelJob
+from .model_rings import ModelAgent, ModelRings
 
 _KNOWN_AFTER_S = 1.5  # the shortest wait in the graph, and a heartbeat
 INTERVAL_S, EAGER_INTERVAL_S, REPLY_TIMEOUT_S = 0.5, 0.2, 5.0
-_CHANNEL_KINDS = {StreamKind.SEND: "send", StreamKind.RECV: "recv"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,26 +35,6 @@ class HeartbeatDelivery:
     delay: float = 0.02
     copies: int = 1
     reply_arrives: bool = True
-
-
-@dataclass(slots=True)
-class ModelAgent:
-    """One host's node agent."""
-
-    host: str
-    id: str
-    send_at: float  # of the next heartbeat
-    number: int = 0
-    full: bool = True
-    reply_deadline: float = 0.0
-    terse_until: float = 0.0
-    in_flight: tuple[int, dict[str, AckedState | None]] | None = None
-    acked: dict[str, AckedState | None] = field(default_factory=dict)
-    history: dict[str, UnackedHistory] = field(default_factory=dict)
-    cursor: dict[tuple[str, ModelStream], int] = field(default_factory=dict)
-    samples: list[tuple[heartbeat.StackReply, float]] = field(default_factory=list)
-    calls: list[heartbeat.CallsReply] = field(default_factory=list)
-    seen_commands: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -82,11 +58,12 @@ class ModelCluster:
         default_factory=dict
     )
     clock_offset: float = 0.0  # between the job's clock and the server's
-    _uids: dict[tuple[int, ModelStream], int] = field(default_factory=dict)
+    _rings: ModelRings = field(init=False)
     _network: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _order: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
+        self._rings = ModelRings(self.job, self.run)
         for n, host in enumerate(sorted(set(self.job.hosts.values()))):
             self.agents[host] = ModelAgent(host, f"{self.run}-{host}", send_at=0.13 * n)
 
@@ -161,8 +138,6 @@ class ModelCluster:
         )  # fmt: skip
         self.requested[subject] = (command, process.host, self.now, False)
 
-    # -- a node agent
-
     def _post_heartbeat(self, agent: ModelAgent) -> None:
         acked: dict[str, AckedState | None] = {}
         parts = []
@@ -170,13 +145,14 @@ class ModelCluster:
         short: dict[str, tuple[heartbeat.ProcessUpdate | None, AckedState | None]] = {}
         for rank in self.job.ranks.values():
             if rank.host == agent.host:
-                key = self._process_key(rank)
-                update, acked[key] = self._compose_update(agent, rank, key)
+                key = self._rings.get_process_key(rank)
+                update, acked[key] = self._rings.compose_update(agent, rank)
+                snapshot = self._rings.make_snapshot(rank)
                 brief = brief and terse.is_progressing(
-                    self._make_snapshot(rank), agent.acked.get(key), update, acked[key]
+                    snapshot, agent.acked.get(key), update, acked[key]
                 )
                 short[key] = terse.make_terse_update(
-                    self._make_snapshot(rank), agent.acked.get(key), update, acked[key]
+                    snapshot, agent.acked.get(key), update, acked[key]
                 )
                 if update is not None:
                     parts.append(update)
@@ -241,9 +217,7 @@ class ModelCluster:
             self._execute_command(agent, command)
 
     def _execute_command(self, agent: ModelAgent, command: heartbeat.Command) -> None:
-        rank = next(
-            (r for r in self.job.ranks.values() if self._process_key(r) == command.key), None
-        )
+        rank = self._rings.find_rank(command.key)
         if rank is None or command.id in agent.seen_commands:
             return
         agent.seen_commands.add(command.id)
@@ -256,113 +230,13 @@ class ModelCluster:
             )
             agent.samples.append((taken, self.job.now))
         elif command.ask is heartbeat.CommandKind.CALLS:
-            place = next(p for p in rank.calls if self._stream_uid(rank, p) == command.uid)
-            calls = tuple(self.job.list_recorded_calls(rank.number, place, command.from_seq)[-64:])
+            calls = tuple(self._rings.list_calls(rank, command.uid, command.from_seq)[-64:])
             agent.calls.append(
                 heartbeat.CallsReply(
                     key=command.key, request=command.id, uid=command.uid, calls=calls
                 )
             )
         agent.send_at = min(agent.send_at, self.job.now + EAGER_INTERVAL_S)
-
-    # -- the rings
-
-    def _process_key(self, rank: ModelRank) -> str:
-        return f"{rank.number + 1}-{self.run}"
-
-    def _stream_uid(self, rank: ModelRank, stream: ModelStream) -> int:
-        return self._uids.setdefault((rank.number, stream), len(self._uids) + 1)
-
-    def _compose_update(
-        self, agent: ModelAgent, rank: ModelRank, key: str
-    ) -> tuple[heartbeat.ProcessUpdate | None, AckedState | None]:
-        history = agent.history.setdefault(key, UnackedHistory())
-        chains: dict[int, dict[int, int]] = {}
-        ops: dict[int, str] = {}
-        for place, calls in rank.calls.items():
-            first = agent.cursor.get((key, place), 0)
-            if len(calls) > first:
-                uid = self._stream_uid(rank, place)
-                chains[uid] = {seq: m.chain for seq, m in enumerate(calls[first:], first + 1)}
-                ops[uid] = calls[-1].signature.op
-                agent.cursor[key, place] = len(calls)
-        history.add_delta(
-            RingDelta(next_index=0, chains=chains, newest_ops=ops, first_concurrent={})
-        )
-        now = self.job.now
-        view = updates.ProcessView(
-            key=key,
-            identity=heartbeat.ProcessIdentity(
-                job="job",
-                rank=rank.number,
-                world_size=len(self.job.ranks),
-                pid=rank.number + 1,
-                start_ticks=int(self.run),
-                started_s=now,
-            ),
-            snapshot=self._make_snapshot(rank),
-            state=(
-                "T"
-                if rank.stopped_at is not None
-                else "R"
-                if rank.work is not None and rank.work.busy
-                else "S"
-            ),
-            idle_s=now - rank.ran_at,
-            exit=rank.exit,
-            exit_age_s=now - rank.exited_at if rank.exit else 0.0,
-        )
-        tails = (
-            {
-                self._stream_uid(rank, p): self.job.list_recorded_calls(rank.number, p)[-64:]
-                for p in rank.calls
-            }
-            if rank.exit is not None
-            else {}
-        )
-
-        def fetch_calls(uid: int, first: int, most: int) -> list[Call]:
-            place = next(p for p in rank.calls if self._stream_uid(rank, p) == uid)
-            return self.job.list_recorded_calls(rank.number, place, first)[:most]
-
-        return updates.compose_update(
-            view, agent.acked.get(key), history, int(now * 1e9), fetch_calls, tails
-        )
-
-    def _make_snapshot(self, rank: ModelRank) -> RingSnapshot:
-        now = self.job.now
-        silent = (
-            rank.stopped_at
-            if rank.stopped_at is not None
-            else rank.exited_at
-            if rank.exit is not None
-            else now
-        )
-        phase = rank.work.phase if rank.work is not None else None
-        words = (
-            {"type": rank.exception.type, "message": "", "at_ns": int(rank.exception_at * 1e9)}
-            if rank.exception is not None
-            else None
-        )
-        states = []
-        for place, calls in rank.calls.items():
-            done = next((n for n, m in enumerate(calls) if not m.done), len(calls))
-            done = len(calls) if calls[-1].done else done
-            states.append(
-                StreamState(
-                    uid=self._stream_uid(rank, place), kind=place.kind, group=place.group, peer=place.peer, tag=place.tag,
-                    entered=len(calls), completed=done, chain=calls[-1].chain, entered_s=now - calls[-1].entered_at,
-                    pending_s=now - calls[done].entered_at if done < len(calls) else None,
-                )
-            )  # fmt: skip
-        return RingSnapshot(
-            pid=rank.number + 1, start_ticks=int(self.run), identity={}, lifecycle=int(rank.lifecycle), step=None,
-            pulse_s=now - silent + 0.01, phase=phase, phase_s=now - rank.blocked_since if phase else 0.0,
-            phase_limit_s=rank.work.limit if rank.work is not None else None, record_count=1, dropped=0, errors=0, is_disabled=False,
-            streams=tuple(states), exception=words,
-        )  # fmt: skip
-
-    # -- the server
 
     def _ingest_heartbeat(self, beat: heartbeat.Heartbeat) -> heartbeat.HeartbeatReply:
         """As the server does it, in `hangwatch.server.monitor.watch`."""

@@ -1,23 +1,19 @@
-"""A modelled distributed job: ranks, groups and channels, calls that complete as a backend's do, and
-faults.
-
-Time advances in steps of a tenth of a second. The model knows what really blocks each rank, so
-that a diagnosis made from heartbeats alone can be compared with it.
+"""A modelled distributed job: executes the programs of its ranks, completes their calls as a backend
+does, and applies faults. Time advances in steps of a tenth of a second.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
 
-from hangwatch.model.calls import Call, Signature, Site, StreamKind
-from hangwatch.model.groups import Group, unpack_ranks
-from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle
+from hangwatch.model.calls import Call, Site, StreamKind
+from hangwatch.model.ranks import ExceptionInfo, ExitInfo
 from hangwatch.model.signatures import extend_chain
 from hangwatch.model.threads import Frame, ThreadStack
 
+from .model_completion import CompletionModel
 from .model_programs import (
     FOREVER_S,
     AwaitEvent,
@@ -29,57 +25,16 @@ from .model_programs import (
     RunOwnCode,
     StopProcess,
 )
+from .model_ranks import ModelCall, ModelRank
 
 STEP_S = 0.1
 _TORCH_FILE = "/usr/lib/python3/site-packages/torch/distributed/distributed_c10d.py"
 
 
 @dataclass(slots=True)
-class ModelCall:
-    """A call that was made."""
-
-    signature: Signature
-    entered_at: float
-    event: int
-    blocking: bool | None
-    order: int
-    chain: int
-    done: bool = False
-
-
-@dataclass(slots=True)
-class ModelRank:
-    number: int
-    host: str
-    program: list[Instruction]
-    next_instruction: int = 0  # index of the next instruction
-    busy_until: float = 0.0  # busy with its own code
-    work: RunOwnCode | None = None
-    blocked_call: tuple[ModelStream, int] | None = None  # the call that its thread is blocked in
-    waiting: bool = False  # in `Wait`, rather than in the call itself
-    blocked_since: float = 0.0
-    lifecycle: Lifecycle = Lifecycle.STARTING
-    calls: dict[ModelStream, list[ModelCall]] = field(default_factory=dict)
-    open_calls: list[tuple[ModelStream, int]] = field(
-        default_factory=list
-    )  # calls that are not complete
-    ran_at: float = 0.0  # when its main thread last used the CPU
-    stopped_at: float | None = None
-    exit: ExitInfo | None = None
-    exited_at: float = 0.0
-    exception: ExceptionInfo | None = None
-    exception_at: float = 0.0
-    fails_at: float | None = None
-
-    @property
-    def is_running(self) -> bool:
-        return self.exit is None and self.stopped_at is None
-
-
-@dataclass(slots=True)
 class ModelJob:
-    """``eager``: a send, and a root's part of a one-sided collective, completes immediately.
-    ``visible``: making calls uses CPU time.
+    """``eager`` and ``mismatch_hangs`` are those of `CompletionModel`. ``visible``: making calls uses
+    CPU time.
     """
 
     programs: dict[int, list[Instruction]]
@@ -94,14 +49,15 @@ class ModelJob:
     now: float = 0.0
     ranks: dict[int, ModelRank] = field(default_factory=dict)
     _rng: Random = field(init=False)
+    _completion: CompletionModel = field(init=False)
     _call_count: int = 0
 
     def __post_init__(self) -> None:
         self._rng = Random(self.seed)
         self.ranks = {r: ModelRank(r, self.hosts[r], list(p)) for r, p in self.programs.items()}
-
-    # -- execution
-    # ------------------------------------------------------------------------------------------------------
+        self._completion = CompletionModel(
+            self.ranks, eager=self.eager, mismatch_hangs=self.mismatch_hangs
+        )
 
     def run_step(self) -> None:
         self.now += STEP_S
@@ -204,7 +160,7 @@ class ModelJob:
                 for position in rank.open_calls
                 if rank.is_running
                 and self._is_next_in_order(rank, *position)
-                and not self.find_unmet_ranks(rank.number, *position)[0]
+                and not self._completion.find_unmet_ranks(rank.number, *position)[0]
             ]
             for stream, seq in completed:
                 rank.calls[stream][seq - 1].done = is_any_completed = True
@@ -225,7 +181,7 @@ class ModelJob:
             if not rank.is_running:
                 continue
             if self.peers_raise and rank.blocked_call is not None and rank.fails_at is None:
-                on = self.find_unmet_ranks(rank.number, *rank.blocked_call)[0]
+                on = self._completion.find_unmet_ranks(rank.number, *rank.blocked_call)[0]
                 if any(self.ranks[o].exit is not None for o in on):
                     rank.fails_at = self.now + 0.2 + 0.3 * self._rng.random()
             if rank.fails_at is not None and self.now >= rank.fails_at:
@@ -237,80 +193,12 @@ class ModelJob:
             ):
                 self.end_process(rank, EndProcess(signal=int(signal.SIGTERM)))
 
-    # -- what really blocks each rank
-    # ---------------------------------------------------------------------------------------------------------
-
-    def find_unmet_ranks(self, rank: int, stream: ModelStream, seq: int) -> tuple[set[int], bool]:
-        """The ranks without which this call cannot complete, and whether a single one of
-        them is sufficient.
-        """
-        if stream.kind in (StreamKind.SEND, StreamKind.RECV):
-            return self._find_unmet_peer(rank, stream, seq)
-        members = set(stream.group.ranks)
-        signature = self.ranks[rank].calls[stream][seq - 1].signature
-        if stream.kind is StreamKind.SETUP:
-            concerned = _setup_members(signature)
-            members = members if concerned is None else concerned if rank in concerned else set()
-        else:
-            members = _needed_members(signature, stream.group, rank, self.eager)
-        unmet = set()
-        for member in members - {rank}:
-            calls = self.ranks[member].calls.get(stream, []) if member in self.ranks else []
-            other_call = calls[seq - 1] if len(calls) >= seq else None
-            has_ended = (
-                other_call is not None and not other_call.done and not self.ranks[member].is_running
-            )
-            if (
-                other_call is None
-                or has_ended
-                or (self.mismatch_hangs and other_call.signature.agree != signature.agree)
-            ):
-                unmet.add(member)
-        return unmet, False
-
-    def _find_unmet_peer(self, rank: int, stream: ModelStream, seq: int) -> tuple[set[int], bool]:
-        group, tag = stream.group, stream.tag
-        if stream.kind is StreamKind.SEND:
-            assert stream.peer is not None
-            if self.eager:
-                return set(), False
-            receives = self._list_calls(stream.peer, ModelStream(StreamKind.RECV, group, rank, tag))
-            any_source_count = len(
-                self._list_calls(stream.peer, ModelStream(StreamKind.RECV, group, -1, tag))
-            )
-            own_order = self.ranks[rank].calls[stream][seq - 1].order
-            earlier_count = sum(
-                message.order < own_order
-                for _, message in self._iter_sent_messages(stream.peer, group, tag)
-            )
-            return (
-                set() if len(receives) >= seq or earlier_count < any_source_count else {stream.peer}
-            ), False
-        if stream.peer == -1:
-            has_message = len(list(self._iter_sent_messages(rank, group, tag))) >= seq
-            return (set() if has_message else set(group.ranks) - {rank}), True
-        sends = self._list_calls(
-            stream.peer if stream.peer is not None else -1,
-            ModelStream(StreamKind.SEND, group, rank, tag),
-        )
-        return (set() if len(sends) >= seq else {stream.peer or 0}), False
-
-    def _list_calls(self, rank: int, stream: ModelStream) -> list[ModelCall]:
-        return self.ranks[rank].calls.get(stream, []) if rank in self.ranks else []
-
-    def _iter_sent_messages(
-        self, to: int, group: Group, tag: int | None
-    ) -> Iterator[tuple[int, ModelCall]]:
-        for rank in self.ranks:
-            for message in self._list_calls(rank, ModelStream(StreamKind.SEND, group, to, tag)):
-                yield rank, message
-
     def find_needed_ranks(self) -> dict[int, tuple[set[int], bool]]:
         """For each rank whose thread is blocked: the ranks it waits for, and whether any single one of
         them is sufficient.
         """
         return {
-            r.number: self.find_unmet_ranks(r.number, *r.blocked_call)
+            r.number: self._completion.find_unmet_ranks(r.number, *r.blocked_call)
             for r in self.ranks.values()
             if r.is_running and r.blocked_call is not None
         }
@@ -325,8 +213,7 @@ class ModelJob:
             for r in self.ranks.values()
         ) and not any(r.fails_at is not None and r.is_running for r in self.ranks.values())
 
-    # -- what an agent can observe
-    # --------------------------------------------------------------------------------------------
+    # What a node agent can observe.
 
     def make_stack(self, rank: int) -> ThreadStack:
         """The main thread's stack, as py-spy shows it."""
@@ -361,19 +248,3 @@ class ModelJob:
             for seq, m in enumerate(self.ranks[rank].calls[stream], 1)
             if seq >= first
         ]  # fmt: skip
-
-
-def _setup_members(made: Signature) -> set[int] | None:
-    return None if made.detail is None else set(unpack_ranks(made.detail.removeprefix("ranks=")))
-
-
-def _needed_members(made: Signature, group: Group, rank: int, eager: bool) -> set[int]:
-    """The members without which a collective does not complete on ``rank``."""
-    root = None if made.root is None else group.ranks[made.root % len(group.ranks)]
-    if made.op in ("broadcast", "scatter"):
-        if rank != root:
-            return {root} if root is not None else set()
-        return set() if eager else set(group.ranks)
-    if made.op in ("reduce", "gather") and rank != root:
-        return set() if eager or root is None else {root}
-    return set(group.ranks)

@@ -1,11 +1,11 @@
-"""A job whose calls a test makes one by one, and whose heartbeats go straight into the state that
-the diagnosis reads. Pure.
+"""A job whose calls a test makes one by one, and whose heartbeats are applied directly to the state
+that the diagnosis reads. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from hangwatch.diagnosis import Diagnosis, diagnose
@@ -13,7 +13,7 @@ from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.groups import pack_ranks
 from hangwatch.model.limits import Limits
 from hangwatch.model.operator_spec import MustMatch
-from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle
+from hangwatch.model.ranks import ExceptionInfo, ExitInfo
 from hangwatch.model.signatures import extend_chain, with_agreement_hash
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.model.verdicts import Verdict
@@ -21,60 +21,10 @@ from hangwatch.protocol import heartbeat as wire
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
-ALL_FIELDS = MustMatch.DTYPE | MustMatch.SHAPE | MustMatch.REDUCE_OP | MustMatch.ROOT
+from .scripted_ranks import ScriptedRank, ScriptedStream, make_signature
+from .scripted_updates import make_process_update
+
 LIMITS = Limits(stall_after_s=10.0, slow_limit_s=60.0)
-
-
-def make_signature(
-    op: str, *, shape: tuple[int, ...] = (64,), dtype: str = "float32", reduce_op: str | None = "sum", root: int | None = None,
-    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
-) -> Signature:  # fmt: skip
-    numel = 1
-    for n in shape:
-        numel *= n
-    signature = Signature(
-        op=op,
-        shapes=(shape,),
-        dtype=dtype,
-        reduce_op=reduce_op,
-        root=root,
-        splits=splits,
-        numel=numel,
-    )
-    return with_agreement_hash(signature, ALL_FIELDS, (1, numel))
-
-
-@dataclass
-class ScriptedStream:
-    """One rank's calls in one stream."""
-
-    uid: int
-    identity: wire.StreamIdentity
-    calls: list[Call] = field(default_factory=list)
-    completed: int = 0
-    entered_at: list[float] = field(default_factory=list)
-    # How far the device has come, where the backend counts that instead of completed calls.
-    device: wire.DeviceStatus | None = None
-
-
-@dataclass
-class ScriptedRank:
-    number: int
-    host: str = "node0"
-    agent: str = ""  # that of its host
-    alive: bool = True
-    lifecycle: Lifecycle = Lifecycle.INITIALISED
-    state: str = "S"
-    idle: bool = True
-    busy_until: float = 0.0
-    exit: ExitInfo | None = None
-    exited_at: float = 0.0
-    exception: ExceptionInfo | None = None
-    exception_at: float = 0.0
-    phase: str | None = None
-    pulse_at: float | None = None
-    is_reporting: bool = True  # its agent reports it
-    streams: dict[str, ScriptedStream] = field(default_factory=dict)
 
 
 class ScriptedJob:
@@ -240,10 +190,19 @@ class ScriptedJob:
         for rank in self.ranks.values():
             if rank.is_reporting:
                 by_agent.setdefault((rank.host, rank.agent or f"agent-{rank.host}"), []).append(
-                    self._process_update(rank)
+                    self.make_process_update(rank)
                 )
         for (host, agent), updates in by_agent.items():
             self.apply_heartbeat(host=host, agent=agent, processes=tuple(updates))
+
+    def make_process_update(self, rank: ScriptedRank) -> wire.ProcessUpdate:
+        return make_process_update(
+            rank,
+            self.now,
+            job=self.name,
+            world_size=self.world_size,
+            reports_completion=self.reports_completion,
+        )
 
     def run_diagnosis(self) -> Diagnosis:
         return diagnose(self.latest_attempt, self.now, self.limits)
@@ -256,7 +215,7 @@ class ScriptedJob:
             for request in requests:
                 streams = self.ranks[request.rank].streams.values()
                 stream = next(s for s in streams if s.uid == request.stream_uid)
-                calls = tuple(c for c in self._age_calls(stream) if c.seq >= request.from_seq)
+                calls = tuple(c for c in stream.list_calls(self.now) if c.seq >= request.from_seq)
                 self.apply_heartbeat(
                     calls=(
                         wire.CallsReply(
@@ -301,57 +260,6 @@ class ScriptedJob:
         stream.entered_at.append(self.now)
         if done:
             stream.completed = len(stream.calls)
-
-    def _age_calls(self, stream: ScriptedStream) -> list[Call]:
-        return [
-            replace(c, entered_s=self.now - at)
-            for c, at in zip(stream.calls, stream.entered_at, strict=True)
-        ]
-
-    def _process_update(self, rank: ScriptedRank) -> wire.ProcessUpdate:
-        return wire.ProcessUpdate(
-            key=f"{rank.number}-1",
-            identity=wire.ProcessIdentity(
-                job=self.name,
-                rank=rank.number,
-                world_size=self.world_size,
-                pid=rank.number + 1,
-                start_ticks=1,
-                started_s=self.now - 99.0,
-            ),
-            lifecycle=int(rank.lifecycle),
-            state=rank.state,
-            idle_s=0.0 if not rank.idle else 100.0,
-            phase=rank.phase,
-            pulse_s=None if rank.pulse_at is None else self.now - rank.pulse_at,
-            ended=rank.exit,
-            ended_s=self.now - rank.exited_at if rank.exit else 0.0,
-            raised=rank.exception,
-            raised_s=self.now - rank.exception_at if rank.exception else 0.0,
-            sequences=tuple(self._stream_update(stream, rank) for stream in rank.streams.values()),
-            device=tuple(
-                replace(stream.device, enqueued=len(stream.calls))
-                for stream in rank.streams.values()
-                if stream.device is not None
-            ),
-        )
-
-    def _stream_update(self, stream: ScriptedStream, rank: ScriptedRank) -> wire.StreamUpdate:
-        calls = self._age_calls(stream)
-        pending = calls[stream.completed :]
-        is_completion_known = self.reports_completion and stream.device is None
-        return wire.StreamUpdate(
-            uid=stream.uid,
-            identity=stream.identity,
-            entered=len(calls),
-            completed=stream.completed if is_completion_known else None,
-            chain=calls[-1].chain,
-            op=calls[-1].signature.op,
-            entered_s=calls[-1].entered_s,
-            pending_s=pending[0].entered_s if pending and is_completion_known else None,
-            checkpoints=tuple((c.seq, c.chain) for c in calls[-wire.MAX_CHECKPOINTS :]),
-            calls=tuple(calls) if rank.exit else tuple(c for c in pending if c.entered_s > 0.5),
-        )
 
     def apply_heartbeat(
         self, host: str = "node0", agent: str = "agent-node0", **parts: object

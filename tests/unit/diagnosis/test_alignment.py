@@ -20,7 +20,8 @@ from hangwatch.model.calls import Call, Site
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import ExceptionInfo
 from hangwatch.model.verdicts import Verdict
-from tests.simulation.scripted_job import ScriptedJob, make_signature
+from tests.simulation.scripted_job import ScriptedJob
+from tests.simulation.scripted_ranks import make_signature
 
 _OPS = {"a": "all_reduce", "b": "broadcast", "g": "all_gather"}
 

@@ -19,7 +19,8 @@ from hangwatch.model.limits import PERSISTENT_ROUNDS
 from hangwatch.model.verdicts import Verdict
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.checks import STREAK_GAP_S, ReplicaChecksums
-from tests.simulation.scripted_job import ScriptedJob, ScriptedRank, make_signature
+from tests.simulation.scripted_job import ScriptedJob
+from tests.simulation.scripted_ranks import ScriptedRank, make_signature
 
 
 class CheckedJob(ScriptedJob):
@@ -66,8 +67,8 @@ class CheckedJob(ScriptedJob):
         )
         return [v for v in verdicts if v.kind is kind]
 
-    def _process_update(self, rank: ScriptedRank) -> heartbeat.ProcessUpdate:
-        update = super()._process_update(rank)
+    def make_process_update(self, rank: ScriptedRank) -> heartbeat.ProcessUpdate:
+        update = super().make_process_update(rank)
         stream = rank.streams.get("world")
         checksums = (
             [
