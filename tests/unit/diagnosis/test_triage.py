@@ -1,5 +1,5 @@
 """While `is_quiet` says that an attempt needs no diagnosis, the full diagnosis finds nothing either,
-in any job with any fault.
+in any job with any fault. `ModelCluster.run_diagnosis` asserts it at every step.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def test_quick_diagnosis_agrees_with_full_one(
     world = ModelCluster(
         plan.build_job(plant_fault(plan, rank, at, fault)), LIMITS, fates, details_s=details_s
     )
+    kinds, looked = set(), 0
     while world.job.now < 30.0:
         world.run_step()
-        diagnosis = world.run_diagnosis()
+        kinds |= {v.kind for v in world.run_diagnosis().verdicts if v.is_confirmed}
         attempt = world.fleet.latest_attempt("job")
-        if attempt is not None and is_quiet(attempt):
-            assert not [verdict for verdict in diagnosis.verdicts if verdict.is_confirmed]
-            assert not diagnosis.requests
+        looked += attempt is not None and is_quiet(attempt)
+    note(f"{kinds}, quiet at {looked} looks")
