@@ -22,7 +22,7 @@ from hangwatch.tracking.fleet import Fleet
 from .model_job import STEP_S, ModelJob
 from .model_rings import ModelAgent, ModelRings
 
-_KNOWN_AFTER_S = 1.5  # the shortest wait in the graph, and a heartbeat
+_KNOWN_AFTER_S = 8.0  # heartbeats may be 7 s late, and the clocks be compared by such a one
 INTERVAL_S, EAGER_INTERVAL_S, REPLY_TIMEOUT_S = 0.5, 0.2, 5.0
 
 
