@@ -16,7 +16,7 @@ from hangwatch.model.operator_spec import OperatorSpec, P2pRole
 from hangwatch.ring.layout import RecordFlag
 
 from .call_signatures import MAX_CACHED_CALLS, SignatureCache
-from .callers import make_reduce_op_reader
+from .callers import is_left_pending, make_reduce_op_reader
 from .operator_schemas import find_group_index, find_tensor_indices
 from .streams import CompletionMode, EnteredCall, StreamRecorder
 from .tensor_lists import (
@@ -143,17 +143,23 @@ class CallReader:
             stream = track.collective_stream
         if stream is None:
             return None
-        flags, blocks, mode = self._find_completion(track, stream, first, args)
+        flags, blocks, mode = self._find_completion(track, stream, first, args, caller)
         return stream, agree, signature, size, peer, tag, flags, blocks, mode
 
     def _find_completion(
-        self, track: GroupTrack, stream: StreamRecorder, first: Any, args: tuple[Any, ...]
+        self,
+        track: GroupTrack,
+        stream: StreamRecorder,
+        first: Any,
+        args: tuple[Any, ...],
+        caller: FrameType,
     ) -> tuple[int, bool, int]:
         """(flags, whether the calling thread blocks, completion mode)"""
         spec = self.spec
         if track.has_device_backend and first is not None and not first.is_cpu:
             stream.mark_completion_unknown()
-            return 0, False, int(CompletionMode.UNOBSERVABLE)
+            flags = _ASYNC if self._is_p2p and is_left_pending(caller) else 0
+            return flags, False, int(CompletionMode.UNOBSERVABLE)
         # Nothing will report that the thread has left the call.
         if spec.silent_backends and track.runs_on(spec.silent_backends):
             return 0, False, int(CompletionMode.NEXT)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 from hangwatch.model.operators import OPERATIONS
+
+_PENDING_CALLS = ("isend", "irecv")
+_WRAPPERS = ("func_wrapper", "wrapper")  # torch/distributed/c10d_logger.py
 
 ReduceOpReader = Callable[[Any, FrameType], "int | None"]
 
@@ -75,6 +79,22 @@ def skip_logger_frames(caller: FrameType) -> FrameType:
     """The caller of the function that torch has wrapped to log its calls."""
     wrapper = caller.f_back
     return (wrapper and wrapper.f_back) or caller
+
+
+def is_left_pending(caller: FrameType) -> bool:
+    """Whether the user's own code called ``isend`` or ``irecv``, so that it decides when anything
+    waits for the message. torch's own functions, such as ``send`` and ``batch_isend_irecv``, leave
+    no message behind that later calls could overtake.
+    """
+    if caller.f_code.co_name not in _PENDING_CALLS:
+        return False
+    folder = os.path.dirname(caller.f_code.co_filename)
+    frame = caller.f_back
+    while frame is not None and os.path.dirname(frame.f_code.co_filename) == folder:
+        if frame.f_code.co_name not in _WRAPPERS:
+            return False
+        frame = frame.f_back
+    return True
 
 
 def _find_codes(names: list[str]) -> list[CodeType]:

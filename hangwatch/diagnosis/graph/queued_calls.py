@@ -3,7 +3,9 @@
 Where a call only queues work for the device, as on NCCL, hosts go on after a send or a receive that
 the peer has not met. A device executes its calls in the order in which its host made them, so those
 after the message are held up as well: collectives that all hosts have made, and messages whose other
-end is queued. Where the completion of calls is reported, as on gloo, none of this applies.
+end is queued. Where the completion of calls is reported, as on gloo, none of this applies. Nor does
+it to a message that the user's code started by ``isend`` or ``irecv``: until something waits for it,
+calls on other communicators may overtake it.
 """
 
 from __future__ import annotations
@@ -84,7 +86,10 @@ class QueuedCalls:
             for channel, (rank, stream) in ends.items():
                 _, receiver, group, _ = channel
                 met_count = other_ends[channel][1].entered if channel in other_ends else 0
-                if met_count < stream.entered and (receiver, group) not in any_receivers:
+                if met_count >= stream.entered or (receiver, group) in any_receivers:
+                    continue
+                newest = stream.calls.get(stream.entered)
+                if newest is not None and newest.blocking is not False:
                     unmet[rank] = min(unmet.get(rank, inf), stream.entered_at)
         return unmet
 

@@ -23,8 +23,8 @@ def make_job(world_size: int = 4) -> ScriptedJob:
     return ScriptedJob(world_size, limits=LIMITS, reports_completion=False)
 
 
-def send(job: ScriptedJob, source: int, destination: int) -> None:
-    job.make_p2p_call(source, SEND, destination)
+def send(job: ScriptedJob, source: int, destination: int, blocking: bool | None = None) -> None:
+    job.make_p2p_call(source, SEND, destination, blocking=blocking)
     job.advance_time(0.001)
 
 
@@ -72,6 +72,15 @@ def test_receive_that_is_left_out_before_a_collective_is_a_deadlock() -> None:
     )
     assert "rank 0 waits for the recv of rank 1 in send" in verdict.summary
     assert "rank 1 waits for rank 0 in all_reduce" in verdict.summary
+
+
+def test_collective_may_overtake_a_message_that_nothing_waits_for() -> None:
+    job = make_job()
+    exchange(job, (0, 1))
+    send(job, 0, 1, blocking=False)
+    job.make_calls(done=False, blocking=None, backend="nccl")
+    verdicts = advance_waiting(job, 2 * STALL_AFTER_S)
+    assert all(verdict.kind is not VerdictKind.DEADLOCK for verdict in verdicts)
 
 
 def test_message_after_the_collective_does_not_hold_it_up() -> None:

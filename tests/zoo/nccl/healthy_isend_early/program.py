@@ -12,6 +12,11 @@ def main():
     dist.init_process_group("nccl")
     rank = dist.get_rank()
     hidden, loss = torch.ones(64).to("cuda"), torch.ones(4).to("cuda")
+    # The first message makes the communicator of the pair, for which its host waits.
+    if rank == 0:
+        dist.isend(hidden, dst=1).wait()
+    if rank == 1:
+        dist.recv(hidden, src=0)
     for step in range(12):
         if rank == 0:
             sent = dist.isend(hidden, dst=1)
