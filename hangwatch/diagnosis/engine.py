@@ -12,7 +12,6 @@ from hangwatch.diagnosis.graph.waits import build_wait_graph
 from hangwatch.diagnosis.rules.concurrent import diagnose_concurrent_use
 from hangwatch.diagnosis.rules.deadlock import diagnose_deadlocks
 from hangwatch.diagnosis.rules.device_cycles import diagnose_device_cycles
-from hangwatch.diagnosis.rules.device_messages import diagnose_unfinished_messages
 from hangwatch.diagnosis.rules.devices import (
     diagnose_stalled_devices,
     diagnose_stuck_devices,
@@ -27,6 +26,7 @@ from hangwatch.diagnosis.rules.missing import diagnose_chain_ends
 from hangwatch.diagnosis.rules.numerics import diagnose_nonfinite
 from hangwatch.diagnosis.rules.progress import diagnose_no_progress
 from hangwatch.diagnosis.rules.replicas import diagnose_replica_divergence
+from hangwatch.diagnosis.rules.uncounted_devices import diagnose_uncounted_devices
 from hangwatch.diagnosis.rules.unsampled import sample_busy_ranks
 from hangwatch.model.limits import Limits
 from hangwatch.model.verdicts import Verdict
@@ -50,7 +50,7 @@ RULES: tuple[Callable[[DiagnosisContext], None], ...] = (
     diagnose_chain_ends,
     diagnose_stalled_devices,
     diagnose_no_progress,
-    diagnose_unfinished_messages,
+    diagnose_uncounted_devices,
     diagnose_concurrent_use,
     diagnose_replica_divergence,
     diagnose_nonfinite,

@@ -20,6 +20,9 @@ REFERENCE_HASHES_KEPT = CHECKPOINTS_KEPT, 4
 # While a job has at most this many suspected ranks, any of them may be where the hang began.
 MAX_URGENT_SUSPECTS = 64
 
+# A call whose completion nothing reports is suspected after this time. Most jobs make another before.
+_UNCOUNTED_AFTER_S = 3.0
+
 # After a divergence, at most this many members (one for each distinct hash) are asked for their
 # calls, and only within this time.
 MAX_REQUESTED_SIDES = 4
@@ -84,6 +87,15 @@ class CallStream:
             device is not None
             and device.is_behind_host
             and device.read_at - self.device_changed_at >= MIN_WAIT_S
+        )
+
+    def is_uncounted_and_old(self, now: float) -> bool:
+        """Whether its newest call was made a while ago, and nothing reports its completion."""
+        return (
+            self.completed is None
+            and self.device is None
+            and self.entered > 0
+            and now - self.entered_at >= _UNCOUNTED_AFTER_S
         )
 
     @property

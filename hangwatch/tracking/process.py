@@ -156,8 +156,8 @@ class Process:
     @property
     def is_blocked(self) -> bool:
         """Whether, by the last report, it has been in a call for at least `MIN_WAIT_S` that others
-        have not completed, its device has come no further for as long, or two of its threads use one
-        group.
+        have not completed, its device has come no further for as long or is not counted, or two of
+        its threads use one group.
         """
         last_seen_at = self.reports.last_seen_at
         for s in self.open_calls.unfinished_streams:
@@ -171,7 +171,7 @@ class Process:
                 or s.group_state.has_member_behind(s)
             ):
                 return True
-            if s.is_device_still:
+            if s.is_device_still or s.is_uncounted_and_old(last_seen_at):
                 return True
         return self.open_calls.has_concurrent_calls
 

@@ -1,0 +1,134 @@
+"""Calls that do not finish where no counters of devices can be compared.
+
+The counters of a group with sends and receives cannot be compared between ranks, which make
+different ones, but they show that no device goes on. And a backend counts nothing before a group's
+communicator exists: then the hosts themselves are blocked in the call.
+"""
+
+from __future__ import annotations
+
+from hangwatch.diagnosis import messages
+from hangwatch.diagnosis.context import (
+    DiagnosisContext,
+    get_newest_call,
+    get_op_name,
+    get_suspicion_delay_s,
+    request_stacks,
+)
+from hangwatch.diagnosis.device_view import (
+    READING_DELAY_S,
+    get_device_changed_at,
+    get_still_until,
+)
+from hangwatch.diagnosis.graph.waits import get_main_thread_since, is_main_thread_waiting
+from hangwatch.model.kinds import KINDS, VerdictKind
+from hangwatch.model.verdicts import Verdict
+from hangwatch.stacks.frames import waits_for_work
+from hangwatch.tracking.call_stream import CallStream
+from hangwatch.tracking.process import Process
+
+from .devices import UNTIMED_GRACE_S
+from .end_kinds import is_in_phase
+
+
+def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
+    """One verdict if no rank makes a call, no device goes on, and hosts are seen to wait."""
+    attempt, graph = context.attempt, context.graph
+    if not graph.blocked_calls.keys() <= context.explained_ranks:
+        return
+    waiting = [process for process in attempt.processes.values() if _may_wait(context, process)]
+    if not waiting:
+        return
+    began_at = max(map(_get_advanced_at, attempt.processes.values()))
+    age_s = min(map(_get_known_until, waiting)) - began_at
+    if age_s < get_suspicion_delay_s(context.limits):
+        return
+    ranks = tuple(sorted(process.rank for process in waiting))
+    request_stacks(context, (), ranks, began_at)
+    answers = [_is_seen_waiting(process, began_at) for process in waiting]
+    if False in answers or True not in answers:
+        return
+    has_counters = any(_has_unfinished_count(process) for process in waiting)
+    limit_s = context.limits.stall_after_s + (UNTIMED_GRACE_S if has_counters else 0.0)
+    first = attempt.processes[ranks[0]]
+    verdict = _make_verdict(first, ranks, began_at, due=age_s >= limit_s)
+    context.verdicts.append(verdict)
+    context.explained_ranks.update(ranks)
+
+
+def _may_wait(context: DiagnosisContext, process: Process) -> bool:
+    """Whether its newest call may be unfinished, and nothing else explains that it waits."""
+    if not process.is_alive or process.rank in context.explained_ranks:
+        return False
+    newest = _find_newest_queued(process)
+    if newest is None:
+        return False
+    if process.rank in context.graph.silent_ranks or is_in_phase(context, process):
+        return False
+    if _has_messages(process):
+        return newest.device is None or _has_unfinished_count(process)
+    state = newest.group_state
+    return newest.device is None and state is not None and not state.has_member_behind(newest)
+
+
+def _find_newest_queued(process: Process) -> CallStream | None:
+    """The stream of its newest call that only queued work for its device."""
+    queued = [s for s in process.streams.values() if s.entered and s.completed is None]
+    return max(queued, key=lambda stream: stream.entered_at, default=None)
+
+
+def _has_messages(process: Process) -> bool:
+    return any(stream.peer is not None and stream.entered for stream in process.streams.values())
+
+
+def _has_unfinished_count(process: Process) -> bool:
+    """Whether its counters show calls that are not complete. Those of a group with messages count
+    these and the collectives by different numbers.
+    """
+    devices = [stream.device for stream in process.streams.values()]
+    return any(device.completed != device.enqueued for device in devices if device is not None)
+
+
+def _get_known_until(process: Process) -> float:
+    """Until when it is known that its host made no further call and its device did not go on."""
+    if _has_unfinished_count(process):
+        return get_still_until(process)
+    return process.reports.last_seen_at
+
+
+def _is_seen_waiting(process: Process, since: float) -> bool | None:
+    """Whether a stack shows that its host waits; None if there is no evidence. Without counters, only
+    a host that is still inside torch.distributed is known to wait for its call.
+    """
+    if _has_unfinished_count(process):
+        return is_main_thread_waiting(process)
+    return True if waits_for_work(get_main_thread_since(process, since)) else None
+
+
+def _get_advanced_at(process: Process) -> float:
+    """When its host last made a call, or its device was last seen to go on.
+
+    The first reading after the last call shows when the device was seen, not when it changed.
+    """
+    called_at = max(process.newest_call_at, process.reports.last_progress_at)
+    changed_at = get_device_changed_at(process)
+    return changed_at if changed_at > called_at + READING_DELAY_S else called_at
+
+
+def _make_verdict(first: Process, ranks: tuple[int, ...], began_at: float, *, due: bool) -> Verdict:
+    stream = _find_newest_queued(first)
+    assert stream is not None  # see `_may_wait`
+    position = messages.describe_position(stream.group, stream.entered)
+    return Verdict(
+        kind=VerdictKind.NO_PROGRESS,
+        severity=KINDS[VerdictKind.NO_PROGRESS].severity,
+        culprits=(),
+        waiting=ranks,
+        group=stream.group,
+        seq=stream.entered,
+        calls=get_newest_call(stream, first.rank),
+        began_at=began_at,
+        is_confirmed=due,
+        summary=messages.describe_still_devices(ranks, first.rank, get_op_name(stream), position),
+        advice=messages.STILL_DEVICES_ADVICE,
+    )
