@@ -51,6 +51,8 @@ def check_program(
     """Runs the program `name` with a server of its own; everything either writes goes to `folder`."""
     expected = programs.load_expected(name)
     outcome = ProgramOutcome(name=name)
+    if expected.stall_after_s is not None:
+        stall_after_s = expected.stall_after_s
     with running_server(folder / "server", stall_after_s) as server:
         job = launch_job(
             programs.program_path(name),

@@ -1,4 +1,4 @@
-"""Rank 0 starts a send that rank 1 receives only after a reduction, for which all wait 8 seconds."""
+"""Rank 0 starts a send that rank 1 receives only after a reduction, for which all wait 7 seconds."""
 
 import os
 
@@ -21,7 +21,7 @@ def main():
         if rank == 0:
             sent = dist.isend(hidden, dst=1)
         if step == 6:
-            device_faults.launch_sleep_kernel(8)
+            device_faults.launch_sleep_kernel(7)
         dist.all_reduce(loss)
         loss[0].item()
         if rank == 0:
