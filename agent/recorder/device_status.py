@@ -11,17 +11,21 @@ something is unfinished, or may be: see `ReadingSchedule`.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from time import monotonic_ns, perf_counter_ns
-from typing import Any
 
 from hangwatch.ring.devices import DeviceEntry
 from hangwatch.ring.layout import DEVICE_SLOTS, DeviceStatusState, LiveWord
 
 from . import faults
+from .device_counters import (
+    CounterKey,
+    Counters,
+    FlightRecorderStatus,
+    find_counter_key,
+    read_flight_recorders,
+)
 from .groups import GroupTrack
 from .recorder import Recorder
 from .writer import RingWriter
@@ -34,19 +38,6 @@ _MAX_FAILURES = 3
 
 _TIMING_VARIABLES = ("TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DESYNC_DEBUG")
 _TRUE_VALUES = ("1", "y", "yes", "t", "true", "on")  # torch/csrc/distributed/c10d/Utils.hpp
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlightRecorderStatus:
-    """The Flight Recorder's counters of all process groups of this process."""
-
-    is_enabled: bool  # its buffer exists, without which it counts nothing
-    # The communicators were asked for their state as well, which may block if one of them hangs.
-    # Builds with NCCLX do that.
-    queried_communicators: bool = False
-    # (enqueued, started, completed) by the backend's number of the group, in order of creation in
-    # this process. A group is absent until its first collective is enqueued.
-    counters: Mapping[str, tuple[int, int, int]]
 
 
 class ReadingSchedule:
@@ -83,15 +74,15 @@ class DeviceStatusReader:
         self,
         ring: RingWriter,
         recorder: Recorder,
-        read_status: Callable[[], FlightRecorderStatus] | None = None,
+        read_status: Callable[[Iterable[str]], FlightRecorderStatus] = read_flight_recorders,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         self._ring, self._recorder = ring, recorder
-        self._read_status = read_status or read_flight_recorder
+        self._read_status = read_status
         self._schedule = ReadingSchedule()
         self._slots_by_uid: dict[int, int] = {}
-        # By stream uid: the group's local number in the backend.
-        self._numbers_by_uid: dict[int, str] = {}
+        self._keys_by_uid: dict[int, CounterKey] = {}  # by stream uid
+        self._absence = DeviceStatusState.UNSUPPORTED  # why no group has counters
         self._failure_count = 0
         self._is_stopped = False
         self._records_starts = any(
@@ -107,26 +98,27 @@ class DeviceStatusReader:
             self._schedule.record_reading(now_ns, 0, is_unfinished=False)
             return
         try:
-            self._find_numbers(tracks)
-            is_unfinished, cost_ns = self._read_groups() if self._numbers_by_uid else (False, 0)
+            self._find_keys(tracks)
+            is_unfinished, cost_ns = self._read_groups() if self._keys_by_uid else (False, 0)
         except Exception as error:  # ours: the job goes on
             self._failure_count += 1
             self._is_stopped = self._failure_count >= _MAX_FAILURES
             faults.record_fault("reading the device's progress", error)
             self._schedule.record_reading(now_ns, 0, is_unfinished=True)
             return
-        if not self._numbers_by_uid:
-            self._ring.set_word(LiveWord.DEVICE_STATUS, DeviceStatusState.UNSUPPORTED)
+        if not self._keys_by_uid:
+            self._ring.set_word(LiveWord.DEVICE_STATUS, self._absence)
         self._schedule.record_reading(now_ns, cost_ns, is_unfinished=is_unfinished)
 
     def _read_groups(self) -> tuple[bool, int]:
         """Returns whether some group's device is behind, and what the reading cost."""
+        recorders = {key.recorder for key in self._keys_by_uid.values()}
         began_ns = perf_counter_ns()
-        status = self._read_status()
+        status = self._read_status(recorders)
         cost_ns = perf_counter_ns() - began_ns
         now_ns, is_unfinished = monotonic_ns(), False
-        for uid, number in self._numbers_by_uid.items():
-            if (counts := status.counters.get(number)) is not None:
+        for uid, key in self._keys_by_uid.items():
+            if (counts := status.counters.get(key)) is not None:
                 entry = self._make_entry(uid, counts, now_ns)
                 self._write_entry(entry)
                 is_unfinished |= entry.is_behind_host
@@ -137,18 +129,20 @@ class DeviceStatusReader:
         self._ring.set_word(LiveWord.DEVICE_STATUS, state)
         return is_unfinished, cost_ns
 
-    def _find_numbers(self, tracks: Iterable[GroupTrack]) -> None:
+    def _find_keys(self, tracks: Iterable[GroupTrack]) -> None:
         for track in tracks:
             stream, group = track.collective_stream, track.group_ref()
-            if stream is None or group is None or stream.uid in self._numbers_by_uid:
+            if stream is None or group is None or stream.uid in self._keys_by_uid:
                 continue
-            number = find_group_number(group)
-            if number is not None:
-                self._numbers_by_uid[stream.uid] = number
+            key = find_counter_key(group)
+            if isinstance(key, CounterKey):
+                self._keys_by_uid[stream.uid] = key
+            else:
+                self._absence = key
 
-    def _make_entry(self, uid: int, counts: tuple[int, int, int], now_ns: int) -> DeviceEntry:
+    def _make_entry(self, uid: int, counts: Counters, now_ns: int) -> DeviceEntry:
         enqueued, started, completed = counts
-        self._records_starts |= started >= 0
+        self._records_starts |= started is not None and started >= 0
         return DeviceEntry(
             uid=uid,
             enqueued=enqueued,
@@ -161,44 +155,3 @@ class DeviceStatusReader:
         slot = self._slots_by_uid.setdefault(entry.uid, len(self._slots_by_uid))
         if slot < DEVICE_SLOTS:
             self._ring.write_device_entry(slot, entry)
-
-
-def find_group_number(group: Any) -> str | None:
-    """The number under which the Flight Recorder counts a group; None if the backend has none, as
-    `nccl2` of torch 2.15, or if reading the counters may block.
-    """
-    import torch
-
-    if torch.version.hip is not None:
-        # Builds for ROCm may ask the communicators for their state at the same time, and one that
-        # hangs may not answer (getNCCLCommDumpMap in ProcessGroupNCCL.cpp).
-        return None
-    try:
-        backend = group._get_backend(torch.device("cuda"))
-    except RuntimeError:  # it is created with the group's first call on a device
-        return None
-    number = getattr(backend, "uid", None)
-    return None if number is None else str(number)
-
-
-def read_flight_recorder() -> FlightRecorderStatus:
-    """Reads the counters without the recorded calls, whose events would have to be queried."""
-    from torch._C import _distributed_c10d
-
-    # Only in builds with NCCL, so a type checker over a CPU build does not know it.
-    dump = getattr(_distributed_c10d, "_dump_nccl_trace_json")  # noqa: B009
-    data = json.loads(dump(includeCollectives=False))
-    counters = {
-        number: (
-            int(group["last_enqueued_collective"]),
-            int(group["last_started_collective"]),
-            int(group["last_completed_collective"]),
-        )
-        for number, group in data.get("pg_status", {}).items()
-    }
-    # The groups' configuration is recorded when they are created.
-    return FlightRecorderStatus(
-        is_enabled=bool(data.get("pg_config")),
-        queried_communicators=bool(data.get("nccl_comm_state")),
-        counters=counters,
-    )

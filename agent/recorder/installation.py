@@ -13,7 +13,7 @@ import hangwatch
 from hangwatch.model.ranks import Lifecycle
 
 from ..environment import identity
-from . import backend_threads, exceptions, faults, group_setup, kernels
+from . import backend_threads, exceptions, faults, group_setup, kernels, recorder_hooks
 from .annotations import UserAnnotations
 from .rank import RankProcess, get_current_rank, get_master_address, set_current_rank
 from .ring_file import find_ancestor_lifecycle
@@ -39,6 +39,8 @@ def install_recorder() -> None:
     group_setup.wrap_function("_new_group_with_tag", _enter_new_group, _leave_new_group)
     group_setup.wrap_function("split_group", _enter_split_group, _leave_new_group)
     group_setup.wrap_function("destroy_process_group", _enter_destroy, _leave_destroy)
+    with faults.swallow_errors("counting the Flight Recorder's hooks"):
+        recorder_hooks.count_attached_hooks()
     exceptions.patch_spawn()
     launch = identity.parse_environ(os.environ)
     if launch.rank is not None and find_ancestor_lifecycle() is None:

@@ -17,7 +17,7 @@ NAME = "devices"
 _BUFFER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 # The first version that is known to have the Flight Recorder on by default. 2.9 has it off.
 _ON_BY_DEFAULT = (2, 13)
-_NCCL2_DEFAULT = (2, 15)  # the first version whose "nccl" is `nccl2`, which counts nothing
+_NCCL2_DEFAULT = (2, 15)  # the first version whose "nccl" is `nccl2`, which counts no starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +42,12 @@ def check_devices(env: Mapping[str, str]) -> Iterator[Finding]:
 
 def judge_torch(build: TorchBuild, env: Mapping[str, str]) -> Finding:
     """What this torch counts in a job with this environment."""
-    state = DeviceStatusState.REPORTED
-    if build.release >= _NCCL2_DEFAULT and env.get("TORCH_DIST_USE_NCCL2") != "0":
-        state = DeviceStatusState.UNSUPPORTED
-    elif not _has_buffer(build, env):
-        state = DeviceStatusState.OFF
-    if state is DeviceStatusState.REPORTED:
+    if _has_buffer(build, env):
         detail = "torch counts how far they have come, in its Flight Recorder"
+        if build.release >= _NCCL2_DEFAULT and env.get("TORCH_DIST_USE_NCCL2") != "0":
+            detail += ", but not the collectives that they have begun"
         return Finding(name=NAME, ok=True, detail=detail)
-    setting = find_missing_setting(state, build.version)
+    setting = find_missing_setting(DeviceStatusState.OFF, build.version)
     return Finding(
         name=NAME,
         ok=None,

@@ -70,7 +70,7 @@ def find_missing_setting(state: DeviceStatusState, torch_version: str) -> str:
         name = "TORCH_FR_BUFFER_SIZE" if version >= (2, 9) else "TORCH_NCCL_TRACE_BUFFER_SIZE"
         return f"{name}={_BUFFER_ENTRIES}"
     if state is DeviceStatusState.UNSUPPORTED and version >= (2, 15):
-        return "TORCH_DIST_USE_NCCL2=0"  # of the backend `nccl2`, which counts nothing
+        return "TORCH_DIST_USE_NCCL2=0"  # the process group whose counters are in every version
     return ""
 
 

@@ -6,7 +6,10 @@ from hangwatch.model.groups import Group
 
 from .common import describe_position, describe_ranks, format_waiter_count
 
-_TIMING_HINT = "TORCH_NCCL_ENABLE_TIMING=1 would show which devices have begun the call."
+_TIMING_HINT = (
+    "TORCH_NCCL_ENABLE_TIMING=1 (from torch 2.15 on, with TORCH_DIST_USE_NCCL2=0) would show which"
+    " devices have begun the call."
+)
 
 WATCHDOG_ADVICE = (
     "The watchdog's message in the rank's log says which call did not complete, how long it took, and"

@@ -105,8 +105,8 @@ def test_recorder() -> None:
         ("2.9.1+cu128", {"TORCH_FR_BUFFER_SIZE": "0"}, "TORCH_FR_BUFFER_SIZE=2000"),
         ("2.14.1", {}, None),
         ("2.14.1", {"TORCH_FR_BUFFER_SIZE": "0"}, "TORCH_FR_BUFFER_SIZE=2000"),
-        ("2.15.0", {}, "TORCH_DIST_USE_NCCL2=0"),
-        ("2.15.0", {"TORCH_DIST_USE_NCCL2": "0"}, None),
+        ("2.15.0", {}, None),
+        ("2.15.0", {"TORCH_FR_BUFFER_SIZE": "0"}, "TORCH_FR_BUFFER_SIZE=2000"),
     ],
 )
 def test_setting_that_makes_torch_count_devices(

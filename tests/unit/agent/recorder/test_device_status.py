@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,10 +11,15 @@ from typing import Any, cast
 import pytest
 
 from hangwatch.agent.recorder import device_status, faults
+from hangwatch.agent.recorder.device_counters import (
+    OWN_RECORDER,
+    CounterKey,
+    Counters,
+    FlightRecorderStatus,
+)
 from hangwatch.agent.recorder.device_status import (
     BUSY_INTERVAL_S,
     DeviceStatusReader,
-    FlightRecorderStatus,
     ReadingSchedule,
 )
 from hangwatch.agent.recorder.recorder import Recorder
@@ -60,7 +65,8 @@ class WatchedProcess:
         )
         self.registry.tracks[id(group)] = track
 
-    def read_status(self) -> FlightRecorderStatus:
+    def read_status(self, recorders: Iterable[str]) -> FlightRecorderStatus:
+        assert list(recorders) == [OWN_RECORDER]
         self.read_count += 1
         if self.error is not None:
             raise self.error
@@ -75,6 +81,11 @@ class WatchedProcess:
 @pytest.fixture
 def process(tmp_path: Path) -> WatchedProcess:
     return WatchedProcess(tmp_path, {})
+
+
+def make_status(counters: Mapping[str, Counters]) -> FlightRecorderStatus:
+    keyed = {CounterKey(OWN_RECORDER, number): values for number, values in counters.items()}
+    return FlightRecorderStatus(is_enabled=True, counters=keyed)
 
 
 def count_readings(schedule: ReadingSchedule, *, seconds: float, calls_per_s: float) -> int:
@@ -120,9 +131,7 @@ def test_finished_device_is_not_read_again_without_new_calls() -> None:
 def test_counters_go_to_streams_by_the_backends_number(process: WatchedProcess) -> None:
     process.add_group(uid=2, number=0)
     process.add_group(uid=5, number=1)
-    process.status = FlightRecorderStatus(
-        is_enabled=True, counters={"0": (6, -1, 5), "1": (3, -1, 3), "7": (1, -1, 1)}
-    )
+    process.status = make_status({"0": (6, -1, 5), "1": (3, -1, 3), "7": (1, -1, 1)})
     snapshot = process.poll(call_count=9)
     counters = {entry.uid: entry.counters for entry in snapshot.device_entries}
     assert counters == {2: (6, None, 5), 5: (3, None, 3)}
@@ -132,9 +141,17 @@ def test_counters_go_to_streams_by_the_backends_number(process: WatchedProcess) 
 def test_start_is_unknown_without_timing_and_missing_with_it(tmp_path: Path) -> None:
     process = WatchedProcess(tmp_path, {"TORCH_NCCL_ENABLE_TIMING": "1"})
     process.add_group(uid=2, number=0)
-    process.status = FlightRecorderStatus(is_enabled=True, counters={"0": (1, -1, -1)})
+    process.status = make_status({"0": (1, -1, -1)})
     (entry,) = process.poll(call_count=1).device_entries
     assert entry.started == -1
+
+
+def test_start_is_unknown_where_the_recorder_counts_none(tmp_path: Path) -> None:
+    process = WatchedProcess(tmp_path, {"TORCH_NCCL_ENABLE_TIMING": "1"})
+    process.add_group(uid=2, number=0)
+    process.status = make_status({"0": (2, None, 1)})
+    (entry,) = process.poll(call_count=1).device_entries
+    assert entry.counters == (2, None, 1)
 
 
 def test_missing_buffer_is_recorded(process: WatchedProcess) -> None:
@@ -169,9 +186,7 @@ def test_reading_that_fails_is_given_up(
 
 def test_reading_that_queries_communicators_is_given_up(process: WatchedProcess) -> None:
     process.add_group(uid=2, number=0)
-    process.status = FlightRecorderStatus(
-        is_enabled=True, queried_communicators=True, counters={"0": (1, -1, 1)}
-    )
+    process.status = FlightRecorderStatus(is_enabled=True, queried_communicators=True)
     for call_count in range(1, 5):
         snapshot = process.poll(call_count)
     assert process.read_count == 1
