@@ -235,7 +235,8 @@ class NodeAgent:
         if self._outbox or self._abort_tracker or self._live_requests or self._uplink.is_busy:
             return True
         return any(
-            process.identity is not None and not process.exit_acked_ns
+            process.identity is not None
+            and (not process.exit_acked_ns or process.has_unsent_flight_file)
             for process in self._watchlist.watched.values()
         )
 

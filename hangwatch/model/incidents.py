@@ -9,6 +9,7 @@ from typing import Literal
 
 from .calls import Site
 from .device import DevicePosition
+from .flight_dumps import FlightFile
 from .groups import Group
 from .kind_spec import Severity
 from .kinds import VerdictKind
@@ -42,6 +43,7 @@ class ProcessSnapshot:
     exit_status: int | None = None
     signal: int | None = None
     exception: ExceptionInfo | None = None
+    flight_file: FlightFile | None = None  # written by its watchdog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

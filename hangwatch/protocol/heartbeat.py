@@ -15,6 +15,7 @@ import enum
 from dataclasses import dataclass
 
 from hangwatch.model.calls import Call, StreamKind
+from hangwatch.model.flight_dumps import FlightFile
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo
 from hangwatch.model.threads import ThreadStack
 
@@ -133,13 +134,12 @@ class ProcessUpdate:
     # Of sampled calls: (uid, seq, running hash after the call, CRC-32 of its result).
     checksums: tuple[tuple[int, int, int, int], ...] = ()
     nonfinite: tuple[NonfiniteReport, ...] = ()
-    # Number of calls with an Inf in 16-bit data or under loss scaling, as of the last of
-    # `nonfinite`.
+    # Calls with an Inf in 16-bit data or under loss scaling, as of the last of `nonfinite`.
     overflows: int = 0
     device: tuple[DeviceStatus, ...] = ()  # of the groups whose counters changed or were confirmed
-    # NAME=VALUE of the environment variable that makes the backend report the device's progress;
-    # empty if it does, or cannot.
+    # NAME=VALUE of the variable that makes the backend report the device's progress; else empty.
     device_setting: str = ""
+    flight_file: FlightFile | None = None  # of a process that SIGABRT ended
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,8 @@ from hangwatch.model.recoveries import RankAbort, Recovery
 from hangwatch.model.threads import Frame
 from hangwatch.model.verdicts import AlignedPair, CallClass, Divergence, Verdict, Wait
 
+from .flight_files import parse_flight_file
+
 Document = Mapping[str, Any]
 
 
@@ -152,6 +154,7 @@ def _parse_wait(document: Document) -> Wait:
 
 def _parse_process(document: Document) -> ProcessSnapshot:
     raised = document.get("exception")
+    flight_file = document.get("flight_file")
     exception = None
     if raised is not None:
         exception = ExceptionInfo(
@@ -165,6 +168,7 @@ def _parse_process(document: Document) -> ProcessSnapshot:
         exit_status=document.get("exit_status"),
         signal=document.get("signal"),
         exception=exception,
+        flight_file=parse_flight_file(flight_file) if flight_file else None,
     )
 
 

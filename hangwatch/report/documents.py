@@ -18,6 +18,8 @@ from hangwatch.model.recoveries import RankAbort, Recovery
 from hangwatch.model.threads import Frame
 from hangwatch.model.verdicts import AlignedPair, CallClass, Divergence, Verdict, Wait
 
+from .flight_files import build_flight_file_document
+
 JsonObject = dict[str, Any]
 
 
@@ -156,7 +158,7 @@ def build_wait_documents(waits: Iterable[Wait]) -> list[JsonObject]:
 
 
 def _build_process(process: ProcessSnapshot) -> JsonObject:
-    raised = process.exception
+    raised, flight_file = process.exception, process.flight_file
     exception = None
     if raised is not None:
         exception = {
@@ -172,6 +174,7 @@ def _build_process(process: ProcessSnapshot) -> JsonObject:
         "exit_status": process.exit_status,
         "signal": process.signal,
         "exception": exception,
+        "flight_file": build_flight_file_document(flight_file) if flight_file else None,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 
+from .flight_files import format_flight_file
 from .sites import Document, format_site
 from .text import (
     PLAIN_PAINT,
@@ -72,6 +73,8 @@ def format_processes(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator
             if exception.get("site"):
                 site = format_site(exception["site"])
                 yield f"  at {truncate_start(site, TERMINAL_COLUMNS - 5)}"
+        if process.get("flight_file"):
+            yield from format_flight_file(process["flight_file"])
 
 
 _STATE_NAMES = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hangwatch.model.flight_dumps import FlightFile
 from hangwatch.model.groups import Group
 from hangwatch.model.limits import FROZEN_AFTER_S, MIN_WAIT_S, NOT_RUNNING_STATES
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle
@@ -72,6 +73,7 @@ class Process:
     # NAME=VALUE of the environment variable that makes the backend report the device's progress;
     # empty if it does, or cannot.
     device_setting: str = ""
+    flight_file: FlightFile | None = None  # written by its watchdog
     streams: dict[int, CallStream] = field(default_factory=dict)  # by uid
     newest_call_at: float = 0.0  # when it last entered a call
     open_calls: OpenCalls = field(default_factory=OpenCalls)

@@ -90,6 +90,8 @@ def _apply_ending(process: Process, update: heartbeat.ProcessUpdate, now: float)
         process.exception, process.exception_at = update.raised, now - update.raised_s
     if update.ended is not None and process.exit is None:
         process.exit, process.exited_at = update.ended, now - update.ended_s
+    if update.flight_file is not None:
+        process.flight_file = update.flight_file
 
 
 def add_sample(process: Process, reply: heartbeat.StackReply, now: float) -> None:

@@ -42,6 +42,28 @@ class Exception_(ApiModel):
     site: Site | None = None
 
 
+class UnfinishedCall(ApiModel):
+    """The first collective of a group that had not completed when the watchdog wrote the file."""
+
+    group: str
+    desc: str
+    seq: int
+    op: str
+    shapes: list[list[int]] = Field(default=[])
+    state: str
+    waited_s: float
+    timeout_s: float | None = None
+    timed_out: bool
+
+
+class FlightFile(ApiModel):
+    """A rank's Flight Recorder file, on its host."""
+
+    path: str
+    calls: list[UnfinishedCall] = Field(default=[])
+    error: str | None = None  # why it could not be read
+
+
 class Process(ApiModel):
     rank: int
     host: str | None = None
@@ -50,6 +72,7 @@ class Process(ApiModel):
     exit_status: int | None = None
     signal: int | None = None
     exception: Exception_ | None = None
+    flight_file: FlightFile | None = None  # written by its watchdog
 
 
 class DevicePosition(ApiModel):

@@ -111,6 +111,7 @@ def take_snapshot(process: Process) -> ProcessSnapshot:
         exit_status=process.exit.exit_status if process.exit else None,
         signal=process.exit.signal if process.exit else None,
         exception=process.exception,
+        flight_file=process.flight_file,
     )
 
 

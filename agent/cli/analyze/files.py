@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hangwatch.flight_recorder import plain_pickle
 from hangwatch.flight_recorder.calls import InternPool
 from hangwatch.flight_recorder.dumps import FlightDump, FlightDumpError
 from hangwatch.flight_recorder.dumps import parse_dump as read_dump
 from hangwatch.flight_recorder.group_tables import MAX_DUMP_RANKS
 
 from ..errors import CliError
-from . import plain_pickle
 
 _RANK_SUFFIX = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle))?$")
 _ZIP_MAGIC = b"PK\x03\x04"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 from dataclasses import dataclass, field, replace
 
 from hangwatch.model.calls import Call
@@ -22,6 +23,7 @@ from ..reporting.call_tally import ProcessTally
 from ..reporting.ring_metadata import parse_identity
 from ..system import processes
 from . import exits
+from .flight_files import FlightFileReader, make_reader
 from .rings import RingFile
 
 _FLOOD_DIVISOR = 4  # a ring is flooded if more than this fraction of it was written since last time
@@ -50,6 +52,7 @@ class WatchedProcess:
     tally: ProcessTally = field(default_factory=ProcessTally)
     acked: AckedState | None = None
     exit_acked_ns: int = 0  # when the server acknowledged its exit
+    flight_reader: FlightFileReader | None = None
     is_paused: bool = False  # repeatedly, by our own recording
     is_flooded: bool = False  # a large part of its ring was written since the last reading
     _ring_problem: str = ""
@@ -144,6 +147,15 @@ class WatchedProcess:
         if self.exit == ExitInfo() and self._has_exited_cleanly():
             self.exit = ExitInfo(exit_status=0)
         self.activity.state = "X"
+        if self.exit.signal == signal.SIGABRT and self.flight_reader and self.identity:
+            self.flight_reader.start_reading(self.identity.rank)
+
+    @property
+    def has_unsent_flight_file(self) -> bool:
+        """Its Flight Recorder file is being read, or the server does not have it yet."""
+        reader = self.flight_reader
+        acked_key = self.acked.status_key if self.acked is not None else ()
+        return reader is not None and reader.has_unsent_file(acked_key)
 
     def _has_exited_cleanly(self) -> bool:
         """The ring says that Python was shutting down, without an exception."""
@@ -192,6 +204,7 @@ class WatchedProcess:
             exit=self.exit,
             exit_age_s=(now_ns - self.exited_at_ns) / 1e9 if self.exit else 0.0,
             faults=tuple(self.faults.values()),
+            flight_file=self.flight_reader.file if self.flight_reader else None,
         )
 
     def read_calls(self, now_ns: int, uid: int, from_seq: int, max_calls: int) -> list[Call]:
@@ -247,6 +260,7 @@ def watch_process(
         ring=ring,
         pidfd=exits.open_pidfd(pid, start_ticks, proc) if pidfd is None else pidfd,
     )
+    watched.flight_reader = make_reader(pid, process_age_s(start_ticks, proc), proc)
     watched.read_state(now_ns)
     return watched
 

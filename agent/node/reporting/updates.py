@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hangwatch.model.calls import Call
+from hangwatch.model.flight_dumps import FlightFile
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol.heartbeat import ProcessIdentity, ProcessUpdate, StreamUpdate
 from hangwatch.ring.snapshot import RingSnapshot
@@ -34,6 +35,7 @@ class ProcessView:
     exit: ExitInfo | None = None
     exit_age_s: float = 0.0
     faults: tuple[str, ...] = ()
+    flight_file: FlightFile | None = None
 
 
 def compose_update(
@@ -105,12 +107,12 @@ def _make_status_key(view: ProcessView, now_ns: int) -> tuple[Any, ...]:
     ring = view.snapshot
     state = "S" if view.state in "RSI" else view.state
     if ring is None:
-        return (view.exit, state, view.faults)
+        return (view.exit, state, view.faults, view.flight_file)
     began_ms = round((now_ns / 1e9 - ring.phase_s) * 1e3) if ring.phase else 0
     exception = None if ring.exception is None else str(ring.exception)
     return (
         view.exit, state, view.faults, ring.lifecycle, ring.step, ring.phase, began_ms, ring.phase_limit_s,
-        ring.dropped, ring.faults, exception,
+        ring.dropped, ring.faults, exception, view.flight_file,
     )  # fmt: skip
 
 
@@ -131,6 +133,7 @@ def _make_update(
         ended=view.exit,
         ended_s=view.exit_age_s,
         faults=view.faults,
+        flight_file=view.flight_file,
     )
     if ring is None:
         return update

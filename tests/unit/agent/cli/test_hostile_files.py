@@ -22,10 +22,10 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from hangwatch.agent.cli import main
-from hangwatch.agent.cli.analyze import plain_pickle
-from hangwatch.agent.cli.analyze.plain_pickle import HostileError, NotPlainError
+from hangwatch.flight_recorder import plain_pickle
 from hangwatch.flight_recorder.analysis import analyze_dumps
 from hangwatch.flight_recorder.dumps import FlightDumpError, parse_dump
+from hangwatch.flight_recorder.plain_pickle import HostileError, NotPlainError
 from tests.simulation.flight_recorders import SyntheticRecorder, make_recorders
 from tests.unit.server.ingest.test_fuzz import (
     FUZZ_SETTINGS,
