@@ -25,6 +25,7 @@ from .score import format_table, score_outcomes
 
 HEALTHY_KIND = "healthy"
 EXIT_NOT_INSTALLED = 5
+DEFAULT_NCCL_TORCH = "2.14.1"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,18 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _needs_installation(arguments: argparse.Namespace) -> bool:
-    return (
-        arguments.backend == "nccl"
-        and arguments.torch != nccl.OWN_GPUS
-        and not is_installed(environment_folder(arguments.torch))
+    return arguments.torch not in (None, nccl.OWN_GPUS) and not is_installed(
+        environment_folder(arguments.torch)
     )
 
 
 def _choose_runner(arguments: argparse.Namespace) -> Callable[[str, Path, float], ProgramOutcome]:
     if arguments.peer:
         return partial(peers.check_with_peer, arguments.peer)
-    is_nccl = arguments.backend == "nccl"
-    runtime = nccl.nccl_runtime(arguments.torch) if is_nccl else THIS_RUNTIME
+    runtime = THIS_RUNTIME if arguments.torch is None else nccl.nccl_runtime(arguments.torch)
     return partial(check_program, runtime=runtime)
 
 
@@ -100,9 +98,9 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--torch",
         metavar="VERSION",
-        default="2.14.1",
-        help="with nccl: a version that tests.fakegpu installed, which runs without a GPU; or"
-        f" {nccl.OWN_GPUS}: this interpreter's, on this machine's GPUs (2.14.1)",
+        help="a version that tests.fakegpu installed, which runs without a GPU; or"
+        f" {nccl.OWN_GPUS}, with nccl: this interpreter's, on this machine's GPUs (with nccl"
+        f" {DEFAULT_NCCL_TORCH}; with gloo this interpreter's)",
     )
     parser.add_argument(
         "--ci", action="store_true", help="only the representative part that the tests run"
@@ -123,6 +121,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     arguments.programs = programs = _load_programs(arguments.backend)
     if arguments.backend == "nccl":
+        arguments.torch = arguments.torch or DEFAULT_NCCL_TORCH
         arguments.names = [name if "/" in name else f"nccl/{name}" for name in arguments.names]
         if arguments.peer:
             parser.error("--peer runs the programs for gloo")
