@@ -18,6 +18,7 @@ from hangwatch.diagnosis.rules.devices import (
 )
 from hangwatch.diagnosis.rules.ended import diagnose_exits
 from hangwatch.diagnosis.rules.hosts_behind import diagnose_hosts_behind
+from hangwatch.diagnosis.rules.last_calls import request_last_calls
 from hangwatch.diagnosis.rules.mismatched_calls import (
     diagnose_call_mismatches,
     diagnose_pair_mismatches,
@@ -40,6 +41,7 @@ from .unexplained import UnexplainedWait, find_unexplained_wait
 # In this order: what a definite cause explains is not diagnosed again. A mismatch comes before the
 # deaths that it leads to, and a death before the waits for the dead rank.
 RULES: tuple[Callable[[DiagnosisContext], None], ...] = (
+    request_last_calls,
     diagnose_call_mismatches,
     diagnose_pair_mismatches,
     diagnose_exits,

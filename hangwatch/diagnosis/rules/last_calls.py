@@ -1,0 +1,49 @@
+"""Requests the calls that show whether a rank that others wait for made the same last call as they.
+
+Node agents report the running hashes of some calls only. Where hosts run ahead of their devices, the
+others may not have reported that of the call at which the awaited rank stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hangwatch.diagnosis.context import DiagnosisContext, EvidenceRequest
+from hangwatch.diagnosis.graph.graph import BlockedCall
+from hangwatch.model.calls import StreamKind
+from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS, CallStream
+
+
+def request_last_calls(context: DiagnosisContext) -> None:
+    """Requests one waiting rank's calls for each awaited rank. Makes no verdict: if the calls differ,
+    the next diagnosis finds the mismatch.
+    """
+    awaited_ranks = context.graph.find_chain_ends()
+    if len(awaited_ranks) > MAX_URGENT_SUSPECTS:
+        return
+    for rank in sorted(awaited_ranks):
+        for blocked, last_seq in _iter_unknown_calls(context, rank):
+            stream = blocked.stream
+            context.requests.append(
+                EvidenceRequest(rank=blocked.rank, stream_uid=stream.uid, from_seq=last_seq)
+            )
+
+
+def _iter_unknown_calls(context: DiagnosisContext, rank: int) -> Iterator[tuple[BlockedCall, int]]:
+    """The waits for ``rank`` of ranks whose call at the position of its last one is unknown, with that
+    position.
+    """
+    for blocked in context.graph.iter_waits_for(rank):
+        if blocked.stream.kind is not StreamKind.COLLECTIVE:
+            continue
+        own = context.streams_by_group.get(blocked.stream.group.key, {}).get(rank)
+        if own is not None and _is_unknown(blocked.stream, own):
+            yield blocked, own.entered
+
+
+def _is_unknown(stream: CallStream, awaited: CallStream) -> bool:
+    """Where completion is reported, a rank that completed its last call made the right one."""
+    seq = awaited.entered
+    if not seq or awaited.completed is not None or stream.entered <= seq:
+        return False
+    return stream.fetched_to < seq and seq not in stream.hashes_by_seq
