@@ -21,11 +21,11 @@ _PYTHON_FILE = re.compile(r"\.py[cw]?$")  # at the end only: there are folders n
 RECORDER_MODULES = (
     "annotations", "backend_threads", "call_reader", "call_signatures", "callers", "callsite",
     "checks/arguments", "checks/inspection", "checks/kernel", "checks/nonfinite", "checks/scaling",
-    "checks/settings", "checks/table", "checks/tensors", "device_status", "exceptions",
-    "fault_dumps", "faults", "group_setup", "groups", "installation", "kernels", "native/build",
-    "native/cache", "native/check", "native/frames", "native/library", "operator_schemas",
-    "other_threads", "planner", "poller", "python_kernel", "rank", "recorder", "ring_file",
-    "safe_import", "streams", "supervisor", "tensor_lists", "writer",
+    "checks/settings", "checks/table", "checks/tensors", "device_counters", "device_status",
+    "exceptions", "fault_dumps", "faults", "group_setup", "groups", "installation", "kernels",
+    "native/build", "native/cache", "native/check", "native/frames", "native/library",
+    "operator_schemas", "other_threads", "planner", "poller", "python_kernel", "rank", "recorder",
+    "recorder_hooks", "ring_file", "safe_import", "streams", "supervisor", "tensor_lists", "writer",
 )  # fmt: skip
 _RECORDER_PATH = re.compile(rf"(^|/)agent/recorder/({'|'.join(RECORDER_MODULES)})\.py$")
 # A line of the user's that itself waits for communication or for the device, as in `work.wait()`.
