@@ -32,9 +32,11 @@ from .end_kinds import is_in_phase
 
 
 def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
-    """One verdict if no rank makes a call, no device goes on, and hosts are seen to wait."""
-    attempt, graph = context.attempt, context.graph
-    if not graph.blocked_calls.keys() <= context.explained_ranks:
+    """One verdict if no rank makes a call, no device goes on, and hosts are seen to wait; not beside
+    another verdict, of which that may be a consequence.
+    """
+    attempt = context.attempt
+    if context.explained_ranks or context.graph.blocked_calls:
         return
     waiting = [process for process in attempt.processes.values() if _may_wait(context, process)]
     if not waiting:
@@ -58,7 +60,7 @@ def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
 
 def _may_wait(context: DiagnosisContext, process: Process) -> bool:
     """Whether its newest call may be unfinished, and nothing else explains that it waits."""
-    if not process.is_alive or process.rank in context.explained_ranks:
+    if not process.is_alive:
         return False
     newest = _find_newest_queued(process)
     if newest is None:
