@@ -150,6 +150,19 @@ def get_wait_age_s(
     return longest_s
 
 
+def get_last_entered_at(context: DiagnosisContext, rank: int, waits: LongestWaits) -> float:
+    """When the last rank entered a call in which others wait for ``rank``. It may only just have, and
+    not count as waiting yet.
+    """
+    last_entered_at = waits.last_began_at
+    for blocked in waits.blocked_calls:
+        members = context.streams_by_group.get(blocked.stream.group.key, {})
+        for stream in members.values():
+            if stream.entered == blocked.stream.entered:
+                last_entered_at = max(last_entered_at, stream.entered_at)
+    return last_entered_at
+
+
 def get_accountable_since(context: DiagnosisContext, rank: int, began_at: float) -> float:
     """Since when a wait that began at ``began_at`` can be attributed to ``rank``."""
     silence = context.graph.silent_ranks.get(rank)

@@ -32,6 +32,7 @@ from .end_waits import (
     LongestWaits,
     collect_longest_waits,
     get_accountable_since,
+    get_last_entered_at,
     get_wait_age_s,
     has_been_awaited_for,
 )
@@ -170,8 +171,10 @@ def _select_simultaneous(
     ages_s = {}
     for rank in ranks:
         waits = ends.waits_by_end[rank]
-        # The last waiting rank may have delayed the others, if they waited for it as well.
-        freed_at = waits.last_began_at if rank in ends.possible_victims else 0.0
+        # The last rank to arrive may have delayed the others, if they waited for it as well.
+        freed_at = 0.0
+        if rank in ends.possible_victims:
+            freed_at = get_last_entered_at(context, rank, waits)
         ages_s[rank] = get_wait_age_s(context, rank, waits, freed_at)
     longest_s = max(ages_s.values())
     if kind not in (VerdictKind.EXITED_RANK, VerdictKind.FROZEN_RANK):

@@ -106,6 +106,14 @@ def test_rank_absent_after_late_one_arrived_gets_stall_limit_again() -> None:
     assert list_blamed(job) == [(VerdictKind.MISSING_RANK, (1, 2))]
 
 
+def test_late_one_that_arrived_just_now_counts_as_well() -> None:
+    """It does not count as waiting yet, but the others were seen while it worked."""
+    job = job_with_absent_ranks("store.wait(['turn1'])")
+    job.make_call(0)
+    job.advance_time(0.5)
+    assert list_blamed(job) == []
+
+
 def test_rank_blocked_in_own_wait_gets_no_extra_time() -> None:
     job = job_with_absent_ranks("input()")
     job.make_call(0)
