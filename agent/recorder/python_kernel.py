@@ -6,7 +6,7 @@ Every call of every rank pays for each line here. An error of ours never reaches
 from __future__ import annotations
 
 import sys
-from _thread import get_ident
+from _thread import get_native_id
 from collections.abc import Callable
 from typing import Any
 
@@ -130,7 +130,7 @@ def _make_enter_function(
             id(reduce_op),
             root,
             caller_locals["async_op"],
-            get_ident(),
+            get_native_id(),  # the ident of a thread that has ended may be reused
         )
         try:
             stream, agree, record_body, blocked_thread, mode, _ = plans[key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from _thread import allocate_lock, get_ident
+from _thread import allocate_lock, get_ident, get_native_id
 from collections import deque
 from collections.abc import Callable
 from time import monotonic_ns
@@ -97,7 +97,7 @@ class StreamRecorder:
     ) -> bytes:
         """The part of a record that is the same for every such call of this thread."""
         return RECORD_BODY_STRUCT.pack(
-            size, self.uid, signature, site, get_ident() & _UINT32_MASK, flags, peer, tag
+            size, self.uid, signature, site, get_native_id(), flags, peer, tag
         )
 
     def enter_call(

@@ -47,7 +47,7 @@ def _make_stack_advice(context: DiagnosisContext, verdict: Verdict, process: Pro
     thread = None
     predicate = ""
     if sample is not None:
-        thread = find_blocking_thread(context, process, sample)
+        thread = find_blocking_thread(context, process, sample, verdict.group)
         culprit = _SampledCulprit(process, sample, thread, working_threads)
         predicate = _describe_activity(culprit, spec)
     has_destroyed_groups = process.lifecycle is Lifecycle.DESTROYED
@@ -94,7 +94,7 @@ def _describe_activity(culprit: _SampledCulprit, spec: KindSpec) -> str:
     if not activity:
         return ""
     blocking_child = ""
-    if culprit.thread is culprit.sample.main_thread:
+    if culprit.thread is culprit.sample.calling_thread:
         blocking_child = _describe_blocking_child(activity, culprit)
     text = f"{activity}{blocking_child}."
     # Work that makes progress needs no advice. The general advice for slow ranks already mentions

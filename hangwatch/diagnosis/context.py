@@ -13,7 +13,7 @@ from hangwatch.diagnosis.device_view import DeviceView, build_device_view
 from hangwatch.diagnosis.graph.graph import WaitEdge, WaitGraph
 from hangwatch.diagnosis.graph.progress import has_two_samples
 from hangwatch.model.calls import Call, Site
-from hangwatch.model.groups import GroupKey
+from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.limits import Limits
 from hangwatch.model.threads import ThreadStack
 from hangwatch.model.verdicts import CallClass, Verdict, Wait
@@ -156,18 +156,19 @@ def find_newest_sample(process: Process, since: float) -> StackSample | None:
 
 
 def find_blocking_thread(
-    context: DiagnosisContext, process: Process, sample: StackSample
+    context: DiagnosisContext, process: Process, sample: StackSample, group: Group | None
 ) -> ThreadStack | None:
-    """The thread that keeps a rank from its call: its main thread or, if no thread can run Python,
-    the one that holds the GIL.
+    """The thread that keeps a rank from its call in ``group``: the one that makes its calls there
+    or, if no thread can run Python, the one that holds the GIL.
     """
+    caller = sample.find_caller(process.find_group_stream(group))
     if process.freeze_reason(context.now) is FreezeReason.GIL_HELD:
-        return sample.gil_holder or sample.main_thread
-    return sample.main_thread
+        return sample.gil_holder or caller
+    return caller
 
 
 def find_blocking_user_thread(
-    context: DiagnosisContext, ranks: Iterable[int], since: float
+    context: DiagnosisContext, ranks: Iterable[int], since: float, group: Group
 ) -> tuple[int, ThreadStack] | None:
     """The first of the ranks whose blocking thread is on a line of the user's code, with that
     thread.
@@ -177,7 +178,7 @@ def find_blocking_user_thread(
         sample = find_newest_sample(process, since) if process is not None else None
         if process is None or sample is None:
             continue
-        thread = find_blocking_thread(context, process, sample)
+        thread = find_blocking_thread(context, process, sample, group)
         if thread is not None and find_user_site(thread) is not None:
             return rank, thread
     return None
@@ -203,7 +204,7 @@ def select_samples(process: Process, since: float) -> list[StackSample]:
     return [
         sample
         for sample in process.samples
-        if since <= sample.taken_at <= until and sample.main_thread is not None
+        if since <= sample.taken_at <= until and sample.calling_thread is not None
     ]
 
 

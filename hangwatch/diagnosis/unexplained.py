@@ -117,7 +117,7 @@ def _describe_place(context: DiagnosisContext, rank: int) -> str:
     if process is None:
         return f"rank {rank} has not reported"
     sample = find_newest_sample(process, process.last_advanced_at)
-    site = find_user_site(sample.main_thread) if sample is not None else None
+    site = find_user_site(sample.calling_thread) if sample is not None else None
     return f"rank {rank} is at {site}" if site is not None else ""
 
 

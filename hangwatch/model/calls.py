@@ -61,6 +61,6 @@ class Call:
     entered_s: float = 0.0  # its age in seconds when it was read
     duration_s: float | None = None  # None while it is not known to be complete
     blocking: bool | None = None  # the calling thread waits in it; None if torch does not say
-    thread: int = 0
+    thread: int = 0  # the operating system's id of the thread that made it
     peer: int | None = None  # of a point-to-point call: the peer's global rank
     raised: bool = False  # it raised an exception

@@ -32,3 +32,7 @@ class ThreadStack:
     cpu_s: float | None = None
     # Time ready to run but without a CPU, counted like `cpu_s`.
     ready_s: float | None = None
+    # 0 for the thread that made the process's newest call, 1 for the thread whose newest call was
+    # the last one before that, and so on; None: no call by it is known.
+    call_recency: int | None = None
+    called_uids: tuple[int, ...] = ()  # the streams whose newest call it made

@@ -121,8 +121,11 @@ class ProcessUpdate:
     phase_s: float = 0.0
     phase_limit_s: float | None = None
     pulse_s: float | None = None  # time since Python last ran there; None without a ring
-    state: str = "?"  # of the main thread, as in /proc: R, S, D, T, t, Z, ...
-    idle_s: float = 0.0  # time since the main thread last used a CPU or was ready to run
+    # Of the main thread, as in /proc: R, S, D, T, t, Z, ...; D too if the thread of the newest call
+    # is in that state.
+    state: str = "?"
+    # Time since the main thread or that of the newest call last used a CPU or was ready to run.
+    idle_s: float = 0.0
     cpu_s: float = 0.0  # CPU time of the whole process
     ended: ExitInfo | None = None
     ended_s: float = 0.0

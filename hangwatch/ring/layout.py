@@ -44,7 +44,8 @@ Record table (RECORD_STRUCT.size bytes per slot), record n in slot n % count::
 
     u64 index + 1, entered_ns, done_ns (0: not seen), seq, chain
     u64 completed (of the stream, when the record was written), size in bytes
-    u32 stream uid, signature, site, thread, flags; i32 peer, tag
+    u32 stream uid, signature, site, thread (the operating system's id of the thread that made the
+    call), flags; i32 peer, tag
     u32 low half of index + 1, repeated
 
 A record is written from front to back: it is whole if both copies of index + 1 are equal, and still

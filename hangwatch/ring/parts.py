@@ -31,7 +31,7 @@ READ_ATTEMPTS = 8
 
 Record = tuple[int, ...]  # unpacked with `RECORD_STRUCT`
 # Indices of the fields of a record.
-ENTERED_NS, SEQ, CHAIN, COMPLETED, UID, SIGNATURE, FLAGS = 1, 3, 4, 5, 7, 8, 11
+ENTERED_NS, SEQ, CHAIN, COMPLETED, UID, SIGNATURE, THREAD, FLAGS = 1, 3, 4, 5, 7, 8, 10, 11
 
 
 @dataclass(frozen=True, slots=True)

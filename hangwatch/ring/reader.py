@@ -22,8 +22,19 @@ from .layout import (
     RecordFlag,
     RingError,
 )
-from .parts import CHAIN, COMPLETED, ENTERED_NS, FLAGS, SEQ, SIGNATURE, UID, Record, RingParts
-from .snapshot import RecordEntry, RingDelta, RingSnapshot
+from .parts import (
+    CHAIN,
+    COMPLETED,
+    ENTERED_NS,
+    FLAGS,
+    SEQ,
+    SIGNATURE,
+    THREAD,
+    UID,
+    Record,
+    RingParts,
+)
+from .snapshot import Caller, RecordEntry, RingDelta, RingSnapshot
 from .stream_table import StreamTable
 
 _SHARED = int(RecordFlag.SHARED)  # a plain integer: the & operator of an enum is slow
@@ -144,6 +155,19 @@ class RingReader:
             if len(calls) < max_calls:
                 calls.append(self._decoder.decode_record(record, now_ns))
         return {uid: calls[::-1] for uid, calls in calls_by_uid.items()}
+
+    def read_callers(self) -> tuple[Caller, ...]:
+        """The threads that made the calls in the ring; the one of the newest call comes first."""
+        uids_by_thread: dict[int, list[int]] = {}
+        seen_uids: set[int] = set()
+        for record in self._iter_newest_first():
+            uids = uids_by_thread.setdefault(record[THREAD], [])
+            if record[UID] not in seen_uids:
+                seen_uids.add(record[UID])
+                uids.append(record[UID])
+        return tuple(
+            Caller(thread=thread, uids=tuple(uids)) for thread, uids in uids_by_thread.items()
+        )
 
     def _iter_newest_first(self) -> Iterator[Record]:
         """All whole records in the ring."""

@@ -54,6 +54,14 @@ class RingSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """A thread that makes calls."""
+
+    thread: int  # the operating system's id
+    uids: tuple[int, ...]  # of the streams whose newest call it made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RingDelta:
     """The calls recorded since an earlier read. Dictionaries are keyed by stream uid."""
 

@@ -10,6 +10,7 @@ from hangwatch.model.limits import FROZEN_AFTER_S, MIN_WAIT_S, NOT_RUNNING_STATE
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle
 from hangwatch.model.threads import ThreadStack
 from hangwatch.protocol import heartbeat
+from hangwatch.stacks.calling_thread import find_calling_thread
 
 from .call_stream import CallStream
 from .process_parts import (
@@ -37,8 +38,12 @@ class StackSample:
     error: str | None = None
 
     @property
-    def main_thread(self) -> ThreadStack | None:
-        return next((t for t in self.threads if t.main), self.threads[0] if self.threads else None)
+    def calling_thread(self) -> ThreadStack | None:
+        return self.find_caller(None)
+
+    def find_caller(self, stream: CallStream | None) -> ThreadStack | None:
+        """The thread that makes the calls of this stream or, without one, of all streams."""
+        return find_calling_thread(self.threads, stream.uid if stream is not None else 0)
 
     @property
     def gil_holder(self) -> ThreadStack | None:
@@ -99,6 +104,11 @@ class Process:
         """The stream of its newest call; None before the first call."""
         used = [s for s in self.streams.values() if s.entered]
         return max(used, key=lambda s: (s.entered_at, s.is_pending), default=None)
+
+    def find_group_stream(self, group: Group | None) -> CallStream | None:
+        """The stream of its newest call in this group; None if it made none there."""
+        used = [s for s in self.streams.values() if group is not None and s.group.key == group.key]
+        return max(used, key=lambda s: s.entered_at, default=None)
 
     @property
     def blocked_interval(self) -> tuple[float, float]:

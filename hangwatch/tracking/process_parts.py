@@ -51,7 +51,8 @@ class ProcessActivity:
     state: str = "?"  # one letter, as in /proc/PID/stat
     state_since: float = 0.0
     pulse_at: float | None = None  # when the recorder's thread last ran Python
-    last_active_at: float = 0.0  # when the main thread last used a CPU or was ready to run
+    # When the main thread or that of the newest call last used a CPU or was ready to run.
+    last_active_at: float = 0.0
     cpu_s: float = 0.0
 
     def find_kernel_reason(self, now: float) -> FreezeReason | None:

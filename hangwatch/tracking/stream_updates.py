@@ -87,7 +87,7 @@ def _record_blocked_interval(process: Process, stream: CallStream, seq: int, now
     """Records how long the process was blocked, after calls from ``seq`` on have completed.
 
     Either it was reported as blocked in call ``seq``, or it may have been blocked in the newest
-    call since the previous heartbeat, until its main thread became active.
+    call since the previous heartbeat, until it became active.
     """
     if seq in stream.calls and stream.pending_at is not None:
         process.open_calls.last_blocked = stream.pending_at, now

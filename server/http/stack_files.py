@@ -31,15 +31,15 @@ BAR_HEIGHT_PX = 18  # of one frame in a flame graph
 CHART_WIDTH_PX = 1200  # of the whole flame graph
 
 
-def select_main_stacks(stacks: Sequence[MergedStack]) -> list[MergedStack]:
-    """The main thread's stack of each rank: the rank's first entry with frames."""
+def select_calling_stacks(stacks: Sequence[MergedStack]) -> list[MergedStack]:
+    """The calling thread's stack of each rank: the rank's first entry with frames."""
     seen: set[int] = set()
-    main_stacks = []
+    calling_stacks = []
     for entry in stacks:
         if entry.frames and not seen.issuperset(entry.ranks):
             seen.update(entry.ranks)
-            main_stacks.append(entry)
-    return main_stacks
+            calling_stacks.append(entry)
+    return calling_stacks
 
 
 def convert_stacks(entries: Sequence[MergedStack]) -> list[RankedStack]:
@@ -87,7 +87,7 @@ def build_router(live: AppState) -> APIRouter:
     )
     async def download_folded_stacks(id: str) -> Response:
         lines = format_folded_stacks(
-            convert_stacks(select_main_stacks(live.get_incident(id).incident.stacks))
+            convert_stacks(select_calling_stacks(live.get_incident(id).incident.stacks))
         )
         return rendering.make_attachment(
             f"hangwatch-{id}.folded", "".join(f"{line}\n" for line in lines), "text/plain"
@@ -102,7 +102,7 @@ def build_router(live: AppState) -> APIRouter:
     )
     async def download_flamegraph(id: str) -> Response:
         incident = live.get_incident(id).incident
-        tree = merge_stacks(convert_stacks(select_main_stacks(incident.stacks)))
+        tree = merge_stacks(convert_stacks(select_calling_stacks(incident.stacks)))
         bars = list(_iter_bars(tree, 0.0, 0, max(1, sum(len(b.ranks) for b in tree))))
         height = BAR_HEIGHT_PX * (max((b.depth for b in bars), default=0) + 1) + 40
         picture = rendering.render_text(

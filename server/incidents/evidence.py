@@ -20,7 +20,7 @@ from hangwatch.tracking.process import Process, StackSample
 
 MAX_THREADS_SHOWN = 16  # of one culprit
 RECORDER_THREAD_NAME = "hangwatch"  # our own thread in the training process
-MAX_DETAILED_CULPRITS = 8  # with more culprits than this, only main threads are shown
+MAX_DETAILED_CULPRITS = 8  # with more culprits than this, only calling threads are shown
 MAX_PROCESSES_SHOWN = 64
 # The age of a sample is measured on its host, so it may seem slightly older than the onset.
 CLOCK_SLACK_S = 0.5
@@ -150,33 +150,38 @@ def find_newest_sample(process: Process | None, since: float) -> StackSample | N
 
 def collect_stacks(
     attempt: Attempt,
-    culprits: Sequence[int],
-    waiting: Sequence[int],
+    verdict: Verdict,
     since: float,
     convert_date: DateConverter,
 ) -> list[MergedStack]:
     """The culprits' stacks, then those of the waiting ranks, merged where equal."""
-    stacks = merge_main_stacks(attempt, culprits, since, convert_date)
+    culprits = verdict.culprits
+    stacks = merge_calling_stacks(attempt, culprits, verdict.group, since, convert_date)
     if len(culprits) <= MAX_DETAILED_CULPRITS:
         for rank in culprits:
             sample = find_newest_sample(attempt.processes.get(rank), since)
             if sample is not None:
-                stacks += _collect_other_threads(rank, sample, convert_date)
+                stacks += _collect_other_threads(attempt, rank, verdict.group, sample, convert_date)
     culprit_set = set(culprits)
-    victims = [rank for rank in waiting if rank not in culprit_set]
-    return stacks + merge_main_stacks(attempt, victims, since, convert_date)
+    victims = [rank for rank in verdict.waiting if rank not in culprit_set]
+    return stacks + merge_calling_stacks(attempt, victims, verdict.group, since, convert_date)
 
 
 def _collect_other_threads(
-    rank: int, sample: StackSample, convert_date: DateConverter
+    attempt: Attempt,
+    rank: int,
+    group: Group | None,
+    sample: StackSample,
+    convert_date: DateConverter,
 ) -> list[MergedStack]:
     """The child processes that a rank waits for come before its own other threads; of the latter,
     the one that holds the GIL comes first.
     """
+    caller = sample.find_caller(attempt.processes[rank].find_group_stream(group))
     others = [
         thread
         for thread in sample.threads
-        if thread is not sample.main_thread and thread.thread != RECORDER_THREAD_NAME
+        if thread is not caller and thread.thread != RECORDER_THREAD_NAME
     ]
     others.sort(key=lambda thread: (thread.pid is None, not thread.holds_gil))
     return [
@@ -184,11 +189,17 @@ def _collect_other_threads(
     ]
 
 
-def merge_main_stacks(
-    attempt: Attempt, ranks: Iterable[int], since: float, convert_date: DateConverter
+def merge_calling_stacks(
+    attempt: Attempt,
+    ranks: Iterable[int],
+    group: Group | None,
+    since: float,
+    convert_date: DateConverter,
 ) -> list[MergedStack]:
-    """Main threads, with one entry for all ranks whose stacks are equal; the most frequent first."""
-    classes: dict[object, tuple[list[int], StackSample]] = {}
+    """The threads that make the calls of ``group``, with one entry for all ranks whose stacks are
+    equal; the most frequent first.
+    """
+    classes: dict[object, tuple[list[int], StackSample, ThreadStack | None]] = {}
     for rank in ranks:
         process = attempt.processes.get(rank)
         if process is None or not process.samples:
@@ -196,12 +207,12 @@ def merge_main_stacks(
         sample = find_newest_sample(process, since)
         if sample is None:
             continue
-        main = sample.main_thread
-        merge_key = (sample.source, sample.error, main and (main.thread, main.frames))
-        classes.setdefault(merge_key, ([], sample))[0].append(rank)
+        caller = sample.find_caller(process.find_group_stream(group))
+        merge_key = (sample.source, sample.error, caller and (caller.thread, caller.frames))
+        classes.setdefault(merge_key, ([], sample, caller))[0].append(rank)
     ordered = sorted(classes.values(), key=lambda entry: -len(entry[0]))
     return [
-        make_stack(members, sample, sample.main_thread, convert_date) for members, sample in ordered
+        make_stack(members, sample, caller, convert_date) for members, sample, caller in ordered
     ]
 
 

@@ -263,7 +263,7 @@ class IncidentRegistry:
         """Updates the incident's processes, device positions and stacks."""
         incident = record.incident
         stacks = evidence.collect_stacks(
-            attempt, incident.culprits, incident.waiting, record.onset_at, self.clock.date
+            attempt, incident.verdict, record.onset_at, self.clock.date
         )
         updated = replace(
             incident,

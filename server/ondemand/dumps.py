@@ -121,17 +121,18 @@ class DumpRegistry:
             threads=reply.threads,
             error=reply.error,
         )
-        main_first = sorted(sample.threads, key=lambda t: t is not sample.main_thread)
+        caller = sample.calling_thread
+        caller_first = sorted(sample.threads, key=lambda t: t is not caller)
         error = reply.error
-        if error is None and not main_first:
+        if error is None and not caller_first:
             error = "the dump holds no thread"
         return DumpedRank(
             rank=rank,
-            status="done" if main_first else "failed",
+            status="done" if caller_first else "failed",
             error=error,
             stacks=tuple(
                 evidence.make_stack([rank], sample, thread, self.clock.date)
-                for thread in main_first
+                for thread in caller_first
             ),
         )
 

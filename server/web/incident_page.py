@@ -21,7 +21,7 @@ from hangwatch.stacks.stack_tree import merge_stacks
 from hangwatch.tracking.call_stream import CallStream
 
 from ..http.app_state import AppState
-from ..http.stack_files import convert_stacks, select_main_stacks
+from ..http.stack_files import convert_stacks, select_calling_stacks
 from ..monitor import views
 from ..ondemand.dumps import Dump
 from .incident_timeline import build_timeline
@@ -73,19 +73,21 @@ def build_page_values(live: AppState, id: str, ranks: str, dump_id: str) -> dict
 
 
 def _build_stack_values(incident: Incident, spans: list[RankSpan] | None) -> dict[str, Any]:
-    """The stacks of the ranks in ``spans``: those of main threads as a tree, failures, others."""
+    """The stacks of the ranks in ``spans``: those of calling threads as a tree, failures, others."""
     stacks: list[MergedStack] = []
     for stack in incident.stacks:
         kept_ranks = filter_ranks(stack.ranks, spans)
         if kept_ranks:
             stacks.append(replace(stack, ranks=tuple(kept_ranks)))
-    main_stacks = select_main_stacks(stacks)
-    main_ids = {id(stack) for stack in main_stacks}
+    calling_stacks = select_calling_stacks(stacks)
+    calling_ids = {id(stack) for stack in calling_stacks}
     return {
-        "tree": merge_stacks(convert_stacks(main_stacks)),
-        "tree_ranks": sorted({rank for stack in main_stacks for rank in stack.ranks}),
+        "tree": merge_stacks(convert_stacks(calling_stacks)),
+        "tree_ranks": sorted({rank for stack in calling_stacks for rank in stack.ranks}),
         "failed_stacks": [stack for stack in stacks if stack.error is not None],
-        "other_stacks": [stack for stack in stacks if stack.frames and id(stack) not in main_ids],
+        "other_stacks": [
+            stack for stack in stacks if stack.frames and id(stack) not in calling_ids
+        ],
     }
 
 
@@ -146,7 +148,7 @@ def label_boxes(incident: Incident, picture: GraphPicture) -> list[str]:
 def find_user_lines(incident: Incident) -> dict[int, str]:
     """By rank: the innermost frame of user code, for ranks whose stack is known."""
     lines: dict[int, str] = {}
-    for ranks, frames in convert_stacks(select_main_stacks(incident.stacks)):
+    for ranks, frames in convert_stacks(select_calling_stacks(incident.stacks)):
         frame = next((f for f in frames if not is_library(f.file)), None)
         if frame is not None:
             file_name = frame.file.rsplit("/", 1)[-1]
@@ -165,7 +167,7 @@ def find_differing_fields(calls: Sequence[JsonObject]) -> frozenset[str]:
 
 
 def merge_dump_stacks(dump: Dump) -> list[tuple[MergedStack, bool]]:
-    """The stacks of a dump, equal ones merged; and whether each is that of a main thread."""
+    """The stacks of a dump, equal ones merged; and whether each is that of a calling thread."""
     merged: dict[MergedStack, tuple[list[int], MergedStack, bool]] = {}
     for rank in dump.ranks:
         for index, stack in enumerate(rank.stacks):
@@ -173,4 +175,4 @@ def merge_dump_stacks(dump: Dump) -> list[tuple[MergedStack, bool]]:
             ranks, _, _ = merged.setdefault(content, ([], stack, index == 0))
             ranks.append(rank.rank)
     ordered = sorted(merged.values(), key=lambda entry: (not entry[2], len(entry[0])))
-    return [(replace(stack, ranks=tuple(ranks)), is_main) for ranks, stack, is_main in ordered]
+    return [(replace(stack, ranks=tuple(ranks)), is_caller) for ranks, stack, is_caller in ordered]

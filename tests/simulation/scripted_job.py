@@ -172,10 +172,17 @@ class ScriptedJob:
         self.report_stacks(rank, frames)
 
     def report_stacks(self, rank: int, *threads: Iterable[Frame]) -> None:
-        """A sample of the rank's threads shows these frames now, the main thread first."""
+        """A sample of the rank's threads shows these frames now, the main thread first. The calls of
+        the ``n``-th thread, from 1, are those that were made with ``thread=n``.
+        """
+        callers = self._list_callers(rank)
         stacks = tuple(
             ThreadStack(
-                thread=f"Thread-{n}" if n else "MainThread", frames=tuple(frames), main=not n
+                thread=f"Thread-{n}" if n else "MainThread",
+                frames=tuple(frames),
+                main=not n,
+                call_recency=list(callers).index(n + 1) if n + 1 in callers else None,
+                called_uids=tuple(callers.get(n + 1, ())),
             )
             for n, frames in enumerate(threads)
         )
@@ -184,6 +191,18 @@ class ScriptedJob:
                 wire.StackReply(key=f"{rank}-1", request="r", source="py-spy", threads=stacks),
             )
         )
+
+    def _list_callers(self, rank: int) -> dict[int, list[int]]:
+        """The threads with numbers that made calls, that of the newest call first, each with the
+        uids of the streams whose newest call it made.
+        """
+        used = [stream for stream in self.ranks[rank].streams.values() if stream.calls]
+        used.sort(key=lambda stream: -stream.entered_at[-1])
+        callers: dict[int, list[int]] = {}
+        for stream in used:
+            if thread := stream.calls[-1].thread:
+                callers.setdefault(thread, []).append(stream.uid)
+        return callers
 
     def send_heartbeats(self) -> None:
         by_agent: dict[tuple[str, str], list[wire.ProcessUpdate]] = {}

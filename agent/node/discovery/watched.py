@@ -22,6 +22,7 @@ from ..reporting.acked import AckedState, UnackedHistory
 from ..reporting.call_tally import ProcessTally
 from ..reporting.ring_metadata import parse_identity
 from ..system import processes
+from ..system.cpu_activity import CpuActivity
 from . import exits
 from .flight_files import FlightFileReader, make_reader
 from .rings import RingFile
@@ -37,7 +38,7 @@ class WatchedProcess:
     pid: int
     start_ticks: int
     proc: str
-    activity: processes.CpuActivity
+    activity: CpuActivity
     found_ns: int
     ring: RingFile | None = None
     reader: RingReader | None = None
@@ -76,7 +77,8 @@ class WatchedProcess:
             self.identity = identity_from_proc(self.pid, self.start_ticks, self.proc)
         if self.exit is None:
             with contextlib.suppress(OSError, ValueError):  # it has just ended: see its pidfd
-                self.activity.update_activity(self.pid, now_ns, self.proc)
+                caller_tid = self.history.newest_thread
+                self.activity.update_activity(self.pid, now_ns, caller_tid, self.proc)
 
     def _read_ring(self, ring: RingFile, now_ns: int) -> None:
         try:
@@ -255,7 +257,7 @@ def watch_process(
         pid=pid,
         start_ticks=start_ticks,
         proc=proc,
-        activity=processes.CpuActivity(last_busy_ns=now_ns),
+        activity=CpuActivity(last_busy_ns=now_ns),
         found_ns=now_ns,
         ring=ring,
         pidfd=exits.open_pidfd(pid, start_ticks, proc) if pidfd is None else pidfd,

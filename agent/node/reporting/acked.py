@@ -8,6 +8,7 @@ from typing import Any
 
 from hangwatch.protocol.heartbeat import ProcessIdentity
 from hangwatch.ring.devices import DeviceEntry
+from hangwatch.ring.parts import THREAD
 from hangwatch.ring.snapshot import RingDelta
 
 from .check_updates import CheckHistory
@@ -47,13 +48,14 @@ class AckedState:
 
 @dataclass(slots=True)
 class UnackedHistory:
-    """Running hashes, by stream and sequence number, that the server has not acknowledged. If it is
-    away for long they are thinned, not truncated.
+    """What was read from a ring's records. Running hashes, by stream and sequence number, are kept
+    until the server has acknowledged them; if it is away for long they are thinned, not truncated.
     """
 
     cursor: int = 0  # records that were read
     chains: dict[int, dict[int, int]] = field(default_factory=dict)
     newest_ops: dict[int, str] = field(default_factory=dict)
+    newest_thread: int = 0  # which made the newest call; 0 before the first one
     # By stream: the first call that two threads made at the same time.
     first_concurrent: dict[int, int] = field(default_factory=dict)
     check_history: CheckHistory = field(default_factory=CheckHistory)
@@ -61,6 +63,8 @@ class UnackedHistory:
     def add_delta(self, delta: RingDelta) -> None:
         self.cursor = delta.next_index
         self.newest_ops.update(delta.newest_ops)
+        if delta.records:
+            self.newest_thread = delta.records[-1][THREAD]
         self.first_concurrent = delta.first_concurrent | self.first_concurrent
         for uid, fresh in delta.chains.items():
             chains = self.chains.setdefault(uid, {})

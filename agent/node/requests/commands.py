@@ -10,6 +10,7 @@ from hangwatch.protocol.heartbeat import CallsReply, Command, CommandKind, Stack
 
 from ..discovery.watched import WatchedProcess
 from ..reporting.outbox import Outbox
+from ..stacks.callers import read_callers
 from ..stacks.faulthandler_dumps import FaulthandlerRegistration
 from ..stacks.sampler import SampleOrder, StackSampler
 from ..system.log import AgentLog
@@ -98,6 +99,7 @@ def make_sample_order(
         native=native,
         registration=find_faulthandler_registration(process),
         stacks_path=process.ring.stacks_path if process.ring else None,
+        callers=read_callers(process.reader) if request_id is not None else (),
     )
 
 

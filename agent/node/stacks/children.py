@@ -1,4 +1,4 @@
-"""Takes the stacks of the child processes that a rank's main thread waits for: workers of a
+"""Takes the stacks of the child processes that a rank's calling thread waits for: workers of a
 DataLoader or a pool, and processes that it started itself.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.stacks.activities import classify_activity
+from hangwatch.stacks.calling_thread import find_calling_thread
 
 from ..system import processes
 from . import source
@@ -34,8 +35,7 @@ def collect_child_stacks(
     Its own children come first, the newest of them at the front: most likely the rank waits for
     that one. If there are many, running ones are preferred.
     """
-    main_thread = next((thread for thread in threads if thread.main), None)
-    waits = classify_activity(main_thread).waits
+    waits = classify_activity(find_calling_thread(threads)).waits
     if waits is None or not waits.waits_for_child:
         return ()
     children = list(_iter_descendants(pid, pyspy.proc, _MAX_DEPTH))

@@ -13,9 +13,11 @@ from pathlib import Path
 
 from hangwatch.model.threads import ThreadStack
 from hangwatch.protocol.heartbeat import StackReply
+from hangwatch.ring.snapshot import Caller
 
 from ..system import permission
 from . import children, faulthandler_dumps, source
+from .callers import mark_callers
 from .pyspy import PySpy, PySpyError
 
 MAX_CONCURRENT_DUMPS = 2
@@ -37,6 +39,7 @@ class SampleOrder:
     native: bool = False
     registration: faulthandler_dumps.FaulthandlerRegistration | None = None
     stacks_path: Path | None = None
+    callers: tuple[Caller, ...] = ()  # the threads that make its calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +135,8 @@ class StackSampler:
         taken_ns = time.monotonic_ns()
         try:
             dump = self._pyspy.dump_stacks(order.pid, order.start_ticks, native=order.native)
-            threads = source.add_source_text(dump.threads, order.pid, self._pyspy.proc)
+            threads = mark_callers(dump.threads, order.pid, order.callers)
+            threads = source.add_source_text(threads, order.pid, self._pyspy.proc)
             threads += children.collect_child_stacks(threads, order.pid, self._pyspy)
             result = _make_result(order, request_id, "py-spy", threads, None, taken_ns)
             return replace(result, was_continued=dump.was_continued)
@@ -154,6 +158,7 @@ class StackSampler:
         except faulthandler_dumps.FaultStacksError as error:
             problem = f"{problem}; and faulthandler: {error}"
             return _make_result(order, request_id, "py-spy", (), problem, taken_ns, refusal)
+        threads = mark_callers(threads, order.pid, order.callers)
         threads = source.add_source_text(threads, order.pid, self._pyspy.proc)
         return _make_result(order, request_id, "faulthandler", threads, problem, taken_ns, refusal)
 

@@ -8,10 +8,6 @@ from dataclasses import dataclass
 PROC_ROOT = "/proc"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _MAX_TREE_PROCESSES = 256
-_SCHEDSTAT_INTERVAL_NS = 900_000_000  # with two readings a second, every other one
-# A thread that waits for a CPU for this share of the time is busy: a computing thread on a crowded
-# host waits longer, one that only wakes now and then waits less.
-_MIN_WAIT_SHARE = 1 / 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,61 +162,3 @@ def read_uptime_s(proc: str = PROC_ROOT) -> float:
             return float(f.read().split()[0])
     except (OSError, ValueError, IndexError):
         return 0.0
-
-
-@dataclass(slots=True, kw_only=True)
-class CpuActivity:
-    """Whether a process's main thread was busy between two readings.
-
-    A tick is 10 ms, and a thread blocked in a timed wait still wakes now and then: up to one tick a
-    second counts as idle. A thread that is ready to run but gets no CPU is not idle, on an
-    overloaded host. There, a thread that wakes now and then also waits for a CPU. Measured with
-    eight busy loops per CPU: a loop that sleeps 20 ms waits up to a quarter of the time, one that
-    sleeps 0.1 s 2 %, and a gloo collective not at all; a thread that computes waits almost always.
-    """
-
-    state: str = "?"
-    cpu_s: float = 0.0
-    last_busy_ns: int  # when the main thread was last seen using a CPU or waiting for one
-    _ticks_since_ns: int = 0
-    _ticks: int = -1
-    _schedstat: bytes = b""
-    _was_ready: bool = False
-    _schedstat_read_ns: int = 0
-
-    def update_activity(self, pid: int, now_ns: int, proc: str = PROC_ROOT) -> None:
-        """Raises OSError if the process is gone, ValueError if /proc is malformed."""
-        whole = read_stat(pid, proc)
-        main = read_thread_stat(pid, pid, proc)
-        self.state = main.state
-        self.cpu_s = whole.cpu_ticks / TICKS_PER_S
-        if main.state in "ZX" and whole.state not in "ZX":
-            self.state = "S"  # the main thread has ended (pthread_exit), the others continue
-        self.record_ticks(main.cpu_ticks, now_ns)
-        if now_ns - self._schedstat_read_ns >= _SCHEDSTAT_INTERVAL_NS:
-            self.record_schedstat(read_schedstat(pid, pid, proc), main.state == "R", now_ns)
-
-    def record_ticks(self, ticks: int, now_ns: int) -> None:
-        """Records the main thread's CPU time."""
-        is_first = self._ticks < 0
-        if not is_first and ticks - self._ticks > 1:
-            self.last_busy_ns = now_ns
-        elif not is_first and now_ns - self._ticks_since_ns < 1_000_000_000:
-            return
-        self._ticks = ticks
-        self._ticks_since_ns = now_ns
-
-    def record_schedstat(self, schedstat: bytes, is_ready: bool, now_ns: int) -> None:
-        """Records the main thread's schedstat. A thread that was ready at both readings and did not
-        run in between was ready all the time.
-        """
-        if schedstat and self._schedstat:
-            ready_ns = parse_ready_ns(schedstat) - parse_ready_ns(self._schedstat)
-            elapsed_ns = now_ns - self._schedstat_read_ns
-            if ready_ns >= _MIN_WAIT_SHARE * elapsed_ns or (
-                is_ready and self._was_ready and schedstat == self._schedstat
-            ):
-                self.last_busy_ns = now_ns
-        self._schedstat = schedstat
-        self._was_ready = is_ready
-        self._schedstat_read_ns = now_ns

@@ -11,6 +11,8 @@
 #include "streams.h"
 
 #include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <exception>
@@ -20,6 +22,15 @@
 namespace {
 
 uint64_t get_this_thread() { return static_cast<uint64_t>(pthread_self()); }
+
+thread_local uint32_t this_thread_id = 0; // 0: not asked for yet
+
+// The operating system's id of this thread, by which /proc and py-spy name it.
+uint32_t get_thread_id() {
+  if (!this_thread_id)
+    this_thread_id = static_cast<uint32_t>(syscall(SYS_gettid));
+  return this_thread_id;
+}
 
 class CallRecorder {
  public:
@@ -48,7 +59,7 @@ class CallRecorder {
       return {};
     plan.record_body.site = sites_.find_site(lock);
     const uint64_t this_thread = get_this_thread();
-    plan.record_body.thread = static_cast<uint32_t>(this_thread);
+    plan.record_body.thread = get_thread_id();
     const uint64_t blocked_thread = plan.is_blocking ? this_thread : 0;
     return enter_call(
         *plan.stream, plan.agreement_hash, plan.record_body, blocked_thread, plan.completion_mode,

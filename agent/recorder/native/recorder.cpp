@@ -24,7 +24,10 @@ extern "C" {
 // Called once, before all other functions.
 void hw_initialize_library(FrameLayout layout) {
   frame_layout = layout;
-  pthread_atfork(nullptr, nullptr, [] { current_recorder = nullptr; }); // the ring is the parent's
+  pthread_atfork(nullptr, nullptr, [] {
+    current_recorder = nullptr; // the ring is the parent's
+    this_thread_id = 0;
+  });
 }
 
 // Registers the kernel of c10d::`name`; hangwatch::`name` must be defined. Returns an error

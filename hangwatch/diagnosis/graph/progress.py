@@ -11,7 +11,7 @@ from hangwatch.stacks.frames import is_user_frame
 from hangwatch.tracking.process import IDLE_AFTER_S, Process, StackSample
 
 MIN_SAMPLE_GAP_S = 0.8  # between two samples that can be compared
-# Since the main thread last used the CPU or waited for one; sampling its stack may stop it for a
+# Since a thread last used the CPU or waited for one; sampling its stack may stop it for a
 # second.
 BUSY_WITHIN_S = 2.0
 MIN_CPU_SHARE = 0.05  # of one CPU, between two samples: a thread that only polls uses less
@@ -31,20 +31,39 @@ def has_two_samples(process: Process, since: float) -> bool:
 
 
 def is_progressing(process: Process, since: float) -> bool:
-    """Whether its main thread uses the CPU, or its samples show different functions."""
+    """Whether its calling thread uses the CPU, or its samples show different functions."""
     return is_busy(process) or has_stack_changed(process, since)
 
 
 def is_busy(process: Process) -> bool:
-    return process.reports.updated_at - process.activity.last_active_at < BUSY_WITHIN_S
+    """Whether its calling thread uses the CPU, or needs one. Node agents report it of the main
+    thread and the one of the newest call together; samples, of each thread.
+    """
+    if process.reports.updated_at - process.activity.last_active_at >= BUSY_WITHIN_S:
+        return _has_caller_used_cpu(process) is True
+    return _has_caller_used_cpu(process) is not False
+
+
+def _has_caller_used_cpu(process: Process) -> bool | None:
+    """Whether a calling thread that is not the main thread used the CPU between the last samples;
+    None if there are none to compare, or it is the main thread.
+    """
+    samples = [sample for sample in process.samples if sample.threads]
+    before = _find_comparable_sample(samples)
+    caller = samples[-1].calling_thread if before is not None else None
+    if before is None or caller is None or caller.main or caller.cpu_s is None:
+        return None
+    caller_before = next((t for t in before.threads if t.tid == caller.tid), None)
+    return _has_used_cpu(caller, caller_before, samples[-1].taken_at - before.taken_at)
 
 
 def has_stack_changed(process: Process, since: float) -> bool:
-    """Whether its main thread was in different Python functions."""
+    """Whether its calling thread was in different Python functions."""
     function_lists: set[tuple[tuple[str, str], ...]] = set()
     for sample in list_samples_since(process, since):
-        if sample.main_thread is not None:
-            function_lists.add(_list_python_functions(sample.main_thread))
+        caller = sample.calling_thread
+        if caller is not None:
+            function_lists.add(_list_python_functions(caller))
     return len(function_lists) > 1
 
 
@@ -57,19 +76,20 @@ def _list_python_functions(thread: ThreadStack) -> tuple[tuple[str, str], ...]:
 
 
 def list_other_threads(sample: StackSample) -> list[ThreadStack]:
-    """The threads of a rank except its main thread and the recorder's, and the child processes that
-    the main thread waits for.
+    """The threads of a rank except its calling thread and the recorder's, and the child processes
+    that the calling thread waits for.
     """
+    caller = sample.calling_thread
     return [
         thread
         for thread in sample.threads
-        if thread is not sample.main_thread
+        if thread is not caller
         and (thread.pid is not None or thread.thread != _RECORDER_THREAD_NAME)
     ]
 
 
 def find_working_threads(process: Process, since: float) -> list[ThreadStack]:
-    """The threads and child processes that do what its main thread waits for, in the newest sample;
+    """The threads and child processes that do what its calling thread waits for, in the newest sample;
     none if the wait needs the progress of all of them and some make none.
     """
     samples = list_samples_since(process, since)
@@ -125,28 +145,30 @@ def is_waiting_for_rank(process: Process, since: float) -> bool | None:
     newest = samples[-1]
     if is_busy(process) and process.activity.last_active_at > newest.taken_at + IDLE_AFTER_S:
         return False  # it has continued since
-    waits = classify_activity(newest.main_thread).waits
+    waits = classify_activity(newest.calling_thread).waits
     if waits is None or not waits.waits_for_rank:
         return False
     return not any(map(waits.may_wait_for, list_other_threads(newest)))
 
 
 def needs_another_sample(process: Process, since: float, beside_slow: bool) -> bool:
-    """Whether a further sample will show more: whether the threads that it waits for work, or, if
-    there is none and some rank is slow, whether it waits for a rank.
+    """Whether a further sample will show more: whether the threads that it waits for work, or its
+    calling thread does; or, if there is none and some rank is slow, whether it waits for a rank.
     """
     samples = list_samples_since(process, since)
     if not samples:
         return beside_slow
+    caller = samples[-1].calling_thread
+    is_other_thread = caller is not None and not caller.main and is_busy(process)
     _, awaited = _find_awaited_threads(samples[-1])
-    return bool(awaited) and not has_two_samples(process, since)
+    return (bool(awaited) or is_other_thread) and not has_two_samples(process, since)
 
 
 def _find_awaited_threads(sample: StackSample) -> tuple[RequiredProgress, list[ThreadStack]]:
-    """The threads whose work can show that the main thread's wait is not a hang, if their use of
+    """The threads whose work can show that the calling thread's wait is not a hang, if their use of
     the CPU is known.
     """
-    waits = classify_activity(sample.main_thread).waits
+    waits = classify_activity(sample.calling_thread).waits
     if waits is None or waits.required_progress is RequiredProgress.NONE:
         return RequiredProgress.NONE, []
     required = waits.required_progress

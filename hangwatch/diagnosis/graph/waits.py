@@ -7,17 +7,16 @@ from dataclasses import dataclass
 
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
-from hangwatch.model.threads import ThreadStack
-from hangwatch.stacks.activities import classify_activity, waits_for_external
-from hangwatch.stacks.frames import is_user_frame, waits_for_communication, waits_for_work
+from hangwatch.stacks.frames import waits_for_work
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
-from hangwatch.tracking.process import IDLE_AFTER_S, Process
+from hangwatch.tracking.process import Process
 
 from .awaited import WaitResolver, may_be_released, receives_from_any
 from .graph import BlockedCall, WaitGraph
 from .queued_calls import QueuedCalls
 from .silence import find_silent_ranks
+from .thread_waits import get_calling_thread_since, has_continuing_caller, is_process_waiting
 
 
 def build_wait_graph(attempt: Attempt, now: float, lost_after_s: float) -> WaitGraph:
@@ -74,7 +73,7 @@ class _GraphBuilder:
         if not blocked_calls and not stuck and not _has_old_message(process, self.before):
             return
         if not is_certain:
-            is_waiting = is_main_thread_waiting(process)
+            is_waiting = is_process_waiting(process)
             if is_waiting is False:
                 _record_unsampled(self.graph, process, blocked_calls)
                 return
@@ -161,7 +160,7 @@ def _record_unsampled(
     graph: WaitGraph, process: Process, blocked_calls: Collection[BlockedCall]
 ) -> None:
     """Records that a stack is needed to see whether it waits for its device."""
-    if get_main_thread_since(process, process.last_advanced_at) is not None:
+    if get_calling_thread_since(process, process.last_advanced_at) is not None:
         return
     began_at = [call.began_at for call in blocked_calls if call.stream.completed is None]
     if began_at:
@@ -186,7 +185,7 @@ def _is_waiting_on_channel(process: Process, stream: CallStream) -> bool:
     A message received from any source may be the one that this call was to receive.
     """
     samples = [s for s in process.samples if s.taken_at >= stream.entered_at and s.threads]
-    if not samples or not waits_for_work(samples[-1].main_thread):
+    if not samples or not waits_for_work(samples[-1].calling_thread):
         return False
     return all(other.peer != -1 for other in process.streams.values())
 
@@ -209,64 +208,7 @@ def _find_blocked_streams(process: Process, before: float) -> Collection[CallStr
     since = max([stream.entered_at for stream in blocked])
     if process.newest_call_at > since + MIN_WAIT_S:
         return []
-    if not process.samples:
-        return blocked
-    main = get_main_thread_since(process, since)
-    is_active = process.reports.updated_at - process.activity.last_active_at < IDLE_AFTER_S
-    is_working = is_active and waits_for_communication(main) is False
-    if (is_working or waits_for_external(main)) and _has_several_callers(process):
-        return []
-    return blocked
-
-
-def _has_several_callers(process: Process) -> bool:
-    """Whether several of its threads make calls. In some jobs one thread makes all calls, while the
-    main thread sleeps until it ends.
-    """
-    callers: set[int] = set()
-    for stream in process.streams.values():
-        callers.update(call.thread for call in stream.calls.values() if call.thread)
-    return len(callers) > 1
-
-
-def get_main_thread_since(process: Process, since: float) -> ThreadStack | None:
-    """The main thread's stack in the newest sample, if that was taken since."""
-    samples = [s for s in process.samples if s.taken_at >= since and s.threads]
-    return samples[-1].main_thread if samples else None
-
-
-def has_working_thread(process: Process, since: float) -> bool:
-    """Whether a thread was sampled in the user's code, where it waits for no rank: it may be about
-    to make the missing call.
-    """
-    samples = [sample for sample in process.samples if sample.taken_at >= since]
-    return any(_is_working_in_user_code(thread) for s in samples for thread in s.threads)
-
-
-def _is_working_in_user_code(thread: ThreadStack) -> bool:
-    if thread.pid is not None or not any(map(is_user_frame, thread.frames)):
-        return False
-    return waits_for_communication(thread) is False and not _is_waiting_for_thread(thread)
-
-
-def _is_waiting_for_thread(stack: ThreadStack) -> bool:
-    waits = classify_activity(stack).waits
-    return waits is not None and waits.waits_for_thread
-
-
-def is_main_thread_waiting(process: Process) -> bool | None:
-    """Whether the main thread waits for communication: by its stack, otherwise by its idleness; None
-    if that is only a guess.
-    """
-    main = get_main_thread_since(process, process.last_advanced_at)
-    is_communicating = waits_for_communication(main)
-    if is_communicating is not None:
-        return is_communicating and not waits_for_external(main)
-    return (
-        None
-        if process.reports.updated_at - process.activity.last_active_at >= IDLE_AFTER_S
-        else False
-    )
+    return [] if has_continuing_caller(process, blocked, since) else blocked
 
 
 def is_not_initialized(process: Process | None) -> bool:

@@ -35,7 +35,7 @@ def make_absence_verdict(
     due: bool,
 ) -> Verdict:
     """The verdict on ``culprits``, for which others wait; ``edge`` is one of these waits."""
-    blocking_thread = find_blocking_user_thread(context, culprits, began_at)
+    blocking_thread = find_blocking_user_thread(context, culprits, began_at, edge.stream.group)
     verdict = Verdict(
         kind=kind,
         severity=get_severity(context, kind, began_at),

@@ -23,7 +23,7 @@ from hangwatch.diagnosis.graph.cycles import (
     find_deadlock_core,
 )
 from hangwatch.diagnosis.graph.graph import BlockedCall, WaitEdge
-from hangwatch.diagnosis.graph.waits import get_main_thread_since, has_working_thread
+from hangwatch.diagnosis.graph.thread_waits import get_calling_thread_since, has_working_thread
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S
@@ -132,7 +132,7 @@ def _are_stacks_sampled(context: DiagnosisContext, ranks: set[int], began_at: fl
     """
     processes = [context.attempt.processes[rank] for rank in sorted(ranks)[:MAX_CULPRIT_STACKS]]
     return all(
-        get_main_thread_since(process, began_at) is not None
+        get_calling_thread_since(process, began_at) is not None
         for process in processes
         if process.is_alive
     )

@@ -19,7 +19,8 @@ from hangwatch.diagnosis.context import (
 )
 from hangwatch.diagnosis.graph.awaited import WaitResolver, receives_from_any
 from hangwatch.diagnosis.graph.graph import BlockedCall, WaitEdge
-from hangwatch.diagnosis.graph.waits import is_main_thread_waiting, is_not_initialized
+from hangwatch.diagnosis.graph.thread_waits import is_process_waiting
+from hangwatch.diagnosis.graph.waits import is_not_initialized
 from hangwatch.diagnosis.peer_errors import (
     has_peer_error,
     has_timed_out,
@@ -172,7 +173,7 @@ class _TimeoutSearch:
         blocked = [stream for stream in process.open_calls.blocked_streams if stream in candidates]
         if blocked or not candidates:
             return blocked
-        is_waiting = is_main_thread_waiting(process)
+        is_waiting = is_process_waiting(process)
         if is_waiting is False:
             return []
         waited = [stream for stream in candidates if self._find_absent(process.rank, stream)]

@@ -20,7 +20,7 @@ from hangwatch.diagnosis.device_view import (
     get_device_changed_at,
     get_still_until,
 )
-from hangwatch.diagnosis.graph.waits import get_main_thread_since, is_main_thread_waiting
+from hangwatch.diagnosis.graph.thread_waits import get_calling_thread_since, is_process_waiting
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.verdicts import Verdict
 from hangwatch.stacks.frames import waits_for_work
@@ -103,8 +103,8 @@ def _is_seen_waiting(process: Process, since: float) -> bool | None:
     a host that is still inside torch.distributed is known to wait for its call.
     """
     if _has_unfinished_count(process):
-        return is_main_thread_waiting(process)
-    return True if waits_for_work(get_main_thread_since(process, since)) else None
+        return is_process_waiting(process)
+    return True if waits_for_work(get_calling_thread_since(process, since)) else None
 
 
 def _get_advanced_at(process: Process) -> float:

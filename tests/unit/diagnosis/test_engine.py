@@ -773,12 +773,19 @@ def test_waiting_side_threads_are_no_deadlock() -> None:
     job.report_stack(
         0, make_frame("all_reduce", "/x/site-packages/torch/distributed/distributed_c10d.py")
     )
-    job.report_stack(1, make_frame("load", text="time.sleep(3)"))
+    stacks = (
+        [make_frame("load", text="time.sleep(3)")],
+        [
+            make_frame("all_reduce", "/x/site-packages/torch/distributed/distributed_c10d.py"),
+            make_frame("gather"),
+        ],
+    )
+    job.report_stacks(1, *stacks)
     job.advance_time(3.5)
     assert job.list_due_verdicts() == []
     job.advance_time(8)
     job.send_heartbeats()
-    job.report_stack(1, make_frame("load", text="time.sleep(3)"))
+    job.report_stacks(1, *stacks)
     (verdict,) = job.list_due_verdicts()
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (
         VerdictKind.MISSING_RANK,

@@ -9,6 +9,7 @@ import pytest
 
 from hangwatch.agent.node.discovery import exits, siblings
 from hangwatch.agent.node.system import processes
+from hangwatch.agent.node.system.cpu_activity import CpuActivity, ThreadActivity
 from hangwatch.agent.node.system.permission import PtraceFacts
 from hangwatch.model.ranks import ExitInfo
 
@@ -92,7 +93,7 @@ def test_reused_pid_is_not_alive(tmp_path: Path) -> None:
 
 
 def test_one_tick_per_second_is_idle_but_two_at_once_are_not() -> None:
-    activity = processes.CpuActivity(last_busy_ns=0)
+    activity = ThreadActivity(last_busy_ns=0)
     activity.record_ticks(100, 0)
     for second in range(1, 10):
         activity.record_ticks(100 + second, second * SECOND_NS)
@@ -123,13 +124,27 @@ def test_one_tick_per_second_is_idle_but_two_at_once_are_not() -> None:
 def test_cpu_starved_process_is_not_idle(
     tmp_path: Path, samples: list[tuple[str, str]], busy: int
 ) -> None:
-    activity = processes.CpuActivity(last_busy_ns=0)
+    activity = CpuActivity(last_busy_ns=0)
     for second, (state, turns) in enumerate(samples):
         add_process(tmp_path / str(second), 7, state=state, turns=turns)
         activity.update_activity(
-            7, 100 * SECOND_NS + second * SECOND_NS, str(tmp_path / str(second))
+            7, 100 * SECOND_NS + second * SECOND_NS, proc=str(tmp_path / str(second))
         )
     assert activity.last_busy_ns == (100 + busy) * SECOND_NS * bool(busy)
+
+
+def test_calling_thread_counts_beside_main_thread(tmp_path: Path) -> None:
+    activity = CpuActivity(last_busy_ns=0)
+    for second in range(4):
+        proc = tmp_path / str(second)
+        add_process(proc, 7)
+        task = proc / "7" / "task" / "9"
+        if second < 3:
+            task.mkdir()
+            (task / "stat").write_text(stat_line(9, ticks=50 * second, state="RRD"[second]))
+        activity.update_activity(7, (100 + second) * SECOND_NS, 9, str(proc))
+        assert activity.state == "SSDS"[second], "a thread that has ended is in no state"
+    assert activity.last_busy_ns == 102 * SECOND_NS
 
 
 def test_cpu_time_includes_children(tmp_path: Path) -> None:

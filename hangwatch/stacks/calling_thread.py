@@ -1,0 +1,34 @@
+"""Which thread of a rank makes its calls, and so stands for the rank: not always the main thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hangwatch.model.threads import ThreadStack
+
+from .frames import is_user_frame
+
+
+def find_calling_thread(threads: Sequence[ThreadStack], uid: int = 0) -> ThreadStack | None:
+    """The thread that makes the calls of the stream ``uid``, or of all streams; None without any
+    thread.
+
+    A thread in the user's code is preferred: the last one that made a call may be an idle thread of
+    a pool or, in an actor, the main thread that only made the group, and the next call comes from
+    another one. Without such a thread, it is the last one that made a call.
+    """
+    own_threads = [thread for thread in threads if thread.pid is None]
+    if not own_threads:
+        return threads[0] if threads else None
+    main = next((thread for thread in own_threads if thread.main), own_threads[0])
+    callers = [thread for thread in own_threads if thread.call_recency is not None]
+    callers.sort(key=lambda thread: thread.call_recency or 0)
+    if not callers or (len(callers) == 1 and callers[0] is main and _runs_user_code(main)):
+        return main  # the case of nearly all ranks
+    callers.sort(key=lambda thread: uid not in thread.called_uids)
+    candidates = [*callers, main, *own_threads]
+    return next(filter(_runs_user_code, candidates), callers[0])
+
+
+def _runs_user_code(thread: ThreadStack) -> bool:
+    return any(map(is_user_frame, thread.frames))
