@@ -47,7 +47,7 @@ def _make_stack_advice(context: DiagnosisContext, verdict: Verdict, process: Pro
     thread = None
     predicate = ""
     if sample is not None:
-        thread = find_blocking_thread(context, process, sample, verdict.group)
+        thread = find_blocking_thread(context, process, sample, verdict.group, verdict.began_at)
         culprit = _SampledCulprit(process, sample, thread, working_threads)
         predicate = _describe_activity(culprit, spec)
     has_destroyed_groups = process.lifecycle is Lifecycle.DESTROYED

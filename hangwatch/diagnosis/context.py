@@ -156,12 +156,16 @@ def find_newest_sample(process: Process, since: float) -> StackSample | None:
 
 
 def find_blocking_thread(
-    context: DiagnosisContext, process: Process, sample: StackSample, group: Group | None
+    context: DiagnosisContext,
+    process: Process,
+    sample: StackSample,
+    group: Group | None,
+    since: float,
 ) -> ThreadStack | None:
     """The thread that keeps a rank from its call in ``group``: the one that makes its calls there
     or, if no thread can run Python, the one that holds the GIL.
     """
-    caller = sample.find_caller(process.find_group_stream(group))
+    caller = process.find_caller(sample, group, since)
     if process.freeze_reason(context.now) is FreezeReason.GIL_HELD:
         return sample.gil_holder or caller
     return caller
@@ -178,7 +182,7 @@ def find_blocking_user_thread(
         sample = find_newest_sample(process, since) if process is not None else None
         if process is None or sample is None:
             continue
-        thread = find_blocking_thread(context, process, sample, group)
+        thread = find_blocking_thread(context, process, sample, group, since)
         if thread is not None and find_user_site(thread) is not None:
             return rank, thread
     return None

@@ -27,6 +27,7 @@ from hangwatch.diagnosis.rules.missing import diagnose_chain_ends
 from hangwatch.diagnosis.rules.numerics import diagnose_nonfinite
 from hangwatch.diagnosis.rules.progress import diagnose_no_progress
 from hangwatch.diagnosis.rules.replicas import diagnose_replica_divergence
+from hangwatch.diagnosis.rules.thread_waits import diagnose_thread_waits
 from hangwatch.diagnosis.rules.uncounted_devices import diagnose_uncounted_devices
 from hangwatch.diagnosis.rules.unsampled import sample_busy_ranks
 from hangwatch.model.limits import Limits
@@ -50,6 +51,7 @@ RULES: tuple[Callable[[DiagnosisContext], None], ...] = (
     diagnose_stuck_devices,
     diagnose_hosts_behind,
     diagnose_chain_ends,
+    diagnose_thread_waits,
     diagnose_stalled_devices,
     diagnose_no_progress,
     diagnose_uncounted_devices,

@@ -78,6 +78,9 @@ def _iter_other_waits(context: DiagnosisContext, explained: Set[int]) -> Iterato
     for rank in graph.stuck_streams.keys() - explained:
         stream = graph.stuck_streams[rank]
         yield _Wait(rank, stream.entered_at, stream)
+    for rank in graph.thread_waits.keys() - explained:
+        for blocked in graph.thread_waits[rank]:
+            yield _Wait(rank, blocked.began_at, blocked.stream, tuple(sorted(blocked.awaited)))
     for rank in graph.unsampled_ranks.keys() - explained:
         yield _Wait(rank, graph.unsampled_ranks[rank])
     for rank in graph.released_ranks - explained:

@@ -30,5 +30,21 @@ def find_calling_thread(threads: Sequence[ThreadStack], uid: int = 0) -> ThreadS
     return next(filter(_runs_user_code, candidates), callers[0])
 
 
+def find_thread_without_calls(threads: Sequence[ThreadStack]) -> ThreadStack | None:
+    """The only thread in the user's code that made no call that is known; None if there are several.
+
+    If the thread of the newest call goes on, the call that is missing is up to another one.
+    """
+    candidates = [
+        thread
+        for thread in threads
+        if thread.pid is None
+        and not thread.main
+        and not thread.called_uids
+        and _runs_user_code(thread)
+    ]
+    return candidates[0] if len(candidates) == 1 else None
+
+
 def _runs_user_code(thread: ThreadStack) -> bool:
     return any(map(is_user_frame, thread.frames))

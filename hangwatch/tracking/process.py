@@ -10,7 +10,7 @@ from hangwatch.model.limits import FROZEN_AFTER_S, MIN_WAIT_S, NOT_RUNNING_STATE
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle
 from hangwatch.model.threads import ThreadStack
 from hangwatch.protocol import heartbeat
-from hangwatch.stacks.calling_thread import find_calling_thread
+from hangwatch.stacks.calling_thread import find_calling_thread, find_thread_without_calls
 
 from .call_stream import CallStream
 from .process_parts import (
@@ -105,10 +105,20 @@ class Process:
         used = [s for s in self.streams.values() if s.entered]
         return max(used, key=lambda s: (s.entered_at, s.is_pending), default=None)
 
-    def find_group_stream(self, group: Group | None) -> CallStream | None:
-        """The stream of its newest call in this group; None if it made none there."""
+    def find_caller(
+        self, sample: StackSample, group: Group | None, since: float
+    ) -> ThreadStack | None:
+        """The thread that makes the calls of this group. If it made none there, and others since
+        then, that is a thread without calls; without a group, the thread of all calls.
+        """
         used = [s for s in self.streams.values() if group is not None and s.group.key == group.key]
-        return max(used, key=lambda s: s.entered_at, default=None)
+        newest = max(used, key=lambda s: s.entered_at, default=None)
+        is_other_thread = group is not None and (newest is None or not newest.entered)
+        if is_other_thread and self.newest_call_at > since + MIN_WAIT_S:
+            other = find_thread_without_calls(sample.threads)
+            if other is not None:
+                return other
+        return sample.find_caller(newest)
 
     @property
     def blocked_interval(self) -> tuple[float, float]:

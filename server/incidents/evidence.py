@@ -161,7 +161,9 @@ def collect_stacks(
         for rank in culprits:
             sample = find_newest_sample(attempt.processes.get(rank), since)
             if sample is not None:
-                stacks += _collect_other_threads(attempt, rank, verdict.group, sample, convert_date)
+                stacks += _collect_other_threads(
+                    attempt, rank, verdict.group, since, sample, convert_date
+                )
     culprit_set = set(culprits)
     victims = [rank for rank in verdict.waiting if rank not in culprit_set]
     return stacks + merge_calling_stacks(attempt, victims, verdict.group, since, convert_date)
@@ -171,13 +173,14 @@ def _collect_other_threads(
     attempt: Attempt,
     rank: int,
     group: Group | None,
+    since: float,
     sample: StackSample,
     convert_date: DateConverter,
 ) -> list[MergedStack]:
     """The child processes that a rank waits for come before its own other threads; of the latter,
     the one that holds the GIL comes first.
     """
-    caller = sample.find_caller(attempt.processes[rank].find_group_stream(group))
+    caller = attempt.processes[rank].find_caller(sample, group, since)
     others = [
         thread
         for thread in sample.threads
@@ -207,7 +210,7 @@ def merge_calling_stacks(
         sample = find_newest_sample(process, since)
         if sample is None:
             continue
-        caller = sample.find_caller(process.find_group_stream(group))
+        caller = process.find_caller(sample, group, since)
         merge_key = (sample.source, sample.error, caller and (caller.thread, caller.frames))
         classes.setdefault(merge_key, ([], sample, caller))[0].append(rank)
     ordered = sorted(classes.values(), key=lambda entry: -len(entry[0]))

@@ -46,7 +46,7 @@ class _GraphBuilder:
 
     def add_rank(self, rank: int, process: Process) -> None:
         """Adds the waits of one rank."""
-        pending = _find_blocked_streams(process, self.before)
+        pending = self._find_blocked_streams(rank, process)
         if len(pending) == 1:  # the case of nearly all of 100,000 ranks that wait
             (stream,) = pending
             awaited = self.resolver.find_awaited_ranks(rank, stream, True)
@@ -87,6 +87,29 @@ class _GraphBuilder:
             self.graph.stuck_streams[rank] = max(stuck, key=lambda s: s.entered_at)
         else:
             self._add_released(rank, pending)
+
+    def _find_blocked_streams(self, rank: int, process: Process) -> Collection[CallStream]:
+        """The calls in which the whole process is blocked. Without any, those in which one of its
+        threads is become thread waits.
+        """
+        blocked = _find_blocked_streams(process, self.before)
+        if not blocked:
+            self._add_thread_waits(rank, process)
+        return blocked
+
+    def _add_thread_waits(self, rank: int, process: Process) -> None:
+        """Adds the collectives in which a thread waits, while the newest call is another thread's.
+        A thread may wait for messages as long as it likes.
+        """
+        for stream in process.open_calls.blocked_streams:
+            if stream.peer is not None or stream.entered_at > self.before:
+                continue
+            if stream.entered_at >= process.newest_call_at:
+                continue
+            awaited = self.resolver.find_awaited_ranks(rank, stream, True)
+            if awaited:
+                blocked = BlockedCall(rank, stream, stream.entered_at, awaited, False)
+                self.graph.thread_waits.setdefault(rank, []).append(blocked)
 
     def _find_waits(
         self,

@@ -1,0 +1,95 @@
+"""Threads that wait in a group of their own while their ranks go on, such as those that save
+checkpoints: nothing else is held up, so the ranks that they wait for are slow and not missing,
+until the limit for slow ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from hangwatch.diagnosis.context import (
+    DiagnosisContext,
+    EvidenceRequest,
+    get_suspicion_delay_s,
+)
+from hangwatch.diagnosis.graph.graph import BlockedCall
+from hangwatch.model.kinds import VerdictKind
+from hangwatch.stacks.frames import waits_for_communication
+
+from .absence_verdict import make_absence_verdict
+
+_MAX_SAMPLED = 2  # of the ranks that wait, and of those that they wait for
+
+
+def diagnose_thread_waits(context: DiagnosisContext) -> None:
+    """One verdict for each set of ranks that threads have waited for as long as a stall."""
+    groups: dict[int, list[BlockedCall]] = {}
+    for blocked_calls in context.graph.thread_waits.values():
+        for blocked in blocked_calls:
+            groups.setdefault(id(blocked.awaited), []).append(blocked)
+    for blocked_calls in groups.values():
+        _diagnose_group(context, blocked_calls)
+
+
+def _diagnose_group(context: DiagnosisContext, blocked_calls: list[BlockedCall]) -> None:
+    first = min(blocked_calls, key=lambda blocked: blocked.began_at)
+    waiting = {blocked.rank for blocked in blocked_calls}
+    culprits = tuple(sorted(rank for rank in first.awaited if _is_free(context, rank)))
+    age_s = context.now - first.began_at
+    if not culprits or age_s < get_suspicion_delay_s(context.limits):
+        return
+    if context.explained_ranks.intersection({*waiting, *culprits}):
+        return
+    _request_samples(context, waiting, first.began_at)
+    _request_samples(context, culprits, first.began_at)
+    is_seen = any(_is_thread_waiting(context, blocked) for blocked in blocked_calls)
+    is_late = age_s >= context.limits.slow_limit_s
+    verdict = make_absence_verdict(
+        context,
+        VerdictKind.MISSING_RANK if is_late else VerdictKind.SLOW_RANK,
+        culprits,
+        waiting,
+        first.make_edge(culprits[0]),
+        first.began_at,
+        due=is_seen and age_s >= context.limits.stall_after_s,
+    )
+    context.verdicts.append(verdict)
+    context.explained_ranks |= {*culprits, *waiting}
+
+
+def _is_free(context: DiagnosisContext, rank: int) -> bool:
+    """Whether it reports, and waits for no rank itself."""
+    process = context.attempt.processes.get(rank)
+    return (
+        process is not None
+        and process.is_alive
+        and rank not in context.graph.silent_ranks
+        and rank not in context.graph.blocked_calls
+        and rank not in context.graph.stuck_streams
+    )
+
+
+def _request_samples(context: DiagnosisContext, ranks: Collection[int], since: float) -> None:
+    """Requests one sample of some of the ranks since the wait began: they are at work."""
+    for rank in sorted(ranks)[:_MAX_SAMPLED]:
+        process = context.attempt.processes[rank]
+        if all(sample.taken_at < since for sample in process.samples):
+            context.requests.append(EvidenceRequest(rank=rank, stacks=True))
+
+
+def _is_thread_waiting(context: DiagnosisContext, blocked: BlockedCall) -> bool:
+    """Whether a stack shows the wait, in another thread than the one of the newest call. The Works
+    of some backends never report that they are complete.
+    """
+    for sample in context.attempt.processes[blocked.rank].samples:
+        if sample.taken_at < blocked.began_at:
+            continue
+        caller = sample.find_caller(blocked.stream)
+        if (
+            caller is not None
+            and caller.call_recency
+            and blocked.stream.uid in caller.called_uids
+            and waits_for_communication(caller)
+        ):
+            return True
+    return False
