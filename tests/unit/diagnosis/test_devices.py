@@ -334,3 +334,22 @@ def test_mismatch_that_hosts_ran_past_explains_the_later_wait() -> None:
     report_devices(job, dict.fromkeys(range(4), (5, None)))
     (verdict,) = advance_seconds(job, 2 * STALL_AFTER_S + 5)
     assert (verdict.kind, verdict.culprits, verdict.seq) == (VerdictKind.MISMATCH, (1,), 6)
+
+
+def test_mismatch_counted_as_complete_explains_hosts_that_make_no_further_call() -> None:
+    """The device of rank 1 had less to do, so its host goes on; the other devices are said to have
+    completed the call, too, and their hosts wait.
+    """
+    job = make_job()
+    report_devices(job, dict.fromkeys(range(4), (5, None)))
+    job.send_heartbeats()
+    for rank in range(4):
+        job.make_call(rank, "broadcast" if rank == 1 else "all_reduce", backend="nccl")
+    make_step(job, 0, 2, 3)
+    report_devices(job, {0: (6, None), 1: (6, None), 2: (6, None), 3: (6, None)})
+    waiting = Frame(function="main", file="/home/me/train.py", line=7, text="loss.item()")
+    job.advance_time(2)
+    for rank in range(4):
+        job.report_stack(rank, waiting)
+    verdicts = advance_seconds(job, 2 * STALL_AFTER_S + 5)
+    assert [(v.kind, v.culprits) for v in verdicts] == [(VerdictKind.MISMATCH, (1,))]
