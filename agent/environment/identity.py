@@ -19,14 +19,17 @@ class LaunchInfo:
     on_hang: str = field(default="", compare=False)
 
 
-def parse_environ(env: Mapping[str, str]) -> LaunchInfo:
-    """Parses torchrun's variables, which accelerate sets as well, and Slurm's job id.
+def parse_environ(env: Mapping[str, str], rendezvous: str = "") -> LaunchInfo:
+    """Parses torchrun's variables, which accelerate sets as well, and Slurm's job id. The name of
+    the job may come from ``rendezvous``, where its ranks meet if not at MASTER_ADDR.
 
-    Only RANK identifies a rank: SLURM_PROCID also numbers the torchrun processes that srun starts.
+    SLURM_PROCID identifies no rank: it also numbers the torchrun processes that srun starts.
     """
     rank = _parse_number(env.get("RANK"))
+    if rank is None:
+        rank = _parse_lightning_rank(env)
     return LaunchInfo(
-        job=_choose_job_name(env),
+        job=_choose_job_name(env, rendezvous),
         restart=_parse_number(env.get("TORCHELASTIC_RESTART_COUNT")) or 0,
         rank=rank,
         world_size=_parse_number(env.get("WORLD_SIZE")) or 0,
@@ -35,7 +38,17 @@ def parse_environ(env: Mapping[str, str]) -> LaunchInfo:
     )
 
 
-def _choose_job_name(env: Mapping[str, str]) -> str:
+def _parse_lightning_rank(env: Mapping[str, str]) -> int | None:
+    """The rank of a process that Lightning's launcher started on the first node: rank 0 starts the
+    others there, with LOCAL_RANK and NODE_RANK. It sets them in its own environment as well, which
+    all its children inherit, so 0 identifies no rank. On other nodes, it depends on their size.
+    """
+    local_rank = _parse_number(env.get("LOCAL_RANK"))
+    is_first_node = env.get("NODE_RANK") == "0" and "WORLD_SIZE" in env
+    return local_rank or None if is_first_node else None
+
+
+def _choose_job_name(env: Mapping[str, str], rendezvous: str) -> str:
     explicit_name = env.get("HANGWATCH_JOB")
     if explicit_name:
         return explicit_name
@@ -46,6 +59,8 @@ def _choose_job_name(env: Mapping[str, str]) -> str:
     if slurm_id:
         step = env.get("SLURM_STEP_ID", "")
         return f"slurm-{slurm_id}.{step}" if step.isdigit() else f"slurm-{slurm_id}"
+    if rendezvous:
+        return rendezvous
     return f"{env.get('MASTER_ADDR', 'localhost')}:{env.get('MASTER_PORT', '0')}"
 
 

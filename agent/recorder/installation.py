@@ -15,8 +15,8 @@ from hangwatch.model.ranks import Lifecycle
 from ..environment import identity
 from . import backend_threads, exceptions, faults, group_setup, kernels, recorder_hooks
 from .annotations import UserAnnotations
-from .rank import RankProcess, get_current_rank, get_master_address, set_current_rank
-from .ring_file import find_ancestor_lifecycle
+from .rank import RankProcess, get_current_rank, set_current_rank
+from .worlds import choose_launch, find_rendezvous, get_master_address, is_started_as_rank
 
 _NEW_GROUP_PARAMETERS = (
     "ranks",
@@ -43,23 +43,26 @@ def install_recorder() -> None:
         recorder_hooks.count_attached_hooks()
     exceptions.patch_spawn()
     launch = identity.parse_environ(os.environ)
-    if launch.rank is not None and find_ancestor_lifecycle() is None:
-        _become_rank(launch, launch.rank, launch.world_size)
+    if launch.rank is not None and is_started_as_rank(launch):
+        _start_recording(launch, launch.rank, launch.world_size)
 
 
-def _become_rank(launch: identity.LaunchInfo, rank: int, world_size: int) -> None:
-    """Starts recording, or updates the rank of a process that is recorded already.
-
-    If that fails, the job runs unwatched, and a message on stderr says so.
-    """
+def _become_rank(rank: int, world_size: int, rendezvous: str = "") -> None:
+    """Starts recording, or updates the rank of a process that is recorded already."""
     current = get_current_rank()
     if current is not None:
         if (current.rank, current.world_size) != (rank, world_size):
             current.rank, current.world_size = rank, world_size
             current.write_identity()
         return
-    if find_ancestor_lifecycle() in (Lifecycle.INITIALISING, Lifecycle.INITIALISED):
-        return  # a child of a rank, with a world of its own: the job's rank is its parent
+    launch = identity.parse_environ(os.environ, rendezvous)
+    chosen = choose_launch(launch, rank, world_size, rendezvous)
+    if chosen is not None:
+        _start_recording(chosen, rank, world_size)
+
+
+def _start_recording(launch: identity.LaunchInfo, rank: int, world_size: int) -> None:
+    """If it fails, the job runs unwatched, and a message on stderr says so."""
     try:
         current = RankProcess(launch, rank, world_size)
     except OSError as error:
@@ -87,20 +90,19 @@ def _enter_init(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None
     signature = inspect.signature(inspect.unwrap(c10d.init_process_group))
     arguments = signature.bind(*args, **kwargs).arguments
+    rendezvous = find_rendezvous(arguments)
     launch = identity.parse_environ(os.environ)
     rank = arguments.get("rank", -1)
     world_size = arguments.get("world_size", -1)
     rank = launch.rank if rank < 0 else rank
     world_size = launch.world_size if world_size < 0 else world_size
     if rank is not None and world_size > 0:
-        _become_rank(launch, rank, world_size)
+        _become_rank(rank, world_size, rendezvous)
     current = get_current_rank()
     if current is None:
         return None
     kernels.register_operators()
-    if "init_method" in arguments or "store" not in arguments:
-        method = str(arguments.get("init_method") or "env://")
-        current.master_address = get_master_address() if method.startswith("env://") else method
+    current.master_address = rendezvous or get_master_address()
     current.write_identity()
     current.setup_recorder.begin_world(world_size if world_size > 0 else current.world_size)
     current.set_lifecycle(Lifecycle.INITIALISING)
@@ -111,7 +113,7 @@ def _leave_init(token: Any, returned: bool) -> None:
     import torch.distributed as dist
 
     if returned and dist.is_initialized():
-        _become_rank(identity.parse_environ(os.environ), dist.get_rank(), dist.get_world_size())
+        _become_rank(dist.get_rank(), dist.get_world_size())
     current = get_current_rank()
     if current is None:
         return

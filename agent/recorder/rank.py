@@ -21,6 +21,7 @@ from .poller import Poller
 from .recorder import Recorder
 from .ring_file import create_ring
 from .supervisor import AgentSupervisor
+from .worlds import get_master_address
 from .writer import RingWriter
 
 if TYPE_CHECKING:
@@ -96,11 +97,6 @@ def get_current_rank() -> RankProcess | None:
 def set_current_rank(rank: RankProcess | None) -> None:
     global _current_rank
     _current_rank = rank
-
-
-def get_master_address() -> str:
-    """The ``address:port`` of the rendezvous in the environment; both parts may be empty."""
-    return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
 
 
 def _make_checker(ring: RingWriter, settings: CheckSettings) -> CallChecker | None:

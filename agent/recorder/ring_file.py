@@ -4,11 +4,19 @@ lifecycle that one shows.
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from hangwatch.model.ranks import Lifecycle
-from hangwatch.ring.layout import LIVE_OFFSET, LiveWord
+from hangwatch.ring.layout import (
+    IDENTITY_OFFSET,
+    IDENTITY_SIZE,
+    LIVE_OFFSET,
+    NOTE_STRUCT,
+    LiveWord,
+)
 
 from ..environment import run_dir
 from .writer import RingWriter
@@ -44,8 +52,19 @@ def _create_ring_once(
     return folder, RingWriter(path, pid=pid, start_ticks=start_ticks, extra_bytes=extra_bytes)
 
 
-def find_ancestor_lifecycle() -> Lifecycle | None:
-    """The lifecycle of the nearest ancestor that has a ring; None if none has.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AncestorRank:
+    """The nearest ancestor of this process that has a ring."""
+
+    lifecycle: Lifecycle
+    job: str
+    rank: int
+    world_size: int
+    master_address: str  # where the ranks of its world meet; empty if unknown
+
+
+def find_ancestor_rank() -> AncestorRank | None:
+    """None if no ancestor has a ring.
 
     A DataLoader worker or another subprocess inherits RANK but is no rank itself: one of its
     ancestors has the ring.
@@ -60,11 +79,29 @@ def find_ancestor_lifecycle() -> Lifecycle | None:
             key = run_dir.format_process_key(pid, run_dir.read_start_ticks(pid))
             ring = folder / (key + run_dir.RING_SUFFIX)
             if ring.exists():
-                return read_lifecycle(ring)
+                return _read_ancestor(ring)
             pid = _read_parent_pid(pid)
         except (OSError, ValueError):
             return None
     return None
+
+
+def _read_ancestor(ring: Path) -> AncestorRank:
+    """Raises OSError if the file cannot be read, ValueError if its identity is being written."""
+    with ring.open("rb") as file:
+        file.seek(IDENTITY_OFFSET)
+        note = file.read(IDENTITY_SIZE)
+    lock, length = NOTE_STRUCT.unpack_from(note)
+    if lock % 2:
+        raise ValueError("the identity is being written")
+    identity = json.loads(note[NOTE_STRUCT.size : NOTE_STRUCT.size + length])
+    return AncestorRank(
+        lifecycle=read_lifecycle(ring),
+        job=identity["job"],
+        rank=identity["rank"],
+        world_size=identity["world_size"],
+        master_address=identity["master"],
+    )
 
 
 def _read_parent_pid(pid: int) -> int:

@@ -200,7 +200,8 @@ class _ObservedProcesses:
             self.pids.setdefault(rank["rank"], set()).add(pid)
             if any(group["entered"] for group in rank["groups"]):
                 self.communicating_ranks.add(rank["rank"])
-            if parent_pid(pid) not in (None, job.process.pid, 1):
+            is_launched = pid == job.process.pid  # rank 0 itself, which starts the others
+            if not is_launched and parent_pid(pid) not in (None, job.process.pid, 1):
                 self.unexpected_pids.add(pid)
 
 

@@ -5,7 +5,7 @@ their environment.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ...environment import identity
@@ -44,19 +44,19 @@ def find_launcher(
 
 
 def find_siblings(
-    rank_pids: Collection[int],
+    jobs_by_pid: Mapping[int, str],
     known_ranks: Collection[tuple[str, int, int]],
     proc: str = processes.PROC_ROOT,
 ) -> list[SiblingRank]:
-    """Ranks that the launchers of the processes ``rank_pids`` started, other than these processes
-    and the ``known_ranks`` (job, restart, rank).
+    """Ranks that the launchers of these recorded processes started, other than these processes and
+    the ``known_ranks`` (job, restart, rank). ``jobs_by_pid`` has the job of each as recorded.
     """
-    jobs_by_launcher = _find_launched_jobs(rank_pids, proc)
+    jobs_by_launcher = _find_launched_jobs(jobs_by_pid, proc)
     seen_ranks = set(known_ranks)
     ranks: list[SiblingRank] = []
     for launcher, jobs in jobs_by_launcher.items():
         for child in processes.list_children(launcher, proc):
-            if child in rank_pids:
+            if child in jobs_by_pid:
                 continue
             launch = _read_launch(child, proc)
             if launch is None or launch.rank is None:
@@ -75,13 +75,15 @@ def find_siblings(
 
 
 def _find_launched_jobs(
-    rank_pids: Collection[int], proc: str
+    jobs_by_pid: Mapping[int, str], proc: str
 ) -> dict[int, set[tuple[str, int, int]]]:
-    """By launcher's pid: the (job, restart, world size) of the ranks that it started."""
+    """By launcher's pid: the (job, restart, world size) of the ranks that it started. The ranks of a
+    world inside a rank are recorded as another job than their environment says: they are left out.
+    """
     jobs_by_launcher: dict[int, set[tuple[str, int, int]]] = {}
-    for pid in rank_pids:
+    for pid, recorded_job in jobs_by_pid.items():
         launched = find_launcher(pid, proc)
-        if launched is not None:
+        if launched is not None and launched[1].job == recorded_job:
             launcher, launch = launched
             job = (launch.job, launch.restart, launch.world_size)
             jobs_by_launcher.setdefault(launcher, set()).add(job)

@@ -171,12 +171,12 @@ class Watchlist:
         return process
 
     def _scan_siblings(self, now_ns: int) -> list[WatchedProcess]:
-        rank_pids: list[int] = []
+        jobs_by_pid: dict[int, str] = {}
         for process in self.watched.values():
-            if process.exit is None and process.ring is not None:
-                rank_pids.append(process.pid)
+            if process.exit is None and process.ring is not None and process.identity is not None:
+                jobs_by_pid[process.pid] = process.identity.job
         new_processes: list[WatchedProcess] = []
-        for sibling in siblings.find_siblings(rank_pids, self._known_ranks, self._proc):
+        for sibling in siblings.find_siblings(jobs_by_pid, self._known_ranks, self._proc):
             if run_dir.format_process_key(sibling.pid, sibling.start_ticks) in self.watched:
                 continue
             process = watch_process(sibling.pid, sibling.start_ticks, now_ns, proc=self._proc)

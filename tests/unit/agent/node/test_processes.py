@@ -205,10 +205,11 @@ def test_siblings_under_launcher_and_wrapper(tmp_path: Path) -> None:
     proc = str(tmp_path)
     above = siblings.find_launcher(12, proc)
     assert above is not None and above[0] == 10
-    sibling_processes = siblings.find_siblings([12], {("j", 0, 0)}, proc)
+    sibling_processes = siblings.find_siblings({12: "j"}, {("j", 0, 0)}, proc)
     assert [(f.pid, f.launch.rank) for f in sibling_processes] == [(21, 1)]
-    assert siblings.find_siblings([12], {("j", 0, 0), ("j", 0, 1)}, proc) == []
-    assert siblings.find_siblings([99], set(), proc) == []
+    assert siblings.find_siblings({12: "j"}, {("j", 0, 0), ("j", 0, 1)}, proc) == []
+    assert siblings.find_siblings({99: "j"}, set(), proc) == []
+    assert siblings.find_siblings({12: "j/nested:1"}, set(), proc) == [], "of a world inside a rank"
 
 
 def test_refusal_reason() -> None:

@@ -1,0 +1,42 @@
+"""Rank 1 has a torchrun of its own evaluate the model. There, rank 1 goes off into code of its own."""
+
+import os
+import subprocess
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+
+def render_samples():
+    open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
+    time.sleep(600)  # PLANTED
+
+
+def evaluate():
+    """What the ranks of the inner torchrun do."""
+    dist.init_process_group("gloo")
+    for step in range(10):
+        if step == 5 and dist.get_rank() == 1:
+            render_samples()
+        dist.all_reduce(torch.ones(8))
+        time.sleep(0.05)
+    dist.destroy_process_group()
+
+
+def main():
+    if sys.argv[1:] == ["evaluate"]:
+        return evaluate()
+    dist.init_process_group("gloo")
+    for step in range(10):
+        if step == 5 and dist.get_rank() == 1:
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+            subprocess.run([*torchrun, __file__, "evaluate"], check=True)
+        dist.all_reduce(torch.ones(64))
+    dist.destroy_process_group()
+    return None
+
+
+if __name__ == "__main__":
+    main()
