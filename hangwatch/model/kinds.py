@@ -163,7 +163,10 @@ KINDS: dict[VerdictKind, KindSpec] = {
         remedy=(
             "The verdict says which ranks are absent and, if their process is known, where "
             "each one is. Check the launcher's log on that host, the rendezvous address and "
-            "port, slow imports or image pulls, and code before `init_process_group`."
+            "port, slow imports or image pulls, and code before `init_process_group`.\n\n"
+            "A rank that takes part in the job and is not recorded, such as one without "
+            "`HANGWATCH_URL`, is said to be not watched. It may have made the call, so it is no "
+            "culprit; the advice says what it lacks."
         ),
         severity=_ALERT,
         timing=Timing.AFTER_STALL_THEN_ALERT,

@@ -44,6 +44,7 @@ class ProcessIdentity:
     master: str = ""  # MASTER_ADDR:MASTER_PORT, its rendezvous address
     # HANGWATCH_ON_HANG in its environment; see `refuses_abort`.
     on_hang: str = ""
+    unrecorded: str = ""  # why its calls cannot be recorded, with the remedy; empty if they can
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,8 @@ class ExpectedVerdict:
     ``divergence`` are rows that its alignment must have, as pairs of call numbers, the others'
     first: ``[8, null]`` is call 8, which the culprit did not make. ``env`` are the job's variables.
     ``stand_ins_only`` marks a fault that a real GPU cannot be made to have. ``stall_after_s`` is the
-    server's limit, where the program needs another one than the zoo's.
+    server's limit, where the program needs another one than the zoo's. ``unwatched`` are the ranks
+    whose calls are not recorded.
     """
 
     ranks: int
@@ -51,6 +52,7 @@ class ExpectedVerdict:
     env: Mapping[str, str] = field(default_factory=dict)
     stand_ins_only: bool = False
     stall_after_s: float | None = None
+    unwatched: tuple[int, ...] = ()
 
     def verdict_deadline_s(self, stall_after_s: float) -> float:
         """Seconds after the fault within which the verdict must be reported."""

@@ -16,14 +16,14 @@ from hangwatch.ring.layout import RingError
 from hangwatch.ring.reader import RingReader
 from hangwatch.ring.snapshot import RingSnapshot
 
-from ...environment import identity, run_dir
+from ...environment import run_dir
 from ..reporting import updates
 from ..reporting.acked import AckedState, UnackedHistory
 from ..reporting.call_tally import ProcessTally
 from ..reporting.ring_metadata import parse_identity
 from ..system import processes
 from ..system.cpu_activity import CpuActivity
-from . import exits
+from . import exits, proc_identity
 from .flight_files import FlightFileReader, make_reader
 from .rings import RingFile
 
@@ -74,7 +74,7 @@ class WatchedProcess:
         if self.ring is not None:
             self._read_ring(self.ring, now_ns)
         if self.identity is None and (self.ring is None or self._ring_problem):
-            self.identity = identity_from_proc(self.pid, self.start_ticks, self.proc)
+            self.identity = proc_identity.read_identity(self.pid, self.start_ticks, self.proc)
         if self.exit is None:
             with contextlib.suppress(OSError, ValueError):  # it has just ended: see its pidfd
                 caller_tid = self.history.newest_thread
@@ -129,6 +129,15 @@ class WatchedProcess:
         self._ring_problem = f"ring {ring.path.name} cannot be read: {reason}"
         self.faults["ring"] = self._ring_problem
 
+    def update_unrecorded(self, now_ns: int) -> None:
+        """Updates the reason why it has no ring."""
+        if self.identity is None or self.ring is not None or self.exit is not None:
+            return
+        watched_s = (now_ns - self.found_ns) / 1e9
+        reason = proc_identity.find_unrecorded_reason(self.pid, watched_s, self.proc)
+        if reason != self.identity.unrecorded:
+            self.identity = replace(self.identity, unrecorded=reason)
+
     def has_ended(self) -> bool:
         """It has ended, even if `record_exit` was not called yet."""
         if self.pidfd is not None:
@@ -171,7 +180,7 @@ class WatchedProcess:
             return None, self.acked
         if self.acked is None or self.acked.identity is not self.identity:
             # The identity will be sent, with its age as of now.
-            age_s = process_age_s(self.start_ticks, self.proc)
+            age_s = proc_identity.measure_age_s(self.start_ticks, self.proc)
             self.identity = replace(self.identity, started_s=age_s)
         view = self._make_view(self.identity, now_ns)
 
@@ -262,38 +271,6 @@ def watch_process(
         ring=ring,
         pidfd=exits.open_pidfd(pid, start_ticks, proc) if pidfd is None else pidfd,
     )
-    watched.flight_reader = make_reader(pid, process_age_s(start_ticks, proc), proc)
+    watched.flight_reader = make_reader(pid, proc_identity.measure_age_s(start_ticks, proc), proc)
     watched.read_state(now_ns)
     return watched
-
-
-def process_age_s(start_ticks: int, proc: str = processes.PROC_ROOT) -> float:
-    """How long ago a process was started, in seconds."""
-    return round(max(0.0, processes.read_uptime_s(proc) - start_ticks / processes.TICKS_PER_S), 2)
-
-
-def identity_from_proc(
-    pid: int, start_ticks: int, proc: str = processes.PROC_ROOT
-) -> ProcessIdentity | None:
-    """The identity of a process from its launcher's environment variables; None if it is not a
-    rank.
-    """
-    try:
-        launch = identity.parse_environ(processes.read_environ(pid, proc))
-        program = " ".join(processes.read_cmdline(pid, proc))[:300]
-    except OSError:
-        return None
-    if launch.rank is None:
-        return None
-    return ProcessIdentity(
-        job=launch.job,
-        restart=launch.restart,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        local_rank=launch.local_rank,
-        pid=pid,
-        start_ticks=start_ticks,
-        program=program,
-        on_hang=launch.on_hang,
-        started_s=process_age_s(start_ticks, proc),
-    )

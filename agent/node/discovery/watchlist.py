@@ -175,6 +175,8 @@ class Watchlist:
         for process in self.watched.values():
             if process.exit is None and process.ring is not None and process.identity is not None:
                 jobs_by_pid[process.pid] = process.identity.job
+        for process in self.watched.values():
+            process.update_unrecorded(now_ns)
         new_processes: list[WatchedProcess] = []
         for sibling in siblings.find_siblings(jobs_by_pid, self._known_ranks, self._proc):
             if run_dir.format_process_key(sibling.pid, sibling.start_ticks) in self.watched:

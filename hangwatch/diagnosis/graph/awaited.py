@@ -10,6 +10,8 @@ from hangwatch.model.ranks import Lifecycle
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream, GroupState
 
+from .unwatched import has_completed_calls
+
 _RANKS_PREFIX = "ranks="  # in the detail of a call that creates a group
 
 
@@ -82,7 +84,11 @@ class WaitResolver:
                 if count < entered:
                     behind[member] = count + 1
         if behind and not certain:
-            behind = self._select_furthest_behind(behind)
+            unknown = self._silent_ranks
+            if behind.keys() - streams.keys() and group_state and has_completed_calls(group_state):
+                # They took part in earlier calls, and are not recorded.
+                unknown = {*unknown, *(behind.keys() - streams.keys())}
+            behind = _select_furthest_behind(behind, unknown)
         # Members that have entered the call but will never complete it.
         awaited: dict[int, int] = {}
         for member in _intersect_ranks(members, self.unable_to_finish):
@@ -93,11 +99,11 @@ class WaitResolver:
         awaited.update(behind)
         return awaited
 
-    def _select_furthest_behind(self, behind: Mapping[int, int]) -> dict[int, int]:
-        """The members in the lowest call, and the silent ones."""
-        silent = self._silent_ranks
-        lowest = min((seq for member, seq in behind.items() if member not in silent), default=0)
-        return {member: seq for member, seq in behind.items() if seq == lowest or member in silent}
+
+def _select_furthest_behind(behind: Mapping[int, int], unknown: Collection[int]) -> dict[int, int]:
+    """The members in the lowest call, and those whose position is unknown."""
+    lowest = min((seq for member, seq in behind.items() if member not in unknown), default=0)
+    return {member: seq for member, seq in behind.items() if seq == lowest or member in unknown}
 
 
 def receives_from_any(stream: CallStream) -> bool:

@@ -62,11 +62,13 @@ from .waits import (
     describe_not_started,
     describe_slow_ranks,
     describe_unfinished_message,
+    describe_unwatched_ranks,
     format_deadlock_advice,
     format_more_calls,
     format_slow_rank_advice,
     format_stack_advice,
     format_startup_advice,
+    format_unwatched_advice,
 )
 
 __all__ = [
@@ -109,6 +111,7 @@ __all__ = [
     "describe_tag_mismatch",
     "describe_timeout",
     "describe_unfinished_message",
+    "describe_unwatched_ranks",
     "format_call",
     "format_call_short",
     "format_dead_rank_advice",
@@ -122,6 +125,7 @@ __all__ = [
     "format_stalled_device_advice",
     "format_startup_advice",
     "format_stuck_device_advice",
+    "format_unwatched_advice",
     "format_waiter_count",
     "get_signal_name",
 ]

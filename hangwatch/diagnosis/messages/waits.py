@@ -169,6 +169,25 @@ def format_startup_advice(absent_processes: Mapping[int, Process | None]) -> str
     )
 
 
+def describe_unwatched_ranks(ranks: tuple[int, ...], op: str, waiter_count: int) -> str:
+    are, they = ("are", "they") if len(ranks) > 1 else ("is", "it")
+    return (
+        f"{format_waiter_count(waiter_count)} in {op} for {describe_ranks(ranks)}, which {are} not"
+        f" watched: whether {they} made the call is not known"
+    )
+
+
+def format_unwatched_advice(reason: str) -> str:
+    """``reason`` is why a rank is not recorded, with its remedy; empty if that is unknown."""
+    if reason:
+        return f"Nothing is recorded of that process: {reason}."
+    return (
+        "Other calls that need all ranks were completed, so the process exists, and it does not"
+        " report: pass HANGWATCH_URL to every rank and install hangwatch into the Python of each;"
+        " `hangwatch doctor` on its host reports what is wrong there."
+    )
+
+
 def _format_unknown_ranks_advice(not_reporting: tuple[int, ...], absent_count: int) -> str:
     if len(not_reporting) < absent_count:
         subject = describe_ranks(not_reporting).capitalize()

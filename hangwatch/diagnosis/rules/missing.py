@@ -36,6 +36,7 @@ from .end_waits import (
     get_wait_age_s,
     has_been_awaited_for,
 )
+from .unwatched import add_unwatched_verdict, find_unwatched_ends
 
 _SECOND_SAMPLE_S = 2.0  # additional time for a second stack sample, which a busy host may delay
 _SIMULTANEOUS_SHARE = 0.9  # culprits are awaited for at least this share of the longest wait
@@ -85,6 +86,11 @@ def _diagnose_component(
         ends = sorted(_find_unable_ranks(context, ends))
         if not ends:
             return
+    unwatched = find_unwatched_ends(context, ends, waits_by_end)
+    if len(unwatched) == len(ends):
+        add_unwatched_verdict(context, unwatched, victims, waits_by_end)
+        return
+    ends = [rank for rank in ends if rank not in unwatched]
     kinds = classify_ends(context, ends, waits_by_end)
     possible_victims = find_possible_victims(context, kinds, waits_by_end)
     spared = set()

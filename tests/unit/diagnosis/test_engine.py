@@ -1425,3 +1425,43 @@ def test_rank_that_waits_with_a_thread_only_is_awaited_itself() -> None:
     )
     verdicts = {(v.kind, v.culprits) for v in job.list_due_verdicts()}
     assert verdicts == {(VerdictKind.MISSING_RANK, (2,))}
+
+
+def test_rank_that_is_not_recorded_is_no_culprit() -> None:
+    """Ranks 0 and 1 completed calls together with rank 2, which never reported."""
+    job = ScriptedJob(3)
+    job.ranks[2].is_reporting = False
+    job.make_calls()
+    job.send_heartbeats()
+    job.make_calls(except_ranks=(2,), done=False)
+    verdicts = []
+    for _ in range(12):
+        job.advance_time(1)
+        job.send_heartbeats()
+        verdicts = job.list_due_verdicts()
+    (verdict,) = verdicts
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (
+        VerdictKind.STARTUP_STALL,
+        (),
+        (0, 1),
+    )
+    assert "rank 2, which is not watched" in verdict.summary
+    assert verdict.severity is Severity.WARNING
+
+
+def test_rank_in_its_own_code_is_named_beside_one_that_is_not_recorded() -> None:
+    job = ScriptedJob(3)
+    job.ranks[2].is_reporting = False
+    job.make_calls()
+    job.send_heartbeats()
+    job.make_call(0)
+    for _ in range(12):
+        job.advance_time(1)
+        job.send_heartbeats()
+        job.report_stack(1, make_frame("load", text="lock.acquire()"))
+    (verdict,) = job.list_due_verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (
+        VerdictKind.MISSING_RANK,
+        (1,),
+        (0,),
+    )
