@@ -25,8 +25,9 @@ def describe_job_status(
     dead = job.states.get(RankState.DEAD, 0)
     if job.state == "failed":
         return (
-            f"Ended: {dead} of {reported} processes failed.",
-            "The job's incidents show which failed first, and why.",
+            f"Ended: {dead} of {reported} processes did not exit with status 0.",
+            "An incident shows which failed first, and why. Without one, they had finished their"
+            " work when they were ended.",
         )
     if job.state == "finished":
         return f"Finished: all {reported} processes that reported have exited normally.", ""

@@ -29,6 +29,7 @@ from .failures import (
     sort_by_cause,
     was_terminated,
 )
+from .teardown import is_teardown
 from .timeouts import diagnose_timeout
 from .watchdogs import diagnose_watchdog_end, has_waited
 
@@ -47,6 +48,9 @@ def diagnose_exits(context: DiagnosisContext) -> None:
     waiters = context.graph.find_waiters_of([first.rank])
     if was_terminated(first) and not waiters:
         return
+    is_in_teardown = is_teardown(context, failed)
+    if is_in_teardown:
+        return
     last = first.newest_stream
     not_reporting: list[int] = []
     if last is not None:
@@ -59,7 +63,7 @@ def diagnose_exits(context: DiagnosisContext) -> None:
             lost_ranks = find_silent_node_mates(context, not_reporting)
             _add_lost_node_verdict(context, lost_ranks, last, failed)
             return
-    due = _has_settled(context, first) and not not_reporting
+    due = _has_settled(context, first) and not not_reporting and is_in_teardown is False
     failed_ranks = {process.rank for process in failed}
     failed_at = get_failure_time(first)
     aborted = [process for process in failed if was_ended_by_watchdog(process)]

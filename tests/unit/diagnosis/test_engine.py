@@ -1465,3 +1465,44 @@ def test_rank_in_its_own_code_is_named_beside_one_that_is_not_recorded() -> None
         (1,),
         (0,),
     )
+
+
+def test_workers_ended_after_their_threads_have_finished() -> None:
+    job = ScriptedJob(2)
+    job.make_calls(thread=7)
+    job.send_heartbeats()
+    job.end_process(0, status=1)
+    job.advance_time(1.5)
+    assert job.list_due_verdicts() == [], "the other may end as well"
+    job.end_process(1, status=1)
+    job.advance_time(10)
+    assert job.list_due_verdicts() == []
+
+
+@pytest.mark.parametrize("case", ["alone", "other end", "in a call", "main thread"])
+def test_worker_that_fails_is_named(case: str) -> None:
+    job = ScriptedJob(2)
+    job.make_calls(thread=7 if case != "main thread" else 0)
+    job.send_heartbeats()
+    if case == "in a call":
+        job.make_call(1, thread=7)
+    job.end_process(0, status=1)
+    job.advance_time(0.5)
+    if case == "other end":
+        job.end_process(1, signal=signal.SIGTERM)
+    if case == "main thread":
+        job.end_process(1, status=1)
+    job.advance_time(4)
+    verdicts = job.list_due_verdicts()
+    assert [(v.kind, v.culprits) for v in verdicts] == [(VerdictKind.DEAD_RANK, (0,))]
+
+
+def test_end_after_groups_were_destroyed_is_no_failure() -> None:
+    job = ScriptedJob(2)
+    job.make_calls()
+    job.send_heartbeats()
+    for rank in (0, 1):
+        job.ranks[rank].lifecycle = Lifecycle.DESTROYED
+    job.end_process(0, signal=signal.SIGKILL)
+    job.advance_time(5)
+    assert job.list_due_verdicts() == []
