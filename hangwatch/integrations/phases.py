@@ -1,0 +1,47 @@
+"""A phase that one callback begins and another one ends."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import hangwatch
+
+
+class OpenPhase:
+    """At most one phase at a time."""
+
+    def __init__(self) -> None:
+        self._phase: AbstractContextManager[None] | None = None
+
+    def enter_phase(self, name: str, limit: float | None) -> None:
+        """Begins a phase of up to ``limit`` seconds; an earlier one ends."""
+        self.leave_phase()
+        self._phase = hangwatch.phase(name, limit)
+        self._phase.__enter__()
+
+    def leave_phase(self) -> None:
+        phase, self._phase = self._phase, None
+        if phase is not None:
+            phase.__exit__(None, None, None)
+
+
+def wrap_method(owner: Any, method_name: str, phase: str, limit: float | None) -> None:
+    """Declares each call of an object's method as a phase. A method that the object does not have,
+    or that is wrapped already, is left alone.
+    """
+    method: Callable[..., Any] | None = getattr(owner, method_name, None)
+    if method is None or hasattr(method, "__hangwatch__"):
+        return
+
+    @functools.wraps(method)
+    def call_in_phase(*args: Any, **kwargs: Any) -> Any:
+        with hangwatch.phase(phase, limit):
+            return method(*args, **kwargs)
+
+    call_in_phase.__hangwatch__ = True  # type: ignore[attr-defined]
+    with contextlib.suppress(AttributeError):  # an object with slots
+        setattr(owner, method_name, call_in_phase)
