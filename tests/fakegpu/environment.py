@@ -70,23 +70,24 @@ def install_environment(folder: Path, torch_version: str) -> None:
 def _install(folder: Path, torch_version: str) -> None:
     if not python_of(folder).exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    wheel = _run_pip(folder, ["install", "--no-deps", f"torch=={torch_version}"])
+    wheel = run_pip(folder, ["install", "--no-deps", f"torch=={torch_version}"])
     if wheel.returncode:
         raise WheelUnavailableError(f"torch {torch_version} cannot be installed:\n{wheel.stderr}")
-    result = _run_pip(folder, ["install", *_DEPENDENCIES, *_agent_dependencies()])
+    result = run_pip(folder, ["install", *_DEPENDENCIES, *list_agent_dependencies()])
     if result.returncode:
         sys.stderr.write(result.stderr)
         result.check_returncode()
     (folder / "complete").touch()
 
 
-def _agent_dependencies() -> list[str]:
+def list_agent_dependencies() -> list[str]:
     """hangwatch's base requirements. hangwatch itself is put on the path when a job starts: see checkout.py."""
     requirements = importlib.metadata.requires("hangwatch") or []
     return [requirement for requirement in requirements if "extra ==" not in requirement]
 
 
-def _run_pip(folder: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def run_pip(folder: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run the pip of the environment in `folder`, a second time without the machine's configuration if it fails."""
     command = [str(python_of(folder)), "-m", "pip", "-q", *arguments]
     environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -8,9 +8,16 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-PROGRAMS_DIR = Path(__file__).parent.parent / "zoo"
-# Of the programs by backend; a program's name is its folder below PROGRAMS_DIR, such as "killed" or "nccl/killed".
-_PATTERNS = {"gloo": "*/expected.json", "nccl": "nccl/*/expected.json"}
+_TESTS_DIR = Path(__file__).parent.parent
+PROGRAMS_DIR = _TESTS_DIR / "zoo"
+_FRAMEWORK_PROGRAMS_DIR = _TESTS_DIR / "frameworks" / "programs"
+_FRAMEWORK_PREFIX = "frameworks/"
+# The folders of programs by suite. A program's name is its folder, such as "killed", "nccl/killed" or "frameworks/ray_get".
+_PATTERNS = {
+    "gloo": "zoo/*/expected.json",
+    "nccl": "zoo/nccl/*/expected.json",
+    "frameworks": "frameworks/programs/*/expected.json",
+}
 PLANTED_MARK = "# PLANTED"
 IMMEDIATE_VERDICT_S = 5.0
 
@@ -61,10 +68,7 @@ class ExpectedVerdict:
 
 def list_programs(*, healthy: bool, ci: bool = False, backend: str = "gloo") -> list[str]:
     """All programs that are healthy or not; with ``ci`` only the representative part."""
-    names = [
-        path.parent.relative_to(PROGRAMS_DIR).as_posix()
-        for path in PROGRAMS_DIR.glob(_PATTERNS[backend])
-    ]
+    names = [_name_program(path.parent) for path in _TESTS_DIR.glob(_PATTERNS[backend])]
     programs = {name: load_expected(name) for name in names}
     return sorted(
         name
@@ -73,13 +77,25 @@ def list_programs(*, healthy: bool, ci: bool = False, backend: str = "gloo") -> 
     )
 
 
+def _name_program(folder: Path) -> str:
+    if folder.parent == _FRAMEWORK_PROGRAMS_DIR:
+        return _FRAMEWORK_PREFIX + folder.name
+    return folder.relative_to(PROGRAMS_DIR).as_posix()
+
+
+def _program_folder(name: str) -> Path:
+    if name.startswith(_FRAMEWORK_PREFIX):
+        return _FRAMEWORK_PROGRAMS_DIR / name.removeprefix(_FRAMEWORK_PREFIX)
+    return PROGRAMS_DIR / name
+
+
 def program_path(name: str) -> Path:
-    return PROGRAMS_DIR / name / "program.py"
+    return _program_folder(name) / "program.py"
 
 
 def load_expected(name: str) -> ExpectedVerdict:
     """Raises KeyError for an unknown key and TypeError for a missing one."""
-    document: dict[str, Any] = json.loads((PROGRAMS_DIR / name / "expected.json").read_text())
+    document: dict[str, Any] = json.loads((_program_folder(name) / "expected.json").read_text())
     known_keys = {f.name for f in fields(ExpectedVerdict)}
     if unknown := document.keys() - known_keys:
         raise KeyError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -27,8 +28,8 @@ def build_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command line that starts `program` with the interpreter `python`, and what it needs in its environment.
 
-    ``torchrun``; ``spawn``, where the program starts its ranks itself; ``plain``, a process per
-    rank with RANK set. Raises ValueError for any other.
+    ``torchrun``; ``spawn``, where the program starts its ranks itself; ``ray``, where it has Ray do that; ``plain``, a process per
+    rank with RANK set; ``accelerate`` and ``deepspeed``, the launchers of these frameworks. Raises ValueError for any other.
     """
     script = [str(program), *args]
     if launcher == "torchrun":
@@ -40,11 +41,29 @@ def build_command(
             str(max_restarts),
         ]
         return [python, "-m", "torch.distributed.run", *options, *script], {}
-    if launcher == "spawn":
+    if launcher in ("spawn", "ray"):
         return [python, *script], {}
     if launcher == "plain":
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = str(probe.getsockname()[1])
+        port = str(_find_free_port())
         started = ["sh", "-c", _PLAIN_LAUNCH_SCRIPT, "sh", str(ranks), python, *script]
         return started, {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    raise ValueError(f"no launcher {launcher!r}: there are torchrun, spawn and plain")
+    if launcher == "accelerate":
+        # It starts several processes for GPUs only; the programs themselves use the CPU.
+        options = ["--multi_gpu", "--num_processes", str(ranks), "--num_machines", "1"]
+        options += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+        options += ["--main_process_port", str(_find_free_port())]
+        return [python, "-m", "accelerate.commands.launch", *options, *script], {}
+    if launcher == "deepspeed":
+        options = ["--num_gpus", str(ranks), "--master_port", str(_find_free_port())]
+        accelerator = {
+            "DS_ACCELERATOR": "cpu",
+            "PATH": os.pathsep.join([str(Path(python).parent), os.environ["PATH"]]),
+        }
+        return [python, "-m", "deepspeed.launcher.runner", *options, *script], accelerator
+    raise ValueError(f"no launcher {launcher!r}")
+
+
+def _find_free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port

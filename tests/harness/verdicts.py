@@ -189,6 +189,7 @@ def _watch_aftermath(
 class _ObservedProcesses:
     """The processes that the server showed as ranks, and whether it saw each do anything."""
 
+    has_daemon: bool  # a daemon of the framework's starts the ranks
     pids: dict[int, set[int]] = field(default_factory=dict)
     communicating_ranks: set[int] = field(default_factory=set)
     unexpected_pids: set[int] = field(default_factory=set)
@@ -201,14 +202,17 @@ class _ObservedProcesses:
             if any(group["entered"] for group in rank["groups"]):
                 self.communicating_ranks.add(rank["rank"])
             is_launched = pid == job.process.pid  # rank 0 itself, which starts the others
-            if not is_launched and parent_pid(pid) not in (None, job.process.pid, 1):
+            if is_launched or self.has_daemon:
+                continue
+            if parent_pid(pid) not in (None, job.process.pid, 1):
                 self.unexpected_pids.add(pid)
 
 
 def _watch_healthy(
     expected: programs.ExpectedVerdict, job: LaunchedJob, server: Server, outcome: ProgramOutcome
 ) -> None:
-    observed, deadline, interrupted = _ObservedProcesses(), time.monotonic() + HEALTHY_S, False
+    observed = _ObservedProcesses(has_daemon=expected.launcher == "ray")
+    deadline, interrupted = time.monotonic() + HEALTHY_S, False
     while job.process.poll() is None and time.monotonic() < deadline:
         observed.observe_ranks(job, server)
         _check_status(server, job.name, outcome)

@@ -7,12 +7,8 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
-from statistics import median
 
 from tests.fakegpu.environment import environment_folder, is_installed
 from tests.harness import expected
@@ -21,7 +17,7 @@ from tests.harness.job import THIS_RUNTIME
 from tests.harness.verdicts import ProgramOutcome, check_program
 
 from . import nccl, peers
-from .score import format_table, score_outcomes
+from .runs import run_programs
 
 HEALTHY_KIND = "healthy"
 EXIT_NOT_INSTALLED = 5
@@ -42,24 +38,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # or the jobs under way would stay
     chosen = [name for name, program in programs.items() if _is_wanted(name, program, arguments)]
-    runs = [name for _ in range(arguments.repeat) for name in chosen]
-    print(f"{'':>9} {'program':<34} {'verdict':<32} {'seconds':>7}  as expected", flush=True)
-    results: list[tuple[ExpectedVerdict, ProgramOutcome]] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="hangwatch-zoo-") as folder,
-        ThreadPoolExecutor(arguments.jobs) as pool,
-    ):
-        places = [(name, Path(folder, f"{number}-{name}")) for number, name in enumerate(runs)]
-        run = _choose_runner(arguments)
-        for outcome in pool.map(
-            lambda place: run(place[0], place[1], arguments.stall_after), places
-        ):
-            results.append((programs[outcome.name], outcome))
-            print(f"{len(results):>4}/{len(runs):<4} {_format_row(outcome)}", flush=True)
-            if arguments.details and not outcome.is_ok:
-                print(outcome, flush=True)
-    print("\n" + "\n".join([*format_table(score_outcomes(results)), *_format_summary(results)]))
-    return 0 if all(outcome.is_ok for _, outcome in results) else 1
+    return run_programs(
+        programs,
+        [name for _ in range(arguments.repeat) for name in chosen],
+        partial(_choose_runner(arguments), stall_after_s=arguments.stall_after),
+        job_count=arguments.jobs,
+        shows_details=arguments.details,
+    )
 
 
 def _needs_installation(arguments: argparse.Namespace) -> bool:
@@ -68,7 +53,7 @@ def _needs_installation(arguments: argparse.Namespace) -> bool:
     )
 
 
-def _choose_runner(arguments: argparse.Namespace) -> Callable[[str, Path, float], ProgramOutcome]:
+def _choose_runner(arguments: argparse.Namespace) -> Callable[..., ProgramOutcome]:
     if arguments.peer:
         return partial(peers.check_with_peer, arguments.peer)
     runtime = THIS_RUNTIME if arguments.torch is None else nccl.nccl_runtime(arguments.torch)
@@ -146,34 +131,6 @@ def _is_wanted(name: str, program: ExpectedVerdict, arguments: argparse.Namespac
     return (
         by_choice or name in arguments.names or _program_kind(program) in (arguments.kind or ())
     ) and (program.ci or not arguments.ci)
-
-
-def _format_row(outcome: ProgramOutcome) -> str:
-    seconds = "" if outcome.verdict_after_s is None else f"{outcome.verdict_after_s:.1f}"
-    verdict = "yes" if outcome.is_ok else "NO: " + "; ".join(outcome.problems)
-    return f"{outcome.name:<34} {outcome.verdict:<32} {seconds:>7}  {verdict}"
-
-
-def _format_summary(results: list[tuple[ExpectedVerdict, ProgramOutcome]]) -> list[str]:
-    hangs = [outcome for program, outcome in results if not program.healthy]
-    healthy = [outcome for program, outcome in results if program.healthy]
-    definite = [
-        o.verdict_after_s
-        for program, o in results
-        if program.latency == "at_once" and o.verdict_after_s is not None
-    ]
-    lines = [f"hangs: {sum(o.is_ok for o in hangs)} of {len(hangs)} as expected"] if hangs else []
-    lines += (
-        [f"healthy: {sum(o.is_ok for o in healthy)} of {len(healthy)} left alone"]
-        if healthy
-        else []
-    )
-    lines += (
-        [f"definite kinds: median {median(definite):.1f} s, slowest {max(definite):.1f} s"]
-        if definite
-        else []
-    )
-    return lines
 
 
 if __name__ == "__main__":

@@ -1,0 +1,39 @@
+"""Ray Train, whose workers run the training in a thread, and which ends the workers itself."""
+
+import os
+
+import ray
+import torch
+from ray import train
+from ray.train.torch import TorchTrainer, prepare_model
+
+RANKS = 2
+
+
+def train_on_worker():
+    model = prepare_model(torch.nn.Linear(8, 2), move_to_device=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(12):
+        loss = model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def main():
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("HANGWATCH_", "PLANTED_", "PYTHONPATH"))
+    }
+    ray.init(
+        num_cpus=RANKS + 1,
+        include_dashboard=False,
+        runtime_env={"env_vars": environ},
+        log_to_driver=False,
+    )
+    TorchTrainer(train_on_worker, scaling_config=train.ScalingConfig(num_workers=RANKS)).fit()
+
+
+if __name__ == "__main__":
+    main()
