@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hangwatch.model.threads import ThreadStack
 
-from .frames import is_user_frame
+from .frames import is_torch_frame, is_user_frame
 
 
 def find_calling_thread(threads: Sequence[ThreadStack], uid: int = 0) -> ThreadStack | None:
@@ -25,7 +25,10 @@ def find_calling_thread(threads: Sequence[ThreadStack], uid: int = 0) -> ThreadS
     callers.sort(key=lambda thread: thread.call_recency or 0)
     if not callers or (len(callers) == 1 and callers[0] is main and _runs_user_code(main)):
         return main  # the case of nearly all ranks
-    callers.sort(key=lambda thread: uid not in thread.called_uids)
+    for thread in callers:
+        # Code of torch's makes calls as well, such as that of asynchronous checkpoints.
+        if uid in thread.called_uids and (_runs_user_code(thread) or _runs_torch(thread)):
+            return thread
     candidates = [*callers, main, *own_threads]
     return next(filter(_runs_user_code, candidates), callers[0])
 
@@ -48,3 +51,7 @@ def find_thread_without_calls(threads: Sequence[ThreadStack]) -> ThreadStack | N
 
 def _runs_user_code(thread: ThreadStack) -> bool:
     return any(map(is_user_frame, thread.frames))
+
+
+def _runs_torch(thread: ThreadStack) -> bool:
+    return any(map(is_torch_frame, thread.frames))

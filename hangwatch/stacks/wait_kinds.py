@@ -26,7 +26,7 @@ _THREAD = ActivityKind(
     waits_for_thread=True,
     required_progress=RequiredProgress.ALL,
 )
-_LOCK = ActivityKind(
+LOCK = ActivityKind(
     phrase="waits for a lock",
     advice=(
         "Look for its holder: another thread, the same thread (a Lock is not reentrant), or, after"
@@ -185,7 +185,7 @@ TEXT_TABLE = [
             advice="Look at what reads its output: a full pipe blocks its writer.",
         ),
     ),
-    (r"\.\s*acquire\s*\(|\bwith\b.*(lock|mutex|sem)", _LOCK),
+    (r"\.\s*acquire\s*\(|\bwith\b.*(lock|mutex|sem)", LOCK),
     (r"\bsleep\s*\(", _SLEEP),
     (r"\.\s*to_here\s*\(|\brpc_sync\s*\(", _RPC_REPLY),
     (r"\.\s*wait\s*\(\s*\)", _FUTURE),  # those of Python's own are in its modules

@@ -8,6 +8,7 @@ from hangwatch.model.calls import StreamKind
 from hangwatch.model.threads import ThreadStack
 from hangwatch.stacks.activities import classify_activity, waits_for_external
 from hangwatch.stacks.frames import is_user_frame, waits_for_communication
+from hangwatch.stacks.wait_kinds import LOCK
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import IDLE_AFTER_S, Process, StackSample
 
@@ -43,6 +44,34 @@ def has_continuing_caller(
         if is_active and waits_for_communication(thread) is False:
             return True
     return False
+
+
+def is_wholly_blocked(process: Process, blocked_streams: Collection[CallStream]) -> bool:
+    """Whether a sample since the newest call shows that the threads of these calls wait in them, and
+    that each other thread that makes calls waits for a thread or a call as well.
+    """
+    sample = _get_sample_since(process, process.newest_call_at)
+    if sample is None:
+        return False
+    blocked_threads: list[ThreadStack] = []
+    for stream in blocked_streams:
+        caller = sample.find_caller(stream)
+        if caller is None or stream.uid not in caller.called_uids:
+            return False
+        if not waits_for_communication(caller):
+            return False
+        blocked_threads.append(caller)
+    others = [
+        thread
+        for thread in _list_callers(process, sample)
+        if not any(thread is blocked for blocked in blocked_threads)
+    ]
+    return all(_is_joining(thread) or waits_for_communication(thread) for thread in others)
+
+
+def _is_joining(thread: ThreadStack) -> bool:
+    """Whether it waits for the end or the result of another thread. Any thread may hold a lock."""
+    return _is_waiting_for_thread(thread) and classify_activity(thread).waits is not LOCK
 
 
 def _list_callers(process: Process, sample: StackSample) -> list[ThreadStack]:

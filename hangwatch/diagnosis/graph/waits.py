@@ -16,7 +16,12 @@ from .awaited import WaitResolver, may_be_released, receives_from_any
 from .graph import BlockedCall, WaitGraph
 from .queued_calls import QueuedCalls
 from .silence import find_silent_ranks
-from .thread_waits import get_calling_thread_since, has_continuing_caller, is_process_waiting
+from .thread_waits import (
+    get_calling_thread_since,
+    has_continuing_caller,
+    is_process_waiting,
+    is_wholly_blocked,
+)
 
 
 def build_wait_graph(attempt: Attempt, now: float, lost_after_s: float) -> WaitGraph:
@@ -230,7 +235,8 @@ def _find_blocked_streams(process: Process, before: float) -> Collection[CallStr
         return blocked
     since = max([stream.entered_at for stream in blocked])
     if process.newest_call_at > since + MIN_WAIT_S:
-        return []
+        # Another thread went on meanwhile; it may wait for this one by now.
+        return blocked if is_wholly_blocked(process, blocked) else []
     return [] if has_continuing_caller(process, blocked, since) else blocked
 
 

@@ -18,6 +18,7 @@ from hangwatch.stacks.frames import waits_for_communication
 
 from .absence_verdict import make_absence_verdict
 
+_QUIET_S = 2.0  # without a call
 _MAX_SAMPLED = 2  # of the ranks that wait, and of those that they wait for
 
 
@@ -70,10 +71,14 @@ def _is_free(context: DiagnosisContext, rank: int) -> bool:
 
 
 def _request_samples(context: DiagnosisContext, ranks: Collection[int], since: float) -> None:
-    """Requests one sample of some of the ranks since the wait began: they are at work."""
+    """Requests one sample of some of the ranks since the wait began: they are at work. Once a rank
+    makes no more calls, another one shows whether it waits for its thread.
+    """
     for rank in sorted(ranks)[:_MAX_SAMPLED]:
         process = context.attempt.processes[rank]
-        if all(sample.taken_at < since for sample in process.samples):
+        is_quiet = context.now - process.newest_call_at >= _QUIET_S
+        needed_since = max(since, process.newest_call_at) if is_quiet else since
+        if all(sample.taken_at < needed_since for sample in process.samples):
             context.requests.append(EvidenceRequest(rank=rank, stacks=True))
 
 

@@ -1506,3 +1506,35 @@ def test_end_after_groups_were_destroyed_is_no_failure() -> None:
     job.end_process(0, signal=signal.SIGKILL)
     job.advance_time(5)
     assert job.list_due_verdicts() == []
+
+
+def test_rank_whose_training_waits_for_its_saver() -> None:
+    """The main threads train on for a while, then wait for the checkpoint."""
+    job = ScriptedJob(3)
+    job.add_group("saver", (0, 1, 2))
+    job.make_calls(thread=1)
+    job.send_heartbeats()
+    for rank in (0, 2):
+        job.make_call(rank, "barrier", group="saver", thread=2)
+    for _ in range(3):
+        job.advance_time(2)
+        job.make_calls(thread=1)
+        job.send_heartbeats()
+    collective = make_frame("barrier", "/x/site-packages/torch/distributed/distributed_c10d.py")
+    joined = [make_frame("join", "/usr/lib/python3.11/threading.py"), make_frame("main")]
+    verdicts = []
+    for second in range(13):
+        job.advance_time(1)
+        job.send_heartbeats()
+        if second == 5:
+            for rank in (0, 2):
+                job.report_stacks(rank, joined, [collective])
+            job.report_stacks(1, joined, [make_frame("write_shard", text="open(path)")])
+        verdicts = job.list_due_verdicts()
+    (verdict,) = verdicts
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (
+        VerdictKind.MISSING_RANK,
+        (1,),
+        (0, 2),
+    )
+    assert verdict.site is not None and verdict.site.function == "write_shard"

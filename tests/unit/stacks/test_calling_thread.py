@@ -54,3 +54,13 @@ def test_caller_in_library_code_only() -> None:
     trainer = _make_thread("trainer", _LIBRARY, recency=0, uids=(1,))
     child = _make_thread("child", _USER, pid=7)
     assert find_calling_thread((main, trainer, child)) is trainer, "a child process is no thread"
+
+
+def test_thread_of_torch_makes_the_calls_of_its_group() -> None:
+    torch_frame = Frame(
+        function="all_gather", file="/x/site-packages/torch/distributed/distributed_c10d.py", line=1
+    )
+    main = _make_thread("MainThread", _USER, recency=0, uids=(1,))
+    saver = _make_thread("saver", torch_frame, recency=1, uids=(2,))
+    assert find_calling_thread((main, saver), 2) is saver
+    assert find_calling_thread((main, saver)) is main

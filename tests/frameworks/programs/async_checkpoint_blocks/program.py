@@ -18,12 +18,15 @@ class Storage(dcp.FileSystemWriter):
 
 def main():
     dist.init_process_group("cpu:gloo")
-    model = torch.nn.Linear(8, 2)
+    model, group = torch.nn.Linear(8, 2), dist.new_group()
     future = None
     for step in range(20):
         if step == 5:
             future = dcp.async_save(
-                model.state_dict(), checkpoint_id="checkpoint", storage_writer=Storage("checkpoint")
+                model.state_dict(),
+                checkpoint_id="checkpoint",
+                process_group=group,
+                storage_writer=Storage("checkpoint"),
             )
         for parameter in model.parameters():
             dist.all_reduce(parameter.data)

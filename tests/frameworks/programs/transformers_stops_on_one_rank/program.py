@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer. A callback stops the training of rank 1 alone, which then ends."""
+"""Hugging Face's Trainer. A callback stops the training of rank 1 alone, which goes on to the end of the training."""
 
 import os
 
