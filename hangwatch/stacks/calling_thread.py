@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from hangwatch.model.threads import ThreadStack
 
+from .activities import classify_activity
 from .frames import is_torch_frame, is_user_frame
+from .place_kinds import INTERPRETER_EXIT
 
 
 def find_calling_thread(threads: Sequence[ThreadStack], uid: int = 0) -> ThreadStack | None:
@@ -15,7 +17,7 @@ def find_calling_thread(threads: Sequence[ThreadStack], uid: int = 0) -> ThreadS
 
     A thread in the user's code is preferred: the last one that made a call may be an idle thread of
     a pool or, in an actor, the main thread that only made the group, and the next call comes from
-    another one. Without such a thread, it is the last one that made a call.
+    another one. Without such a thread, or while Python exits, it is the last one that made a call.
     """
     own_threads = [thread for thread in threads if thread.pid is None]
     if not own_threads:
@@ -29,7 +31,9 @@ def find_calling_thread(threads: Sequence[ThreadStack], uid: int = 0) -> ThreadS
         # Code of torch's makes calls as well, such as that of asynchronous checkpoints.
         if uid in thread.called_uids and (_runs_user_code(thread) or _runs_torch(thread)):
             return thread
-    candidates = [*callers, main, *own_threads]
+    candidates = [*callers, main]
+    if classify_activity(main).inside is not INTERPRETER_EXIT:
+        candidates += own_threads
     return next(filter(_runs_user_code, candidates), callers[0])
 
 

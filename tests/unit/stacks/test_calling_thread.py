@@ -64,3 +64,10 @@ def test_thread_of_torch_makes_the_calls_of_its_group() -> None:
     saver = _make_thread("saver", torch_frame, recency=1, uids=(2,))
     assert find_calling_thread((main, saver), 2) is saver
     assert find_calling_thread((main, saver)) is main
+
+
+def test_main_thread_that_exits_stands_for_its_rank() -> None:
+    exiting = Frame(function="_shutdown", file="/usr/lib/python3.11/threading.py", line=1583)
+    main = _make_thread("MainThread", exiting, recency=0, uids=(1,))
+    uploader = _make_thread("uploader", _USER)
+    assert find_calling_thread((main, uploader)) is main
