@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import subprocess
@@ -28,6 +29,8 @@ def check_start(env: Mapping[str, str]) -> Iterator[Finding]:
     yield check_entry_point(_list_entry_points())
     yield check_autoload(env)
     yield check_url(env)
+    if importlib.util.find_spec("ray") is not None:
+        yield make_ray_finding()
     yield check_torch(*_probe_torch(env))
 
 
@@ -86,6 +89,15 @@ def check_url(env: Mapping[str, str]) -> Finding:
     return Finding(
         name=name, ok=True, detail=f"{target}, {'with' if target.token else 'without'} a token"
     )
+
+
+def make_ray_finding() -> Finding:
+    """Ray's workers do not inherit the environment of the driver."""
+    detail = (
+        "installed: its workers get the variables of hangwatch by ray.init(runtime_env="
+        "hangwatch.integrations.ray.make_runtime_env())"
+    )
+    return Finding(name="ray", ok=True, detail=detail)
 
 
 def check_torch(output: str, error: str) -> Finding:

@@ -36,6 +36,7 @@ def test_activation() -> None:
     assert activation.check_autoload({"HANGWATCH_DISABLE": "1"}).ok is False
     assert activation.check_autoload({"HANGWATCH_DISABLE": "0"}).ok
     assert activation.check_url({}).ok is None
+    assert "make_runtime_env" in activation.make_ray_finding().detail
     assert activation.check_url({"HANGWATCH_URL": "master"}).ok is False
     finding = activation.check_url({"HANGWATCH_URL": "http://:hidden@m:1"})
     assert finding.ok and "hidden" not in finding.detail
