@@ -42,8 +42,7 @@ class ProcessIdentity:
     program: str = ""  # the script, as started
     started_s: float = 0.0  # age of the process
     master: str = ""  # MASTER_ADDR:MASTER_PORT, its rendezvous address
-    # HANGWATCH_ON_HANG in its environment; see `refuses_abort`.
-    on_hang: str = ""
+    on_hang: str = ""  # HANGWATCH_ON_HANG in its environment; see `refuses_abort`
     unrecorded: str = ""  # why its calls cannot be recorded, with the remedy; empty if they can
 
 
@@ -122,11 +121,8 @@ class ProcessUpdate:
     phase_s: float = 0.0
     phase_limit_s: float | None = None
     pulse_s: float | None = None  # time since Python last ran there; None without a ring
-    # Of the main thread, as in /proc: R, S, D, T, t, Z, ...; D too if the thread of the newest call
-    # is in that state.
-    state: str = "?"
-    # Time since the main thread or that of the newest call last used a CPU or was ready to run.
-    idle_s: float = 0.0
+    state: str = "?"  # of the main thread, as in /proc; D if the thread of the newest call is in D
+    idle_s: float = 0.0  # since one of these threads last used a CPU or was ready to run
     cpu_s: float = 0.0  # CPU time of the whole process
     ended: ExitInfo | None = None
     ended_s: float = 0.0
