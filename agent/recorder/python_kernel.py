@@ -14,10 +14,7 @@ from . import faults
 from .call_reader import CallReader
 from .callers import find_logged_callers, find_quick_callers, skip_logger_frames
 from .recorder import Recorder
-from .safe_import import PATCHED_BUILTINS
 from .streams import EnteredCall, leave_call
-
-__builtins__ = PATCHED_BUILTINS  # type: ignore[assignment]  # a module in __main__, a dict of its names elsewhere
 
 _current_recorder: Recorder | None = None
 
