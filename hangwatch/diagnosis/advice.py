@@ -15,7 +15,7 @@ from hangwatch.model.threads import ThreadStack
 from hangwatch.model.verdicts import Verdict
 from hangwatch.stacks.activities import classify_activity
 from hangwatch.stacks.activity_kinds import Activity
-from hangwatch.stacks.frames import find_innermost_user_frame, is_user_frame
+from hangwatch.stacks.frames import find_innermost_user_frame, runs_user_code
 from hangwatch.stacks.place_kinds import INTERPRETER_EXIT
 from hangwatch.tracking.process import Process, StackSample
 
@@ -120,7 +120,7 @@ def _describe_blocking_child(activity: Activity, culprit: _SampledCulprit) -> st
         if waits.may_wait_for(thread) or (waits.waits_for_child and thread.pid is not None)
     ]
     candidates.sort(key=lambda t: (t not in working_threads, not waits.may_wait_for(t)))
-    in_user_code = (t for t in candidates if any(map(is_user_frame, t.frames)))
+    in_user_code = (t for t in candidates if runs_user_code(t))
     blocking = next(in_user_code, None)
     if blocking is None or (working_threads and blocking not in working_threads):
         children = [thread for thread in candidates if thread.pid is not None]

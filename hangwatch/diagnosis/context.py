@@ -206,9 +206,7 @@ def select_samples(process: Process, since: float) -> list[StackSample]:
     if process.exception_at is not None and has_peer_error(process):
         until = process.exception_at
     return [
-        sample
-        for sample in process.samples
-        if since <= sample.taken_at <= until and sample.calling_thread is not None
+        sample for sample in process.samples if since <= sample.taken_at <= until and sample.threads
     ]
 
 

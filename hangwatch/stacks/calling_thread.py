@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hangwatch.model.threads import ThreadStack
 
 from .activities import classify_activity
-from .frames import is_torch_frame, is_user_frame
+from .frames import is_torch_frame, runs_user_code
 from .place_kinds import INTERPRETER_EXIT
 
 
@@ -25,16 +25,16 @@ def find_calling_thread(threads: Sequence[ThreadStack], uid: int = 0) -> ThreadS
     main = next((thread for thread in own_threads if thread.main), own_threads[0])
     callers = [thread for thread in own_threads if thread.call_recency is not None]
     callers.sort(key=lambda thread: thread.call_recency or 0)
-    if not callers or (len(callers) == 1 and callers[0] is main and _runs_user_code(main)):
+    if not callers or (len(callers) == 1 and callers[0] is main and runs_user_code(main)):
         return main  # the case of nearly all ranks
     for thread in callers:
         # Code of torch's makes calls as well, such as that of asynchronous checkpoints.
-        if uid in thread.called_uids and (_runs_user_code(thread) or _runs_torch(thread)):
+        if uid in thread.called_uids and (runs_user_code(thread) or _runs_torch(thread)):
             return thread
     candidates = [*callers, main]
     if classify_activity(main).inside is not INTERPRETER_EXIT:
         candidates += own_threads
-    return next(filter(_runs_user_code, candidates), callers[0])
+    return next(filter(runs_user_code, candidates), callers[0])
 
 
 def find_thread_without_calls(threads: Sequence[ThreadStack]) -> ThreadStack | None:
@@ -48,13 +48,9 @@ def find_thread_without_calls(threads: Sequence[ThreadStack]) -> ThreadStack | N
         if thread.pid is None
         and not thread.main
         and not thread.called_uids
-        and _runs_user_code(thread)
+        and runs_user_code(thread)
     ]
     return candidates[0] if len(candidates) == 1 else None
-
-
-def _runs_user_code(thread: ThreadStack) -> bool:
-    return any(map(is_user_frame, thread.frames))
 
 
 def _runs_torch(thread: ThreadStack) -> bool:

@@ -25,7 +25,7 @@ RECORDER_MODULES = (
     "exceptions", "fault_dumps", "faults", "group_setup", "groups", "installation", "kernels",
     "native/build", "native/cache", "native/check", "native/frames", "native/library",
     "operator_schemas", "other_threads", "planner", "poller", "python_kernel", "rank", "recorder",
-    "recorder_hooks", "ring_file", "safe_import", "streams", "supervisor", "tensor_lists", "worlds", "writer",
+    "recorder_hooks", "ring_file", "streams", "supervisor", "tensor_lists", "worlds", "writer",
 )  # fmt: skip
 _RECORDER_PATH = re.compile(rf"(^|/)agent/recorder/({'|'.join(RECORDER_MODULES)})\.py$")
 # A line of the user's that itself waits for communication or for the device, as in `work.wait()`.
@@ -59,6 +59,11 @@ def _is_native_frame(frame: Frame) -> bool:
         and not frame.file.startswith("<")
         and "/ipykernel" not in frame.file
     )
+
+
+def runs_user_code(stack: ThreadStack) -> bool:
+    """Whether any of a thread's frames is the user's."""
+    return any(map(is_user_frame, stack.frames))
 
 
 def _list_caller_frames(stack: ThreadStack) -> list[Frame]:

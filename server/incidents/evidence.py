@@ -159,28 +159,22 @@ def collect_stacks(
     stacks = merge_calling_stacks(attempt, culprits, verdict.group, since, convert_date)
     if len(culprits) <= MAX_DETAILED_CULPRITS:
         for rank in culprits:
-            sample = find_newest_sample(attempt.processes.get(rank), since)
-            if sample is not None:
-                stacks += _collect_other_threads(
-                    attempt, rank, verdict.group, since, sample, convert_date
-                )
+            process = attempt.processes.get(rank)
+            sample = find_newest_sample(process, since)
+            if process is not None and sample is not None:
+                caller = process.find_caller(sample, verdict.group, since)
+                stacks += _collect_other_threads(rank, sample, caller, convert_date)
     culprit_set = set(culprits)
     victims = [rank for rank in verdict.waiting if rank not in culprit_set]
     return stacks + merge_calling_stacks(attempt, victims, verdict.group, since, convert_date)
 
 
 def _collect_other_threads(
-    attempt: Attempt,
-    rank: int,
-    group: Group | None,
-    since: float,
-    sample: StackSample,
-    convert_date: DateConverter,
+    rank: int, sample: StackSample, caller: ThreadStack | None, convert_date: DateConverter
 ) -> list[MergedStack]:
     """The child processes that a rank waits for come before its own other threads; of the latter,
     the one that holds the GIL comes first.
     """
-    caller = attempt.processes[rank].find_caller(sample, group, since)
     others = [
         thread
         for thread in sample.threads

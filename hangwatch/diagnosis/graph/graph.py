@@ -55,7 +55,7 @@ class WaitGraph:
 
     # By waiting rank.
     blocked_calls: dict[int, list[BlockedCall]] = field(default_factory=dict)
-    # By rank, the calls in which some thread waits while others go on with calls of their own.
+    # By rank, the calls that block one of its threads while another thread makes calls.
     thread_waits: dict[int, list[BlockedCall]] = field(default_factory=dict)
     # By rank, a call that does not complete although every rank that it needs has entered it.
     stuck_streams: dict[int, CallStream] = field(default_factory=dict)

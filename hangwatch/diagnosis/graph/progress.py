@@ -7,7 +7,7 @@ from __future__ import annotations
 from hangwatch.model.threads import ThreadStack
 from hangwatch.stacks.activities import classify_activity
 from hangwatch.stacks.activity_kinds import RequiredProgress
-from hangwatch.stacks.frames import is_user_frame
+from hangwatch.stacks.frames import runs_user_code
 from hangwatch.tracking.process import IDLE_AFTER_S, Process, StackSample
 
 MIN_SAMPLE_GAP_S = 0.8  # between two samples that can be compared
@@ -178,7 +178,7 @@ def _find_awaited_threads(sample: StackSample) -> tuple[RequiredProgress, list[T
         if thread.cpu_s is not None and waits.may_wait_for(thread)
     ]
     if required is RequiredProgress.ALL:
-        candidates = [thread for thread in candidates if any(map(is_user_frame, thread.frames))]
+        candidates = [thread for thread in candidates if runs_user_code(thread)]
     elif required is RequiredProgress.NEWEST:
         candidates = candidates[:1]
     return required, candidates

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.threads import ThreadStack
 from hangwatch.stacks.activities import classify_activity, waits_for_external
-from hangwatch.stacks.frames import is_user_frame, waits_for_communication
+from hangwatch.stacks.frames import runs_user_code, waits_for_communication
 from hangwatch.stacks.wait_kinds import LOCK
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import IDLE_AFTER_S, Process, StackSample
@@ -81,7 +81,7 @@ def _list_callers(process: Process, sample: StackSample) -> list[ThreadStack]:
         for thread in sample.threads
         if thread.call_recency is not None
         and not _creates_groups_only(process, thread)
-        and any(map(is_user_frame, thread.frames))
+        and runs_user_code(thread)
     ]
 
 
@@ -101,7 +101,7 @@ def has_working_thread(process: Process, since: float) -> bool:
 
 
 def _is_working_in_user_code(thread: ThreadStack) -> bool:
-    if thread.pid is not None or not any(map(is_user_frame, thread.frames)):
+    if thread.pid is not None or not runs_user_code(thread):
         return False
     return waits_for_communication(thread) is False and not _is_waiting_for_thread(thread)
 

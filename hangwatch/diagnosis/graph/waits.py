@@ -51,7 +51,7 @@ class _GraphBuilder:
 
     def add_rank(self, rank: int, process: Process) -> None:
         """Adds the waits of one rank."""
-        pending = self._find_blocked_streams(rank, process)
+        pending = self._find_certain_waits(rank, process)
         if len(pending) == 1:  # the case of nearly all of 100,000 ranks that wait
             (stream,) = pending
             awaited = self.resolver.find_awaited_ranks(rank, stream, True)
@@ -93,9 +93,9 @@ class _GraphBuilder:
         else:
             self._add_released(rank, pending)
 
-    def _find_blocked_streams(self, rank: int, process: Process) -> Collection[CallStream]:
-        """The calls in which the whole process is blocked. Without any, those in which one of its
-        threads is become thread waits.
+    def _find_certain_waits(self, rank: int, process: Process) -> Collection[CallStream]:
+        """The calls in which the whole process is blocked. If there are none, adds the calls that
+        block only one of its threads.
         """
         blocked = _find_blocked_streams(process, self.before)
         if not blocked:
@@ -103,8 +103,8 @@ class _GraphBuilder:
         return blocked
 
     def _add_thread_waits(self, rank: int, process: Process) -> None:
-        """Adds the collectives in which a thread waits, while the newest call is another thread's.
-        A thread may wait for messages as long as it likes.
+        """Adds the collectives that block one thread while another one made the newest call. A thread
+        that only receives messages may be blocked for any time in a healthy job.
         """
         for stream in process.open_calls.blocked_streams:
             if stream.peer is not None or stream.entered_at > self.before:
@@ -235,7 +235,7 @@ def _find_blocked_streams(process: Process, before: float) -> Collection[CallStr
         return blocked
     since = max([stream.entered_at for stream in blocked])
     if process.newest_call_at > since + MIN_WAIT_S:
-        # Another thread went on meanwhile; it may wait for this one by now.
+        # Another thread made calls since; it may wait for this one now.
         return blocked if is_wholly_blocked(process, blocked) else []
     return [] if has_continuing_caller(process, blocked, since) else blocked
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import signal
 
-from hangwatch.diagnosis.context import DiagnosisContext
+from hangwatch.diagnosis.context import TERMINATION_SIGNALS, DiagnosisContext
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.tracking.call_stream import CallStream
@@ -16,14 +16,7 @@ from .failures import get_failure_time
 
 # Launchers end all processes within this time, in seconds.
 _TEARDOWN_S = 3.0
-_CRASH_SIGNALS = (
-    signal.SIGSEGV,
-    signal.SIGBUS,
-    signal.SIGABRT,
-    signal.SIGFPE,
-    signal.SIGILL,
-    signal.SIGSYS,
-)
+_LAUNCHER_SIGNALS = (signal.SIGKILL, *TERMINATION_SIGNALS)
 
 
 def is_teardown(context: DiagnosisContext, failed: list[Process]) -> bool | None:
@@ -54,9 +47,11 @@ def is_teardown(context: DiagnosisContext, failed: list[Process]) -> bool | None
 
 
 def _has_ended_quietly(process: Process) -> bool:
-    """Whether its end shows no failure of its own: no exception, no crash."""
+    """Whether its end shows no failure of its own: no exception, no signal but a launcher's."""
     end = process.exit
-    return end is not None and process.exception is None and end.signal not in _CRASH_SIGNALS
+    if end is None or process.exception is not None:
+        return False
+    return not end.signal or end.signal in _LAUNCHER_SIGNALS
 
 
 def _has_called_in_thread(process: Process) -> bool:

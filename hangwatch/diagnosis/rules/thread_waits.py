@@ -1,6 +1,6 @@
-"""Threads that wait in a group of their own while their ranks go on, such as those that save
-checkpoints: nothing else is held up, so the ranks that they wait for are slow and not missing,
-until the limit for slow ranks.
+"""Threads that are blocked in a group of their own, such as those that save checkpoints, while the
+training continues. Nothing else is delayed, so the awaited ranks are slow and not missing, until the
+limit for slow ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hangwatch.stacks.frames import waits_for_communication
 from .absence_verdict import make_absence_verdict
 
 _QUIET_S = 2.0  # without a call
-_MAX_SAMPLED = 2  # of the ranks that wait, and of those that they wait for
+_MAX_SAMPLED = 2  # waiting ranks, and as many awaited ones
 
 
 def diagnose_thread_waits(context: DiagnosisContext) -> None:
