@@ -38,14 +38,19 @@ def parse_environ(env: Mapping[str, str], rendezvous: str = "") -> LaunchInfo:
     )
 
 
+def is_switched_off(env: Mapping[str, str]) -> bool:
+    """Whether HANGWATCH_DISABLE keeps a process from being recorded."""
+    return env.get("HANGWATCH_DISABLE", "0") not in ("", "0")
+
+
 def _parse_lightning_rank(env: Mapping[str, str]) -> int | None:
     """The rank of a process that Lightning's launcher started on the first node: rank 0 starts the
     others there, with LOCAL_RANK and NODE_RANK. It sets them in its own environment as well, which
     all its children inherit, so 0 identifies no rank. On other nodes, it depends on their size.
     """
-    local_rank = _parse_number(env.get("LOCAL_RANK"))
-    is_first_node = env.get("NODE_RANK") == "0" and "WORLD_SIZE" in env
-    return local_rank or None if is_first_node else None
+    if env.get("NODE_RANK") != "0" or "WORLD_SIZE" not in env:
+        return None
+    return _parse_number(env.get("LOCAL_RANK")) or None
 
 
 def _choose_job_name(env: Mapping[str, str], rendezvous: str) -> str:

@@ -47,7 +47,9 @@ def install_recorder() -> None:
         _start_recording(launch, launch.rank, launch.world_size)
 
 
-def _become_rank(rank: int, world_size: int, rendezvous: str = "") -> None:
+def _become_rank(
+    launch: identity.LaunchInfo, rank: int, world_size: int, rendezvous: str = ""
+) -> None:
     """Starts recording, or updates the rank of a process that is recorded already."""
     current = get_current_rank()
     if current is not None:
@@ -55,7 +57,6 @@ def _become_rank(rank: int, world_size: int, rendezvous: str = "") -> None:
             current.rank, current.world_size = rank, world_size
             current.write_identity()
         return
-    launch = identity.parse_environ(os.environ, rendezvous)
     chosen = choose_launch(launch, rank, world_size, rendezvous)
     if chosen is not None:
         _start_recording(chosen, rank, world_size)
@@ -91,13 +92,13 @@ def _enter_init(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     signature = inspect.signature(inspect.unwrap(c10d.init_process_group))
     arguments = signature.bind(*args, **kwargs).arguments
     rendezvous = find_rendezvous(arguments)
-    launch = identity.parse_environ(os.environ)
+    launch = identity.parse_environ(os.environ, rendezvous)
     rank = arguments.get("rank", -1)
     world_size = arguments.get("world_size", -1)
     rank = launch.rank if rank < 0 else rank
     world_size = launch.world_size if world_size < 0 else world_size
     if rank is not None and world_size > 0:
-        _become_rank(rank, world_size, rendezvous)
+        _become_rank(launch, rank, world_size, rendezvous)
     current = get_current_rank()
     if current is None:
         return None
@@ -113,7 +114,8 @@ def _leave_init(token: Any, returned: bool) -> None:
     import torch.distributed as dist
 
     if returned and dist.is_initialized():
-        _become_rank(dist.get_rank(), dist.get_world_size())
+        launch = identity.parse_environ(os.environ)
+        _become_rank(launch, dist.get_rank(), dist.get_world_size())
     current = get_current_rank()
     if current is None:
         return

@@ -4,7 +4,7 @@ lifecycle that one shows.
 
 from __future__ import annotations
 
-import json
+import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,10 @@ from hangwatch.ring.layout import (
     IDENTITY_OFFSET,
     IDENTITY_SIZE,
     LIVE_OFFSET,
-    NOTE_STRUCT,
     LiveWord,
+    RingError,
 )
+from hangwatch.ring.parts import RingParts
 
 from ..environment import run_dir
 from .writer import RingWriter
@@ -81,20 +82,17 @@ def find_ancestor_rank() -> AncestorRank | None:
             if ring.exists():
                 return _read_ancestor(ring)
             pid = _read_parent_pid(pid)
-        except (OSError, ValueError):
+        except (OSError, ValueError, RingError):
             return None
     return None
 
 
 def _read_ancestor(ring: Path) -> AncestorRank:
-    """Raises OSError if the file cannot be read, ValueError if its identity is being written."""
-    with ring.open("rb") as file:
-        file.seek(IDENTITY_OFFSET)
-        note = file.read(IDENTITY_SIZE)
-    lock, length = NOTE_STRUCT.unpack_from(note)
-    if lock % 2:
-        raise ValueError("the identity is being written")
-    identity = json.loads(note[NOTE_STRUCT.size : NOTE_STRUCT.size + length])
+    """Raises OSError, ValueError or RingError if the file cannot be read."""
+    with ring.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
+        identity = RingParts(data).read_note(IDENTITY_OFFSET, IDENTITY_SIZE)
+    if identity is None:
+        raise RingError("its identity is being written")
     return AncestorRank(
         lifecycle=read_lifecycle(ring),
         job=identity["job"],

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hangwatch.ring.layout import RingGeometry
 
-from ...environment import run_dir
+from ...environment import identity, run_dir
 from ...node.reporting.uplink import ServerTarget, TargetError
 from .findings import Finding
 
@@ -64,7 +64,7 @@ def check_autoload(env: Mapping[str, str]) -> Finding:
         return Finding(
             name=name, ok=False, detail=detail, remedy="unset TORCH_DEVICE_BACKEND_AUTOLOAD"
         )
-    if env.get("HANGWATCH_DISABLE", "0") not in ("", "0"):
+    if identity.is_switched_off(env):
         detail = f"HANGWATCH_DISABLE={env['HANGWATCH_DISABLE']}: hangwatch is switched off"
         return Finding(name=name, ok=False, detail=detail, remedy="unset HANGWATCH_DISABLE")
     return Finding(name=name, ok=True, detail="no variable switches hangwatch off")

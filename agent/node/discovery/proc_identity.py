@@ -54,7 +54,7 @@ def find_unrecorded_reason(pid: int, watched_s: float, proc: str = processes.PRO
         environ = processes.read_environ(pid, proc)
         if not environ.get("HANGWATCH_URL"):
             return "HANGWATCH_URL is not in its environment: have the launcher pass it on"
-        if environ.get("HANGWATCH_DISABLE", "0") not in ("", "0"):
+        if identity.is_switched_off(environ):
             return "HANGWATCH_DISABLE=1 is in its environment: remove it"
         if watched_s < TORCH_IMPORT_S or not _has_loaded_torch(pid, proc):
             return ""

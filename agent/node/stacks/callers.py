@@ -8,7 +8,7 @@ from dataclasses import replace
 from hangwatch.model.threads import ThreadStack
 from hangwatch.ring.reader import RingReader
 from hangwatch.ring.snapshot import Caller
-from hangwatch.stacks.frames import is_user_frame
+from hangwatch.stacks.frames import runs_user_code
 
 
 def read_callers(reader: RingReader | None) -> tuple[Caller, ...]:
@@ -38,9 +38,7 @@ def mark_callers(
         return tuple(marked)
     unmatched = [recency for tid, recency in by_tid.items() if tid != pid]
     others = [
-        index
-        for index, thread in enumerate(marked)
-        if not thread.main and any(map(is_user_frame, thread.frames))
+        index for index, thread in enumerate(marked) if not thread.main and runs_user_code(thread)
     ]
     if unmatched and len(others) == 1:
         marked[others[0]] = _mark_caller(marked[others[0]], unmatched[0], callers)

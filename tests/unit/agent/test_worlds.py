@@ -1,4 +1,4 @@
-"""Which processes that a rank started are ranks, and of which job."""
+"""Whether a process that a rank started is a rank, and the name of its job."""
 
 from __future__ import annotations
 
