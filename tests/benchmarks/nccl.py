@@ -14,8 +14,9 @@ from pathlib import Path
 
 from hangwatch.agent.recorder.device_status import MAX_LOAD, STILL_INTERVAL_S
 from hangwatch.agent.recorder.native.build import get_build_command
-from tests.fakegpu.environment import environment_folder, python_of
+from tests.fakegpu.environment import environment_folder
 from tests.fakegpu.launch import job_environment, torchrun_command
+from tests.harness.environments import python_of
 from tests.harness.server import Server
 
 PROGRAM = Path(__file__).parents[1] / "fakegpu" / "programs" / "call_cost.py"

@@ -17,9 +17,9 @@ from tests.fakegpu.environment import (
     environment_folder,
     install_environment,
     library_folder,
-    python_of,
 )
 from tests.fakegpu.launch import job_environment
+from tests.harness.environments import python_of
 
 EXIT_WHEEL_UNAVAILABLE = 5
 

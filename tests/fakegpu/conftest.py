@@ -7,12 +7,8 @@ import os
 
 import pytest
 
-from tests.fakegpu.environment import (
-    WheelUnavailableError,
-    environment_folder,
-    install_environment,
-    is_installed,
-)
+from tests.fakegpu.environment import WheelUnavailableError, environment_folder, install_environment
+from tests.harness.environments import is_installed
 
 
 def require_torch(version: str) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tests.fakegpu.build import build_libraries
 from tests.fakegpu.checkout import hangwatch_folders
-from tests.fakegpu.environment import environment_folder, library_folder, python_of
+from tests.fakegpu.environment import environment_folder, library_folder
+from tests.harness.environments import python_of
 
 
 def stand_in_variables(torch_version: str) -> dict[str, str]:

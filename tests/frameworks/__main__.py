@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from tests.harness import expected
+from tests.harness.environments import is_installed
 from tests.harness.verdicts import check_program
 from tests.zoo.runs import run_programs
 
@@ -17,7 +18,6 @@ from .environment import (
     environment_folder,
     frameworks_runtime,
     install_frameworks,
-    is_installed,
 )
 
 EXIT_UNAVAILABLE = 5
@@ -26,7 +26,7 @@ STALL_AFTER_S = 8.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse_arguments(argv)
-    if not is_installed():
+    if not is_installed(environment_folder()):
         print(f"installing the frameworks into {environment_folder()}", file=sys.stderr, flush=True)
         try:
             install_frameworks()

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.frameworks.__main__ import STALL_AFTER_S
-from tests.frameworks.environment import frameworks_runtime, is_installed
+from tests.frameworks.environment import environment_folder, frameworks_runtime
+from tests.harness.environments import is_installed
 from tests.harness.expected import list_programs
 from tests.harness.verdicts import check_program
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.frameworks
 @pytest.fixture(autouse=True)
 def _installed_frameworks() -> None:
     """Several of these jobs are more than two cores can run beside other tests: they run on request."""
-    if "HANGWATCH_FRAMEWORKS_DIR" not in os.environ or not is_installed():
+    if "HANGWATCH_FRAMEWORKS_DIR" not in os.environ or not is_installed(environment_folder()):
         pytest.skip("runs on request: see tests/frameworks/README.md")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ def build_command(
     """The command line that starts `program` with the interpreter `python`, and what it needs in its environment.
 
     ``torchrun``; ``spawn``, where the program starts its ranks itself; ``ray``, where it has Ray do that; ``plain``, a process per
-    rank with RANK set; ``accelerate`` and ``deepspeed``, the launchers of these frameworks. Raises ValueError for any other.
+    rank with RANK set; ``accelerate``, the launcher of that name. Raises ValueError for any other.
     """
     script = [str(program), *args]
     if launcher == "torchrun":
@@ -53,14 +52,9 @@ def build_command(
         options += ["--mixed_precision", "no", "--dynamo_backend", "no"]
         options += ["--main_process_port", str(_find_free_port())]
         return [python, "-m", "accelerate.commands.launch", *options, *script], {}
-    if launcher == "deepspeed":
-        options = ["--num_gpus", str(ranks), "--master_port", str(_find_free_port())]
-        accelerator = {
-            "DS_ACCELERATOR": "cpu",
-            "PATH": os.pathsep.join([str(Path(python).parent), os.environ["PATH"]]),
-        }
-        return [python, "-m", "deepspeed.launcher.runner", *options, *script], accelerator
-    raise ValueError(f"no launcher {launcher!r}")
+    raise ValueError(
+        f"no launcher {launcher!r}: there are torchrun, spawn, ray, plain and accelerate"
+    )
 
 
 def _find_free_port() -> int:

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from tests.fakegpu.environment import environment_folder, is_installed
+from tests.fakegpu.environment import environment_folder
 from tests.harness import expected
+from tests.harness.environments import is_installed
 from tests.harness.expected import ExpectedVerdict
 from tests.harness.job import THIS_RUNTIME
 from tests.harness.verdicts import ProgramOutcome, check_program

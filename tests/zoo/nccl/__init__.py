@@ -7,8 +7,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.fakegpu.environment import environment_folder, python_of
+from tests.fakegpu.environment import environment_folder
 from tests.fakegpu.launch import stand_in_variables
+from tests.harness.environments import python_of
 from tests.harness.job import TorchRuntime
 
 # `import device_faults` in the programs.
