@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from hangwatch.diagnosis.graph.thread_waits import is_process_waiting
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.device import DeviceProgress
 from hangwatch.model.groups import GroupKey
@@ -118,7 +119,9 @@ def _compute_state(
 
 
 def compute_waiting_s(process: Process, now: float) -> float | None:
-    """Seconds since the process entered its oldest unfinished call; None if all are finished."""
+    """Seconds since the process entered its oldest unfinished call; None if all are finished, or if
+    it is busy with other work and no call blocks it.
+    """
     if process.exit is not None or process.reports.last_progress_at > process.reports.last_seen_at:
         return None
     oldest_at: float | None = None
@@ -126,7 +129,20 @@ def compute_waiting_s(process: Process, now: float) -> float | None:
         pending_at = stream.pending_at
         if pending_at is not None and (oldest_at is None or pending_at < oldest_at):
             oldest_at = pending_at
-    return None if oldest_at is None else max(0.0, now - oldest_at)
+    if oldest_at is None:
+        return None
+    if _may_work_on(process) and is_process_waiting(process) is False:
+        return None
+    return max(0.0, now - oldest_at)
+
+
+def _may_work_on(process: Process) -> bool:
+    """Whether its unfinished calls are known, and none is known to block it. An ``isend`` stays
+    unfinished unless the program waits for it.
+    """
+    pending = [stream for stream in process.streams.values() if stream.pending_at is not None]
+    oldest = [stream.calls.get(stream.first_unfinished) for stream in pending]
+    return all(call is not None and call.blocking is not True for call in oldest)
 
 
 def count_members(attempt: Attempt, number: int) -> int:
