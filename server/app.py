@@ -91,7 +91,7 @@ def build_app(
     app = FastAPI(
         title="hangwatch", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
-    error_pages.install_error_handlers(app)
+    error_pages.install_error_handlers(app, watch.counters.refusals_by_limit)
     rendering.set_path_prefix(settings.path_prefix)
     for part in (heartbeats, api, ondemand_routes, stack_files, pages, performance_routes, access):
         app.include_router(part.build_router(live))

@@ -30,7 +30,7 @@ from .command_line import TEST_ALERT_FLAG, SettingsError, load_settings
 from .core import garbage_collection
 from .core.event_loop import PriorityEventLoop, ThrottledListener
 from .http.app_state import AppState
-from .http.connections import TimeoutHttpProtocol
+from .http.connections import make_protocol_class
 from .settings import Settings
 from .storage.database import StoreError
 from .storage.store import Store
@@ -113,8 +113,9 @@ def _serve(settings: Settings) -> int:
         )
         app, live = build_app(settings, store=store, base_url=base_url, token=token)
         announce(settings, base_url, token, sys.stdout, sys.stderr)
+        protocol_class = make_protocol_class(live.watch.counters.refusals_by_limit)
         config = uvicorn.Config(
-            app, loop=f"{PriorityEventLoop.__module__}:{PriorityEventLoop.__name__}", http=TimeoutHttpProtocol, backlog=BACKLOG, log_config=None, access_log=False,
+            app, loop=f"{PriorityEventLoop.__module__}:{PriorityEventLoop.__name__}", http=protocol_class, backlog=BACKLOG, log_config=None, access_log=False,
             timeout_graceful_shutdown=SHUTDOWN_GRACE_S, timeout_keep_alive=KEEP_ALIVE_S, server_header=False, proxy_headers=False,
             ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
         )  # fmt: skip

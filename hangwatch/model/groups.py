@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 GroupKey = tuple[int, str, tuple[int, ...], int]
@@ -61,6 +62,9 @@ def pack_ranks(ranks: Sequence[int]) -> str:
     return ",".join(parts)
 
 
+_MAX_CACHED_RANKS = 1 << 17
+
+
 class RankTuple(tuple[int, ...]):
     """The ranks of a group with a cached hash, so that looking up a group key does not take time
     proportional to the group's size.
@@ -74,25 +78,42 @@ class RankTuple(tuple[int, ...]):
         return self._hash
 
 
-@functools.lru_cache(maxsize=256)
+def count_ranks(text: str) -> int:
+    """How many ranks `unpack_ranks` would return, at no cost. Raises ValueError for malformed text."""
+    return sum(map(_count_span, _iter_spans(text)))
+
+
 def unpack_ranks(text: str, max_ranks: int = 1 << 20) -> tuple[int, ...]:
     """The inverse of `pack_ranks`. Raises ValueError for malformed text and for more than
     ``max_ranks`` ranks.
-
-    Cached, because each member of a group reports all members: without the cache, 16,384 ranks
-    would take 16,384 tuples of that length.
     """
-    members: list[int] = []
+    count = count_ranks(text)
+    if count > max_ranks:
+        raise ValueError(f"more than {max_ranks} ranks")
+    return _unpack_cached(text) if count <= _MAX_CACHED_RANKS else _unpack(text)
+
+
+def _unpack(text: str) -> tuple[int, ...]:
+    return RankTuple(itertools.chain.from_iterable(_iter_spans(text)))
+
+
+# Each member of a group reports all members: without the cache, 16,384 ranks would take 16,384 tuples
+# of that length.
+_unpack_cached = functools.lru_cache(maxsize=64)(_unpack)
+
+
+def _iter_spans(text: str) -> Iterator[range]:
     for part in text.split(",") if text else []:
         span, _, step = part.partition(":")
         first, dash, last = span.partition("-")
-        chunk = (
-            range(int(first), int(last) + 1, int(step or 1))
-            if dash
-            else range(int(first), int(first) + 1)
-        )
-        # Not len(chunk), which overflows on malicious input.
-        if len(members) + (chunk.stop - chunk.start) // chunk.step > max_ranks:
-            raise ValueError(f"more than {max_ranks} ranks")
-        members.extend(chunk)
-    return RankTuple(members)
+        if not dash:
+            yield range(int(first), int(first) + 1)
+        elif (width := int(step or 1)) > 0:
+            yield range(int(first), int(last) + 1, width)
+        else:
+            raise ValueError(f"the step of {part[:40]!r} is not positive")
+
+
+def _count_span(span: range) -> int:
+    """Its length. ``len()`` overflows on malicious input."""
+    return max(0, (span.stop - span.start + span.step - 1) // span.step)

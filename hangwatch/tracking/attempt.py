@@ -56,6 +56,7 @@ class Attempt:
     # A rank whose process was alive at the last check; -1 if there was none.
     _alive_rank: int = 0
     _group_states: dict[GroupKey, GroupState] = field(default_factory=dict)
+    member_count: int = 0  # of all its different groups together
     _groups_by_identity: dict[tuple[str, str, str, str, int, int], Group] = field(
         default_factory=dict
     )
@@ -88,16 +89,13 @@ class Attempt:
             self.resumed_at = now
         self.last_seen_at = max(now, self.last_seen_at)
 
+    def has_group(self, identity: heartbeat.StreamIdentity) -> bool:
+        """Whether a member has reported the group."""
+        return _make_identity_key(identity) in self._groups_by_identity
+
     def intern_group(self, identity: heartbeat.StreamIdentity) -> Group:
         """Returns one shared `Group` object for all members that report the same group."""
-        key = (
-            identity.name,
-            identity.desc,
-            identity.ranks,
-            identity.backend,
-            identity.generation,
-            identity.world,
-        )
+        key = _make_identity_key(identity)
         group = self._groups_by_identity.get(key)
         if group is None:
             members = unpack_ranks(identity.ranks)
@@ -110,6 +108,7 @@ class Attempt:
                 world_size=identity.world,
             )
             self._groups_by_identity[key] = group
+            self.member_count += len(members)
         return group
 
     def intern_call(self, call: Call) -> Call:
@@ -238,3 +237,16 @@ def find_first_conflict(members: dict[int, CallStream]) -> int:
     pairs = set().union(*[stream.reported_hashes for stream in members.values()])
     seen: dict[int, int] = {}
     return min([seq for seq, value in pairs if seen.setdefault(seq, value) != value], default=0)
+
+
+def _make_identity_key(
+    identity: heartbeat.StreamIdentity,
+) -> tuple[str, str, str, str, int, int]:
+    return (
+        identity.name,
+        identity.desc,
+        identity.ranks,
+        identity.backend,
+        identity.generation,
+        identity.world,
+    )

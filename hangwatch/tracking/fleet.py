@@ -51,6 +51,14 @@ class Fleet:
         candidates = [a for key, a in self.attempts.items() if key.job == job]
         return max(candidates, key=lambda a: a.number) if candidates else None
 
+    def list_jobs(self, agent: str) -> set[str]:
+        """The jobs whose processes the agent reports."""
+        return {tracked.attempt.job for tracked in self._list_processes(agent)}
+
+    def count_members(self) -> int:
+        """The members of all different process groups in memory."""
+        return sum(attempt.member_count for attempt in self.attempts.values())
+
     def apply_heartbeat(self, beat: heartbeat.Heartbeat, now: float) -> bool:
         """Applies a heartbeat received at ``now``. Returns False if a resync is needed, because it
         updates a process or a stream that is not known here.

@@ -1,23 +1,123 @@
-"""Limits on what clients may send and on what is kept in memory."""
+"""What a client may send and what is kept in memory, at most: every limit of the server.
+
+A request beyond a limit gets a problem document with the limit's name, and `/metrics` counts it.
+The limits of what node agents and commands read are in `hangwatch.protocol.replies`.
+"""
 
 from __future__ import annotations
 
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from dataclasses import dataclass
 
-from hangwatch.protocol import heartbeat
-from hangwatch.tracking.fleet import Fleet
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .problems import Problem
 
-MAX_BODY_BYTES = 16 << 20  # as sent
-MAX_NAME_CHARACTERS = 256  # of a job's or a host's name
-MAX_STREAMS = 16384  # groups and point-to-point channels of one process
-# In memory, including those of finished attempts:
-MAX_AGENTS = 1 << 15
-MAX_PROCESSES = 1 << 18
-MAX_ATTEMPTS = 2000
 LARGE_RANKS = 4000  # from this number on, reading all ranks takes long
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """``name`` is the label of ``hangwatch_limit_refusals``; ``covers`` completes "at most N UNIT"."""
+
+    name: str
+    most: int
+    unit: str
+    covers: str
+    status: int = 413
+
+    @property
+    def text(self) -> str:
+        """For people: "at most 16 MiB of a request's body"."""
+        for shift, unit in ((20, "MiB"), (10, "KiB")):
+            if self.unit == "bytes" and self.most >= 1 << shift:
+                return f"at most {self.most >> shift} {unit} {self.covers}"
+        return f"at most {self.most} {self.unit} {self.covers}"
+
+    def make_problem(self, subject: str = "", remedy: str = "") -> Problem:
+        """The answer to a request that exceeds it."""
+        detail = f"{subject}: {self.text}" if subject else self.text
+        return Problem(
+            self.status,
+            detail + (f"; {remedy}" if remedy else ""),
+            headers={"Retry-After": "60"} if self.status == 429 else None,
+            limit=self.name,
+            most=self.most,
+        )
+
+
+HEAD = Limit(
+    name="request_head",
+    most=16 << 10,
+    unit="bytes",
+    covers="of a request's URL, headers and trailers together",
+    status=431,
+)
+PIPELINED = Limit(
+    name="pipelined_requests",
+    most=64,
+    unit="requests",
+    covers="sent on a connection before the first is answered",
+    status=429,
+)
+BODY = Limit(
+    name="request_body", most=16 << 20, unit="bytes", covers="of a request's body, as sent"
+)
+LOGIN_FORM = Limit(name="login_form", most=4096, unit="bytes", covers="of a login form")
+UNPACKED_BODY = Limit(
+    name="unpacked_body", most=64 << 20, unit="bytes", covers="of a body, decompressed"
+)
+NAME = Limit(
+    name="name",
+    most=256,
+    unit="printable characters",
+    covers="of a job's, a host's, an agent's or a process's name",
+    status=422,
+)
+RANK = Limit(name="rank", most=1 << 20, unit="ranks", covers="of a job", status=422)
+STRING = Limit(
+    name="string",
+    most=64 << 10,
+    unit="characters",
+    covers="of a text in a heartbeat",
+    status=422,
+)
+LIST = Limit(name="list", most=1 << 15, unit="items", covers="of a list in a heartbeat", status=422)
+HEARTBEAT_MEMBERS = Limit(
+    name="heartbeat_members",
+    most=1 << 21,
+    unit="members",
+    covers="of all different process groups of a heartbeat together",
+)
+ATTEMPT_MEMBERS = Limit(
+    name="attempt_members",
+    most=1 << 23,
+    unit="members",
+    covers="of all different process groups of a job's attempt together",
+)
+STREAMS = Limit(
+    name="streams", most=16384, unit="process groups and channels", covers="of a process"
+)
+JOBS_PER_AGENT = Limit(
+    name="jobs_per_agent", most=64, unit="jobs", covers="reported by one node agent", status=429
+)
+# In memory, including those of finished attempts:
+AGENTS = Limit(
+    name="agents", most=1 << 15, unit="node agents", covers="that report to a server", status=429
+)
+PROCESSES = Limit(
+    name="processes", most=1 << 18, unit="processes", covers="in a server's memory", status=429
+)
+ATTEMPTS = Limit(
+    name="attempts", most=2000, unit="attempts of jobs", covers="in a server's memory", status=429
+)
+MEMBERS = Limit(
+    name="members",
+    most=1 << 25,
+    unit="members",
+    covers="of all different process groups in a server's memory",
+    status=429,
+)
+LIMITS = tuple(value for value in list(globals().values()) if isinstance(value, Limit))
 
 
 def is_large(ranks: int) -> bool:
@@ -27,52 +127,8 @@ def is_large(ranks: int) -> bool:
     return ranks >= LARGE_RANKS
 
 
-def check_heartbeat(
-    beat: heartbeat.Heartbeat, fleet: Fleet, is_known_agent: bool, agent_count: int
-) -> None:
-    """Raises Problem if a heartbeat would exceed a limit on what is kept in memory."""
-    if not is_known_agent and agent_count >= MAX_AGENTS:
-        raise _make_memory_problem(f"this server watches at most {MAX_AGENTS} hosts")
-    new_identities = [
-        process.identity
-        for process in beat.processes
-        if process.identity is not None and (beat.host, process.key) not in fleet.processes
-    ]
-    if len(fleet.processes) + len(new_identities) > MAX_PROCESSES:
-        raise _make_memory_problem(f"this server keeps at most {MAX_PROCESSES} processes in memory")
-    if new_identities and len(fleet.attempts) >= MAX_ATTEMPTS:
-        known_jobs = {key.job for key in fleet.attempts}
-        if any(identity.job not in known_jobs for identity in new_identities):
-            raise _make_memory_problem(
-                f"this server keeps at most {MAX_ATTEMPTS} attempts of jobs in memory"
-            )
-    for update in beat.processes:
-        # Few processes come near the limit: only these are counted exactly.
-        if len(update.sequences) > MAX_STREAMS // 2:
-            _check_stream_count(beat.host, update, fleet)
-
-
-def _check_stream_count(host: str, update: heartbeat.ProcessUpdate, fleet: Fleet) -> None:
-    uids = {stream.uid for stream in update.sequences}
-    known = fleet.processes.get((host, update.key))
-    if known is not None:
-        uids |= known.process.streams.keys()
-    if len(uids) > MAX_STREAMS:
-        raise Problem(
-            413,
-            f"process {update.key} has more than {MAX_STREAMS} process groups and channels",
-            limit=MAX_STREAMS,
-        )
-
-
-def _make_memory_problem(limit: str) -> Problem:
-    return Problem(
-        429, f"{limit}; run another hangwatch-server for the rest", headers={"Retry-After": "60"}
-    )
-
-
 class BodySizeLimit:
-    """ASGI middleware that refuses request bodies of more than `MAX_BODY_BYTES`."""
+    """ASGI middleware that refuses request bodies larger than `BODY`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -84,8 +140,8 @@ class BodySizeLimit:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
-            if size > MAX_BODY_BYTES:
-                raise HTTPException(413, f"a request holds at most {MAX_BODY_BYTES >> 20} MiB")
+            if size > BODY.most:
+                raise BODY.make_problem()
             return message
 
         await self._app(scope, receive_limited if scope["type"] == "http" else receive, send)

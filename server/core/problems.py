@@ -28,8 +28,8 @@ PROBLEM_SCHEMA = {
 
 
 class Problem(Exception):
-    """An answer other than success. ``detail`` is for people, with the remedy; ``more`` are further
-    members.
+    """An answer other than success. ``detail`` is for people, with the remedy; ``extra_members`` are
+    further members of the document.
     """
 
     def __init__(
@@ -47,6 +47,12 @@ class Problem(Exception):
             headers,
             extra_members,
         )
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """The name of the limit that the request exceeds, if that is the reason."""
+        name = self.extra_members.get("limit")
+        return () if name is None else (name,)
 
 
 def encode_problem(status: int, detail: str, **extra_members: Any) -> bytes:

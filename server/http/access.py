@@ -19,14 +19,13 @@ from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..core import origin, problems
+from ..core import limits, origin, problems
 from ..core.login_failures import LoginFailures
 from .app_state import AppState
 from .rendering import make_stylesheet_response, render_page
 
 COOKIE_NAME = "hangwatch"
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/login", "/login/style.css"})
-MAX_FORM_BYTES = 4096
 
 
 class Authenticator:
@@ -131,8 +130,8 @@ def build_router(live: AppState) -> APIRouter:
         body = b""
         async for chunk in request.stream():
             body += chunk
-            if len(body) > MAX_FORM_BYTES:
-                raise problems.Problem(413, f"a login form holds at most {MAX_FORM_BYTES} bytes")
+            if len(body) > limits.LOGIN_FORM.most:
+                raise limits.LOGIN_FORM.make_problem()
         address = request.client.host if request.client else ""
         if (wait := failures.wait_s(address, live.now())) > 0:
             detail = f"too many wrong tokens from this address: try again in {wait:.0f} s"

@@ -1,4 +1,5 @@
-"""uvicorn's HTTP connections, with timeouts for incomplete requests and fewer system calls.
+"""uvicorn's HTTP connections, with timeouts and limits for incomplete requests and fewer system
+calls.
 
 HTTP is half of the cost of a heartbeat of a large job.
 """
@@ -6,11 +7,13 @@ HTTP is half of the cost of a heartbeat of a large job.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import http
+from collections import Counter
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from ..core import problems
+from ..core import limits, problems
 from ..core.event_loop import PriorityEventLoop
 from ..core.priority_selector import PrioritySelector
 
@@ -18,6 +21,7 @@ BODY_TIMEOUT_S = 30.0  # for a whole request body
 HEADERS_TIMEOUT_S = 10.0  # for the headers of a request
 MAX_BUFFERED_BYTES = 1 << 16
 HEARTBEATS_PATH_END = "/heartbeats"
+CHUNK_HEAD_BYTES = 16  # of a chunked body: its size, and the ends of lines
 
 
 class BufferedTransport:
@@ -53,14 +57,18 @@ class BufferedTransport:
         return getattr(self._transport, name)
 
 
-class TimeoutHttpProtocol(HttpToolsProtocol):
-    """Closes a connection if the rest of a request does not arrive in time. uvicorn itself only does
-    so between two requests.
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """Closes a connection if the rest of a request does not arrive in time, or if the request is
+    larger than allowed without its body. uvicorn itself limits only the time between two requests,
+    and keeps headers in memory before it asks anybody whether the client may send them.
 
     A request that arrives in one piece needs no timer here, unlike in a middleware. The protocol
     also informs the event loop's selector which connections only carry heartbeats.
     """
 
+    refusals: ClassVar[Counter[str]] = Counter()  # by the limit's name
+    _exceeded: limits.Limit | None = None
+    _head_bytes: int = 0  # received since the last complete request, other than its body
     _timeout_s: float = 0.0  # for the data that is expected from the client; 0: none is expected
     _deadline: asyncio.TimerHandle | None = None
     _fd: int = -1
@@ -75,6 +83,11 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         self._set_timeout(HEADERS_TIMEOUT_S)
 
     def on_headers_complete(self) -> None:
+        # Most of what has been received may be the body, if it came in the same piece.
+        if self._head_bytes > limits.HEAD.most and self._measure_head() > limits.HEAD.most:
+            self._stop_parsing(limits.HEAD)
+        if len(self.pipeline) >= limits.PIPELINED.most:
+            self._stop_parsing(limits.PIPELINED)
         super().on_headers_complete()
         if self._selector is not None:
             if self.scope.get("path", "").endswith(HEARTBEATS_PATH_END):
@@ -82,18 +95,47 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
             else:
                 self._selector.assign_to_queries(self._fd)
 
+    def _stop_parsing(self, limit: limits.Limit) -> None:
+        self._exceeded = limit
+        raise ValueError(limit.text)  # uvicorn calls `send_400_response`
+
+    def _measure_head(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = max(0, self._head_bytes - len(body) - CHUNK_HEAD_BYTES)
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        self._head_bytes = 0
         super().on_message_complete()
         if self._selector is not None:
             self._selector.finish_report(self._fd)
 
     def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
         super().data_received(data)
+        if self._head_bytes > limits.HEAD.most and not self.transport.is_closing():
+            self._refuse(limits.HEAD)
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
             self._set_timeout(HEADERS_TIMEOUT_S)
         else:
             self._set_timeout(BODY_TIMEOUT_S if cycle.more_body else 0.0)
+
+    def send_400_response(self, msg: str) -> None:
+        if self._exceeded is not None:
+            self._refuse(self._exceeded)
+        else:
+            super().send_400_response(msg)
+
+    def _refuse(self, limit: limits.Limit) -> None:
+        self.refusals[limit.name] += 1
+        cycle = self.cycle
+        if cycle is None or not cycle.response_started:
+            problem = limit.make_problem()
+            self._write_problem(problem.status, problem.detail, **problem.extra_members)
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -121,12 +163,20 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         self._timeout_s, self._deadline = 0.0, None
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_started:
-            body = problems.encode_problem(
+            self._write_problem(
                 408, f"the request's body did not arrive within {BODY_TIMEOUT_S:g} s"
             )
-            head = (
-                "HTTP/1.1 408 Request Timeout\r\ncontent-type:"
-                f" {problems.MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\n"
-            )
-            self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
         self.transport.close()
+
+    def _write_problem(self, status: int, detail: str, **extra_members: Any) -> None:
+        body = problems.encode_problem(status, detail, **extra_members)
+        head = (
+            f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ncontent-type:"
+            f" {problems.MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+
+
+def make_protocol_class(refusals: Counter[str]) -> type[asyncio.Protocol]:
+    """The protocol for `uvicorn.Config`, which counts the requests that exceed a limit."""
+    return type("LimitedHttpProtocol", (LimitedHttpProtocol,), {"refusals": refusals})

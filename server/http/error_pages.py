@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,13 +18,14 @@ from .rendering import render_page
 INTERNAL_ERROR_DETAIL = "hangwatch-server failed on this request; see its stderr"
 
 
-def install_error_handlers(app: FastAPI) -> None:
+def install_error_handlers(app: FastAPI, refusals: Counter[str]) -> None:
     """Makes ``app`` answer every error with a problem document, or with a page with the same text in
-    a browser.
+    a browser. ``refusals`` counts the requests that exceed a limit, by its name.
     """
 
     @app.exception_handler(Problem)
     async def handle_problem(request: Request, error: Problem) -> Response:
+        refusals.update(error.limits)
         return _make_error_response(
             request, error.status, error.detail, error.headers, **error.extra_members
         )

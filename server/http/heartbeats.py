@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hangwatch.model.groups import unpack_ranks
 from hangwatch.protocol import codec, heartbeat
 
-from ..core import problems
-from ..core.limits import MAX_BODY_BYTES, MAX_NAME_CHARACTERS, check_heartbeat
-from ..core.problems import Problem, describe_validation_errors
+from ..core import limits, problems
+from ..core.problems import Problem
 from ..ingest import decoding
+from ..ingest.heartbeat_checks import check_memory, parse_heartbeat
 from ..monitor.watch import Watch
 from . import error_pages
 from .access import Authenticator
@@ -31,8 +29,7 @@ from .rendering import SECURITY_HEADERS
 log = logging.getLogger("hangwatch")
 
 PATH = f"/api/v1{HEARTBEATS_PATH_END}"
-MAX_UNPACKED_BYTES = 64 << 20
-MAX_RANKS = 1 << 20
+_SIZE_REMEDY = "send the heartbeat in parts"
 _HEADERS = [
     (b"content-type", b"application/json"),
     *((name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()),
@@ -127,62 +124,17 @@ async def _handle_request(headers: Mapping[str, str], receive: Receive, watch: W
 
     def decode_heartbeat() -> heartbeat.Heartbeat:
         beat = parse_heartbeat(body)
-        check_heartbeat(beat, watch.fleet, beat.agent in watch.agents, len(watch.agents))
+        check_memory(beat, watch.fleet, beat.agent in watch.agents, len(watch.agents))
         return beat
 
     try:
         body = await _read_body(headers, receive)
         reply = await watch.heartbeat_queue.apply(decode_heartbeat, is_urgent)
-    except Problem:
+    except Problem as problem:
         watch.counters.malformed += 1
+        watch.counters.refusals_by_limit.update(problem.limits)
         raise
     return msgspec.json.encode(codec.encode_message(reply))
-
-
-def parse_heartbeat(body: bytes) -> heartbeat.Heartbeat:
-    """A heartbeat that can be applied without errors. Raises Problem."""
-    try:
-        beat = decoding.decode_heartbeat(body)
-    except ValidationError as error:
-        errors = describe_validation_errors(
-            error.errors(include_input=False, include_url=False, include_context=False)
-        )
-        raise Problem(422, "not a heartbeat; nothing of it was applied", errors=errors) from None
-    if beat.version != heartbeat.PROTOCOL_VERSION:
-        raise Problem(
-            422,
-            f"this heartbeat has protocol version {beat.version}, this server has version"
-            f" {heartbeat.PROTOCOL_VERSION}: install the same release of hangwatch on the training"
-            " nodes and here",
-        )
-    mistake = next(_iter_mistakes(beat), None)
-    if mistake is not None:
-        raise Problem(422, f"{mistake}; nothing of the heartbeat was applied")
-    return beat
-
-
-def _iter_mistakes(beat: heartbeat.Heartbeat) -> Iterator[str]:
-    """What is wrong although the types are right."""
-    for name in (
-        beat.host,
-        beat.agent,
-        *(p.key for p in beat.processes),
-        *(p.identity.job for p in beat.processes if p.identity),
-    ):
-        if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isprintable():
-            yield f"the name {name[:40]!r} is not one to {MAX_NAME_CHARACTERS} printable characters"
-    for process in beat.processes:
-        identity = process.identity
-        if identity is not None and not (
-            0 <= identity.rank < MAX_RANKS and 0 <= identity.world_size <= MAX_RANKS
-        ):
-            yield f"process {process.key} has the invalid rank {identity.rank} of {identity.world_size}"
-        for sequence in process.sequences:
-            if sequence.identity is not None:
-                try:
-                    unpack_ranks(sequence.identity.ranks)
-                except ValueError as error:
-                    yield f"group {sequence.identity.name!r} of process {process.key}: {error}"
 
 
 async def _read_body(headers: Mapping[str, str], receive: Receive) -> bytes:
@@ -197,8 +149,8 @@ async def _read_body(headers: Mapping[str, str], receive: Receive) -> bytes:
             headers={"Accept-Encoding": "gzip"},
         )
     content_length = headers.get("content-length", "")
-    if content_length.isdecimal() and int(content_length) > MAX_BODY_BYTES:
-        raise _make_size_problem(MAX_BODY_BYTES)
+    if content_length.isdecimal() and int(content_length) > limits.BODY.most:
+        raise limits.BODY.make_problem(remedy=_SIZE_REMEDY)
     parts: list[bytes] = []
     size, has_more = 0, True
     while has_more:
@@ -209,8 +161,8 @@ async def _read_body(headers: Mapping[str, str], receive: Receive) -> bytes:
         parts.append(part)
         size += len(part)
         has_more = message.get("more_body", False)
-        if size > MAX_BODY_BYTES:
-            raise _make_size_problem(MAX_BODY_BYTES)
+        if size > limits.BODY.most:
+            raise limits.BODY.make_problem(remedy=_SIZE_REMEDY)
     body = b"".join(parts)
     return decompress_body(body) if coding == "gzip" else body
 
@@ -219,16 +171,11 @@ def decompress_body(body: Annotated[bytes, "gzip"]) -> bytes:
     """Raises Problem for anything but one gzip stream of bounded size."""
     stream = zlib.decompressobj(wbits=31)
     try:
-        plain = stream.decompress(body, MAX_UNPACKED_BYTES)
+        plain = stream.decompress(body, limits.UNPACKED_BODY.most)
     except zlib.error as error:
         raise Problem(422, f"the body is not gzip: {error}") from None
     if stream.unconsumed_tail:
-        raise _make_size_problem(MAX_UNPACKED_BYTES)
+        raise limits.UNPACKED_BODY.make_problem(remedy=_SIZE_REMEDY)
     if not stream.eof:
         raise Problem(422, "the gzip body is cut short")
     return plain
-
-
-def _make_size_problem(limit_bytes: int) -> Problem:
-    detail = f"a heartbeat holds at most {limit_bytes >> 20} MiB: send it in parts"
-    return Problem(413, detail, limit=limit_bytes)

@@ -18,6 +18,7 @@ from hangwatch.model.calls import StreamKind
 from hangwatch.model.ranks import RankState
 from hangwatch.tracking.attempt import Attempt
 
+from ..core.limits import LIMITS
 from ..incidents import matching
 from . import performance_metrics
 from .app_state import AppState
@@ -223,6 +224,12 @@ class _Collector(Collector):
             ("hangwatch_store_failures", "Failed writes of incidents", watch.persistence.failures),
         ):
             yield CounterMetricFamily(name, what, value=value)
+        refusals = CounterMetricFamily(
+            "hangwatch_limit_refusals", "Requests that exceeded a limit", labels=["limit"]
+        )
+        for limit in LIMITS:
+            refusals.add_metric([limit.name], counters.refusals_by_limit[limit.name])
+        yield refusals
         sent = CounterMetricFamily(
             "hangwatch_alerts_sent", "Messages that an alert channel accepted", labels=["channel"]
         )

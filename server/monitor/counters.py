@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, kw_only=True)
@@ -10,6 +11,7 @@ class Counters:
     heartbeats: int = 0
     malformed: int = 0
     refused: int = 0  # while the server was overloaded
+    refusals_by_limit: Counter[str] = field(default_factory=Counter)  # see `server.core.limits`
     resyncs: int = 0
     diagnoses: int = 0
     diagnosis_failures: int = 0

@@ -9,6 +9,7 @@ import io
 import json
 import zipfile
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import datetime, timezone
 
 import msgspec
@@ -23,7 +24,7 @@ from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import AttemptKey, ExitInfo, Lifecycle, RankState
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.protocol import heartbeat
-from hangwatch.server.core import login_failures, origin
+from hangwatch.server.core import limits, login_failures, origin
 from hangwatch.server.core.clock import Clock
 from hangwatch.server.core.events import EventLog
 from hangwatch.server.core.job_views import RankView
@@ -37,6 +38,7 @@ from hangwatch.server.http.access import (
 )
 from hangwatch.server.incidents.records import IncidentRecord
 from hangwatch.server.ingest.command_queue import REQUEST_EXPIRES_S, CommandQueue
+from hangwatch.server.ingest.heartbeat_checks import parse_heartbeat
 from hangwatch.server.monitor import job_status, views
 from hangwatch.server.ondemand.dumps import REPLY_TIMEOUT_S, DumpRegistry
 from hangwatch.server.web.wait_graph import build_graph
@@ -189,16 +191,16 @@ class TestIngest:
         ):
             body = {"host": "n", "agent": "a", "number": 1, "processes": processes}
             with pytest.raises(Problem) as raised:
-                heartbeats.parse_heartbeat(json.dumps(body).encode())
+                parse_heartbeat(json.dumps(body).encode())
             assert raised.value.status == 422
 
     def test_other_protocol_version_is_reported(self) -> None:
         with pytest.raises(Problem, match="same release"):
-            heartbeats.parse_heartbeat(b'{"version": 2, "host": "n", "agent": "a", "number": 1}')
+            parse_heartbeat(b'{"version": 2, "host": "n", "agent": "a", "number": 1}')
 
     def test_gzip_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert heartbeats.decompress_body(gzip.compress(b"{}")) == b"{}"
-        monkeypatch.setattr(heartbeats, "MAX_UNPACKED_BYTES", 1000)
+        monkeypatch.setattr(limits, "UNPACKED_BODY", replace(limits.UNPACKED_BODY, most=1000))
         for body, status in (
             (gzip.compress(b"0" * 2000), 413),
             (b"no gzip", 422),

@@ -27,11 +27,11 @@ from hangwatch.protocol import codec, heartbeat
 from hangwatch.ring.layout import HEADER_SIZE, RingError, RingGeometry
 from hangwatch.ring.reader import RingReader
 from hangwatch.server.app import build_app
-from hangwatch.server.core import limits
 from hangwatch.server.core.problems import Problem
 from hangwatch.server.http import heartbeats
 from hangwatch.server.http.app_state import AppState
 from hangwatch.server.http.metrics import format_exposition
+from hangwatch.server.ingest.heartbeat_checks import check_memory, parse_heartbeat
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 from tests.unit.agent.node.test_rings import make_ring
@@ -164,12 +164,12 @@ def test_fuzzed_heartbeat_is_refused_or_harmless(
         except (KeyError, IndexError, TypeError):
             continue  # an earlier change removed this path
     body = json.dumps(document).encode()
-    if status := refusal_status(heartbeats.parse_heartbeat, body):
+    if status := refusal_status(parse_heartbeat, body):
         assert status == 422
         return
-    beat = heartbeats.parse_heartbeat(body)
+    beat = parse_heartbeat(body)
     assert not refusal_status(
-        limits.check_heartbeat,
+        check_memory,
         beat,
         live.watch.fleet,
         beat.agent in live.watch.agents,
@@ -197,12 +197,10 @@ def test_fuzzed_heartbeat_is_refused_or_harmless(
 def test_invalid_body_is_refused(body: bytes, packed: bool) -> None:
     for sent in (body, gzip.compress(body)[: None if packed else -3]):
         assert (
-            refusal_status(
-                lambda given=sent: heartbeats.parse_heartbeat(heartbeats.decompress_body(given))
-            )
+            refusal_status(lambda given=sent: parse_heartbeat(heartbeats.decompress_body(given)))
             == 422
         )
-        assert refusal_status(heartbeats.parse_heartbeat, sent) == 422
+        assert refusal_status(parse_heartbeat, sent) == 422
 
 
 @FUZZ_SETTINGS

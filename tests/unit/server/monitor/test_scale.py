@@ -278,14 +278,14 @@ def test_connection_releases_answered_request() -> None:
     async def exchange_requests() -> None:
         config = uvicorn.Config(
             application,
-            http=connections.TimeoutHttpProtocol,
+            http=connections.LimitedHttpProtocol,
             log_config=None,
             lifespan="off",
             timeout_keep_alive=1,
         )
         config.load()
         connection, end = (
-            connections.TimeoutHttpProtocol(config, ServerState(), {}),
+            connections.LimitedHttpProtocol(config, ServerState(), {}),
             RecordingTransport(),
         )
         connection.connection_made(end)
@@ -333,11 +333,11 @@ def test_urgent_heartbeat_is_answered_while_others_are_delayed() -> None:
 
     async def exchange_requests(loop: event_loop.PriorityEventLoop) -> None:
         config = uvicorn.Config(
-            application, http=connections.TimeoutHttpProtocol, log_config=None, lifespan="off"
+            application, http=connections.LimitedHttpProtocol, log_config=None, lifespan="off"
         )
         config.load()
         server = await loop.create_server(
-            lambda: connections.TimeoutHttpProtocol(config, ServerState(), {}), "127.0.0.1", 0
+            lambda: connections.LimitedHttpProtocol(config, ServerState(), {}), "127.0.0.1", 0
         )
         usual, urgent = [
             await asyncio.open_connection(*server.sockets[0].getsockname()) for _ in range(2)
@@ -406,11 +406,11 @@ def test_incomplete_request_times_out(
 
     async def open_connection() -> RecordingTransport:
         config = uvicorn.Config(
-            application, http=connections.TimeoutHttpProtocol, log_config=None, lifespan="off"
+            application, http=connections.LimitedHttpProtocol, log_config=None, lifespan="off"
         )
         config.load()
         connection, end = (
-            connections.TimeoutHttpProtocol(config, ServerState(), {}),
+            connections.LimitedHttpProtocol(config, ServerState(), {}),
             RecordingTransport(),
         )
         connection.connection_made(end)
