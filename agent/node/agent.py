@@ -11,12 +11,13 @@ from pathlib import Path
 from hangwatch.protocol import codec
 from hangwatch.protocol.heartbeat import HeartbeatReply
 
+from ..transport.target import ServerTarget
 from .composer import HeartbeatComposer, InFlightHeartbeat
 from .discovery.changes import ChangeDetector
 from .discovery.watchlist import Watchlist
 from .reporting.outage import OutageTracker
 from .reporting.outbox import Outbox
-from .reporting.uplink import HeartbeatOutcome, ServerTarget, Uplink
+from .reporting.uplink import HeartbeatOutcome, Uplink
 from .requests.aborts import AbortTracker
 from .requests.builder import RecorderBuilder
 from .requests.commands import CommandExecutor, find_faulthandler_registration

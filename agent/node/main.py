@@ -61,8 +61,8 @@ def _run_agent(folder: Path, url: str, linger_s: float) -> int:
     if lock is None:
         return 0
     early_pidfds = open_rank_pidfds(folder)
+    from ..transport.target import ServerTarget, TargetError
     from .agent import NodeAgent
-    from .reporting.uplink import ServerTarget, TargetError
     from .stacks.pyspy import PySpy, locate_pyspy
     from .system.log import AgentLog
     from .system.timing import AgentTiming

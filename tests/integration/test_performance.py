@@ -16,7 +16,8 @@ import httpx
 import pytest
 
 from hangwatch.agent.node.reporting.performance import PerformanceReporter
-from hangwatch.agent.node.reporting.uplink import ServerTarget, Uplink
+from hangwatch.agent.node.reporting.uplink import Uplink
+from hangwatch.agent.transport.target import ServerTarget
 from hangwatch.protocol import codec, heartbeat
 from tests.harness import job, native
 from tests.harness.browser import get_text, list_console_errors, open_browser, wait_until_shown

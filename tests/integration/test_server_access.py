@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hangwatch.agent.node.reporting.uplink import ServerTarget, Uplink
+from hangwatch.agent.node.reporting.uplink import Uplink
+from hangwatch.agent.transport.target import ServerTarget
 from hangwatch.protocol import codec, heartbeat
 from hangwatch.server.core.login_failures import MAX_FAILURES
 from tests.harness.problems import check_problem

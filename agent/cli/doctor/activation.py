@@ -15,7 +15,7 @@ from pathlib import Path
 from hangwatch.ring.layout import RingGeometry
 
 from ...environment import identity, run_dir
-from ...node.reporting.uplink import ServerTarget, TargetError
+from ...transport.target import ServerTarget, TargetError
 from .findings import Finding
 
 TORCH_TIMEOUT_S = 120.0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Iterator, Mapping
 
 import httpx
 
-from ...node.reporting.uplink import ServerTarget, TargetError, make_client
+from ...transport.client import BoundedClient
+from ...transport.target import ServerTarget, TargetError
 from .findings import Finding
 
 NAME = "server"
+TIMEOUT_S = 5.0
 
 
 def check_server(url: str, token: str | None, env: Mapping[str, str]) -> Iterator[Finding]:
@@ -24,9 +27,11 @@ def check_server(url: str, token: str | None, env: Mapping[str, str]) -> Iterato
     if token:
         target = ServerTarget(base_url=target.base_url, token=token)
     try:
-        with make_client(target) as http:
-            health = http.get(f"{target}/healthz")
-            jobs = http.get(f"{target}/api/v1/jobs")
+        with contextlib.closing(BoundedClient(target, TIMEOUT_S)) as client:
+            health, jobs = (
+                client.send_request("GET", f"{target}{path}", headers=target.auth_headers)
+                for path in ("/healthz", "/api/v1/jobs?limit=1")
+            )
             yield judge_responses(health, jobs, target)
     except httpx.HTTPError as error:
         detail, remedy = explain_error(error, target)

@@ -8,7 +8,6 @@ import gzip
 import json
 import queue
 import random
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -20,73 +19,16 @@ import httpx
 from hangwatch.protocol.codec import decode_reply
 from hangwatch.protocol.heartbeat import URGENT_PRIORITY, HeartbeatReply
 
+from ...transport.client import BoundedClient
+from ...transport.target import ServerTarget
+
 HEARTBEAT_PATH = "/api/v1/heartbeats"
 REQUEST_TIMEOUT_S = 5.0
-KEEP_ALIVE_S = 60.0
 PATIENT_READ_TIMEOUT_S = 15.0  # a server with many hosts queues their heartbeats
 MIN_COMPRESSED_BYTES = 4096
 _MAX_BACKOFF_S = 10.0
 _FIRST_BACKOFF_S = 0.5
 _MAX_RETRY_AFTER_S = 60.0
-
-
-class TargetError(ValueError):
-    """HANGWATCH_URL is not the URL of a server. The message has an example."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerTarget:
-    """The server's address. ``base_url`` has no credentials and no trailing slash, and keeps a path
-    prefix.
-    """
-
-    base_url: str
-    token: str = ""
-
-    @classmethod
-    def from_url(cls, url: str, token: str = "") -> ServerTarget:
-        """A token in the URL (``http://:TOKEN@host``) takes precedence over ``token``. Raises
-        TargetError.
-        """
-        example = "an example is http://:TOKEN@master:8642"
-        try:
-            parsed = httpx.URL(url.strip())
-        except (httpx.InvalidURL, ValueError) as error:
-            raise TargetError(f"HANGWATCH_URL={url!r} is not a URL ({error}): {example}") from error
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise TargetError(
-                f"HANGWATCH_URL={url!r} is not the address of an http or https server: {example}"
-            )
-        bare = parsed.copy_with(username=None, password=None, query=None, fragment=None)
-        return cls(
-            base_url=str(bare).rstrip("/"), token=parsed.password or parsed.username or token
-        )
-
-    @property
-    def auth_headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
-
-    def __str__(self) -> str:
-        return self.base_url
-
-
-def make_client(target: ServerTarget, timeout_s: float = REQUEST_TIMEOUT_S) -> httpx.Client:
-    """An HTTP client that ignores the environment's proxies: a cluster's proxy leads out of the
-    cluster.
-
-    Its connection is kept open between heartbeats, which are far apart in a large job, but closed
-    before the server would close it. Certificates are those of the system and of SSL_CERT_FILE;
-    they are only loaded for https, since that takes memory.
-    """
-    verify = ssl.create_default_context() if target.base_url.startswith("https:") else False
-    limits = httpx.Limits(max_connections=1, keepalive_expiry=KEEP_ALIVE_S)
-    return httpx.Client(
-        headers=target.auth_headers,
-        timeout=timeout_s,
-        trust_env=False,
-        verify=verify,
-        limits=limits,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +63,8 @@ class Uplink:
     ) -> None:
         self.target = target
         self.is_busy = False
-        self._client = make_client(target, timeout_s)
-        self._url = httpx.URL(target.base_url + HEARTBEAT_PATH)
+        self._client = BoundedClient(target, timeout_s)
+        self._url = target.base_url + HEARTBEAT_PATH
         self._wake = wake
         self._heartbeat_queue: queue.SimpleQueue[tuple[int, Any, bool, bool] | None] = (
             queue.SimpleQueue()
@@ -145,6 +87,7 @@ class Uplink:
 
     def take_outcome(self, wait_s: float | None = None) -> HeartbeatOutcome | None:
         """The outcome of the posted heartbeat; None while there is none."""
+        self._client.enforce_deadline()
         try:
             outcome = self._outcomes.get(block=bool(wait_s), timeout=wait_s)
         except queue.Empty:
@@ -177,18 +120,21 @@ class Uplink:
     ) -> HeartbeatOutcome:
         """Posts one heartbeat and waits for the reply."""
         body = json.dumps(heartbeat, separators=(",", ":")).encode()
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", **self.target.auth_headers}
         if urgent:
             headers["Priority"] = URGENT_PRIORITY
         if len(body) > MIN_COMPRESSED_BYTES:
             body = gzip.compress(body, 1)
             headers["Content-Encoding"] = "gzip"
-        timeout = self._client.timeout
-        if patient:
-            timeout = httpx.Timeout(REQUEST_TIMEOUT_S, read=PATIENT_READ_TIMEOUT_S)
         sent_s = time.monotonic()
         try:
-            response = self._client.post(self._url, content=body, headers=headers, timeout=timeout)
+            response = self._client.send_request(
+                "POST",
+                self._url,
+                content=body,
+                headers=headers,
+                read_timeout_s=PATIENT_READ_TIMEOUT_S if patient else None,
+            )
         except httpx.HTTPError as error:
             return HeartbeatOutcome(
                 number=number,

@@ -9,7 +9,7 @@ import pytest
 
 from hangwatch.agent.cli.doctor import activation, command, device, recorder, server
 from hangwatch.agent.cli.doctor.findings import Finding
-from hangwatch.agent.node.reporting.uplink import ServerTarget
+from hangwatch.agent.transport.target import ServerTarget
 
 GOOD = Finding(name="a", ok=True, detail="fine")
 WARN = Finding(name="b", ok=None, detail="hm", remedy="perhaps")

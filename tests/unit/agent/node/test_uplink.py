@@ -8,13 +8,12 @@ import pytest
 
 from hangwatch.agent.node.reporting.uplink import (
     HeartbeatOutcome,
-    ServerTarget,
-    TargetError,
     Uplink,
     draw_backoff_s,
     explain_status,
     parse_retry_after_s,
 )
+from hangwatch.agent.transport.target import ServerTarget, TargetError
 from hangwatch.server.core.load import MAX_REPORT_INTERVAL_S
 from tests.simulation.http_receiver import HttpReceiver
 

@@ -1,0 +1,1 @@
+"""HTTP from a training node to the server."""

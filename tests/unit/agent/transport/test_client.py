@@ -1,0 +1,132 @@
+"""A server that sends endless or slow replies costs the node agent neither memory nor time."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from hangwatch.agent.node.reporting.uplink import HeartbeatOutcome, Uplink
+from hangwatch.agent.transport.client import DEADLINE_FACTOR, MAX_REPLY_BYTES
+from hangwatch.agent.transport.target import ServerTarget
+
+TIMEOUT_S = 0.5
+CHUNK = b"x" * 65536
+
+
+def pack_zeros() -> bytes:
+    """64 MiB, in 64 KiB."""
+    packer = zlib.compressobj(wbits=31)
+    return b"".join([packer.compress(bytes(1 << 20)) for _ in range(64)]) + packer.flush()
+
+
+ZEROS = pack_zeros()
+
+
+@contextlib.contextmanager
+def hostile_server(send_reply: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A server that answers each request by ``send_reply``."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listening.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.recv(65536)
+                    send_reply(connection)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    with listening:
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)  # ends `accept`
+        thread.join(10)
+
+
+def send_endless_body(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n")
+    while True:
+        connection.sendall(CHUNK)
+
+
+def send_endless_headers(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\nx: ")
+    while True:
+        connection.sendall(CHUNK)
+
+
+def send_compressed_zeros(connection: socket.socket) -> None:
+    head = f"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: {len(ZEROS)}\r\n\r\n"
+    connection.sendall(head.encode() + ZEROS)
+
+
+def trickle_body(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
+    trickle(connection)
+
+
+def trickle_headers(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\nx: ")
+    trickle(connection)
+
+
+def trickle(connection: socket.socket) -> None:
+    while True:
+        connection.sendall(b"x")
+        time.sleep(TIMEOUT_S / 5)
+
+
+@pytest.mark.parametrize(
+    "send_reply",
+    [
+        send_endless_body,
+        send_endless_headers,
+        send_compressed_zeros,
+        trickle_body,
+        trickle_headers,
+    ],
+)
+def test_hostile_reply_is_bounded(send_reply: Callable[[socket.socket], None]) -> None:
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with hostile_server(send_reply) as url:
+        uplink = Uplink(ServerTarget(base_url=url), lambda: None, timeout_s=TIMEOUT_S)
+        started_at = time.monotonic()
+        uplink.post_heartbeat(1, {"host": "n"})
+        outcome = wait_for_outcome(uplink)
+        uplink.close()
+    assert outcome.reply is None and outcome.problem
+    assert time.monotonic() - started_at < 5 * DEADLINE_FACTOR * TIMEOUT_S
+    after_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert after_kib - before_kib < 4 * MAX_REPLY_BYTES / 1024
+
+
+def wait_for_outcome(uplink: Uplink) -> HeartbeatOutcome:
+    """As the node agent's loop does it."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        outcome = uplink.take_outcome(0.05)
+        if outcome is not None:
+            return outcome
+    raise AssertionError("no outcome within 30 s")
+
+
+def test_uplink_works_after_a_hostile_reply() -> None:
+    replies = [trickle_headers, send_valid_reply]
+    with hostile_server(lambda connection: replies.pop(0)(connection)) as url:
+        uplink = Uplink(ServerTarget(base_url=url), lambda: None, timeout_s=TIMEOUT_S)
+        uplink.post_heartbeat(1, {"host": "n"})
+        assert wait_for_outcome(uplink).reply is None
+        uplink.post_heartbeat(2, {"host": "n"})
+        assert wait_for_outcome(uplink).reply is not None
+        uplink.close()
+
+
+def send_valid_reply(connection: socket.socket) -> None:
+    connection.sendall(b'HTTP/1.1 200 OK\r\ncontent-length: 18\r\n\r\n{"interval_s":1.5}')
