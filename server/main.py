@@ -113,7 +113,9 @@ def _serve(settings: Settings) -> int:
         )
         app, live = build_app(settings, store=store, base_url=base_url, token=token)
         announce(settings, base_url, token, sys.stdout, sys.stderr)
-        protocol_class = make_protocol_class(live.watch.counters.refusals_by_limit)
+        protocol_class = make_protocol_class(
+            live.watch.counters.refusals_by_limit, identifies_peers=token is None
+        )
         config = uvicorn.Config(
             app, loop=f"{PriorityEventLoop.__module__}:{PriorityEventLoop.__name__}", http=protocol_class, backlog=BACKLOG, log_config=None, access_log=False,
             timeout_graceful_shutdown=SHUTDOWN_GRACE_S, timeout_keep_alive=KEEP_ALIVE_S, server_header=False, proxy_headers=False,

@@ -64,6 +64,30 @@ def _run_analyze(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     return run_analyze(args, env)
 
 
+def add_token(subcommands: Subcommands) -> None:
+    parser = subcommands.add(
+        "token",
+        _run_token,
+        help="a token with which one job can report itself, and no other job",
+        description=(
+            "Prints a token for one job, derived from the server's. A job that is started with it"
+            " can report itself, but no other job, and cannot read the API."
+        ),
+        epilog="Example: HANGWATCH_TOKEN=$(hangwatch token --job run7) HANGWATCH_JOB=run7 torchrun …",
+    )
+    parser.add_argument("--job", required=True, help="the job's name, as in HANGWATCH_JOB")
+    parser.add_argument(
+        "--token",
+        help="the server's token (default: the one in HANGWATCH_URL, else HANGWATCH_TOKEN)",
+    )
+
+
+def _run_token(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    from .commands.token import print_job_token
+
+    return print_job_token(args, env)
+
+
 def add_doctor(subcommands: Subcommands) -> None:
     subcommands.add(
         "doctor",

@@ -59,7 +59,7 @@ class NodeAgent:
         self._timing = timing or AgentTiming()
         self._clock = clock
         self._wakeup = WakeupSelector()
-        self._uplink = Uplink(target, self._wakeup.wake)
+        self._uplink = Uplink(target, self._wakeup.wake, warn=log.warning)
         self._live_requests = LiveRequests(pyspy, self._wakeup.wake)
         self._sampler = StackSampler(
             pyspy, self._wakeup.wake, self._live_requests.recording_worker.preempt_recording

@@ -13,11 +13,23 @@ from typing import Any
 
 import httpx
 
+from hangwatch.protocol.local_peer import is_loopback_peer, is_trusted_peer
+
 from .target import ServerTarget
 
 KEEP_ALIVE_S = 60.0
 MAX_REPLY_BYTES = 4 << 20  # a reply to a heartbeat holds commands for the ranks of one host
 DEADLINE_FACTOR = 2.0  # of the whole exchange, relative to the longest pause within it
+
+
+class UntrustedServerError(httpx.TransportError):
+    """Another user of this machine listens at the server's address, and nothing was sent to it."""
+
+
+class NewConnectionError(httpx.TransportError):
+    """The request was not sent: it is confidential, and the server has not proven itself on this
+    connection.
+    """
 
 
 class ReplyLimitError(httpx.TransportError):
@@ -35,6 +47,11 @@ class BoundedClient:
 
     def __init__(self, target: ServerTarget, timeout_s: float) -> None:
         self._timeout_s = timeout_s
+        self._target = target
+        # Whether who listens at the other end of the connection is known: this user's or root's
+        # process on this machine, or whoever proved that it knows the token.
+        self.is_server_known = False
+        self._is_confidential = False  # the current request
         self._socket: socket.socket | None = None
         self._deadline = math.inf  # of the current request; -inf: it was ended
         self._client = httpx.Client(
@@ -56,16 +73,21 @@ class BoundedClient:
         content: bytes = b"",
         headers: dict[str, str] | None = None,
         read_timeout_s: float | None = None,
+        is_confidential: bool = False,
     ) -> httpx.Response:
         """The complete response. ``read_timeout_s`` limits a pause of the server; the whole exchange
         takes at most `DEADLINE_FACTOR` times as long, if `enforce_deadline` is called meanwhile.
-        Raises httpx.HTTPError.
+        Raises httpx.HTTPError; NewConnectionError instead of sending a confidential request to a
+        server that is not known.
         """
+        if is_confidential and not self.is_server_known:
+            raise NewConnectionError("the server is not known")
+        self._is_confidential = is_confidential
         timeout = httpx.Timeout(self._timeout_s, read=read_timeout_s or self._timeout_s)
         request = self._client.build_request(
             method, url, content=content, headers=headers, timeout=timeout
         )
-        request.extensions["trace"] = self._keep_socket
+        request.extensions["trace"] = self._follow_connection
         self._deadline = time.monotonic() + DEADLINE_FACTOR * (timeout.read or self._timeout_s)
         try:
             response = self._client.send(request, stream=True)
@@ -106,7 +128,23 @@ class BoundedClient:
                 raise ReplyLimitError(f"a reply of more than {MAX_REPLY_BYTES >> 20} MiB")
         return bytes(body)
 
-    def _keep_socket(self, event: str, info: dict[str, Any]) -> None:
+    def _follow_connection(self, event: str, info: dict[str, Any]) -> None:
         """Called by httpcore; https://www.encode.io/httpcore/extensions/#trace."""
-        if event.endswith(("connect_tcp.complete", "start_tls.complete")):
-            self._socket = info["return_value"].get_extra_info("socket")
+        if not event.endswith(("connect_tcp.complete", "start_tls.complete")):
+            return
+        connection = info["return_value"].get_extra_info("socket")
+        self._socket = connection
+        if event.endswith("start_tls.complete"):
+            return
+        self.is_server_known = is_trusted_peer(connection)
+        if self.is_server_known:
+            return
+        if is_loopback_peer(connection) and not self._target.token:
+            info["return_value"].close()
+            raise UntrustedServerError(
+                "a process of another user listens there, and nothing is sent to it: start"
+                " hangwatch-server as the user of the job, or give it a token with --token"
+            )
+        if self._is_confidential:
+            info["return_value"].close()
+            raise NewConnectionError("the server has not proven itself on this connection")

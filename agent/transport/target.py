@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from hangwatch.protocol.signatures import Credential
+
 
 class TargetError(ValueError):
     """HANGWATCH_URL is not the URL of a server. The message has an example."""
@@ -45,6 +47,11 @@ class ServerTarget:
     @property
     def auth_headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+    @property
+    def credential(self) -> Credential | None:
+        """What requests are signed with, so that the token itself is not sent."""
+        return Credential.from_token(self.token) if self.token else None
 
     def __str__(self) -> str:
         return self.base_url

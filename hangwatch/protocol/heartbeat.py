@@ -42,7 +42,7 @@ class ProcessIdentity:
     program: str = ""  # the script, as started
     started_s: float = 0.0  # age of the process
     master: str = ""  # MASTER_ADDR:MASTER_PORT, its rendezvous address
-    on_hang: str = ""  # HANGWATCH_ON_HANG in its environment; see `refuses_abort`
+    on_hang: str = ""  # HANGWATCH_ON_HANG in its environment; see `allows_abort`
     unrecorded: str = ""  # why its calls cannot be recorded, with the remedy; empty if they can
 
 
@@ -258,12 +258,11 @@ class CommandKind(str, enum.Enum):
     RECORD = "record"
 
 
-def refuses_abort(on_hang: str) -> bool:
-    """Whether this value of HANGWATCH_ON_HANG forbids aborting the job.
-
-    The job's owner overrides the server: any value other than empty or "abort" forbids it.
+def allows_abort(on_hang: str) -> bool:
+    """Whether this value of HANGWATCH_ON_HANG lets the server end the job's processes. Only the job's
+    owner can allow it: a server's order alone ends nothing.
     """
-    return on_hang.strip().lower() not in ("", "abort")
+    return on_hang.strip().lower() == "abort"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,12 +30,19 @@ def find_peer_uid(connection: Any) -> int | None:
     attributes what remains of such a socket to root.
     """
     try:
-        here, there = connection.getsockname(), connection.getpeername()
-        if not ipaddress.ip_address(there[0].partition("%")[0]).is_loopback:
+        if not is_loopback_peer(connection):
             return None
+        here, there = connection.getsockname(), connection.getpeername()
         return _request_uid(connection.family, there, here)
     except (OSError, ValueError, AttributeError, struct.error):
         return None
+
+
+def is_loopback_peer(connection: Any) -> bool:
+    """Whether the other end of a connected TCP socket has a loopback address. Raises OSError if it is
+    not connected.
+    """
+    return ipaddress.ip_address(connection.getpeername()[0].partition("%")[0]).is_loopback
 
 
 def is_trusted_peer(connection: Any) -> bool:

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from hangwatch.protocol import heartbeat
 
 from .attempt import Attempt
+from .process import Process
+
+# After this long without a heartbeat of its node agent, another one may report a process: node agents
+# of large jobs report every 10 seconds.
+OWNER_SILENT_S = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +31,15 @@ class FormerAttempt:
             last_seen_at=attempt.last_seen_at,
             is_finished=attempt.is_finished,
         )
+
+
+def is_owned_by_other(process: Process, agent: str, now: float) -> bool:
+    """Whether another node agent reports the process, and has done so until now."""
+    return (
+        process.agent not in ("", agent)
+        and process.is_alive
+        and now - process.reports.agent_seen_at <= OWNER_SILENT_S
+    )
 
 
 def accepts_process(

@@ -12,7 +12,12 @@ from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
 
 from .attempt import Attempt
-from .attempt_choice import FormerAttempt, accepts_process, choose_attempt_number
+from .attempt_choice import (
+    FormerAttempt,
+    accepts_process,
+    choose_attempt_number,
+    is_owned_by_other,
+)
 from .clock_gaps import ClockGaps
 from .process import Process
 from .process_parts import ReportTimes
@@ -24,6 +29,8 @@ from .process_updates import (
 )
 from .tracked_process import DivergedStream, TrackedProcess
 
+# An attempt with a successor counts as finished after this long without a heartbeat.
+SUCCEEDED_SILENT_S = 3.0
 FORMER_ATTEMPTS_KEPT = 1000  # one per job
 FORGOTTEN_PROCESSES_KEPT = 1 << 17  # dropped processes that heartbeats may still mention
 
@@ -50,6 +57,19 @@ class Fleet:
     def latest_attempt(self, job: str) -> Attempt | None:
         candidates = [a for key, a in self.attempts.items() if key.job == job]
         return max(candidates, key=lambda a: a.number) if candidates else None
+
+    def is_current(self, attempt: Attempt, now: float) -> bool:
+        """Whether it is its job's latest attempt, or ranks of it still run and are reported: another
+        launch under the same name does not end them.
+        """
+        return self.latest_attempt(attempt.job) is attempt or (
+            not attempt.is_finished and now - attempt.last_seen_at <= SUCCEEDED_SILENT_S
+        )
+
+    def has_other_owner(self, location: ProcessLocation, agent: str, now: float) -> bool:
+        """Whether another node agent reports the process, and has done so until now."""
+        tracked = self.processes.get(location)
+        return tracked is not None and is_owned_by_other(tracked.process, agent, now)
 
     def list_jobs(self, agent: str) -> set[str]:
         """The jobs whose processes the agent reports."""
@@ -203,7 +223,7 @@ class Fleet:
         if tracked is None:
             if update.identity is None:
                 return False
-            tracked = self._register_process(beat.host, update.key, update.identity, now)
+            tracked = self._register_process(beat, update.key, update.identity, now)
         process = tracked.process
         if process.agent != beat.agent:
             self._processes_by_agent.get(process.agent, {}).pop(location, None)
@@ -212,12 +232,22 @@ class Fleet:
         return apply_process_update(tracked, update, now)
 
     def _register_process(
-        self, host: str, key: str, identity: heartbeat.ProcessIdentity, now: float
+        self,
+        beat: heartbeat.Heartbeat,
+        key: str,
+        identity: heartbeat.ProcessIdentity,
+        now: float,
     ) -> TrackedProcess:
         """Adds a new process to the latest attempt of its job, or to a new attempt."""
         started_at = now - identity.started_s
         attempt = self.latest_attempt(identity.job)
-        if attempt is None or not accepts_process(attempt, host, identity, started_at):
+        host = beat.host
+        holder = None if attempt is None else attempt.processes.get(identity.rank)
+        if (
+            attempt is None
+            or (holder is not None and is_owned_by_other(holder, beat.agent, now))
+            or not accepts_process(attempt, host, identity, started_at)
+        ):
             attempt = self._open_attempt(attempt, identity, started_at, now)
         process = Process(
             key=key,

@@ -82,13 +82,27 @@ STRING = Limit(
     status=422,
 )
 LIST = Limit(name="list", most=1 << 15, unit="items", covers="of a list in a heartbeat", status=422)
-HEARTBEAT_MEMBERS = Limit(
+HEARTBEAT_ATTEMPTS_PER_JOB = Limit(
+    name="attempts_per_job",
+    most=256,
+    unit="attempts",
+    covers="of a job in a server's memory",
+    status=429,
+)
+MEMBERS = Limit(
     name="heartbeat_members",
     most=1 << 21,
     unit="members",
     covers="of all different process groups of a heartbeat together",
 )
-ATTEMPT_MEMBERS = Limit(
+ATTEMPT_ATTEMPTS_PER_JOB = Limit(
+    name="attempts_per_job",
+    most=256,
+    unit="attempts",
+    covers="of a job in a server's memory",
+    status=429,
+)
+MEMBERS = Limit(
     name="attempt_members",
     most=1 << 23,
     unit="members",
@@ -109,6 +123,13 @@ PROCESSES = Limit(
 )
 ATTEMPTS = Limit(
     name="attempts", most=2000, unit="attempts of jobs", covers="in a server's memory", status=429
+)
+ATTEMPTS_PER_JOB = Limit(
+    name="attempts_per_job",
+    most=256,
+    unit="attempts",
+    covers="of a job in a server's memory",
+    status=429,
 )
 MEMBERS = Limit(
     name="members",

@@ -1,16 +1,19 @@
-"""Authentication: if a token is set, only the health checks and the login page are served without
-it.
+"""Authentication: only the health checks and the login page are served to everybody.
 
-Without a token, the server listens on this machine only, and accepts only this machine's host names.
+If a token is set, everything else needs it. Without a token, the server listens on this machine only,
+answers only to the user who started it and to root, and accepts only this machine's host names.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import hashlib
 import hmac
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from urllib.parse import parse_qs, quote, urlsplit
 
 from fastapi import APIRouter, Request
@@ -19,17 +22,54 @@ from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from hangwatch.protocol.signatures import (
+    PROOF_HEADER,
+    Credential,
+    SignedRequest,
+    derive_job_token,
+)
+
 from ..core import limits, origin, problems
 from ..core.login_failures import LoginFailures
 from .app_state import AppState
 from .rendering import make_stylesheet_response, render_page
 
 COOKIE_NAME = "hangwatch"
+# In a connection's scope: the user at its other end on this machine, see `protocol.local_peer`.
+PEER_UID = "hangwatch.peer_uid"
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/login", "/login/style.css"})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentGrant:
+    """What a node agent may send. ``signed`` and ``credential`` are those of a signed request."""
+
+    signed: SignedRequest | None = None
+    credential: Credential | None = None
+
+    @property
+    def job(self) -> str | None:
+        """The only job that it may report; None: any job."""
+        return None if self.signed is None else self.signed.job
+
+    def check_body(self, body: bytes) -> None:
+        """Raises Problem if the body is not the one that was signed."""
+        if self.signed is not None and not self.signed.has_body(body):
+            raise problems.Problem(401, "the request's body is not the one that was signed")
+
+    def make_headers(self, body: bytes) -> list[tuple[bytes, bytes]]:
+        """The proof that the reply comes from a server that knows the token."""
+        if self.signed is None or self.credential is None:
+            return []
+        proof = self.credential.make_proof(self.signed, body)
+        return [(PROOF_HEADER.lower().encode(), proof.encode())]
+
+
 class Authenticator:
-    """Accepts requests that carry the token: as bearer, as Basic password, or as the login's cookie."""
+    """Accepts requests that carry the token: as bearer, as Basic password, or as the login's cookie.
+    Node agents sign their requests with it instead. Without a token, accepts requests of this user
+    and of root.
+    """
 
     def __init__(self, token: str | None, own_name: str, public_url: str | None) -> None:
         self._token, self._own_name, self._public_url = token, own_name, public_url
@@ -53,13 +93,30 @@ class Authenticator:
                 " the token as bearer",
             )
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if self._token is None or by_header or by_cookie or path in PUBLIC_PATHS:
+        if by_header or by_cookie or path in PUBLIC_PATHS:
             return None
+        if self._token is None:
+            return None if scope.get(PEER_UID) in (0, os.geteuid()) else _reject_other_user()
         return (
             _redirect_to_login(scope, path)
             if _is_browser_request(scope, headers)
             else _reject_missing_token()
         )
+
+    def check_agent(self, scope: Scope, headers: Mapping[str, str]) -> AgentGrant | Response:
+        """What the sender of a heartbeat may send, or the response that rejects it."""
+        signed = SignedRequest.from_header(headers.get("authorization", ""))
+        if signed is None or self._token is None:
+            return self.check_request(scope, headers) or AgentGrant()
+        credential = self._make_credential(self._token, signed.job)
+        if not credential.verify_request(signed):
+            return _reject_missing_token()
+        return AgentGrant(signed=signed, credential=credential)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=256)
+    def _make_credential(token: str, job: str | None) -> Credential:
+        return Credential.from_token(token if job is None else derive_job_token(token, job))
 
     def _is_known_host(self, host: str | None) -> bool:
         return origin.is_local_name(host, self._own_name) or (
@@ -183,6 +240,14 @@ def _redirect_to_login(scope: Scope, path: str) -> Response:
     query = scope["query_string"].decode("latin-1")
     target = path + (f"?{query}" if query else "")
     return RedirectResponse(f"/login?next={quote(target, safe='/')}", status_code=303)
+
+
+def _reject_other_user() -> Response:
+    return problems.make_problem_response(
+        403,
+        "without a token this server answers only to the user who started it, and to root: start it"
+        " with --token, and give the token to others",
+    )
 
 
 def _reject_missing_token() -> Response:

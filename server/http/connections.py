@@ -13,9 +13,12 @@ from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from hangwatch.protocol.local_peer import find_peer_uid
+
 from ..core import limits, problems
 from ..core.event_loop import PriorityEventLoop
 from ..core.priority_selector import PrioritySelector
+from .access import PEER_UID
 
 BODY_TIMEOUT_S = 30.0  # for a whole request body
 HEADERS_TIMEOUT_S = 10.0  # for the headers of a request
@@ -67,6 +70,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     """
 
     refusals: ClassVar[Counter[str]] = Counter()  # by the limit's name
+    identifies_peers: ClassVar[bool] = False  # without a token, the peer's user decides
+    _peer_uid: int | None = None
     _exceeded: limits.Limit | None = None
     _head_bytes: int = 0  # received since the last complete request, other than its body
     _timeout_s: float = 0.0  # for the data that is expected from the client; 0: none is expected
@@ -80,7 +85,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if isinstance(loop, PriorityEventLoop):
             self._selector, self._fd = loop.selector, transport.get_extra_info("socket").fileno()
             self._selector.add_connection(self._fd)
+        if self.identifies_peers:
+            self._peer_uid = find_peer_uid(transport.get_extra_info("socket"))
         self._set_timeout(HEADERS_TIMEOUT_S)
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self.scope[PEER_UID] = self._peer_uid  # type: ignore[typeddict-unknown-key]  # ASGI allows further keys
 
     def on_headers_complete(self) -> None:
         # Most of what has been received may be the body, if it came in the same piece.
@@ -177,6 +188,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.transport.write(head.encode() + body)
 
 
-def make_protocol_class(refusals: Counter[str]) -> type[asyncio.Protocol]:
-    """The protocol for `uvicorn.Config`, which counts the requests that exceed a limit."""
-    return type("LimitedHttpProtocol", (LimitedHttpProtocol,), {"refusals": refusals})
+def make_protocol_class(refusals: Counter[str], identifies_peers: bool) -> type[asyncio.Protocol]:
+    """The protocol for `uvicorn.Config`. ``refusals`` counts the requests that exceed a limit;
+    ``identifies_peers``: requests say which user of this machine sent them.
+    """
+    members = {"refusals": refusals, "identifies_peers": identifies_peers}
+    return type("LimitedHttpProtocol", (LimitedHttpProtocol,), members)

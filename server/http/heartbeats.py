@@ -18,10 +18,10 @@ from hangwatch.protocol import codec, heartbeat
 from ..core import limits, problems
 from ..core.problems import Problem
 from ..ingest import decoding
-from ..ingest.heartbeat_checks import check_memory, parse_heartbeat
+from ..ingest.heartbeat_checks import check_job, check_memory, parse_heartbeat
 from ..monitor.watch import Watch
 from . import error_pages
-from .access import Authenticator
+from .access import AgentGrant, Authenticator
 from .app_state import AppState
 from .connections import HEARTBEATS_PATH_END
 from .rendering import SECURITY_HEADERS
@@ -29,6 +29,7 @@ from .rendering import SECURITY_HEADERS
 log = logging.getLogger("hangwatch")
 
 PATH = f"/api/v1{HEARTBEATS_PATH_END}"
+PROOF_PATH = "/api/v1/proof"
 _SIZE_REMEDY = "send the heartbeat in parts"
 _HEADERS = [
     (b"content-type", b"application/json"),
@@ -37,8 +38,8 @@ _HEADERS = [
 
 
 class HeartbeatFastPath:
-    """The outermost ASGI application: it handles heartbeats itself and passes all other requests
-    to ``app``, whose middleware and routing take longer than a heartbeat. Like these it
+    """The outermost ASGI application: it answers node agents itself and passes all other requests to
+    ``app``, whose middleware and routing take longer than a heartbeat. Like these it
     authenticates, limits the body, and sends the security headers.
     """
 
@@ -46,36 +47,48 @@ class HeartbeatFastPath:
         self, app: ASGIApp, live: AppState, authenticator: Authenticator, prefix: str = ""
     ) -> None:
         self._app, self._watch, self._authenticator = app, live.watch, authenticator
-        self._paths = {PATH, prefix + PATH}
+        self._routes = {
+            *(("POST", before + PATH) for before in ("", prefix)),
+            *(("GET", before + PROOF_PATH) for before in ("", prefix)),
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in self._paths or scope["method"] != "POST":
+        if scope["type"] != "http" or (scope["method"], scope["path"]) not in self._routes:
             return await self._app(scope, receive, send)
         headers = _decode_headers(scope["headers"])
-        refusal = self._authenticator.check_request(scope, headers)
-        if refusal is None:
-            try:
-                body = await _handle_request(headers, receive, self._watch)
-            except Problem as problem:
-                refusal = problems.make_problem_response(
-                    problem.status, problem.detail, problem.headers, **problem.extra_members
-                )
-            except ClientDisconnect:
-                return None
-            except Exception:
-                log.exception("a heartbeat failed; please report this")
-                refusal = problems.make_problem_response(500, error_pages.INTERNAL_ERROR_DETAIL)
-        if refusal is not None:
-            refusal.headers.update(SECURITY_HEADERS)
-            return await refusal(scope, receive, send)
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [(b"content-length", b"%d" % len(body)), *_HEADERS],
-            }
-        )
+        grant = self._authenticator.check_agent(scope, headers)
+        if not isinstance(grant, AgentGrant):
+            return await _send_refusal(grant, scope, receive, send)
+        is_heartbeat = scope["method"] == "POST"
+        try:
+            body = (
+                await _handle_request(headers, receive, self._watch, grant)
+                if is_heartbeat
+                else await _handle_proof_request(receive, grant)
+            )
+        except Problem as problem:
+            refusal = problems.make_problem_response(
+                problem.status, problem.detail, problem.headers, **problem.extra_members
+            )
+            return await _send_refusal(refusal, scope, receive, send)
+        except ClientDisconnect:
+            return None
+        except Exception:
+            log.exception("a heartbeat failed; please report this")
+            refusal = problems.make_problem_response(500, error_pages.INTERNAL_ERROR_DETAIL)
+            return await _send_refusal(refusal, scope, receive, send)
+        headers_sent = [
+            (b"content-length", b"%d" % len(body)),
+            *grant.make_headers(body),
+            *_HEADERS,
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers_sent})
         await send({"type": "http.response.body", "body": body})
+
+
+async def _send_refusal(refusal: Response, scope: Scope, receive: Receive, send: Send) -> None:
+    refusal.headers.update(SECURITY_HEADERS)
+    await refusal(scope, receive, send)
 
 
 def build_router(live: AppState) -> APIRouter:
@@ -96,9 +109,17 @@ def build_router(live: AppState) -> APIRouter:
     async def post_heartbeat(request: Request) -> Response:
         """For ``/docs``, and for applications without `HeartbeatFastPath`."""
         return Response(
-            await _handle_request(request.headers, request.receive, live.watch),
+            await _handle_request(request.headers, request.receive, live.watch, AgentGrant()),
             media_type="application/json",
         )
+
+    @routes.get(
+        PROOF_PATH,
+        summary="Proves that the server knows the token, before an agent sends stacks to it",
+    )
+    async def get_proof() -> dict[str, str]:
+        """The ``Hangwatch-Proof`` header of the answer to a signed request is the proof."""
+        return {}
 
     return routes
 
@@ -113,22 +134,31 @@ def _decode_headers(raw_headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str
     return headers
 
 
-async def _handle_request(headers: Mapping[str, str], receive: Receive, watch: Watch) -> bytes:
+async def _handle_proof_request(receive: Receive, grant: AgentGrant) -> bytes:
+    """Raises Problem or ClientDisconnect."""
+    await _read_body({}, receive, grant)
+    return b"{}"
+
+
+async def _handle_request(
+    headers: Mapping[str, str], receive: Receive, watch: Watch, grant: AgentGrant
+) -> bytes:
     """Returns the encoded reply. Raises Problem or ClientDisconnect."""
     is_urgent = headers.get("priority") == heartbeat.URGENT_PRIORITY
     refusal = watch.load.make_refusal(is_urgent)
     if refusal is not None:
-        body = await _read_body(headers, receive)
+        body = await _read_body(headers, receive, grant)
         watch.heartbeats.refuse_heartbeat(decoding.decode_agent_id(body))
         raise refusal
 
     def decode_heartbeat() -> heartbeat.Heartbeat:
         beat = parse_heartbeat(body)
+        check_job(beat, grant.job)
         check_memory(beat, watch.fleet, beat.agent in watch.agents, len(watch.agents))
         return beat
 
     try:
-        body = await _read_body(headers, receive)
+        body = await _read_body(headers, receive, grant)
         reply = await watch.heartbeat_queue.apply(decode_heartbeat, is_urgent)
     except Problem as problem:
         watch.counters.malformed += 1
@@ -137,7 +167,7 @@ async def _handle_request(headers: Mapping[str, str], receive: Receive, watch: W
     return msgspec.json.encode(codec.encode_message(reply))
 
 
-async def _read_body(headers: Mapping[str, str], receive: Receive) -> bytes:
+async def _read_body(headers: Mapping[str, str], receive: Receive, grant: AgentGrant) -> bytes:
     """The decompressed body. Raises Problem if it is too large or does not match its headers, and
     ClientDisconnect if it ends early.
     """
@@ -164,6 +194,7 @@ async def _read_body(headers: Mapping[str, str], receive: Receive) -> bytes:
         if size > limits.BODY.most:
             raise limits.BODY.make_problem(remedy=_SIZE_REMEDY)
     body = b"".join(parts)
+    grant.check_body(body)
     return decompress_body(body) if coding == "gzip" else body
 
 

@@ -209,6 +209,11 @@ class _Collector(Collector):
                 counters.refused,
             ),
             (
+                "hangwatch_foreign_reports",
+                "Reports of processes that were dropped because another node agent reports them",
+                counters.foreign_reports,
+            ),
+            (
                 "hangwatch_resyncs",
                 "Requests to node agents to report everything again",
                 counters.resyncs,

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hangwatch.model.incidents import Incident, Resolution
-from hangwatch.model.ranks import Lifecycle
+from hangwatch.model.ranks import AttemptKey, Lifecycle
 from hangwatch.model.recoveries import Recovery
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.attempt import Attempt
@@ -113,14 +113,19 @@ class IncidentRegistry:
                 why = Resolution.ENDED if attempt.is_finished else Resolution.PROGRESS
                 self.resolve_incident(record, why, now)
 
-    def resolve_earlier_attempts(self, attempt: Attempt, now: float) -> None:
-        """Resolves the incidents of earlier attempts once the newest attempt has been initialised."""
+    def resolve_earlier_attempts(
+        self, attempt: Attempt, now: float, current: Collection[AttemptKey] = ()
+    ) -> None:
+        """Resolves the incidents of earlier attempts once the newest attempt has been initialised,
+        other than those of the ``current`` ones, whose ranks still run.
+        """
         older = [
             record
             for record in self.records.values()
             if record.is_live
             and record.incident.job == attempt.job
             and not record.belongs_to(attempt)
+            and record.attempt_key not in current
         ]
         if not older:
             return

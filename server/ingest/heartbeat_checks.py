@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 
 from hangwatch.model.groups import count_ranks
 from hangwatch.protocol import heartbeat
+from hangwatch.protocol.signatures import may_report_job
 from hangwatch.tracking.fleet import Fleet
 
 from ..core import limits
@@ -41,6 +43,17 @@ def parse_heartbeat(body: bytes) -> heartbeat.Heartbeat:
     _check_names(beat)
     _check_ranks(beat)
     return beat
+
+
+def check_job(beat: heartbeat.Heartbeat, allowed: str | None) -> None:
+    """Raises Problem if the heartbeat reports another job than its token allows."""
+    for process in beat.processes:
+        if process.identity is not None and not may_report_job(allowed, process.identity.job):
+            raise Problem(
+                403,
+                f"the token is that of job {allowed!r}, and does not allow to report job"
+                f" {process.identity.job!r}",
+            )
 
 
 def _check_sizes(value: Any) -> None:
@@ -141,6 +154,10 @@ def _check_processes(
     jobs = fleet.list_jobs(agent) | new_jobs
     if len(jobs) > limits.JOBS_PER_AGENT.most:
         raise limits.JOBS_PER_AGENT.make_problem(f"{len(jobs)} jobs")
+    attempt_counts = Counter(key.job for key in fleet.attempts)
+    for job in new_jobs:
+        if attempt_counts[job] >= limits.ATTEMPTS_PER_JOB.most:
+            raise limits.ATTEMPTS_PER_JOB.make_problem(f"job {job}", "give it another name")
     new_jobs -= {key.job for key in fleet.attempts}
     if len(fleet.attempts) + len(new_jobs) > limits.ATTEMPTS.most and new_jobs:
         raise limits.ATTEMPTS.make_problem(remedy=remedy)

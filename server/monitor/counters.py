@@ -12,6 +12,7 @@ class Counters:
     malformed: int = 0
     refused: int = 0  # while the server was overloaded
     refusals_by_limit: Counter[str] = field(default_factory=Counter)  # see `server.core.limits`
+    foreign_reports: int = 0  # of processes that another node agent reports
     resyncs: int = 0
     diagnoses: int = 0
     diagnosis_failures: int = 0

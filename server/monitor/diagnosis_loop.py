@@ -63,7 +63,7 @@ class DiagnosisLoop:
                 await asyncio.sleep(max(MIN_PAUSE_S, 2 * spent_s))
 
     async def run_round(self) -> None:
-        """Diagnoses each job's latest attempt and reports all changes."""
+        """Diagnoses each current attempt and reports all changes."""
         await self._diagnose_attempts()
         now = self.clock.monotonic()
         self.incidents.resolve_finished_jobs(self.fleet, now)
@@ -82,8 +82,9 @@ class DiagnosisLoop:
 
     async def _diagnose_attempts(self) -> None:
         now = self.clock.monotonic()
-        for attempt in list(self.fleet.attempts.values()):
-            is_latest = self.fleet.latest_attempt(attempt.job) is attempt
-            if is_latest and self.diagnoser.is_due(attempt, now):
+        current = [a for a in self.fleet.attempts.values() if self.fleet.is_current(a, now)]
+        current_keys = {attempt.key for attempt in current}
+        for attempt in current:
+            if self.diagnoser.is_due(attempt, now):
                 await self.diagnoser.diagnose_attempt(attempt)
-                self.incidents.resolve_earlier_attempts(attempt, now)
+                self.incidents.resolve_earlier_attempts(attempt, now, current_keys)

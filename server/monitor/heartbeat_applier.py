@@ -11,6 +11,7 @@ from hangwatch.tracking.fleet import Fleet
 from ..core import garbage_collection
 from ..core.clock import Clock
 from ..ingest.command_queue import CommandQueue
+from ..ingest.ownership import drop_foreign_reports
 from ..ondemand.dumps import DumpRegistry
 from ..ondemand.recordings import RecordingRegistry
 from ..ondemand.tracing import TraceRegistry
@@ -59,6 +60,8 @@ class HeartbeatApplier:
         self.counters.heartbeats += 1
         if self.counters.heartbeats % garbage_collection.COLLECT_EVERY_HEARTBEATS == 0:
             garbage_collection.collect_new_objects()
+        beat, foreign = drop_foreign_reports(beat, self.fleet, now)
+        self.counters.foreign_reports += foreign
         is_known = beat.agent in self.agents
         self.counters.agents_cpu_s += self.agents.record_heartbeat(beat, now)
         is_complete = self.fleet.apply_heartbeat(beat, now)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.fleet import Fleet
+from hangwatch.tracking.fleet import SUCCEEDED_SILENT_S, Fleet
 
 from ..core import garbage_collection
 from ..core.limits import is_large
@@ -20,8 +20,6 @@ FINISHED_ATTEMPTS_KEPT = 20
 FINISHED_KEPT_S = 3600.0
 # Of all finished attempts that have a successor, together.
 SUCCEEDED_PROCESSES_KEPT = 20_000
-# An attempt with a successor counts as finished after this long without a heartbeat.
-SUCCEEDED_SILENT_S = 3.0
 SILENCE_CHECK_INTERVAL_S = 3.0  # a large job that was cut off leaves thousands of silent agents
 PROCESSES_DROPPED_PER_STEP = 10  # of a large attempt
 

@@ -142,12 +142,14 @@ def _find_veto(facts: Facts, rules: Rules) -> str:
     refusing = [
         rank
         for rank, m in facts.members.items()
-        if m.is_alive and heartbeat.refuses_abort(m.on_hang)
+        if m.is_alive and not heartbeat.allows_abort(m.on_hang)
     ]
     if refusing:
+        given = facts.members[refusing[0]].on_hang
+        state = f"HANGWATCH_ON_HANG={given}" if given else "no HANGWATCH_ON_HANG"
         return (
-            f"HANGWATCH_ON_HANG={facts.members[refusing[0]].on_hang} in the environment of"
-            f" {name_ranks(refusing)} refuses it"
+            f"{state} in the environment of {name_ranks(refusing)} does not allow it: start the job"
+            " with HANGWATCH_ON_HANG=abort"
         )
     if facts.history >= rules.limit:
         times = "once" if facts.history == 1 else f"{facts.history} times"

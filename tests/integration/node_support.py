@@ -41,6 +41,7 @@ class AgentTestbed:
             | {
                 "HANGWATCH_URL": self.receiver.agent_url,
                 "HANGWATCH_RUN_DIR": str(self.folder),
+                "HANGWATCH_ON_HANG": "abort",
                 "PYTHONSAFEPATH": "1",
             }
             | more

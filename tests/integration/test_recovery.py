@@ -53,7 +53,15 @@ def test_hang_recovers_to_finished_training(
     tmp_path: Path, server: Server, hook: WebhookReceiver
 ) -> None:
     folders = [tmp_path / name for name in ("trains", "refuses")]
-    trains = launch_job(PROGRAM, 3, folders[0], server.url, name="trains", max_restarts=1)
+    trains = launch_job(
+        PROGRAM,
+        3,
+        folders[0],
+        server.url,
+        name="trains",
+        max_restarts=1,
+        env={"HANGWATCH_ON_HANG": "abort"},
+    )
     refuses = launch_job(
         PROGRAM,
         2,
@@ -153,6 +161,9 @@ def test_node_agent_ends_only_watched_ranks(agent_testbed: AgentTestbed) -> None
     refusing = agent_testbed.start_rank(
         1, "sleep", env=agent_testbed.make_environ(HANGWATCH_ON_HANG="report")
     )
+    silent = agent_testbed.start_rank(
+        3, "sleep", env=agent_testbed.make_environ(HANGWATCH_ON_HANG="")
+    )
     under_shell = agent_testbed.start_process(
         [
             "sh",
@@ -170,7 +181,7 @@ def test_node_agent_ends_only_watched_ranks(agent_testbed: AgentTestbed) -> None
     agent_testbed.processes.append(stranger)
     agent_testbed.start_agent()
     stopped.send_signal(signal.SIGSTOP)
-    keys = [agent_testbed.wait_until_reported(rank)["key"] for rank in (0, 1, 2)]
+    keys = [agent_testbed.wait_until_reported(rank)["key"] for rank in (0, 1, 2, 3)]
     ticks = Path(f"/proc/{stranger.pid}/stat").read_text().rpartition(")")[2].split()[19]
     again = keys[1].partition("-")[0] + "-1"  # that pid, of a process of another time
 
@@ -181,9 +192,10 @@ def test_node_agent_ends_only_watched_ranks(agent_testbed: AgentTestbed) -> None
     }
     assert stopped.wait(10) == -9
     assert "HANGWATCH_ON_HANG=report" in abort_rank(agent_testbed, keys[1])["error"]
+    assert "HANGWATCH_ON_HANG=abort" in abort_rank(agent_testbed, keys[3])["error"]
     for key in (again, f"{stranger.pid}-{ticks}"):
         assert "watches no such process" in abort_rank(agent_testbed, key)["error"]
-    assert (refusing.poll(), stranger.poll()) == (None, None)
+    assert (refusing.poll(), silent.poll(), stranger.poll()) == (None, None, None)
     assert abort_rank(agent_testbed, keys[2])["signal"] == 9
     assert under_shell.wait(10) == 128 + 9, "what Kubernetes and Slurm call retryable"
     assert abort_rank(agent_testbed, keys[0]) == {

@@ -11,18 +11,22 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 
 from hangwatch.protocol.codec import decode_reply
 from hangwatch.protocol.heartbeat import URGENT_PRIORITY, HeartbeatReply
+from hangwatch.protocol.signatures import PROOF_HEADER
 
-from ...transport.client import BoundedClient
+from ...transport.client import BoundedClient, NewConnectionError
 from ...transport.target import ServerTarget
 
 HEARTBEAT_PATH = "/api/v1/heartbeats"
+PROOF_PATH = "/api/v1/proof"
+# They hold stacks, call sites or arguments of calls.
+CONFIDENTIAL_FIELDS = frozenset(("samples", "calls", "traces", "recordings"))
 REQUEST_TIMEOUT_S = 5.0
 PATIENT_READ_TIMEOUT_S = 15.0  # a server with many hosts queues their heartbeats
 MIN_COMPRESSED_BYTES = 4096
@@ -59,11 +63,18 @@ class Uplink:
     """A thread that posts heartbeats, one at a time."""
 
     def __init__(
-        self, target: ServerTarget, wake: Callable[[], None], timeout_s: float = REQUEST_TIMEOUT_S
+        self,
+        target: ServerTarget,
+        wake: Callable[[], None],
+        timeout_s: float = REQUEST_TIMEOUT_S,
+        warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.target = target
         self.is_busy = False
         self._client = BoundedClient(target, timeout_s)
+        self._credential = target.credential
+        self._warn = warn
+        self._has_reported_unknown = False
         self._url = target.base_url + HEARTBEAT_PATH
         self._wake = wake
         self._heartbeat_queue: queue.SimpleQueue[tuple[int, Any, bool, bool] | None] = (
@@ -120,20 +131,18 @@ class Uplink:
     ) -> HeartbeatOutcome:
         """Posts one heartbeat and waits for the reply."""
         body = json.dumps(heartbeat, separators=(",", ":")).encode()
-        headers = {"Content-Type": "application/json", **self.target.auth_headers}
+        headers = {"Content-Type": "application/json"}
         if urgent:
             headers["Priority"] = URGENT_PRIORITY
         if len(body) > MIN_COMPRESSED_BYTES:
             body = gzip.compress(body, 1)
             headers["Content-Encoding"] = "gzip"
+        is_confidential = not CONFIDENTIAL_FIELDS.isdisjoint(heartbeat)
+        read_timeout_s = PATIENT_READ_TIMEOUT_S if patient else None
         sent_s = time.monotonic()
         try:
-            response = self._client.send_request(
-                "POST",
-                self._url,
-                content=body,
-                headers=headers,
-                read_timeout_s=PATIENT_READ_TIMEOUT_S if patient else None,
+            response = self._send_signed(
+                "POST", self._url, body, headers, read_timeout_s, is_confidential
             )
         except httpx.HTTPError as error:
             return HeartbeatOutcome(
@@ -149,6 +158,9 @@ class Uplink:
         except (ValueError, KeyError, TypeError, AttributeError):
             problem = f"{self.target} answers, but not as a hangwatch server: check HANGWATCH_URL"
             return HeartbeatOutcome(number=number, problem=problem)
+        if reply.commands and not self._client.is_server_known:
+            reply = replace(reply, commands=())
+            self._report_unknown_server()
         return HeartbeatOutcome(
             number=number,
             reply=reply,
@@ -156,6 +168,52 @@ class Uplink:
             sent_s=sent_s,
             answered_s=answered_s,
         )
+
+    def _send_signed(
+        self,
+        method: str,
+        url: str,
+        body: bytes,
+        headers: dict[str, str],
+        read_timeout_s: float | None,
+        is_confidential: bool,
+    ) -> httpx.Response:
+        """Sends a request, signed if there is a token, and checks the server's proof. Before it sends
+        a confidential request on a new connection, it has the server prove itself there.
+        """
+        signed = None
+        if self._credential is not None:
+            signed = self._credential.sign_request(body)
+            headers = {**headers, "Authorization": signed.header}
+        try:
+            response = self._client.send_request(
+                method,
+                url,
+                content=body,
+                headers=headers,
+                read_timeout_s=read_timeout_s,
+                is_confidential=is_confidential,
+            )
+        except NewConnectionError:
+            self._send_signed("GET", self.target.base_url + PROOF_PATH, b"", {}, None, False)
+            if not self._client.is_server_known:
+                raise
+            return self._send_signed(method, url, body, headers, read_timeout_s, is_confidential)
+        if self._credential is not None and signed is not None:
+            proof = response.headers.get(PROOF_HEADER, "")
+            if self._credential.verify_proof(signed, response.content, proof):
+                self._client.is_server_known = True
+        return response
+
+    def _report_unknown_server(self) -> None:
+        if not self._has_reported_unknown:
+            self._has_reported_unknown = True
+            why = (
+                "did not prove that it knows the token"
+                if self.target.token
+                else "has no token to prove that it is the job's"
+            )
+            self._warn(f"the orders of {self.target} are ignored: it {why}")
 
     def _make_error_outcome(
         self, number: int, response: httpx.Response, body_bytes: int

@@ -97,8 +97,12 @@ def _find_refusal_reason(process: WatchedProcess | None) -> str | None:
     if process.exit is not None:
         return None
     identity = process.identity
-    if identity is not None and heartbeat.refuses_abort(identity.on_hang):
-        return f"its environment refuses that: HANGWATCH_ON_HANG={identity.on_hang}"
+    if identity is None or not heartbeat.allows_abort(identity.on_hang):
+        given = "" if identity is None else identity.on_hang
+        return (
+            f"its environment does not allow that: HANGWATCH_ON_HANG is {given or 'not set'}; start"
+            " the job with HANGWATCH_ON_HANG=abort"
+        )
     if process.pidfd is None:
         return (
             "this kernel has no pidfd (Linux 5.3 has), so the signal could hit another process that"

@@ -61,7 +61,7 @@ def make_facts(
     standing = AlertSummary(
         at=NOW, accused=frozenset(incident.culprits), waiting=frozenset(waiting)
     )
-    usual = Member(last_seen_at=NOW - 0.3, last_advanced_at=NOW - 100.0)
+    usual = Member(last_seen_at=NOW - 0.3, last_advanced_at=NOW - 100.0, on_hang="abort")
     given = {
         "standing": standing,
         "members": dict.fromkeys(range(4), usual),
@@ -237,17 +237,15 @@ def test_failed_abort_is_not_retried() -> None:
     ), "the launcher may be at work"
 
 
-@pytest.mark.parametrize("word", ["report", "never", "0"])
-def test_job_owner_may_refuse(word: str) -> None:
+@pytest.mark.parametrize("word", ["", "report", "never", "0"])
+def test_only_the_job_owner_may_allow_it(word: str) -> None:
     decision = decide(change_rank(3, on_hang=word), RULES, NOW)
-    assert (
-        decision.step,
-        f"HANGWATCH_ON_HANG={word} in the environment of rank 3" in decision.why,
-    ) == (
+    given = f"HANGWATCH_ON_HANG={word}" if word else "no HANGWATCH_ON_HANG"
+    assert (decision.step, f"{given} in the environment of rank 3" in decision.why) == (
         Step.WITHHOLD,
         True,
     )
-    assert decide_step(change_rank(3, on_hang="abort"))[0] is Step.END
+    assert decide_step(change_rank(3, on_hang="Abort "))[0] is Step.END
 
 
 def test_aborts_beyond_limit_are_withheld() -> None:
@@ -316,7 +314,7 @@ class InProcessServer:
         )
         return heartbeat.ProcessUpdate(
             key=f"{10 * restart + rank}-1", lifecycle=3, pulse_s=0.1, idle_s=since, ended=ended,
-            identity=heartbeat.ProcessIdentity(job="run7", rank=rank, world_size=2, pid=10 * restart + rank, start_ticks=1, restart=restart),
+            identity=heartbeat.ProcessIdentity(job="run7", rank=rank, world_size=2, pid=10 * restart + rank, start_ticks=1, restart=restart, on_hang="abort"),
             sequences=(
                 heartbeat.StreamUpdate(
                     uid=1, identity=heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-1"),
