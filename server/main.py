@@ -23,6 +23,7 @@ import uvicorn
 from pydantic import SecretStr
 
 from hangwatch import __version__
+from hangwatch.report.text import clean_text
 
 from .alerting.alerter import send_test_messages
 from .app import build_app
@@ -47,6 +48,13 @@ SWITCH_INTERVAL_S = 1e-5
 MIN_TOKEN_LENGTH = 16  # in characters
 
 
+class _PlainFormatter(logging.Formatter):
+    """Cleans each line: messages quote jobs, which must not control the operator's terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(map(clean_text, super().format(record).splitlines()))
+
+
 class StartError(Exception):
     """The server cannot start. The message says why and what to do."""
 
@@ -60,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"hangwatch-server: {line}", file=sys.stderr)
         print("hangwatch-server: see hangwatch-server --help", file=sys.stderr)
         return USAGE
-    logging.basicConfig(level=logging.WARNING, format="hangwatch: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_PlainFormatter("hangwatch: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("uvicorn").setLevel(
         logging.ERROR
     )  # malformed requests are not the operator's concern

@@ -139,5 +139,8 @@ class AgentSupervisor:
             taken = notice.with_suffix(f".{os.getpid()}")
             with contextlib.suppress(FileNotFoundError):  # another rank was first
                 os.rename(notice, taken)
-                sys.stderr.write(f"hangwatch: {taken.read_text(errors='replace').strip()}\n")
+                text = taken.read_text(errors="replace").strip()
+                # It may quote the server, which must not control the user's terminal.
+                plain = "".join(c if c.isprintable() else " " for c in text)
+                sys.stderr.write(f"hangwatch: {plain}\n")
                 taken.unlink()

@@ -13,10 +13,15 @@ import pickle
 import re
 from typing import Any
 
+from hangwatch.model.plain_data import count_values
+
+from .tuple_weights import check_tuples
+
 MAX_PICKLE_BYTES = 1 << 27  # a dump of 100,000 calls with their stacks takes about 40 MB
+MAX_VALUES = 1 << 24  # such a dump has 7 million
 
 _LINE_OPCODES = rb"I-?\d{1,20}\n|L-?\d{1,20}L?\n|F[-+.\deinfaINFA]{1,40}\n|V[^\n]*\n|S[^\n]*\n|g\d{1,9}\n|p\d{1,7}\n"
-_FIXED_OPCODES = rb"[N\x88\x89\]})(aesutld\x85\x86\x87\x94]|[Khq\x80].|M..|[Jj]....|[G\x95].{8}"
+_FIXED_OPCODES = rb"[N\x88\x89\]})(aesuld\x94]|[Khq\x80].|M..|[Jj]....|[G\x95].{8}"
 _LONG_OPCODE = rb"\x8a(?:" + b"|".join(b"[%c]" % n + b"." * n for n in range(10)) + rb")"
 # The unpickler allocates the memo up to the largest index. A valid index is smaller than the file,
 # which has at least one byte for each entry. The keys are the bits of the file's size.
@@ -56,6 +61,7 @@ _ARGUMENT_BYTES = {
     b"G": 8,
     b"\x95": 8,
 }
+_TUPLE_OPCODES = (b"t", b"\x85", b"\x86", b"\x87")  # torch writes none
 _LINE_ARGUMENT_OPCODES = frozenset({b"I", b"L", b"F", b"V", b"S", b"g", b"p"})
 _IMPORT_OPCODES = (b"c", b"i")  # followed by a module and a name, each on its own line
 _EXTERNAL_OPCODES = {
@@ -86,9 +92,14 @@ def safe_loads(data: bytes) -> object:
     """Loads a pickle of plain data. Raises HostileError if it would import or call something, and
     NotPlainError if it is not a pickle of plain data.
     """
-    _check_opcodes(data)
+    has_tuples = _check_opcodes(data)
     try:
-        return _PlainUnpickler(io.BytesIO(data)).load()
+        if has_tuples:
+            check_tuples(data)
+        value = _PlainUnpickler(io.BytesIO(data)).load()
+        if count_values(value) > MAX_VALUES:
+            raise NotPlainError(f"it has more than {MAX_VALUES >> 20} million values, as no dump has")
+        return value
     except NotPlainError:
         raise
     # Invalid bytes make the unpickler raise many kinds of errors, MemoryError among them.
@@ -98,10 +109,11 @@ def safe_loads(data: bytes) -> object:
         ) from error
 
 
-def _check_opcodes(data: bytes) -> None:
-    """Raises NotPlainError at the first opcode that does more than build plain data, or that is
-    incomplete.
+def _check_opcodes(data: bytes) -> bool:
+    """Whether it has tuples. Raises NotPlainError at the first opcode that does more than build plain
+    data, or that is incomplete.
     """
+    has_tuples = False
     if len(data) > MAX_PICKLE_BYTES:
         raise NotPlainError(f"it is larger than {MAX_PICKLE_BYTES >> 20} MiB, as no dump is")
     run = next(pattern for bits, pattern in _OPCODE_RUNS.items() if len(data) < 1 << bits)
@@ -114,7 +126,7 @@ def _check_opcodes(data: bytes) -> None:
         at = match.end()
         operation = data[at : at + 1]
         if operation == b".":
-            return
+            return has_tuples
         if (size := _LENGTH_PREFIX_BYTES.get(operation)) is not None:
             start = at + 1 + size
             at = start + int.from_bytes(data[at + 1 : start], "little")
@@ -124,6 +136,9 @@ def _check_opcodes(data: bytes) -> None:
                     " string is wrong"
                 )
             last_strings = (last_strings[1], data[start : min(at, start + 100)])
+        elif operation in _TUPLE_OPCODES:
+            has_tuples = True
+            at += 1
         elif not has_matched:
             raise _build_refusal(data, at, last_strings)
 

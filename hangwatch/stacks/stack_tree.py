@@ -94,8 +94,9 @@ def format_folded_stacks(stacks: Iterable[RankedStack]) -> Iterator[str]:
 
 
 def _format_folded_frame(frame: Frame) -> str:
-    text = f"{frame.function} ({frame.file}:{frame.line})"
-    return text.replace(";", ":").replace("\n", " ")
+    """Without the characters that separate frames and lines, or control a terminal."""
+    text = f"{frame.function} ({frame.file}:{frame.line})".replace(";", ":")
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def stacks_to_speedscope(

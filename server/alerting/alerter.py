@@ -17,6 +17,7 @@ import tenacity
 from hangwatch.model.incidents import Incident
 from hangwatch.model.kind_spec import Severity
 from hangwatch.report import recovery as recovery_text
+from hangwatch.report.text import clean_text
 
 from ..storage.rows import Delivery
 from .channels import AlertMessage, Channel, ChannelError
@@ -102,7 +103,8 @@ class Alerter:
             waiting.join(CLOSE_TIMEOUT_S)
 
     def print_line(self, line: str) -> None:
-        print(f"hangwatch: {line}", file=self._out or sys.stderr, flush=True)
+        """``line`` may quote a job, which must not control the operator's terminal."""
+        print(f"hangwatch: {clean_text(line)}", file=self._out or sys.stderr, flush=True)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from datetime import datetime
 from hangwatch.model.incidents import Incident, Resolution
 from hangwatch.report import recovery as recovery_text
 from hangwatch.report.documents import build_incident_document
-from hangwatch.report.text import format_coarse_age, name_ranks, truncate_end
+from hangwatch.report.text import clean_text, format_coarse_age, name_ranks, truncate_end
 
 from .channels import AlertMessage
 from .events import ABORTED, ABORTING, OPENED, PLANNED, REMINDER, RESOLVED
@@ -41,8 +41,8 @@ def compose_message(incident: Incident, event: str, url: str, now: datetime) -> 
     return AlertMessage(
         id=f"{incident.id}.{event}",
         event=kind,
-        title=f"{_format_label(incident, kind, now)} {format_sentence(incident)}",
-        text="\n".join(line for line in lines if line),
+        title=clean_text(f"{_format_label(incident, kind, now)} {format_sentence(incident)}"),
+        text="\n".join(clean_text(line) for line in lines if line),
         body=body,
     )
 

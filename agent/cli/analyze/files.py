@@ -156,9 +156,20 @@ def _load_plain(data: bytes) -> object:
     if data[:64].lstrip()[:1] not in (b"{", b"["):
         return plain_pickle.safe_loads(data)
     try:
-        return json.loads(data)
+        return load_json(data)
     except (ValueError, RecursionError) as error:
         raise _UnusableFileError(f"it is cut off, or not JSON: {error}") from error
+
+
+def load_json(data: bytes) -> object:
+    """Raises ValueError if it is not JSON, or has so many values that they would not fit into memory,
+    and RecursionError if it is nested too deeply.
+    """
+    # At least as many as there are values in lists and dictionaries.
+    separators = sum(map(data.count, (b",", b"[", b"{")))
+    if separators > plain_pickle.MAX_VALUES:
+        raise ValueError(f"it has more than {plain_pickle.MAX_VALUES >> 20} million values")
+    return json.loads(data)
 
 
 def _read_bundle(path: Path, data: bytes) -> Bundle:
@@ -175,6 +186,7 @@ def _read_bundle(path: Path, data: bytes) -> Bundle:
         OSError,
         RuntimeError,
         NotImplementedError,
+        RecursionError,
     ) as error:
         raise _UnusableFileError(f"it is not a hangwatch bundle: {error}") from error
     if (
@@ -196,4 +208,4 @@ def _read_member(archive: zipfile.ZipFile, name: str) -> object:
         data = file.read(_MAX_FILE_BYTES + 1)
     if len(data) > _MAX_FILE_BYTES:
         raise ValueError(f"{name} in it is larger than {_MAX_FILE_BYTES >> 20} MiB")
-    return json.loads(data)
+    return load_json(data)

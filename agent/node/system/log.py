@@ -8,6 +8,8 @@ import stat
 import sys
 import time
 
+from hangwatch.report.text import clean_text
+
 MAX_LOG_BYTES = 1 << 20  # then it is truncated
 _MAX_UNIQUE_WARNINGS = 1000
 
@@ -20,12 +22,13 @@ class AgentLog:
         self._seen_warnings: set[str] = set()
 
     def info(self, text: str) -> None:
+        """Writes one line. ``text`` may quote a server or a job."""
         # On a full disk or with a closed stderr, there is no place to report the error.
         with contextlib.suppress(OSError, ValueError):
             status = os.fstat(2)
             if stat.S_ISREG(status.st_mode) and status.st_size > MAX_LOG_BYTES:
                 os.ftruncate(2, 0)
-            print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+            print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {clean_text(text)}", file=sys.stderr, flush=True)
 
     def warning(self, text: str) -> None:
         self.warning_count += 1
