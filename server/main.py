@@ -106,6 +106,7 @@ def _reveal_secret(secret: SecretStr | None) -> str | None:
 
 
 def _serve(settings: Settings) -> int:
+    os.umask(0o077)  # incidents show stacks, and the data folder may exist already
     _check_certificate(settings)
     _allow_connections()
     gc.set_threshold(*garbage_collection.THRESHOLDS)

@@ -54,10 +54,9 @@ def ensure_run_dir(url: str) -> Path:
         path = Path(root, f"hangwatch-{os.getuid()}", name)
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_root(Path(root))
             for folder in (path.parent, path):
-                status = os.lstat(folder)
-                if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-                    raise PermissionError(f"{folder} belongs to another user")
+                check_owner(folder)
             probe = path / f".probe-{os.getpid()}"
             probe.touch()
             probe.unlink()
@@ -68,6 +67,23 @@ def ensure_run_dir(url: str) -> Path:
     raise RunDirError(
         f"no folder for the rings ({'; '.join(problems)}): set HANGWATCH_RUN_DIR to a writable one"
     )
+
+
+def check_owner(folder: Path) -> None:
+    """Raises PermissionError if another user could replace what is in the folder."""
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{folder} can be written by other users (chmod go-w)")
+
+
+def _check_root(folder: Path) -> None:
+    """Raises PermissionError if another user could replace a folder in this one."""
+    status = os.stat(folder)
+    is_foreign = status.st_uid not in (os.getuid(), 0)
+    if not status.st_mode & stat.S_ISVTX and (is_foreign or status.st_mode & stat.S_IWOTH):
+        raise PermissionError(f"{folder} belongs to another user, or can be written by all")
 
 
 def _read_namespace(name: str) -> int:

@@ -53,10 +53,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run_agent(folder: Path, url: str, linger_s: float) -> int:
+    from ..environment.run_dir import check_owner
+
     try:
+        check_owner(folder)
         lock = daemon.acquire_agent_lock(folder)
     except OSError as error:
-        print(f"hangwatch: the run dir {folder} cannot be used: {error.strerror}", file=sys.stderr)
+        reason = error.strerror or error
+        print(f"hangwatch: the run dir {folder} cannot be used: {reason}", file=sys.stderr)
         return 1
     if lock is None:
         return 0

@@ -136,7 +136,7 @@ class BoundedClient:
         self._socket = connection
         if event.endswith("start_tls.complete"):
             return
-        self.is_server_known = is_trusted_peer(connection)
+        self.is_server_known = is_trusted_peer(connection, self._timeout_s)
         if self.is_server_known:
             return
         if is_loopback_peer(connection) and not self._target.token:

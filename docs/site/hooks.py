@@ -24,6 +24,7 @@ from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.server.app import build_app
 from hangwatch.server.command_line import build_parser as build_server_parser
 from hangwatch.server.command_line import format_flag
+from hangwatch.server.core.limits import LIMITS
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 
@@ -71,6 +72,14 @@ def adapt_links(markdown: str) -> str:
         return text if text.startswith("`") else f"`{text}`"
 
     return re.sub(r"(?<!!)\[([^\]\[]+)\]\(([^)\s]+)\)", adapt_link, markdown)
+
+
+def list_limits() -> Iterator[str]:
+    """The limits of the server."""
+    yield "| Name | Limit |"
+    yield "|---|---|"
+    for limit in LIMITS:
+        yield f"| `{limit.name}` | {limit.text} |"
 
 
 def list_settings() -> Iterator[str]:
@@ -177,4 +186,5 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "endpoints": list_endpoints,
     "kinds": list_kinds,
     "kind-sections": list_kind_sections,
+    "limits": list_limits,
 }

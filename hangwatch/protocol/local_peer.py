@@ -8,11 +8,13 @@ import ipaddress
 import os
 import socket
 import struct
+import time
 from typing import Any
 
 _SOCK_DIAG_BY_FAMILY = 20
 _NETLINK_SOCK_DIAG = 4
 _ESTABLISHED = 1
+_ACCEPT_POLL_S = 0.005
 _ALL_STATES = 0xFFFFFFFF
 _ANY_COOKIE = b"\xff" * 8
 _HEADER = struct.Struct("=IHHII")  # struct nlmsghdr
@@ -22,20 +24,29 @@ _REQUEST = struct.Struct("=BBBBI")  # struct inet_diag_req_v2 without the socket
 _REPLY = struct.Struct("=BBBB48xIIIII")
 
 
-def find_peer_uid(connection: Any) -> int | None:
+def find_peer_uid(connection: Any, accept_timeout_s: float = 0.0) -> int | None:
     """The effective user id that created the other end of a connected TCP socket; None if it is on
     another machine or closed already, or if the kernel does not say.
 
-    A process that closes its end right after it has sent something is not identified: the kernel
-    attributes what remains of such a socket to root.
+    The other end of a connection that its server has not accepted belongs to nobody yet: waits up to
+    ``accept_timeout_s`` for that. A process that closes its end right after it has sent something is
+    not identified. The kernel attributes both to root.
     """
     try:
         if not is_loopback_peer(connection):
             return None
         here, there = connection.getsockname(), connection.getpeername()
-        return _request_uid(connection.family, there, here)
+        give_up_at = time.monotonic() + accept_timeout_s
+        while (owner := _request_owner(connection.family, there, here)) is not None:
+            uid, has_owner = owner
+            if has_owner:
+                return uid
+            if time.monotonic() >= give_up_at:
+                return None
+            time.sleep(_ACCEPT_POLL_S)
     except (OSError, ValueError, AttributeError, struct.error):
-        return None
+        pass
+    return None
 
 
 def is_loopback_peer(connection: Any) -> bool:
@@ -45,13 +56,17 @@ def is_loopback_peer(connection: Any) -> bool:
     return ipaddress.ip_address(connection.getpeername()[0].partition("%")[0]).is_loopback
 
 
-def is_trusted_peer(connection: Any) -> bool:
+def is_trusted_peer(connection: Any, accept_timeout_s: float = 0.0) -> bool:
     """Whether this user or root is at the other end of a connected TCP socket, on this machine."""
-    return find_peer_uid(connection) in (0, os.geteuid())
+    return find_peer_uid(connection, accept_timeout_s) in (0, os.geteuid())
 
 
-def _request_uid(family: int, local: tuple[Any, ...], remote: tuple[Any, ...]) -> int | None:
-    """Asks the kernel for the socket with these addresses, of which exactly one exists."""
+def _request_owner(
+    family: int, local: tuple[Any, ...], remote: tuple[Any, ...]
+) -> tuple[int, bool] | None:
+    """The user id of the established connection with these addresses, of which at most one exists,
+    and whether a process has it. Asks the kernel.
+    """
     addresses = b"".join(
         socket.inet_pton(family, address[0].partition("%")[0]).ljust(16, b"\0")
         for address in (local, remote)
@@ -67,5 +82,5 @@ def _request_uid(family: int, local: tuple[Any, ...], remote: tuple[Any, ...]) -
         reply = kernel.recv(4096)
     if _HEADER.unpack_from(reply)[1] != _SOCK_DIAG_BY_FAMILY:
         return None  # NLMSG_ERROR: there is no such socket, or not this kernel module
-    _, state, _, _, _, _, _, uid, _ = _REPLY.unpack_from(reply, _HEADER.size)
-    return int(uid) if state == _ESTABLISHED else None
+    _, state, _, _, _, _, _, uid, inode = _REPLY.unpack_from(reply, _HEADER.size)
+    return (uid, inode != 0) if state == _ESTABLISHED else None

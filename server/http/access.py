@@ -190,14 +190,15 @@ def build_router(live: AppState) -> APIRouter:
             if len(body) > limits.LOGIN_FORM.most:
                 raise limits.LOGIN_FORM.make_problem()
         address = request.client.host if request.client else ""
-        if (wait := failures.wait_s(address, live.now())) > 0:
-            detail = f"too many wrong tokens from this address: try again in {wait:.0f} s"
-            raise problems.Problem(429, detail, headers={"Retry-After": f"{wait:.0f}"})
         form_fields = parse_qs(body.decode("utf-8", "replace"))
         target = _sanitize_redirect(form_fields.get("next", ["/"])[0])
         if live.token is not None and not _constant_time_equal(
             form_fields.get("token", [""])[0].strip(), live.token
         ):
+            # The right token is accepted all the same: behind a proxy, all people have one address.
+            if (wait := failures.wait_s(address, live.now())) > 0:
+                detail = f"too many wrong tokens from this address: try again in {wait:.0f} s"
+                raise problems.Problem(429, detail, headers={"Retry-After": f"{wait:.0f}"})
             failures.add_failure(address, live.now())
             return render_page(
                 "login.html", status_code=401, next=target, wrong=True, signed_out=True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import os
 from pathlib import Path
 from typing import IO, Any
 
@@ -47,6 +49,11 @@ def lock_data_dir(data_dir: Path) -> IO[str]:
 
 
 def open_sqlite(data_dir: Path) -> sa.Engine:
+    # SQLite gives its other files the permissions of the database.
+    with contextlib.suppress(OSError):  # the first connection reports the error
+        descriptor = os.open(data_dir / DATABASE_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.fchmod(descriptor, 0o600)
+        os.close(descriptor)
     engine = sa.create_engine(f"sqlite:///{data_dir / DATABASE_FILE}", connect_args={"timeout": 5})
     sa.event.listen(engine, "connect", _configure_connection)
     sa.event.listen(engine, "begin", lambda db: db.exec_driver_sql("BEGIN IMMEDIATE"))

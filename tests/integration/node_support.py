@@ -78,7 +78,9 @@ class AgentTestbed:
         assert json.loads(process.stdout.readline())["pid"] == process.pid
         return process
 
-    def start_agent(self, *more: str) -> subprocess.Popen[bytes]:
+    def start_agent(
+        self, *more: str, env: dict[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
         return self.start_process(
             [
                 sys.executable,
@@ -90,7 +92,8 @@ class AgentTestbed:
                 "--linger",
                 "0.5",
                 *more,
-            ]
+            ],
+            env=env,
         )
 
     def wait_until_reported(self, rank: int) -> dict[str, Any]:

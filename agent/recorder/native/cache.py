@@ -106,6 +106,12 @@ def verify_library(library_path: Path) -> None:
             raise PermissionError(
                 f"{path} can be written by other users, so it is not loaded (chmod go-w)"
             )
+    for folder in library_path.parent.resolve().parents:
+        if os.stat(folder).st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+            raise PermissionError(
+                f"{folder} can be written by all users, so {library_path} is not loaded"
+                f" (chmod o-w {folder})"
+            )
     content = library_path.read_bytes()
     if content[-_DIGEST_BYTES:] != _compute_digest(content[:-_DIGEST_BYTES]):
         raise OSError(f"{library_path} is incomplete: hangwatch doctor builds it again")

@@ -1,0 +1,221 @@
+"""Another user of the machine, with default settings on both sides: no stack is read, no rank is
+ended, and no verdict is forged or hidden.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from hangwatch.agent.node.reporting.uplink import Uplink
+from hangwatch.agent.transport.target import ServerTarget
+from hangwatch.protocol import codec, heartbeat
+from hangwatch.protocol.signatures import Credential, derive_job_token
+from tests.harness.other_user import run_as_other_user
+from tests.harness.server import Server, run_server
+from .node_support import AgentTestbed, open_testbed
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+TOKEN = "more-than-sixteen-characters"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with run_server(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+def request(url: str, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, str]:
+    """The status and the text, without the imports that httpx does at its first use."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10)
+    connection.request(method, path, body, headers)
+    response = connection.getresponse()
+    return response.status, response.read().decode()
+
+
+def make_heartbeat(job: str = "victim", agent: str = "forger", **changes: Any) -> bytes:
+    identity = heartbeat.ProcessIdentity(
+        job=job, rank=0, world_size=2, pid=os.getpid(), start_ticks=1, on_hang="abort"
+    )
+    update = heartbeat.ProcessUpdate(key=f"{os.getpid()}-1", identity=identity, **changes)
+    beat = heartbeat.Heartbeat(host="here", agent=agent, number=1, processes=(update,))
+    return json.dumps(codec.encode_message(beat)).encode()
+
+
+@pytest.mark.parametrize("path", ["/api/v1/jobs", "/api/v1/ranks", "/ranks", "/metrics", "/docs"])
+def test_other_user_reads_nothing(server: Server, path: str) -> None:
+    status, text = run_as_other_user(lambda: request(server.url, "GET", path))
+    assert (status, "--token" in text) == (403, True)
+    assert request(server.url, "GET", path)[0] == 200, "the server's own user"
+
+
+def test_other_user_forges_nothing(server: Server) -> None:
+    forged = make_heartbeat()
+    assert run_as_other_user(
+        lambda: request(server.url, "POST", "/api/v1/heartbeats", forged)
+    )[0] == 403
+    asked = json.dumps({"job": "victim", "ranks": "0"}).encode()
+    assert run_as_other_user(lambda: request(server.url, "POST", "/api/v1/dumps", asked))[0] == 403
+    assert server.get_items("jobs") == []
+
+
+def test_everybody_may_check_the_health(server: Server) -> None:
+    assert run_as_other_user(lambda: request(server.url, "GET", "/healthz"))[0] == 200
+
+
+def test_connection_that_is_closed_at_once_is_not_taken_for_root(server: Server) -> None:
+    """The kernel attributes what remains of a closed socket to root."""
+    parts = urlsplit(server.url)
+    message = (
+        b"POST /api/v1/heartbeats HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%s"
+    )
+    body = make_heartbeat(job="closed")
+
+    def send_and_close() -> None:
+        for _ in range(200):
+            with socket.create_connection((parts.hostname, parts.port)) as connection:
+                connection.sendall(message % (len(body), body))
+
+    run_as_other_user(send_and_close)
+    time.sleep(1)
+    assert server.get_items("jobs") == []
+
+
+def find_free_port() -> int:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port: int = unused.getsockname()[1]
+        return port
+
+
+def listen_as_impostor(port: int, reply: bytes, seconds: float) -> bytes:
+    """All that is sent to a port within that time. Each request gets the reply."""
+    received = bytearray()
+    with socket.create_server(("127.0.0.1", port)) as listening:
+        listening.settimeout(0.2)
+        ends_at = time.monotonic() + seconds
+        while time.monotonic() < ends_at:
+            try:
+                connection, _ = listening.accept()
+            except TimeoutError:
+                continue
+            with connection:
+                connection.settimeout(1.0)
+                try:
+                    received += connection.recv(1 << 20)
+                    connection.sendall(
+                        b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(reply), reply)
+                    )
+                    received += connection.recv(1 << 20)
+                except OSError:
+                    continue
+    return bytes(received)
+
+
+class Impostor(threading.Thread):
+    """Another user's process at the address of the server. It orders to end the rank."""
+
+    def __init__(self, key: str, seconds: float = 6.0) -> None:
+        super().__init__(daemon=True)
+        self.port = find_free_port()
+        self.received = b""
+        commands = [{"id": "1", "ask": ask, "key": key} for ask in ("stacks", "abort")]
+        self._reply = json.dumps({"interval_s": 0.2, "commands": commands}).encode()
+        self._seconds = seconds
+
+    def run(self) -> None:
+        self.received = run_as_other_user(
+            lambda: listen_as_impostor(self.port, self._reply, self._seconds)
+        )
+
+
+@pytest.fixture
+def agent_testbed(tmp_path: Path) -> Iterator[AgentTestbed]:
+    with open_testbed(tmp_path) as made:
+        yield made
+
+
+@pytest.mark.parametrize("token", ["", TOKEN])
+def test_impostor_gets_no_stack_and_ends_no_rank(agent_testbed: AgentTestbed, token: str) -> None:
+    environ = agent_testbed.make_environ(HANGWATCH_TOKEN=token)
+    rank = agent_testbed.start_rank(0, "sleep", env=environ)
+    ticks = Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    impostor = Impostor(f"{rank.pid}-{ticks}")
+    impostor.start()
+    environ["HANGWATCH_URL"] = f"http://127.0.0.1:{impostor.port}"
+    agent = agent_testbed.start_agent(env=environ)
+    impostor.join(30)
+    assert rank.poll() is None, "it was not ended"
+    agent.terminate()
+    log = agent.communicate(timeout=20)[1].decode()
+    if token:
+        assert b"Hangwatch :" in impostor.received, "the heartbeats are signed"
+        assert b"samples" not in impostor.received
+        assert token.encode() not in impostor.received
+        assert "did not prove that it knows the token" in log
+    else:
+        assert impostor.received == b""
+        assert "a process of another user listens there" in log
+
+
+def test_server_with_token_is_known_by_its_proof(tmp_path: Path) -> None:
+    """Whoever runs it: here, an agent of another user reports to it."""
+    with run_server(tmp_path, "--token", TOKEN) as running:
+        parts = urlsplit(running.url)
+        url = f"http://127.0.0.1:{parts.port}"
+
+        def report(token: str) -> tuple[bool, str, bool]:
+            uplink = Uplink(ServerTarget(base_url=url, token=token), lambda: None)
+            outcome = uplink.send_heartbeat(1, json.loads(make_heartbeat(job="told")))
+            known = uplink._client.is_server_known
+            uplink.close()
+            return outcome.reply is not None, outcome.problem, known
+
+        assert run_as_other_user(lambda: report(TOKEN)) == (True, "", True)
+        accepted, problem, known = run_as_other_user(lambda: report("a wrong token, as long"))
+        assert (accepted, known, "401" in problem) == (False, False, True)
+
+
+def test_token_of_a_job_covers_that_job_only(tmp_path: Path) -> None:
+    with run_server(tmp_path, "--token", TOKEN) as running:
+        url = f"http://127.0.0.1:{urlsplit(running.url).port}"
+        token = derive_job_token(TOKEN, "mine")
+        for job, status in (("mine", 200), ("mine/10.0.0.1:29500", 200), ("yours", 403)):
+            body = make_heartbeat(job=job, agent=f"agent of {job}")
+            signed = Credential.from_token(token).sign_request(body)
+            answer = httpx.post(
+                f"{url}/api/v1/heartbeats", content=body, headers={"Authorization": signed.header}
+            )
+            assert answer.status_code == status, answer.text
+        reading = httpx.get(f"{url}/api/v1/jobs", headers={"Authorization": f"Bearer {token}"})
+        assert reading.status_code == 401
+        forged = Credential(b"guessed", "mine").sign_request(b"{}")
+        answer = httpx.post(
+            f"{url}/api/v1/heartbeats", content=b"{}", headers={"Authorization": forged.header}
+        )
+        assert answer.status_code == 401
+        exchanged = Credential.from_token(token).sign_request(make_heartbeat(job="mine"))
+        answer = httpx.post(
+            f"{url}/api/v1/heartbeats",
+            content=make_heartbeat(job="yours"),
+            headers={"Authorization": exchanged.header},
+        )
+        assert answer.status_code == 401
+        jobs = httpx.get(f"{url}/api/v1/jobs", headers={"Authorization": f"Bearer {TOKEN}"})
+        assert sorted(item["job"] for item in jobs.json()["items"]) == [
+            "mine",
+            "mine/10.0.0.1:29500",
+        ]
