@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 
+from hangwatch.protocol.signatures import Credential, SignedRequest
 from tests.simulation.waiting import wait_for_value
 
 from .node_support import TESTS_DIR, AgentTestbed, open_testbed
@@ -69,7 +70,10 @@ def test_reports_a_rank_with_its_calls(agent_testbed: AgentTestbed) -> None:
         for c in s.get("checkpoints", ())
     ]
     assert [seq for seq, _ in checkpoints] == [1, 2, 3, 4, 5, 6]
-    assert set(agent_testbed.receiver.tokens) == {"Bearer secret"}
+    credential = Credential.from_token("secret")
+    for header in agent_testbed.receiver.tokens:
+        signed = SignedRequest.from_header(header or "")
+        assert signed is not None and credential.verify_request(signed), header
 
 
 def test_resends_everything_after_resync(agent_testbed: AgentTestbed) -> None:

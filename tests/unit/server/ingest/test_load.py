@@ -26,6 +26,7 @@ from hangwatch.server.core.load import (
 from hangwatch.server.http.stream import MAX_READERS, make_stream_response
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
+from tests.harness.own_user import serve_own_user
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_overloaded_server_refuses_with_retry_after(tmp_path: Path) -> None:
 
     async def post_heartbeat() -> httpx.Response:
         async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://localhost"
+            transport=httpx.ASGITransport(serve_own_user(app)), base_url="http://localhost"
         ) as client:
             return await client.post("/api/v1/heartbeats", json=beat)
 
@@ -145,7 +146,7 @@ def test_refused_host_is_not_lost(tmp_path: Path) -> None:
 
     async def post_heartbeat(body: bytes, **headers: str) -> int:
         async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://localhost"
+            transport=httpx.ASGITransport(serve_own_user(app)), base_url="http://localhost"
         ) as client:
             return (
                 await client.post("/api/v1/heartbeats", content=body, headers=headers)
@@ -188,7 +189,7 @@ def test_readers_beyond_limit_are_refused(tmp_path: Path) -> None:
 
     async def get_page(path: str) -> httpx.Response:
         async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://localhost"
+            transport=httpx.ASGITransport(serve_own_user(app)), base_url="http://localhost"
         ) as client:
             return await client.get(path, headers={"Accept": "text/event-stream"})
 
