@@ -98,7 +98,9 @@ def safe_loads(data: bytes) -> object:
             check_tuples(data)
         value = _PlainUnpickler(io.BytesIO(data)).load()
         if count_values(value) > MAX_VALUES:
-            raise NotPlainError(f"it has more than {MAX_VALUES >> 20} million values, as no dump has")
+            raise NotPlainError(
+                f"it has more than {MAX_VALUES >> 20} million values, as no dump has"
+            )
         return value
     except NotPlainError:
         raise

@@ -23,12 +23,13 @@ def check_tuples(data: bytes) -> None:
     memo: dict[int, int] = {}
     for opcode, argument, _ in pickletools.genops(data):
         name = opcode.name
+        index = argument if isinstance(argument, int) else -1
         if name == "MARK":
             stack.append(_MARK)
         elif name in _GETS:
-            stack.append(memo[argument])
+            stack.append(memo[index])
         elif name in _PUTS:
-            memo[argument] = stack[-1]
+            memo[index] = stack[-1]
         elif name == "MEMOIZE":
             memo[len(memo)] = stack[-1]
         elif name == "TUPLE" or name in _TUPLE_SIZES:

@@ -82,27 +82,13 @@ STRING = Limit(
     status=422,
 )
 LIST = Limit(name="list", most=1 << 15, unit="items", covers="of a list in a heartbeat", status=422)
-HEARTBEAT_ATTEMPTS_PER_JOB = Limit(
-    name="attempts_per_job",
-    most=256,
-    unit="attempts",
-    covers="of a job in a server's memory",
-    status=429,
-)
-MEMBERS = Limit(
+HEARTBEAT_MEMBERS = Limit(
     name="heartbeat_members",
     most=1 << 21,
     unit="members",
     covers="of all different process groups of a heartbeat together",
 )
-ATTEMPT_ATTEMPTS_PER_JOB = Limit(
-    name="attempts_per_job",
-    most=256,
-    unit="attempts",
-    covers="of a job in a server's memory",
-    status=429,
-)
-MEMBERS = Limit(
+ATTEMPT_MEMBERS = Limit(
     name="attempt_members",
     most=1 << 23,
     unit="members",

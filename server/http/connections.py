@@ -91,7 +91,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
-        self.scope[PEER_UID] = self._peer_uid  # type: ignore[typeddict-unknown-key]  # ASGI allows further keys
+        scope: Any = self.scope  # ASGI allows further keys
+        scope[PEER_UID] = self._peer_uid
 
     def on_headers_complete(self) -> None:
         # Most of what has been received may be the body, if it came in the same piece.

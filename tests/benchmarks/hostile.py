@@ -105,7 +105,9 @@ def make_head_attack(url: str) -> Callable[[random.Random], None]:
     parts = urlsplit(url)
 
     def attack(rng: random.Random) -> None:
-        with socket.create_connection((parts.hostname, parts.port), timeout=5) as connection:
+        with socket.create_connection(
+            (parts.hostname or "", parts.port or 0), timeout=5
+        ) as connection:
             for piece in _make_head_pieces(rng):
                 connection.sendall(piece)
 
@@ -315,14 +317,10 @@ def make_pickle(rng: random.Random) -> bytes:
     kind = rng.randrange(4)
     depth = rng.randrange(2, 120)
     if kind == 0:
-        body = b")q\x00" + b"".join(
-            b"h%ch%c\x86q%c" % (n, n, n + 1) for n in range(depth)
-        )
+        body = b")q\x00" + b"".join(b"h%ch%c\x86q%c" % (n, n, n + 1) for n in range(depth))
         return b"\x80\x02}(" + body + b"K\x01u."
     if kind == 1:
-        body = b"]q\x00" + b"".join(
-            b"](h%ch%ceq%c" % (n, n, n + 1) for n in range(depth)
-        )
+        body = b"]q\x00" + b"".join(b"](h%ch%ceq%c" % (n, n, n + 1) for n in range(depth))
         return b"\x80\x02" + body + b"."
     if kind == 2:
         return b"\x80\x02" + b"]" * (1 << rng.randrange(10, 24)) + b"."

@@ -27,7 +27,7 @@ def run_as_other_user(action: Callable[[], T]) -> T:
             os.setgid(OTHER_UID)
             os.setuid(OTHER_UID)
             try:
-                outcome = (True, action())
+                outcome: tuple[bool, object] = (True, action())
             except Exception:
                 outcome = (False, traceback.format_exc())
             with os.fdopen(writing, "wb") as pipe:

@@ -78,9 +78,7 @@ class AgentTestbed:
         assert json.loads(process.stdout.readline())["pid"] == process.pid
         return process
 
-    def start_agent(
-        self, *more: str, env: dict[str, str] | None = None
-    ) -> subprocess.Popen[bytes]:
+    def start_agent(self, *more: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
         return self.start_process(
             [
                 sys.executable,

@@ -4,6 +4,7 @@ ended, and no verdict is forged or hidden.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -12,18 +13,19 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from hangwatch.agent.node.reporting.uplink import Uplink
+from hangwatch.agent.transport import client
 from hangwatch.agent.transport.target import ServerTarget
 from hangwatch.protocol import codec, heartbeat
 from hangwatch.protocol.signatures import Credential, derive_job_token
 from tests.harness.other_user import run_as_other_user
 from tests.harness.server import Server, run_server
+
 from .node_support import AgentTestbed, open_testbed
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
@@ -40,16 +42,17 @@ def request(url: str, method: str, path: str, body: bytes = b"", **headers: str)
     """The status and the text, without the imports that httpx does at its first use."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10)
-    connection.request(method, path, body, headers)
-    response = connection.getresponse()
-    return response.status, response.read().decode()
+    with contextlib.closing(connection):
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
 
 
-def make_heartbeat(job: str = "victim", agent: str = "forger", **changes: Any) -> bytes:
+def make_heartbeat(job: str = "victim", agent: str = "forger", pid: int = 1) -> bytes:
     identity = heartbeat.ProcessIdentity(
-        job=job, rank=0, world_size=2, pid=os.getpid(), start_ticks=1, on_hang="abort"
+        job=job, rank=0, world_size=2, pid=pid, start_ticks=1, on_hang="abort"
     )
-    update = heartbeat.ProcessUpdate(key=f"{os.getpid()}-1", identity=identity, **changes)
+    update = heartbeat.ProcessUpdate(key=f"{pid}-1", identity=identity)
     beat = heartbeat.Heartbeat(host="here", agent=agent, number=1, processes=(update,))
     return json.dumps(codec.encode_message(beat)).encode()
 
@@ -63,9 +66,10 @@ def test_other_user_reads_nothing(server: Server, path: str) -> None:
 
 def test_other_user_forges_nothing(server: Server) -> None:
     forged = make_heartbeat()
-    assert run_as_other_user(
-        lambda: request(server.url, "POST", "/api/v1/heartbeats", forged)
-    )[0] == 403
+    assert (
+        run_as_other_user(lambda: request(server.url, "POST", "/api/v1/heartbeats", forged))[0]
+        == 403
+    )
     asked = json.dumps({"job": "victim", "ranks": "0"}).encode()
     assert run_as_other_user(lambda: request(server.url, "POST", "/api/v1/dumps", asked))[0] == 403
     assert server.get_items("jobs") == []
@@ -86,7 +90,7 @@ def test_connection_that_is_closed_at_once_is_not_taken_for_root(server: Server)
 
     def send_and_close() -> None:
         for _ in range(200):
-            with socket.create_connection((parts.hostname, parts.port)) as connection:
+            with socket.create_connection((parts.hostname or "", parts.port or 0)) as connection:
                 connection.sendall(message % (len(body), body))
 
     run_as_other_user(send_and_close)
@@ -163,7 +167,9 @@ def test_impostor_gets_no_stack_and_ends_no_rank(agent_testbed: AgentTestbed, to
     log = agent.communicate(timeout=20)[1].decode()
     if token:
         assert b"Hangwatch :" in impostor.received, "the heartbeats are signed"
-        assert b"samples" not in impostor.received
+        bodies = impostor.received.decode(errors="replace")
+        assert '"processes"' in bodies, "progress is reported"
+        assert not any(key in bodies for key in ('"threads"', '"frames"', '"aborts"')), bodies
         assert token.encode() not in impostor.received
         assert "did not prove that it knows the token" in log
     else:
@@ -171,8 +177,11 @@ def test_impostor_gets_no_stack_and_ends_no_rank(agent_testbed: AgentTestbed, to
         assert "a process of another user listens there" in log
 
 
-def test_server_with_token_is_known_by_its_proof(tmp_path: Path) -> None:
-    """Whoever runs it: here, an agent of another user reports to it."""
+def test_server_with_token_is_known_by_its_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the kernel does not say whose it is, as on another host."""
+    monkeypatch.setattr(client, "is_trusted_peer", lambda *_: False)
     with run_server(tmp_path, "--token", TOKEN) as running:
         parts = urlsplit(running.url)
         url = f"http://127.0.0.1:{parts.port}"
@@ -184,8 +193,8 @@ def test_server_with_token_is_known_by_its_proof(tmp_path: Path) -> None:
             uplink.close()
             return outcome.reply is not None, outcome.problem, known
 
-        assert run_as_other_user(lambda: report(TOKEN)) == (True, "", True)
-        accepted, problem, known = run_as_other_user(lambda: report("a wrong token, as long"))
+        assert report(TOKEN) == (True, "", True)
+        accepted, problem, known = report("a wrong token, as long")
         assert (accepted, known, "401" in problem) == (False, False, True)
 
 
@@ -193,8 +202,9 @@ def test_token_of_a_job_covers_that_job_only(tmp_path: Path) -> None:
     with run_server(tmp_path, "--token", TOKEN) as running:
         url = f"http://127.0.0.1:{urlsplit(running.url).port}"
         token = derive_job_token(TOKEN, "mine")
-        for job, status in (("mine", 200), ("mine/10.0.0.1:29500", 200), ("yours", 403)):
-            body = make_heartbeat(job=job, agent=f"agent of {job}")
+        jobs = (("mine", 200), ("mine/10.0.0.1:29500", 200), ("yours", 403))
+        for pid, (job, status) in enumerate(jobs, 1):
+            body = make_heartbeat(job=job, agent=f"agent of {job}", pid=pid)
             signed = Credential.from_token(token).sign_request(body)
             answer = httpx.post(
                 f"{url}/api/v1/heartbeats", content=body, headers={"Authorization": signed.header}
@@ -214,8 +224,8 @@ def test_token_of_a_job_covers_that_job_only(tmp_path: Path) -> None:
             headers={"Authorization": exchanged.header},
         )
         assert answer.status_code == 401
-        jobs = httpx.get(f"{url}/api/v1/jobs", headers={"Authorization": f"Bearer {TOKEN}"})
-        assert sorted(item["job"] for item in jobs.json()["items"]) == [
+        known = httpx.get(f"{url}/api/v1/jobs", headers={"Authorization": f"Bearer {TOKEN}"})
+        assert sorted(item["job"] for item in known.json()["items"]) == [
             "mine",
             "mine/10.0.0.1:29500",
         ]

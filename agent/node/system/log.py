@@ -28,7 +28,11 @@ class AgentLog:
             status = os.fstat(2)
             if stat.S_ISREG(status.st_mode) and status.st_size > MAX_LOG_BYTES:
                 os.ftruncate(2, 0)
-            print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {clean_text(text)}", file=sys.stderr, flush=True)
+            print(
+                f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {clean_text(text)}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def warning(self, text: str) -> None:
         self.warning_count += 1

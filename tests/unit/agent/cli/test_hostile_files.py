@@ -22,6 +22,7 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from hangwatch.agent.cli import main
+from hangwatch.agent.cli.analyze.files import FileError, read_evidence
 from hangwatch.flight_recorder import plain_pickle
 from hangwatch.flight_recorder.analysis import analyze_dumps
 from hangwatch.flight_recorder.dumps import FlightDumpError, parse_dump
@@ -319,9 +320,34 @@ def test_billion_laughs_pickle_is_not_expanded(at: tuple[Any, ...], bomb: list[A
         inner = inner[key]
     inner[at[-1]] = bomb
     began = time.process_time()
-    with contextlib.suppress(FlightDumpError):
+    with contextlib.suppress(FlightDumpError, plain_pickle.NotPlainError):
         analyze_dumps([parse_dump(0, plain_pickle.safe_loads(make_deep_pickle(data)))])
     assert time.process_time() - began < 2.0
+
+
+def make_shared_tuples(depth: int, *, is_key: bool) -> bytes:
+    """A dictionary with a tuple of two equal tuples of two equal tuples, and so on."""
+    tuples = b")q\x00" + b"".join(b"h%ch%c\x86q%c" % (n, n, n + 1) for n in range(depth))
+    item = b"h%c" % depth
+    pair = item + b"K\x01" if is_key else b"K\x01" + item
+    return b"\x80\x02}(K\x00](" + tuples + b"e" + pair + b"u."
+
+
+@pytest.mark.parametrize("is_key", [True, False])
+def test_pickle_of_shared_tuples_is_refused(is_key: bool) -> None:
+    """Hashing the key would not end."""
+    assert plain_pickle.safe_loads(make_shared_tuples(5, is_key=is_key))
+    with pytest.raises(plain_pickle.NotPlainError, match=r"a tuple of more than 10,000 values"):
+        plain_pickle.safe_loads(make_shared_tuples(60, is_key=is_key))
+
+
+def test_bundle_with_too_many_values_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "bundle.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("incident.json", b"[" + b"[]," * (1 << 24) + b"[]]")
+        archive.writestr("ranks.json", b"[]")
+    with pytest.raises(FileError, match=r"more than 16 million values"):
+        read_evidence([path])
 
 
 def make_deep_pickle(data: object) -> bytes:

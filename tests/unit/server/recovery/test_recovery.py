@@ -198,7 +198,10 @@ def test_two_ranks_that_make_different_calls_and_hang_are_both_ended() -> None:
     hung = make_facts(
         make_incident(VerdictKind.MISMATCH, (0, 1), waiting=[]),
         standing=standing,
-        members=build_members(job.latest_attempt),
+        members={
+            rank: replace(member, on_hang="abort")
+            for rank, member in build_members(job.latest_attempt).items()
+        },
         planned_at=job.now - 35.0,
     )
     assert decide(hung, RULES, job.now).ranks == (0, 1)

@@ -1,0 +1,168 @@
+"""Requests that ask for more than the server gives: each gets an error that names the limit, and costs
+no memory. On a real server, over real sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from hangwatch.server.core import limits
+from tests.harness.problems import check_problem
+from tests.harness.server import Server, run_server
+
+MAX_GROWTH_MB = 40
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with run_server(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def bounded_growth(server: Server) -> Iterator[None]:
+    """The server's memory does not grow by more than `MAX_GROWTH_MB` within."""
+    before_mb = read_resident_mb(server)
+    yield
+    grown_mb = read_resident_mb(server) - before_mb
+    assert grown_mb < MAX_GROWTH_MB
+
+
+def read_resident_mb(server: Server) -> float:
+    assert server._process is not None
+    pages = int(Path(f"/proc/{server._process.pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE") / 1e6
+
+
+def read_refusals(client: httpx.Client, limit: limits.Limit) -> float:
+    name = f'hangwatch_limit_refusals_total{{limit="{limit.name}"}} '
+    (line,) = [part for part in client.get("/metrics").text.splitlines() if part.startswith(name)]
+    return float(line.removeprefix(name))
+
+
+@pytest.mark.parametrize(
+    "request_of", [{"headers": {"x": "y" * 40_000}}, {"params": {"q": "y" * 40_000}}]
+)
+def test_long_head_is_refused(client: httpx.Client, request_of: dict[str, Any]) -> None:
+    before = read_refusals(client, limits.HEAD)
+    detail = check_problem(client.get("/healthz", **request_of), 431)
+    assert detail == limits.HEAD.text
+    assert read_refusals(client, limits.HEAD) == before + 1
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n",
+        b"POST /login HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\n",
+    ],
+    ids=["headers", "trailers"],
+)
+def test_endless_head_costs_no_memory(server: Server, client: httpx.Client, head: bytes) -> None:
+    before = read_refusals(client, limits.HEAD)
+    with bounded_growth(server):
+        assert send_until_closed(server, head, b"x: " + b"y" * 60_000 + b"\r\n") < 64 << 20
+    assert read_refusals(client, limits.HEAD) == before + 1
+
+
+def test_pipelined_requests_are_limited(server: Server, client: httpx.Client) -> None:
+    piece = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n" * 5000
+    with bounded_growth(server):
+        send_until_closed(server, b"", piece, count=1)
+    assert read_refusals(client, limits.PIPELINED) >= 1
+
+
+def send_until_closed(server: Server, head: bytes, piece: bytes, count: int = 10_000) -> int:
+    """How many bytes were sent until the server closed the connection."""
+    parts = urlsplit(server.url)
+    sent = 0
+    with (
+        socket.create_connection((parts.hostname or "", parts.port or 0)) as connection,
+        contextlib.suppress(OSError),
+    ):
+        connection.sendall(head)
+        for _ in range(count):
+            connection.sendall(piece)
+            sent += len(piece)
+        while connection.recv(1 << 16):
+            pass
+    return sent
+
+
+def make_heartbeat(**update: Any) -> dict[str, Any]:
+    identity = {"job": "j", "rank": 0, "world_size": 2, "pid": 1, "start_ticks": 1}
+    return {
+        "host": "n",
+        "agent": update.pop("agent", "a"),
+        "number": 1,
+        "processes": [
+            {"key": "1-1", "identity": {**identity, **update.pop("identity", {})}, **update}
+        ],
+    }
+
+
+def make_groups(count: int, size: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "uid": number,
+            "entered": 1,
+            "identity": {
+                "kind": "collective",
+                "name": str(number),
+                "desc": "",
+                "ranks": f"0-{size - number}",
+            },
+        }
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("update", "limit"),
+    [
+        ({"sequences": make_groups(200, (1 << 20) - 1)}, limits.HEARTBEAT_MEMBERS),
+        ({"sequences": make_groups(1, 1 << 21)}, limits.RANK),
+        ({"raised": {"type": "E", "message": "m" * 5_000_000}}, limits.STRING),
+        ({"faults": ["f"] * 200_000}, limits.LIST),
+        ({"identity": {"job": "j" * 300}}, limits.NAME),
+        ({"identity": {"rank": 1 << 21}}, limits.RANK),
+    ],
+    ids=["groups", "group", "text", "list", "name", "rank"],
+)
+def test_heartbeat_beyond_a_limit_is_refused(
+    server: Server, client: httpx.Client, update: dict[str, Any], limit: limits.Limit
+) -> None:
+    before = read_refusals(client, limit)
+    with bounded_growth(server):
+        answer = client.post("/api/v1/heartbeats", json=make_heartbeat(**update))
+        assert limit.text in check_problem(answer, limit.status)
+    assert read_refusals(client, limit) == before + 1
+    assert server.get_items("jobs") == []
+
+
+def test_agent_may_not_report_any_number_of_jobs(server: Server, client: httpx.Client) -> None:
+    beat = make_heartbeat(agent="of many jobs")
+    (process,) = beat["processes"]
+    beat["processes"] = [
+        {**process, "key": f"{n}-1", "identity": {**process["identity"], "job": f"job {n}"}}
+        for n in range(limits.JOBS_PER_AGENT.most + 1)
+    ]
+    answer = client.post("/api/v1/heartbeats", content=json.dumps(beat))
+    assert limits.JOBS_PER_AGENT.text in check_problem(answer, 429)
+    assert "Retry-After" in answer.headers
