@@ -895,6 +895,28 @@ def test_polling_for_completion_counts_as_waiting() -> None:
     )
 
 
+def test_the_oldest_of_simultaneous_waits_is_shown() -> None:
+    """Rank 2 misses a message of rank 1 in one step and of rank 3 in the next, which was reported by
+    a heartbeat that was delayed less.
+    """
+    job = ScriptedJob(4)
+    job.send_heartbeats()
+    job.make_p2p_call(3, StreamKind.SEND, 2, done=True)
+    job.make_p2p_call(2, StreamKind.RECV, 3, done=True)
+    job.make_p2p_call(3, StreamKind.SEND, 2, blocking=True)
+    job.advance_time(0.1)
+    job.make_p2p_call(1, StreamKind.SEND, 2, blocking=True)
+    job.advance_time(job.limits.stall_after_s + 1)
+    job.send_heartbeats()
+    (verdict,) = job.list_due_verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (
+        VerdictKind.MISSING_RANK,
+        (2,),
+        (1, 3),
+    )
+    assert "rank 2 has not received what rank 1 sends" in verdict.summary
+
+
 def test_two_pairs_with_crossed_receives_are_two_deadlocks() -> None:
     job = ScriptedJob(6)
     job.make_calls()
