@@ -175,7 +175,9 @@ def _add_end_verdict(context: DiagnosisContext, ends: _ChainEnds) -> None:
     context.explained_ranks |= set(culprits) | waiting
     alive = _select_alive(context, culprits)
     if age_s >= get_suspicion_delay_s(context.limits) or is_immediate:
-        request_stacks(context, alive, waiting, began_at)
+        # Before its process group exists, a rank imports, downloads and connects.
+        are_moving = kind is VerdictKind.STARTUP_STALL
+        request_stacks(context, alive, waiting, began_at, are_moving=are_moving)
     if kind is VerdictKind.SLOW_RANK:
         processes = context.attempt.processes
         kept_by_threads = [r for r in alive if find_working_threads(processes[r], began_at)]
