@@ -28,6 +28,7 @@ from .peer_errors import has_peer_error
 # A user or a launcher stopped the process: by itself not a failure.
 TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAX_CULPRIT_STACKS = 16
+_MIN_REFRESH_S = 5.0  # between two samples of a rank that may be elsewhere by now
 _MAX_WAITER_STACKS = 4  # of the ranks that only wait, this many are sampled
 # Roughly: if there seem to be dozens of hangs, as when a job ends and some hosts have not reported
 # yet, they are sampled in turn.
@@ -77,20 +78,33 @@ def get_suspicion_delay_s(limits: Limits) -> float:
 
 
 def request_stacks(
-    context: DiagnosisContext, culprits: Iterable[int], waiting: Iterable[int], since: float
+    context: DiagnosisContext,
+    culprits: Iterable[int],
+    waiting: Iterable[int],
+    since: float,
+    *,
+    are_moving: bool = False,
 ) -> None:
     """Requests two samples of each culprit since it last made progress, and one of some of the
-    ranks that wait.
+    ranks that wait. ``are_moving``: the culprits may be elsewhere by now, so that they are sampled
+    again whenever the newest sample covers less than half of the time.
     """
     if sum(request.stacks for request in context.requests) >= _MAX_STACK_REQUESTS:
         return
     for process in _list_alive(context, list(culprits)[:MAX_CULPRIT_STACKS]):
-        if not has_two_samples(process, max(since, process.last_advanced_at)):
+        if not has_two_samples(process, max(since, process.last_advanced_at)) or (
+            are_moving and _is_outdated(process, since, context.now)
+        ):
             context.requests.append(EvidenceRequest(rank=process.rank, stacks=True))
     for process in _list_alive(context, sorted(waiting)[:_MAX_WAITER_STACKS]):
         needed_since = max(since, process.last_advanced_at)
         if all(sample.taken_at < needed_since for sample in process.samples):
             context.requests.append(EvidenceRequest(rank=process.rank, stacks=True))
+
+
+def _is_outdated(process: Process, since: float, now: float) -> bool:
+    newest_at = max(sample.taken_at for sample in process.samples)
+    return now - newest_at > max(_MIN_REFRESH_S, newest_at - since)
 
 
 def _list_alive(context: DiagnosisContext, ranks: Iterable[int]) -> Iterator[Process]:

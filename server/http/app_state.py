@@ -13,7 +13,7 @@ from ..core.limits import is_large
 from ..core.memo import ResultCache
 from ..core.problems import Problem
 from ..incidents.records import IncidentRecord
-from ..monitor import job_status, views
+from ..monitor import job_status, rank_states, views
 from ..monitor.watch import Watch
 from ..settings import Settings
 
@@ -66,7 +66,7 @@ class AppState:
             states = self.watch.states.rank_states.get(attempt.key)
             if states is not None:
                 return states
-        return views.compute_states(
+        return rank_states.compute_states(
             attempt,
             self.watch.incidents.list_open(attempt),
             self.now(),
@@ -79,7 +79,9 @@ class AppState:
             view = self.watch.states.large_jobs.get(attempt.key)
         if view is None:
             cases, now = self.watch.incidents.list_open(attempt), self.now()
-            counts = views.count_states(attempt, cases, now, self.watch.intervals.lost_after_s)
+            counts = rank_states.count_states(
+                attempt, cases, now, self.watch.intervals.lost_after_s
+            )
             view = views.describe_job(attempt, counts, cases, now)
         return self.add_summary(attempt, view)
 

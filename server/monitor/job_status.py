@@ -10,7 +10,7 @@ from hangwatch.report.text import format_age, name_ranks, truncate_end
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.job_views import JobView
-from .views import MAX_RANKS_SHOWN
+from .rank_states import MAX_RANKS_SHOWN
 
 MAX_PROCESSES_SEARCHED = 64  # for a setting that all processes of a job have in common
 

@@ -19,7 +19,7 @@ from ..core.limits import is_large
 from ..incidents.records import IncidentRecord
 from ..incidents.registry import IncidentRegistry
 from ..storage.persistence import PersistenceWorker
-from . import views
+from . import rank_states, views
 from .attempt_reader import AttemptReader
 from .backoff import DiagnosisBackoff
 from .pace import Pace
@@ -93,7 +93,7 @@ class StatePublisher:
         self, attempt: Attempt, cases: Iterable[IncidentRecord], now: float
     ) -> _AttemptStates:
         before = self.rank_states.get(attempt.key, {})
-        by_rank = views.compute_states(attempt, cases, now, self.intervals.lost_after_s)
+        by_rank = rank_states.compute_states(attempt, cases, now, self.intervals.lost_after_s)
         job = views.describe_job(attempt, Counter(by_rank.values()), cases, now)
         return _AttemptStates(by_rank, job, _find_changes(before, by_rank))
 

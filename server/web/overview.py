@@ -17,7 +17,7 @@ from hangwatch.tracking.process import Process
 
 from ..core.job_views import JobView
 from ..http.app_state import AppState
-from ..monitor import views
+from ..monitor import rank_states, views
 
 STATE_CONCERN = {state: order for order, state in enumerate(RankState)}
 MAX_MAP_CELLS = 65_536
@@ -106,7 +106,7 @@ def get_map_layout(live: AppState, attempt: Attempt, by: str) -> MapLayout:
 
 
 def _build_map_layout(attempt: Attempt, by: str) -> MapLayout:
-    expected = views.list_expected_ranks(attempt)[:MAX_MAP_CELLS]
+    expected = rank_states.list_expected_ranks(attempt)[:MAX_MAP_CELLS]
     descriptions = {
         s.group.desc
         for p in attempt.processes.values()

@@ -17,7 +17,7 @@ from hangwatch.report.text import format_coarse_age
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
 
-from ..monitor import views
+from ..monitor import rank_states
 from .overview import STATE_CONCERN, AttemptOverview
 
 UNKNOWN = "–"
@@ -52,7 +52,7 @@ class RankRow(NamedTuple):
         process = self.process
         if process is None:
             return 0.0
-        return views.compute_waiting_s(process, self.now) or 0.0
+        return rank_states.compute_waiting_s(process, self.now) or 0.0
 
     @property
     def last_seen_s(self) -> float | None:

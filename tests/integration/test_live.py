@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -97,7 +98,9 @@ def test_trace_and_record(
         check_one_group(capsys)
         stopped.send_signal(signal.SIGINT)
         out, err = finish_command(stopped)
-        assert "of 60 s: it was stopped" in out and "100 % in step" in out and "speedscope" in err
+        assert "of 60 s: it was stopped" in out and "speedscope" in err
+        share = re.search(r"(\d+) % in step", out)
+        assert share is not None and int(share[1]) >= 90, out
         assert server.get_items("incidents") == [], "tracing and recording open no incident"
 
 

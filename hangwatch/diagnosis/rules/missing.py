@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hangwatch.diagnosis.context import (
@@ -13,6 +13,7 @@ from hangwatch.diagnosis.context import (
     get_suspicion_delay_s,
     request_stacks,
 )
+from hangwatch.diagnosis.graph.graph import BlockedCall
 from hangwatch.diagnosis.graph.progress import find_working_threads, needs_another_sample
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S
@@ -39,6 +40,7 @@ from .end_waits import (
 from .unwatched import add_unwatched_verdict, find_unwatched_ends
 
 _SECOND_SAMPLE_S = 2.0  # additional time for a second stack sample, which a busy host may delay
+_REPORT_JITTER_S = 0.25  # heartbeats that are delayed differently shift the times they report
 _SIMULTANEOUS_SHARE = 0.9  # culprits are awaited for at least this share of the longest wait
 
 
@@ -135,6 +137,20 @@ class _ChainEnds:
     possible_victims: set[int]  # ends that themselves wait for what another rank may do
 
 
+def _find_first_blocked(blocked_calls: Sequence[BlockedCall], awaited: int) -> BlockedCall:
+    """The wait that began first. Of those of its group that began within the error of the reported
+    times, that in the call with the lowest number: the later calls are missing for the same reason.
+    """
+    first = min(blocked_calls, key=lambda blocked: blocked.began_at)
+    simultaneous = [
+        blocked
+        for blocked in blocked_calls
+        if blocked.began_at - first.began_at <= _REPORT_JITTER_S
+        and blocked.stream.group is first.stream.group
+    ]
+    return min(simultaneous, key=lambda blocked: (blocked.awaited[awaited], blocked.began_at))
+
+
 def _add_end_verdict(context: DiagnosisContext, ends: _ChainEnds) -> None:
     waits_by_end = ends.waits_by_end
     kind = min(ends.ranks_by_kind, key=KIND_PRECEDENCE.index)
@@ -144,8 +160,7 @@ def _add_end_verdict(context: DiagnosisContext, ends: _ChainEnds) -> None:
     )
     longest_awaited = min(ranks, key=lambda rank: waits_by_end[rank].began_at)
     blocked_calls = waits_by_end[longest_awaited].blocked_calls
-    first_blocked = min(blocked_calls, key=lambda blocked: blocked.began_at)
-    edge = first_blocked.make_edge(longest_awaited)
+    edge = _find_first_blocked(blocked_calls, longest_awaited).make_edge(longest_awaited)
     victims = ends.victims
     if kind is VerdictKind.LOST_NODE:
         ranks = find_silent_node_mates(context, ranks)
@@ -160,7 +175,9 @@ def _add_end_verdict(context: DiagnosisContext, ends: _ChainEnds) -> None:
     context.explained_ranks |= set(culprits) | waiting
     alive = _select_alive(context, culprits)
     if age_s >= get_suspicion_delay_s(context.limits) or is_immediate:
-        request_stacks(context, alive, waiting, began_at)
+        # Before its process group exists, a rank imports, downloads and connects.
+        are_moving = kind is VerdictKind.STARTUP_STALL
+        request_stacks(context, alive, waiting, began_at, are_moving=are_moving)
     if kind is VerdictKind.SLOW_RANK:
         processes = context.attempt.processes
         kept_by_threads = [r for r in alive if find_working_threads(processes[r], began_at)]

@@ -510,6 +510,29 @@ def test_rank_that_never_initialises() -> None:
     )
 
 
+def test_starting_rank_is_shown_where_it_is_now() -> None:
+    job = ScriptedJob(2, limits=Limits(stall_after_s=10.0, startup_after_s=100.0))
+    job.ranks[0].lifecycle = Lifecycle.INITIALISING
+    job.make_setup_call(0, done=False)
+    job.ranks[1].lifecycle = Lifecycle.STARTING
+    job.advance_time(11)
+    job.send_heartbeats()
+    for _ in range(2):
+        job.report_stack(1, make_frame("<module>", line=3, text="import lightning"))
+        job.advance_time(1)
+    job.send_heartbeats()
+    diagnosis = job.run_diagnosis()
+    assert "train.py:3" in diagnosis.verdicts[0].summary
+    assert 1 not in {request.rank for request in diagnosis.requests}, (
+        "two samples are enough so far"
+    )
+    job.advance_time(12)
+    job.send_heartbeats()
+    assert 1 in {request.rank for request in job.run_diagnosis().requests if request.stacks}
+    job.report_stack(1, make_frame("read_shards", line=40))
+    assert "train.py:40 in read_shards" in job.run_diagnosis().verdicts[0].summary
+
+
 def test_slow_start_is_a_warning_until_the_startup_limit() -> None:
     job = ScriptedJob(2, limits=Limits(stall_after_s=10.0, startup_after_s=100.0))
     job.ranks[0].lifecycle = Lifecycle.INITIALISING
@@ -893,6 +916,28 @@ def test_polling_for_completion_counts_as_waiting() -> None:
         (1,),
         (0,),
     )
+
+
+def test_the_oldest_of_simultaneous_waits_is_shown() -> None:
+    """Rank 2 misses a message of rank 1 in one step and of rank 3 in the next, which was reported by
+    a heartbeat that was delayed less.
+    """
+    job = ScriptedJob(4)
+    job.send_heartbeats()
+    job.make_p2p_call(3, StreamKind.SEND, 2, done=True)
+    job.make_p2p_call(2, StreamKind.RECV, 3, done=True)
+    job.make_p2p_call(3, StreamKind.SEND, 2, blocking=True)
+    job.advance_time(0.1)
+    job.make_p2p_call(1, StreamKind.SEND, 2, blocking=True)
+    job.advance_time(job.limits.stall_after_s + 1)
+    job.send_heartbeats()
+    (verdict,) = job.list_due_verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (
+        VerdictKind.MISSING_RANK,
+        (2,),
+        (1, 3),
+    )
+    assert "rank 2 has not received what rank 1 sends" in verdict.summary
 
 
 def test_two_pairs_with_crossed_receives_are_two_deadlocks() -> None:

@@ -39,7 +39,7 @@ from hangwatch.server.http.access import (
 from hangwatch.server.incidents.records import IncidentRecord
 from hangwatch.server.ingest.command_queue import REQUEST_EXPIRES_S, CommandQueue
 from hangwatch.server.ingest.heartbeat_checks import parse_heartbeat
-from hangwatch.server.monitor import job_status, views
+from hangwatch.server.monitor import job_status, rank_states, views
 from hangwatch.server.ondemand.dumps import REPLY_TIMEOUT_S, DumpRegistry
 from hangwatch.server.web.wait_graph import build_graph
 from hangwatch.server.web.wait_graph_layout import draw_graph
@@ -235,14 +235,14 @@ class TestStates:
                 )
             ),
         ]
-        states = views.compute_states(attempt, cases, 100.0)
+        states = rank_states.compute_states(attempt, cases, 100.0)
         assert [states[r].value for r in range(10)] == [
             "running", "starting", "exited", "dead", "dead", "frozen", "lost", "stalled", "slow", "missing",
         ]  # fmt: skip
 
     def test_mismatch_without_hang_does_not_stall_job(self) -> None:
         cases = [IncidentRecord(incident=make_incident(kind=VerdictKind.MISMATCH, waiting=[]))]
-        assert views.compute_states(make_attempt(), cases, 100.0)[1] is RankState.RUNNING
+        assert rank_states.compute_states(make_attempt(), cases, 100.0)[1] is RankState.RUNNING
 
     def test_call_older_than_a_second_is_waiting(self) -> None:
         fleet = Fleet()
@@ -264,11 +264,11 @@ class TestStates:
             heartbeat.Heartbeat(host="n", agent="a", number=1, processes=(update,)), 100.0
         )
         attempt = fleet.attempts[AttemptKey("j", 0)]
-        assert views.compute_states(attempt, [], 100.0) == {
+        assert rank_states.compute_states(attempt, [], 100.0) == {
             0: RankState.WAITING,
             1: RankState.MISSING,
         }
-        assert views.count_states(attempt, [], 100.0) == {
+        assert rank_states.count_states(attempt, [], 100.0) == {
             RankState.WAITING: 1,
             RankState.MISSING: 1,
         }
@@ -443,7 +443,7 @@ def test_headline_names_line_of_single_culprit() -> None:
 
 def test_headline_names_first_of_many_unreported_ranks() -> None:
     job = make_attempt(ranks=3, world=100_000)
-    view = views.describe_job(job, views.count_states(job, [], 100.0), [], 100.0)
+    view = views.describe_job(job, rank_states.count_states(job, [], 100.0), [], 100.0)
     assert (
         "Not reported yet: ranks 3-99999."
         in job_status.describe_job_status(job, view, 60.0, None, 100.0)[1]

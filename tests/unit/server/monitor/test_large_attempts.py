@@ -20,7 +20,7 @@ from hangwatch.server.app import build_app
 from hangwatch.server.core import events, limits
 from hangwatch.server.http.app_state import AppState
 from hangwatch.server.incidents.records import IncidentRecord
-from hangwatch.server.monitor import diagnoser, report_scheduler, retention, views
+from hangwatch.server.monitor import diagnoser, rank_states, report_scheduler, retention
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 from hangwatch.tracking.call_stream import CallStream
@@ -165,7 +165,7 @@ def test_terse_host_is_not_lost_and_sends_details_when_needed(
 def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
     live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert live.watch.intervals.lost_after_s == views.LOST_AFTER_S
+    assert live.watch.intervals.lost_after_s == rank_states.LOST_AFTER_S
     monkeypatch.setattr(live.watch.load, "late_s", 2.0)
     assert (
         live.watch.intervals.lost_after_s
@@ -173,9 +173,9 @@ def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
     )
     (attempt,) = live.watch.fleet.attempts.values()
     late = attempt.last_seen_at + 10.5
-    assert set(views.compute_states(attempt, (), late).values()) == {RankState.LOST}
+    assert set(rank_states.compute_states(attempt, (), late).values()) == {RankState.LOST}
     assert set(
-        views.compute_states(attempt, (), late, live.watch.intervals.lost_after_s).values()
+        rank_states.compute_states(attempt, (), late, live.watch.intervals.lost_after_s).values()
     ) == {RankState.RUNNING}
 
 
