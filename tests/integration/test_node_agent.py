@@ -42,7 +42,7 @@ def test_reports_a_rank_with_its_calls(agent_testbed: AgentTestbed) -> None:
     first = agent_testbed.wait_until_reported(0)
     assert first["identity"] | {"started_s": 0} == {
         "job": "node-test", "rank": 0, "world_size": 2, "local_rank": 0, "pid": agent_testbed.processes[0].pid, "python": "3", "torch": "2",
-        "program": "node_target.py", "start_ticks": first["identity"]["start_ticks"], "started_s": 0,
+        "program": "node_target.py", "start_ticks": first["identity"]["start_ticks"], "started_s": 0, "on_hang": "abort",
     }  # fmt: skip
     assert first["lifecycle"] == 3
 

@@ -320,5 +320,5 @@ def test_new_host_beyond_limit_is_refused(tmp_path: Path) -> None:
                 heartbeat.Heartbeat(host="n", agent="a", number=1, processes=(many,))
             ),
         )
-        assert "more than 16384 process groups" in check_problem(answer, 413)
+        assert "at most 16384 process groups" in check_problem(answer, 413)
         assert os.path.exists(tmp_path / "data")

@@ -99,9 +99,10 @@ def _find_refusal_reason(process: WatchedProcess | None) -> str | None:
     identity = process.identity
     if identity is None or not heartbeat.allows_abort(identity.on_hang):
         given = "" if identity is None else identity.on_hang
+        state = f"HANGWATCH_ON_HANG={given}" if given else "no HANGWATCH_ON_HANG"
         return (
-            f"its environment does not allow that: HANGWATCH_ON_HANG is {given or 'not set'}; start"
-            " the job with HANGWATCH_ON_HANG=abort"
+            f"{state} in its environment does not allow that: start the job with"
+            " HANGWATCH_ON_HANG=abort"
         )
     if process.pidfd is None:
         return (
