@@ -13,6 +13,7 @@ from pathlib import Path
 
 # The node agent holds its flock as long as it lives; its content is the agent's pid.
 AGENT_LOCK_NAME = "agent.lock"
+OWNER_NAME = "owner"  # a secret that tells this run dir's node agents from others
 START_LOCK_NAME = "start.lock"  # flock held by the rank that is starting a node agent
 AGENT_LOG_NAME = "agent.log"
 # One line that the node agent wants the user to see; a rank prints it and removes the file.

@@ -51,6 +51,7 @@ class NodeAgent:
         timing: AgentTiming | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
         early_pidfds: dict[str, int] | None = None,
+        owner: str = "",
     ) -> None:
         """``early_pidfds``: pidfds, by process key, that were opened before the agent was ready to
         watch; it closes them.
@@ -73,7 +74,7 @@ class NodeAgent:
             self._watchlist, self._sampler, RecorderBuilder(log), self._timing, clock()
         )
         self._composer = HeartbeatComposer(
-            self._watchlist, self._outbox, self._abort_tracker, self._live_requests
+            self._watchlist, self._outbox, self._abort_tracker, self._live_requests, owner
         )
         self._commands = CommandExecutor(
             self._sampler, self._outbox, self._abort_tracker, self._live_requests, log

@@ -48,6 +48,7 @@ class HeartbeatComposer:
         outbox: Outbox,
         abort_tracker: AbortTracker,
         live_requests: LiveRequests,
+        owner: str = "",
     ) -> None:
         self._watchlist = watchlist
         self._outbox = outbox
@@ -56,6 +57,7 @@ class HeartbeatComposer:
         self._performance_reporter = PerformanceReporter()
         self._host = socket.gethostname()
         self._agent_id = secrets.token_hex(8)
+        self._owner = owner
         self._number = 0
         self._terse_until_ns = 0
         self.is_full_due = (
@@ -78,6 +80,7 @@ class HeartbeatComposer:
         heartbeat = Heartbeat(
             host=self._host,
             agent=self._agent_id,
+            owner=self._owner,
             number=self._number,
             full=self.is_full_due,
             brief=is_brief,

@@ -81,6 +81,7 @@ def _run_agent(folder: Path, url: str, linger_s: float) -> int:
             log,
             timing=AgentTiming(linger_s=linger_s),
             early_pidfds=early_pidfds,
+            owner=daemon.read_owner(folder),
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: agent.request_stop())

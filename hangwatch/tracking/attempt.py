@@ -57,6 +57,7 @@ class Attempt:
     _alive_rank: int = 0
     _group_states: dict[GroupKey, GroupState] = field(default_factory=dict)
     member_count: int = 0  # of all its different groups together
+    owners: set[str] = field(default_factory=set)  # of the node agents that reported its processes
     _groups_by_identity: dict[tuple[str, str, str, str, int, int], Group] = field(
         default_factory=dict
     )

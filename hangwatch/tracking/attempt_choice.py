@@ -33,13 +33,17 @@ class FormerAttempt:
         )
 
 
-def is_owned_by_other(process: Process, agent: str, now: float) -> bool:
-    """Whether another node agent reports the process, and has done so until now."""
+def is_owned_by_other(process: Process, beat: heartbeat.Heartbeat, now: float) -> bool:
+    """Whether the node agent of another owner reports the process, and has done so until now."""
     return (
-        process.agent not in ("", agent)
+        process.owner not in ("", get_owner(beat))
         and process.is_alive
         and now - process.reports.agent_seen_at <= OWNER_SILENT_S
     )
+
+
+def get_owner(beat: heartbeat.Heartbeat) -> str:
+    return beat.owner or beat.agent
 
 
 def accepts_process(

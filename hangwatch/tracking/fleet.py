@@ -16,6 +16,7 @@ from .attempt_choice import (
     FormerAttempt,
     accepts_process,
     choose_attempt_number,
+    get_owner,
     is_owned_by_other,
 )
 from .clock_gaps import ClockGaps
@@ -59,17 +60,27 @@ class Fleet:
         return max(candidates, key=lambda a: a.number) if candidates else None
 
     def is_current(self, attempt: Attempt, now: float) -> bool:
-        """Whether it is its job's latest attempt, or ranks of it still run and are reported: another
-        launch under the same name does not end them.
+        """Whether it is its job's latest attempt, or ranks of it still run and are reported, and the
+        later attempts are other people's: a launch under the same name does not end them unless one
+        of their own node agents reports it.
         """
-        return self.latest_attempt(attempt.job) is attempt or (
-            not attempt.is_finished and now - attempt.last_seen_at <= SUCCEEDED_SILENT_S
+        later = [
+            other
+            for other in self.attempts.values()
+            if other.job == attempt.job and other.number > attempt.number
+        ]
+        return not later or (
+            not attempt.is_finished
+            and now - attempt.last_seen_at <= SUCCEEDED_SILENT_S
+            and all(attempt.owners.isdisjoint(other.owners) for other in later)
         )
 
-    def has_other_owner(self, location: ProcessLocation, agent: str, now: float) -> bool:
-        """Whether another node agent reports the process, and has done so until now."""
+    def has_other_owner(
+        self, location: ProcessLocation, beat: heartbeat.Heartbeat, now: float
+    ) -> bool:
+        """Whether the node agent of another owner reports the process, and has done so until now."""
         tracked = self.processes.get(location)
-        return tracked is not None and is_owned_by_other(tracked.process, agent, now)
+        return tracked is not None and is_owned_by_other(tracked.process, beat, now)
 
     def list_jobs(self, agent: str) -> set[str]:
         """The jobs whose processes the agent reports."""
@@ -229,6 +240,8 @@ class Fleet:
             self._processes_by_agent.get(process.agent, {}).pop(location, None)
             self._processes_by_agent.setdefault(beat.agent, {})[location] = tracked
             process.agent = beat.agent
+            process.owner = get_owner(beat)
+            tracked.attempt.owners.add(process.owner)
         return apply_process_update(tracked, update, now)
 
     def _register_process(
@@ -245,7 +258,7 @@ class Fleet:
         holder = None if attempt is None else attempt.processes.get(identity.rank)
         if (
             attempt is None
-            or (holder is not None and is_owned_by_other(holder, beat.agent, now))
+            or (holder is not None and is_owned_by_other(holder, beat, now))
             or not accepts_process(attempt, host, identity, started_at)
         ):
             attempt = self._open_attempt(attempt, identity, started_at, now)

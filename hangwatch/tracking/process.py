@@ -62,6 +62,7 @@ class Process:
     key: str
     host: str
     agent: str = ""  # the node agent that reports it
+    owner: str = ""  # see `Heartbeat.owner`; the agent if it has none
     identity: heartbeat.ProcessIdentity
     started_at: float
     reports: ReportTimes

@@ -31,7 +31,7 @@ def drop_foreign_reports(
         named.update(item.key for item in getattr(beat, name))
     if beat.performance is not None:
         named.update(stream.key for stream in beat.performance.sequences)
-    foreign = {key for key in named if fleet.has_other_owner((beat.host, key), beat.agent, now)}
+    foreign = {key for key in named if fleet.has_other_owner((beat.host, key), beat, now)}
     if not foreign:
         return beat, 0
 

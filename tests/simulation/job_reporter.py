@@ -121,6 +121,10 @@ class JobReporter:
         number = self._heartbeat_numbers.get(host, 0) + 1
         self._heartbeat_numbers[host] = number
         beat = heartbeat.Heartbeat(
-            host=self.job.host.format(host), agent=self.agent_id(host), number=number, **fields
+            host=self.job.host.format(host),
+            agent=self.agent_id(host),
+            owner=f"run dir of {self.job.host.format(host)}",
+            number=number,
+            **fields,
         )
         return post_heartbeat(self.client, beat)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import signal
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from ...environment import run_dir
 # A rank that tests whether the lock is taken holds it itself for some microseconds.
 _LOCK_ATTEMPTS = 15
 _LOCK_RETRY_S = 0.02
+_OWNER_BYTES = 16
 
 
 def detach_process() -> None:
@@ -89,11 +91,27 @@ def _is_running(pid: int) -> bool:
     return True
 
 
+def read_owner(folder: Path) -> str:
+    """The secret by which the server knows that a node agent replaces an earlier one of this run
+    dir. The first agent creates it. Must be called while the agent's lock is held.
+    """
+    path = folder / run_dir.OWNER_NAME
+    owner = ""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        owner = path.read_text(encoding="ascii").strip()
+    if len(owner) != 2 * _OWNER_BYTES:
+        owner = secrets.token_hex(_OWNER_BYTES)
+        # No space left: a successor will be accepted only once this agent has been silent.
+        with contextlib.suppress(OSError):
+            path.write_text(owner, encoding="ascii")
+    return owner
+
+
 def clean_run_dir(folder: Path, lock_fd: int, *, keep_log: bool) -> None:
     """If there is no ring left, removes the agent's files, and the folder if it is empty then. The
     lock is removed last, while it is held.
     """
-    names = [run_dir.NOTICE_NAME, run_dir.START_LOCK_NAME]
+    names = [run_dir.NOTICE_NAME, run_dir.START_LOCK_NAME, run_dir.OWNER_NAME]
     if not keep_log:
         names.append(run_dir.AGENT_LOG_NAME)
     names.append(run_dir.AGENT_LOCK_NAME)

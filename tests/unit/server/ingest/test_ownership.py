@@ -40,16 +40,23 @@ class Scene:
         self.numbers: dict[str, int] = {}
         self.began_at = self.now
 
-    def send(self, agent: str, *processes: heartbeat.ProcessUpdate, host: str = "node") -> None:
+    def send(
+        self, agent: str, *processes: heartbeat.ProcessUpdate, host: str = "node", owner: str = ""
+    ) -> None:
         self.numbers[agent] = self.numbers.get(agent, 0) + 1
         self.live.watch.heartbeats.apply_heartbeat(
             heartbeat.Heartbeat(
-                host=host, agent=agent, number=self.numbers[agent], processes=processes
+                host=host,
+                agent=agent,
+                owner=owner,
+                number=self.numbers[agent],
+                processes=processes,
             )
         )
 
     def report_job(self) -> None:
-        self.send("owner", *(self.make_update(rank) for rank in range(RANKS)))
+        updates = [self.make_update(rank) for rank in range(RANKS)]
+        self.send("owner", *updates, owner="secret of the run dir")
 
     def make_update(self, rank: int, **changes: Any) -> heartbeat.ProcessUpdate:
         identity = heartbeat.ProcessIdentity(
@@ -130,3 +137,28 @@ def test_silent_owner_is_succeeded(scene: Scene) -> None:
     scene.send("successor", scene.make_update(1, ended=ExitInfo(exit_status=0)))
     tracked = scene.live.watch.fleet.processes[("node", "2-1")]
     assert (tracked.process.agent, tracked.process.exit) == ("successor", ExitInfo(exit_status=0))
+
+
+def test_replacement_agent_of_the_run_dir_succeeds_at_once(scene: Scene) -> None:
+    scene.now += 1
+    ended = scene.make_update(1, ended=ExitInfo(exit_status=0))
+    scene.send("stranger", ended)
+    assert scene.live.watch.fleet.processes[("node", "2-1")].process.exit is None
+    scene.send("replacement", ended, owner="secret of the run dir")
+    tracked = scene.live.watch.fleet.processes[("node", "2-1")]
+    assert (tracked.process.agent, tracked.process.exit) == ("replacement", ended.ended)
+
+
+def test_own_restart_ends_the_earlier_attempt(scene: Scene) -> None:
+    scene.run_for(8)
+    assert scene.list_verdicts()
+    claim = scene.make_update(0)
+    assert claim.identity is not None
+    identity = replace(claim.identity, pid=99, restart=1)
+    restarted = replace(claim, key="99-1", identity=identity, sequences=())
+    for _ in range(4):
+        scene.now += 0.5
+        scene.report_job()
+        scene.send("replacement", restarted, owner="secret of the run dir")
+        asyncio.run(scene.live.watch.loop.run_round())
+    assert scene.list_verdicts() == []
