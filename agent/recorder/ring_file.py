@@ -90,11 +90,13 @@ def find_ancestor_rank() -> AncestorRank | None:
 def _read_ancestor(ring: Path) -> AncestorRank:
     """Raises OSError, ValueError or RingError if the file cannot be read."""
     with ring.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
-        identity = RingParts(data).read_note(IDENTITY_OFFSET, IDENTITY_SIZE)
+        parts = RingParts(data)
+        identity = parts.read_note(IDENTITY_OFFSET, IDENTITY_SIZE)
+        lifecycle = parts.read_live_word(LiveWord.LIFECYCLE)
     if identity is None:
         raise RingError("its identity is being written")
     return AncestorRank(
-        lifecycle=read_lifecycle(ring),
+        lifecycle=_parse_lifecycle(lifecycle),
         job=identity["job"],
         rank=identity["rank"],
         world_size=identity["world_size"],
@@ -112,4 +114,9 @@ def read_lifecycle(ring: Path) -> Lifecycle:
     with ring.open("rb") as file:
         file.seek(LIVE_OFFSET + 8 * LiveWord.LIFECYCLE)
         value = int.from_bytes(file.read(8), "little")
+    return _parse_lifecycle(value)
+
+
+def _parse_lifecycle(value: int) -> Lifecycle:
+    """Of a newer recorder's value that is not known here, the last known one."""
     return Lifecycle(min(value, Lifecycle.EXITING))

@@ -114,15 +114,18 @@ def compute_waiting_s(process: Process, now: float) -> float | None:
             oldest_at = pending_at
     if oldest_at is None:
         return None
-    if _may_work_on(process) and is_process_waiting(process) is False:
+    if _is_free_to_continue(process) and is_process_waiting(process) is False:
         return None
     return max(0.0, now - oldest_at)
 
 
-def _may_work_on(process: Process) -> bool:
+def _is_free_to_continue(process: Process) -> bool:
     """Whether its unfinished calls are known, and none is known to block it. An ``isend`` stays
     unfinished unless the program waits for it.
     """
-    pending = [stream for stream in process.streams.values() if stream.pending_at is not None]
-    oldest = [stream.calls.get(stream.first_unfinished) for stream in pending]
+    oldest = (
+        stream.calls.get(stream.first_unfinished)
+        for stream in process.streams.values()
+        if stream.pending_at is not None
+    )
     return all(call is not None and call.blocking is not True for call in oldest)

@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hangwatch.diagnosis.context import DiagnosisContext, get_state_known_until
-from hangwatch.diagnosis.graph.graph import BlockedCall
+from hangwatch.diagnosis.graph.graph import BlockedCall, WaitEdge
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.tracking.process import Process
+
+_REPORT_JITTER_S = 0.25  # heartbeats that are delayed differently shift the times they report
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +44,21 @@ class LongestWaits:
             known_intervals=known_intervals,
             longest_s=max(until - began_at for until, began_at in known_intervals),
         )
+
+    def make_first_edge(self, awaited: int) -> WaitEdge:
+        """The wait for rank ``awaited`` that began first. Of those of its group that began within the
+        error of the reported times, that in the call with the lowest number: the later calls are
+        missing for the same reason.
+        """
+        first = min(self.blocked_calls, key=lambda blocked: blocked.began_at)
+        simultaneous = [
+            blocked
+            for blocked in self.blocked_calls
+            if blocked.began_at - first.began_at <= _REPORT_JITTER_S
+            and blocked.stream.group is first.stream.group
+        ]
+        oldest = min(simultaneous, key=lambda b: (b.awaited[awaited], b.began_at))
+        return oldest.make_edge(awaited)
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from hangwatch.diagnosis.context import (
@@ -13,7 +13,6 @@ from hangwatch.diagnosis.context import (
     get_suspicion_delay_s,
     request_stacks,
 )
-from hangwatch.diagnosis.graph.graph import BlockedCall
 from hangwatch.diagnosis.graph.progress import find_working_threads, needs_another_sample
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S
@@ -40,7 +39,6 @@ from .end_waits import (
 from .unwatched import add_unwatched_verdict, find_unwatched_ends
 
 _SECOND_SAMPLE_S = 2.0  # additional time for a second stack sample, which a busy host may delay
-_REPORT_JITTER_S = 0.25  # heartbeats that are delayed differently shift the times they report
 _SIMULTANEOUS_SHARE = 0.9  # culprits are awaited for at least this share of the longest wait
 
 
@@ -137,20 +135,6 @@ class _ChainEnds:
     possible_victims: set[int]  # ends that themselves wait for what another rank may do
 
 
-def _find_first_blocked(blocked_calls: Sequence[BlockedCall], awaited: int) -> BlockedCall:
-    """The wait that began first. Of those of its group that began within the error of the reported
-    times, that in the call with the lowest number: the later calls are missing for the same reason.
-    """
-    first = min(blocked_calls, key=lambda blocked: blocked.began_at)
-    simultaneous = [
-        blocked
-        for blocked in blocked_calls
-        if blocked.began_at - first.began_at <= _REPORT_JITTER_S
-        and blocked.stream.group is first.stream.group
-    ]
-    return min(simultaneous, key=lambda blocked: (blocked.awaited[awaited], blocked.began_at))
-
-
 def _add_end_verdict(context: DiagnosisContext, ends: _ChainEnds) -> None:
     waits_by_end = ends.waits_by_end
     kind = min(ends.ranks_by_kind, key=KIND_PRECEDENCE.index)
@@ -159,8 +143,7 @@ def _add_end_verdict(context: DiagnosisContext, ends: _ChainEnds) -> None:
         get_accountable_since(context, rank, waits_by_end[rank].began_at) for rank in ranks
     )
     longest_awaited = min(ranks, key=lambda rank: waits_by_end[rank].began_at)
-    blocked_calls = waits_by_end[longest_awaited].blocked_calls
-    edge = _find_first_blocked(blocked_calls, longest_awaited).make_edge(longest_awaited)
+    edge = waits_by_end[longest_awaited].make_first_edge(longest_awaited)
     victims = ends.victims
     if kind is VerdictKind.LOST_NODE:
         ranks = find_silent_node_mates(context, ranks)

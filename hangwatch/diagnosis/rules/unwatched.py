@@ -45,8 +45,7 @@ def add_unwatched_verdict(
     first = min(unwatched, key=lambda rank: waits_by_end[rank].began_at)
     waits = waits_by_end[first]
     began_at = waits.began_at
-    blocked = min(waits.blocked_calls, key=lambda call: call.began_at)
-    edge = blocked.make_edge(first)
+    edge = waits.make_first_edge(first)
     kind = VerdictKind.STARTUP_STALL
     ranks = tuple(sorted(unwatched))
     processes = (context.attempt.processes.get(rank) for rank in ranks)

@@ -16,15 +16,21 @@ dist.destroy_process_group()
 """
 
 
+def all_ranks_agree(vote):
+    votes = torch.tensor([int(vote)])
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+    return bool(votes.item())
+
+
 def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    for step in range(30):
-        if step == 10 and rank == 0:
-            child = subprocess.Popen([sys.executable, "-c", EVALUATION])
-        if step == 20 and rank == 0:
-            child.wait()
-            time.sleep(2.5)
+    child = subprocess.Popen([sys.executable, "-c", EVALUATION]) if rank == 0 else None
+    while not all_ranks_agree(child is None or child.poll() is not None):
+        time.sleep(0.2)
+    if rank == 0:
+        time.sleep(2.5)
+    for _ in range(10):
         dist.all_reduce(torch.ones(8))
         time.sleep(0.2)
     dist.destroy_process_group()
