@@ -1,0 +1,150 @@
+"""Agents that lie, texts that command a terminal, and files that others can write: with a real server,
+a real node agent and the real command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from hangwatch.agent.environment.run_dir import RunDirError, ensure_run_dir
+from hangwatch.agent.recorder.native import cache
+from hangwatch.model.ranks import ExitInfo
+from hangwatch.protocol import heartbeat
+from tests.harness.other_user import OTHER_UID
+from tests.harness.processes import clean_environment
+from tests.harness.server import Server, run_server
+from tests.simulation.http_receiver import WebhookReceiver
+from tests.simulation.job_reporter import JobReporter, post_heartbeat
+from tests.simulation.simulated_job import SimulatedJob, make_hung_job
+
+from .node_support import open_testbed
+
+ESCAPE = "\x1b]0;title\x07\x1b[2J\u202e"
+
+
+@contextlib.contextmanager
+def open_client(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=20) as client:
+        yield client
+
+
+def make_claim(
+    job: SimulatedJob, rank: int, number: int, *, restart: int = 0, ended: ExitInfo | None = None
+) -> heartbeat.Heartbeat:
+    """What another node agent claims of one rank of the job."""
+    claimed = replace(job, restart=restart, late_ranks=set())
+    update = replace(claimed.make_process_update(rank, full=True), ended=ended)
+    return heartbeat.Heartbeat(
+        host=job.host, agent="forger", number=number, full=True, processes=(update,)
+    )
+
+
+@pytest.mark.parametrize(
+    ("restart", "ended"), [(7, None), (0, ExitInfo(signal=9))], ids=["restart", "exit"]
+)
+def test_claims_of_another_agent_change_no_verdict(
+    tmp_path: Path, restart: int, ended: ExitInfo | None
+) -> None:
+    job = make_hung_job(hung_for_s=0.0)
+    with run_server(tmp_path, "--stall-after", "2") as server, open_client(server) as client:
+        reporter = JobReporter(client, job)
+        reporter.send_heartbeat()
+        for number in range(1, 21):
+            post_heartbeat(client, make_claim(job, 1, number, restart=restart, ended=ended))
+            reporter.send_heartbeat()
+            time.sleep(0.2)
+        found = [
+            (i["kind"], i["culprits"], i["attempt"])
+            for i in reporter.list_incidents()
+            if i["status"] == "open"
+        ]
+        assert found == [("missing_rank", [2], 0)]
+
+
+def test_names_do_not_command_a_terminal(tmp_path: Path) -> None:
+    job = make_hung_job(name=f"job{ESCAPE}")
+    job.op = f"all_reduce{ESCAPE}"
+    with WebhookReceiver() as hook:
+        flags = ["--stall-after", "2", "--alert", hook.url]
+        with run_server(tmp_path, *flags) as server, open_client(server) as client:
+            reporter = JobReporter(client, job)
+            reporter.send_until(lambda: hook.requests, "the alert")
+            shown = server.read_log() + (server.folder / "stdout").read_text()
+            assert "all_reduce" in shown, "the alert is logged"
+            payload = repr(hook.requests)
+    for text in (shown, payload):
+        assert not any(c in text for c in ("\x1b", "\u202e", "\\x1b", "u001b", "u202e", "\x07"))
+
+
+def test_token_is_not_shown(tmp_path: Path) -> None:
+    for url in ("ftp://:my-secret-token@master:8642", "http://:my-secret-token@mas ter:8642"):
+        done = subprocess.run(
+            [Path(sys.executable).with_name("hangwatch"), "doctor"],
+            env={**clean_environment(), "HANGWATCH_URL": url},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode != 0
+        assert "HANGWATCH_URL" in done.stdout
+        assert "my-secret-token" not in done.stdout + done.stderr
+
+
+def test_files_of_the_server_are_private(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir(mode=0o755)
+    with run_server(tmp_path):
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        assert files
+        assert [p.name for p in files if stat.S_IMODE(p.stat().st_mode) & 0o077] == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder to another user")
+def test_run_dir_of_another_user_is_refused(tmp_path: Path) -> None:
+    with open_testbed(tmp_path) as testbed:
+        os.chown(testbed.folder, OTHER_UID, OTHER_UID)
+        agent = testbed.start_agent()
+        _, errors = agent.communicate(timeout=30)
+        assert agent.returncode == 1
+        assert f"{testbed.folder} belongs to another user" in errors.decode()
+
+
+def test_run_dir_that_others_can_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HANGWATCH_RUN_DIR", str(tmp_path / "root"))
+    (tmp_path / "root").mkdir()
+    made = ensure_run_dir("http://127.0.0.1:1")
+    made.chmod(0o777)
+    with pytest.raises(RunDirError, match="can be written by other users"):
+        ensure_run_dir("http://127.0.0.1:1")
+    made.chmod(0o700)
+    made.parent.parent.chmod(0o777)
+    with pytest.raises(RunDirError, match="can be written by all"):
+        ensure_run_dir("http://127.0.0.1:1")
+
+
+def test_library_below_a_folder_that_all_can_write_is_not_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "open" / "home" / "cache"
+    folder.mkdir(parents=True)
+    library = folder / "recorder.so"
+    shutil.copy("/bin/true", library)
+    cache.append_digest(library)
+    library.chmod(0o600)
+    cache.verify_library(library)
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(PermissionError, match=f"{tmp_path}/open can be written by all users"):
+        cache.verify_library(library)
