@@ -7,9 +7,10 @@ from __future__ import annotations
 import re
 import textwrap
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from hangwatch.model.ranks import format_ranks
 
@@ -63,6 +64,17 @@ def clean_text(value: object) -> str:
         " " if c in "\t\n\r\v\f\x85\u2028\u2029" else c for c in _CONTROL_SEQUENCES.sub("", text)
     )
     return "".join(c for c in spaced if not unicodedata.category(c).startswith("C"))
+
+
+def clean_document(value: Any) -> Any:
+    """A JSON document with each text in it cleaned, as by `clean_text`, but for its line breaks."""
+    if isinstance(value, str):
+        return "\n".join(clean_text(line) for line in value.split("\n"))
+    if isinstance(value, Mapping):
+        return {clean_text(key): clean_document(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [clean_document(item) for item in value]
+    return value
 
 
 def truncate_end(text: str, width: int) -> str:

@@ -7,7 +7,13 @@ from datetime import datetime
 from hangwatch.model.incidents import Incident, Resolution
 from hangwatch.report import recovery as recovery_text
 from hangwatch.report.documents import build_incident_document
-from hangwatch.report.text import clean_text, format_coarse_age, name_ranks, truncate_end
+from hangwatch.report.text import (
+    clean_document,
+    clean_text,
+    format_coarse_age,
+    name_ranks,
+    truncate_end,
+)
 
 from .channels import AlertMessage
 from .events import ABORTED, ABORTING, OPENED, PLANNED, REMINDER, RESOLVED
@@ -29,10 +35,10 @@ def format_sentence(incident: Incident) -> str:
 
 def compose_message(incident: Incident, event: str, url: str, now: datetime) -> AlertMessage:
     """The verdict in one sentence, with the culprit's line and a link. The body is the incident's
-    document.
+    document. What receives it may show it as it is, so that no text in it has control characters.
     """
     kind = event.partition("-")[0]
-    body = {**build_incident_document(incident), "url": url}
+    body = clean_document({**build_incident_document(incident), "url": url})
     lines = [
         incident.advice if kind == OPENED else "",
         recovery_text.format_recovery(body) if kind != RESOLVED else "",

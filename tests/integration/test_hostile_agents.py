@@ -74,8 +74,9 @@ def test_claims_of_another_agent_change_no_verdict(
 
 
 def test_names_do_not_command_a_terminal(tmp_path: Path) -> None:
-    job = make_hung_job(name=f"job{ESCAPE}")
+    job = make_hung_job()
     job.op = f"all_reduce{ESCAPE}"
+    job.late_frame = replace(job.late_frame, function=f"load{ESCAPE}", text=f"text{ESCAPE}")
     with WebhookReceiver() as hook:
         flags = ["--stall-after", "2", "--alert", hook.url]
         with run_server(tmp_path, *flags) as server, open_client(server) as client:

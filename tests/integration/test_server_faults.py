@@ -157,9 +157,7 @@ def test_repeated_late_or_split_heartbeats_change_nothing(tmp_path: Path) -> Non
             update = heartbeat.ProcessUpdate(
                 key=process.key, lifecycle=3, step=entered, sequences=(sequence,)
             )
-            beat = heartbeat.Heartbeat(
-                host=job.host, agent=reporter.agent_id(), number=number, processes=(update,)
-            )
+            beat = reporter.make_heartbeat(0, number, processes=(update,))
             return client.post("/api/v1/heartbeats", json=codec.encode_message(beat))
 
         def read_entered() -> int:

@@ -120,11 +120,16 @@ class JobReporter:
     def _post_heartbeat(self, host: int, **fields: Any) -> dict[str, Any]:
         number = self._heartbeat_numbers.get(host, 0) + 1
         self._heartbeat_numbers[host] = number
-        beat = heartbeat.Heartbeat(
-            host=self.job.host.format(host),
+        beat = self.make_heartbeat(host, number, **fields)
+        return post_heartbeat(self.client, beat)
+
+    def make_heartbeat(self, host: int, number: int, **fields: Any) -> heartbeat.Heartbeat:
+        """A heartbeat of this reporter's node agent on the host."""
+        name = self.job.host.format(host)
+        return heartbeat.Heartbeat(
+            host=name,
             agent=self.agent_id(host),
-            owner=f"run dir of {self.job.host.format(host)}",
+            owner=f"run dir of {name}",
             number=number,
             **fields,
         )
-        return post_heartbeat(self.client, beat)
