@@ -231,9 +231,7 @@ class Heartbeat:
     version: int = PROTOCOL_VERSION
     host: str
     agent: str  # unique per node agent process
-    # A secret that the node agents of one run dir share: one that replaces another reports the same
-    # processes. Empty: the agent has no successor.
-    owner: str = ""
+    owner: str = ""  # a secret that a node agent shares with those that replace it
     number: int  # counts this agent's heartbeats, from 1
     full: bool = False  # holds everything known, not only what changed
     # All processes make progress, and their positions are left out, or given for few streams only.
