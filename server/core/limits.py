@@ -90,7 +90,7 @@ HEARTBEAT_MEMBERS = Limit(
 )
 ATTEMPT_MEMBERS = Limit(
     name="attempt_members",
-    most=1 << 23,
+    most=1 << 22,
     unit="members",
     covers="of all different process groups of a job's attempt together",
 )
@@ -119,9 +119,17 @@ ATTEMPTS_PER_JOB = Limit(
 )
 MEMBERS = Limit(
     name="members",
-    most=1 << 25,
+    most=1 << 23,
     unit="members",
     covers="of all different process groups in a server's memory",
+    status=429,
+)
+# The last resort: texts and lists that are each within their limits could add up to any amount.
+MEMORY = Limit(
+    name="memory",
+    most=4 << 30,
+    unit="bytes",
+    covers="of a server's memory, beyond which no new process or group is accepted",
     status=429,
 )
 LIMITS = tuple(value for value in list(globals().values()) if isinstance(value, Limit))

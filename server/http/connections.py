@@ -162,6 +162,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._selector.remove_connection(self._fd)
         self._set_timeout(0.0)
         super().connection_lost(exc)
+        # What refers to this object, or is referred to in a cycle, would stay in memory: uvicorn
+        # keeps the timer of a connection that the client reset, and old garbage is not collected.
+        self._unset_keepalive_if_required()
+        self.pipeline.clear()
+        self.cycle = self.flow = None  # type: ignore[assignment]  # as before the connection
 
     def _set_timeout(self, timeout_s: float) -> None:
         if timeout_s == self._timeout_s:

@@ -15,11 +15,13 @@ from hangwatch.protocol.signatures import may_report_job
 from hangwatch.tracking.fleet import Fleet
 
 from ..core import limits
+from ..core.memory import read_resident_bytes
 from ..core.problems import Problem, describe_validation_errors
 from . import decoding
 
 # A shorter body holds no longer text or list: an item takes two bytes.
 _UNSUSPICIOUS_BYTES = min(limits.STRING.most, 2 * limits.LIST.most)
+_REMEDY = "run another hangwatch-server for the rest"
 
 
 def parse_heartbeat(body: bytes) -> heartbeat.Heartbeat:
@@ -129,7 +131,7 @@ def check_memory(
 ) -> None:
     """Raises Problem if a heartbeat would exceed a limit on what is kept in memory."""
     if not is_known_agent and agent_count >= limits.AGENTS.most:
-        raise limits.AGENTS.make_problem(remedy="run another hangwatch-server for the rest")
+        raise limits.AGENTS.make_problem(remedy=_REMEDY)
     new_identities = [
         process.identity
         for process in beat.processes
@@ -147,9 +149,9 @@ def check_memory(
 def _check_processes(
     agent: str, new_identities: list[heartbeat.ProcessIdentity], fleet: Fleet
 ) -> None:
-    remedy = "run another hangwatch-server for the rest"
+    _check_resident_memory()
     if len(fleet.processes) + len(new_identities) > limits.PROCESSES.most:
-        raise limits.PROCESSES.make_problem(remedy=remedy)
+        raise limits.PROCESSES.make_problem(remedy=_REMEDY)
     new_jobs = {identity.job for identity in new_identities}
     jobs = fleet.list_jobs(agent) | new_jobs
     if len(jobs) > limits.JOBS_PER_AGENT.most:
@@ -160,7 +162,7 @@ def _check_processes(
             raise limits.ATTEMPTS_PER_JOB.make_problem(f"job {job}", "give it another name")
     new_jobs -= {key.job for key in fleet.attempts}
     if len(fleet.attempts) + len(new_jobs) > limits.ATTEMPTS.most and new_jobs:
-        raise limits.ATTEMPTS.make_problem(remedy=remedy)
+        raise limits.ATTEMPTS.make_problem(remedy=_REMEDY)
 
 
 def _check_stream_count(host: str, update: heartbeat.ProcessUpdate, fleet: Fleet) -> None:
@@ -182,10 +184,17 @@ def _check_members(beat: heartbeat.Heartbeat, fleet: Fleet) -> None:
         attempt = None if tracked is None else tracked.attempt
         if attempt is None and process.identity is not None:
             attempt = fleet.latest_attempt(process.identity.job)
-        if attempt is None:
+        added = count_members(i for i in identities if attempt is None or not attempt.has_group(i))
+        if not added:
             continue
-        added = count_members(i for i in identities if not attempt.has_group(i))
-        if added and attempt.member_count + added > limits.ATTEMPT_MEMBERS.most:
-            raise limits.ATTEMPT_MEMBERS.make_problem(f"job {attempt.job}")
-        if added and fleet.count_members() + added > limits.MEMBERS.most:
-            raise limits.MEMBERS.make_problem(remedy="run another hangwatch-server for the rest")
+        _check_resident_memory()
+        known = 0 if attempt is None else attempt.member_count
+        if known + added > limits.ATTEMPT_MEMBERS.most:
+            raise limits.ATTEMPT_MEMBERS.make_problem(f"process {process.key}")
+        if fleet.count_members() + added > limits.MEMBERS.most:
+            raise limits.MEMBERS.make_problem(remedy=_REMEDY)
+
+
+def _check_resident_memory() -> None:
+    if read_resident_bytes() > limits.MEMORY.most:
+        raise limits.MEMORY.make_problem(remedy=_REMEDY)

@@ -36,12 +36,12 @@ def client(server: Server) -> Iterator[httpx.Client]:
 
 
 @contextlib.contextmanager
-def bounded_growth(server: Server) -> Iterator[None]:
-    """The server's memory does not grow by more than `MAX_GROWTH_MB` within."""
+def bounded_growth(server: Server, most_mb: float = MAX_GROWTH_MB) -> Iterator[None]:
+    """The server's memory does not grow by more than that within."""
     before_mb = read_resident_mb(server)
     yield
     grown_mb = read_resident_mb(server) - before_mb
-    assert grown_mb < MAX_GROWTH_MB
+    assert grown_mb < most_mb
 
 
 def read_resident_mb(server: Server) -> float:
@@ -166,3 +166,20 @@ def test_agent_may_not_report_any_number_of_jobs(server: Server, client: httpx.C
     answer = client.post("/api/v1/heartbeats", content=json.dumps(beat))
     assert limits.JOBS_PER_AGENT.text in check_problem(answer, 429)
     assert "Retry-After" in answer.headers
+
+
+def test_members_of_new_jobs_are_limited(server: Server, client: httpx.Client) -> None:
+    """The first heartbeat of each job counts, too."""
+    statuses = []
+    with bounded_growth(server, 1500):
+        for number in range(12):
+            beat = make_heartbeat(
+                agent=f"agent {number}",
+                identity={"job": f"wide {number}"},
+                sequences=make_groups(1, (1 << 20) - 1),
+            )
+            beat["host"] = f"host {number}"
+            statuses.append(client.post("/api/v1/heartbeats", json=beat).status_code)
+    assert statuses[0] == 200
+    assert statuses[-1] == limits.MEMBERS.status
+    assert statuses.count(200) * (1 << 20) <= limits.MEMBERS.most
