@@ -56,7 +56,7 @@ class Attempt:
     # A rank whose process was alive at the last check; -1 if there was none.
     _alive_rank: int = 0
     _group_states: dict[GroupKey, GroupState] = field(default_factory=dict)
-    member_count: int = 0  # of all its different groups together
+    _member_count: int = 0  # of all its different groups together
     owners: set[str] = field(default_factory=set)  # of the node agents that reported its processes
     _groups_by_identity: dict[tuple[str, str, str, str, int, int], Group] = field(
         default_factory=dict
@@ -94,6 +94,10 @@ class Attempt:
         """Whether a member has reported the group."""
         return _make_identity_key(identity) in self._groups_by_identity
 
+    def count_members(self) -> int:
+        """Of its world and all its different groups together: they determine its size in memory."""
+        return self.world_size + self._member_count
+
     def intern_group(self, identity: heartbeat.StreamIdentity) -> Group:
         """Returns one shared `Group` object for all members that report the same group."""
         key = _make_identity_key(identity)
@@ -109,7 +113,7 @@ class Attempt:
                 world_size=identity.world,
             )
             self._groups_by_identity[key] = group
-            self.member_count += len(members)
+            self._member_count += len(members)
         return group
 
     def intern_call(self, call: Call) -> Call:

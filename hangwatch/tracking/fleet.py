@@ -87,8 +87,8 @@ class Fleet:
         return {tracked.attempt.job for tracked in self._list_processes(agent)}
 
     def count_members(self) -> int:
-        """The members of all different process groups in memory."""
-        return sum(attempt.member_count for attempt in self.attempts.values())
+        """The members of all different worlds and process groups in memory."""
+        return sum(attempt.count_members() for attempt in self.attempts.values())
 
     def apply_heartbeat(self, beat: heartbeat.Heartbeat, now: float) -> bool:
         """Applies a heartbeat received at ``now``. Returns False if a resync is needed, because it

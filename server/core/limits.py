@@ -73,7 +73,7 @@ NAME = Limit(
     covers="of a job's, a host's, an agent's or a process's name",
     status=422,
 )
-RANK = Limit(name="rank", most=1 << 20, unit="ranks", covers="of a job", status=422)
+RANK = Limit(name="rank", most=1 << 18, unit="ranks", covers="of a job", status=422)
 STRING = Limit(
     name="string",
     most=64 << 10,
@@ -92,7 +92,7 @@ ATTEMPT_MEMBERS = Limit(
     name="attempt_members",
     most=1 << 22,
     unit="members",
-    covers="of all different process groups of a job's attempt together",
+    covers="of the world and all process groups of a job's attempt together",
 )
 STREAMS = Limit(
     name="streams", most=16384, unit="process groups and channels", covers="of a process"
@@ -121,7 +121,7 @@ MEMBERS = Limit(
     name="members",
     most=1 << 23,
     unit="members",
-    covers="of all different process groups in a server's memory",
+    covers="of all worlds and process groups in a server's memory",
     status=429,
 )
 # The last resort: texts and lists that are each within their limits could add up to any amount.

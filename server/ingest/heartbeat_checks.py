@@ -175,20 +175,23 @@ def _check_stream_count(host: str, update: heartbeat.ProcessUpdate, fleet: Fleet
 
 
 def _check_members(beat: heartbeat.Heartbeat, fleet: Fleet) -> None:
-    """Counts what the heartbeat's groups would add to their attempts."""
+    """Counts what the heartbeat's groups and worlds would add to their attempts."""
     for process in beat.processes:
         identities = list(_iter_identities((process,)))
-        if not identities:
+        if not identities and process.identity is None:
             continue
         tracked = fleet.processes.get((beat.host, process.key))
         attempt = None if tracked is None else tracked.attempt
         if attempt is None and process.identity is not None:
             attempt = fleet.latest_attempt(process.identity.job)
         added = count_members(i for i in identities if attempt is None or not attempt.has_group(i))
+        if process.identity is not None:
+            known_size = 0 if attempt is None else attempt.world_size
+            added += max(0, process.identity.world_size - known_size)
         if not added:
             continue
         _check_resident_memory()
-        known = 0 if attempt is None else attempt.member_count
+        known = 0 if attempt is None else attempt.count_members()
         if known + added > limits.ATTEMPT_MEMBERS.most:
             raise limits.ATTEMPT_MEMBERS.make_problem(f"process {process.key}")
         if fleet.count_members() + added > limits.MEMBERS.most:

@@ -136,7 +136,7 @@ def make_groups(count: int, size: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("update", "limit"),
     [
-        ({"sequences": make_groups(200, (1 << 20) - 1)}, limits.HEARTBEAT_MEMBERS),
+        ({"sequences": make_groups(200, (1 << 18) - 1)}, limits.HEARTBEAT_MEMBERS),
         ({"sequences": make_groups(1, 1 << 21)}, limits.RANK),
         ({"raised": {"type": "E", "message": "m" * 5_000_000}}, limits.STRING),
         ({"faults": ["f"] * 200_000}, limits.LIST),
@@ -172,14 +172,14 @@ def test_members_of_new_jobs_are_limited(server: Server, client: httpx.Client) -
     """The first heartbeat of each job counts, too."""
     statuses = []
     with bounded_growth(server, 1500):
-        for number in range(12):
+        for number in range(20):
             beat = make_heartbeat(
                 agent=f"agent {number}",
-                identity={"job": f"wide {number}"},
-                sequences=make_groups(1, (1 << 20) - 1),
+                identity={"job": f"wide {number}", "world_size": 1 << 18},
+                sequences=make_groups(1, (1 << 18) - 1),
             )
             beat["host"] = f"host {number}"
             statuses.append(client.post("/api/v1/heartbeats", json=beat).status_code)
     assert statuses[0] == 200
     assert statuses[-1] == limits.MEMBERS.status
-    assert statuses.count(200) * (1 << 20) <= limits.MEMBERS.most
+    assert statuses.count(200) * 2 * (1 << 18) <= limits.MEMBERS.most
