@@ -15,7 +15,6 @@ import io
 import json
 import os
 import random
-import resource
 import socket
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from tests.harness.processes import clean_environment
+from tests.harness.processes import clean_environment, read_resident_mb
 from tests.harness.server import Server, run_server
 
 NODE_TARGET = Path(__file__).parents[1] / "integration" / "node_target.py"
@@ -68,11 +67,6 @@ class Target:
             raise HostileError(
                 f"the {self.name} grew from {self.first_mb:.0f} to {resident_mb:.0f} MB"
             )
-
-
-def read_resident_mb(pid: int) -> float:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 1e6
 
 
 @dataclass(slots=True)
@@ -364,9 +358,8 @@ def run_attacks(folder: Path, minutes: float, seed: int) -> Report:
     ends_at = time.monotonic() + 60.0 * minutes
     hostile = HostileServer(seed)
     with run_server(folder / "server") as server, running_agent(folder, hostile.url) as agent:
-        assert server._process is not None
         targets = [
-            Target("server", server._process.pid, MAX_SERVER_GROWTH_MB),
+            Target("server", server.pid, MAX_SERVER_GROWTH_MB),
             Target("node agent", agent.pid, MAX_AGENT_GROWTH_MB),
         ]
         attacks = [

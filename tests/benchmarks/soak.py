@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sqlite3
 import statistics
@@ -31,7 +30,7 @@ from typing import Any, Protocol
 import httpx
 
 from tests.harness import job
-from tests.harness.processes import find_agents
+from tests.harness.processes import find_agents, read_resident_mb
 from tests.harness.server import Server, run_server
 from tests.simulation.http_receiver import WebhookReceiver
 from tests.simulation.job_reporter import JobReporter
@@ -180,8 +179,7 @@ class ProcessUsage:
         self.cpu_at_start_s = read_cpu_s(self.pid)
 
     def sample_memory(self) -> None:
-        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
-        self.resident_mb.append(pages * os.sysconf("SC_PAGE_SIZE") / 1e6)
+        self.resident_mb.append(read_resident_mb(self.pid))
 
     def report_flatness(self) -> bool:
         """Prints the usage. Returns whether the memory is flat."""

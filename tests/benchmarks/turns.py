@@ -27,7 +27,7 @@ from pathlib import Path
 
 from tests.harness import native
 from tests.harness.job import LaunchedJob, running_job
-from tests.harness.processes import find_agents
+from tests.harness.processes import find_agents, read_resident_mb
 from tests.harness.server import Server
 
 WORKLOAD = Path(__file__).with_name("workload.py")
@@ -239,16 +239,14 @@ class _TurnJob:
 def _read_process_usage(pid: int) -> tuple[float, float] | None:
     """Resident memory of a process in MB, and the share of a core that it has used over its life."""
     try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        resident_mb = read_resident_mb(pid)
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         uptime_s = float(Path("/proc/uptime").read_text().split()[0])
     except OSError:  # it has just exited
         return None
     ticks_per_s = os.sysconf("SC_CLK_TCK")
     age_s = uptime_s - int(stat[19]) / ticks_per_s
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6, (
-        int(stat[11]) + int(stat[12])
-    ) / ticks_per_s / max(age_s, 0.1)
+    return resident_mb, (int(stat[11]) + int(stat[12])) / ticks_per_s / max(age_s, 0.1)
 
 
 def add_only_option(parser: argparse.ArgumentParser, scripts: Sequence[Script]) -> None:

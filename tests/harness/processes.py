@@ -51,6 +51,12 @@ def find_job_processes(run_dir: Path) -> dict[int, str]:
     return command_lines
 
 
+def read_resident_mb(pid: int) -> float:
+    """The resident memory. Raises OSError if there is no such process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
 def process_state(pid: int) -> str:
     """The state as one letter, as in /proc; ``X`` if there is no such process."""
     try:

@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 
 from hangwatch.protocol.signatures import Credential, SignedRequest
+from tests.harness.processes import read_resident_mb
 from tests.simulation.waiting import wait_for_value
 
 from .node_support import TESTS_DIR, AgentTestbed, open_testbed
@@ -179,8 +180,7 @@ def test_daemonizes_and_replaces_killed_agent(agent_testbed: AgentTestbed) -> No
         if len(pids) == 1:
             os.kill(pids[0], signal.SIGKILL)
     assert pids[0] != pids[1]
-    memory = Path(f"/proc/{pids[1]}/status").read_text().split("VmRSS:")[1].split()[0]
-    assert int(memory) < 60_000, f"{memory} kB"
+    assert read_resident_mb(pids[1]) < 60
     target.kill()
     target.wait()
     wait_for_value(lambda: not Path(f"/proc/{pids[1]}").exists(), "the daemon leaves")
@@ -440,11 +440,7 @@ def test_undelivered_replies_are_dropped(agent_testbed: AgentTestbed) -> None:
         wait_for_value(
             lambda: len(agent_testbed.receiver.tokens) > tried + 1, "another attempt to connect"
         )
-        used = (
-            int(Path(f"/proc/{agent.pid}/statm").read_text().split()[1])
-            * os.sysconf("SC_PAGE_SIZE")
-            / 1e6
-        )
+        used = read_resident_mb(agent.pid)
         agent_testbed.receiver.status = 200
         beat = wait_for_value(
             lambda: [b for b in agent_testbed.receiver.heartbeats[before:] if "calls" in b],
