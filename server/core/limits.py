@@ -1,7 +1,8 @@
 """What a client may send and what is kept in memory, at most: every limit of the server.
 
 A request beyond a limit gets a problem document with the limit's name, and `/metrics` counts it.
-The limits of what node agents and commands read are in `hangwatch.protocol.replies`.
+The limits of what node agents and commands read are in `hangwatch.protocol.replies` and in the
+modules that read files.
 """
 
 from __future__ import annotations
