@@ -162,8 +162,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._selector.remove_connection(self._fd)
         self._set_timeout(0.0)
         super().connection_lost(exc)
-        # What refers to this object, or is referred to in a cycle, would stay in memory: uvicorn
-        # keeps the timer of a connection that the client reset, and old garbage is not collected.
+        # Otherwise this object would stay in memory: uvicorn keeps a timer for a connection that the
+        # client reset, and the garbage collector rarely scans objects that have existed for a while.
         self._unset_keepalive_if_required()
         self.pipeline.clear()
         self.cycle = self.flow = None  # type: ignore[assignment]  # as before the connection

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
+import struct
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,6 +17,7 @@ import pytest
 
 from hangwatch.server.core import limits
 from tests.harness.problems import check_problem
+from tests.harness.processes import read_resident_mb
 from tests.harness.server import Server, run_server
 
 MAX_GROWTH_MB = 40
@@ -38,16 +38,10 @@ def client(server: Server) -> Iterator[httpx.Client]:
 @contextlib.contextmanager
 def bounded_growth(server: Server, most_mb: float = MAX_GROWTH_MB) -> Iterator[None]:
     """The server's memory does not grow by more than that within."""
-    before_mb = read_resident_mb(server)
+    before_mb = read_resident_mb(server.pid)
     yield
-    grown_mb = read_resident_mb(server) - before_mb
+    grown_mb = read_resident_mb(server.pid) - before_mb
     assert grown_mb < most_mb
-
-
-def read_resident_mb(server: Server) -> float:
-    assert server._process is not None
-    pages = int(Path(f"/proc/{server._process.pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGESIZE") / 1e6
 
 
 def read_refusals(client: httpx.Client, limit: limits.Limit) -> float:
@@ -79,6 +73,22 @@ def test_endless_head_costs_no_memory(server: Server, client: httpx.Client, head
     with bounded_growth(server):
         assert send_until_closed(server, head, b"x: " + b"y" * 60_000 + b"\r\n") < 64 << 20
     assert read_refusals(client, limits.HEAD) == before + 1
+
+
+def test_reset_connections_cost_no_memory(server: Server) -> None:
+    reset_connections(server, 200)  # what is allocated once
+    with bounded_growth(server, 6):
+        reset_connections(server, 3000)
+
+
+def reset_connections(server: Server, count: int) -> None:
+    """Sends a request on each connection, and resets it instead of closing it."""
+    parts = urlsplit(server.url)
+    for _ in range(count):
+        with socket.create_connection((parts.hostname or "", parts.port or 0)) as connection:
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def test_pipelined_requests_are_limited(server: Server, client: httpx.Client) -> None:
