@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from pydantic import ValidationError
 
 from hangwatch.model.groups import count_ranks
+from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.signatures import may_report_job
+from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
 from ..core import limits
@@ -143,13 +146,14 @@ def check_memory(
         # Few processes come near the limit: only these are counted exactly.
         if len(update.sequences) > limits.STREAMS.most // 2:
             _check_stream_count(beat.host, update, fleet)
-    _check_members(beat, fleet)
+    adds_members = _check_members(beat, fleet)
+    if (new_identities or adds_members) and read_resident_bytes() > limits.MEMORY.most:
+        raise limits.MEMORY.make_problem(remedy=_REMEDY)
 
 
 def _check_processes(
     agent: str, new_identities: list[heartbeat.ProcessIdentity], fleet: Fleet
 ) -> None:
-    _check_resident_memory()
     if len(fleet.processes) + len(new_identities) > limits.PROCESSES.most:
         raise limits.PROCESSES.make_problem(remedy=_REMEDY)
     new_jobs = {identity.job for identity in new_identities}
@@ -174,30 +178,54 @@ def _check_stream_count(host: str, update: heartbeat.ProcessUpdate, fleet: Fleet
         raise limits.STREAMS.make_problem(f"process {update.key}")
 
 
-def _check_members(beat: heartbeat.Heartbeat, fleet: Fleet) -> None:
-    """Counts what the heartbeat's groups and worlds would add to their attempts."""
+@dataclass(slots=True)
+class _Growth:
+    """What a heartbeat adds to an attempt, or to a job that has none yet."""
+
+    attempt: Attempt | None
+    world_size: int = 0
+    opened_world_size: int = 0  # of a new process, which may open another attempt
+    groups: set[heartbeat.StreamIdentity] = field(default_factory=set)
+
+    def count_members(self) -> int:
+        """The additional members of its world and groups. Raises Problem."""
+        known_size = 0 if self.attempt is None else self.attempt.world_size
+        return count_members(self.groups) + max(0, self.world_size - known_size)
+
+
+def _list_growth(beat: heartbeat.Heartbeat, fleet: Fleet) -> list[_Growth]:
+    growth: dict[AttemptKey | str, _Growth] = {}  # by attempt, or by the name of a new job
     for process in beat.processes:
-        identities = list(_iter_identities((process,)))
-        if not identities and process.identity is None:
-            continue
+        identity = process.identity
         tracked = fleet.processes.get((beat.host, process.key))
-        attempt = None if tracked is None else tracked.attempt
-        if attempt is None and process.identity is not None:
-            attempt = fleet.latest_attempt(process.identity.job)
-        added = count_members(i for i in identities if attempt is None or not attempt.has_group(i))
-        if process.identity is not None:
-            known_size = 0 if attempt is None else attempt.world_size
-            added += max(0, process.identity.world_size - known_size)
-        if not added:
-            continue
-        _check_resident_memory()
-        known = 0 if attempt is None else attempt.count_members()
-        if known + added > limits.ATTEMPT_MEMBERS.most:
-            raise limits.ATTEMPT_MEMBERS.make_problem(f"process {process.key}")
-        if fleet.count_members() + added > limits.MEMBERS.most:
-            raise limits.MEMBERS.make_problem(remedy=_REMEDY)
+        if tracked is not None:
+            grown = growth.setdefault(tracked.attempt.key, _Growth(tracked.attempt))
+        elif identity is not None:
+            latest = fleet.latest_attempt(identity.job)
+            key = identity.job if latest is None else latest.key
+            grown = growth.setdefault(key, _Growth(latest))
+            grown.opened_world_size = max(grown.opened_world_size, identity.world_size)
+        else:
+            continue  # nothing of an unknown process is applied
+        if identity is not None:
+            grown.world_size = max(grown.world_size, identity.world_size)
+        grown.groups.update(
+            group
+            for group in _iter_identities((process,))
+            if grown.attempt is None or not grown.attempt.has_group(group)
+        )
+    return list(growth.values())
 
 
-def _check_resident_memory() -> None:
-    if read_resident_bytes() > limits.MEMORY.most:
-        raise limits.MEMORY.make_problem(remedy=_REMEDY)
+def _check_members(beat: heartbeat.Heartbeat, fleet: Fleet) -> bool:
+    """Whether its groups and worlds add members to those in memory. Raises Problem if too many."""
+    added = 0
+    for growth in _list_growth(beat, fleet):
+        members = growth.count_members()
+        known = 0 if growth.attempt is None else growth.attempt.count_members()
+        if members and known + members > limits.ATTEMPT_MEMBERS.most:
+            raise limits.ATTEMPT_MEMBERS.make_problem()
+        added += max(members, growth.opened_world_size)
+    if added and fleet.count_members() + added > limits.MEMBERS.most:
+        raise limits.MEMBERS.make_problem(remedy=_REMEDY)
+    return added > 0

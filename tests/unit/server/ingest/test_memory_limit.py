@@ -1,4 +1,4 @@
-"""What a server does once it uses as much memory as it may."""
+"""What a server accepts once it keeps as much in memory as it may."""
 
 from __future__ import annotations
 
@@ -14,21 +14,63 @@ from hangwatch.server.ingest.heartbeat_checks import check_memory
 from hangwatch.tracking.fleet import Fleet
 
 
-def make_heartbeat(pid: int, number: int = 1) -> heartbeat.Heartbeat:
-    identity = heartbeat.ProcessIdentity(job="j", rank=pid, world_size=2, pid=pid, start_ticks=1)
-    update = heartbeat.ProcessUpdate(key=f"{pid}-1", identity=identity)
-    return heartbeat.Heartbeat(host="n", agent="a", number=number, processes=(update,))
+def make_process(
+    pid: int, *, job: str = "j", world_size: int = 2, restart: int = 0
+) -> heartbeat.ProcessUpdate:
+    return heartbeat.ProcessUpdate(
+        key=f"{pid}-1",
+        identity=heartbeat.ProcessIdentity(
+            job=job, rank=1, world_size=world_size, pid=pid, start_ticks=1, restart=restart
+        ),
+    )
+
+
+def make_heartbeat(*processes: heartbeat.ProcessUpdate, number: int = 1) -> heartbeat.Heartbeat:
+    return heartbeat.Heartbeat(host="n", agent="a", number=number, processes=processes)
 
 
 def test_known_processes_are_reported_and_new_ones_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = Fleet()
-    known = make_heartbeat(pid=1)
+    known = make_heartbeat(make_process(1))
     check_memory(known, fleet, False, 0)
     fleet.apply_heartbeat(known, 1.0)
     monkeypatch.setattr(limits, "MEMORY", replace(limits.MEMORY, most=read_resident_bytes() // 2))
-    check_memory(make_heartbeat(pid=1, number=2), fleet, True, 1)
+    check_memory(make_heartbeat(make_process(1), number=2), fleet, True, 1)
     with pytest.raises(Problem, match="of a server's memory") as refusal:
-        check_memory(make_heartbeat(pid=2, number=3), fleet, True, 1)
+        check_memory(make_heartbeat(make_process(2), number=3), fleet, True, 1)
     assert refusal.value.status == limits.MEMORY.status
+
+
+def test_members_of_all_jobs_of_a_heartbeat_count_together() -> None:
+    world_size = limits.RANK.most
+    jobs = limits.MEMBERS.most // world_size
+    assert jobs < limits.JOBS_PER_AGENT.most
+
+    def check_jobs(count: int) -> None:
+        processes = (make_process(n, job=f"job {n}", world_size=world_size) for n in range(count))
+        check_memory(make_heartbeat(*processes), Fleet(), False, 0)
+
+    check_jobs(jobs)
+    with pytest.raises(Problem, match=limits.MEMBERS.text):
+        check_jobs(jobs + 1)
+
+
+def test_members_of_restarted_jobs_count() -> None:
+    """A world counts for each attempt in memory."""
+    fleet = Fleet()
+    world_size = limits.RANK.most
+
+    def start_attempt(restart: int) -> None:
+        process = make_process(restart, world_size=world_size, restart=restart)
+        beat = make_heartbeat(process, number=restart + 1)
+        check_memory(beat, fleet, True, 1)
+        fleet.apply_heartbeat(beat, float(restart))
+
+    attempts = limits.MEMBERS.most // world_size
+    for restart in range(attempts):
+        start_attempt(restart)
+    assert fleet.count_members() == limits.MEMBERS.most
+    with pytest.raises(Problem, match=limits.MEMBERS.text):
+        start_attempt(attempts)
