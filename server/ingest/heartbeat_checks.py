@@ -197,6 +197,9 @@ def _list_growth(beat: heartbeat.Heartbeat, fleet: Fleet) -> list[_Growth]:
     growth: dict[AttemptKey | str, _Growth] = {}  # by attempt, or by the name of a new job
     for process in beat.processes:
         identity = process.identity
+        groups = list(_iter_identities((process,)))
+        if identity is None and not groups:
+            continue  # almost all processes of almost all heartbeats
         tracked = fleet.processes.get((beat.host, process.key))
         if tracked is not None:
             grown = growth.setdefault(tracked.attempt.key, _Growth(tracked.attempt))
@@ -210,9 +213,7 @@ def _list_growth(beat: heartbeat.Heartbeat, fleet: Fleet) -> list[_Growth]:
         if identity is not None:
             grown.world_size = max(grown.world_size, identity.world_size)
         grown.groups.update(
-            group
-            for group in _iter_identities((process,))
-            if grown.attempt is None or not grown.attempt.has_group(group)
+            group for group in groups if grown.attempt is None or not grown.attempt.has_group(group)
         )
     return list(growth.values())
 
