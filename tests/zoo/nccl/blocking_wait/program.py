@@ -1,4 +1,4 @@
-"""TORCH_NCCL_BLOCKING_WAIT=1: each call blocks its host. Rank 1 is in its own code."""
+"""TORCH_NCCL_BLOCKING_WAIT=1: `wait` blocks the host, of asynchronous calls only. Rank 1 is in its own code."""
 
 import os
 import time
@@ -20,7 +20,7 @@ def main():
     for step in range(10):
         if rank == 1 and step == 5:
             upload_samples()
-        dist.all_reduce(loss)
+        dist.all_reduce(loss, async_op=True).wait()
     dist.destroy_process_group()
 
 
