@@ -21,7 +21,7 @@ from .end_kinds import is_in_phase
 
 _MAX_WAITS_SHOWN = 64
 # Without recorded starts, a long kernel on all devices looks like a call that does not complete.
-UNTIMED_GRACE_S = 4.15
+UNTIMED_GRACE_S = 3.65
 
 
 def diagnose_stuck_devices(context: DiagnosisContext) -> None:
