@@ -19,11 +19,30 @@ class LaunchInfo:
     on_hang: str = field(default="", compare=False)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskInfo:
+    """The place of a process among those that ``mpirun`` or ``srun`` started: ranks, or programs such
+    as torchrun that start the ranks.
+    """
+
+    number: int
+    count: int
+    local_number: int | None
+
+
+# Number, count and number on the host, as Open MPI, Slurm, and MPICH or Intel MPI call them.
+_TASK_VARIABLES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+)
+
+
 def parse_environ(env: Mapping[str, str], rendezvous: str = "") -> LaunchInfo:
     """Parses torchrun's variables, which accelerate sets as well, and Slurm's job id. The name of
     the job may come from ``rendezvous``, where its ranks meet if not at MASTER_ADDR.
 
-    SLURM_PROCID identifies no rank: it also numbers the torchrun processes that srun starts.
+    The variables of `TaskInfo` identify no rank by themselves.
     """
     rank = _parse_number(env.get("RANK"))
     if rank is None:
@@ -36,6 +55,19 @@ def parse_environ(env: Mapping[str, str], rendezvous: str = "") -> LaunchInfo:
         local_rank=_parse_number(env.get("LOCAL_RANK")),
         on_hang=env.get("HANGWATCH_ON_HANG", "")[:40],
     )
+
+
+def parse_task(env: Mapping[str, str]) -> TaskInfo | None:
+    """None if neither mpirun nor srun started the process, or if its launcher set RANK."""
+    if "RANK" in env:
+        return None
+    for number_name, count_name, local_name in _TASK_VARIABLES:
+        number, count = _parse_number(env.get(number_name)), _parse_number(env.get(count_name))
+        if number is not None and count:
+            return TaskInfo(
+                number=number, count=count, local_number=_parse_number(env.get(local_name))
+            )
+    return None
 
 
 def is_switched_off(env: Mapping[str, str]) -> bool:

@@ -20,13 +20,17 @@ def measure_age_s(start_ticks: int, proc: str = processes.PROC_ROOT) -> float:
 
 
 def read_identity(
-    pid: int, start_ticks: int, proc: str = processes.PROC_ROOT
+    pid: int,
+    start_ticks: int,
+    launch: identity.LaunchInfo | None = None,
+    proc: str = processes.PROC_ROOT,
 ) -> ProcessIdentity | None:
-    """The identity of a process from its launcher's environment variables; None if it is not a
-    rank.
+    """The identity of a process from its launcher's environment variables, unless ``launch`` says what
+    they mean; None if it is not a rank.
     """
     try:
-        launch = identity.parse_environ(processes.read_environ(pid, proc))
+        if launch is None:
+            launch = identity.parse_environ(processes.read_environ(pid, proc))
         program = " ".join(processes.read_cmdline(pid, proc))[:300]
     except OSError:
         return None

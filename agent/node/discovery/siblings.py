@@ -1,12 +1,14 @@
-"""Finds ranks that never import torch: other children of a known rank's launcher, with RANK in
-their environment.
+"""Finds ranks that never import torch: other children of a known rank's launcher, with the variables
+of a rank in their environment.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from hangwatch.protocol.heartbeat import ProcessIdentity
 
 from ...environment import identity
 from ..system import processes
@@ -23,45 +25,40 @@ class SiblingRank:
     launch: identity.LaunchInfo
 
 
-def find_launcher(
-    pid: int, proc: str = processes.PROC_ROOT
-) -> tuple[int, identity.LaunchInfo] | None:
-    """The pid of the process that launched a rank, and the rank's launch variables; None if they
-    cannot be read.
+@dataclass(frozen=True, slots=True)
+class _Launcher:
+    """A process that started ranks, and one of these that is recorded."""
 
-    Wrappers such as ``bash train.sh`` or ``numactl`` are skipped: they have the rank's environment.
-    """
-    try:
-        launch = identity.parse_environ(processes.read_environ(pid, proc))
-        if launch.rank is None:
-            return None
-        ancestor = processes.read_stat(pid, proc).parent_pid
-        while ancestor > 1 and _read_launch(ancestor, proc) == launch:
-            ancestor = processes.read_stat(ancestor, proc).parent_pid
-    except (OSError, ValueError):
-        return None
-    return (ancestor, launch) if ancestor > 0 else None
+    pid: int
+    known: ProcessIdentity
+    numbers_tasks: bool  # mpirun or srun, whose tasks are the ranks
+
+    @property
+    def key(self) -> tuple[int, bool, str, int, int]:
+        known = self.known
+        return (self.pid, self.numbers_tasks, known.job, known.restart, known.world_size)
+
+    def parse_rank(self, pid: int, proc: str) -> identity.LaunchInfo | None:
+        """The launcher's variables of a process; None if they do not make it a rank of the same job as
+        ``known``, or if it is gone or another user's.
+        """
+        return _read_launch(pid, self.known, self.numbers_tasks, proc)
 
 
 def find_siblings(
-    jobs_by_pid: Mapping[int, str],
+    recorded: Mapping[int, ProcessIdentity],
     known_ranks: Collection[tuple[str, int, int]],
     proc: str = processes.PROC_ROOT,
 ) -> list[SiblingRank]:
     """Ranks that the launchers of these recorded processes started, other than these processes and
-    the ``known_ranks`` (job, restart, rank). ``jobs_by_pid`` has the job of each as recorded.
+    the ``known_ranks`` (job, restart, rank).
     """
-    jobs_by_launcher = _find_launched_jobs(jobs_by_pid, proc)
     seen_ranks = set(known_ranks)
     ranks: list[SiblingRank] = []
-    for launcher, jobs in jobs_by_launcher.items():
-        for child in processes.list_children(launcher, proc):
-            if child in jobs_by_pid:
-                continue
-            launch = _read_launch(child, proc)
+    for launcher in _find_launchers(recorded, proc):
+        for child in processes.list_children(launcher.pid, proc):
+            launch = None if child in recorded else launcher.parse_rank(child, proc)
             if launch is None or launch.rank is None:
-                continue
-            if (launch.job, launch.restart, launch.world_size) not in jobs:
                 continue
             rank = (launch.job, launch.restart, launch.rank)
             if rank in seen_ranks:
@@ -74,20 +71,59 @@ def find_siblings(
     return ranks
 
 
-def _find_launched_jobs(
-    jobs_by_pid: Mapping[int, str], proc: str
-) -> dict[int, set[tuple[str, int, int]]]:
-    """By launcher's pid: the (job, restart, world size) of the ranks that it started. The ranks of a
-    world inside a rank are recorded as another job than their environment says: they are left out.
+def _find_launchers(recorded: Mapping[int, ProcessIdentity], proc: str) -> list[_Launcher]:
+    """One for each job of a launcher. The ranks of a world inside a rank are recorded as another job
+    than their environment says: they are left out.
     """
-    jobs_by_launcher: dict[int, set[tuple[str, int, int]]] = {}
-    for pid, recorded_job in jobs_by_pid.items():
-        launched = find_launcher(pid, proc)
-        if launched is not None and launched[1].job == recorded_job:
-            launcher, launch = launched
-            job = (launch.job, launch.restart, launch.world_size)
-            jobs_by_launcher.setdefault(launcher, set()).add(job)
-    return jobs_by_launcher
+    launchers = (find_launcher(pid, known, proc) for pid, known in recorded.items())
+    return list({found.key: found for found in launchers if found is not None}.values())
+
+
+def find_launcher(
+    pid: int, known: ProcessIdentity, proc: str = processes.PROC_ROOT
+) -> _Launcher | None:
+    """What launched a recorded rank; None if that cannot be read, or if the rank's environment does not
+    say which rank it is.
+
+    Wrappers such as ``bash train.sh`` or ``numactl`` are skipped: they have the rank's environment.
+    """
+    for numbers_tasks in (False, True):
+        launch = _read_launch(pid, known, numbers_tasks, proc)
+        if launch is None or launch.rank != known.rank:
+            continue
+        try:
+            ancestor = processes.read_stat(pid, proc).parent_pid
+            while ancestor > 1 and _read_launch(ancestor, known, numbers_tasks, proc) == launch:
+                ancestor = processes.read_stat(ancestor, proc).parent_pid
+        except (OSError, ValueError):
+            return None
+        return _Launcher(ancestor, known, numbers_tasks) if ancestor > 0 else None
+    return None
+
+
+def _read_launch(
+    pid: int, known: ProcessIdentity, from_task: bool, proc: str
+) -> identity.LaunchInfo | None:
+    try:
+        environ = processes.read_environ(pid, proc)
+    except OSError:
+        return None
+    launch = identity.parse_environ(environ)
+    if from_task:
+        task = identity.parse_task(environ)
+        if task is None:
+            return None
+        launch = replace(
+            launch,
+            job=known.job,
+            restart=known.restart,
+            rank=task.number,
+            world_size=task.count,
+            local_rank=task.local_number,
+        )
+    of_job = (launch.job, launch.restart, launch.world_size)
+    is_same_job = of_job == (known.job, known.restart, known.world_size)
+    return launch if is_same_job and launch.rank is not None else None
 
 
 def _read_sibling_start(pid: int, proc: str) -> int | None:
@@ -98,10 +134,3 @@ def _read_sibling_start(pid: int, proc: str) -> int | None:
         if stat.state not in "ZX" and _AGENT_COMMAND_MARK not in command:
             return stat.start_ticks
     return None
-
-
-def _read_launch(pid: int, proc: str) -> identity.LaunchInfo | None:
-    try:
-        return identity.parse_environ(processes.read_environ(pid, proc))
-    except OSError:  # gone, or another user's
-        return None

@@ -17,6 +17,7 @@ from hangwatch.ring.reader import RingReader
 from hangwatch.ring.snapshot import RingSnapshot
 
 from ...environment import run_dir
+from ...environment.identity import LaunchInfo
 from ..reporting import updates
 from ..reporting.acked import AckedState, UnackedHistory
 from ..reporting.call_tally import ProcessTally
@@ -44,6 +45,7 @@ class WatchedProcess:
     reader: RingReader | None = None
     ring_inode: int = 0  # of the file that `reader` has mapped
     snapshot: RingSnapshot | None = None
+    launch: LaunchInfo | None = None  # if its environment alone does not say which rank it is
     identity: ProcessIdentity | None = None
     pidfd: int | None = None
     exit: ExitInfo | None = None
@@ -74,7 +76,9 @@ class WatchedProcess:
         if self.ring is not None:
             self._read_ring(self.ring, now_ns)
         if self.identity is None and (self.ring is None or self._ring_problem):
-            self.identity = proc_identity.read_identity(self.pid, self.start_ticks, self.proc)
+            self.identity = proc_identity.read_identity(
+                self.pid, self.start_ticks, self.launch, self.proc
+            )
         if self.exit is None:
             with contextlib.suppress(OSError, ValueError):  # it has just ended: see its pidfd
                 caller_tid = self.history.newest_thread
@@ -133,7 +137,8 @@ class WatchedProcess:
         """Updates the reason why it has no ring."""
         if self.identity is None or self.ring is not None or self.exit is not None:
             return
-        watched_s = (now_ns - self.found_ns) / 1e9
+        # mpirun's and srun's tasks are recorded from init_process_group on, not when they import torch.
+        watched_s = (now_ns - self.found_ns) / 1e9 if self.launch is None else 0.0
         reason = proc_identity.find_unrecorded_reason(self.pid, watched_s, self.proc)
         if reason != self.identity.unrecorded:
             self.identity = replace(self.identity, unrecorded=reason)
@@ -258,10 +263,13 @@ def watch_process(
     now_ns: int,
     *,
     ring: RingFile | None = None,
+    launch: LaunchInfo | None = None,
     proc: str = processes.PROC_ROOT,
     pidfd: int | None = None,
 ) -> WatchedProcess:
-    """Starts to watch a process, which may have ended already; ``pidfd`` if one is open."""
+    """Starts to watch a process, which may have ended already. ``launch`` says which rank it is if it
+    has no ring; ``pidfd`` if one is open.
+    """
     watched = WatchedProcess(
         pid=pid,
         start_ticks=start_ticks,
@@ -269,6 +277,7 @@ def watch_process(
         activity=CpuActivity(last_busy_ns=now_ns),
         found_ns=now_ns,
         ring=ring,
+        launch=launch,
         pidfd=exits.open_pidfd(pid, start_ticks, proc) if pidfd is None else pidfd,
     )
     watched.flight_reader = make_reader(pid, proc_identity.measure_age_s(start_ticks, proc), proc)

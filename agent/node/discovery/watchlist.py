@@ -171,17 +171,19 @@ class Watchlist:
         return process
 
     def _scan_siblings(self, now_ns: int) -> list[WatchedProcess]:
-        jobs_by_pid: dict[int, str] = {}
+        recorded: dict[int, ProcessIdentity] = {}
         for process in self.watched.values():
             if process.exit is None and process.ring is not None and process.identity is not None:
-                jobs_by_pid[process.pid] = process.identity.job
+                recorded[process.pid] = process.identity
         for process in self.watched.values():
             process.update_unrecorded(now_ns)
         new_processes: list[WatchedProcess] = []
-        for sibling in siblings.find_siblings(jobs_by_pid, self._known_ranks, self._proc):
+        for sibling in siblings.find_siblings(recorded, self._known_ranks, self._proc):
             if run_dir.format_process_key(sibling.pid, sibling.start_ticks) in self.watched:
                 continue
-            process = watch_process(sibling.pid, sibling.start_ticks, now_ns, proc=self._proc)
+            process = watch_process(
+                sibling.pid, sibling.start_ticks, now_ns, launch=sibling.launch, proc=self._proc
+            )
             self._add_process(process)
             new_processes.append(process)
         return new_processes

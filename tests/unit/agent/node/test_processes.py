@@ -12,6 +12,7 @@ from hangwatch.agent.node.system import processes
 from hangwatch.agent.node.system.cpu_activity import CpuActivity, ThreadActivity
 from hangwatch.agent.node.system.permission import PtraceFacts
 from hangwatch.model.ranks import ExitInfo
+from hangwatch.protocol.heartbeat import ProcessIdentity
 
 SECOND_NS = 1_000_000_000
 
@@ -203,13 +204,62 @@ def test_siblings_under_launcher_and_wrapper(tmp_path: Path) -> None:
     add_process(tmp_path, 51, parent=10, env=make_rank_env(3), state="Z")
     add_process(tmp_path, 61, parent=10, env=make_rank_env(1))  # a second one of rank 1
     proc = str(tmp_path)
-    above = siblings.find_launcher(12, proc)
-    assert above is not None and above[0] == 10
-    sibling_processes = siblings.find_siblings({12: "j"}, {("j", 0, 0)}, proc)
+    known = make_identity("j", 0)
+    assert get_launcher(12, known, proc) == 10
+    sibling_processes = siblings.find_siblings({12: known}, {("j", 0, 0)}, proc)
     assert [(f.pid, f.launch.rank) for f in sibling_processes] == [(21, 1)]
-    assert siblings.find_siblings({12: "j"}, {("j", 0, 0), ("j", 0, 1)}, proc) == []
-    assert siblings.find_siblings({99: "j"}, set(), proc) == []
-    assert siblings.find_siblings({12: "j/nested:1"}, set(), proc) == [], "of a world inside a rank"
+    assert siblings.find_siblings({12: known}, {("j", 0, 0), ("j", 0, 1)}, proc) == []
+    assert siblings.find_siblings({99: known}, set(), proc) == []
+    nested = make_identity("j/nested:1", 0)
+    assert siblings.find_siblings({12: nested}, set(), proc) == [], "of a world inside a rank"
+
+
+@pytest.mark.parametrize(
+    ("rank", "count", "local"),
+    [
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ],
+)
+def test_siblings_under_mpirun_and_srun(tmp_path: Path, rank: str, count: str, local: str) -> None:
+    def make_task_env(number: int, **added: str) -> dict[str, str]:
+        return {rank: str(number), count: "4", local: str(number), **added}
+
+    add_process(tmp_path, 10, children=(11, 21, 31, 41))
+    add_process(tmp_path, 11, parent=10, env=make_task_env(0))  # the program itself sets RANK
+    add_process(tmp_path, 21, parent=10, env=make_task_env(1))
+    add_process(tmp_path, 31, parent=10, env={**make_task_env(2), count: "8"})  # another step
+    add_process(tmp_path, 41, parent=10, env=make_task_env(3))
+    proc = str(tmp_path)
+    found = siblings.find_siblings({11: make_identity("m:1", 0)}, {("m:1", 0, 0)}, proc)
+    assert [(f.pid, f.launch.job, f.launch.rank, f.launch.world_size) for f in found] == [
+        (21, "m:1", 1, 4),
+        (41, "m:1", 3, 4),
+    ]
+    other_rank = siblings.find_siblings({11: make_identity("m:1", 2)}, set(), proc)
+    assert other_rank == [], "the tasks are numbered in another way than the ranks"
+
+
+def test_tasks_that_start_the_ranks_are_none(tmp_path: Path) -> None:
+    """As with a torchrun on each node, started by srun."""
+    task = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "HANGWATCH_JOB": "j"}
+    add_process(tmp_path, 10, children=(11, 21))
+    add_process(tmp_path, 11, parent=10, env=task, children=(12,))
+    add_process(tmp_path, 12, parent=11, env={**task, **make_rank_env(0)})
+    add_process(tmp_path, 21, parent=10, env={**task, "SLURM_PROCID": "1"})
+    proc = str(tmp_path)
+    assert get_launcher(12, make_identity("j", 0), proc) == 11
+    assert siblings.find_siblings({12: make_identity("j", 0)}, set(), proc) == []
+
+
+def get_launcher(pid: int, known: ProcessIdentity, proc: str) -> int | None:
+    launcher = siblings.find_launcher(pid, known, proc)
+    return None if launcher is None else launcher.pid
+
+
+def make_identity(job: str, rank: int) -> ProcessIdentity:
+    return ProcessIdentity(job=job, rank=rank, world_size=4, pid=12, start_ticks=100)
 
 
 def test_refusal_reason() -> None:
