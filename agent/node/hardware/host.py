@@ -1,0 +1,57 @@
+"""The host as its sources see it: every path, variable and clock that they read is a parameter."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+class SourceUnavailableError(Exception):
+    """A source cannot be read on this host. ``remedy`` is empty where there is nothing to repair."""
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.remedy = reason, remedy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """``pids`` are the ranks on this host, and ``environ`` is the environment of one of them."""
+
+    proc: Path = Path("/proc")
+    sys: Path = Path("/sys")
+    kernel_log: Path = Path("/dev/kmsg")
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    pids: tuple[int, ...] = ()
+    # Seconds since the host was started, as in the kernel log.
+    uptime_s: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def read_text(path: Path) -> str | None:
+    """A small file without the white space around its text; None if it cannot be read. A file of
+    /sys may exist and fail to be read, for example while its device is being reset.
+    """
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+
+
+def read_number(path: Path) -> int | None:
+    """None if the file cannot be read or has no number."""
+    text = read_text(path)
+    try:
+        return None if text is None else int(text)
+    except ValueError:
+        return None
+
+
+def list_names(folder: Path) -> list[str]:
+    """The names in a folder, sorted; empty if it cannot be listed."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []

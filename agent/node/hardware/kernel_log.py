@@ -1,0 +1,145 @@
+"""The kernel log: faults of GPUs and adapters, processes that were killed for memory, stuck tasks.
+
+The format of a record is that of Documentation/ABI/testing/dev-kmsg.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hangwatch.model.hardware import Observation, Weight
+
+from .host import Host, SourceUnavailableError
+
+SOURCE = "kernel log"
+
+MAX_AGE_S = 900.0  # older messages are not reported
+MAX_MESSAGES = 32
+_MAX_RECORD_BYTES = 8192
+_MAX_LOG_BYTES = 16 << 20
+_REMEDY = "give the node agent CAP_SYSLOG (docker: --cap-add SYSLOG), or set sysctl kernel.dmesg_restrict=0"
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """``about`` and ``now`` are groups of the expression, or formats that contain them."""
+
+    what: str
+    expression: re.Pattern[str]
+    about: str
+    now: str = "{0}"  # the whole match
+    weight: Weight = Weight.FAULT
+
+
+_PATTERNS = (
+    _Pattern(
+        "xid",
+        re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)[^\n]*"),
+        "GPU {1}",
+        "{2}",
+    ),
+    _Pattern(
+        "oom_kill",
+        re.compile(r"(?:Memory cgroup o|O)ut of memory: Killed process (\d+) \(([^)]*)\)"),
+        "process {1}",
+        "{2}",
+    ),
+    _Pattern(
+        "mlx5",
+        re.compile(
+            r"mlx5_core ([0-9a-f]{4}:[0-9a-f:]+\.\d)[^\n]*(?:health|[Ff]atal|timeout)[^\n]*"
+        ),
+        "{1}",
+    ),
+    _Pattern("link_down", re.compile(r"(\S+?):? (?:NIC )?[Ll]ink (?:is )?[Dd]own"), "{1}"),
+    _Pattern("nfs_not_responding", re.compile(r"nfs: server (\S+) not responding[^\n]*"), "{1}"),
+    _Pattern(
+        "hung_task",
+        re.compile(r"INFO: task (.+):(\d+) blocked for more than (\d+) seconds"),
+        "process {2}",
+        "{1}, for more than {3} s",
+    ),
+    _Pattern("io_error", re.compile(r"I/O error, dev (\w+)[^\n]*"), "{1}"),
+    _Pattern(
+        "pcie_error",
+        re.compile(r"(\S+): (?:AER: |PCIe Bus Error: )[^\n]*(?:[Uu]ncorrect|Fatal)[^\n]*"),
+        "{1}",
+    ),
+    _Pattern("machine_check", re.compile(r"mce: \[Hardware Error\][^\n]*"), "CPU"),
+    _Pattern(
+        "soft_lockup", re.compile(r"BUG: soft lockup - (CPU#\d+)[^\n]*"), "{1}", weight=Weight.HINT
+    ),
+)
+
+
+def probe(host: Host) -> tuple[Observation, ...]:
+    """The newest of the messages that are known to explain hangs. Raises SourceUnavailableError if
+    the log may not be read.
+    """
+    now_s = host.uptime_s()
+    found = [
+        observation
+        for time_s, message in _parse_records(_read_log(host.kernel_log))
+        if now_s - time_s <= MAX_AGE_S
+        for observation in _match_message(message, now_s - time_s)
+    ]
+    return tuple(found[-MAX_MESSAGES:])
+
+
+def _match_message(message: str, age_s: float) -> Iterator[Observation]:
+    for pattern in _PATTERNS:
+        match = pattern.expression.search(message)
+        if match is not None:
+            groups = (match[0], *match.groups(""))
+            yield Observation(
+                source=SOURCE,
+                about=pattern.about.format(*groups),
+                what=pattern.what,
+                now=pattern.now.format(*groups)[:200],
+                weight=pattern.weight,
+                is_abnormal=True,
+                age_s=round(max(0.0, age_s), 1),
+            )
+            return
+
+
+def _parse_records(log: str) -> Iterator[tuple[float, str]]:
+    """(seconds since the host was started, message) of each record, oldest first."""
+    for line in log.splitlines():
+        head, separator, message = line.partition(";")
+        fields = head.split(",")
+        if separator and len(fields) >= 3 and fields[2].isdigit():
+            yield int(fields[2]) / 1e6, message
+
+
+def _read_log(path: Path) -> str:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except PermissionError:
+        raise SourceUnavailableError(f"{path} may not be read", _REMEDY) from None
+    except OSError as error:
+        reason = f"{path} cannot be read: {error.strerror}"
+        raise SourceUnavailableError(reason, f"mount {path} into the container") from None
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        while size < _MAX_LOG_BYTES:
+            try:
+                piece = os.read(fd, _MAX_RECORD_BYTES)
+            except BlockingIOError:  # the end of the log
+                break
+            except BrokenPipeError:  # the next record was overwritten meanwhile
+                continue
+            except PermissionError:
+                raise SourceUnavailableError(f"{path} may not be read", _REMEDY) from None
+            if not piece:
+                break
+            pieces.append(piece)
+            size += len(piece)
+    finally:
+        os.close(fd)
+    return b"".join(pieces).decode(errors="replace")

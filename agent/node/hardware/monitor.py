@@ -1,0 +1,139 @@
+"""Reads the sources of a host: once a minute what counts, and everything on request. In a thread of
+its own, so that the node agent's loop never waits for a source.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hangwatch.model.hardware import Observation, UnavailableSource
+from hangwatch.protocol.hardware import HardwareReply
+
+from .host import Host
+from .reader import TIME_LIMIT_S, ReaderProcess, read_source
+from .readings import Baselines, Reading
+from .sources import SOURCES, Source
+
+BASELINE_INTERVAL_S = 60.0
+_FIRST_BASELINE_S = 2.0  # after the first rank was found: it still imports torch
+MAX_WAITING_ORDERS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareOrder:
+    """Without a request, the reading is the next baseline."""
+
+    pids: tuple[int, ...]
+    key: str = ""
+    request_id: str = ""
+    onset_ns: int = 0
+
+
+class HardwareMonitor:
+    """`take_results` returns the replies to requests; ``wake`` is called for each."""
+
+    def __init__(
+        self,
+        wake: Callable[[], None],
+        *,
+        make_host: Callable[[tuple[int, ...]], Host] = lambda pids: Host(pids=pids),
+        sources: Sequence[Source] = SOURCES,
+        start_reader: Callable[[Source, Host], ReaderProcess] = ReaderProcess,
+        interval_s: float = BASELINE_INTERVAL_S,
+    ) -> None:
+        self._wake = wake
+        self._make_host = make_host
+        self._sources = sources
+        self._start_reader = start_reader
+        self._interval_ns = int(interval_s * 1e9)
+        self._baselines = Baselines()
+        # Sources that this host lacks are not tried again for a baseline.
+        self._absent: set[str] = set()
+        self._next_baseline_ns = 0
+        self._orders: queue.Queue[HardwareOrder] = queue.Queue(MAX_WAITING_ORDERS)
+        self._results: queue.SimpleQueue[tuple[HardwareReply, int]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def update_baseline(self, pids: tuple[int, ...], now_ns: int) -> None:
+        """Has the counters read if that is due. ``pids`` are the live ranks on this host."""
+        if not pids:
+            return
+        if not self._next_baseline_ns:
+            self._next_baseline_ns = now_ns + int(_FIRST_BASELINE_S * 1e9)
+        if now_ns >= self._next_baseline_ns and self._submit_order(HardwareOrder(pids=pids)):
+            self._next_baseline_ns = now_ns + self._interval_ns
+
+    def request_reading(self, order: HardwareOrder) -> bool:
+        """Returns False if too many readings are queued."""
+        return self._submit_order(order)
+
+    def take_results(self) -> list[tuple[HardwareReply, int]]:
+        """The replies that are ready, each with the time at which its reading was taken."""
+        return [self._results.get_nowait() for _ in range(self._results.qsize())]
+
+    def _submit_order(self, order: HardwareOrder) -> bool:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run_worker, name="hardware", daemon=True)
+            self._thread.start()
+        try:
+            self._orders.put_nowait(order)
+        except queue.Full:
+            return False
+        return True
+
+    def _run_worker(self) -> None:
+        while True:
+            order = self._orders.get()
+            host = self._make_host(order.pids)
+            if not order.request_id:
+                self._baselines.add_reading(self._read_baseline(host))
+                continue
+            reading = self._read_sources(self._sources, host)
+            observations, window_s = self._baselines.find_changes(reading, order.onset_ns)
+            reply = HardwareReply(
+                key=order.key,
+                request=order.request_id,
+                window_s=round(window_s, 1),
+                observations=observations,
+                unavailable=reading.unavailable,
+            )
+            self._results.put((reply, reading.taken_ns))
+            self._wake()
+
+    def _read_baseline(self, host: Host) -> Reading:
+        counted = [s for s in self._sources if s.has_counters and s.name not in self._absent]
+        reading = self._read_sources(counted, host)
+        self._absent.update(missing.source for missing in reading.unavailable)
+        return reading
+
+    def _read_sources(self, sources: Sequence[Source], host: Host) -> Reading:
+        """Those that may block are read at the same time, and have one time limit together."""
+        observations: list[Observation] = []
+        unavailable: list[UnavailableSource] = []
+        give_up_at = time.monotonic() + TIME_LIMIT_S
+        readers: list[ReaderProcess] = []
+        for source in sources:
+            if source.may_block:
+                try:
+                    readers.append(self._start_reader(source, host))
+                except OSError as error:
+                    reason = f"its reader cannot be started: {error.strerror}"
+                    unavailable.append(UnavailableSource(source=source.name, reason=reason))
+                continue
+            found, missing = read_source(source, host)
+            observations += found
+            unavailable += [missing] if missing else []
+        taken_ns = time.monotonic_ns()
+        for reader in readers:
+            found, missing = reader.collect(give_up_at - time.monotonic())
+            observations += found
+            unavailable += [missing] if missing else []
+        return Reading(
+            taken_ns=taken_ns,
+            observations=tuple(observations),
+            unavailable=tuple(unavailable),
+        )

@@ -1,0 +1,159 @@
+"""NCCL's own report on the health of its communicators, also of those that torch does not know: its
+RAS subsystem listens on localhost:28028, or at NCCL_RAS_ADDR.
+
+The protocol and both formats are those of src/ras/client_support.cc; JSON from NCCL 2.28.7 on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hangwatch.model.hardware import Observation, Weight
+
+from .host import Host, SourceUnavailableError
+
+SOURCE = "nccl ras"
+
+DEFAULT_ADDRESS = "localhost:28028"
+CONNECT_TIMEOUT_S = 1.0
+QUERY_TIMEOUT_S = 8.0  # NCCL waits a few seconds for processes that do not answer
+_MAX_REPORT_BYTES = 8 << 20
+_MAX_RANKS_SHOWN = 16
+# NCCL 2.28.9 leaves out a comma between two members of missing_ranks.
+_MISSING_COMMA = re.compile(r'([\d"el])(\s*\n\s*)("[^"\n]*"\s*:)')
+_NO_SERVER = "no process of the job listens at {}: NCCL is older than 2.24, or NCCL_RAS_ENABLE=0"
+
+
+def probe(host: Host) -> tuple[Observation, ...]:
+    """Ranks that are missing, lag or failed, by communicator. Raises SourceUnavailableError if no
+    process answers.
+    """
+    report = request_report(host.environ.get("NCCL_RAS_ADDR") or DEFAULT_ADDRESS)
+    if report.lstrip().startswith("{"):
+        return tuple(_read_json(_parse_json(report)))
+    return tuple(_read_text(report))
+
+
+def request_report(address: str) -> str:
+    """The report as JSON where NCCL has that, else as text. Raises SourceUnavailableError."""
+    name, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((name.strip("[]"), int(port)), CONNECT_TIMEOUT_S) as server:
+            server.settimeout(QUERY_TIMEOUT_S)
+            with server.makefile("rwb") as stream:
+                stream.write(b"client protocol 2\n")
+                stream.flush()
+                if not stream.readline(200).startswith(b"SERVER PROTOCOL"):
+                    raise SourceUnavailableError(f"what listens at {address} is not NCCL")
+                # An older NCCL answers with an error, and sends text.
+                stream.write(b"set format json\n")
+                stream.flush()
+                stream.readline(200)
+                stream.write(b"verbose status\n")
+                stream.flush()
+                return stream.read(_MAX_REPORT_BYTES).decode(errors="replace")
+    except ValueError:
+        raise SourceUnavailableError(
+            f"NCCL_RAS_ADDR={address} is no address", "set it to HOST:PORT"
+        ) from None
+    except TimeoutError:
+        raise SourceUnavailableError(f"NCCL did not answer at {address} in time") from None
+    except OSError:
+        raise SourceUnavailableError(_NO_SERVER.format(address)) from None
+
+
+def _parse_json(report: str) -> Mapping[str, Any]:
+    for text in (report, _MISSING_COMMA.sub(r"\1,\2\3", report)):
+        try:
+            document = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(document, dict):
+            return document
+    raise SourceUnavailableError("NCCL's report is not valid JSON")
+
+
+def _read_json(document: Mapping[str, Any]) -> Iterator[Observation]:
+    version = document.get("nccl_version")
+    if isinstance(version, str):
+        yield Observation(
+            source=SOURCE, about="nccl", what="version", now=version, weight=Weight.FACT
+        )
+    for communicator in document.get("communicators") or ():
+        about = f"communicator {communicator.get('hash', '?')}"
+        for missing in (communicator.get("missing_ranks") or ())[:_MAX_RANKS_SHOWN]:
+            status = missing.get("status") or {}
+            yield _make_observation(
+                about,
+                "considered_dead" if status.get("considered_dead") else "does_not_answer",
+                _describe_rank(missing),
+            )
+        ranks = communicator.get("ranks") or ()
+        for rank in ranks:
+            error = (rank.get("status") or {}).get("async_error")
+            if error:
+                yield _make_observation(about, "async_error", f"{_describe_rank(rank)}: {error}")
+        yield from _compare_counts(about, ranks)
+
+
+def _compare_counts(about: str, ranks: Any) -> Iterator[Observation]:
+    """The ranks that have begun fewer collectives of a kind than most others. Also in a healthy job,
+    for a moment: so it is a hint.
+    """
+    operations = {op for rank in ranks for op in rank.get("collective_counts") or ()}
+    for op in sorted(operations):
+        counts = [(rank.get("collective_counts") or {}).get(op, 0) for rank in ranks]
+        ((usual, _),) = Counter(counts).most_common(1)
+        lagging = [r for r, count in zip(ranks, counts, strict=True) if count < usual]
+        for rank in lagging[:_MAX_RANKS_SHOWN]:
+            count = (rank.get("collective_counts") or {}).get(op, 0)
+            text = f"{_describe_rank(rank)}: {count} of {usual} {op}"
+            yield _make_observation(about, "lags", text, Weight.HINT)
+
+
+def _describe_rank(rank: Mapping[str, Any]) -> str:
+    text = f"rank {rank.get('rank', '?')}"
+    if "pid" in rank:
+        text += (
+            f", process {rank['pid']} on {rank.get('host', '?')}, GPU {rank.get('nvml_dev', '?')}"
+        )
+    return text
+
+
+def _make_observation(
+    about: str, what: str, now: str, weight: Weight = Weight.FAULT
+) -> Observation:
+    return Observation(
+        source=SOURCE, about=about, what=what, now=now[:200], weight=weight, is_abnormal=True
+    )
+
+
+_TITLE = re.compile(r"^(?:#(\S+) \((\w+)\) )?(INCOMPLETE|DEAD|MISMATCH|TIMEOUT)$")
+
+
+def _read_text(report: str) -> Iterator[Observation]:
+    """The paragraphs of "Errors" and "Warnings"; each begins with a title, and is indented."""
+    version = re.search(r"NCCL version (\d[\w.]*)", report)
+    if version is not None:
+        yield Observation(
+            source=SOURCE, about="nccl", what="version", now=version[1], weight=Weight.FACT
+        )
+    about = what = ""
+    is_error = False
+    for line in report.splitlines():
+        if line in ("Errors", "Warnings"):
+            is_error = line == "Errors"
+        title = _TITLE.match(line)
+        if title is not None:
+            about = f"communicator {title[2]}" if title[2] else "job"
+            what = title[3].lower()
+        elif what and line.startswith("  ") and line.strip():
+            weight = Weight.FAULT if is_error else Weight.HINT
+            yield _make_observation(about, what, line.strip(), weight)
+        else:
+            what = ""

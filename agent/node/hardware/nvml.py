@@ -1,0 +1,155 @@
+"""NVIDIA's GPUs, by NVML: memory errors, throttling, links, and kernels that spin.
+
+NVML may block for long on a sick GPU: it is called in a process of its own only (`reader`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hangwatch.model.hardware import Observation, ObservedValue, Weight
+
+from .host import Host, SourceUnavailableError
+
+SOURCE = "nvml"
+
+# Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) other than idleness and user settings.
+_THROTTLE_REASONS = {
+    0x04: "power limit",
+    0x08: "hardware slowdown",
+    0x20: "software thermal",
+    0x40: "hardware thermal",
+    0x80: "power brake",
+}
+_SPINNING_POWER_SHARE = 0.4  # of the power limit, at full utilisation: a kernel that only waits
+_NVLINK_ERRORS = {0: "nvlink_replays", 1: "nvlink_recoveries", 2: "nvlink_crc_errors"}
+
+
+def probe(host: Host) -> tuple[Observation, ...]:
+    """All GPUs of the host. Raises SourceUnavailableError without NVML or its Python module."""
+    try:
+        import pynvml
+    except ImportError:
+        raise SourceUnavailableError(
+            "the module pynvml is not installed", "pip install 'hangwatch[nvml]'"
+        ) from None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise SourceUnavailableError(f"NVML does not start: {error}") from None
+    observations = [
+        Observation(
+            source=SOURCE,
+            about="driver",
+            what="version",
+            now=_decode(pynvml.nvmlSystemGetDriverVersion()),
+            weight=Weight.FACT,
+        )
+    ]
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        try:
+            device = pynvml.nvmlDeviceGetHandleByIndex(index)
+        except pynvml.NVMLError as error:  # a GPU that fell off the bus
+            observations.append(
+                _make_observation(index, "lost", str(error), Weight.FAULT, is_abnormal=True)
+            )
+            continue
+        observations += _GpuReader(pynvml, index, device, frozenset(host.pids)).read_all()
+    return tuple(observations)
+
+
+class _GpuReader:
+    """Reads one GPU. What the GPU or the driver does not support is left out."""
+
+    def __init__(self, nvml: Any, index: int, device: Any, pids: frozenset[int]) -> None:
+        self._nvml, self._index, self._device, self._pids = nvml, index, device, pids
+
+    def read_all(self) -> list[Observation]:
+        found: list[Observation] = []
+        readers: tuple[Callable[[], Iterator[Observation]], ...] = (
+            self._read_memory_errors,
+            self._read_remapped_rows,
+            self._read_throttling,
+            self._read_power,
+            self._read_link_width,
+            self._read_nvlinks,
+            self._read_processes,
+        )
+        for read in readers:
+            # One at a time: an older driver lacks some of these functions.
+            with contextlib.suppress(self._nvml.NVMLError, AttributeError):
+                found += read()
+        return found
+
+    def _observe(
+        self, what: str, now: ObservedValue, weight: Weight = Weight.HINT, **flags: bool
+    ) -> Observation:
+        return _make_observation(self._index, what, now, weight, **flags)
+
+    def _read_memory_errors(self) -> Iterator[Observation]:
+        count = self._nvml.nvmlDeviceGetTotalEccErrors(
+            self._device,
+            self._nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+            self._nvml.NVML_VOLATILE_ECC,
+        )
+        yield self._observe("uncorrected_memory_errors", count, Weight.FAULT, is_counter=True)
+
+    def _read_remapped_rows(self) -> Iterator[Observation]:
+        _, _, is_pending, has_failed = self._nvml.nvmlDeviceGetRemappedRows(self._device)
+        for what, value in (
+            ("row_remapping_pending", is_pending),
+            ("row_remapping_failed", has_failed),
+        ):
+            if value:
+                yield self._observe(what, int(value), Weight.FAULT, is_abnormal=True)
+
+    def _read_throttling(self) -> Iterator[Observation]:
+        bits = self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._device)
+        reasons = [name for bit, name in _THROTTLE_REASONS.items() if bits & bit]
+        if reasons:
+            yield self._observe("throttled", ", ".join(reasons), is_abnormal=True)
+
+    def _read_power(self) -> Iterator[Observation]:
+        """NCCL's kernels spin: full utilisation at little power is a GPU that waits for others."""
+        busy = self._nvml.nvmlDeviceGetUtilizationRates(self._device).gpu
+        power_mw = self._nvml.nvmlDeviceGetPowerUsage(self._device)
+        limit_mw = self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._device)
+        if busy >= 99 and power_mw < _SPINNING_POWER_SHARE * limit_mw:
+            text = f"{busy} % busy at {power_mw // 1000} of {limit_mw // 1000} W"
+            yield self._observe("spins", text, is_abnormal=True)
+        elif busy == 0:
+            yield self._observe("idle", f"{power_mw // 1000} W", is_abnormal=True)
+
+    def _read_link_width(self) -> Iterator[Observation]:
+        width = self._nvml.nvmlDeviceGetCurrPcieLinkWidth(self._device)
+        widest = self._nvml.nvmlDeviceGetMaxPcieLinkWidth(self._device)
+        yield self._observe("pcie_link_width", f"x{width} of x{widest}", is_abnormal=width < widest)
+
+    def _read_nvlinks(self) -> Iterator[Observation]:
+        for error, what in _NVLINK_ERRORS.items():
+            total = 0
+            for link in range(self._nvml.NVML_NVLINK_MAX_LINKS):
+                with contextlib.suppress(self._nvml.NVMLError):  # this GPU has fewer links
+                    total += self._nvml.nvmlDeviceGetNvLinkErrorCounter(self._device, link, error)
+            yield self._observe(what, total, is_counter=True)
+
+    def _read_processes(self) -> Iterator[Observation]:
+        """Processes of others on the GPU. In a container their pids may be unknown, and not be ours."""
+        running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._device)
+        foreign = sorted({process.pid for process in running} - self._pids)
+        if foreign and len(foreign) < len(running):
+            yield self._observe("other_processes", ", ".join(map(str, foreign)), is_abnormal=True)
+
+
+def _make_observation(
+    index: int, what: str, now: ObservedValue, weight: Weight, **flags: bool
+) -> Observation:
+    return Observation(
+        source=SOURCE, about=f"GPU {index}", what=what, now=now, weight=weight, **flags
+    )
+
+
+def _decode(text: bytes | str) -> str:
+    return text.decode(errors="replace") if isinstance(text, bytes) else text
