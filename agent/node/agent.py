@@ -15,6 +15,7 @@ from ..transport.target import ServerTarget
 from .composer import HeartbeatComposer, InFlightHeartbeat
 from .discovery.changes import ChangeDetector
 from .discovery.watchlist import Watchlist
+from .hardware.monitor import HardwareMonitor
 from .reporting.outage import OutageTracker
 from .reporting.outbox import Outbox
 from .reporting.uplink import HeartbeatOutcome, Uplink
@@ -65,6 +66,7 @@ class NodeAgent:
         self._sampler = StackSampler(
             pyspy, self._wakeup.wake, self._live_requests.recording_worker.preempt_recording
         )
+        self._hardware = HardwareMonitor(self._wakeup.wake)
         self._outbox = Outbox()
         self._abort_tracker = AbortTracker()
         self._watchlist = Watchlist(
@@ -77,7 +79,12 @@ class NodeAgent:
             self._watchlist, self._outbox, self._abort_tracker, self._live_requests, owner
         )
         self._commands = CommandExecutor(
-            self._sampler, self._outbox, self._abort_tracker, self._live_requests, log
+            self._sampler,
+            self._outbox,
+            self._abort_tracker,
+            self._live_requests,
+            self._hardware,
+            log,
         )
         self._outage = OutageTracker(folder, log, self._timing.user_notice_after_s)
         self._change_detector = ChangeDetector()
@@ -142,6 +149,7 @@ class NodeAgent:
     def _scan_processes(self, now_ns: int) -> None:
         self._is_urgent |= self._scanner.scan_processes(now_ns)
         self._outage.write_user_notice(now_ns)
+        self._hardware.update_baseline(self._watchlist.list_live_pids(), now_ns)
         if self._outage.is_failing:
             return
         changes = self._change_detector.check_changes(self._watchlist.watched.values())
@@ -153,6 +161,9 @@ class NodeAgent:
         self._is_urgent |= self._live_requests.collect_results()
         for result in self._sampler.take_results():
             self._apply_sample(result)
+        for reply, taken_ns in self._hardware.take_results():
+            self._outbox.add_hardware(reply, taken_ns)
+            self._is_urgent = True
         self._is_urgent |= self._abort_tracker.check_exits(self._watchlist.watched, self._clock())
 
     def _apply_sample(self, result: SampleResult) -> None:

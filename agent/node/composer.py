@@ -88,6 +88,7 @@ class HeartbeatComposer:
             processes=tuple([part for part in parts.updates.values() if part is not None]),
             samples=self._outbox.pending_samples(now_ns),
             calls=self._outbox.pending_calls(),
+            hardware=self._outbox.pending_hardware(now_ns),
             aborts=self._abort_tracker.pending_replies(),
             sent_s=round(now_ns / 1e9, 3),
             traces=self._live_requests.build_trace_replies(self._watchlist.watched, now_ns),
@@ -145,7 +146,7 @@ class HeartbeatComposer:
     def mark_extras_delivered(self, flight: InFlightHeartbeat) -> None:
         """The server has everything else of this heartbeat, or will never accept it."""
         heartbeat = flight.heartbeat
-        self._outbox.mark_delivered(heartbeat.samples, heartbeat.calls)
+        self._outbox.mark_delivered(heartbeat)
         self._abort_tracker.mark_delivered(heartbeat.aborts)
         self._live_requests.mark_delivered(heartbeat)
         self._performance_reporter.mark_delivered(heartbeat.performance)

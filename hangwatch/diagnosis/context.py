@@ -39,12 +39,14 @@ _MAX_WAITS_PER_RANK = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceRequest:
-    """Evidence that the diagnosis needs from one rank's node agent: either its stacks, or the calls
-    of one stream from number ``from_seq`` on.
+    """Evidence that the diagnosis needs from one rank's node agent: either its stacks, or what
+    changed on its host ``since`` then, or the calls of one stream from number ``from_seq`` on.
     """
 
     rank: int
     stacks: bool = False
+    hardware: bool = False
+    since: float = field(default=0.0, compare=False)
     stream_uid: int = 0
     from_seq: int = 0
 

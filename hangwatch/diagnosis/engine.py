@@ -37,6 +37,7 @@ from hangwatch.tracking.attempt import Attempt
 from .advice import add_stack_advice
 from .context import DiagnosisContext, EvidenceRequest
 from .divergences import add_divergence
+from .hardware import add_hardware_advice, request_hardware
 from .unexplained import UnexplainedWait, find_unexplained_wait
 
 # In this order: what a definite cause explains is not diagnosed again. A mismatch comes before the
@@ -59,6 +60,7 @@ RULES: tuple[Callable[[DiagnosisContext], None], ...] = (
     diagnose_replica_divergence,
     diagnose_nonfinite,
     sample_busy_ranks,
+    request_hardware,
 )
 
 
@@ -88,7 +90,8 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
     verdicts = []
     for verdict in context.verdicts:
         with_divergence = add_divergence(context, verdict)
-        verdicts.append(add_stack_advice(context, with_divergence))
+        with_stacks = add_stack_advice(context, with_divergence)
+        verdicts.append(add_hardware_advice(context, with_stacks))
     requests = tuple(dict.fromkeys(context.requests))
     return Diagnosis(
         verdicts=tuple(verdicts),

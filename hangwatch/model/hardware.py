@@ -37,6 +37,14 @@ class Observation:
     age_s: float = 0.0  # since it was read; of an event, since it happened
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostObservation:
+    """An observation as evidence of an incident."""
+
+    host: str
+    observation: Observation
+
+
 @dataclass(frozen=True, kw_only=True)
 class UnavailableSource:
     """A source that cannot be read on a host, with the reason and what to do about it."""

@@ -11,6 +11,7 @@ from .calls import Site
 from .device import DevicePosition
 from .flight_dumps import FlightFile
 from .groups import Group
+from .hardware import HostObservation
 from .kind_spec import Severity
 from .kinds import VerdictKind
 from .ranks import ExceptionInfo
@@ -79,6 +80,7 @@ class Incident:
     processes: tuple[ProcessSnapshot, ...] = ()
     stacks: tuple[MergedStack, ...] = ()
     device: tuple[DevicePosition, ...] = ()  # of the members of its groups
+    hardware: tuple[HostObservation, ...] = ()  # of the hosts that may explain it
     recovery: Recovery | None = None  # None unless --on-hang abort applies
 
     @property

@@ -52,6 +52,14 @@ class StackAdvice(enum.Enum):
     INSTEAD = "instead"  # of the general advice, which only refers to the stack
 
 
+class HardwareScope(enum.Enum):
+    """Of which ranks' hosts the hardware may explain a verdict."""
+
+    NONE = "none"
+    CULPRITS = "culprits"
+    ALL = "all"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindSpec:
     """What holds for every verdict of one kind."""
@@ -78,4 +86,6 @@ class KindSpec:
     is_unreachable: bool = False
     culprit_state: RankState | None = None  # how the culprits are shown while it is open
     has_culprit_line: bool = True  # the culprits are, or were, at a line of code that is known
+    # What hosts know of their links, devices, memory and storage may explain it.
+    hardware: HardwareScope = HardwareScope.NONE
     is_due_early: bool = False  # a second stack sample, or one more second, decides it

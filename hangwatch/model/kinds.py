@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 
-from .kind_spec import Abort, KindSpec, Role, Severity, StackAdvice, Timing
+from .kind_spec import Abort, HardwareScope, KindSpec, Role, Severity, StackAdvice, Timing
 from .ranks import RankState
 
 
@@ -105,6 +105,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
         abort=Abort.BY_DEFAULT,
         has_culprit_line=False,
         is_due_early=True,
+        hardware=HardwareScope.CULPRITS,
     ),
     VerdictKind.EXITED_RANK: KindSpec(
         meaning="a rank finished, or destroyed its process group, while others wait for it",
@@ -143,6 +144,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
         ignores_sleep=True,
         culprit_state=RankState.FROZEN,
         is_due_early=True,
+        hardware=HardwareScope.CULPRITS,
     ),
     VerdictKind.LOST_NODE: KindSpec(
         meaning="the node agent of a host no longer reports, and other ranks wait for its ranks",
@@ -157,6 +159,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
         abort=Abort.ON_REQUEST,
         has_culprit_line=False,
         is_unreachable=True,
+        hardware=HardwareScope.ALL,
     ),
     VerdictKind.STARTUP_STALL: KindSpec(
         meaning="ranks never reached `init_process_group`, in which others wait",
@@ -192,6 +195,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
         abort=Abort.BY_DEFAULT,
         compares_calls=True,
         stack_advice=StackAdvice.INSTEAD,
+        hardware=HardwareScope.CULPRITS,
     ),
     VerdictKind.DEVICE_STUCK: KindSpec(
         meaning=(
@@ -210,6 +214,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
         role=Role.HANG,
         abort=Abort.BY_DEFAULT,
         stack_advice=StackAdvice.BEFORE,
+        hardware=HardwareScope.CULPRITS,
     ),
     VerdictKind.NO_PROGRESS: KindSpec(
         meaning=(
@@ -226,6 +231,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
         role=Role.HANG,
         abort=Abort.BY_DEFAULT,
         names_culprits=False,
+        hardware=HardwareScope.ALL,
     ),
     VerdictKind.SLOW_RANK: KindSpec(
         meaning=(
@@ -259,10 +265,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
         abort=Abort.NEVER,
     ),
     VerdictKind.REPLICA_DIVERGENCE: KindSpec(
-        meaning=(
-            "results that must be equal on every rank differ (only with"
-            " `HANGWATCH_CHECKS=replicas`)"
-        ),
+        meaning="results that must be equal differ (only with `HANGWATCH_CHECKS=replicas`)",
         remedy=(
             "Ranks hold different results where they must be equal, bit for bit. Stop the job "
             "and restart from a checkpoint before the reported call. If the same host is "

@@ -11,7 +11,8 @@ import enum
 import functools
 from typing import Any
 
-from .heartbeat import Command, CommandKind, HeartbeatReply
+from .commands import Command, CommandKind
+from .heartbeat import HeartbeatReply
 from .live import MAX_RECORDING_HZ, MAX_RECORDING_S
 
 _PLAIN_TYPES = frozenset((int, float, str, bool, type(None)))
@@ -72,5 +73,6 @@ def _decode_command(data: dict[str, Any]) -> Command:
         seconds=min(MAX_RECORDING_S, int(data.get("seconds", 0))),
         rate=min(MAX_RECORDING_HZ, int(data.get("rate", 0))),
         gil=bool(data.get("gil", False)),
+        since_s=max(0.0, float(data.get("since_s", 0.0))),
         ends=str(data.get("ends", "")),
     )

@@ -11,6 +11,7 @@ from typing import Any
 from hangwatch.model.calls import Call, Signature, Site
 from hangwatch.model.device import DevicePosition
 from hangwatch.model.groups import Group
+from hangwatch.model.hardware import HostObservation, Observation, Weight
 from hangwatch.model.incidents import Incident, MergedStack, ProcessSnapshot, Resolution
 from hangwatch.model.kind_spec import Severity
 from hangwatch.model.kinds import VerdictKind
@@ -42,6 +43,7 @@ def parse_incident(document: Document) -> Incident:
         processes=tuple(_parse_process(item) for item in document.get("processes") or ()),
         stacks=tuple(_parse_stack(item) for item in document.get("stacks") or ()),
         device=tuple(_parse_device_position(item) for item in document.get("device") or ()),
+        hardware=tuple(parse_host_observation(item) for item in document.get("hardware") or ()),
         recovery=_parse_recovery(document.get("recovery")),
     )
 
@@ -169,6 +171,21 @@ def _parse_process(document: Document) -> ProcessSnapshot:
         signal=document.get("signal"),
         exception=exception,
         flight_file=parse_flight_file(flight_file) if flight_file else None,
+    )
+
+
+def parse_host_observation(document: Document) -> HostObservation:
+    return HostObservation(
+        host=document["host"],
+        observation=Observation(
+            source=document["source"],
+            about=document["about"],
+            what=document["what"],
+            before=document["before"],
+            now=document["now"],
+            weight=Weight(document["weight"]),
+            age_s=document["age_s"],
+        ),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from hangwatch.model.calls import Call, Site
 from hangwatch.model.device import DevicePosition
 from hangwatch.model.groups import Group
+from hangwatch.model.hardware import HostObservation
 from hangwatch.model.incidents import Incident, MergedStack, ProcessSnapshot
 from hangwatch.model.recoveries import RankAbort, Recovery
 from hangwatch.model.threads import Frame
@@ -59,6 +60,7 @@ def build_incident_document(incident: Incident) -> JsonObject:
         **build_verdict_document(verdict),
         "processes": [_build_process(process) for process in incident.processes],
         "device": [_build_device_position(position) for position in incident.device],
+        "hardware": [_build_host_observation(entry) for entry in incident.hardware],
         "stacks": [build_stack_document(stack) for stack in incident.stacks],
         "recovery": build_recovery_document(incident.recovery),
     }
@@ -70,7 +72,7 @@ def build_incident_event(incident: Incident) -> JsonObject:
     """
     verdict = replace(incident.verdict, calls=(), waits=())
     document = build_incident_document(replace(incident, verdict=verdict, stacks=(), device=()))
-    for key in ("calls", "waits", "stacks", "device"):
+    for key in ("calls", "waits", "stacks", "device", "hardware"):
         del document[key]
     return document
 
@@ -187,6 +189,20 @@ def _build_device_position(position: DevicePosition) -> JsonObject:
         "completed": position.completed,
         "source": position.source,
         "age_s": position.age_s,
+    }
+
+
+def _build_host_observation(entry: HostObservation) -> JsonObject:
+    observation = entry.observation
+    return {
+        "host": entry.host,
+        "source": observation.source,
+        "about": observation.about,
+        "what": observation.what,
+        "before": observation.before,
+        "now": observation.now,
+        "weight": observation.weight.value,
+        "age_s": observation.age_s,
     }
 
 

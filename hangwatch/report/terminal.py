@@ -13,6 +13,7 @@ from hangwatch.model.kinds import select_kinds
 
 from . import recovery
 from .call_table import format_calls, format_divergence
+from .hardware import format_hardware
 from .process_text import format_devices, format_processes, format_waits
 from .sites import Document, format_line, format_site
 from .stack_text import format_stacks
@@ -65,6 +66,7 @@ def format_incident(
         format_stacks(document, paint, full),
         format_waits(document),
         format_devices(document),
+        format_hardware(document),
         format_processes(document, paint),
     )
     for section in sections:

@@ -12,6 +12,7 @@ from hangwatch.protocol import heartbeat
 
 from .call_stream import CallStream, GroupState
 from .checks import CheckResults
+from .host_hardware import HostHardware
 from .process import Process
 
 INTERNED_KEPT = 4096  # signatures, and as many call sites, of a job's calls
@@ -53,6 +54,8 @@ class Attempt:
     # Groups that two threads of one rank use at the same time.
     concurrent_groups: dict[GroupKey, None] = field(default_factory=dict)
     checks: CheckResults = field(default_factory=CheckResults)
+    # By host, where the diagnosis requested it.
+    hardware: dict[str, HostHardware] = field(default_factory=dict)
     # A rank whose process was alive at the last check; -1 if there was none.
     _alive_rank: int = 0
     _group_states: dict[GroupKey, GroupState] = field(default_factory=dict)

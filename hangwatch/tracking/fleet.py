@@ -20,6 +20,7 @@ from .attempt_choice import (
     is_owned_by_other,
 )
 from .clock_gaps import ClockGaps
+from .host_hardware import make_host_hardware
 from .process import Process
 from .process_parts import ReportTimes
 from .process_updates import (
@@ -111,12 +112,7 @@ class Fleet:
                 all_known &= tracked is not None and apply_terse_update(tracked, update, now)
             else:
                 all_known &= self._apply_full_update(beat, update, now)
-        for sample in beat.samples:
-            if (tracked := self.processes.get((beat.host, sample.key))) is not None:
-                add_sample(tracked.process, sample, now)
-        for reply in beat.calls:
-            if (tracked := self.processes.get((beat.host, reply.key))) is not None:
-                apply_calls_reply(tracked, reply)
+        self._apply_replies(beat, now)
         for key in beat.gone:
             if (tracked := self.processes.get((beat.host, key))) is not None:
                 tracked.process.finished_reporting = True
@@ -124,6 +120,18 @@ class Fleet:
             for tracked in self._list_processes(beat.agent):
                 tracked.attempt.update_suspects(tracked.process)
         return all_known
+
+    def _apply_replies(self, beat: heartbeat.Heartbeat, now: float) -> None:
+        """Applies the evidence that was requested."""
+        for sample in beat.samples:
+            if (tracked := self.processes.get((beat.host, sample.key))) is not None:
+                add_sample(tracked.process, sample, now)
+        for reply in beat.calls:
+            if (tracked := self.processes.get((beat.host, reply.key))) is not None:
+                apply_calls_reply(tracked, reply)
+        for hardware in beat.hardware:
+            if (tracked := self.processes.get((beat.host, hardware.key))) is not None:
+                tracked.attempt.hardware[beat.host] = make_host_hardware(hardware, now)
 
     def _list_processes(self, agent: str) -> Iterable[TrackedProcess]:
         return self._processes_by_agent.get(agent, {}).values()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pydantic import AwareDatetime, ConfigDict, Field
 
+from hangwatch.model.hardware import Weight
 from hangwatch.model.incidents import IncidentStatus, Resolution
 from hangwatch.model.kind_spec import Severity
 from hangwatch.model.kinds import VerdictKind
@@ -85,6 +86,19 @@ class DevicePosition(ApiModel):
     completed: int
     source: str
     age_s: float  # of the counters, when they became evidence
+
+
+class HostObservation(ApiModel):
+    """A value that one of the hosts concerned reports: a counter that grew, or a state."""
+
+    host: str
+    source: str  # such as "infiniband"
+    about: str  # the part of the host: "mlx5_0/1", "GPU 3"
+    what: str  # "link_downed"
+    before: int | float | str | None = None
+    now: int | float | str | None = None
+    weight: Weight  # whether it can stop a job by itself
+    age_s: float  # of the value or event, when it became evidence
 
 
 class CallClass(ApiModel):
@@ -202,5 +216,6 @@ class Incident(ApiModel):
     waits: list[Wait] = Field(default=[])
     processes: list[Process] = Field(default=[])
     device: list[DevicePosition] = Field(default=[])
+    hardware: list[HostObservation] = Field(default=[])
     stacks: list[Stack] = Field(default=[])
     recovery: Recovery | None = None  # if --on-hang abort applies to it

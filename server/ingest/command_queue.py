@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hangwatch.diagnosis import EvidenceRequest
-from hangwatch.protocol import heartbeat
+from hangwatch.protocol.commands import Command, CommandKind
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
 
@@ -18,13 +18,15 @@ REQUEST_EXPIRES_S = 10.0  # seconds after which an unanswered request may be rep
 MIN_REPEAT_INTERVAL_S = 1.0  # seconds between two requests for the same thing
 MAX_CALLS_REQUESTED = 128
 
-_STACKS = -1  # instead of a stream
-_Subject = tuple[str, str, int]  # host, process key, stream uid or _STACKS
+_STACKS, _HARDWARE = -1, -2  # instead of a stream
+_Subject = tuple[
+    str, str, int
+]  # host, process key (empty: the host itself), stream uid or the above
 
 
 @dataclass(slots=True, kw_only=True)
 class _QueuedCommand:
-    command: heartbeat.Command
+    command: Command
     agent: str
     at: float
     sent: bool = False
@@ -49,23 +51,22 @@ class CommandQueue:
         """Queues the evidence that a diagnosis requests, unless it was requested recently."""
         for request in requests:
             process = attempt.processes.get(request.rank)
-            if process is None or process.exit is not None:
+            if process is None or (process.exit is not None and not request.hardware):
                 continue
-            stream = _STACKS if request.stacks else request.stream_uid
-            subject = (process.host, process.key, stream)
+            subject = _choose_subject(process, request)
             last = self.evidence_requests.get(subject)
             if last is not None:
                 repeat_after_s = MIN_REPEAT_INTERVAL_S if last.answered else REQUEST_EXPIRES_S
                 if now - last.at < repeat_after_s:
                     continue
-            ask = heartbeat.CommandKind.STACKS if request.stacks else heartbeat.CommandKind.CALLS
-            command = heartbeat.Command(
+            command = Command(
                 id=ulid(self.clock.wall()),
-                ask=ask,
+                ask=_choose_kind(request),
                 key=process.key,
                 uid=0 if request.stacks else request.stream_uid,
                 from_seq=request.from_seq,
                 most=MAX_CALLS_REQUESTED,
+                since_s=round(max(0.0, now - request.since), 3) if request.hardware else 0.0,
             )
             self.evidence_requests[subject] = _QueuedCommand(
                 command=command, agent=process.agent, at=now
@@ -76,16 +77,16 @@ class CommandQueue:
         """Queues a user's request for the stacks of a process. Returns the command's id."""
         return self.queue_command(
             process,
-            heartbeat.Command(
+            Command(
                 id=ulid(self.clock.wall()),
-                ask=heartbeat.CommandKind.STACKS,
+                ask=CommandKind.STACKS,
                 key=process.key,
                 native=native,
             ),
             now,
         )
 
-    def queue_command(self, process: Process, command: heartbeat.Command, now: float) -> str:
+    def queue_command(self, process: Process, command: Command, now: float) -> str:
         """Queues a user's command for a process. Returns the command's id."""
         self.user_requests.append(_QueuedCommand(command=command, agent=process.agent, at=now))
         self._agents.add(process.agent)
@@ -93,9 +94,7 @@ class CommandQueue:
 
     def queue_abort(self, process: Process, now: float) -> str:
         """Queues a command to end a process. Returns the command's id."""
-        command = heartbeat.Command(
-            id=ulid(self.clock.wall()), ask=heartbeat.CommandKind.ABORT, key=process.key
-        )
+        command = Command(id=ulid(self.clock.wall()), ask=CommandKind.ABORT, key=process.key)
         self.aborts.setdefault(process.agent, {})[command.id] = _QueuedCommand(
             command=command, agent=process.agent, at=now
         )
@@ -106,7 +105,7 @@ class CommandQueue:
         """Removes an abort command that was not sent yet. Returns False if it was sent."""
         return self.aborts.get(agent, {}).pop(id, None) is not None
 
-    def take_unsent(self, agent: str) -> tuple[heartbeat.Command, ...]:
+    def take_unsent(self, agent: str) -> tuple[Command, ...]:
         """The commands that were not sent to a node agent yet; they count as sent from now on."""
         if agent not in self._agents:
             return ()
@@ -156,3 +155,15 @@ class CommandQueue:
                 del self.aborts[agent]
         requests = (*self.evidence_requests.values(), *self.user_requests)
         self._agents = {queued.agent for queued in requests} | self.aborts.keys()
+
+
+def _choose_subject(process: Process, request: EvidenceRequest) -> _Subject:
+    if request.hardware:
+        return (process.host, "", _HARDWARE)
+    return (process.host, process.key, _STACKS if request.stacks else request.stream_uid)
+
+
+def _choose_kind(request: EvidenceRequest) -> CommandKind:
+    if request.hardware:
+        return CommandKind.HARDWARE
+    return CommandKind.STACKS if request.stacks else CommandKind.CALLS

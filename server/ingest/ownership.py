@@ -15,7 +15,7 @@ from hangwatch.tracking.fleet import Fleet
 _KEYED_FIELDS = tuple(
     field.name
     for field in fields(heartbeat.Heartbeat)
-    if field.name in {"processes", "samples", "calls", "aborts", "traces", "recordings"}
+    if field.name in {"processes", "samples", "calls", "hardware", "aborts", "traces", "recordings"}
 )
 
 

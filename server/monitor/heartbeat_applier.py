@@ -69,7 +69,7 @@ class HeartbeatApplier:
         self.counters.resyncs += needs_resync
         self.performance.apply_heartbeat(beat, self.fleet, now)
         self._apply_replies(beat, now)
-        if beat.processes or beat.samples or beat.calls or beat.aborts:
+        if beat.processes or beat.samples or beat.calls or beat.hardware or beat.aborts:
             self.has_changes.set()
         return self._build_reply(beat, urgent, needs_resync, now)
 
@@ -85,6 +85,7 @@ class HeartbeatApplier:
         """Applies the replies to earlier commands."""
         answered = {sample.request for sample in beat.samples}
         answered.update(calls.request for calls in beat.calls)
+        answered.update(reply.request for reply in beat.hardware)
         self.commands.mark_answered(answered)
         self.on_demand.apply_heartbeat(beat, now)
         if beat.aborts and self.aborter is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from hangwatch.protocol import heartbeat
+from hangwatch.protocol.commands import Command, CommandKind
 from hangwatch.protocol.live import RecordingReply
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
@@ -126,9 +126,9 @@ class RecordingRegistry:
         return record
 
     def _queue_start(self, process: Process, request: schema.RecordingRequest, now: float) -> str:
-        command = heartbeat.Command(
+        command = Command(
             id=ulid(self.clock.wall()),
-            ask=heartbeat.CommandKind.RECORD,
+            ask=CommandKind.RECORD,
             key=process.key,
             seconds=request.seconds,
             rate=request.rate,
@@ -143,9 +143,9 @@ class RecordingRegistry:
             recorded, process = record.ranks[rank], attempt.processes.get(rank)
             if not recorded.is_active or process is None:
                 continue
-            command = heartbeat.Command(
+            command = Command(
                 id=ulid(self.clock.wall()),
-                ask=heartbeat.CommandKind.RECORD,
+                ask=CommandKind.RECORD,
                 key=process.key,
                 ends=command_id,
             )

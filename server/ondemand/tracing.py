@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from hangwatch.protocol import heartbeat
+from hangwatch.protocol.commands import Command, CommandKind
 from hangwatch.protocol.live import TraceReply
 from hangwatch.tracking.attempt import Attempt
 
@@ -59,29 +60,27 @@ class TraceRegistry:
                 if not traced.is_done:
                     yield session, traced
 
-    def build_commands(self, agent: str, now: float) -> tuple[heartbeat.Command, ...]:
+    def build_commands(self, agent: str, now: float) -> tuple[Command, ...]:
         """The requests to send with the reply to an agent's heartbeat."""
         if not self.sessions:
             return ()
-        commands: list[heartbeat.Command] = []
+        commands: list[Command] = []
         for session, traced in self._iter_active_ranks():
             is_due = not traced.request or now - traced.requested_at >= REQUEST_RETRY_S
             if traced.process.agent == agent and is_due:
                 commands.append(self._build_command(session, traced, now))
         return tuple(commands)
 
-    def _build_command(
-        self, session: TraceSession, traced: TracedRank, now: float
-    ) -> heartbeat.Command:
+    def _build_command(self, session: TraceSession, traced: TracedRank, now: float) -> Command:
         traced.request = ulid(self.clock.wall())
         traced.requested_at = now
         has_exited = traced.process.exit is not None
         traced.is_last_request = traced.started_at is not None and (
             has_exited or session.has_ended(traced, now)
         )
-        return heartbeat.Command(
+        return Command(
             id=traced.request,
-            ask=heartbeat.CommandKind.TRACE,
+            ask=CommandKind.TRACE,
             key=traced.process.key,
             after=traced.next_record,
             op=session.filter.op,

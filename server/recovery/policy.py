@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hangwatch.model.incidents import Incident
 from hangwatch.model.kind_spec import Abort, Role, Severity
 from hangwatch.model.kinds import KINDS, VerdictKind, select_kinds
-from hangwatch.protocol import heartbeat
+from hangwatch.protocol.commands import allows_abort
 from hangwatch.report.text import name_ranks
 from hangwatch.tracking.attempt import Attempt
 
@@ -140,9 +140,7 @@ def _are_culprits_blocked(facts: Facts, ranks: tuple[int, ...]) -> bool:
 
 def _find_veto(facts: Facts, rules: Rules) -> str:
     refusing = [
-        rank
-        for rank, m in facts.members.items()
-        if m.is_alive and not heartbeat.allows_abort(m.on_hang)
+        rank for rank, m in facts.members.items() if m.is_alive and not allows_abort(m.on_hang)
     ]
     if refusing:
         given = facts.members[refusing[0]].on_hang

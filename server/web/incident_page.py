@@ -15,6 +15,7 @@ from hangwatch.report.documents import (
     build_divergence_document,
     build_recovery_document,
 )
+from hangwatch.report.hardware import describe_observation
 from hangwatch.report.text import group_name
 from hangwatch.stacks.frames import is_library
 from hangwatch.stacks.stack_tree import merge_stacks
@@ -66,6 +67,9 @@ def build_page_values(live: AppState, id: str, ranks: str, dump_id: str) -> dict
         **_build_stack_values(incident, spans),
         "processes": [p for p in incident.processes if filter_ranks([p.rank], spans)],
         "device": [p for p in incident.device if filter_ranks([p.rank], spans)],
+        "hardware": [
+            (entry, describe_observation(entry.observation)) for entry in incident.hardware
+        ],
         "timeline": build_timeline(incident),
         **_build_dump_values(live, dump_id),
         "proposed_ranks": ", ".join(map(str, proposed)),

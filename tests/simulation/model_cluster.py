@@ -16,6 +16,7 @@ from hangwatch.agent.node.reporting.acked import AckedState
 from hangwatch.diagnosis import Diagnosis, EvidenceRequest, diagnose, is_quiet
 from hangwatch.model.limits import Limits
 from hangwatch.protocol import heartbeat
+from hangwatch.protocol.commands import Command, CommandKind
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
@@ -54,9 +55,7 @@ class ModelCluster:
     fleet: Fleet = field(default_factory=Fleet)
     known_agents: set[str] = field(default_factory=set)
     agents: dict[str, ModelAgent] = field(default_factory=dict)
-    requested: dict[tuple[int, int], tuple[heartbeat.Command, str, float, bool]] = field(
-        default_factory=dict
-    )
+    requested: dict[tuple[int, int], tuple[Command, str, float, bool]] = field(default_factory=dict)
     clock_offset: float = 0.0  # between the job's clock and the server's
     _rings: ModelRings = field(init=False)
     _network: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
@@ -132,8 +131,8 @@ class ModelCluster:
         last = self.requested.get(subject)
         if last is not None and self.now - last[2] < (1.0 if last[3] else 10.0):
             return
-        command = heartbeat.Command(
-            id=f"{next(self._order)}", ask=heartbeat.CommandKind.STACKS if request.stacks else heartbeat.CommandKind.CALLS, key=process.key,
+        command = Command(
+            id=f"{next(self._order)}", ask=CommandKind.STACKS if request.stacks else CommandKind.CALLS, key=process.key,
             uid=request.stream_uid, from_seq=request.from_seq,
         )  # fmt: skip
         self.requested[subject] = (command, process.host, self.now, False)
@@ -216,12 +215,12 @@ class ModelCluster:
         for command in reply.commands:
             self._execute_command(agent, command)
 
-    def _execute_command(self, agent: ModelAgent, command: heartbeat.Command) -> None:
+    def _execute_command(self, agent: ModelAgent, command: Command) -> None:
         rank = self._rings.find_rank(command.key)
         if rank is None or command.id in agent.seen_commands:
             return
         agent.seen_commands.add(command.id)
-        if command.ask is heartbeat.CommandKind.STACKS and rank.exit is None:
+        if command.ask is CommandKind.STACKS and rank.exit is None:
             taken = heartbeat.StackReply(
                 key=command.key,
                 request=command.id,
@@ -229,7 +228,7 @@ class ModelCluster:
                 threads=(self.job.make_stack(rank.number),),
             )
             agent.samples.append((taken, self.job.now))
-        elif command.ask is heartbeat.CommandKind.CALLS:
+        elif command.ask is CommandKind.CALLS:
             calls = tuple(self._rings.list_calls(rank, command.uid, command.from_seq)[-64:])
             agent.calls.append(
                 heartbeat.CallsReply(

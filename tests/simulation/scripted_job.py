@@ -230,7 +230,7 @@ class ScriptedJob:
         """The verdicts that are confirmed now, after heartbeats and the requested evidence."""
         self.send_heartbeats()
         for _ in range(4):
-            requests = [r for r in self.run_diagnosis().requests if not r.stacks]
+            requests = [r for r in self.run_diagnosis().requests if not (r.stacks or r.hardware)]
             for request in requests:
                 streams = self.ranks[request.rank].streams.values()
                 stream = next(s for s in streams if s.uid == request.stream_uid)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..terminal import print_json, print_lines
-from . import activation, device, recorder, server, stacks
+from . import activation, device, hardware, recorder, server, stacks
 from .findings import Finding
 
 DEFAULT_URL = "http://127.0.0.1:8642"
@@ -27,6 +27,7 @@ def run_doctor(args: argparse.Namespace, env: Mapping[str, str] | None = None) -
         *recorder.check_recorder(env),
         *device.check_devices(env),
         *stacks.check_stacks(),
+        *hardware.check_hardware(env),
         *server.check_server(url, token, env),
     ]
     exit_code = choose_exit_code(findings)

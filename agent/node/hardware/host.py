@@ -17,6 +17,9 @@ class SourceUnavailableError(Exception):
         self.reason, self.remedy = reason, remedy
 
 
+HOST_ROOT_VARIABLE = "HANGWATCH_HOST_ROOT"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """``pids`` are the ranks on this host, and ``environ`` is the environment of one of them."""
@@ -28,6 +31,16 @@ class Host:
     pids: tuple[int, ...] = ()
     # Seconds since the host was started, as in the kernel log.
     uptime_s: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str], pids: tuple[int, ...]) -> Host:
+        """In a container, HANGWATCH_HOST_ROOT is where the host's /sys and /dev/kmsg are mounted. The
+        ranks' processes are those of the own /proc all the same.
+        """
+        root = Path(environ.get(HOST_ROOT_VARIABLE) or "/")
+        return cls(
+            sys=root / "sys", kernel_log=root / "dev" / "kmsg", environ=dict(environ), pids=pids
+        )
 
 
 def read_text(path: Path) -> str | None:

@@ -4,6 +4,7 @@ its own, so that the node agent's loop never waits for a source.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -33,6 +34,10 @@ class HardwareOrder:
     onset_ns: int = 0
 
 
+def _make_host(pids: tuple[int, ...]) -> Host:
+    return Host.from_environ(os.environ, pids)
+
+
 class HardwareMonitor:
     """`take_results` returns the replies to requests; ``wake`` is called for each."""
 
@@ -40,7 +45,7 @@ class HardwareMonitor:
         self,
         wake: Callable[[], None],
         *,
-        make_host: Callable[[tuple[int, ...]], Host] = lambda pids: Host(pids=pids),
+        make_host: Callable[[tuple[int, ...]], Host] = _make_host,
         sources: Sequence[Source] = SOURCES,
         start_reader: Callable[[Source, Host], ReaderProcess] = ReaderProcess,
         interval_s: float = BASELINE_INTERVAL_S,

@@ -94,7 +94,7 @@ def _decode_result(
 def main(argv: list[str]) -> int:
     name, pids = argv
     (source,) = [source for source in SOURCES if source.name == name]
-    host = Host(environ=dict(os.environ), pids=tuple(int(pid) for pid in pids.split(",") if pid))
+    host = Host.from_environ(os.environ, tuple(int(pid) for pid in pids.split(",") if pid))
     observations, unavailable = read_source(source, host)
     document = {
         "observations": codec.encode_message(observations),

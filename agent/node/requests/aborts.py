@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol import heartbeat
+from hangwatch.protocol.commands import Command, allows_abort
 
 from ..discovery.watched import WatchedProcess
 
@@ -34,9 +35,7 @@ class AbortTracker:
     def __bool__(self) -> bool:
         return bool(self._signalled or self._replies)
 
-    def abort_process(
-        self, command: heartbeat.Command, process: WatchedProcess | None, now_ns: int
-    ) -> None:
+    def abort_process(self, command: Command, process: WatchedProcess | None, now_ns: int) -> None:
         """Ends a watched process, and no other. ``process`` is the one that the command names, if
         it is watched.
         """
@@ -56,9 +55,7 @@ class AbortTracker:
             return
         self._signalled[command.key] = (command.id, now_ns)
 
-    def _add_reply(
-        self, command: heartbeat.Command, exit_info: ExitInfo | None, error: str | None
-    ) -> None:
+    def _add_reply(self, command: Command, exit_info: ExitInfo | None, error: str | None) -> None:
         self._replies.append(
             heartbeat.AbortReply(key=command.key, request=command.id, ended=exit_info, error=error)
         )
@@ -97,7 +94,7 @@ def _find_refusal_reason(process: WatchedProcess | None) -> str | None:
     if process.exit is not None:
         return None
     identity = process.identity
-    if identity is None or not heartbeat.allows_abort(identity.on_hang):
+    if identity is None or not allows_abort(identity.on_hang):
         given = "" if identity is None else identity.on_hang
         state = f"HANGWATCH_ON_HANG={given}" if given else "no HANGWATCH_ON_HANG"
         return (

@@ -6,9 +6,13 @@ from collections import deque
 from collections.abc import Mapping
 
 from hangwatch.model.calls import Call
-from hangwatch.protocol.heartbeat import CallsReply, Command, CommandKind, StackReply
+from hangwatch.model.hardware import UnavailableSource
+from hangwatch.protocol.commands import Command, CommandKind
+from hangwatch.protocol.hardware import HardwareReply
+from hangwatch.protocol.heartbeat import CallsReply, StackReply
 
 from ..discovery.watched import WatchedProcess
+from ..hardware.monitor import HardwareMonitor, HardwareOrder
 from ..reporting.outbox import Outbox
 from ..stacks.callers import read_callers
 from ..stacks.faulthandler_dumps import FaulthandlerRegistration
@@ -29,12 +33,14 @@ class CommandExecutor:
         outbox: Outbox,
         abort_tracker: AbortTracker,
         live_requests: LiveRequests,
+        hardware: HardwareMonitor,
         log: AgentLog,
     ) -> None:
         self._sampler = sampler
         self._outbox = outbox
         self._abort_tracker = abort_tracker
         self._live_requests = live_requests
+        self._hardware = hardware
         self._log = log
         self._executed_ids: deque[str] = deque(maxlen=_MAX_REMEMBERED_COMMANDS)
 
@@ -56,6 +62,8 @@ class CommandExecutor:
             self._log.info(f"the server orders to end process {command.key}")
             self._abort_tracker.abort_process(command, process, now_ns)
             return True
+        if command.ask is CommandKind.HARDWARE:
+            return self._order_hardware(command, watched, now_ns)
         return not self._order_stacks(command, process, now_ns)
 
     def _read_calls(self, command: Command, process: WatchedProcess | None, now_ns: int) -> None:
@@ -65,6 +73,23 @@ class CommandExecutor:
         self._outbox.add_calls(
             CallsReply(key=command.key, request=command.id, uid=command.uid, calls=tuple(calls))
         )
+
+    def _order_hardware(
+        self, command: Command, watched: Mapping[str, WatchedProcess], now_ns: int
+    ) -> bool:
+        """Returns True if too many readings are queued, which the outbox then says."""
+        order = HardwareOrder(
+            pids=tuple(process.pid for process in watched.values() if process.exit is None),
+            key=command.key,
+            request_id=command.id,
+            onset_ns=now_ns - int(command.since_s * 1e9),
+        )
+        if self._hardware.request_reading(order):
+            return False
+        refused = UnavailableSource(source="all", reason="too many readings are queued")
+        reply = HardwareReply(key=command.key, request=command.id, unavailable=(refused,))
+        self._outbox.add_hardware(reply, now_ns)
+        return True
 
     def _order_stacks(self, command: Command, process: WatchedProcess | None, now_ns: int) -> bool:
         """Returns False if no stacks will come; then the outbox has the reason."""

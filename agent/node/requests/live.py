@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from hangwatch.protocol import heartbeat
+from hangwatch.protocol.commands import Command, CommandKind
 from hangwatch.protocol.live import (
     CallKind,
     RecordingReply,
@@ -42,7 +43,7 @@ class LiveRequests:
     def __init__(self, pyspy: PySpy, wake: Callable[[], None]) -> None:
         self.recording_worker = RecordingWorker(pyspy, wake)
         # By request id: the command, and when it arrived.
-        self._trace_requests: dict[str, tuple[heartbeat.Command, int]] = {}
+        self._trace_requests: dict[str, tuple[Command, int]] = {}
         self._recording_replies: list[RecordingReply] = []
 
     def __bool__(self) -> bool:
@@ -50,10 +51,10 @@ class LiveRequests:
         return bool(self._recording_replies)
 
     def execute_command(
-        self, command: heartbeat.Command, process: WatchedProcess | None, now_ns: int
+        self, command: Command, process: WatchedProcess | None, now_ns: int
     ) -> None:
         """Starts a trace or a recording. A request that cannot be served gets a reply that says why."""
-        if command.ask is heartbeat.CommandKind.TRACE:
+        if command.ask is CommandKind.TRACE:
             self._trace_requests[command.id] = (command, now_ns)
             while len(self._trace_requests) > MAX_TRACE_REQUESTS:
                 del self._trace_requests[next(iter(self._trace_requests))]
@@ -67,7 +68,7 @@ class LiveRequests:
                 RecordingReply(key=command.key, request=command.id, error=problem)
             )
 
-    def _start_recording(self, command: heartbeat.Command, process: WatchedProcess | None) -> str:
+    def _start_recording(self, command: Command, process: WatchedProcess | None) -> str:
         """Returns why the recording cannot be made; empty if it was queued."""
         if process is None:
             return UNKNOWN_PROCESS
@@ -124,7 +125,7 @@ class LiveRequests:
         ]
 
     def _answer_trace(
-        self, command: heartbeat.Command, process: WatchedProcess | None, now_ns: int
+        self, command: Command, process: WatchedProcess | None, now_ns: int
     ) -> TraceReply:
         problem = UNKNOWN_PROCESS
         if process is not None:
@@ -141,7 +142,7 @@ class LiveRequests:
         self,
         process: WatchedProcess,
         reader: RingReader,
-        command: heartbeat.Command,
+        command: Command,
         now_ns: int,
     ) -> TraceReply:
         try:
@@ -157,7 +158,7 @@ class LiveRequests:
         self,
         process: WatchedProcess,
         reader: RingReader,
-        command: heartbeat.Command,
+        command: Command,
         now_ns: int,
     ) -> TraceReply:
         if command.after < 0:

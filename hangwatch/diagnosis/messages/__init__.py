@@ -37,6 +37,11 @@ from .ends import (
     format_exited_rank_advice,
     get_signal_name,
 )
+from .hardware import (
+    format_host_observations,
+    format_several_hosts,
+    format_single_host,
+)
 from .mismatches import (
     GROUP_MISMATCH_ADVICE,
     MISMATCH_ADVICE,
@@ -118,8 +123,11 @@ __all__ = [
     "format_deadlock_advice",
     "format_exception",
     "format_exited_rank_advice",
+    "format_host_observations",
     "format_line",
     "format_more_calls",
+    "format_several_hosts",
+    "format_single_host",
     "format_slow_rank_advice",
     "format_stack_advice",
     "format_stalled_device_advice",

@@ -8,6 +8,7 @@ from datetime import datetime, timedelta, timezone
 from hangwatch.model.calls import Call, Signature, Site
 from hangwatch.model.device import DevicePosition
 from hangwatch.model.groups import Group
+from hangwatch.model.hardware import HostObservation, Observation, Weight
 from hangwatch.model.incidents import Incident, MergedStack, ProcessSnapshot, Resolution
 from hangwatch.model.kind_spec import Severity
 from hangwatch.model.kinds import VerdictKind
@@ -101,6 +102,20 @@ INCIDENT = Incident(
         DevicePosition(rank=1, group="0", enqueued=7, started=5, completed=5, age_s=0.4),
         DevicePosition(rank=2, group="0", enqueued=7, completed=6),
     ),
+    hardware=(
+        HostObservation(
+            host="node1",
+            observation=Observation(
+                source="infiniband",
+                about="mlx5_0/1",
+                what="link_downed",
+                before=2,
+                now=3,
+                weight=Weight.FAULT,
+                age_s=1.2,
+            ),
+        ),
+    ),
     stacks=(
         MergedStack(
             ranks=(1,),
@@ -152,6 +167,7 @@ def test_analyze_and_server_give_the_same_fields() -> None:
         "resolution",
         "processes",
         "device",
+        "hardware",
         "stacks",
         "recovery",
     }
@@ -201,5 +217,5 @@ def test_documents_of_older_releases_have_default_values() -> None:
 def test_events_leave_out_large_fields() -> None:
     document = build_incident_document(INCIDENT)
     event = build_incident_event(INCIDENT)
-    assert document.keys() - event.keys() == {"calls", "waits", "stacks", "device"}
+    assert document.keys() - event.keys() == {"calls", "waits", "stacks", "device", "hardware"}
     assert event.items() <= document.items()

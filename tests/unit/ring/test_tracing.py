@@ -15,6 +15,7 @@ from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature, Site
 from hangwatch.model.signatures import encode_signature
 from hangwatch.protocol import heartbeat
+from hangwatch.protocol.commands import Command, CommandKind
 from hangwatch.protocol.live import TensorStats, decode_tensor_stats
 from hangwatch.ring import checks
 from hangwatch.ring.layout import (
@@ -176,10 +177,8 @@ def test_record_being_written_is_awaited(tmp_path: Path) -> None:
 class TestTraceAnswers:
     """The replies of the node agent, on a ring of this process."""
 
-    def make_command(self, key: str, **more: Any) -> heartbeat.Command:
-        return heartbeat.Command(
-            id=f"c{more}", ask=heartbeat.CommandKind.TRACE, key=key, **{"most": 1000, **more}
-        )
+    def make_command(self, key: str, **more: Any) -> Command:
+        return Command(id=f"c{more}", ask=CommandKind.TRACE, key=key, **{"most": 1000, **more})
 
     def test_reply_is_repeated_until_acknowledged(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

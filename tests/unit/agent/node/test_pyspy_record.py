@@ -18,6 +18,7 @@ from hangwatch.agent.node.requests.recordings import RecordingOrder, RecordingWo
 from hangwatch.agent.node.stacks.pyspy import PySpy, PySpyError
 from hangwatch.agent.node.system.processes import read_stat
 from hangwatch.protocol import heartbeat
+from hangwatch.protocol.commands import Command, CommandKind
 from hangwatch.protocol.live import RecordingReply
 from hangwatch.stacks.profile import unpack_profile
 from tests.simulation.waiting import wait_for_value, wait_until
@@ -157,14 +158,12 @@ def test_one_profile_per_heartbeat_and_each_once(tmp_path: Path) -> None:
     live = LiveRequests(PySpy(path=None), lambda: None)
     for n in range(2):
         live.execute_command(
-            heartbeat.Command(
-                id=f"r{n}", ask=heartbeat.CommandKind.RECORD, key="7-7", seconds=1, rate=1
-            ),
+            Command(id=f"r{n}", ask=CommandKind.RECORD, key="7-7", seconds=1, rate=1),
             None,
             0,
         )
     live.execute_command(
-        heartbeat.Command(id="r2", ask=heartbeat.CommandKind.RECORD, key=w.key, seconds=1, rate=1),
+        Command(id="r2", ask=CommandKind.RECORD, key=w.key, seconds=1, rate=1),
         w,
         0,
     )

@@ -16,6 +16,7 @@ from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import AttemptKey, ExitInfo, RankState
 from hangwatch.protocol import codec, heartbeat
+from hangwatch.protocol.commands import CommandKind
 from hangwatch.server.app import build_app
 from hangwatch.server.core import events, limits
 from hangwatch.server.http.app_state import AppState
@@ -228,8 +229,8 @@ def test_diverging_calls_are_requested_before_full_diagnosis(
     asyncio.run(live.watch.loop.run_round())
     assert live.watch.counters.diagnoses == 0
     assert {(c.ask, c.key, c.from_seq) for c in commands} == {
-        (heartbeat.CommandKind.CALLS, "0-0", 1),
-        (heartbeat.CommandKind.CALLS, "1-0", 1),
+        (CommandKind.CALLS, "0-0", 1),
+        (CommandKind.CALLS, "1-0", 1),
     }
     made = {"0-0": Call(seq=5, signature=Signature(op="all_reduce", agree=1), chain=55)}
     made["1-0"] = Call(seq=5, signature=Signature(op="broadcast", agree=2), chain=56)
@@ -247,7 +248,7 @@ def test_diverging_calls_are_requested_before_full_diagnosis(
 def test_first_rank_of_each_diverging_side_is_requested_for_calls(
     live: AppState,
 ) -> None:
-    def send_heartbeat(host: int, number: int, chain: int) -> tuple[heartbeat.CommandKind, ...]:
+    def send_heartbeat(host: int, number: int, chain: int) -> tuple[CommandKind, ...]:
         group = heartbeat.StreamIdentity(
             kind=StreamKind.SETUP, name="setup", desc="set-up", ranks="0-7"
         )
@@ -269,13 +270,11 @@ def test_first_rank_of_each_diverging_side_is_requested_for_calls(
 
     for host in range(7):
         assert send_heartbeat(host, 1, chain=33) == ()
-    assert send_heartbeat(7, 1, chain=44) == (heartbeat.CommandKind.CALLS,), (
-        "it diverges from the others"
-    )
+    assert send_heartbeat(7, 1, chain=44) == (CommandKind.CALLS,), "it diverges from the others"
     asyncio.run(live.watch.loop.run_round())
     assert live.watch.counters.diagnoses == 0, "the diagnosis waits for the calls"
     assert [send_heartbeat(host, 2, chain=33) for host in range(3)] == [
-        (heartbeat.CommandKind.CALLS,),
+        (CommandKind.CALLS,),
         (),
         (),
     ], "one rank represents its side"
@@ -417,7 +416,7 @@ def test_stacks_of_mutually_waiting_ranks_are_requested_immediately(
     (command,) = live.watch.heartbeats.apply_heartbeat(
         make_waiting_heartbeat(1, 1), urgent=True
     ).commands
-    assert (command.ask, command.key) == (heartbeat.CommandKind.STACKS, "8-0")
+    assert (command.ask, command.key) == (CommandKind.STACKS, "8-0")
     assert (
         live.watch.heartbeats.apply_heartbeat(make_waiting_heartbeat(2, 1)).interval_s
         <= report_scheduler.PRESSING_INTERVAL_S

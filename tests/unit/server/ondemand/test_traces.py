@@ -13,6 +13,7 @@ import pytest
 from hangwatch.model.calls import Signature, Site, StreamKind
 from hangwatch.model.ranks import ExitInfo, Lifecycle
 from hangwatch.protocol import heartbeat
+from hangwatch.protocol.commands import Command, CommandKind
 from hangwatch.protocol.live import CallKind, RecordingReply, TensorStats, TracedCall, TraceReply
 from hangwatch.server.core.clock import Clock
 from hangwatch.server.ingest.command_queue import CommandQueue
@@ -79,7 +80,7 @@ def make_heartbeat(*replies: TraceReply, sent: float = 5.0) -> heartbeat.Heartbe
     return heartbeat.Heartbeat(host="a", agent="agent-a", number=9, traces=replies, sent_s=sent)
 
 
-def make_reply(command: heartbeat.Command, upto: int, *seqs: int, **more: Any) -> TraceReply:
+def make_reply(command: Command, upto: int, *seqs: int, **more: Any) -> TraceReply:
     calls = tuple(TracedCall(uid=1, seq=seq, kind=0, entered_s=0.25) for seq in seqs)
     return TraceReply(
         key=command.key, request=command.id, upto=upto, calls=calls, kinds=(CALL_KIND,), **more
@@ -107,7 +108,7 @@ def test_no_listener_means_no_commands(traces: TraceRegistry) -> None:
     )
     commands = traces.build_commands("agent-a", NOW)
     assert [(c.ask, c.key, c.op, c.values, c.after) for c in commands] == [
-        (heartbeat.CommandKind.TRACE, f"{r}-1", "barrier", True, -1) for r in (0, 1)
+        (CommandKind.TRACE, f"{r}-1", "barrier", True, -1) for r in (0, 1)
     ]
     assert traces.build_commands("agent-b", NOW) == () and not traces.is_agent_traced("agent-b"), (
         "none of its ranks is traced"
@@ -290,10 +291,10 @@ class TestRecordings:
     @pytest.fixture
     def request_recording(
         self,
-    ) -> Callable[..., tuple[RecordingRegistry, RecordingRecord, tuple[heartbeat.Command, ...]]]:
+    ) -> Callable[..., tuple[RecordingRegistry, RecordingRecord, tuple[Command, ...]]]:
         def make_recording(
             *ranks: int, **more: Any
-        ) -> tuple[RecordingRegistry, RecordingRecord, tuple[heartbeat.Command, ...]]:
+        ) -> tuple[RecordingRegistry, RecordingRecord, tuple[Command, ...]]:
             clock = Clock(monotonic=lambda: NOW)
             command_queue = CommandQueue(clock=clock)
             registry = RecordingRegistry(clock=clock, command_queue=command_queue)
@@ -306,7 +307,7 @@ class TestRecordings:
     def test_recording_from_request_to_result(self, request_recording: Callable[..., Any]) -> None:
         registry, record, (first, second) = request_recording(0, 1, rate=50, native=True)
         assert (first.ask, first.key, first.seconds, first.rate, first.native, first.gil) == (
-            heartbeat.CommandKind.RECORD,
+            CommandKind.RECORD,
             "0-1",
             2,
             50,
@@ -361,7 +362,7 @@ class TestRecordings:
         registry.stop_recording(record, make_attempt(), NOW)
         (command,) = registry.command_queue.take_unsent("agent-a")
         assert (command.ask, command.key, command.ends) == (
-            heartbeat.CommandKind.RECORD,
+            CommandKind.RECORD,
             "1-1",
             second.id,
         ), "the other has ended"

@@ -21,6 +21,7 @@ from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.model.recoveries import RankAbort, Recovery
 from hangwatch.protocol import heartbeat
+from hangwatch.protocol.commands import Command, CommandKind
 from hangwatch.report.documents import build_incident_document
 from hangwatch.report.recovery import format_recovery, iter_recovery_events
 from hangwatch.server.app import build_app
@@ -327,12 +328,12 @@ class InProcessServer:
             ),
         )  # fmt: skip
 
-    def run_round(self, restart: int = 0, **heartbeat_fields: Any) -> list[heartbeat.Command]:
+    def run_round(self, restart: int = 0, **heartbeat_fields: Any) -> list[Command]:
         """Simulates half a second; returns the commands to end ranks."""
         self.now += 0.5
         reply = self.send_heartbeat(restart, **heartbeat_fields)
         asyncio.run(self._run_tick())
-        return [c for c in reply.commands if c.ask is heartbeat.CommandKind.ABORT]
+        return [c for c in reply.commands if c.ask is CommandKind.ABORT]
 
     def end_all_ranks(self, restart: int, how: ExitInfo) -> None:
         """Both ranks have ended like that."""
@@ -358,7 +359,7 @@ class InProcessServer:
         await self.live.watch.loop.run_round()
         await self.live.watch.persistence.save_changes()
 
-    def run_until_ordered(self, restart: int = 0, rounds: int = 60) -> list[heartbeat.Command]:
+    def run_until_ordered(self, restart: int = 0, rounds: int = 60) -> list[Command]:
         return next((orders for _ in range(rounds) if (orders := self.run_round(restart))), [])
 
     @property
@@ -489,9 +490,9 @@ def test_orders_are_withdrawn_when_job_stops_reporting(server: InProcessServer) 
     server.now += 3.0
     asyncio.run(server._run_tick())
     assert server.latest_recovery.ends[0].result == "left"
-    assert not [
-        c for c in server.send_heartbeat().commands if c.ask is heartbeat.CommandKind.ABORT
-    ], "it comes too late"
+    assert not [c for c in server.send_heartbeat().commands if c.ask is CommandKind.ABORT], (
+        "it comes too late"
+    )
 
 
 def test_successful_attempt_clears_abort_count(server: InProcessServer) -> None:

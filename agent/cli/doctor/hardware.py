@@ -1,0 +1,49 @@
+"""Which sources of hardware evidence can be read here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from hangwatch.model.hardware import Observation, UnavailableSource
+
+from ...node.hardware.host import Host
+from ...node.hardware.reader import TIME_LIMIT_S, ReaderProcess, read_source
+from ...node.hardware.sources import SOURCES, Source
+from .findings import Finding
+
+_MAX_PARTS_SHOWN = 4
+
+
+def check_hardware(
+    env: Mapping[str, str], sources: Sequence[Source] = SOURCES
+) -> Iterator[Finding]:
+    """One finding for each source. None of them fails: a host without a source has no such part."""
+    host = Host.from_environ(env, ())
+    for source in sources:
+        if not source.may_block:
+            yield judge_source(source.name, *read_source(source, host))
+            continue
+        try:
+            yield judge_source(source.name, *ReaderProcess(source, host).collect(TIME_LIMIT_S))
+        except OSError as error:
+            reason = f"its reader cannot be started: {error.strerror}"
+            yield judge_source(
+                source.name, (), UnavailableSource(source=source.name, reason=reason)
+            )
+
+
+def judge_source(
+    name: str, observations: Sequence[Observation], unavailable: UnavailableSource | None
+) -> Finding:
+    title = f"evidence: {name}"
+    if unavailable is not None:
+        return Finding(
+            name=title,
+            ok=None,
+            detail=f"not available: {unavailable.reason}",
+            remedy=unavailable.remedy,
+        )
+    parts = list(dict.fromkeys(observation.about for observation in observations))
+    shown = ", ".join(parts[:_MAX_PARTS_SHOWN])
+    more = f" and {len(parts) - _MAX_PARTS_SHOWN} more" if len(parts) > _MAX_PARTS_SHOWN else ""
+    return Finding(name=title, ok=True, detail=f"{shown}{more}" if parts else "readable")

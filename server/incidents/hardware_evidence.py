@@ -1,0 +1,61 @@
+"""What hosts report of their hardware, as evidence of an incident. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hangwatch.diagnosis.hardware import list_involved_hosts
+from hangwatch.model.hardware import HostObservation, Observation, Weight
+from hangwatch.model.verdicts import Verdict
+from hangwatch.tracking.attempt import Attempt
+
+MAX_OBSERVATIONS_SHOWN = 256
+
+_Key = tuple[str, str, str, str, object, object]
+
+
+def collect_hardware(
+    attempt: Attempt, verdict: Verdict, since: float
+) -> tuple[HostObservation, ...]:
+    """What the involved hosts reported since the onset, faults first; versions are left out."""
+    hosts = list_involved_hosts(attempt, replace(verdict, began_at=since))
+    found = [
+        HostObservation(host=host.name, observation=observation)
+        for host in hosts
+        if host.hardware is not None
+        for observation in host.hardware.observations
+        if observation.weight is not Weight.FACT
+    ]
+    found.sort(key=lambda entry: entry.observation.weight is not Weight.FAULT)
+    return tuple(found[:MAX_OBSERVATIONS_SHOWN])
+
+
+def keep_known_hardware(
+    before: Sequence[HostObservation], now: Sequence[HostObservation]
+) -> tuple[HostObservation, ...]:
+    """``now``, and what was observed earlier and is not any more. What did not change keeps its age."""
+    earlier = {_get_key(entry.host, entry.observation): entry for entry in before}
+    current = {_get_key(entry.host, entry.observation): entry for entry in now}
+    kept = [entry for key, entry in earlier.items() if key not in current]
+    merged = [_choose_entry(earlier.get(key), entry) for key, entry in current.items()] + kept
+    return tuple(merged[:MAX_OBSERVATIONS_SHOWN])
+
+
+def _choose_entry(before: HostObservation | None, now: HostObservation) -> HostObservation:
+    if before is None or before.observation.now != now.observation.now:
+        return now
+    return before
+
+
+def _get_key(host: str, observation: Observation) -> _Key:
+    """All of an observation but its age, and the growing value of a counter."""
+    now = None if observation.is_counter else observation.now
+    return (
+        host,
+        observation.source,
+        observation.about,
+        observation.what,
+        observation.before,
+        now,
+    )

@@ -1,0 +1,225 @@
+"""What hosts report of their hardware, as evidence for a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from hangwatch.diagnosis.hardware import MAX_HOSTS_READ, REREAD_AFTER_S
+from hangwatch.model.hardware import Observation, ObservedValue, UnavailableSource, Weight
+from hangwatch.model.kinds import VerdictKind
+from hangwatch.model.limits import Limits
+from hangwatch.model.verdicts import Verdict
+from hangwatch.protocol.hardware import HardwareReply
+from tests.simulation.scripted_job import ScriptedJob
+
+STALL_AFTER_S = 10.0
+LIMITS = Limits(stall_after_s=STALL_AFTER_S, slow_limit_s=60.0)
+
+
+def observe(
+    what: str,
+    about: str = "mlx5_0/1",
+    before: ObservedValue = None,
+    now: ObservedValue = 1,
+    *,
+    source: str = "infiniband",
+    weight: Weight = Weight.FAULT,
+    age_s: float = 0.0,
+) -> Observation:
+    return Observation(
+        source=source,
+        about=about,
+        what=what,
+        before=before,
+        now=now,
+        weight=weight,
+        age_s=age_s,
+    )
+
+
+LINK_DOWN = observe("link_downed", before=2, now=3)
+RETRANSMISSIONS = observe("RetransSegs", "TCP", 5, 900, source="network", weight=Weight.HINT)
+
+
+def make_stalled_job(hosts: int = 4) -> ScriptedJob:
+    """Every rank is in the same call, one on each host, and none completes it."""
+    job = ScriptedJob(hosts, limits=LIMITS)
+    for number, rank in job.ranks.items():
+        rank.host = f"node{number}"
+    for _ in range(3):
+        job.make_calls()
+    job.make_calls(done=False)
+    return job
+
+
+def report_hardware(
+    job: ScriptedJob, reports: dict[int, Iterable[Observation]], taken_s: float = 0.0
+) -> None:
+    job.send_heartbeats()
+    for number, observations in reports.items():
+        key = job.latest_attempt.processes[number].key
+        reply = HardwareReply(
+            key=key, request="r", taken_s=taken_s, window_s=60.0, observations=tuple(observations)
+        )
+        host = f"node{number}"
+        job.apply_heartbeat(host=host, agent=f"agent-{host}", hardware=(reply,))
+
+
+def find_verdict(job: ScriptedJob, reports: dict[int, Iterable[Observation]]) -> Verdict:
+    """The verdict once the hang is due, with these reports of the hosts."""
+    for _ in range(int(STALL_AFTER_S) + 2):
+        job.advance_time(1.0)
+        job.send_heartbeats()
+    report_hardware(job, reports)
+    (verdict,) = job.list_due_verdicts()
+    return verdict
+
+
+def test_single_host_with_a_fault_is_named_as_an_inference() -> None:
+    verdict = find_verdict(
+        make_stalled_job(), {0: [RETRANSMISSIONS], 1: [], 2: [LINK_DOWN, RETRANSMISSIONS], 3: []}
+    )
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.NO_PROGRESS, ())
+    assert verdict.advice.endswith(
+        "Of 4 hosts, node2 alone reports a fault of its hardware: the link of mlx5_0/1 went down"
+        " (2 to 3 times). That this is the cause is inferred. Check the cable, the transceiver and"
+        " the switch port of mlx5_0/1."
+    )
+
+
+def test_without_all_readings_no_host_is_alone() -> None:
+    verdict = find_verdict(make_stalled_job(), {0: [], 2: [LINK_DOWN]})
+    assert "alone" not in verdict.advice
+    assert "Faults of their hardware are reported by node2" in verdict.advice
+
+
+def test_several_hosts_with_faults() -> None:
+    reports = {number: [LINK_DOWN] for number in range(8)}
+    verdict = find_verdict(make_stalled_job(8), reports)
+    assert "reported by node0 (the link of" in verdict.advice
+    assert verdict.advice.endswith(" and 5 others.")
+    assert "inferred" not in verdict.advice
+
+
+def test_single_host_with_a_hint() -> None:
+    verdict = find_verdict(make_stalled_job(), {0: [], 1: [RETRANSMISSIONS], 2: [], 3: []})
+    assert verdict.advice.endswith(
+        "Of 4 hosts, node1 alone reports this, which may contribute: RetransSegs of TCP went from 5"
+        " to 900."
+    )
+
+
+def test_hints_of_several_hosts_say_nothing() -> None:
+    plain = find_verdict(make_stalled_job(), {number: [] for number in range(4)}).advice
+    reports = {number: [RETRANSMISSIONS] for number in range(4)}
+    assert find_verdict(make_stalled_job(), reports).advice == plain
+
+
+def test_job_on_one_host() -> None:
+    job = make_stalled_job()
+    for rank in job.ranks.values():
+        rank.host = "node0"
+    xid = observe("xid", "GPU 0000:3b:00", now="79", source="kernel log")
+    verdict = find_verdict(job, {0: [xid]})
+    assert (
+        "node0 reports a fault of its hardware: GPU 0000:3b:00 reported Xid 79 (the GPU has fallen off"
+        " the bus). Take the node out of service" in verdict.advice
+    )
+
+
+def test_events_from_long_before_the_hang_are_not_mentioned() -> None:
+    old = observe("xid", "GPU 0", now="79", source="kernel log", age_s=800.0)
+    verdict = find_verdict(make_stalled_job(), {0: [old], 1: [], 2: [], 3: []})
+    assert "Xid" not in verdict.advice
+
+
+def test_processes_of_other_jobs_are_not_mentioned() -> None:
+    job = make_stalled_job()
+    foreign = observe("hung_task", "process 999999", now="x, for more than 120 s")
+    verdict = find_verdict(job, {0: [foreign], 1: [], 2: [], 3: []})
+    assert "999999" not in verdict.advice
+
+
+def test_hosts_are_read_once_and_again_while_it_lasts() -> None:
+    job = make_stalled_job()
+
+    def list_requested() -> list[str]:
+        attempt = job.latest_attempt
+        return sorted(
+            attempt.processes[request.rank].host
+            for request in job.run_diagnosis().requests
+            if request.hardware
+        )
+
+    job.send_heartbeats()
+    assert list_requested() == [], "nothing is suspected"
+    for _ in range(int(STALL_AFTER_S) + 2):
+        job.advance_time(1.0)
+        job.send_heartbeats()
+    hosts = ["node0", "node1", "node2", "node3"]
+    assert list_requested() == hosts
+    report_hardware(job, {0: [], 1: []})
+    assert list_requested() == ["node2", "node3"]
+    report_hardware(job, {2: [], 3: []})
+    assert list_requested() == []
+    job.advance_time(REREAD_AFTER_S + 1.0)
+    job.send_heartbeats()
+    assert list_requested() == hosts
+
+
+def test_number_of_hosts_that_are_read_is_bounded() -> None:
+    job = make_stalled_job(MAX_HOSTS_READ + 10)
+    for _ in range(int(STALL_AFTER_S) + 2):
+        job.advance_time(1.0)
+        job.send_heartbeats()
+    requests = [request for request in job.run_diagnosis().requests if request.hardware]
+    assert len(requests) == MAX_HOSTS_READ
+
+
+def test_killed_for_lack_of_memory() -> None:
+    job = make_stalled_job()
+    job.send_heartbeats()
+    pid = job.latest_attempt.processes[2].identity.pid
+    job.end_process(2, signal=9)
+    job.advance_time(3.0)
+    killed = observe("oom_kill", f"process {pid}", now="python", source="kernel log")
+    other = observe("oom_kill", "process 1", now="python", source="kernel log")
+    report_hardware(job, {2: [other, killed]})
+    (verdict,) = job.list_due_verdicts()
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.DEAD_RANK, (2,))
+    assert (
+        f"node2 reports a fault of its hardware: the kernel killed process {pid} (python) for lack of"
+        " memory. Raise the memory limit" in verdict.advice
+    )
+
+
+@pytest.mark.parametrize("kind", [VerdictKind.MISSING_RANK, VerdictKind.NO_PROGRESS])
+def test_only_the_hosts_that_matter_are_read(kind: VerdictKind) -> None:
+    job = ScriptedJob(3, limits=LIMITS)
+    for number, rank in job.ranks.items():
+        rank.host = f"node{number}"
+    job.make_calls()
+    job.make_calls(done=False, except_ranks=(1,) if kind is VerdictKind.MISSING_RANK else ())
+    for _ in range(int(STALL_AFTER_S) + 2):
+        job.advance_time(1.0)
+        job.send_heartbeats()
+    ranks = {request.rank for request in job.run_diagnosis().requests if request.hardware}
+    assert ranks == ({1} if kind is VerdictKind.MISSING_RANK else {0, 1, 2})
+
+
+def test_reading_is_limited() -> None:
+    job = make_stalled_job()
+    job.send_heartbeats()
+    key = job.latest_attempt.processes[0].key
+    reply = HardwareReply(
+        key=key,
+        request="r",
+        observations=tuple(observe("w" * 1000, now="x" * 1000) for _ in range(1000)),
+        unavailable=(UnavailableSource(source="nvml", reason="none"),),
+    )
+    job.apply_heartbeat(host="node0", agent="agent-node0", hardware=(reply,))
+    hardware = job.latest_attempt.hardware["node0"]
+    assert len(hardware.observations) == 128
+    assert len(str(hardware.observations[0].now)) == 200
