@@ -37,6 +37,9 @@ class CommandReplies:
             reply |= {"source": "py-spy", "threads": [make_thread_stack(run, rank, now)]}
             self.pending.setdefault("samples", []).append(reply)
             return
+        if command["ask"] == "hardware":
+            self.pending.setdefault("hardware", []).append(reply)
+            return
         uid, first = command["uid"], max(1, command["from_seq"])
         calls: list[Document] = []
         for stream in list_streams(run, rank, now):

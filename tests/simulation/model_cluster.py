@@ -125,7 +125,7 @@ class ModelCluster:
     def _request_evidence(self, request: EvidenceRequest) -> None:
         attempt = self.fleet.latest_attempt("job")
         process = attempt.processes.get(request.rank) if attempt is not None else None
-        if process is None or process.exit is not None:
+        if process is None or process.exit is not None or request.hardware:
             return
         subject = (request.rank, -1 if request.stacks else request.stream_uid)
         last = self.requested.get(subject)

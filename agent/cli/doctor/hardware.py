@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hangwatch.model.hardware import Observation, UnavailableSource
 
 from ...node.hardware.host import Host
-from ...node.hardware.reader import TIME_LIMIT_S, ReaderProcess, read_source
+from ...node.hardware.reader import TIME_LIMIT_S, ReaderProcess, find_absence, read_source
 from ...node.hardware.sources import SOURCES, Source
 from .findings import Finding
 
@@ -20,6 +20,10 @@ def check_hardware(
     """One finding for each source. None of them fails: a host without a source has no such part."""
     host = Host.from_environ(env, ())
     for source in sources:
+        absence = find_absence(source, host)
+        if absence is not None:
+            yield judge_source(source.name, (), absence)
+            continue
         if not source.may_block:
             yield judge_source(source.name, *read_source(source, host))
             continue

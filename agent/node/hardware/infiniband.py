@@ -43,15 +43,19 @@ _HINT_HW_COUNTERS = (
 )
 
 
+def check(host: Host) -> None:
+    """Raises SourceUnavailableError if there is no adapter."""
+    if not list_names(host.sys / "class" / "infiniband"):
+        raise SourceUnavailableError("this host has no InfiniBand or RoCE adapter")
+
+
 def probe(host: Host) -> tuple[Observation, ...]:
     """The ports of all adapters. Raises SourceUnavailableError if there are none."""
+    check(host)
     folder = host.sys / "class" / "infiniband"
-    adapters = list_names(folder)
-    if not adapters:
-        raise SourceUnavailableError("this host has no InfiniBand or RoCE adapter")
     return tuple(
         observation
-        for adapter in adapters
+        for adapter in list_names(folder)
         for port in list_names(folder / adapter / "ports")
         for observation in _read_port(f"{adapter}/{port}", folder / adapter / "ports" / port)
     )

@@ -15,7 +15,7 @@ from hangwatch.model.hardware import Observation, UnavailableSource
 from hangwatch.protocol.hardware import HardwareReply
 
 from .host import Host
-from .reader import TIME_LIMIT_S, ReaderProcess, read_source
+from .reader import TIME_LIMIT_S, ReaderProcess, find_absence, read_source
 from .readings import Baselines, Reading
 from .sources import SOURCES, Source
 
@@ -122,16 +122,19 @@ class HardwareMonitor:
         give_up_at = time.monotonic() + TIME_LIMIT_S
         readers: list[ReaderProcess] = []
         for source in sources:
-            if source.may_block:
+            absence = find_absence(source, host)
+            if absence is not None:
+                unavailable.append(absence)
+            elif source.may_block:
                 try:
                     readers.append(self._start_reader(source, host))
                 except OSError as error:
                     reason = f"its reader cannot be started: {error.strerror}"
                     unavailable.append(UnavailableSource(source=source.name, reason=reason))
-                continue
-            found, missing = read_source(source, host)
-            observations += found
-            unavailable += [missing] if missing else []
+            else:
+                found, missing = read_source(source, host)
+                observations += found
+                unavailable += [missing] if missing else []
         taken_ns = time.monotonic_ns()
         for reader in readers:
             found, missing = reader.collect(give_up_at - time.monotonic())

@@ -29,21 +29,42 @@ _MISSING_COMMA = re.compile(r'([\d"el])(\s*\n\s*)("[^"\n]*"\s*:)')
 _NO_SERVER = "no process of the job listens at {}: NCCL is older than 2.24, or NCCL_RAS_ENABLE=0"
 
 
+def check(host: Host) -> None:
+    """Raises SourceUnavailableError if nobody listens."""
+    address = _get_address(host)
+    _connect(address).close()
+
+
 def probe(host: Host) -> tuple[Observation, ...]:
     """Ranks that are missing, lag or failed, by communicator. Raises SourceUnavailableError if no
     process answers.
     """
-    report = request_report(host.environ.get("NCCL_RAS_ADDR") or DEFAULT_ADDRESS)
+    report = request_report(_get_address(host))
     if report.lstrip().startswith("{"):
         return tuple(_read_json(_parse_json(report)))
     return tuple(_read_text(report))
 
 
+def _get_address(host: Host) -> str:
+    return host.environ.get("NCCL_RAS_ADDR") or DEFAULT_ADDRESS
+
+
+def _connect(address: str) -> socket.socket:
+    name, _, port = address.rpartition(":")
+    if not (name and port.isdecimal()):
+        raise SourceUnavailableError(
+            f"NCCL_RAS_ADDR={address} is no address", "set it to HOST:PORT"
+        )
+    try:
+        return socket.create_connection((name.strip("[]"), int(port)), CONNECT_TIMEOUT_S)
+    except OSError:
+        raise SourceUnavailableError(_NO_SERVER.format(address)) from None
+
+
 def request_report(address: str) -> str:
     """The report as JSON where NCCL has that, else as text. Raises SourceUnavailableError."""
-    name, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((name.strip("[]"), int(port)), CONNECT_TIMEOUT_S) as server:
+        with _connect(address) as server:
             server.settimeout(QUERY_TIMEOUT_S)
             with server.makefile("rwb") as stream:
                 stream.write(b"client protocol 2\n")
@@ -57,14 +78,9 @@ def request_report(address: str) -> str:
                 stream.write(b"verbose status\n")
                 stream.flush()
                 return stream.read(_MAX_REPORT_BYTES).decode(errors="replace")
-    except ValueError:
-        raise SourceUnavailableError(
-            f"NCCL_RAS_ADDR={address} is no address", "set it to HOST:PORT"
-        ) from None
-    except TimeoutError:
-        raise SourceUnavailableError(f"NCCL did not answer at {address} in time") from None
-    except OSError:
-        raise SourceUnavailableError(_NO_SERVER.format(address)) from None
+    except OSError as error:
+        reason = "did not answer in time" if isinstance(error, TimeoutError) else str(error)
+        raise SourceUnavailableError(f"NCCL at {address}: {reason}") from None
 
 
 def _parse_json(report: str) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ NVML may block for long on a sick GPU: it is called in a process of its own only
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,14 +28,21 @@ _SPINNING_POWER_SHARE = 0.4  # of the power limit, at full utilisation: a kernel
 _NVLINK_ERRORS = {0: "nvlink_replays", 1: "nvlink_recoveries", 2: "nvlink_crc_errors"}
 
 
-def probe(host: Host) -> tuple[Observation, ...]:
-    """All GPUs of the host. Raises SourceUnavailableError without NVML or its Python module."""
-    try:
-        import pynvml
-    except ImportError:
+def check(host: Host) -> None:
+    """Raises SourceUnavailableError without NVIDIA's driver or the module that calls NVML."""
+    if not (host.sys / "module" / "nvidia").exists():
+        raise SourceUnavailableError("this host has no NVIDIA driver")
+    if importlib.util.find_spec("pynvml") is None:
         raise SourceUnavailableError(
             "the module pynvml is not installed", "pip install 'hangwatch[nvml]'"
-        ) from None
+        )
+
+
+def probe(host: Host) -> tuple[Observation, ...]:
+    """All GPUs of the host. Raises SourceUnavailableError without NVML or its Python module."""
+    check(host)
+    import pynvml
+
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

@@ -37,6 +37,15 @@ def read_source(
         return (), UnavailableSource(source=source.name, reason=reason, remedy="please report this")
 
 
+def find_absence(source: Source, host: Host) -> UnavailableSource | None:
+    """Why a source cannot be read, as far as that can be said without a process; None if it may."""
+    try:
+        source.check(host)
+    except SourceUnavailableError as error:
+        return UnavailableSource(source=source.name, reason=error.reason, remedy=error.remedy)
+    return None
+
+
 class ReaderProcess:
     """A process that reads a source that may block. It inherits the environment and nothing else."""
 

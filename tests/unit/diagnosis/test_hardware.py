@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import pytest
 
@@ -55,7 +55,7 @@ def make_stalled_job(hosts: int = 4) -> ScriptedJob:
 
 
 def report_hardware(
-    job: ScriptedJob, reports: dict[int, Iterable[Observation]], taken_s: float = 0.0
+    job: ScriptedJob, reports: Mapping[int, Iterable[Observation]], taken_s: float = 0.0
 ) -> None:
     job.send_heartbeats()
     for number, observations in reports.items():
@@ -67,7 +67,7 @@ def report_hardware(
         job.apply_heartbeat(host=host, agent=f"agent-{host}", hardware=(reply,))
 
 
-def find_verdict(job: ScriptedJob, reports: dict[int, Iterable[Observation]]) -> Verdict:
+def find_verdict(job: ScriptedJob, reports: Mapping[int, Iterable[Observation]]) -> Verdict:
     """The verdict once the hang is due, with these reports of the hosts."""
     for _ in range(int(STALL_AFTER_S) + 2):
         job.advance_time(1.0)

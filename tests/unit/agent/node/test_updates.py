@@ -14,7 +14,14 @@ from hangwatch.agent.node.reporting.updates import ProcessView, compose_update
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.ranks import ExitInfo
-from hangwatch.protocol.heartbeat import CallsReply, ProcessIdentity, ProcessUpdate, StackReply
+from hangwatch.protocol.hardware import HardwareReply
+from hangwatch.protocol.heartbeat import (
+    CallsReply,
+    Heartbeat,
+    ProcessIdentity,
+    ProcessUpdate,
+    StackReply,
+)
 from hangwatch.ring.snapshot import RingDelta, RingSnapshot, StreamState
 
 SECOND_NS = 1_000_000_000
@@ -220,8 +227,23 @@ def test_outbox_is_bounded_and_keeps_undelivered() -> None:
     sent = box.pending_samples(NOW_NS + SECOND_NS)
     assert [(s.request, s.taken_s) for s in sent] == [("1", 1.0), ("2", 1.0)]
     box.add_calls(CallsReply(key="k", request="9", uid=1))
-    box.mark_delivered(sent, ())
+    box.mark_delivered(Heartbeat(host="n", agent="a", number=1, samples=sent))
     assert box.pending_samples(NOW_NS) == ()
     assert [c.request for c in box.pending_calls()] == ["9"]
-    box.mark_delivered((), box.pending_calls())
+    calls = box.pending_calls()
+    box.mark_delivered(Heartbeat(host="n", agent="a", number=2, calls=calls))
     assert not box
+
+
+def test_hardware_replies_are_kept_until_delivered() -> None:
+    box = Outbox()
+    for number in range(10):
+        box.add_hardware(HardwareReply(key="k", request=str(number)), NOW_NS)
+    assert box.dropped_count == 2
+    sent = box.pending_hardware(NOW_NS + SECOND_NS)
+    assert [(reply.request, reply.taken_s) for reply in sent] == [
+        (str(number), 1.0) for number in range(2, 10)
+    ]
+    box.mark_delivered(Heartbeat(host="n", agent="a", number=1, hardware=sent[:-1]))
+    assert [reply.request for reply in box.pending_hardware(NOW_NS)] == ["9"]
+    assert box
