@@ -166,9 +166,10 @@ def _level_stale_counters(
 ) -> Mapping[int, DeviceProgress]:
     """The members' counters, or the highest for all where they contradict each other.
 
-    A call completes only after all devices have begun it, so that running devices are at most two
-    calls apart. After an error of the network, each rank's watchdog stops counting at another call.
-    Nor are most members behind a few: a call that some complete was begun by all.
+    A call completes only after all devices have begun it, so that running devices are at most one
+    call apart. After an error of the network, each rank's watchdog stops counting at another call.
+    Nor are most members behind a few: a call that some complete was begun by all. A device whose
+    counters stood still while those of others went on is behind all the same: its GPU may be lost.
     In dumps, whose calls are known to be complete or not, such counters are kept.
     """
     completed = [progress.completed for progress in members.values()]
@@ -176,13 +177,32 @@ def _level_stale_counters(
     are_most_behind = 2 * completed.count(highest) < len(completed)
     is_timed = any(progress.started is not None for progress in members.values())
     is_live = all(streams[rank].completed is None for rank in members)
-    are_stale = are_most_behind or len(set(completed)) > _MAX_DISTINCT_COUNTS
+    are_too_far_apart = highest - min(completed) > 1 and not _has_lagged(members, streams, highest)
+    are_stale = are_most_behind or are_too_far_apart or len(set(completed)) > _MAX_DISTINCT_COUNTS
     if is_timed or not is_live or not are_stale:
         return members
     return {
         rank: replace(progress, completed=min(highest, progress.enqueued))
         for rank, progress in members.items()
     }
+
+
+def _has_lagged(
+    members: Mapping[int, DeviceProgress], streams: Mapping[int, CallStream], highest: int
+) -> bool:
+    """Whether the counters of all members that are behind were seen to stand still while those of
+    others went on: readings that are that far apart show different times.
+    """
+    furthest_at = max(
+        streams[rank].device_changed_at
+        for rank, progress in members.items()
+        if progress.completed == highest
+    )
+    return all(
+        furthest_at - streams[rank].device_changed_at > READING_DELAY_S
+        for rank, progress in members.items()
+        if progress.completed < highest
+    )
 
 
 def _counts_messages(

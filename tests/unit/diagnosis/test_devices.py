@@ -155,12 +155,27 @@ def test_calls_after_the_last_reading_show_progress() -> None:
     assert job.list_due_verdicts() == []
 
 
-@pytest.mark.parametrize("counters", [(4, 1, -1, 2), (-1, -1, -1, 3)])
+@pytest.mark.parametrize("counters", [(4, 1, -1, 2), (-1, -1, -1, 3), (4, -1, -1, 4), (4, 4, 4, 1)])
 def test_counters_of_watchdogs_that_stopped_name_no_rank(counters: tuple[int, ...]) -> None:
     job = make_job()
     report_devices(job, {rank: (completed, None) for rank, completed in enumerate(counters)})
     (verdict,) = advance_seconds(job, STALL_AFTER_S + 7)
     assert (verdict.kind, verdict.culprits) == (VerdictKind.NO_PROGRESS, ())
+
+
+def test_device_that_lagged_for_long_is_stuck() -> None:
+    """The counters of the others were seen to go on while its own stood still: its GPU may be lost."""
+    job = make_job(steps=3)
+    report_devices(job, dict.fromkeys(range(4), (3, None)))
+    for completed in range(4, 10):
+        make_step(job)
+        report_devices(job, dict.fromkeys((0, 1, 3), (completed, None)))
+        report_devices(job, {2: (3, None)})
+        assert advance_seconds(job, 1) == []
+    make_step(job)
+    report_devices(job, {0: (9, None), 1: (9, None), 2: (3, None), 3: (9, None)})
+    (verdict,) = advance_seconds(job, STALL_AFTER_S + 7)
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.DEVICE_STUCK, (2,))
 
 
 def test_skipped_call_of_a_host_is_no_stuck_device() -> None:
