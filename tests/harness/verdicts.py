@@ -22,6 +22,7 @@ HEALTHY_S = 120.0
 SETTLE_AFTER_VERDICT_S = 2.0
 STATUS_DELAY_S = 3.0  # of a job's status, behind the table of its ranks
 EXIT_S = 120.0  # NCCL's watchdog ends a process a minute after the timeout
+_INDIRECT_LAUNCHERS = ("ray", "deepspeed", "deepspeed-nodes")
 CHECK_KINDS = ("replica_divergence", "nonfinite")  # warnings that a healthy job must not get either
 
 
@@ -189,7 +190,7 @@ def _watch_aftermath(
 class _ObservedProcesses:
     """The processes that the server showed as ranks, and whether it saw each do anything."""
 
-    has_daemon: bool  # a daemon of the framework's starts the ranks
+    has_daemon: bool  # another process than the launched one starts the ranks
     pids: dict[int, set[int]] = field(default_factory=dict)
     communicating_ranks: set[int] = field(default_factory=set)
     unexpected_pids: set[int] = field(default_factory=set)
@@ -211,7 +212,7 @@ class _ObservedProcesses:
 def _watch_healthy(
     expected: programs.ExpectedVerdict, job: LaunchedJob, server: Server, outcome: ProgramOutcome
 ) -> None:
-    observed = _ObservedProcesses(has_daemon=expected.launcher == "ray")
+    observed = _ObservedProcesses(has_daemon=expected.launcher in _INDIRECT_LAUNCHERS)
     deadline, interrupted = time.monotonic() + HEALTHY_S, False
     while job.process.poll() is None and time.monotonic() < deadline:
         observed.observe_ranks(job, server)

@@ -15,7 +15,7 @@ class Model(lightning.LightningModule):
         self.layer = torch.nn.Linear(9, 3)
 
     def configure_model(self):
-        fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.layer, mesh=self.device_mesh["data_parallel"], reshard_after_forward=True)
 
     def training_step(self, batch, index):
         return self.layer(batch[0]).square().mean()

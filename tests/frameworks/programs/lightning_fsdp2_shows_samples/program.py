@@ -18,7 +18,7 @@ class Model(lightning.LightningModule):
         self.layer = torch.nn.Linear(9, 3)
 
     def configure_model(self):
-        fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.layer, mesh=self.device_mesh["data_parallel"], reshard_after_forward=True)
 
     def training_step(self, batch, index):
         if self.global_rank == 0 and index == 4:
