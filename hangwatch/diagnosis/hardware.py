@@ -4,12 +4,14 @@ what it may explain. It never makes a verdict.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from hangwatch.model.hardware import Observation, Weight
+from hangwatch.model.hardware import JOB_SOURCE, Observation, ObservedValue, Weight
 from hangwatch.model.kind_spec import HardwareScope
 from hangwatch.model.kinds import KINDS
+from hangwatch.model.known_problems import find_known_problems
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.host_hardware import HostHardware
@@ -23,6 +25,10 @@ REREAD_AFTER_S = 60.0
 # An event of this long before the onset may still be the cause: ranks may have had work queued.
 _EVENT_BEFORE_ONSET_S = 120.0
 _PROCESS_PREFIX = "process "
+_MIN_SPINNING_SHARE = 2  # for each GPU that is idle
+_MIN_HINT_GROWTH = 10
+_WAITING_GPU = ("idle", "spins")  # these only mean something beside other GPUs
+_MIN_HOSTS_COMPARED = 3  # of two, either may be the one that is different
 
 
 @dataclass(slots=True)
@@ -55,7 +61,7 @@ def list_involved_hosts(attempt: Attempt, verdict: Verdict) -> list[InvolvedHost
         host = hosts.get(process.host)
         if host is None:
             if len(hosts) >= MAX_HOSTS_READ:
-                continue
+                break
             host = hosts[process.host] = InvolvedHost(process.host)
             hardware = attempt.hardware.get(process.host)
             if hardware is not None and hardware.taken_at >= verdict.began_at:
@@ -83,29 +89,113 @@ def add_hardware_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     read = [host for host in hosts if host.hardware is not None]
     if not read:
         return verdict
-    for weight in (Weight.FAULT, Weight.HINT):
-        found = {
-            host.name: observations
-            for host in read
-            if (observations := list(_select_observations(host, verdict, weight)))
-        }
-        advice = _describe(found, weight, host_count=len(hosts), read_count=len(read))
-        if advice:
-            return replace(verdict, advice=f"{verdict.advice} {advice}".strip())
-    return verdict
+    is_complete = len(read) == len(hosts) < MAX_HOSTS_READ
+    parts = (
+        _describe_job_report(read),
+        _describe_faults(read, verdict, is_complete)
+        or _describe_idle_gpus(read)
+        or _describe_hints(read, verdict, is_complete)
+        or _describe_different_facts(read, is_complete),
+        _describe_known_problem(read),
+    )
+    advice = " ".join([verdict.advice, *filter(None, parts)]).strip()
+    return replace(verdict, advice=advice)
 
 
-def _describe(
-    found: Mapping[str, list[Observation]], weight: Weight, *, host_count: int, read_count: int
-) -> str:
-    """Empty where nothing can be concluded: hints of several hosts are what any job has."""
+def _describe_job_report(read: Sequence[InvolvedHost]) -> str:
+    """What NCCL says of the whole job. Ranks that lag are left out: in a hang, most of them wait."""
+    found = [
+        observation
+        for host in read
+        for observation in (host.hardware.observations if host.hardware else ())
+        if observation.source == JOB_SOURCE and observation.weight is Weight.FAULT
+    ]
+    return messages.format_job_report(found) if found else ""
+
+
+def _describe_faults(read: Sequence[InvolvedHost], verdict: Verdict, is_complete: bool) -> str:
+    found = _group_observations(read, verdict, Weight.FAULT)
     if not found:
         return ""
-    if host_count == 1:
-        return messages.format_host_observations(found, weight)
-    if len(found) == 1 and read_count == host_count:
-        return messages.format_single_host(found, weight, host_count)
-    return messages.format_several_hosts(found) if weight is Weight.FAULT else ""
+    if len(found) == 1 and is_complete:
+        return messages.format_single_host(found, Weight.FAULT, len(read))
+    return messages.format_several_hosts(found)
+
+
+def _describe_hints(read: Sequence[InvolvedHost], verdict: Verdict, is_complete: bool) -> str:
+    """Those of a single host: hints of several are what any job has. If only one is concerned, the
+    values that are abnormal by themselves.
+    """
+    found = _group_observations(read, verdict, Weight.HINT)
+    if len(read) == 1:
+        abnormal = {
+            name: [observation for observation in observations if observation.is_abnormal]
+            for name, observations in found.items()
+        }
+        found = {name: observations for name, observations in abnormal.items() if observations}
+    if len(found) == 1 and is_complete:
+        return messages.format_single_host(found, Weight.HINT, len(read))
+    return ""
+
+
+def _group_observations(
+    read: Sequence[InvolvedHost], verdict: Verdict, weight: Weight
+) -> dict[str, list[Observation]]:
+    return {
+        host.name: observations
+        for host in read
+        if (observations := list(_select_observations(host, verdict, weight)))
+    }
+
+
+def _describe_idle_gpus(read: Sequence[InvolvedHost]) -> str:
+    """NCCL's kernels spin while they wait. A few GPUs that are idle, where most spin, have not begun
+    the call.
+    """
+    idle, spinning = [], 0
+    for host in read:
+        for observation in host.hardware.observations if host.hardware else ():
+            if observation.what == "idle":
+                idle.append((host.name, observation.about))
+            spinning += observation.what == "spins"
+    if not idle or spinning < _MIN_SPINNING_SHARE * len(idle):
+        return ""
+    return messages.format_idle_gpus(idle, spinning)
+
+
+def _describe_different_facts(read: Sequence[InvolvedHost], is_complete: bool) -> str:
+    """A version or a rate that one host alone has."""
+    if len(read) < _MIN_HOSTS_COMPARED or not is_complete:
+        return ""
+    values: dict[tuple[str, str], dict[str, ObservedValue]] = {}
+    for host in read:
+        for observation in host.hardware.observations if host.hardware else ():
+            if observation.weight is Weight.FACT:
+                by_host = values.setdefault((observation.about, observation.what), {})
+                by_host[host.name] = observation.now
+    for (about, what), by_host in values.items():
+        counts = Counter(by_host.values()).most_common()
+        if len(by_host) == len(read) and len(counts) == 2 and counts[1][1] == 1:
+            usual, unusual = counts[0][0], counts[1][0]
+            (name,) = [host for host, value in by_host.items() if value == unusual]
+            return messages.format_different_fact(name, f"{about} {what}", unusual, usual)
+    return ""
+
+
+def _describe_known_problem(read: Sequence[InvolvedHost]) -> str:
+    """The first known problem of a version that a host has."""
+    for host in read:
+        facts = {
+            observation.about: str(observation.now)
+            for observation in (host.hardware.observations if host.hardware else ())
+            if observation.what == "version"
+        }
+        facts["torch"] = next((p.identity.torch for p in host.processes if p.identity.torch), "")
+        for component in ("nccl", "torch"):
+            version, machine = facts.get(component, ""), facts.get("machine", "")
+            for known in find_known_problems(component, version, machine):
+                return known.describe(version)
+    return ""
 
 
 def _select_observations(
@@ -115,11 +205,23 @@ def _select_observations(
     assert host.hardware is not None
     own_names = {f"{_PROCESS_PREFIX}{process.identity.pid}" for process in host.processes}
     for observation in host.hardware.observations:
-        if observation.weight is not weight:
+        if observation.weight is not weight or observation.source == JOB_SOURCE:
             continue
         happened_at = host.hardware.taken_at - observation.age_s
         if happened_at < verdict.began_at - _EVENT_BEFORE_ONSET_S:
             continue
         if observation.about.startswith(_PROCESS_PREFIX) and observation.about not in own_names:
             continue
+        if weight is Weight.HINT and _is_ordinary(observation):
+            continue
         yield observation
+
+
+def _is_ordinary(observation: Observation) -> bool:
+    """Some packets are lost on any network, and a GPU whose rank waits is idle or spins."""
+    if observation.what in _WAITING_GPU:
+        return True
+    before, now = observation.before, observation.now
+    if not (isinstance(before, int) and isinstance(now, int)):
+        return False
+    return observation.is_counter and now - before < _MIN_HINT_GROWTH

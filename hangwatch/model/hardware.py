@@ -7,6 +7,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+JOB_SOURCE = "nccl ras"  # it reports on the whole job, wherever it is asked
+
 ObservedValue = int | float | str | None
 
 
@@ -43,6 +45,16 @@ class HostObservation:
 
     host: str
     observation: Observation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingEvidence:
+    """A source that hosts could not read for an incident, and what to do about it."""
+
+    hosts: tuple[str, ...]
+    source: str
+    reason: str
+    remedy: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from .calls import Site
 from .device import DevicePosition
 from .flight_dumps import FlightFile
 from .groups import Group
-from .hardware import HostObservation
+from .hardware import HostObservation, MissingEvidence
 from .kind_spec import Severity
 from .kinds import VerdictKind
 from .ranks import ExceptionInfo
@@ -81,6 +81,7 @@ class Incident:
     stacks: tuple[MergedStack, ...] = ()
     device: tuple[DevicePosition, ...] = ()  # of the members of its groups
     hardware: tuple[HostObservation, ...] = ()  # of the hosts that may explain it
+    hardware_missing: tuple[MissingEvidence, ...] = ()
     recovery: Recovery | None = None  # None unless --on-hang abort applies
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 from hangwatch.model.calls import Call, Signature, Site
 from hangwatch.model.device import DevicePosition
 from hangwatch.model.groups import Group
-from hangwatch.model.hardware import HostObservation, Observation, Weight
+from hangwatch.model.hardware import HostObservation, MissingEvidence, Observation, Weight
 from hangwatch.model.incidents import Incident, MergedStack, ProcessSnapshot, Resolution
 from hangwatch.model.kind_spec import Severity
 from hangwatch.model.kinds import VerdictKind
@@ -44,6 +44,9 @@ def parse_incident(document: Document) -> Incident:
         stacks=tuple(_parse_stack(item) for item in document.get("stacks") or ()),
         device=tuple(_parse_device_position(item) for item in document.get("device") or ()),
         hardware=tuple(parse_host_observation(item) for item in document.get("hardware") or ()),
+        hardware_missing=tuple(
+            _parse_missing_evidence(item) for item in document.get("hardware_missing") or ()
+        ),
         recovery=_parse_recovery(document.get("recovery")),
     )
 
@@ -186,6 +189,15 @@ def parse_host_observation(document: Document) -> HostObservation:
             weight=Weight(document["weight"]),
             age_s=document["age_s"],
         ),
+    )
+
+
+def _parse_missing_evidence(document: Document) -> MissingEvidence:
+    return MissingEvidence(
+        hosts=tuple(document["hosts"]),
+        source=document["source"],
+        reason=document["reason"],
+        remedy=document["remedy"],
     )
 
 

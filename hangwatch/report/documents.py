@@ -13,7 +13,7 @@ from typing import Any
 from hangwatch.model.calls import Call, Site
 from hangwatch.model.device import DevicePosition
 from hangwatch.model.groups import Group
-from hangwatch.model.hardware import HostObservation
+from hangwatch.model.hardware import HostObservation, MissingEvidence
 from hangwatch.model.incidents import Incident, MergedStack, ProcessSnapshot
 from hangwatch.model.recoveries import RankAbort, Recovery
 from hangwatch.model.threads import Frame
@@ -61,6 +61,7 @@ def build_incident_document(incident: Incident) -> JsonObject:
         "processes": [_build_process(process) for process in incident.processes],
         "device": [_build_device_position(position) for position in incident.device],
         "hardware": [_build_host_observation(entry) for entry in incident.hardware],
+        "hardware_missing": [_build_missing_evidence(gap) for gap in incident.hardware_missing],
         "stacks": [build_stack_document(stack) for stack in incident.stacks],
         "recovery": build_recovery_document(incident.recovery),
     }
@@ -72,7 +73,7 @@ def build_incident_event(incident: Incident) -> JsonObject:
     """
     verdict = replace(incident.verdict, calls=(), waits=())
     document = build_incident_document(replace(incident, verdict=verdict, stacks=(), device=()))
-    for key in ("calls", "waits", "stacks", "device", "hardware"):
+    for key in ("calls", "waits", "stacks", "device", "hardware", "hardware_missing"):
         del document[key]
     return document
 
@@ -203,6 +204,15 @@ def _build_host_observation(entry: HostObservation) -> JsonObject:
         "now": observation.now,
         "weight": observation.weight.value,
         "age_s": observation.age_s,
+    }
+
+
+def _build_missing_evidence(gap: MissingEvidence) -> JsonObject:
+    return {
+        "hosts": list(gap.hosts),
+        "source": gap.source,
+        "reason": gap.reason,
+        "remedy": gap.remedy,
     }
 
 

@@ -9,6 +9,7 @@ from hangwatch.model.hardware import Observation
 from .document_parsing import Document, parse_host_observation
 from .text import clean_text, wrap_text
 
+_MAX_HOSTS_NAMED = 3
 # By what was observed; the fields are those of the observation.
 _CLAUSES = {
     "link_downed": "the link of {about} went down ({before} to {now} times)",
@@ -28,6 +29,12 @@ _CLAUSES = {
     "considered_dead": "NCCL considers {now} dead ({about})",
     "async_error": "NCCL reports an error of {now} ({about})",
     "lags": "{now} ({about})",
+    "waiting_share": "tasks waited for {about} in {now} % of the last ten seconds",
+    "does_not_return": "{about} did not answer within {now}",
+    "dead": "{now}",
+    "incomplete": "{now} ({about})",
+    "mismatch": "{now} ({about})",
+    "timeout": "{now}",
     "nfs_requests_without_reply": "{now} requests to {about} have no reply",
 }
 _KILLED = {
@@ -68,8 +75,20 @@ def describe_observation(observation: Observation) -> str:
 
 
 def format_hardware(document: Document) -> Iterator[str]:
-    """What the hosts of an incident report: one line for each observation."""
+    """What the hosts of an incident report: one line for each observation, and one for each source
+    that could not be read.
+    """
     for item in document.get("hardware") or []:
         entry = parse_host_observation(item)
         text = f"{entry.host}: {describe_observation(entry.observation)}"
         yield from wrap_text(clean_text(text))
+    for gap in document.get("hardware_missing") or []:
+        hosts = ", ".join(clean_text(host) for host in (gap.get("hosts") or [])[:_MAX_HOSTS_NAMED])
+        more = len(gap.get("hosts") or []) - _MAX_HOSTS_NAMED
+        others = f" and {more} more" if more > 0 else ""
+        yield from wrap_text(
+            clean_text(
+                f"not read on {hosts}{others}: {gap.get('source')}, {gap.get('reason')};"
+                f" {gap.get('remedy')}"
+            )
+        )

@@ -101,6 +101,15 @@ class HostObservation(ApiModel):
     age_s: float  # of the value or event, when it became evidence
 
 
+class MissingEvidence(ApiModel):
+    """A source that these hosts could not read."""
+
+    hosts: list[str]
+    source: str
+    reason: str
+    remedy: str
+
+
 class CallClass(ApiModel):
     """The ranks that made the same call."""
 
@@ -217,5 +226,6 @@ class Incident(ApiModel):
     processes: list[Process] = Field(default=[])
     device: list[DevicePosition] = Field(default=[])
     hardware: list[HostObservation] = Field(default=[])
+    hardware_missing: list[MissingEvidence] = Field(default=[])
     stacks: list[Stack] = Field(default=[])
     recovery: Recovery | None = None  # if --on-hang abort applies to it

@@ -4,15 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from hangwatch.diagnosis.hardware import list_involved_hosts
-from hangwatch.model.hardware import HostObservation, Observation, Weight
+from hangwatch.model.hardware import (
+    HostObservation,
+    MissingEvidence,
+    Observation,
+    UnavailableSource,
+    Weight,
+)
+from hangwatch.model.incidents import Incident
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.attempt import Attempt
 
 MAX_OBSERVATIONS_SHOWN = 256
+MAX_GAPS_SHOWN = 16
 
 _Key = tuple[str, str, str, str, object, object]
+
+
+def update_hardware(incident: Incident, attempt: Attempt, since: float) -> dict[str, Any]:
+    """The parts of the incident that hold this evidence, with what was read since the onset."""
+    verdict = incident.verdict
+    known = keep_known_hardware(incident.hardware, collect_hardware(attempt, verdict, since))
+    missing = collect_missing(attempt, verdict, since)
+    return {
+        "hardware": known,
+        "hardware_missing": missing or incident.hardware_missing,
+    }
 
 
 def collect_hardware(
@@ -29,6 +49,21 @@ def collect_hardware(
     ]
     found.sort(key=lambda entry: entry.observation.weight is not Weight.FAULT)
     return tuple(found[:MAX_OBSERVATIONS_SHOWN])
+
+
+def collect_missing(
+    attempt: Attempt, verdict: Verdict, since: float
+) -> tuple[MissingEvidence, ...]:
+    """The sources that the involved hosts could read if something were done about it."""
+    hosts_by_gap: dict[UnavailableSource, list[str]] = {}
+    for host in list_involved_hosts(attempt, replace(verdict, began_at=since)):
+        for gap in host.hardware.unavailable if host.hardware is not None else ():
+            if gap.remedy:
+                hosts_by_gap.setdefault(gap, []).append(host.name)
+    return tuple(
+        MissingEvidence(hosts=tuple(hosts), source=gap.source, reason=gap.reason, remedy=gap.remedy)
+        for gap, hosts in list(hosts_by_gap.items())[:MAX_GAPS_SHOWN]
+    )
 
 
 def keep_known_hardware(

@@ -18,7 +18,7 @@ from hangwatch.tracking.fleet import Fleet
 from ..core.clock import Clock, ulid
 from . import evidence
 from .device_evidence import collect_device_positions, keep_known_positions
-from .hardware_evidence import collect_hardware, keep_known_hardware
+from .hardware_evidence import update_hardware
 from .matching import Relation, relate_verdict
 from .records import IncidentRecord, get_member_key
 from .refinement import refine_verdict, summarize_alerts
@@ -277,9 +277,7 @@ class IncidentRegistry:
             processes=(
                 evidence.collect_processes(attempt, incident.culprits) or incident.processes
             ),
-            hardware=keep_known_hardware(
-                incident.hardware, collect_hardware(attempt, incident.verdict, record.onset_at)
-            ),
+            **update_hardware(incident, attempt, record.onset_at),
             device=keep_known_positions(
                 incident.device, collect_device_positions(attempt, incident.verdict)
             ),

@@ -28,6 +28,7 @@ def run_doctor(args: argparse.Namespace, env: Mapping[str, str] | None = None) -
         *device.check_devices(env),
         *stacks.check_stacks(),
         *hardware.check_hardware(env),
+        *hardware.check_known_problems(),
         *server.check_server(url, token, env),
     ]
     exit_code = choose_exit_code(findings)

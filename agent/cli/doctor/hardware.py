@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 from collections.abc import Iterator, Mapping, Sequence
 
 from hangwatch.model.hardware import Observation, UnavailableSource
+from hangwatch.model.known_problems import find_known_problems
 
 from ...node.hardware.host import Host
 from ...node.hardware.reader import TIME_LIMIT_S, ReaderProcess, find_absence, read_source
@@ -12,6 +15,8 @@ from ...node.hardware.sources import SOURCES, Source
 from .findings import Finding
 
 _MAX_PARTS_SHOWN = 4
+# By component of `hangwatch.model.known_problems`: the distributions that install it.
+_PACKAGES = {"torch": ("torch",), "nccl": ("nvidia-nccl-cu12", "nvidia-nccl-cu13")}
 
 
 def check_hardware(
@@ -36,6 +41,28 @@ def check_hardware(
             )
 
 
+def check_known_problems() -> Iterator[Finding]:
+    """One finding for each installed version that is known to hang."""
+    machine = os.uname().machine
+    for component, packages in _PACKAGES.items():
+        for package in packages:
+            try:
+                version = importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+            yield from judge_version(component, version, machine)
+
+
+def judge_version(component: str, version: str, machine: str) -> Iterator[Finding]:
+    for known in find_known_problems(component, version, machine):
+        yield Finding(
+            name="known problem",
+            ok=None,
+            detail=known.describe(version),
+            remedy=f"upgrade {component} to {'.'.join(map(str, known.fixed))} or later",
+        )
+
+
 def judge_source(
     name: str, observations: Sequence[Observation], unavailable: UnavailableSource | None
 ) -> Finding:
@@ -43,7 +70,7 @@ def judge_source(
     if unavailable is not None:
         return Finding(
             name=title,
-            ok=None,
+            ok=None if unavailable.remedy else True,  # nothing is wrong with a host that has none
             detail=f"not available: {unavailable.reason}",
             remedy=unavailable.remedy,
         )

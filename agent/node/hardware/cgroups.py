@@ -15,6 +15,7 @@ from .host import Host, SourceUnavailableError, read_text
 SOURCE = "cgroup"
 
 _ROOT = Path("fs/cgroup")
+_CONTROLLERS = frozenset(("memory", "cpu"))  # of version 1
 # By file: the fields, and how much a change of each explains.
 _FIELDS = {
     "memory.events": {"oom_kill": Weight.FAULT, "max": Weight.HINT},
@@ -41,12 +42,12 @@ def _find_folders(host: Host, pid: int) -> Iterator[Path]:
     root = host.sys / _ROOT
     for line in (read_text(host.proc / str(pid) / "cgroup") or "").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        bases = [root] if not controllers else [root / controllers]
-        if controllers in ("memory", "cpu,cpuacct") or not controllers:
-            for base in bases:
-                folder = base / path.lstrip("/")
-                # Inside a container, the path may be that of the host, and the files are at the root.
-                yield folder if folder.is_dir() else base
+        if controllers and not _CONTROLLERS.intersection(controllers.split(",")):
+            continue
+        base = root / controllers
+        folder = base / path.lstrip("/")
+        # Inside a container, the path may be that of the host, and the files are at the root.
+        yield folder if folder.is_dir() else base
 
 
 def _read_folder(host: Host, folder: Path) -> Iterator[Observation]:

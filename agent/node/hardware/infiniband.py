@@ -70,7 +70,7 @@ def _read_port(about: str, port: Path) -> Iterator[Observation]:
             yield Observation(source=SOURCE, about=about, what=what, now=name, weight=Weight.FAULT)
     rate = read_text(port / "rate")
     if rate:
-        yield Observation(source=SOURCE, about=about, what="rate", now=rate)
+        yield Observation(source=SOURCE, about=about, what="rate", now=rate, weight=Weight.FACT)
     for folder, names, weight in (
         ("counters", _FAULT_COUNTERS, Weight.FAULT),
         ("counters", _HINT_COUNTERS, Weight.HINT),

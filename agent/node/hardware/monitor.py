@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hangwatch.model.hardware import Observation, UnavailableSource
 from hangwatch.protocol.hardware import HardwareReply
@@ -93,20 +94,32 @@ class HardwareMonitor:
     def _run_worker(self) -> None:
         while True:
             order = self._orders.get()
-            host = self._make_host(order.pids)
-            if not order.request_id:
-                self._baselines.add_reading(self._read_baseline(host))
-                continue
-            reading = self._read_sources(self._sources, host)
-            observations, window_s = self._baselines.find_changes(reading, order.onset_ns)
-            reply = HardwareReply(
-                key=order.key,
-                request=order.request_id,
-                window_s=round(window_s, 1),
-                observations=observations,
-                unavailable=reading.unavailable,
-            )
-            self._results.put((reply, reading.taken_ns))
+            try:
+                self._execute_order(order)
+            except Exception as error:  # every request gets a reply, and the thread continues
+                reason = f"hangwatch failed to read them: {type(error).__name__}: {error}"
+                failed = UnavailableSource(source="all", reason=reason, remedy="please report this")
+                self._add_result(order, time.monotonic_ns(), unavailable=(failed,))
+
+    def _execute_order(self, order: HardwareOrder) -> None:
+        host = self._make_host(order.pids)
+        if not order.request_id:
+            self._baselines.add_reading(self._read_baseline(host))
+            return
+        reading = self._read_sources(self._sources, host)
+        observations, window_s = self._baselines.find_changes(reading, order.onset_ns)
+        self._add_result(
+            order,
+            reading.taken_ns,
+            window_s=round(window_s, 1),
+            observations=observations,
+            unavailable=reading.unavailable,
+        )
+
+    def _add_result(self, order: HardwareOrder, taken_ns: int, **parts: Any) -> None:
+        if order.request_id:
+            reply = HardwareReply(key=order.key, request=order.request_id, **parts)
+            self._results.put((reply, taken_ns))
             self._wake()
 
     def _read_baseline(self, host: Host) -> Reading:

@@ -13,15 +13,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hangwatch.model.hardware import Observation, Weight
+from hangwatch.model.hardware import JOB_SOURCE, Observation, Weight
 
 from .host import Host, SourceUnavailableError
 
-SOURCE = "nccl ras"
+SOURCE = JOB_SOURCE
 
 DEFAULT_ADDRESS = "localhost:28028"
 CONNECT_TIMEOUT_S = 1.0
-QUERY_TIMEOUT_S = 8.0  # NCCL waits a few seconds for processes that do not answer
+QUERY_TIMEOUT_S = 4.0  # NCCL waits two seconds for processes that do not answer
 _MAX_REPORT_BYTES = 8 << 20
 _MAX_RANKS_SHOWN = 16
 # NCCL 2.28.9 leaves out a comma between two members of missing_ranks.
@@ -159,17 +159,13 @@ def _read_text(report: str) -> Iterator[Observation]:
         yield Observation(
             source=SOURCE, about="nccl", what="version", now=version[1], weight=Weight.FACT
         )
-    about = what = ""
-    is_error = False
-    for line in report.splitlines():
-        if line in ("Errors", "Warnings"):
-            is_error = line == "Errors"
-        title = _TITLE.match(line)
-        if title is not None:
-            about = f"communicator {title[2]}" if title[2] else "job"
-            what = title[3].lower()
-        elif what and line.startswith("  ") and line.strip():
-            weight = Weight.FAULT if is_error else Weight.HINT
-            yield _make_observation(about, what, line.strip(), weight)
-        else:
-            what = ""
+    weight = Weight.HINT
+    for paragraph in re.split(r"\n\s*\n", report):
+        title, *lines = paragraph.strip("\n").splitlines() or [""]
+        if title in ("Errors", "Warnings"):
+            weight = Weight.FAULT if title == "Errors" else Weight.HINT
+        match = _TITLE.match(title)
+        if match is not None:
+            about = f"communicator {match[2]}" if match[2] else "job"
+            text = "; ".join(line.strip() for line in lines)
+            yield _make_observation(about, match[3].lower(), text, weight)

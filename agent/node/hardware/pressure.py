@@ -41,7 +41,7 @@ def _read_resource(resource: str, text: str) -> Iterator[Observation]:
             yield Observation(
                 source=SOURCE,
                 about=resource,
-                what=f"{kind} avg10 %",
+                what="waiting_share",
                 now=share,
                 is_abnormal=share >= limit,
             )

@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -17,8 +19,9 @@ from hangwatch.protocol import codec
 from .host import Host, SourceUnavailableError
 from .sources import SOURCES, Source
 
-TIME_LIMIT_S = 10.0
+TIME_LIMIT_S = 5.0
 _KILL_WAIT_S = 0.5
+_PR_SET_PDEATHSIG = 1
 _BLOCKED_REMEDY = (
     "its driver or device may be blocked: see /proc/PID/stack of the reader, and the kernel log"
 )
@@ -74,7 +77,14 @@ class ReaderProcess:
         except subprocess.TimeoutExpired:
             self._abandon()
             reason = f"it did not answer within {TIME_LIMIT_S:g} seconds"
-            return (), UnavailableSource(source=name, reason=reason, remedy=_BLOCKED_REMEDY)
+            blocked = Observation(
+                source=name,
+                about=name,
+                what="does_not_return",
+                now=f"{TIME_LIMIT_S:g} s",
+                is_abnormal=True,
+            )
+            return (blocked,), UnavailableSource(source=name, reason=reason, remedy=_BLOCKED_REMEDY)
         try:
             return _decode_result(json.loads(output))
         except (ValueError, TypeError, KeyError):
@@ -101,6 +111,8 @@ def _decode_result(
 
 
 def main(argv: list[str]) -> int:
+    # A reader that is blocked must not outlive its node agent.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     name, pids = argv
     (source,) = [source for source in SOURCES if source.name == name]
     host = Host.from_environ(os.environ, tuple(int(pid) for pid in pids.split(",") if pid))

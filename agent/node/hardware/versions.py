@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ SOURCE = "versions"
 
 # The wheel's folder lies beside the library: nvidia_nccl_cu12-2.27.3.dist-info.
 _NCCL_LIBRARY = re.compile(r"\s(/\S*/nvidia/nccl/lib/libnccl\.so\S*)")
+_MAX_GROUPS = 64
 _NCCL_WHEEL = re.compile(r"nvidia_nccl_cu\d+-([\d.]+)\.dist-info")
 
 
@@ -23,11 +25,26 @@ def probe(host: Host) -> tuple[Observation, ...]:
 def _read_versions(host: Host) -> Iterator[Observation]:
     kernel = read_text(host.proc / "sys" / "kernel" / "osrelease")
     driver = read_text(host.sys / "module" / "nvidia" / "version")
-    for about, version in (("kernel", kernel), ("driver", driver), ("nccl", _find_nccl(host))):
+    found = {
+        "kernel": kernel,
+        "machine": os.uname().machine,
+        "driver": driver,
+        "nccl": _find_nccl(host),
+        "iommu": _find_iommu(host),
+    }
+    for about, version in found.items():
         if version:
             yield Observation(
                 source=SOURCE, about=about, what="version", now=version, weight=Weight.FACT
             )
+
+
+def _find_iommu(host: Host) -> str | None:
+    """How the IOMMU treats the devices: "identity" is a passthrough, "DMA" translates addresses."""
+    groups = host.sys / "kernel" / "iommu_groups"
+    types = {read_text(groups / name / "type") or "" for name in list_names(groups)[:_MAX_GROUPS]}
+    types.discard("")
+    return " and ".join(sorted(types)) or None
 
 
 def _find_nccl(host: Host) -> str | None:

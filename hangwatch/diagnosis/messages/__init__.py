@@ -38,7 +38,9 @@ from .ends import (
     get_signal_name,
 )
 from .hardware import (
-    format_host_observations,
+    format_different_fact,
+    format_idle_gpus,
+    format_job_report,
     format_several_hosts,
     format_single_host,
 )
@@ -121,9 +123,11 @@ __all__ = [
     "format_call_short",
     "format_dead_rank_advice",
     "format_deadlock_advice",
+    "format_different_fact",
     "format_exception",
     "format_exited_rank_advice",
-    "format_host_observations",
+    "format_idle_gpus",
+    "format_job_report",
     "format_line",
     "format_more_calls",
     "format_several_hosts",

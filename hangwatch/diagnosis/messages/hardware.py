@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hangwatch.model.hardware import Observation, Weight
+from hangwatch.model.hardware import Observation, ObservedValue, Weight
 from hangwatch.report.hardware import describe_observation
 
 _MAX_CLAUSES = 3
@@ -29,24 +29,43 @@ _REMEDIES = {
 def format_single_host(
     found: Mapping[str, Sequence[Observation]], weight: Weight, host_count: int
 ) -> str:
-    """One host of several reports something."""
+    """One host reports something, of all that are concerned."""
     ((host, observations),) = found.items()
     clauses = _join_clauses(observations)
-    if weight is Weight.FAULT:
-        return (
-            f"Of {host_count} hosts, {host} alone reports a fault of its hardware: {clauses}. That this"
-            f" is the cause is inferred.{_choose_remedy(observations)}"
-        )
-    return f"Of {host_count} hosts, {host} alone reports this, which may contribute: {clauses}."
+    if weight is Weight.HINT:
+        start = f"Of {host_count} hosts, {host} alone" if host_count > 1 else host
+        return f"{start} reports this, which may contribute: {clauses}."
+    remedy = _choose_remedy(observations)
+    if host_count == 1:
+        return f"{host} reports a fault of its hardware: {clauses}.{remedy}"
+    return (
+        f"Of {host_count} hosts, {host} alone reports a fault of its hardware: {clauses}. That this"
+        f" is the cause is inferred.{remedy}"
+    )
 
 
-def format_host_observations(found: Mapping[str, Sequence[Observation]], weight: Weight) -> str:
-    """Only one host is concerned, so that it cannot be compared with others."""
-    ((host, observations),) = found.items()
-    clauses = _join_clauses(observations)
-    if weight is Weight.FAULT:
-        return f"{host} reports a fault of its hardware: {clauses}.{_choose_remedy(observations)}"
-    return f"{host} reports this, which may contribute: {clauses}."
+def format_job_report(observations: Sequence[Observation]) -> str:
+    """What NCCL reports of its communicators."""
+    return f"NCCL itself reports: {_join_clauses(observations)}."
+
+
+def format_idle_gpus(idle: Sequence[tuple[str, str]], spinning: int) -> str:
+    """``idle`` are hosts and their GPUs."""
+    names = ", ".join(f"{gpu} of {host}" for host, gpu in idle[:_MAX_HOSTS])
+    more = len(idle) - _MAX_HOSTS
+    verb = "is" if len(idle) == 1 else "are"
+    others = f" and {more} other{'s' if more > 1 else ''}" if more > 0 else ""
+    return (
+        f"{names}{others} {verb} idle while {spinning} GPUs spin, as"
+        " NCCL's kernels do that wait for the others: check what that GPU's rank does before the call,"
+        " and the GPU itself."
+    )
+
+
+def format_different_fact(
+    host: str, name: str, unusual: ObservedValue, usual: ObservedValue
+) -> str:
+    return f"{host} alone has {name} {unusual}, where the other hosts have {usual}."
 
 
 def format_several_hosts(found: Mapping[str, Sequence[Observation]]) -> str:
@@ -55,7 +74,7 @@ def format_several_hosts(found: Mapping[str, Sequence[Observation]]) -> str:
         for host, observations in list(found.items())[:_MAX_HOSTS]
     ]
     more = len(found) - len(shown)
-    others = f" and {more} others" if more else ""
+    others = f" and {more} other{'s' if more > 1 else ''}" if more else ""
     return f"Faults of their hardware are reported by {', '.join(shown)}{others}."
 
 

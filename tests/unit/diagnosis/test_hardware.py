@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -115,6 +116,33 @@ def test_hints_of_several_hosts_say_nothing() -> None:
     plain = find_verdict(make_stalled_job(), {number: [] for number in range(4)}).advice
     reports = {number: [RETRANSMISSIONS] for number in range(4)}
     assert find_verdict(make_stalled_job(), reports).advice == plain
+
+
+def test_few_lost_packets_say_nothing() -> None:
+    plain = find_verdict(make_stalled_job(), {number: [] for number in range(4)}).advice
+    few = replace(RETRANSMISSIONS, now=9, is_counter=True)
+    reports: dict[int, list[Observation]] = {0: [], 1: [few], 2: [], 3: []}
+    assert find_verdict(make_stalled_job(), reports).advice == plain
+
+
+def test_hint_on_the_only_host_must_be_abnormal() -> None:
+    throttled = observe("throttled", "GPU 3", now="hardware thermal", weight=Weight.HINT)
+    for is_abnormal in (False, True):
+        job = make_stalled_job()
+        for rank in job.ranks.values():
+            rank.host = "node0"
+        idle = observe("idle", "GPU 0", now="95 W", weight=Weight.HINT)
+        hints = [
+            RETRANSMISSIONS,
+            replace(idle, is_abnormal=True),
+            replace(throttled, is_abnormal=is_abnormal),
+        ]
+        advice = find_verdict(job, {0: hints}).advice
+        expected = (
+            "node0 reports this, which may contribute: GPU 3 is throttled (hardware thermal)."
+        )
+        assert advice.endswith(expected) == is_abnormal
+        assert "RetransSegs" not in advice and "idle" not in advice
 
 
 def test_job_on_one_host() -> None:

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta, timezone
 from hangwatch.model.calls import Call, Signature, Site
 from hangwatch.model.device import DevicePosition
 from hangwatch.model.groups import Group
-from hangwatch.model.hardware import HostObservation, Observation, Weight
+from hangwatch.model.hardware import HostObservation, MissingEvidence, Observation, Weight
 from hangwatch.model.incidents import Incident, MergedStack, ProcessSnapshot, Resolution
 from hangwatch.model.kind_spec import Severity
 from hangwatch.model.kinds import VerdictKind
@@ -116,6 +116,11 @@ INCIDENT = Incident(
             ),
         ),
     ),
+    hardware_missing=(
+        MissingEvidence(
+            hosts=("node1", "node2"), source="kernel log", reason="refused", remedy="permit it"
+        ),
+    ),
     stacks=(
         MergedStack(
             ranks=(1,),
@@ -168,6 +173,7 @@ def test_analyze_and_server_give_the_same_fields() -> None:
         "processes",
         "device",
         "hardware",
+        "hardware_missing",
         "stacks",
         "recovery",
     }
@@ -217,5 +223,12 @@ def test_documents_of_older_releases_have_default_values() -> None:
 def test_events_leave_out_large_fields() -> None:
     document = build_incident_document(INCIDENT)
     event = build_incident_event(INCIDENT)
-    assert document.keys() - event.keys() == {"calls", "waits", "stacks", "device", "hardware"}
+    assert document.keys() - event.keys() == {
+        "calls",
+        "waits",
+        "stacks",
+        "device",
+        "hardware",
+        "hardware_missing",
+    }
     assert event.items() <= document.items()

@@ -36,8 +36,8 @@ from hangwatch.report.hardware import describe_observation, format_hardware
             "RetransSegs of TCP went from 5 to 900",
         ),
         (
-            Observation(source="pressure", about="io", what="full avg10 %", now=61.2),
-            "io: full avg10 % (61.2)",
+            Observation(source="pressure", about="io", what="waiting_share", now=61.2),
+            "tasks waited for io in 61.2 % of the last ten seconds",
         ),
     ],
 )
@@ -61,3 +61,17 @@ def test_text_of_a_host_is_cleaned_and_wrapped() -> None:
     assert lines[0].startswith("node1: GPU 3 is throttled (hardware slowdown,")
     assert not any("\x1b" in line for line in lines)
     assert list(format_hardware({})) == []
+
+
+def test_sources_that_could_not_be_read() -> None:
+    gap = {
+        "hosts": ["node1", "node2", "node3", "node4"],
+        "source": "kernel log",
+        "reason": "/dev/kmsg may not be read",
+        "remedy": "give the node agent CAP_SYSLOG",
+    }
+    text = " ".join(line.strip() for line in format_hardware({"hardware_missing": [gap]}))
+    assert text == (
+        "not read on node1, node2, node3 and 1 more: kernel log, /dev/kmsg may not be read; give the"
+        " node agent CAP_SYSLOG"
+    )

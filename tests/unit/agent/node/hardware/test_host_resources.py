@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -118,9 +119,13 @@ def test_versions(tmp_path: Path) -> None:
     write_files(tmp_path / "proc/7", {"maps": f"7f00-7f01 r-xp 0 fd:0 9      {library}"})
     root = tmp_path / "proc/7/root" / packages.lstrip("/")
     (root / "nvidia_nccl_cu12-2.27.3.dist-info").mkdir(parents=True)
+    groups = {"0/type": "identity", "1/type": "DMA", "2/type": "DMA"}
+    write_files(tmp_path / "sys/kernel/iommu_groups", groups)
     found = versions.probe(make_host(tmp_path, pids=(7,)))
     assert {o.about: o.now for o in found} == {
         "kernel": "6.8.0-45-generic",
+        "machine": os.uname().machine,
+        "iommu": "DMA and identity",
         "driver": "570.86.15",
         "nccl": "2.27.3",
     }

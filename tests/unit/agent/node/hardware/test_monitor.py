@@ -97,6 +97,17 @@ def test_fault_of_a_source_leaves_the_others() -> None:
     assert len(counting.readings) == 1
 
 
+def test_error_of_ours_is_a_reply() -> None:
+    def fail(pids: tuple[int, ...]) -> Host:
+        raise ZeroDivisionError
+
+    hardware, woken = make_monitor(make_host=fail)
+    ((missing),) = request_reply(hardware, woken).unavailable
+    assert "ZeroDivisionError" in missing.reason
+    woken.clear()
+    assert request_reply(hardware, woken).unavailable, "the thread continues"
+
+
 def start_program(program: str) -> object:
     return lambda source, host: ReaderProcess(source, host, (sys.executable, "-c", program))
 

@@ -42,12 +42,16 @@ def test_text_report(tmp_path: Path) -> None:
         (
             "job",
             "dead",
-            "1 job process is considered dead (unreachable via the RAS network)",
+            "1 job process is considered dead (unreachable via the RAS network); Process 3487984 on"
+            " node 172.16.64.213 managing GPU 5",
             Weight.FAULT,
         ),
-        ("job", "dead", "Process 3487984 on node 172.16.64.213 managing GPU 5", Weight.FAULT),
-        (communicator, "incomplete", "Missing communicator data from 1 rank", Weight.FAULT),
-        (communicator, "incomplete", "The missing rank: 21", Weight.FAULT),
+        (
+            communicator,
+            "incomplete",
+            "Missing communicator data from 1 rank; The missing rank: 21",
+            Weight.FAULT,
+        ),
         (
             "job",
             "timeout",

@@ -1,0 +1,61 @@
+"""What `hangwatch doctor` says of the sources of hardware evidence."""
+
+from __future__ import annotations
+
+import pytest
+
+from hangwatch.agent.cli.doctor.hardware import check_hardware, judge_source, judge_version
+from hangwatch.agent.node.hardware.host import Host, SourceUnavailableError
+from hangwatch.agent.node.hardware.sources import SOURCES, Source
+from hangwatch.model.hardware import Observation, UnavailableSource
+
+
+def observe(about: str) -> Observation:
+    return Observation(source="infiniband", about=about, what="state", now="ACTIVE")
+
+
+def test_source_that_can_be_read_lists_its_parts() -> None:
+    finding = judge_source("infiniband", [observe(f"mlx5_{n}/1") for n in range(6)], None)
+    assert (finding.name, finding.ok) == ("evidence: infiniband", True)
+    assert finding.detail == "mlx5_0/1, mlx5_1/1, mlx5_2/1, mlx5_3/1 and 2 more"
+
+
+def test_source_without_parts() -> None:
+    assert judge_source("storage", [], None).detail == "readable"
+
+
+def test_source_that_cannot_be_read_has_the_remedy() -> None:
+    missing = UnavailableSource(
+        source="kernel log", reason="/dev/kmsg may not be read", remedy="give it CAP_SYSLOG"
+    )
+    finding = judge_source("kernel log", [], missing)
+    assert finding.ok is None, "no job fails for that"
+    assert finding.detail == "not available: /dev/kmsg may not be read"
+    assert finding.remedy == "give it CAP_SYSLOG"
+
+
+def test_every_source_has_a_finding() -> None:
+    findings = list(check_hardware({}))
+    assert [finding.name for finding in findings] == [f"evidence: {s.name}" for s in SOURCES]
+    assert not any(finding.ok is False for finding in findings)
+
+
+def test_absent_source_starts_no_process() -> None:
+    def refuse(host: Host) -> None:
+        raise SourceUnavailableError("this host has none")
+
+    def fail(host: Host) -> tuple[Observation, ...]:
+        raise AssertionError("it was read")
+
+    source = Source(name="none", probe=fail, may_block=True, check=refuse)
+    (finding,) = check_hardware({}, [source])
+    assert (finding.ok, finding.detail) == (True, "not available: this host has none")
+
+
+@pytest.mark.parametrize(
+    ("component", "version", "remedy"),
+    [("torch", "2.7.0", "upgrade torch to 2.7.1 or later"), ("torch", "2.13.0", None)],
+)
+def test_version_that_is_known_to_hang(component: str, version: str, remedy: str | None) -> None:
+    findings = list(judge_version(component, version, "x86_64"))
+    assert [finding.remedy for finding in findings] == ([remedy] if remedy else [])
