@@ -39,7 +39,7 @@ from .monitor.watch import WatchOptions, build_watch
 from .settings import Settings
 from .storage.rows import Delivery
 from .storage.store import Store
-from .web import pages
+from .web import incident_report, pages
 from .web import performance_pages as performance_routes
 
 log = logging.getLogger("hangwatch")
@@ -93,7 +93,16 @@ def build_app(
     )
     error_pages.install_error_handlers(app, watch.counters.refusals_by_limit)
     rendering.set_path_prefix(settings.path_prefix)
-    for part in (heartbeats, api, ondemand_routes, stack_files, pages, performance_routes, access):
+    for part in (
+        heartbeats,
+        api,
+        ondemand_routes,
+        stack_files,
+        incident_report,
+        pages,
+        performance_routes,
+        access,
+    ):
         app.include_router(part.build_router(live))
     _add_operations_routes(app, live)
     openapi.install_openapi(app, token)

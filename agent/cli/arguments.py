@@ -31,6 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     server_arguments.add_status(subcommands)
     server_arguments.add_incidents(subcommands)
     server_arguments.add_show(subcommands)
+    server_arguments.add_report(subcommands)
     server_arguments.add_dump(subcommands)
     server_arguments.add_perf(subcommands)
     live_arguments.add_trace(subcommands)

@@ -1,4 +1,4 @@
-"""The subcommands that show the server's view: status, incidents, show, dump and perf."""
+"""The subcommands that show the server's view: status, incidents, show, report, dump and perf."""
 
 from __future__ import annotations
 
@@ -79,6 +79,35 @@ def _run_show(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     from .commands.incidents import run_show
 
     return run_show(args, env)
+
+
+def add_report(subcommands: Subcommands) -> None:
+    parser = subcommands.add(
+        "report",
+        _run_report,
+        has_server=True,
+        has_job=True,
+        help="save an incident as one HTML file, which needs no server",
+    )
+    parser.add_argument(
+        "id",
+        nargs="?",
+        metavar="ID",
+        help="its id, or the beginning of it (default: the newest incident)",
+    )
+    parser.add_argument(
+        "--out",
+        "-o",
+        default="",
+        metavar="FILE",
+        help="the file or its folder; - for stdout (default: hangwatch-ID.html)",
+    )
+
+
+def _run_report(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    from .commands.report import run_report
+
+    return run_report(args, env)
 
 
 def add_dump(subcommands: Subcommands) -> None:

@@ -14,6 +14,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
+AXE_SCRIPT = Path(__file__).parent.parent / "vendor" / "axe-core" / "axe.min.js"
 BROWSER_TIMEOUT_S = 30.0  # on a busy machine
 
 
@@ -48,6 +49,35 @@ def open_browser(profile: Path, *, width: int = 1280, height: int = 900) -> Iter
         yield made
     finally:
         made.quit()
+
+
+def list_accessibility_violations(browser: WebDriver) -> list[str]:
+    """Violations of serious or critical impact that axe-core finds in each theme, and requests to
+    other hosts.
+    """
+    foreign_requests = (
+        "return performance.getEntriesByType('resource').map((e) => e.name).filter((n) =>"
+        " !n.startsWith(location.origin))"
+    )
+    violations = [
+        f"{browser.current_url} requests {other}"
+        for other in browser.execute_script(foreign_requests)
+    ]
+    browser.execute_script(AXE_SCRIPT.read_text())
+    for theme in ("light", "dark"):
+        browser.execute_script("document.documentElement.dataset.theme = arguments[0]", theme)
+        result = browser.execute_async_script(
+            "axe.run().then(arguments[0], (error) => arguments[0]({error: String(error)}))"
+        )
+        assert "error" not in result, result
+        for violation in result["violations"]:
+            if violation["impact"] in ("serious", "critical"):
+                nodes = "; ".join(
+                    f"{n['html'][:200]} ({n['failureSummary'][:300]})"
+                    for n in violation["nodes"][:3]
+                )
+                violations.append(f"{browser.current_url}, {theme}: {violation['id']}: {nodes}")
+    return violations
 
 
 def get_text(browser: WebDriver, selector: str) -> str:

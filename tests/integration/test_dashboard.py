@@ -19,6 +19,7 @@ from tests.harness.browser import (
     BROWSER_TIMEOUT_S,
     click_element,
     get_text,
+    list_accessibility_violations,
     list_console_errors,
     open_browser,
     wait_until_shown,
@@ -32,7 +33,6 @@ PROGRAM = Path(__file__).with_name("dashboard_program.py")
 PLANTED_LINE = next(
     n for n, line in enumerate(PROGRAM.read_text().splitlines(), 1) if line.endswith("# PLANTED")
 )
-AXE_SCRIPT = Path(__file__).parent.parent / "vendor" / "axe-core" / "axe.min.js"
 
 
 @pytest.fixture(scope="module")
@@ -51,35 +51,6 @@ def browser(chromium: WebDriver) -> Iterator[WebDriver]:
         chromium.close()
         chromium.switch_to.window(chromium.window_handles[0])
     assert list_console_errors(chromium) == []
-
-
-def list_accessibility_violations(browser: WebDriver) -> list[str]:
-    """Violations of serious or critical impact that axe-core finds in each theme, and requests to
-    other hosts.
-    """
-    foreign_requests = (
-        "return performance.getEntriesByType('resource').map((e) => e.name).filter((n) =>"
-        " !n.startsWith(location.origin))"
-    )
-    violations = [
-        f"{browser.current_url} requests {other}"
-        for other in browser.execute_script(foreign_requests)
-    ]
-    browser.execute_script(AXE_SCRIPT.read_text())
-    for theme in ("light", "dark"):
-        browser.execute_script("document.documentElement.dataset.theme = arguments[0]", theme)
-        result = browser.execute_async_script(
-            "axe.run().then(arguments[0], (error) => arguments[0]({error: String(error)}))"
-        )
-        assert "error" not in result, result
-        for violation in result["violations"]:
-            if violation["impact"] in ("serious", "critical"):
-                nodes = "; ".join(
-                    f"{n['html'][:200]} ({n['failureSummary'][:300]})"
-                    for n in violation["nodes"][:3]
-                )
-                violations.append(f"{browser.current_url}, {theme}: {violation['id']}: {nodes}")
-    return violations
 
 
 def test_dashboard_from_empty_page_to_resolved_incident(browser: WebDriver, tmp_path: Path) -> None:

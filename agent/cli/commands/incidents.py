@@ -48,7 +48,7 @@ def _fetch_incidents(client: Client, args: argparse.Namespace) -> list[dict[str,
 def run_show(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Prints one incident in full. Raises CliError."""
     with open_client(args, env) as client:
-        document = _find_incident(client, args.id, args.job)
+        document = find_incident(client, args.id, args.job)
     if args.json:
         print_json(document)
     else:
@@ -57,7 +57,7 @@ def run_show(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     return OK
 
 
-def _find_incident(client: Client, id_prefix: str | None, job: str | None) -> dict[str, Any]:
+def find_incident(client: Client, id_prefix: str | None, job: str | None) -> dict[str, Any]:
     """The incident with this id or unique prefix of an id, or the newest one if None is given.
 
     It is always fetched by its id, since the items of a list may be abridged.
