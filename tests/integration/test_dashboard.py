@@ -181,6 +181,33 @@ def _check_evidence(browser: WebDriver) -> None:
     )
 
 
+def test_update_opens_new_details_and_keeps_what_the_reader_chose(
+    browser: WebDriver, tmp_path: Path
+) -> None:
+    with running_server(tmp_path / "server") as server:
+        browser.get(f"{server.url}/ranks")
+        wait_until_shown(browser, "main", "No job has reported yet")
+        opened = browser.execute_async_script(
+            """
+            const done = arguments[0];
+            const make = (...parts) => {
+              const box = document.createElement("div");
+              box.innerHTML = parts.map(([name, open]) =>
+                `<details${open ? " open" : ""}><summary>${name}</summary>text</details>`).join("");
+              return box;
+            };
+            import("/static/morph.js").then(({ morphElement }) => {
+              const box = make(["first", true], ["other threads", false]);
+              document.body.append(box);
+              box.children[0].open = false; // the reader closes it
+              morphElement(box, make(["first", true], ["second", true], ["other threads", false]));
+              done([...box.children].map((part) => [part.firstChild.textContent, part.open]));
+            });
+            """
+        )
+        assert opened == [["first", False], ["second", True], ["other threads", False]]
+
+
 def _check_fresh_stacks(browser: WebDriver) -> None:
     field = browser.find_element(By.ID, "dump-ranks")
     field.clear()

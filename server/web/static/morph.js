@@ -4,7 +4,10 @@ import { Idiomorph } from "./vendor/idiomorph/idiomorph.esm.js";
 
 const callbacks = {
   // Most of a page is unchanged, and the browser compares faster than idiomorph.
-  beforeNodeMorphed: (current, wanted) => !current.isEqualNode(wanted),
+  beforeNodeMorphed: (current, wanted) => {
+    if (areOtherDetails(current, wanted)) current.open = wanted.open;
+    return !current.isEqualNode(wanted);
+  },
   beforeAttributeUpdated: (name, element) => !isSetByReader(name, element),
 };
 
@@ -16,4 +19,11 @@ export function morphElement(current, wanted) {
 function isSetByReader(name, element) {
   if (name === "open") return element.nodeName === "DETAILS";
   return ["value", "checked"].includes(name) && Boolean(element.closest("#dump-form"));
+}
+
+// Whether an element is reused for other details than the reader has opened or closed.
+function areOtherDetails(current, wanted) {
+  if (current.nodeName !== "DETAILS" || wanted.nodeName !== "DETAILS") return false;
+  const [before, after] = [current, wanted].map((details) => details.querySelector("summary"));
+  return before?.textContent !== after?.textContent;
 }
