@@ -14,6 +14,7 @@ from hangwatch.protocol.heartbeat import HeartbeatReply
 from ..transport.target import ServerTarget
 from .composer import HeartbeatComposer, InFlightHeartbeat
 from .discovery.changes import ChangeDetector
+from .discovery.watched import list_live_pids
 from .discovery.watchlist import Watchlist
 from .hardware.monitor import HardwareMonitor
 from .reporting.outage import OutageTracker
@@ -149,7 +150,7 @@ class NodeAgent:
     def _scan_processes(self, now_ns: int) -> None:
         self._is_urgent |= self._scanner.scan_processes(now_ns)
         self._outage.write_user_notice(now_ns)
-        self._hardware.update_baseline(self._watchlist.list_live_pids(), now_ns)
+        self._hardware.update_baseline(list_live_pids(self._watchlist.watched.values()), now_ns)
         if self._outage.is_failing:
             return
         changes = self._change_detector.check_changes(self._watchlist.watched.values())

@@ -169,7 +169,7 @@ def _level_stale_counters(
     A call completes only after all devices have begun it, so that running devices are at most one
     call apart. After an error of the network, each rank's watchdog stops counting at another call.
     Nor are most members behind a few: a call that some complete was begun by all. A device whose
-    counters stood still while those of others went on is behind all the same: its GPU may be lost.
+    counters did not change while those of others did is behind all the same: its GPU may be lost.
     In dumps, whose calls are known to be complete or not, such counters are kept.
     """
     completed = [progress.completed for progress in members.values()]
@@ -190,8 +190,8 @@ def _level_stale_counters(
 def _has_lagged(
     members: Mapping[int, DeviceProgress], streams: Mapping[int, CallStream], highest: int
 ) -> bool:
-    """Whether the counters of all members that are behind were seen to stand still while those of
-    others went on: readings that are that far apart show different times.
+    """Whether the counters of all members that are behind did not change while those of others did:
+    readings that are that far apart show different times.
     """
     furthest_at = max(
         streams[rank].device_changed_at

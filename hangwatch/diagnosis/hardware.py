@@ -40,6 +40,10 @@ class InvolvedHost:
     hardware: HostHardware | None = None  # read since the onset
 
     @property
+    def observations(self) -> tuple[Observation, ...]:
+        return self.hardware.observations if self.hardware is not None else ()
+
+    @property
     def reporter(self) -> Process:
         """The process by which its node agent is addressed."""
         return next((p for p in self.processes if p.is_alive), self.processes[0])
@@ -107,7 +111,7 @@ def _describe_job_report(read: Sequence[InvolvedHost]) -> str:
     found = [
         observation
         for host in read
-        for observation in (host.hardware.observations if host.hardware else ())
+        for observation in host.observations
         if observation.source == JOB_SOURCE and observation.weight is Weight.FAULT
     ]
     return messages.format_job_report(found) if found else ""
@@ -154,7 +158,7 @@ def _describe_idle_gpus(read: Sequence[InvolvedHost]) -> str:
     """
     idle, spinning = [], 0
     for host in read:
-        for observation in host.hardware.observations if host.hardware else ():
+        for observation in host.observations:
             if observation.what == "idle":
                 idle.append((host.name, observation.about))
             spinning += observation.what == "spins"
@@ -169,7 +173,7 @@ def _describe_different_facts(read: Sequence[InvolvedHost], is_complete: bool) -
         return ""
     values: dict[tuple[str, str], dict[str, ObservedValue]] = {}
     for host in read:
-        for observation in host.hardware.observations if host.hardware else ():
+        for observation in host.observations:
             if observation.weight is Weight.FACT:
                 by_host = values.setdefault((observation.about, observation.what), {})
                 by_host[host.name] = observation.now
@@ -187,7 +191,7 @@ def _describe_known_problem(read: Sequence[InvolvedHost]) -> str:
     for host in read:
         facts = {
             observation.about: str(observation.now)
-            for observation in (host.hardware.observations if host.hardware else ())
+            for observation in host.observations
             if observation.what == "version"
         }
         facts["torch"] = next((p.identity.torch for p in host.processes if p.identity.torch), "")
@@ -204,7 +208,7 @@ def _select_observations(
     """Those that concern these ranks, and that are not older than the hang by much."""
     assert host.hardware is not None
     own_names = {f"{_PROCESS_PREFIX}{process.identity.pid}" for process in host.processes}
-    for observation in host.hardware.observations:
+    for observation in host.observations:
         if observation.weight is not weight or observation.source == JOB_SOURCE:
             continue
         happened_at = host.hardware.taken_at - observation.age_s

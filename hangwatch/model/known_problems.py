@@ -81,7 +81,7 @@ KNOWN_PROBLEMS = (
 
 
 def find_known_problems(component: str, version: str, machine: str = "") -> Iterator[KnownProblem]:
-    """Those of an installed version such as "2.7.0+cu126"; none for what is no version."""
+    """Those of an installed version such as "2.7.0+cu126"; none if the text is not a version."""
     numbers = parse_version(version)
     if not numbers:
         return

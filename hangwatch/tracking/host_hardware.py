@@ -13,12 +13,9 @@ MAX_TEXT_CHARS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostHardware:
-    """The newest reading. ``window_s`` is how long before it the earlier values were read; 0 if there
-    were none.
-    """
+    """The newest reading."""
 
     taken_at: float
-    window_s: float
     observations: tuple[Observation, ...]
     unavailable: tuple[UnavailableSource, ...]
 
@@ -27,7 +24,6 @@ def make_host_hardware(reply: HardwareReply, now: float) -> HostHardware:
     """From a reply that was received at ``now``. What exceeds the limits is left out."""
     return HostHardware(
         taken_at=now - max(0.0, reply.taken_s),
-        window_s=reply.window_s,
         observations=tuple(_limit_texts(o) for o in reply.observations[:MAX_OBSERVATIONS_KEPT]),
         unavailable=reply.unavailable[:MAX_OBSERVATIONS_KEPT],
     )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
-from hangwatch.diagnosis.hardware import list_involved_hosts
+from hangwatch.diagnosis.hardware import InvolvedHost, list_involved_hosts
 from hangwatch.model.hardware import (
     HostObservation,
     MissingEvidence,
@@ -15,7 +14,6 @@ from hangwatch.model.hardware import (
     Weight,
 )
 from hangwatch.model.incidents import Incident
-from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.attempt import Attempt
 
 MAX_OBSERVATIONS_SHOWN = 256
@@ -24,45 +22,38 @@ MAX_GAPS_SHOWN = 16
 _Key = tuple[str, str, str, str, object, object]
 
 
-def update_hardware(incident: Incident, attempt: Attempt, since: float) -> dict[str, Any]:
-    """The parts of the incident that hold this evidence, with what was read since the onset."""
-    verdict = incident.verdict
-    known = keep_known_hardware(incident.hardware, collect_hardware(attempt, verdict, since))
-    missing = collect_missing(attempt, verdict, since)
-    return {
-        "hardware": known,
-        "hardware_missing": missing or incident.hardware_missing,
-    }
+def update_hardware(incident: Incident, attempt: Attempt, since: float) -> Incident:
+    """The incident with what the hosts have reported since the onset."""
+    hosts = list_involved_hosts(attempt, replace(incident.verdict, began_at=since))
+    return replace(
+        incident,
+        hardware=keep_known_hardware(incident.hardware, collect_hardware(hosts)),
+        hardware_missing=collect_missing(hosts) or incident.hardware_missing,
+    )
 
 
-def collect_hardware(
-    attempt: Attempt, verdict: Verdict, since: float
-) -> tuple[HostObservation, ...]:
-    """What the involved hosts reported since the onset, faults first; versions are left out."""
-    hosts = list_involved_hosts(attempt, replace(verdict, began_at=since))
+def collect_hardware(hosts: Iterable[InvolvedHost]) -> tuple[HostObservation, ...]:
+    """What the hosts reported, faults first; versions are left out."""
     found = [
         HostObservation(host=host.name, observation=observation)
         for host in hosts
-        if host.hardware is not None
-        for observation in host.hardware.observations
+        for observation in host.observations
         if observation.weight is not Weight.FACT
     ]
     found.sort(key=lambda entry: entry.observation.weight is not Weight.FAULT)
     return tuple(found[:MAX_OBSERVATIONS_SHOWN])
 
 
-def collect_missing(
-    attempt: Attempt, verdict: Verdict, since: float
-) -> tuple[MissingEvidence, ...]:
-    """The sources that the involved hosts could read if something were done about it."""
+def collect_missing(hosts: Iterable[InvolvedHost]) -> tuple[MissingEvidence, ...]:
+    """The sources that the hosts could read if something were done about it."""
     hosts_by_gap: dict[UnavailableSource, list[str]] = {}
-    for host in list_involved_hosts(attempt, replace(verdict, began_at=since)):
+    for host in hosts:
         for gap in host.hardware.unavailable if host.hardware is not None else ():
             if gap.remedy:
                 hosts_by_gap.setdefault(gap, []).append(host.name)
     return tuple(
-        MissingEvidence(hosts=tuple(hosts), source=gap.source, reason=gap.reason, remedy=gap.remedy)
-        for gap, hosts in list(hosts_by_gap.items())[:MAX_GAPS_SHOWN]
+        MissingEvidence(hosts=tuple(names), source=gap.source, reason=gap.reason, remedy=gap.remedy)
+        for gap, names in list(hosts_by_gap.items())[:MAX_GAPS_SHOWN]
     )
 
 

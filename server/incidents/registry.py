@@ -272,12 +272,11 @@ class IncidentRegistry:
             attempt, incident.verdict, record.onset_at, self.clock.date
         )
         updated = replace(
-            incident,
+            update_hardware(incident, attempt, record.onset_at),
             stacks=evidence.keep_known_stacks(incident.stacks, stacks),
             processes=(
                 evidence.collect_processes(attempt, incident.culprits) or incident.processes
             ),
-            **update_hardware(incident, attempt, record.onset_at),
             device=keep_known_positions(
                 incident.device, collect_device_positions(attempt, incident.verdict)
             ),

@@ -24,9 +24,9 @@ def run_report(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     if args.out == _STDOUT:
         sys.stdout.buffer.write(page)
         return OK
-    path = Path(args.out or f"hangwatch-{incident_id}.html")
-    if path.is_dir():
-        path = path / f"hangwatch-{incident_id}.html"
+    path = Path(args.out)
+    if path.is_dir():  # as "" is, which is the current one
+        path /= f"hangwatch-{incident_id}.html"
     try:
         path.write_bytes(page)
     except OSError as error:

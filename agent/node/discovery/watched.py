@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from hangwatch.model.calls import Call
@@ -255,6 +256,10 @@ class WatchedProcess:
             os.close(self.pidfd)
             self.pidfd = None
         self.reader = self.snapshot = None
+
+
+def list_live_pids(watched: Iterable[WatchedProcess]) -> tuple[int, ...]:
+    return tuple(process.pid for process in watched if process.exit is None)
 
 
 def watch_process(

@@ -58,9 +58,6 @@ class Watchlist:
     def has_alive(self) -> bool:
         return any(process.exit is None for process in self.watched.values())
 
-    def list_live_pids(self) -> tuple[int, ...]:
-        return tuple(process.pid for process in self.watched.values() if process.exit is None)
-
     def scan_processes(self, now_ns: int) -> list[WatchedProcess]:
         """Finds and returns new processes, and drops those that are only wrappers of a rank."""
         new_processes = self._scan_rings(now_ns)

@@ -1,1 +1,1 @@
-"""Evidence that lies on the host: one module for each source, and the monitor that reads them."""
+"""What the host knows of its hardware: a module for each source, and the monitor that reads them."""

@@ -16,11 +16,14 @@ SOURCE = "cgroup"
 
 _ROOT = Path("fs/cgroup")
 _CONTROLLERS = frozenset(("memory", "cpu"))  # of version 1
-# By file: the fields, and how much a change of each explains.
+# By file and field: what it counts, and how much a change explains.
 _FIELDS = {
-    "memory.events": {"oom_kill": Weight.FAULT, "max": Weight.HINT},
-    "memory.oom_control": {"oom_kill": Weight.FAULT},  # version 1
-    "cpu.stat": {"nr_throttled": Weight.HINT},
+    "memory.events": {
+        "oom_kill": ("oom_kill", Weight.FAULT),
+        "max": ("memory_at_limit", Weight.HINT),
+    },
+    "memory.oom_control": {"oom_kill": ("oom_kill", Weight.FAULT)},  # version 1
+    "cpu.stat": {"nr_throttled": ("nr_throttled", Weight.HINT)},
 }
 
 
@@ -52,15 +55,16 @@ def _find_folders(host: Host, pid: int) -> Iterator[Path]:
 
 def _read_folder(host: Host, folder: Path) -> Iterator[Observation]:
     about = "/" + str(folder.relative_to(host.sys / _ROOT)).removeprefix(".")
-    for file, weights in _FIELDS.items():
+    for file, fields in _FIELDS.items():
         for line in (read_text(folder / file) or "").splitlines():
             name, _, value = line.partition(" ")
-            if name in weights and value.isdigit():
+            if name in fields and value.isdigit():
+                what, weight = fields[name]
                 yield Observation(
                     source=SOURCE,
                     about=about,
-                    what=name if file != "memory.events" or name != "max" else "memory_at_limit",
+                    what=what,
                     now=int(value),
-                    weight=weights[name],
+                    weight=weight,
                     is_counter=True,
                 )

@@ -30,7 +30,7 @@ _NO_SERVER = "no process of the job listens at {}: NCCL is older than 2.24, or N
 
 
 def check(host: Host) -> None:
-    """Raises SourceUnavailableError if nobody listens."""
+    """Raises SourceUnavailableError if no process listens there."""
     address = _get_address(host)
     _connect(address).close()
 

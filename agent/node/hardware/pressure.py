@@ -12,7 +12,7 @@ from .host import Host, SourceUnavailableError, read_text
 
 SOURCE = "pressure"
 
-# By resource: the line, and the percentage of the last ten seconds from which on it is reported.
+# By resource: the line, and the lowest percentage of the last ten seconds that is abnormal.
 _LIMITS = {"cpu": ("some", 80.0), "memory": ("full", 10.0), "io": ("full", 25.0)}
 
 

@@ -11,7 +11,7 @@ from hangwatch.protocol.commands import Command, CommandKind
 from hangwatch.protocol.hardware import HardwareReply
 from hangwatch.protocol.heartbeat import CallsReply, StackReply
 
-from ..discovery.watched import WatchedProcess
+from ..discovery.watched import WatchedProcess, list_live_pids
 from ..hardware.monitor import HardwareMonitor, HardwareOrder
 from ..reporting.outbox import Outbox
 from ..stacks.callers import read_callers
@@ -79,7 +79,7 @@ class CommandExecutor:
     ) -> bool:
         """Returns True if too many readings are queued, which the outbox then says."""
         order = HardwareOrder(
-            pids=tuple(process.pid for process in watched.values() if process.exit is None),
+            pids=list_live_pids(watched.values()),
             key=command.key,
             request_id=command.id,
             onset_ns=now_ns - int(command.since_s * 1e9),

@@ -52,9 +52,8 @@ def format_job_report(observations: Sequence[Observation]) -> str:
 def format_idle_gpus(idle: Sequence[tuple[str, str]], spinning: int) -> str:
     """``idle`` are hosts and their GPUs."""
     names = ", ".join(f"{gpu} of {host}" for host, gpu in idle[:_MAX_HOSTS])
-    more = len(idle) - _MAX_HOSTS
     verb = "is" if len(idle) == 1 else "are"
-    others = f" and {more} other{'s' if more > 1 else ''}" if more > 0 else ""
+    others = _format_others(len(idle) - _MAX_HOSTS)
     return (
         f"{names}{others} {verb} idle while {spinning} GPUs spin, as"
         " NCCL's kernels do that wait for the others: check what that GPU's rank does before the call,"
@@ -73,9 +72,12 @@ def format_several_hosts(found: Mapping[str, Sequence[Observation]]) -> str:
         f"{host} ({describe_observation(observations[0])})"
         for host, observations in list(found.items())[:_MAX_HOSTS]
     ]
-    more = len(found) - len(shown)
-    others = f" and {more} other{'s' if more > 1 else ''}" if more else ""
+    others = _format_others(len(found) - len(shown))
     return f"Faults of their hardware are reported by {', '.join(shown)}{others}."
+
+
+def _format_others(count: int) -> str:
+    return f" and {count} other{'s' if count > 1 else ''}" if count > 0 else ""
 
 
 def _join_clauses(observations: Sequence[Observation]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hangwatch.diagnosis.hardware import list_involved_hosts
 from hangwatch.model.hardware import (
     HostObservation,
     MissingEvidence,
@@ -58,7 +59,7 @@ def test_faults_come_first_and_versions_are_left_out() -> None:
     report(job, 0, ERRORS, VERSION)
     report(job, 1, XID)
     (verdict,) = job.list_due_verdicts()
-    found = collect_hardware(job.latest_attempt, verdict, verdict.began_at)
+    found = collect_hardware(list_involved_hosts(job.latest_attempt, verdict))
     assert found == (
         HostObservation(host="node1", observation=XID),
         HostObservation(host="node0", observation=ERRORS),
@@ -69,8 +70,9 @@ def test_readings_from_before_the_hang_are_no_evidence() -> None:
     job = make_stalled_job()
     report(job, 0, ERRORS)
     (verdict,) = job.list_due_verdicts()
-    assert collect_hardware(job.latest_attempt, verdict, job.now + 1.0) == ()
-    assert collect_missing(job.latest_attempt, verdict, job.now + 1.0) == ()
+    later = replace(verdict, began_at=job.now + 1.0)
+    assert collect_hardware(list_involved_hosts(job.latest_attempt, later)) == ()
+    assert collect_missing(list_involved_hosts(job.latest_attempt, later)) == ()
 
 
 def test_sources_that_something_can_be_done_about_are_listed_once() -> None:
@@ -78,7 +80,7 @@ def test_sources_that_something_can_be_done_about_are_listed_once() -> None:
     report(job, 0)
     report(job, 1)
     (verdict,) = job.list_due_verdicts()
-    assert collect_missing(job.latest_attempt, verdict, verdict.began_at) == (
+    assert collect_missing(list_involved_hosts(job.latest_attempt, verdict)) == (
         MissingEvidence(
             hosts=("node0", "node1"), source="kernel log", reason="refused", remedy="CAP_SYSLOG"
         ),
