@@ -25,7 +25,15 @@ def make_host_hardware(reply: HardwareReply, now: float) -> HostHardware:
     return HostHardware(
         taken_at=now - max(0.0, reply.taken_s),
         observations=tuple(_limit_texts(o) for o in reply.observations[:MAX_OBSERVATIONS_KEPT]),
-        unavailable=reply.unavailable[:MAX_OBSERVATIONS_KEPT],
+        unavailable=tuple(_limit_gap(gap) for gap in reply.unavailable[:MAX_OBSERVATIONS_KEPT]),
+    )
+
+
+def _limit_gap(gap: UnavailableSource) -> UnavailableSource:
+    return UnavailableSource(
+        source=gap.source[:MAX_TEXT_CHARS],
+        reason=gap.reason[:MAX_TEXT_CHARS],
+        remedy=gap.remedy[:MAX_TEXT_CHARS],
     )
 
 

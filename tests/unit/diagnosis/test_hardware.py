@@ -245,9 +245,11 @@ def test_reading_is_limited() -> None:
         key=key,
         request="r",
         observations=tuple(observe("w" * 1000, now="x" * 1000) for _ in range(1000)),
-        unavailable=(UnavailableSource(source="nvml", reason="none"),),
+        unavailable=(UnavailableSource(source="nvml", reason="r" * 1000, remedy="m" * 1000),),
     )
     job.apply_heartbeat(host="node0", agent="agent-node0", hardware=(reply,))
     hardware = job.latest_attempt.hardware["node0"]
     assert len(hardware.observations) == 128
     assert len(str(hardware.observations[0].now)) == 200
+    (gap,) = hardware.unavailable
+    assert (len(gap.reason), len(gap.remedy)) == (200, 200)
