@@ -8,7 +8,7 @@ from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.verdicts import Verdict
 from tests.simulation.scripted_job import ScriptedJob
 
-from .test_devices import advance_seconds, make_job, make_step, report_devices
+from .test_devices import STALL_AFTER_S, advance_seconds, make_job, make_step, report_devices
 
 
 def abort_ranks(job: ScriptedJob, *ranks: int) -> list[Verdict]:
@@ -25,6 +25,17 @@ def test_ranks_ended_after_network_error_blame_none() -> None:
     assert (verdict.kind, verdict.culprits) == (VerdictKind.NO_PROGRESS, ())
     assert verdict.waiting == (0, 1, 2, 3)
     assert "ended by its watchdog" in verdict.summary
+
+
+def test_end_of_a_long_stall_is_reported_at_once() -> None:
+    """Without recorded starts the stall itself is reported some seconds later."""
+    job = make_job()
+    report_devices(job, dict.fromkeys(range(4), (4, None)))
+    assert advance_seconds(job, STALL_AFTER_S + 2) == []
+    for rank in range(4):
+        job.end_process(rank, signal=int(signal.SIGABRT))
+    (verdict,) = job.list_due_verdicts()
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.NO_PROGRESS, ())
 
 
 def test_rank_ended_by_watchdog_is_victim_of_stuck_device() -> None:
