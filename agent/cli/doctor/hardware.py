@@ -33,7 +33,8 @@ def check_hardware(
             yield judge_source(source.name, *read_source(source, host))
             continue
         try:
-            yield judge_source(source.name, *ReaderProcess(source, host).collect(TIME_LIMIT_S))
+            (result,) = ReaderProcess([source], host).collect(TIME_LIMIT_S)
+            yield judge_source(source.name, *result)
         except OSError as error:
             reason = f"its reader cannot be started: {error.strerror}"
             yield judge_source(

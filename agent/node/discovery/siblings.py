@@ -45,38 +45,52 @@ class _Launcher:
         return _read_launch(pid, self.known, self.numbers_tasks, proc)
 
 
-def find_siblings(
-    recorded: Mapping[int, ProcessIdentity],
-    known_ranks: Collection[tuple[str, int, int]],
-    proc: str = processes.PROC_ROOT,
-) -> list[SiblingRank]:
-    """Ranks that the launchers of these recorded processes started, other than these processes and
-    the ``known_ranks`` (job, restart, rank).
+class SiblingFinder:
+    """Finds the siblings of recorded ranks. Keeps the launcher of each one: that takes several
+    readings of environments, which do not change.
     """
-    seen_ranks = set(known_ranks)
-    ranks: list[SiblingRank] = []
-    for launcher in _find_launchers(recorded, proc):
-        for child in processes.list_children(launcher.pid, proc):
-            launch = None if child in recorded else launcher.parse_rank(child, proc)
-            if launch is None or launch.rank is None:
-                continue
-            rank = (launch.job, launch.restart, launch.rank)
-            if rank in seen_ranks:
-                continue
-            start_ticks = _read_sibling_start(child, proc)
-            if start_ticks is None:
-                continue
-            seen_ranks.add(rank)
-            ranks.append(SiblingRank(pid=child, start_ticks=start_ticks, launch=launch))
-    return ranks
 
+    def __init__(self, proc: str = processes.PROC_ROOT) -> None:
+        self._proc = proc
+        self._launchers: dict[tuple[int, str, int], _Launcher] = {}  # by pid, job and rank
 
-def _find_launchers(recorded: Mapping[int, ProcessIdentity], proc: str) -> list[_Launcher]:
-    """One for each job of a launcher. The ranks of a world inside a rank are recorded as another job
-    than their environment says: they are left out.
-    """
-    launchers = (find_launcher(pid, known, proc) for pid, known in recorded.items())
-    return list({found.key: found for found in launchers if found is not None}.values())
+    def find_siblings(
+        self,
+        recorded: Mapping[int, ProcessIdentity],
+        known_ranks: Collection[tuple[str, int, int]],
+    ) -> list[SiblingRank]:
+        """Ranks that the launchers of these recorded processes started, other than these processes
+        and the ``known_ranks`` (job, restart, rank).
+        """
+        seen_ranks = set(known_ranks)
+        ranks: list[SiblingRank] = []
+        for launcher in self._find_launchers(recorded):
+            for child in processes.list_children(launcher.pid, self._proc):
+                launch = None if child in recorded else launcher.parse_rank(child, self._proc)
+                if launch is None or launch.rank is None:
+                    continue
+                rank = (launch.job, launch.restart, launch.rank)
+                if rank in seen_ranks:
+                    continue
+                start_ticks = _read_sibling_start(child, self._proc)
+                if start_ticks is None:
+                    continue
+                seen_ranks.add(rank)
+                ranks.append(SiblingRank(pid=child, start_ticks=start_ticks, launch=launch))
+        return ranks
+
+    def _find_launchers(self, recorded: Mapping[int, ProcessIdentity]) -> list[_Launcher]:
+        """One for each job of a launcher. The ranks of a world inside a rank are recorded as another
+        job than their environment says: they are left out.
+        """
+        launchers: dict[tuple[int, str, int], _Launcher] = {}
+        for pid, known in recorded.items():
+            key = (pid, known.job, known.rank)
+            found = self._launchers.get(key) or find_launcher(pid, known, self._proc)
+            if found is not None:
+                launchers[key] = found
+        self._launchers = launchers
+        return list({found.key: found for found in launchers.values()}.values())
 
 
 def find_launcher(

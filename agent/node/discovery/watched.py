@@ -30,6 +30,7 @@ from .flight_files import FlightFileReader, make_reader
 from .rings import RingFile
 
 _FLOOD_DIVISOR = 4  # a ring is flooded if more than this fraction of it was written since last time
+_ACTIVITY_INTERVAL_NS = 900_000_000  # while it makes calls; at most every other scan
 UNREADABLE_GRACE_NS = 2_000_000_000  # a ring that is being created may lack its identity
 
 
@@ -60,6 +61,8 @@ class WatchedProcess:
     is_paused: bool = False  # repeatedly, by our own recording
     is_flooded: bool = False  # a large part of its ring was written since the last reading
     _ring_problem: str = ""
+    _activity_read_ns: int = 0
+    _activity_cursor: int = 0  # the records that had been read by then
 
     @property
     def key(self) -> str:
@@ -80,10 +83,17 @@ class WatchedProcess:
             self.identity = proc_identity.read_identity(
                 self.pid, self.start_ticks, self.launch, self.proc
             )
-        if self.exit is None:
+        if self.exit is None and self._is_activity_due(now_ns):
+            self._activity_read_ns = now_ns
             with contextlib.suppress(OSError, ValueError):  # it has just ended: see its pidfd
                 caller_tid = self.history.newest_thread
                 self.activity.update_activity(self.pid, now_ns, caller_tid, self.proc)
+
+    def _is_activity_due(self, now_ns: int) -> bool:
+        """Calls that were made since the last reading show that it runs."""
+        has_new_calls = self.history.cursor != self._activity_cursor
+        self._activity_cursor = self.history.cursor
+        return not has_new_calls or now_ns - self._activity_read_ns >= _ACTIVITY_INTERVAL_NS
 
     def _read_ring(self, ring: RingFile, now_ns: int) -> None:
         try:

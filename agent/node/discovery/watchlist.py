@@ -14,7 +14,8 @@ from hangwatch.protocol.heartbeat import ProcessIdentity
 from ...environment import run_dir
 from ..system import processes
 from ..system.log import AgentLog
-from . import rings, siblings
+from . import rings
+from .siblings import SiblingFinder
 from .watched import WatchedProcess, watch_process
 
 # The ring of an ended process that is older than this at the first scan belongs to an earlier run.
@@ -51,6 +52,7 @@ class Watchlist:
         self._removed_keys: set[str] = set()
         self._early_pidfds = early_pidfds or {}  # pidfds that were opened before the first scan
         self._is_first_scan = True
+        self._sibling_finder = SiblingFinder(proc)
         self._next_sibling_scan_ns = 0
         self._listed_mtime_ns = 0  # the folder's mtime when it was last listed; 0 if unsettled
 
@@ -178,7 +180,7 @@ class Watchlist:
         for process in self.watched.values():
             process.update_unrecorded(now_ns)
         new_processes: list[WatchedProcess] = []
-        for sibling in siblings.find_siblings(recorded, self._known_ranks, self._proc):
+        for sibling in self._sibling_finder.find_siblings(recorded, self._known_ranks):
             if run_dir.format_process_key(sibling.pid, sibling.start_ticks) in self.watched:
                 continue
             process = watch_process(

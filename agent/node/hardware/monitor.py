@@ -48,7 +48,7 @@ class HardwareMonitor:
         *,
         make_host: Callable[[tuple[int, ...]], Host] = _make_host,
         sources: Sequence[Source] = SOURCES,
-        start_reader: Callable[[Source, Host], ReaderProcess] = ReaderProcess,
+        start_reader: Callable[[Sequence[Source], Host], ReaderProcess] = ReaderProcess,
         interval_s: float = BASELINE_INTERVAL_S,
     ) -> None:
         self._wake = wake
@@ -133,24 +133,25 @@ class HardwareMonitor:
         observations: list[Observation] = []
         unavailable: list[UnavailableSource] = []
         give_up_at = time.monotonic() + TIME_LIMIT_S
-        readers: list[ReaderProcess] = []
-        for source in sources:
-            absence = find_absence(source, host)
-            if absence is not None:
-                unavailable.append(absence)
-            elif source.may_block:
-                try:
-                    readers.append(self._start_reader(source, host))
-                except OSError as error:
-                    reason = f"its reader cannot be started: {error.strerror}"
-                    unavailable.append(UnavailableSource(source=source.name, reason=reason))
-            else:
-                found, missing = read_source(source, host)
-                observations += found
-                unavailable += [missing] if missing else []
+        absences = [find_absence(source, host) for source in sources]
+        unavailable += [absence for absence in absences if absence is not None]
+        present = [
+            source for source, absence in zip(sources, absences, strict=True) if absence is None
+        ]
+        blocking = [source for source in present if source.may_block]
+        reader: ReaderProcess | None = None
+        try:
+            reader = self._start_reader(blocking, host) if blocking else None
+        except OSError as error:
+            reason = f"its reader cannot be started: {error.strerror}"
+            unavailable += [
+                UnavailableSource(source=source.name, reason=reason) for source in blocking
+            ]
+        results = [read_source(source, host) for source in present if not source.may_block]
         taken_ns = time.monotonic_ns()
-        for reader in readers:
-            found, missing = reader.collect(give_up_at - time.monotonic())
+        if reader is not None:
+            results += reader.collect(give_up_at - time.monotonic())
+        for found, missing in results:
             observations += found
             unavailable += [missing] if missing else []
         return Reading(

@@ -206,12 +206,14 @@ def test_siblings_under_launcher_and_wrapper(tmp_path: Path) -> None:
     proc = str(tmp_path)
     known = make_identity("j", 0)
     assert get_launcher(12, known, proc) == 10
-    sibling_processes = siblings.find_siblings({12: known}, {("j", 0, 0)}, proc)
+    sibling_processes = siblings.SiblingFinder(proc).find_siblings({12: known}, {("j", 0, 0)})
     assert [(f.pid, f.launch.rank) for f in sibling_processes] == [(21, 1)]
-    assert siblings.find_siblings({12: known}, {("j", 0, 0), ("j", 0, 1)}, proc) == []
-    assert siblings.find_siblings({99: known}, set(), proc) == []
+    assert siblings.SiblingFinder(proc).find_siblings({12: known}, {("j", 0, 0), ("j", 0, 1)}) == []
+    assert siblings.SiblingFinder(proc).find_siblings({99: known}, set()) == []
     nested = make_identity("j/nested:1", 0)
-    assert siblings.find_siblings({12: nested}, set(), proc) == [], "of a world inside a rank"
+    assert siblings.SiblingFinder(proc).find_siblings({12: nested}, set()) == [], (
+        "of a world inside a rank"
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,12 +234,14 @@ def test_siblings_under_mpirun_and_srun(tmp_path: Path, rank: str, count: str, l
     add_process(tmp_path, 31, parent=10, env={**make_task_env(2), count: "8"})  # another step
     add_process(tmp_path, 41, parent=10, env=make_task_env(3))
     proc = str(tmp_path)
-    found = siblings.find_siblings({11: make_identity("m:1", 0)}, {("m:1", 0, 0)}, proc)
+    found = siblings.SiblingFinder(proc).find_siblings(
+        {11: make_identity("m:1", 0)}, {("m:1", 0, 0)}
+    )
     assert [(f.pid, f.launch.job, f.launch.rank, f.launch.world_size) for f in found] == [
         (21, "m:1", 1, 4),
         (41, "m:1", 3, 4),
     ]
-    other_rank = siblings.find_siblings({11: make_identity("m:1", 2)}, set(), proc)
+    other_rank = siblings.SiblingFinder(proc).find_siblings({11: make_identity("m:1", 2)}, set())
     assert other_rank == [], "the tasks are numbered in another way than the ranks"
 
 
@@ -250,7 +254,19 @@ def test_tasks_that_start_the_ranks_are_none(tmp_path: Path) -> None:
     add_process(tmp_path, 21, parent=10, env={**task, "SLURM_PROCID": "1"})
     proc = str(tmp_path)
     assert get_launcher(12, make_identity("j", 0), proc) == 11
-    assert siblings.find_siblings({12: make_identity("j", 0)}, set(), proc) == []
+    assert siblings.SiblingFinder(proc).find_siblings({12: make_identity("j", 0)}, set()) == []
+
+
+def test_launcher_is_found_once(tmp_path: Path) -> None:
+    add_process(tmp_path, 10, children=(12, 21))
+    add_process(tmp_path, 12, parent=10, env=make_rank_env(0))
+    finder = siblings.SiblingFinder(str(tmp_path))
+    recorded = {12: make_identity("j", 0)}
+    assert finder.find_siblings(recorded, set()) == []
+    (tmp_path / "12" / "environ").unlink()
+    add_process(tmp_path, 21, parent=10, env=make_rank_env(1))
+    assert [found.pid for found in finder.find_siblings(recorded, set())] == [21]
+    assert finder.find_siblings({12: make_identity("other", 0)}, set()) == []
 
 
 def get_launcher(pid: int, known: ProcessIdentity, proc: str) -> int | None:

@@ -109,7 +109,7 @@ def test_error_of_ours_is_a_reply() -> None:
 
 
 def start_program(program: str) -> object:
-    return lambda source, host: ReaderProcess(source, host, (sys.executable, "-c", program))
+    return lambda sources, host: ReaderProcess(sources, host, (sys.executable, "-c", program))
 
 
 def never_called(host: Host) -> tuple[Observation, ...]:
@@ -131,6 +131,20 @@ def test_source_that_blocks_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> Non
     ((missing),) = reply.unavailable
     assert (missing.source, missing.reason) == ("stuck", "it did not answer within 0.5 seconds")
     assert len(counting.readings) == 1
+
+
+def test_blocked_source_leaves_the_one_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (monitor, reader):
+        monkeypatch.setattr(module, "TIME_LIMIT_S", 1.5)
+    line = '{"source": "good", "observations": [], "unavailable": null}'
+    hardware, woken = make_monitor(
+        Source(name="stuck", probe=never_called, may_block=True),
+        Source(name="good", probe=never_called, may_block=True),
+        start_reader=start_program(f"import time; print({line!r}, flush=True); time.sleep(60)"),
+    )
+    reply = request_reply(hardware, woken)
+    assert [missing.source for missing in reply.unavailable] == ["stuck"]
+    assert [(o.source, o.what) for o in reply.observations] == [("stuck", "does_not_return")]
 
 
 @pytest.mark.parametrize("program", ["raise SystemExit(3)", "print('not JSON')", "print('{}')"])

@@ -1,0 +1,71 @@
+"""Reads sources that may block, in a process that can be abandoned if a driver does not return:
+``python -P -m hangwatch.agent.node.hardware.probes PIDS SOURCE=MODULE...``. It prints the result of
+each source as a line of JSON, as soon as it has it.
+
+It runs once a minute, so that it imports no more than it needs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+from hangwatch.model.hardware import Observation, UnavailableSource
+
+from .host import Host, SourceUnavailableError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def run_probe(
+    name: str, probe: Callable[[Host], tuple[Observation, ...]], host: Host
+) -> tuple[tuple[Observation, ...], UnavailableSource | None]:
+    """Reads the source ``name`` here. Whatever goes wrong with it is returned, not raised."""
+    try:
+        return probe(host), None
+    except SourceUnavailableError as error:
+        return (), UnavailableSource(source=name, reason=error.reason, remedy=error.remedy)
+    except Exception as error:  # the files of an unknown kernel or driver
+        reason = f"hangwatch failed to read it: {type(error).__name__}: {error}"
+        return (), UnavailableSource(source=name, reason=reason, remedy="please report this")
+
+
+def print_result(name: str, module: str, host: Host) -> None:
+    """Reads a source and prints its line."""
+    probe = importlib.import_module(module).probe
+    observations, unavailable = run_probe(name, probe, host)
+    line = json.dumps(
+        {
+            "source": name,
+            "observations": [dataclasses.asdict(observation) for observation in observations],
+            "unavailable": dataclasses.asdict(unavailable) if unavailable else None,
+        }
+    )
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())
+
+
+def main(argv: list[str]) -> int:
+    # A reader that is blocked must not outlive its node agent.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    pids, *sources = argv
+    host = Host.from_environ(os.environ, tuple(int(pid) for pid in pids.split(",") if pid))
+    threads = []
+    for source in sources:
+        name, _, module = source.partition("=")
+        threads.append(threading.Thread(target=print_result, args=(name, module, host)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
