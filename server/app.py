@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, Response
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hangwatch import __version__
@@ -27,6 +28,7 @@ from .http import (
     api,
     error_pages,
     heartbeats,
+    mcp_endpoint,
     metrics,
     ondemand_routes,
     openapi,
@@ -82,6 +84,7 @@ def build_app(
             asyncio.create_task(watch.load.measure_lateness()),
         ]
         yield
+        await mcp.stop()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -105,6 +108,8 @@ def build_app(
     ):
         app.include_router(part.build_router(live))
     _add_operations_routes(app, live)
+    mcp = mcp_endpoint.McpEndpoint(app, token)
+    app.router.routes.append(Route(mcp_endpoint.PATH, mcp, include_in_schema=False))
     openapi.install_openapi(app, token)
     authenticator = access.Authenticator(
         token, own_name=settings.host, public_url=settings.public_url

@@ -37,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     live_arguments.add_trace(subcommands)
     live_arguments.add_record(subcommands)
     local_arguments.add_analyze(subcommands)
+    server_arguments.add_mcp(subcommands)
     local_arguments.add_token(subcommands)
     local_arguments.add_doctor(subcommands)
     return parser

@@ -152,3 +152,24 @@ def _run_perf(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     from .commands.performance import run_perf
 
     return run_perf(args, env)
+
+
+def add_mcp(subcommands: Subcommands) -> None:
+    subcommands.add(
+        "mcp",
+        _run_mcp,
+        has_server=True,
+        help="serve coding agents over the Model Context Protocol, on stdin and stdout",
+        description=(
+            "Serves the server's view to a coding agent, read-only, over the Model Context Protocol on"
+            " stdin and stdout: the agent's program starts this command. It needs the extra"
+            " hangwatch[mcp]. The server itself answers at /mcp, with the token."
+        ),
+        epilog="Example: claude mcp add hangwatch -- hangwatch mcp --url http://master:8642",
+    )
+
+
+def _run_mcp(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    from .commands.mcp import run_mcp
+
+    return run_mcp(args, env)

@@ -19,6 +19,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from hangwatch.agent.cli.arguments import build_parser as build_client_parser
+from hangwatch.agent.cli.commands.mcp import ANALYZE_DUMPS
+from hangwatch.mcp.tools import TOOLS
 from hangwatch.model.kind_spec import Abort
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.server.app import build_app
@@ -115,6 +117,15 @@ def format_command(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
     yield ""
 
 
+def list_tools() -> Iterator[str]:
+    """The tools of the Model Context Protocol."""
+    yield "| tool | arguments | does |"
+    yield "|---|---|---|"
+    for tool in (*TOOLS, ANALYZE_DUMPS):
+        arguments = [f"`{name}`" for name in tool.properties]
+        yield f"| `{tool.name}` | {', '.join(arguments)} | {tool.description} |"
+
+
 def list_endpoints() -> Iterator[str]:
     """The HTTP endpoints, from the server's OpenAPI document."""
     yield "| request | parameters | does |"
@@ -187,4 +198,5 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "kinds": list_kinds,
     "kind-sections": list_kind_sections,
     "limits": list_limits,
+    "tools": list_tools,
 }

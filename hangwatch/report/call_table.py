@@ -102,14 +102,14 @@ def _format_aligned_row(row: Document, width: int, paint: Paint) -> str:
     differs = False
     for seq, call in zip(row.get("seq") or [], row.get("calls") or [], strict=False):
         differs |= call is None or bool(call.get("raised"))
-        text = "-" if call is None else f"{clean_text(seq)} {_format_aligned_call(call)}"
+        text = "-" if call is None else f"{clean_text(seq)} {format_aligned_call(call)}"
         cells.append(_pad_text(text, width))
     if differs:
         cells = [paint.as_error(cell) for cell in cells]
     return f"{'≠' if differs else ' '} {'  '.join(cells)}".rstrip()
 
 
-def _format_aligned_call(call: Document) -> str:
+def format_aligned_call(call: Document) -> str:
     """``all_reduce train.py:41 [64]``."""
     site = call.get("site")
     at = format_line(site) if site else ""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from hangwatch.flight_recorder.analysis import analyze_dumps
+from hangwatch.flight_recorder.analysis import OfflineDiagnosis, analyze_dumps
 from hangwatch.flight_recorder.export import export_dumps
 from hangwatch.report.documents import build_verdict_document
 from hangwatch.report.terminal import format_incident
@@ -17,7 +17,7 @@ from hangwatch.report.text import Paint, seconds_since
 
 from ..errors import HANG, OK, UsageError
 from ..terminal import detect_paint, print_json, print_lines, print_message, show_progress
-from .files import Bundle, FileError, read_evidence
+from .files import Bundle, Evidence, FileError, read_evidence
 
 _MAX_UNUSABLE_SHOWN = 8  # unusable files, with their reasons
 _DOCUMENT_ERRORS = (
@@ -35,16 +35,13 @@ def run_analyze(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Prints the verdicts, and returns `HANG` if one is an alert. Raises FileError or UsageError."""
     with show_progress("reading files") as progress:
         evidence = read_evidence(args.paths, progress)
-        finding = analyze_dumps(evidence.dumps, evidence.written_at) if evidence.dumps else None
+        finding = _diagnose_dumps(evidence)
     if args.export is not None:
         _export_bundle(evidence.bundles, args.export)
-    incidents = [bundle.incident for bundle in evidence.bundles]
+    incidents = _build_documents(evidence, finding)
     notes = list(evidence.unusable)
     shown_notes = notes[:_MAX_UNUSABLE_SHOWN]
     if finding is not None:
-        for verdict in finding.verdicts:
-            document = build_verdict_document(verdict)
-            incidents.append({"job": "dump", "status": "open", **document})
         notes += finding.notes
         shown_notes += finding.notes
     lines = list(_format_incidents(evidence.bundles, incidents, detect_paint(env)))
@@ -68,8 +65,27 @@ def run_analyze(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     return HANG if has_alert else OK
 
 
+def diagnose_files(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The verdicts from files, as documents, and notes on what was left out. Raises FileError."""
+    evidence = read_evidence(paths)
+    finding = _diagnose_dumps(evidence)
+    notes = [*evidence.unusable, *(finding.notes if finding is not None else ())]
+    return _build_documents(evidence, finding), notes
+
+
+def _diagnose_dumps(evidence: Evidence) -> OfflineDiagnosis | None:
+    return analyze_dumps(evidence.dumps, evidence.written_at) if evidence.dumps else None
+
+
+def _build_documents(evidence: Evidence, finding: OfflineDiagnosis | None) -> list[dict[str, Any]]:
+    documents = [dict(bundle.incident) for bundle in evidence.bundles]
+    for verdict in finding.verdicts if finding is not None else ():
+        documents.append({"job": "dump", "status": "open", **build_verdict_document(verdict)})
+    return documents
+
+
 def _format_incidents(
-    bundles: list[Bundle], documents: list[Mapping[str, Any]], colours: Paint
+    bundles: list[Bundle], documents: Sequence[Mapping[str, Any]], colours: Paint
 ) -> Iterator[str]:
     """Raises FileError for a bundle whose incident cannot be shown."""
     for i, document in enumerate(documents):

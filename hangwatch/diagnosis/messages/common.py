@@ -7,7 +7,7 @@ from hangwatch.model.groups import Group
 from hangwatch.model.ranks import ExceptionInfo, find_runs, format_ranks
 
 _MAX_RUNS_SHOWN = 24  # runs of consecutive ranks
-_MAX_MESSAGE_LENGTH = 120  # characters of an exception's message
+MAX_MESSAGE_LENGTH = 120  # characters of an exception's message
 
 
 def describe_ranks(ranks: tuple[int, ...]) -> str:
@@ -56,7 +56,7 @@ def format_exception(exception: ExceptionInfo) -> str:
     """``ValueError: bad batch``."""
     if not exception.message:
         return exception.type
-    return f"{exception.type}: {exception.message.splitlines()[0][:_MAX_MESSAGE_LENGTH]}"
+    return f"{exception.type}: {exception.message.splitlines()[0][:MAX_MESSAGE_LENGTH]}"
 
 
 def format_waiter_count(count: int) -> str:

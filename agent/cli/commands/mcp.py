@@ -1,0 +1,80 @@
+"""`hangwatch mcp` serves coding agents over the Model Context Protocol, on stdin and stdout."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hangwatch.mcp.analysis_answers import describe_analysis
+from hangwatch.mcp.answers import Document
+from hangwatch.mcp.quoting import Answer
+from hangwatch.mcp.tools import TOOLS, Arguments, Fetch, Tool, ToolError
+
+from ..analyze.command import diagnose_files
+from ..client import Client, open_client
+from ..errors import OK, CliError
+from ..terminal import print_message
+
+
+def run_mcp(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    """Serves until stdin ends. Raises CliError."""
+    try:
+        from mcp.server.stdio import stdio_server
+
+        from hangwatch.mcp.service import build_service
+    except ImportError as error:
+        raise CliError(
+            f"the Model Context Protocol needs the `mcp` package ({error}):"
+            " pip install 'hangwatch[mcp]'"
+        ) from None
+
+    async def serve(client: Client) -> None:
+        service = build_service((*TOOLS, ANALYZE_DUMPS), make_fetch(client))
+        async with stdio_server() as (read_stream, write_stream):
+            await service.run(read_stream, write_stream, service.create_initialization_options())
+
+    with open_client(args, env) as client:
+        print_message(f"serving {client.server.url} on stdin and stdout; Ctrl-C ends it")
+        asyncio.run(serve(client))
+    return OK
+
+
+def make_fetch(client: Client) -> Fetch:
+    """Reads documents from a server; its answers and errors do not block the protocol."""
+
+    async def fetch(path: str, query: Mapping[str, object]) -> Document:
+        try:
+            return await asyncio.to_thread(client.get, path, **query)
+        except CliError as error:
+            raise ToolError(str(error)) from None
+
+    return fetch
+
+
+async def _analyze_dumps(_: Fetch, arguments: Arguments) -> Answer:
+    paths = [Path(str(path)) for path in arguments["paths"]]
+    try:
+        documents, notes = await asyncio.to_thread(diagnose_files, paths)
+    except CliError as error:
+        raise ToolError(str(error)) from None
+    return describe_analysis(documents, notes)
+
+
+_PATHS: dict[str, Any] = {
+    "type": "array",
+    "items": {"type": "string"},
+    "description": "dumps whose names end with their rank, bundles, or folders of these",
+}
+ANALYZE_DUMPS = Tool(
+    name="analyze_dumps",
+    description=(
+        "The diagnosis from files on this machine, without a server: Flight Recorder dumps of the"
+        " ranks, or a bundle that hangwatch wrote."
+    ),
+    properties={"paths": _PATHS},
+    required=("paths",),
+    run=_analyze_dumps,
+)

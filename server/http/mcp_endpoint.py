@@ -1,0 +1,95 @@
+"""Serves coding agents at ``/mcp``: the Model Context Protocol over streamable HTTP, with the token.
+
+Everything is imported, and the service is started, by the first request: it takes seconds and 20 MB,
+and most servers get none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from hangwatch.mcp.answers import Document
+from hangwatch.mcp.tools import TOOLS, ToolError
+
+from ..core import problems
+from .access import PEER_UID
+
+PATH = "/mcp"
+_MAX_BODY_BYTES = 1 << 20
+
+
+class McpEndpoint:
+    """An ASGI application. ``api`` is the application with the API's routes, as this server's own
+    user may use it; ``token`` is the server's.
+    """
+
+    def __init__(self, api: ASGIApp, token: str | None) -> None:
+        self._api, self._token = api, token
+        self._manager: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._has_started = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._start()
+        except ImportError as error:
+            response = problems.make_problem_response(
+                501,
+                "the Model Context Protocol needs the `mcp` package on the server"
+                f" ({error}): pip install 'hangwatch[mcp]'",
+            )
+            await response(scope, receive, send)
+            return
+        await self._manager.asgi_app(scope, receive, send)
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _start(self) -> None:
+        if self._manager is None:
+            self._manager = await asyncio.to_thread(self._build_manager)
+            self._task = asyncio.create_task(self._run())
+        await self._has_started.wait()
+
+    def _build_manager(self) -> Any:
+        from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+
+        from hangwatch.mcp.service import build_service
+
+        # Without sessions, requests leave nothing behind; and the reply is one document.
+        return StreamableHTTPSessionManager(
+            build_service(TOOLS, self._fetch),
+            json_response=True,
+            stateless=True,
+            max_request_body_size=_MAX_BODY_BYTES,
+        )
+
+    async def _run(self) -> None:
+        async with self._manager.run():
+            self._has_started.set()
+            await asyncio.Event().wait()
+
+    async def _fetch(self, path: str, query: Mapping[str, object]) -> Document:
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        transport = httpx.ASGITransport(self._call_api, raise_app_exceptions=False)
+        params = {name: str(value) for name, value in query.items() if value is not None}
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            response = await client.get(f"/api/v1/{path}", params=params, headers=headers)
+        document = response.json()
+        if not response.is_success:
+            raise ToolError(
+                str(document.get("detail") or f"the API answers {response.status_code}")
+            )
+        found: Document = document
+        return found
+
+    async def _call_api(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._api({**scope, PEER_UID: os.geteuid()}, receive, send)
