@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...recorder.native import build, cache
+from ...recorder.native import build, cache, prebuilt
 from ..system import memory
 from ..system.log import AgentLog
 
@@ -58,7 +58,7 @@ class RecorderBuilder:
 
     def _start_build(self) -> str:
         """Returns why the build was not started; empty if it was."""
-        if build.find_compiler(self._env) is None:
+        if build.find_compiler(self._env) is None and not prebuilt.has_recorders():
             return build.NO_COMPILER_MESSAGE
         if self._get_free_memory() < REQUIRED_MEMORY_BYTES:
             return (

@@ -1,5 +1,5 @@
-"""Builds the native recorder for the torch of this interpreter: ``python -P -m
-hangwatch.agent.recorder.native.build``.
+"""Provides the native recorder for the torch of this interpreter, in the cache: that of the wheel if it
+works here, else a new one. ``python -P -m hangwatch.agent.recorder.native.build``.
 
 A node agent runs it in the background, `hangwatch doctor` in the foreground; a training process
 never does.
@@ -14,10 +14,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from . import cache
+from . import cache, prebuilt
 
 COMPILE_TIMEOUT_S, CHECK_TIMEOUT_S = 600.0, 120.0
 COMPILERS = ("c++", "g++", "clang++")
@@ -50,11 +50,16 @@ def make_build_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def build_recorder(env: Mapping[str, str]) -> Path:
-    """Returns the path of the built recorder, after building it if necessary. Raises BuildError; a
+    """Returns the path of a recorder that works here, after building it if necessary. Raises BuildError; a
     failure that would repeat is recorded in the cache.
     """
     if why := cache.explain_unsupported():
         raise BuildError(why)
+    found = prebuilt.find_prebuilt()
+    if found is not None and found.is_tested:
+        with contextlib.suppress(OSError):  # then it is built
+            cache.verify_library(found.path)
+            return found.path
     target = cache.get_library_path(env)
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -64,7 +69,8 @@ def build_recorder(env: Mapping[str, str]) -> Path:
             except PermissionError as error:
                 raise BuildError(str(error)) from error
             except OSError:  # it does not exist, or is incomplete
-                _compile_recorder(target, env)
+                if not _take_prebuilt(target, env):
+                    _compile_recorder(target, env)
     except OSError as error:
         raise BuildError(
             f"the cache {target.parent} cannot be used: {error}; set HANGWATCH_CACHE_DIR to one"
@@ -73,41 +79,72 @@ def build_recorder(env: Mapping[str, str]) -> Path:
     return target
 
 
+def _take_prebuilt(target: Path, env: Mapping[str, str]) -> bool:
+    """Copies the wheel's recorder to the cache if it works here."""
+    found = prebuilt.find_prebuilt()
+    if found is None:
+        return False
+    try:
+        cache.verify_library(found.path)
+        check_library(found.path, env)
+        with _replace_when_complete(target) as copy:
+            shutil.copyfile(found.path, copy)
+    except (OSError, BuildError):
+        return False
+    return True
+
+
 def _compile_recorder(target: Path, env: Mapping[str, str]) -> None:
     compiler = find_compiler(env)
     if compiler is None:
         raise BuildError(NO_COMPILER_MESSAGE)
+    try:
+        with _replace_when_complete(target) as new_library:
+            compile_library(new_library, compiler, env)
+            check_library(new_library, env)
+            cache.append_digest(new_library)
+    except BuildError as error:
+        target.with_suffix(".failed").write_text(str(error))
+        raise
+
+
+@contextlib.contextmanager
+def _replace_when_complete(target: Path) -> Iterator[Path]:
+    """A path beside ``target``, to which the file there is moved at the end of the block."""
     for leftover in target.parent.glob(f"{glob.escape(target.stem)}.[0-9]*"):  # of killed builds
         leftover.unlink()
     new_library = target.with_suffix(f".{os.getpid()}")
     try:
-        _run_command(
-            [
-                *compiler,
-                *cache.get_compiler_flags(),
-                str(cache.SOURCE_PATH),
-                *_get_torch_flags(),
-                "-o",
-                str(new_library),
-            ],
-            COMPILE_TIMEOUT_S,
-            env,
-        )
-        check = f"{PROCESS_PRELUDE} import check; check.main(sys.argv[1])"
-        _run_command(
-            [sys.executable, "-c", check, str(new_library)],
-            CHECK_TIMEOUT_S,
-            make_build_environment(env),
-        )
-        cache.append_digest(new_library)
+        yield new_library
         new_library.chmod(0o700)
         new_library.replace(target)
         target.with_suffix(".failed").unlink(missing_ok=True)
-    except BuildError as error:
-        target.with_suffix(".failed").write_text(str(error))
-        raise
     finally:
         new_library.unlink(missing_ok=True)
+
+
+def compile_library(output: Path, compiler: Sequence[str], env: Mapping[str, str]) -> None:
+    """Compiles the recorder for the torch of this interpreter. Raises BuildError."""
+    _run_command(
+        [
+            *compiler,
+            *cache.get_compiler_flags(),
+            str(cache.SOURCE_PATH),
+            *_get_torch_flags(),
+            "-o",
+            str(output),
+        ],
+        COMPILE_TIMEOUT_S,
+        env,
+    )
+
+
+def check_library(library: Path, env: Mapping[str, str]) -> None:
+    """Tries a recorder in a process of its own. Raises BuildError if it does not work."""
+    check = f"{PROCESS_PRELUDE} import check; check.main(sys.argv[1])"
+    _run_command(
+        [sys.executable, "-c", check, str(library)], CHECK_TIMEOUT_S, make_build_environment(env)
+    )
 
 
 def find_compiler(env: Mapping[str, str]) -> list[str] | None:

@@ -19,6 +19,7 @@ from ..streams import CompletionMode, EnteredCall, StreamRecorder
 from ..writer import RingWriter
 from . import cache
 from .frames import FrameLayout, get_frame_layout
+from .prebuilt import find_prebuilt
 
 _INT64_SIGN_BIT = 1 << 63
 
@@ -61,12 +62,24 @@ def _find_library(env: Mapping[str, str]) -> tuple[NativeLibrary | None, str]:
         return None, reason
     path = cache.get_library_path(env)
     try:
-        cache.verify_library(path)
-        return _load_library(path), ""
+        return _load_verified(path), ""
     except FileNotFoundError:
-        return None, cache.read_build_failure(path) or cache.NOT_BUILT_REASON
+        pass
     except OSError as error:
         return None, str(error)
+    found = find_prebuilt()
+    if found is not None and found.is_tested:
+        try:
+            return _load_verified(found.path), ""
+        except OSError as error:
+            return None, str(error)
+    return None, cache.read_build_failure(path) or cache.NOT_BUILT_REASON
+
+
+def _load_verified(path: Path) -> NativeLibrary:
+    """Raises OSError if it must not or cannot be loaded."""
+    cache.verify_library(path)
+    return _load_library(path)
 
 
 class NativeLibrary:

@@ -11,6 +11,11 @@
 // The library needs torch's headers, not Python's. It is one translation unit: the headers beside
 // this file are parts of it, so everything in them has internal linkage and can be inlined.
 
+// The headers of libstdc++ take this from glibc 2.32 and later; a prebuilt library must also work with
+// glibc 2.28. Zero: there may be several threads.
+extern "C" __attribute__((visibility("hidden"))) char __libc_single_threaded;
+char __libc_single_threaded = 0;
+
 #include "kernel.h"
 #include "python_frames.h"
 
