@@ -7,8 +7,8 @@ COPY pyproject.toml README.md LICENSE ./
 COPY hangwatch hangwatch
 COPY agent agent
 COPY server server
-# The server, and the driver for HANGWATCH_DATABASE=postgresql://...
-RUN python -m venv /opt/hangwatch && /opt/hangwatch/bin/pip install --no-cache-dir '.[postgres]'
+# The server, the driver for HANGWATCH_DATABASE=postgresql://..., and /mcp for coding agents.
+RUN python -m venv /opt/hangwatch && /opt/hangwatch/bin/pip install --no-cache-dir '.[postgres,mcp]'
 
 FROM python:3.13-slim
 COPY --from=build /opt/hangwatch /opt/hangwatch

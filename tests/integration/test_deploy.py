@@ -34,6 +34,7 @@ from tests.simulation.waiting import wait_until
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BIN = Path(sys.executable).parent
 MANIFESTS = sorted(DEPLOY.glob("kubernetes/*.yaml"))
+OPERATOR_EXAMPLES = sorted(DEPLOY.glob("kubernetes/operators/*.yaml"))
 DASHBOARD = json.loads((DEPLOY / "grafana/hangwatch.json").read_text())
 UNIT_NAME = "hangwatch-server.service"
 
@@ -163,6 +164,32 @@ def test_pods_are_unprivileged_without_service_variables(path: Path) -> None:
         assert not pod.get("shareProcessNamespace") and not pod.get("hostPID")
         for container in pod["containers"]:
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def iter_pod_specs(value: Any) -> Iterator[dict[str, Any]]:
+    """All parts of a document that have containers."""
+    if isinstance(value, dict):
+        if "containers" in value:
+            yield value
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from iter_pod_specs(item)
+
+
+@pytest.mark.parametrize("path", OPERATOR_EXAMPLES, ids=lambda p: p.stem)
+def test_example_for_an_operator(path: Path) -> None:
+    """Their schemas come with the operators: only what hangwatch needs is checked."""
+    (document,) = yaml.safe_load_all(path.read_text())
+    pods = list(iter_pod_specs(document))
+    for pod in pods:
+        assert pod["enableServiceLinks"] is False
+    environments = [container["env"] for pod in pods for container in pod["containers"]]
+    for environment in environments or [document["spec"]["trainer"]["env"]]:
+        values = {entry["name"]: entry for entry in environment}
+        assert values["HANGWATCH_URL"]["value"].startswith("http://hangwatch")
+        assert "secretKeyRef" in values["HANGWATCH_TOKEN"]["valueFrom"]
+        assert "HANGWATCH_JOB" in values
 
 
 # ---- systemd, nginx
