@@ -1,0 +1,27 @@
+"""Prebuilt recorders for the CUDA builds of torch, in whose environments nothing of hangwatch is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fakegpu.environment import environment_folder
+from tests.fakegpu.launch import stand_in_variables
+from tests.harness.environments import python_of
+from tests.harness.wheel import build_wheel, install_wheel, record_first_call
+
+
+@pytest.mark.timeout(900)
+def test_first_call_is_recorded_natively(torch_version: str, tmp_path: Path) -> None:
+    python = python_of(environment_folder(torch_version))
+    env = {"LD_LIBRARY_PATH": stand_in_variables(torch_version)["LD_LIBRARY_PATH"]}
+    wheel = build_wheel([python], tmp_path / "wheel", **env)
+    installed = tmp_path / "installed"
+    install_wheel(wheel, installed)
+    found = record_first_call(python, tmp_path / "job", {**env, "PYTHONPATH": str(installed)})
+    assert found["torch"].startswith(torch_version)
+    assert found["hangwatch"].startswith(str(installed))
+    assert found["recorder"] == "native" and not found["without"]
+    assert found["calls"] == ["all_reduce"]
+    assert found["took_s"] < 1.0
