@@ -73,6 +73,14 @@ def add_show(subcommands: Subcommands) -> None:
         help="its id, or the beginning of it (default: the newest incident)",
     )
     parser.add_argument("--full", action="store_true", help="show all frames, also of libraries")
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="refresh every second until Ctrl-C; waits for an incident",
+    )
+    parser.add_argument(
+        "--no-pager", action="store_true", help="print all at once, not through PAGER or less"
+    )
 
 
 def _run_show(args: argparse.Namespace, env: Mapping[str, str]) -> int:

@@ -20,8 +20,8 @@ from hangwatch.report import recovery as recovery_text
 from hangwatch.report.text import clean_text
 
 from ..storage.rows import Delivery
-from .channels import AlertMessage, Channel, ChannelError
 from .events import RESOLVED
+from .message import AlertMessage, Channel, ChannelError
 from .messages import compose_message
 
 # The delay between two attempts to send a message doubles, with jitter.

@@ -1,5 +1,5 @@
-"""Alert channels: a signed webhook, any service that apprise supports, or a command. Each sends one
-message or raises an error that gives the reason.
+"""The channel for each setting: a signed webhook, a command, a service of our own (`chat`, `pagers`), or
+any that apprise supports. Each sends one message or raises an error that gives the reason.
 """
 
 from __future__ import annotations
@@ -17,48 +17,15 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
+from .chat import make_chat_channel
+from .message import POST_TIMEOUT_S, AlertMessage, Channel, ChannelError, derive_key, post_content
+from .pagers import make_pager_channel
 
-WEBHOOK_TIMEOUT_S = 10.0  # for the whole request
 COMMAND_TIMEOUT_S = 30.0
 _SECRET_PREFIX = "whsec_"
-
-
-class ChannelError(Exception):
-    """A message was not accepted. ``final``: a retry would fail too."""
-
-    def __init__(self, reason: str, *, final: bool = False) -> None:
-        super().__init__(reason)
-        self.final = final
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlertMessage:
-    """One alert. Its ``id`` is the same each time it is sent, so that receivers can drop repeats."""
-
-    id: str
-    event: str  # opened, reminder, planned, aborting, aborted, resolved, test
-    title: str
-    text: str
-    body: dict[str, Any]  # the incident, for programs
-
-
-class Channel(Protocol):
-    """``name`` can be shown to users. ``key`` identifies the channel in the database. Neither
-    contains a secret.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def key(self) -> str: ...
-
-    def send_message(self, message: AlertMessage) -> None:
-        """Sends one message, in the caller's thread. Raises ChannelError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +34,7 @@ class Webhook:
 
     url: str = field(repr=False)
     secret: str | None = field(default=None, repr=False)
-    timeout_s: float = WEBHOOK_TIMEOUT_S
+    timeout_s: float = POST_TIMEOUT_S
     wall_clock: Callable[[], float] = time.time
 
     @property
@@ -77,7 +44,7 @@ class Webhook:
 
     @property
     def key(self) -> str:
-        return _derive_key(self.url)
+        return derive_key(self.url)
 
     def send_message(self, message: AlertMessage) -> None:
         content = json.dumps(
@@ -92,19 +59,7 @@ class Webhook:
             headers["Webhook-Signature"] = sign_webhook(
                 self.secret, message.id, headers["Webhook-Timestamp"], content
             )
-        try:
-            response = httpx.post(
-                self.url,
-                content=content,
-                headers=headers,
-                timeout=self.timeout_s,
-                verify=self.url.startswith("https:"),
-            )
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ChannelError(f"{type(error).__name__}: {error}") from None
-        if not response.is_success:
-            final = response.is_client_error and response.status_code not in (408, 425, 429)
-            raise ChannelError(f"it answered {response.status_code}", final=final)
+        post_content(self.url, headers=headers, timeout_s=self.timeout_s, content=content)
 
 
 def sign_webhook(secret: str, id: str, timestamp: str, content: bytes) -> str:
@@ -138,7 +93,7 @@ class AppriseService:
 
     @property
     def key(self) -> str:
-        return _derive_key(self.url)
+        return derive_key(self.url)
 
     def send_message(self, message: AlertMessage) -> None:
         apprise = _load_apprise()
@@ -174,7 +129,7 @@ class CommandChannel:
 
     @property
     def key(self) -> str:
-        return _derive_key(self.command_line)
+        return derive_key(self.command_line)
 
     def send_message(self, message: AlertMessage) -> None:
         payload = json.dumps(
@@ -208,12 +163,17 @@ class CommandChannel:
 
 def make_channels(urls: Sequence[str], secret: str | None, command: str | None) -> list[Channel]:
     """A channel for each setting."""
-    channels: list[Channel] = [
-        Webhook(url=u, secret=secret) if _is_webhook(u) else AppriseService(url=u) for u in urls
-    ]
+    channels = [_make_channel(url, secret) for url in urls]
     if command is not None:
         channels.append(CommandChannel(command_line=command))
     return channels
+
+
+def _make_channel(url: str, secret: str | None) -> Channel:
+    native = make_chat_channel(url) or make_pager_channel(url)
+    if native is not None:
+        return native
+    return Webhook(url=url, secret=secret) if _is_webhook(url) else AppriseService(url=url)
 
 
 def find_url_problem(url: str) -> str | None:
@@ -230,6 +190,8 @@ def find_url_problem(url: str) -> str | None:
             if urlsplit(url).hostname
             else "should be URLs, and one that begins with http:// or https:// names no host"
         )
+    if make_chat_channel(url) or make_pager_channel(url):
+        return None
     if not _is_known_service(url):
         return (
             f"should be URLs that apprise supports, and {scheme}:// is not: see"
@@ -271,7 +233,3 @@ def _load_apprise() -> Any:
 
 def _is_known_service(url: str) -> bool:
     return _load_apprise().Apprise.instantiate(url, suppress_exceptions=True) is not None
-
-
-def _derive_key(address: str) -> str:
-    return hashlib.sha256(address.encode()).hexdigest()[:16]

@@ -15,8 +15,8 @@ from hangwatch.report.text import (
     truncate_end,
 )
 
-from .channels import AlertMessage
 from .events import ABORTED, ABORTING, OPENED, PLANNED, REMINDER, RESOLVED
+from .message import AlertMessage
 
 MAX_RANKS_LENGTH = 60  # characters
 _RESOLVED_TITLES = {

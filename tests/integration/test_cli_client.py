@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -355,3 +357,55 @@ def test_closed_pipe_gives_no_traceback(server: StubServer) -> None:
     )
     assert ended.stdout.startswith("run7")
     assert ended.stderr == ""
+
+
+def test_show_is_refreshed_and_waits_for_an_incident(server: StubServer) -> None:
+    incidents, server.incidents = server.incidents, []
+    env = os.environ | {"HANGWATCH_URL": server.url}
+    command = [sys.executable, "-m", "hangwatch.agent.cli", "show", "--watch"]
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as watching:
+        wait_until(lambda: len(server.requests) >= 2, 20)
+        server.incidents = incidents
+        shown = len(server.requests)
+        wait_until(lambda: len(server.requests) >= shown + 6, 20)
+        watching.send_signal(signal.SIGINT)
+        out, err = watching.communicate(timeout=10)
+    assert watching.returncode == 0, err
+    assert "there is no incident" in err
+    assert out.count("is missing in") >= 2
+
+
+def run_on_terminal(*arguments: str, **env: str) -> str:
+    """What a command writes to a terminal."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "hangwatch.agent.cli", *arguments],
+        env=os.environ | {"TERM": "xterm", **env},
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+    ) as running:
+        os.close(theirs)
+        output = bytearray()
+        with contextlib.suppress(OSError):  # the other end is closed
+            while part := os.read(ours, 65536):
+                output += part
+        assert running.wait(20) == 0
+    os.close(ours)
+    return output.decode()
+
+
+def test_show_goes_through_the_pager_on_a_terminal(server: StubServer) -> None:
+    url = {"HANGWATCH_URL": server.url}
+    paged = run_on_terminal("show", **url, PAGER="sed s/^/paged:/").splitlines()
+    assert len(paged) > 5 and all(line.startswith("paged:") for line in paged)
+    assert "\x1b[" in "".join(paged), "with colour"
+    for plain in (
+        run_on_terminal("show", "--no-pager", **url, PAGER="sed s/^/paged:/"),
+        run_on_terminal("show", **url, PAGER="no-such-pager"),
+        run_on_terminal("show", **url, PAGER=""),
+        run_on_terminal("show", **url, PAGER="cat", NO_COLOR="1"),
+    ):
+        assert "is missing in" in plain and "paged:" not in plain

@@ -28,15 +28,14 @@ from hangwatch.model.kind_spec import Severity
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.server.alerting.alerter import Alerter
 from hangwatch.server.alerting.channels import (
-    AlertMessage,
     AppriseService,
-    Channel,
-    ChannelError,
     CommandChannel,
     Webhook,
     make_channels,
 )
+from hangwatch.server.alerting.chat import SlackWebhook
 from hangwatch.server.alerting.events import OPENED, RESOLVED, take_due_event
+from hangwatch.server.alerting.message import AlertMessage, Channel, ChannelError
 from hangwatch.server.alerting.messages import compose_message
 from hangwatch.server.incidents.records import IncidentRecord
 from hangwatch.server.storage.rows import Delivery
@@ -281,7 +280,7 @@ def test_chat_service_url_is_not_a_plain_webhook() -> None:
     slack = "https://hooks.slack.com/services/T1JJ3T3L2/A1BRTD4JD/TIiajkdnlazkcOXrIdevi7FQ"
     [plain, chat] = make_channels(["https://a.example/x", slack], None, None)
     assert isinstance(plain, Webhook)
-    assert isinstance(chat, AppriseService)
+    assert isinstance(chat, SlackWebhook)
     assert "TIiajkdnlazkcOXrIdevi7FQ" not in chat.name
 
 

@@ -13,7 +13,9 @@ from hangwatch.report.terminal import format_incident
 
 from ..client import Client, open_client
 from ..errors import OK, NotFoundError, UsageError
+from ..pager import page_lines
 from ..terminal import choose_paint, print_json, print_lines, print_message
+from ..watching import watch_view
 from . import overview
 from .jobs import abbreviate_list, check_job
 
@@ -47,14 +49,22 @@ def _fetch_incidents(client: Client, args: argparse.Namespace) -> list[dict[str,
 
 def run_show(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Prints one incident in full. Raises CliError."""
+    paint = choose_paint(args, env)
     with open_client(args, env) as client:
-        document = find_incident(client, args.id, args.job)
-    if args.json:
-        print_json(document)
-    else:
-        paint = choose_paint(args, env)
-        print_lines(format_incident(document, client.server_time, paint, full=args.full))
-    return OK
+
+        def print_incident() -> int:
+            document = find_incident(client, args.id, args.job)
+            if args.json:
+                print_json(document)
+                return OK
+            lines = format_incident(document, client.server_time, paint, full=args.full)
+            if args.watch or args.no_pager:
+                print_lines(lines)
+            else:
+                page_lines(lines, env)
+            return OK
+
+        return watch_view(print_incident, paint) if args.watch else print_incident()
 
 
 def find_incident(client: Client, id_prefix: str | None, job: str | None) -> dict[str, Any]:

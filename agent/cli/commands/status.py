@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Mapping
 
 from hangwatch.report.text import Paint
 
 from ..client import Client, open_client
-from ..errors import HANG, OK, UnreachableError
+from ..errors import HANG, OK
 from ..terminal import choose_paint, print_json, print_lines, print_message
+from ..watching import watch_view
 from . import overview
 from .jobs import build_unknown_job_error
-
-_REFRESH_S = 1.0
-_CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
 
 def run_status(args: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -23,26 +20,8 @@ def run_status(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     paint = choose_paint(args, env)
     with open_client(args, env) as client:
         if args.watch:
-            return _watch_status(client, args, paint)
+            return watch_view(lambda: _print_status(client, args, paint), paint)
         return _print_status(client, args, paint)
-
-
-def _watch_status(client: Client, args: argparse.Namespace, paint: Paint) -> int:
-    """Refreshes until Ctrl-C, and returns the last exit code."""
-    code = OK
-    try:
-        while True:
-            if paint.colour:
-                print(_CLEAR_SCREEN, end="")
-            try:
-                code = _print_status(client, args, paint)
-            except UnreachableError as error:  # keep watching: the server may come back
-                print_message(str(error))
-                code = error.exit_code
-            print(flush=True)
-            time.sleep(_REFRESH_S)
-    except KeyboardInterrupt:
-        return code
 
 
 def _print_status(client: Client, args: argparse.Namespace, paint: Paint) -> int:

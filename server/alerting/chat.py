@@ -1,0 +1,119 @@
+"""Channels to Slack and Teams, with cards. With a bot's token, Slack shows later messages on an incident
+in the thread of the first one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from .cards import build_slack_message, build_teams_message
+from .message import AlertMessage, ChannelError, derive_key, post_content
+
+_SLACK_API = "https://slack.com/api"
+_SLACK_WEBHOOK_HOST = "hooks.slack.com"
+_SLACK_BOT = re.compile(r"slack://(?P<token>xox[a-z]-[\w-]+)/(?P<channel>(?:#|%23)?[\w-]+)/?")
+_TEAMS_HOSTS = re.compile(
+    r"(^|\.)(webhook\.office\.com|logic\.azure\.com|api\.powerplatform\.com)$"
+)
+_MAX_THREADS = 1000
+# Errors of Slack that a retry may overcome.
+_TRANSIENT_ERRORS = frozenset(
+    ["ratelimited", "internal_error", "fatal_error", "service_unavailable", "request_timeout"]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlackWebhook:
+    """An incoming webhook of Slack: https://hooks.slack.com/services/T/B/X."""
+
+    url: str = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return "Slack"
+
+    @property
+    def key(self) -> str:
+        return derive_key(self.url)
+
+    def send_message(self, message: AlertMessage) -> None:
+        post_content(self.url, json=build_slack_message(message))
+
+
+@dataclass(slots=True, kw_only=True)
+class SlackBot:
+    """A bot with the right chat:write: slack://xoxb-TOKEN/CHANNEL.
+
+    Threads are remembered while the server runs: after a restart, the next message on an incident
+    begins a new one.
+    """
+
+    token: str = field(repr=False)
+    channel: str
+    api_url: str = _SLACK_API
+    # By incident: the time stamp of its first message, which identifies its thread.
+    _threads: OrderedDict[str, str] = field(default_factory=OrderedDict)
+
+    @property
+    def name(self) -> str:
+        return f"Slack {self.channel}"
+
+    @property
+    def key(self) -> str:
+        return derive_key(f"slack://{self.token}/{self.channel}")
+
+    def send_message(self, message: AlertMessage) -> None:
+        content: dict[str, Any] = {"channel": self.channel, **build_slack_message(message)}
+        thread = self._threads.get(message.incident_id)
+        if thread is not None:
+            # The end of a hang is also shown in the channel itself.
+            content |= {"thread_ts": thread, "reply_broadcast": message.event == "resolved"}
+        response = post_content(
+            f"{self.api_url}/chat.postMessage",
+            headers={"Authorization": f"Bearer {self.token}"},
+            json=content,
+        )
+        answer = response.json()
+        if not answer.get("ok"):
+            error = str(answer.get("error", "no reason given"))
+            raise ChannelError(f"it answered {error}", final=error not in _TRANSIENT_ERRORS)
+        if thread is None and answer.get("ts"):
+            self._threads[message.incident_id] = str(answer["ts"])
+            while len(self._threads) > _MAX_THREADS:
+                self._threads.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeamsWebhook:
+    """A webhook or workflow of Microsoft Teams."""
+
+    url: str = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return "Teams"
+
+    @property
+    def key(self) -> str:
+        return derive_key(self.url)
+
+    def send_message(self, message: AlertMessage) -> None:
+        post_content(self.url, json=build_teams_message(message))
+
+
+def make_chat_channel(url: str) -> SlackWebhook | SlackBot | TeamsWebhook | None:
+    """The channel for a URL of Slack or Teams; None if it is another one."""
+    if bot := _SLACK_BOT.fullmatch(url):
+        channel = unquote(bot["channel"])
+        return SlackBot(token=bot["token"], channel=channel)
+    parts = urlsplit(url)
+    if parts.scheme != "https":
+        return None
+    host = parts.hostname or ""
+    if host == _SLACK_WEBHOOK_HOST:
+        return SlackWebhook(url=url)
+    return TeamsWebhook(url=url) if _TEAMS_HOSTS.search(host) else None
