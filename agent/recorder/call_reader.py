@@ -16,7 +16,7 @@ from hangwatch.model.operator_spec import OperatorSpec, P2pRole
 from hangwatch.ring.layout import RecordFlag
 
 from .call_signatures import MAX_CACHED_CALLS, SignatureCache
-from .callers import is_left_pending, make_reduce_op_reader
+from .callers import ReduceOpReader, is_left_pending, make_reduce_op_reader
 from .operator_schemas import find_group_index, find_tensor_indices
 from .streams import CompletionMode, EnteredCall, StreamRecorder
 from .tensor_lists import (
@@ -54,7 +54,13 @@ CallDetails = tuple[StreamRecorder, int, int, int, int, int, int, bool, int]
 class CallReader:
     """Reads one operator's arguments, at the positions that the schema of this torch gives them."""
 
-    def __init__(self, spec: OperatorSpec, schema: Any, unbox_group: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        spec: OperatorSpec,
+        schema: Any,
+        unbox_group: Callable[[Any], Any],
+        read_reduce_op: ReduceOpReader | None = None,
+    ) -> None:
         self.spec = spec
         self._unbox_group = unbox_group
         names = [argument.name for argument in schema.arguments]
@@ -66,7 +72,7 @@ class CallReader:
         self.tensors_index = index_of(spec.tensors_arg or "tensor")
         self._tensor_indices = find_tensor_indices(schema) if spec.is_generic else None
         self.reduce_op_index = index_of(spec.reduce_op_arg)
-        self._read_reduce_op = make_reduce_op_reader()
+        self._read_reduce_op = read_reduce_op or make_reduce_op_reader()
         self.root_index = index_of(spec.root_arg)
         self._peer_index, self._tag_index = index_of(spec.peer_arg), index_of("tag")
         self._split_indices: tuple[int, int] | None = None

@@ -77,16 +77,18 @@ class KernelRegistry:
                 self._register_operator(operator)
 
     def _register_operator(self, operator: TorchOperator) -> None:
-        reader = CallReader(operator.spec, operator.schema, get_group_unboxer())
+        native = self._native
+        read_reduce_op = None if native is None else native.read_planned_reduce_op
+        reader = CallReader(operator.spec, operator.schema, get_group_unboxer(), read_reduce_op)
         call_readers.append(reader)
-        if self._native is None:
+        if native is None:
             kernel = self._make_kernel(reader, operator.overload, self._lower_keyset)
             self._library.impl(operator.name, kernel, "BackendSelect", with_keyset=True)
             return
         arguments = str(operator.schema).partition("::")[2].rpartition("->")[0]
         self._define(f"{arguments}-> int[]", make_planner(reader))
         # Each size is compared with one of another rank's.
-        self._native.register_operator(
+        native.register_operator(
             operator.name, compares_all_tensors=operator.spec.split_args is not None
         )
 

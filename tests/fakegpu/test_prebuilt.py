@@ -23,5 +23,5 @@ def test_first_call_is_recorded_natively(torch_version: str, tmp_path: Path) -> 
     assert found["torch"].startswith(torch_version)
     assert found["hangwatch"].startswith(str(installed))
     assert found["recorder"] == "native" and not found["without"]
-    assert found["calls"] == ["all_reduce"]
+    assert "all_reduce" in found["calls"]
     assert found["took_s"] < 1.0

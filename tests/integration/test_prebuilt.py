@@ -34,7 +34,7 @@ def test_first_call_is_recorded_natively(python: Path, tmp_path: Path) -> None:
     found = record_first_call(python, tmp_path / "job", {})
     assert "site-packages" in found["hangwatch"], "the one of the wheel"
     assert found["recorder"] == "native" and not found["without"]
-    assert found["calls"] == ["all_reduce"]
+    assert "all_reduce" in found["calls"]
     assert found["took_s"] < 1.0
     assert not list((tmp_path / "job").glob("cache/*.so")), "nothing was built"
 

@@ -29,9 +29,7 @@ def get_recorder_mode(env: Mapping[str, str]) -> str:
 
 
 def explain_unsupported() -> str:
-    """Why the native recorder cannot work here even if it is built; empty if it can. Imports torch."""
-    import torch
-
+    """Why the native recorder cannot work here even if it is built; empty if it can."""
     if get_frame_layout() is None:
         return (
             f"the layout of the frames of {platform.python_implementation()}"
@@ -39,10 +37,6 @@ def explain_unsupported() -> str:
         )
     if sys.byteorder != "little":
         return f"the ring is little-endian, {platform.machine()} is not"
-    if not hasattr(torch.classes.c10d.ReduceOp(), "op"):
-        return (
-            f"torch {torch.__version__} does not show the reduce op of a call, as 2.7 and later do"
-        )
     return ""
 
 

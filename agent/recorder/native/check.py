@@ -67,9 +67,11 @@ def _check_records(native: NativeLibrary, calls: Any) -> None:
     import torch.distributed as dist
     from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 
+    # Before torch 2.10 it has a constructor.
+    make_group: Any = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
     dist.Backend.register_backend(
         "nothing",
-        lambda _, rank, size, __: FakeProcessGroup._create_internal(rank, size),
+        lambda _, rank, size, __: make_group(rank, size),
         devices=["cpu"],
     )
     dist.init_process_group("nothing", store=HashStore(), rank=0, world_size=2)

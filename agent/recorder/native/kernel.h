@@ -20,6 +20,10 @@ namespace {
 // in one, and after a fork its mutex may stay locked.
 std::atomic<CallRecorder*> current_recorder{nullptr};
 
+// The reduce op of the call for which Python makes a plan; -1 if it has none. Some versions of torch,
+// such as 2.9, do not show it to Python.
+thread_local int64_t planned_reduce_op = -1;
+
 class RecordingKernel : public c10::OperatorKernel {
  public:
   RecordingKernel(
@@ -98,6 +102,7 @@ class RecordingKernel : public c10::OperatorKernel {
   bool fetch_plan(const c10::IValue* arguments, CallPlan& plan) const {
     if (!is_python_running())
       return false;
+    planned_reduce_op = find_reduce_op(arguments);
     const auto fields =
         call_python(planner_, Stack(arguments, arguments + argument_count_)).toIntVector();
     if (fields.size() != 9)
@@ -115,6 +120,14 @@ class RecordingKernel : public c10::OperatorKernel {
     plan.is_blocking = fields[7];
     plan.completion_mode = static_cast<int>(fields[8]);
     return true;
+  }
+
+  int64_t find_reduce_op(const c10::IValue* arguments) const { // -1 if there is none
+    for (size_t i = 0; i < argument_count_; ++i)
+      if (is_reduce_op_[i])
+        if (const auto object = unbox(arguments[i]))
+          return static_cast<c10d::ReduceOp*>(object.get())->op_;
+    return -1;
   }
 
   c10::OperatorHandle planner_;

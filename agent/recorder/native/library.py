@@ -8,6 +8,7 @@ import ctypes
 import functools
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hangwatch.ring.layout import RECORD_SLOTS
@@ -97,6 +98,7 @@ class NativeLibrary:
             getattr(self._lib, name).restype = ctypes.c_char_p
         for name in ("hw_update_streams", "hw_get_fault_count"):
             getattr(self._lib, name).restype = ctypes.c_uint64
+        self._gil_lib.hw_get_planned_reduce_op.restype = ctypes.c_int64
         self._recorder = ctypes.c_void_p()
         self._ring_buffers: list[Any] = []
         self._fault_count = 0
@@ -136,6 +138,11 @@ class NativeLibrary:
             last_fault = self._lib.hw_get_last_fault().decode(errors="replace")
             faults.record_message(f"the native recorder: {last_fault}")
         return written
+
+    def read_planned_reduce_op(self, boxed: Any, caller: FrameType) -> int | None:
+        """The reduce op of the call that a planner reads; a `callers.ReduceOpReader`."""
+        number: int = self._gil_lib.hw_get_planned_reduce_op()
+        return number if number >= 0 else None
 
     def clear_plans(self) -> None:
         """Drops all plans, because interned data will be overwritten or a group was deleted."""

@@ -66,6 +66,11 @@ uint64_t hw_update_streams(CallRecorder* recorder) {
   return recorder->update_streams();
 }
 
+// The number of the reduce op of the call for which a planner is running in this thread, or -1.
+int64_t hw_get_planned_reduce_op() {
+  return planned_reduce_op;
+}
+
 void hw_clear_plans(CallRecorder* recorder) {
   recorder->clear_plans();
 }
