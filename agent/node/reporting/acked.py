@@ -79,9 +79,13 @@ class UnackedHistory:
         self.check_history.mark_acked(acked.check_entries)
         for uid, stream in acked.streams.items():
             chains = self.chains.get(uid)
-            if chains:
-                last_seq = stream.last_checked_seq
-                self.chains[uid] = {seq: chain for seq, chain in chains.items() if seq > last_seq}
+            if not chains:
+                continue
+            last_seq = stream.last_checked_seq
+            if max(chains) <= last_seq:  # as in most heartbeats of a healthy rank
+                chains.clear()
+                continue
+            self.chains[uid] = {seq: chain for seq, chain in chains.items() if seq > last_seq}
 
     def rewind_cursor(self) -> None:
         """Starts again with what the ring still has."""
