@@ -24,6 +24,7 @@ from tests.simulation.waiting import wait_until
 from .dashboard import check_limit, read_cpu_s
 
 RANKS, MEASURE_S, DUMPS = 8, 65.0, 3  # at least one reading of the hardware
+SETTLE_S = 12.0  # after a process starts, more are expected and looked for more often
 MAX_CORE_PERCENT, MAX_READING_PERCENT, MAX_MB, MAX_DUMP_S = 1.0, 0.5, 60.0, 2.0
 PROGRAM = """
 import time
@@ -119,7 +120,7 @@ def run_benchmark(folder: Path) -> bool:
             120,
         ):
             raise TimeoutError(f"the job did not start: {running.stderr}")
-        time.sleep(5.0)
+        time.sleep(SETTLE_S)
         (agent,) = processes.find_agents(running.run_dir)
         used, began = read_cpu_s(agent), time.monotonic()
         time.sleep(MEASURE_S)
