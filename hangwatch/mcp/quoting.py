@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from hangwatch.diagnosis.messages.common import MAX_MESSAGE_LENGTH
-from hangwatch.model.ranks import find_runs
 from hangwatch.report.text import clean_text, truncate_end
 
 Answer = dict[str, Any]
@@ -59,23 +58,33 @@ def quote_lines(lines: Iterable[str]) -> Answer:
 def shorten_ranks(ranks: Iterable[int]) -> str:
     """Ranks as ``0, 2-3``; with many runs, the first of them and the number of all ranks."""
     listed = sorted(set(ranks))
-    runs = find_runs(listed)
+    runs: list[tuple[int, int]] = []
+    for run in _iter_runs(listed):
+        runs.append(run)
+        if len(runs) > _MAX_RUNS:
+            break
     shown = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs[:_MAX_RUNS])
     return shown if len(runs) <= _MAX_RUNS else f"{shown}, … ({len(listed)} ranks)"
+
+
+def _iter_runs(listed: list[int]) -> Iterator[tuple[int, int]]:
+    """(first, last) of each run of consecutive numbers."""
+    first = 0
+    for at in range(1, len(listed) + 1):
+        if at == len(listed) or listed[at] != listed[at - 1] + 1:
+            yield listed[first], listed[at - 1]
+            first = at
 
 
 class SentenceQuoter:
     """Replaces what a job chose in hangwatch's own sentences by a reference to where it is quoted."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
-        texts = {clean_text(text) for text in _iter_chosen(document)}
         parts: set[str] = set()
-        for text in texts:
+        for chosen in set(_iter_chosen(document)):
             # A sentence has the start of the first line of a long message.
-            parts |= {text, text[:MAX_MESSAGE_LENGTH]}
-        for message in _iter_chosen(document):
-            first_line = clean_text(message.split("\n", 1)[0])
-            parts |= {first_line, first_line[:MAX_MESSAGE_LENGTH]}
+            for text in (clean_text(chosen), clean_text(chosen.split("\n", 1)[0])):
+                parts |= {text, text[:MAX_MESSAGE_LENGTH]}
         self._parts = sorted(
             (part for part in parts if len(part) > 1 and not _WORD.fullmatch(part)),
             key=len,
@@ -106,4 +115,5 @@ def _iter_chosen(value: Any, key: str = "") -> Iterator[str]:
             yield from _iter_chosen(item, str(name))
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _iter_chosen(item, key)
+            if not isinstance(item, int):  # there may be 100,000 ranks
+                yield from _iter_chosen(item, key)
