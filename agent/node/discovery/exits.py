@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import os
 import struct
+import time
 
 from hangwatch.model.ranks import ExitInfo
 
@@ -17,6 +18,7 @@ from ..system import processes
 # u64 mask, u64 cgroupid, u32 pid, tgid, ppid and eight uids and gids, i32 exit_code
 PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes)
 PIDFD_INFO_EXIT = 1 << 3
+_EXIT_INFO_PAUSES_S = (0.0, 0.001, 0.005, 0.02, 0.0)  # before the next try
 _PIDFD_INFO_STRUCT = struct.Struct("=2Q11Ii")
 
 
@@ -51,16 +53,20 @@ def read_exit_info(
 ) -> ExitInfo:
     """Exit status or signal of a process that has ended; empty if neither can be read any more.
 
-    Tries both sources twice: its parent may reap it after the first and before the second was read,
-    and from then on only the first has the status.
+    Tries both sources several times: its parent may reap it after the first and before the second
+    was read, from then on only the first has the status, and the kernel may publish it a moment
+    later.
     """
-    for _ in range(2):
+    for pause_s in _EXIT_INFO_PAUSES_S:
         if pidfd is not None and (status := _read_pidfd_status(pidfd)) is not None:
             return from_wait_status(status)
         with contextlib.suppress(OSError, ValueError):  # reaped: no longer in /proc
             stat = processes.read_stat(pid, proc)
             if stat.start_ticks == start_ticks and stat.state in "ZX":
                 return from_wait_status(stat.exit_code)
+        if pidfd is None:
+            break
+        time.sleep(pause_s)
     return ExitInfo()
 
 

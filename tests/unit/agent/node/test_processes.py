@@ -301,3 +301,18 @@ def test_refusal_reason() -> None:
         ).explain_refusal()
     )
     assert plain.explain_refusal() == "the kernel refuses it"
+
+
+def test_exit_status_that_is_published_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is reaped and not in /proc any more, and its pidfd does not know yet."""
+    known = iter([None, None, None, 3 << 8])
+    monkeypatch.setattr(exits, "_read_pidfd_status", lambda pidfd: next(known))
+    assert exits.read_exit_info(1 << 22, 1, pidfd=99) == ExitInfo(exit_status=3)
+
+
+def test_unknown_exit_status_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+    monkeypatch.setattr(exits, "_read_pidfd_status", tries.append)
+    assert exits.read_exit_info(1 << 22, 1, pidfd=99) == ExitInfo()
+    assert len(tries) == 5
+    assert exits.read_exit_info(1 << 22, 1, pidfd=None) == ExitInfo()
