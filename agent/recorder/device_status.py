@@ -31,7 +31,7 @@ from .recorder import Recorder
 from .writer import RingWriter
 
 BUSY_INTERVAL_S = 2.0  # between two readings while the process makes calls
-STILL_AFTER_S = 1.0  # without a call, the process stands still
+STILL_AFTER_S = 0.3  # without a call, the process may wait for its device
 STILL_INTERVAL_S = 1.0
 MAX_LOAD = 0.0005  # the share of the time that readings may take
 _MAX_FAILURES = 3

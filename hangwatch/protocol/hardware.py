@@ -9,11 +9,10 @@ from hangwatch.model.hardware import Observation, UnavailableSource
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareReply:
-    """What changed on the host since ``window_s`` before the reading, and what is abnormal."""
+    """What changed on the host since before the hang, and what is abnormal."""
 
     key: str  # of the process whose command this answers
     request: str  # the command's id
     taken_s: float = 0.0  # age of the reading
-    window_s: float = 0.0  # 0: there was no earlier reading to compare with
     observations: tuple[Observation, ...] = ()
     unavailable: tuple[UnavailableSource, ...] = ()

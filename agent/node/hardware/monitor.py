@@ -107,11 +107,10 @@ class HardwareMonitor:
             self._baselines.add_reading(self._read_baseline(host))
             return
         reading = self._read_sources(self._sources, host)
-        observations, window_s = self._baselines.find_changes(reading, order.onset_ns)
+        observations = self._baselines.find_changes(reading, order.onset_ns)
         self._add_result(
             order,
             reading.taken_ns,
-            window_s=round(window_s, 1),
             observations=observations,
             unavailable=reading.unavailable,
         )

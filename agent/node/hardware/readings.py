@@ -35,27 +35,23 @@ class Baselines:
         values = {_get_key(observation): observation.now for observation in reading.observations}
         self._readings.append((reading.taken_ns, values))
 
-    def find_changes(
-        self, reading: Reading, onset_ns: int
-    ) -> tuple[tuple[Observation, ...], float]:
+    def find_changes(self, reading: Reading, onset_ns: int) -> tuple[Observation, ...]:
         """The observations that changed since before ``onset_ns``, or that are abnormal or facts by
-        themselves, the weightiest first; and the age of the earlier reading in seconds, 0 if there
-        is none.
+        themselves, the weightiest first.
         """
-        taken_ns, before = self._choose_baseline(onset_ns)
+        before = self._choose_baseline(onset_ns)
         changes = sorted(
             _compare(reading.observations, before),
             key=lambda observation: list(Weight).index(observation.weight),
         )
-        window_s = (reading.taken_ns - taken_ns) / 1e9 if taken_ns else 0.0
-        return tuple(changes[:MAX_OBSERVATIONS]), window_s
+        return tuple(changes[:MAX_OBSERVATIONS])
 
-    def _choose_baseline(self, onset_ns: int) -> tuple[int, Mapping[_Key, ObservedValue]]:
+    def _choose_baseline(self, onset_ns: int) -> Mapping[_Key, ObservedValue]:
         """The newest reading from before the onset, or the oldest if all are later."""
-        earlier = [entry for entry in self._readings if entry[0] <= onset_ns]
+        earlier = [values for taken_ns, values in self._readings if taken_ns <= onset_ns]
         if earlier:
             return earlier[-1]
-        return self._readings[0] if self._readings else (0, {})
+        return self._readings[0][1] if self._readings else {}
 
 
 def _compare(

@@ -62,7 +62,7 @@ def report_hardware(
     for number, observations in reports.items():
         key = job.latest_attempt.processes[number].key
         reply = HardwareReply(
-            key=key, request="r", taken_s=taken_s, window_s=60.0, observations=tuple(observations)
+            key=key, request="r", taken_s=taken_s, observations=tuple(observations)
         )
         host = f"node{number}"
         job.apply_heartbeat(host=host, agent=f"agent-{host}", hardware=(reply,))

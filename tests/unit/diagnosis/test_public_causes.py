@@ -67,8 +67,7 @@ class Cluster:
             self.job.send_heartbeats()
         for number, baselines in enumerate(self._baselines):
             reading = self._read(number, probes, taken_ns=60_000_000_000, environ=environ)
-            observations, window_s = baselines.find_changes(reading, onset_ns=2)
-            self._report(number, observations, window_s)
+            self._report(number, baselines.find_changes(reading, onset_ns=2))
         (verdict,) = self.job.list_due_verdicts()
         return verdict
 
@@ -86,9 +85,9 @@ class Cluster:
         observations = tuple(o for probe in probes for o in probe(host))
         return Reading(taken_ns=taken_ns, observations=observations)
 
-    def _report(self, number: int, observations: tuple[Observation, ...], window_s: float) -> None:
+    def _report(self, number: int, observations: tuple[Observation, ...]) -> None:
         key = self.job.latest_attempt.processes[number].key
-        reply = HardwareReply(key=key, request="r", window_s=window_s, observations=observations)
+        reply = HardwareReply(key=key, request="r", observations=observations)
         host = f"node{number}"
         self.job.apply_heartbeat(host=host, agent=f"agent-{host}", hardware=(reply,))
 
