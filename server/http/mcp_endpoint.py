@@ -31,13 +31,12 @@ class McpEndpoint:
 
     def __init__(self, api: ASGIApp, token: str | None) -> None:
         self._api, self._token = api, token
-        self._manager: Any = None
+        self._started: asyncio.Future[Any] | None = None  # the session manager, once it runs
         self._task: asyncio.Task[None] | None = None
-        self._has_started = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._start()
+            manager = await self._start()
         except ImportError as error:
             response = problems.make_problem_response(
                 501,
@@ -46,18 +45,21 @@ class McpEndpoint:
             )
             await response(scope, receive, send)
             return
-        await self._manager.asgi_app(scope, receive, send)
+        await manager.asgi_app(scope, receive, send)
 
     async def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _start(self) -> None:
-        if self._manager is None:
-            self._manager = await asyncio.to_thread(self._build_manager)
-            self._task = asyncio.create_task(self._run())
-        await self._has_started.wait()
+    async def _start(self) -> Any:
+        """The running session manager. Raises ImportError if the package is not installed."""
+        if (
+            self._started is None
+        ):  # nothing is awaited until it is set: requests may come at the same time
+            self._started = asyncio.get_running_loop().create_future()
+            self._task = asyncio.create_task(self._run(self._started))
+        return await asyncio.shield(self._started)
 
     def _build_manager(self) -> Any:
         from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
@@ -72,9 +74,14 @@ class McpEndpoint:
             max_request_body_size=_MAX_BODY_BYTES,
         )
 
-    async def _run(self) -> None:
-        async with self._manager.run():
-            self._has_started.set()
+    async def _run(self, started: asyncio.Future[Any]) -> None:
+        try:
+            manager = await asyncio.to_thread(self._build_manager)
+        except ImportError as error:
+            started.set_exception(error)
+            return
+        async with manager.run():
+            started.set_result(manager)
             await asyncio.Event().wait()
 
     async def _fetch(self, path: str, query: Mapping[str, object]) -> Document:

@@ -184,6 +184,21 @@ def test_mistakes_are_explained(hang: Server) -> None:
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def test_first_requests_may_come_at_the_same_time(tmp_path: Path) -> None:
+    async def list_tools(server: Server) -> int:
+        async with AsyncExitStack() as stack:
+            client = await connect(stack, server, "http")
+            return len((await client.list_tools()).tools)
+
+    async def run(server: Server) -> list[int]:
+        return await asyncio.gather(*(list_tools(server) for _ in range(3)))
+
+    with run_server_with_token(tmp_path / "server") as server:
+        counts = asyncio.run(asyncio.wait_for(run(server), 60))
+        assert counts == [counts[0]] * 3 and counts[0] > 0
+        assert "Traceback" not in server.read_log() and "RuntimeError" not in server.read_log()
+
+
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
 def test_request_without_the_token_is_refused(hang: Server, headers: dict[str, str]) -> None:
     request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
