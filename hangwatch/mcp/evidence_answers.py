@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
 
 from hangwatch.report.call_table import format_aligned_call
+from hangwatch.report.process_text import merge_waits
 
 from .answers import Document, drop_empty
 from .incident_answers import describe_call, describe_stack
@@ -17,26 +17,21 @@ _MAX_ROWS = 24
 
 
 def describe_waits(incident: Document) -> Answer:
-    """Who waits for whom: the waiters of each awaited rank and call together."""
-    waiters: dict[tuple[int, str, int], set[int]] = {}
-    for wait in incident.get("waits") or []:
-        call = (wait.get("for", -1), str(wait.get("group", "")), wait.get("seq", 0))
-        waiters.setdefault(call, set()).add(wait.get("rank", -1))
-    group = incident.get("group") or {}
-    names = {str(group.get("name")): group.get("desc") or group.get("name")}
+    """Which ranks wait for which, and in which call: one entry for each awaited rank and call."""
+    merged = merge_waits(incident)
     waits = [
         {
             "ranks": shorten_ranks(ranks),
             "count": len(ranks),
             "wait_for_rank": awaited,
-            "group": quote_text(names.get(name) or name),
+            "group": quote_text(group),
             "call_number": seq,
         }
-        for (awaited, name, seq), ranks in islice(sorted(waiters.items()), _MAX_WAITS)
+        for (awaited, group, seq), ranks in merged[:_MAX_WAITS]
     ]
     answer: Answer = {"incident_id": incident.get("id"), "waits": waits}
-    if len(waiters) > _MAX_WAITS:
-        answer["waits_not_shown"] = len(waiters) - _MAX_WAITS
+    if len(merged) > _MAX_WAITS:
+        answer["waits_not_shown"] = len(merged) - _MAX_WAITS
     culprits = incident.get("culprits") or []
     answer["ends_of_the_waits"] = shorten_ranks(culprits) or "none"
     return answer

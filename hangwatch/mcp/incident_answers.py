@@ -7,10 +7,11 @@ from typing import Any
 
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.report.sites import format_site
+from hangwatch.report.text import group_name
 from hangwatch.stacks.frames import is_library
 
 from .answers import Document, drop_empty
-from .quoting import Answer, SentenceQuoter, quote_lines, quote_text, shorten_ranks
+from .quoting import Answer, SentenceQuoter, quote_line, quote_lines, quote_text, shorten_ranks
 
 _MAX_CALLS = 6
 _MAX_PROCESSES = 6
@@ -31,9 +32,8 @@ def summarize_incident(incident: Document) -> Answer:
         "opened_at": incident.get("opened_at"),
         "summary": quoter.replace_quotes(incident.get("summary", "")),
         "culprits": shorten_ranks(incident.get("culprits") or []),
+        "quotes": quoter.list_quotes(),
     }
-    if quoter.quotes:
-        answer["quotes"] = quote_lines(quoter.quotes)
     return drop_empty(answer)
 
 
@@ -69,9 +69,8 @@ def explain_incident(incident: Document) -> Answer:
             :_MAX_HARDWARE
         ],
         "more": list(_iter_more(incident)),
+        "quotes": quoter.list_quotes(),
     }
-    if quoter.quotes:
-        answer["quotes"] = quote_lines(quoter.quotes)
     return drop_empty(answer)
 
 
@@ -86,7 +85,7 @@ def _describe_group(group: Document) -> Answer:
     ranks = group.get("ranks") or []
     return drop_empty(
         {
-            "name": quote_text(group.get("desc") or group.get("name") or ""),
+            "name": quote_text(group_name(group.get("name", ""), group.get("desc"))),
             "size": len(ranks),
             "ranks": shorten_ranks(ranks),
         }
@@ -172,7 +171,7 @@ def _iter_processes(incident: Document) -> Iterator[Answer]:
                 "signal": process.get("signal"),
                 "exception": {
                     "type": quote_text(exception.get("type", "?")),
-                    "message": {"quoted": quote_lines([exception.get("message", "")])["quoted"][0]},
+                    "message": quote_line(exception.get("message", "")),
                 }
                 if exception
                 else None,

@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
+from hangwatch.report.text import group_name
+
 from .answers import Document, drop_empty
-from .quoting import Answer, SentenceQuoter, quote_lines, quote_text, shorten_ranks
+from .quoting import Answer, SentenceQuoter, quote_text, shorten_ranks
 
 _MAX_GROUPS = 8
 _MAX_CALLS = 5
@@ -17,13 +19,14 @@ _MAX_PHASES = 8
 
 def describe_job(job: Document) -> Answer:
     """One of `GET /api/v1/jobs`."""
+    quoter = SentenceQuoter(job)
     states = {str(state): count for state, count in (job.get("states") or {}).items() if count}
     return drop_empty(
         {
             "job": quote_text(job.get("job", "?")),
             "attempt": job.get("attempt"),
             "state": job.get("state"),
-            "summary": SentenceQuoter(job).replace_quotes(job.get("summary", "")),
+            "summary": quoter.replace_quotes(job.get("summary", "")),
             "ranks": job.get("world_size"),
             "ranks_by_state": states,
             "hosts": len(job.get("hosts") or []),
@@ -31,6 +34,7 @@ def describe_job(job: Document) -> Answer:
             "step": job.get("step"),
             "steps_per_s": job.get("steps_per_s"),
             "last_seen_s": job.get("last_seen_s"),
+            "quotes": quoter.list_quotes(),
         }
     )
 
@@ -70,7 +74,7 @@ def _describe_group(document: Document) -> Answer:
     arrivals = document.get("arrivals") or {}
     answer = {
         "job": quote_text(document.get("job", "?")),
-        "group": quote_text(group.get("desc") or group.get("name") or "?"),
+        "group": quote_text(group_name(group.get("name", "?"), group.get("desc"))),
         "ranks": shorten_ranks(group.get("ranks") or []),
         "straggler": quoter.replace_quotes(straggler.get("summary", "")),
         "calls": [_describe_calls(call) for call in (document.get("calls") or [])[:_MAX_CALLS]],
@@ -82,9 +86,8 @@ def _describe_group(document: Document) -> Answer:
             }
             for late in (arrivals.get("last") or [])[:_MAX_LATE]
         ],
+        "quotes": quoter.list_quotes(),
     }
-    if quoter.quotes:
-        answer["quotes"] = quote_lines(quoter.quotes)
     return drop_empty(answer)
 
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from hangwatch.diagnosis.messages.common import MAX_MESSAGE_LENGTH
+from hangwatch.model.ranks import iter_runs
 from hangwatch.report.text import clean_text, truncate_end
 
 Answer = dict[str, Any]
@@ -46,34 +48,27 @@ _CHOSEN_KEYS = frozenset(
 
 
 def quote_text(value: object) -> Any:
-    """A word as it is, and any other text as ``{"quoted": text}``, cleaned and cut."""
-    text = truncate_end(clean_text(value), MAX_QUOTED_LENGTH)
-    return text if _WORD.fullmatch(text) else {"quoted": text}
+    """A word as it is, and any other text as `quote_line` does."""
+    quoted = quote_line(value)
+    text: str = quoted["quoted"]
+    return text if _WORD.fullmatch(text) else quoted
+
+
+def quote_line(value: object) -> Answer:
+    """``{"quoted": text}``, cleaned and cut."""
+    return {"quoted": truncate_end(clean_text(value), MAX_QUOTED_LENGTH)}
 
 
 def quote_lines(lines: Iterable[str]) -> Answer:
-    return {"quoted": [truncate_end(clean_text(line), MAX_QUOTED_LENGTH) for line in lines]}
+    return {"quoted": [quote_line(line)["quoted"] for line in lines]}
 
 
 def shorten_ranks(ranks: Iterable[int]) -> str:
     """Ranks as ``0, 2-3``; with many runs, the first of them and the number of all ranks."""
     listed = sorted(set(ranks))
-    runs: list[tuple[int, int]] = []
-    for run in _iter_runs(listed):
-        runs.append(run)
-        if len(runs) > _MAX_RUNS:
-            break
+    runs = list(islice(iter_runs(listed), _MAX_RUNS + 1))
     shown = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs[:_MAX_RUNS])
     return shown if len(runs) <= _MAX_RUNS else f"{shown}, … ({len(listed)} ranks)"
-
-
-def _iter_runs(listed: list[int]) -> Iterator[tuple[int, int]]:
-    """(first, last) of each run of consecutive numbers."""
-    first = 0
-    for at in range(1, len(listed) + 1):
-        if at == len(listed) or listed[at] != listed[at - 1] + 1:
-            yield listed[first], listed[at - 1]
-            first = at
 
 
 class SentenceQuoter:
@@ -90,19 +85,23 @@ class SentenceQuoter:
             key=len,
             reverse=True,
         )
-        self.quotes: list[str] = []
+        self._quotes: list[str] = []
 
     def replace_quotes(self, sentence: object) -> str:
-        """The sentence, with ``[quote 1]`` for the first text in `quotes`."""
+        """The sentence, with ``[quote 1]`` for the first text of `list_quotes`."""
         text = clean_text(sentence)
         for part in self._parts:
             if part not in text:
                 continue
             shown = truncate_end(part, MAX_QUOTED_LENGTH)
-            if shown not in self.quotes:
-                self.quotes.append(shown)
-            text = text.replace(part, f"[quote {self.quotes.index(shown) + 1}]")
+            if shown not in self._quotes:
+                self._quotes.append(shown)
+            text = text.replace(part, f"[quote {self._quotes.index(shown) + 1}]")
         return text
+
+    def list_quotes(self) -> Answer | None:
+        """What the sentences refer to; None if they refer to nothing."""
+        return quote_lines(self._quotes) if self._quotes else None
 
 
 def _iter_chosen(value: Any, key: str = "") -> Iterator[str]:

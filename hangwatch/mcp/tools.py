@@ -106,16 +106,15 @@ async def _fetch_incident(fetch: Fetch, incident_id: object) -> Document:
     return await fetch(f"incidents/{quote(str(incident_id), safe='')}", {})
 
 
-async def _get_incident(fetch: Fetch, arguments: Arguments) -> Answer:
-    return incident_answers.explain_incident(await _fetch_incident(fetch, arguments["incident_id"]))
+def _describe_fetched(
+    describe: Callable[[Document], Answer],
+) -> Callable[[Fetch, Arguments], Awaitable[Answer]]:
+    """Makes a tool's function that fetches an incident and describes it."""
 
+    async def run(fetch: Fetch, arguments: Arguments) -> Answer:
+        return describe(await _fetch_incident(fetch, arguments["incident_id"]))
 
-async def _get_wait_graph(fetch: Fetch, arguments: Arguments) -> Answer:
-    return evidence_answers.describe_waits(await _fetch_incident(fetch, arguments["incident_id"]))
-
-
-async def _get_calls(fetch: Fetch, arguments: Arguments) -> Answer:
-    return evidence_answers.describe_calls(await _fetch_incident(fetch, arguments["incident_id"]))
+    return run
 
 
 async def _get_stacks(fetch: Fetch, arguments: Arguments) -> Answer:
@@ -182,7 +181,7 @@ TOOLS = (
         description="One incident in full: its verdict, line, calls, processes, culprit's stack.",
         properties={"incident_id": _INCIDENT},
         required=("incident_id",),
-        run=_get_incident,
+        run=_describe_fetched(incident_answers.explain_incident),
     ),
     Tool(
         name="get_stacks",
@@ -199,7 +198,7 @@ TOOLS = (
         description="Which ranks wait for which, in which call of which process group.",
         properties={"incident_id": _INCIDENT},
         required=("incident_id",),
-        run=_get_wait_graph,
+        run=_describe_fetched(evidence_answers.describe_waits),
     ),
     Tool(
         name="get_calls",
@@ -209,7 +208,7 @@ TOOLS = (
         ),
         properties={"incident_id": _INCIDENT},
         required=("incident_id",),
-        run=_get_calls,
+        run=_describe_fetched(evidence_answers.describe_calls),
     ),
     Tool(
         name="get_performance",

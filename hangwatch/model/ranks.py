@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,15 +66,13 @@ class ExceptionInfo:
 
 def format_ranks(ranks: Iterable[int]) -> str:
     """Ranks as sorted text with ranges: ``0, 2-3``."""
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in find_runs(sorted(set(ranks))))
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in iter_runs(sorted(set(ranks))))
 
 
-def find_runs(sorted_ranks: Sequence[int]) -> list[tuple[int, int]]:
+def iter_runs(sorted_ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
     """(first, last) of each run of consecutive ranks in an ascending list."""
-    runs: list[tuple[int, int]] = []
-    for rank in sorted_ranks:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1] = (runs[-1][0], rank)
-        else:
-            runs.append((rank, rank))
-    return runs
+    first = 0
+    for at in range(1, len(sorted_ranks) + 1):
+        if at == len(sorted_ranks) or sorted_ranks[at] != sorted_ranks[at - 1] + 1:
+            yield sorted_ranks[first], sorted_ranks[at - 1]
+            first = at

@@ -21,18 +21,27 @@ from .text import (
 
 def format_waits(document: Document) -> Iterator[str]:
     """Which ranks wait for which, and in which call: one line for each awaited rank and call."""
+    for (awaited, group, seq), ranks in merge_waits(document):
+        verb = "waits" if len(ranks) == 1 else "wait"
+        yield from wrap_text(
+            f"{name_ranks(ranks)} {verb} for rank {awaited} in call {seq} of group {group}"
+        )
+
+
+def merge_waits(document: Document) -> list[tuple[tuple[int, str, int], set[int]]]:
+    """The awaited rank, the group's name to show and the number of each awaited call, with the ranks
+    that wait there; sorted.
+    """
     group = document.get("group") or {}
     named = {clean_text(group.get("name")): group_name(group.get("name"), group.get("desc"))}
     waiters: dict[tuple[int, str, int], set[int]] = {}
     for wait in document.get("waits") or []:
         call = (wait.get("for", -1), clean_text(wait.get("group", "")), wait.get("seq", 0))
         waiters.setdefault(call, set()).add(wait.get("rank", -1))
-    for (awaited, name, seq), ranks in sorted(waiters.items()):
-        verb = "waits" if len(ranks) == 1 else "wait"
-        yield from wrap_text(
-            f"{name_ranks(ranks)} {verb} for rank {awaited} in call {seq} of group"
-            f" {named.get(name, name)}"
-        )
+    return [
+        ((awaited, named.get(name, name), seq), ranks)
+        for (awaited, name, seq), ranks in sorted(waiters.items())
+    ]
 
 
 def format_devices(document: Document) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hangwatch.model.calls import Call, Site
 from hangwatch.model.groups import Group
-from hangwatch.model.ranks import ExceptionInfo, find_runs, format_ranks
+from hangwatch.model.ranks import ExceptionInfo, format_ranks, iter_runs
 
 _MAX_RUNS_SHOWN = 24  # runs of consecutive ranks
 MAX_MESSAGE_LENGTH = 120  # characters of an exception's message
@@ -12,7 +12,7 @@ MAX_MESSAGE_LENGTH = 120  # characters of an exception's message
 
 def describe_ranks(ranks: tuple[int, ...]) -> str:
     """``rank 3`` or ``ranks 0, 2-3``; of thousands, the number and the first ones."""
-    runs = find_runs(sorted(set(ranks)))
+    runs = list(iter_runs(sorted(set(ranks))))
     if len(runs) > _MAX_RUNS_SHOWN:
         first_ranks: list[int] = []
         for first, last in runs[:_MAX_RUNS_SHOWN]:

@@ -175,6 +175,12 @@ def test_stacks_of_some_ranks() -> None:
     assert none["ranks_with_stacks"] == "0-2"
 
 
+def test_what_a_jobs_summary_refers_to_is_quoted() -> None:
+    answer = job_answers.describe_job({"job": INJECTION, "summary": f"{INJECTION} trains"})
+    assert answer["summary"] == "[quote 1] trains"
+    assert answer["quotes"] == {"quoted": [INJECTION]}
+
+
 def test_ranks_by_state() -> None:
     ranks = [
         {"rank": 0, "state": "waiting", "waiting_s": 3.0},
