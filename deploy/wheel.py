@@ -3,7 +3,7 @@
 Each PYTHON is an interpreter with another minor version of torch, for which the recorder is compiled
 and tried; the manifest in the wheel says with which releases. With several interpreters of the same torch, the
 recorder is compiled for the first and tried with all. Nothing is installed into them. The wheel is
-tagged manylinux_2_28, for the same libraries as torch; `auditwheel show` proves the tag.
+tagged manylinux_2_28, as torch's own wheels are; `auditwheel show` checks the tag.
 """
 
 from __future__ import annotations

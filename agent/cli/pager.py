@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from .terminal import print_lines
 
 _DEFAULT_PAGER = "less"
-# less: end at once if all fits on the screen, show colours, leave the text there.
+# less: exit if the text fits on one screen, show colours, and do not clear the screen at exit.
 _LESS_OPTIONS = "FRX"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from hangwatch.report.text import Paint
 
-from .errors import OK, CliError, NotFoundError, UnreachableError
+from .errors import OK, NotFoundError, UnreachableError
 from .terminal import print_message
 
 _REFRESH_S = 1.0
@@ -26,13 +26,9 @@ def watch_view(print_view: Callable[[], int], paint: Paint) -> int:
             try:
                 code = print_view()
             except (UnreachableError, NotFoundError) as error:
-                code = _report_error(error)
+                print_message(str(error))
+                code = error.exit_code
             print(flush=True)
             time.sleep(_REFRESH_S)
     except KeyboardInterrupt:
         return code
-
-
-def _report_error(error: CliError) -> int:
-    print_message(str(error))
-    return error.exit_code

@@ -113,8 +113,8 @@ class DeviceStatusReader:
     def _read_groups(self) -> tuple[bool, int]:
         """Returns whether some group's device is behind, and what the reading cost."""
         recorders = {key.recorder for key in self._keys_by_uid.values()}
-        # CPU time: on a crowded host, the time that the thread waits for a CPU is no cost of ours, and
-        # would put off the next reading by seconds.
+        # CPU time: on an overloaded host, the thread also waits for a CPU. That costs the job nothing,
+        # and would delay the next reading by seconds.
         began_ns = thread_time_ns()
         status = self._read_status(recorders)
         cost_ns = thread_time_ns() - began_ns

@@ -36,6 +36,11 @@ class AlertMessage:
         return str(self.body.get("id", self.id))
 
     @property
+    def is_test(self) -> bool:
+        """It must wake nobody."""
+        return self.event == "test"
+
+    @property
     def url(self) -> str:
         return str(self.body.get("url", ""))
 

@@ -23,7 +23,6 @@ _PAGER_URL = re.compile(
     r"(?P<service>pagerduty|opsgenie)://(?P<key>[\w-]{16,})/?(?:\?region=(?P<region>us|eu))?"
 )
 _MAX_SUMMARY, _MAX_ALERT, _MAX_DESCRIPTION = 1024, 130, 10_000  # characters
-_INFORMATION = frozenset(("test",))  # events that wake nobody
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +50,7 @@ class PagerDuty:
             "payload": {
                 "summary": truncate_end(message.title, _MAX_SUMMARY),
                 "source": str(message.body.get("job", "hangwatch")),
-                "severity": "info" if message.event in _INFORMATION else "critical",
+                "severity": "info" if message.is_test else "critical",
                 "class": str(message.body.get("kind", message.event)),
                 "custom_details": _make_details(message),
             },
@@ -91,7 +90,7 @@ class Opsgenie:
                 "details": _make_details(message),
                 "source": "hangwatch",
                 "entity": str(message.body.get("job", "")),
-                "priority": "P5" if message.event in _INFORMATION else "P1",
+                "priority": "P5" if message.is_test else "P1",
             }
         post_content(f"{self.api_url}{path}", headers=headers, json=content)
 

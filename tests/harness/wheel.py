@@ -103,9 +103,10 @@ def record_first_call(python: Path, folder: Path, env: Mapping[str, str]) -> dic
         "HANGWATCH_RECORDER": "auto",
         "MEETING": str(folder / "meeting"),
         "PATH": str(python.parent),
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
     }
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
-        variables[name] = value
     done = subprocess.run(
         [str(python), "-c", _FIRST_CALL],
         env=clean_environment(**variables),

@@ -18,7 +18,7 @@ from ..system import processes
 # u64 mask, u64 cgroupid, u32 pid, tgid, ppid and eight uids and gids, i32 exit_code
 PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes)
 PIDFD_INFO_EXIT = 1 << 3
-_EXIT_INFO_PAUSES_S = (0.0, 0.001, 0.005, 0.02, 0.0)  # before the next try
+_EXIT_INFO_PAUSES_S = (0.0, 0.0, 0.001, 0.005, 0.02)  # before each try
 _PIDFD_INFO_STRUCT = struct.Struct("=2Q11Ii")
 
 
@@ -58,6 +58,7 @@ def read_exit_info(
     later.
     """
     for pause_s in _EXIT_INFO_PAUSES_S:
+        time.sleep(pause_s)
         if pidfd is not None and (status := _read_pidfd_status(pidfd)) is not None:
             return from_wait_status(status)
         with contextlib.suppress(OSError, ValueError):  # reaped: no longer in /proc
@@ -66,7 +67,6 @@ def read_exit_info(
                 return from_wait_status(stat.exit_code)
         if pidfd is None:
             break
-        time.sleep(pause_s)
     return ExitInfo()
 
 

@@ -69,7 +69,7 @@ def build_recorder(env: Mapping[str, str]) -> Path:
             except PermissionError as error:
                 raise BuildError(str(error)) from error
             except OSError:  # it does not exist, or is incomplete
-                if not _take_prebuilt(target, env):
+                if found is None or not _copy_if_it_works(found.path, target, env):
                     _compile_recorder(target, env)
     except OSError as error:
         raise BuildError(
@@ -79,16 +79,13 @@ def build_recorder(env: Mapping[str, str]) -> Path:
     return target
 
 
-def _take_prebuilt(target: Path, env: Mapping[str, str]) -> bool:
-    """Copies the wheel's recorder to the cache if it works here."""
-    found = prebuilt.find_prebuilt()
-    if found is None:
-        return False
+def _copy_if_it_works(library: Path, target: Path, env: Mapping[str, str]) -> bool:
+    """Copies the wheel's recorder to the cache. Returns False if it does not work here."""
     try:
-        cache.verify_library(found.path)
-        check_library(found.path, env)
+        cache.verify_library(library)
+        check_library(library, env)
         with _replace_when_complete(target) as copy:
-            shutil.copyfile(found.path, copy)
+            shutil.copyfile(library, copy)
     except (OSError, BuildError):
         return False
     return True
@@ -110,7 +107,7 @@ def _compile_recorder(target: Path, env: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def _replace_when_complete(target: Path) -> Iterator[Path]:
-    """A path beside ``target``, to which the file there is moved at the end of the block."""
+    """Yields a temporary path beside ``target``. At the end of the block its file replaces ``target``."""
     for leftover in target.parent.glob(f"{glob.escape(target.stem)}.[0-9]*"):  # of killed builds
         leftover.unlink()
     new_library = target.with_suffix(f".{os.getpid()}")

@@ -4,6 +4,7 @@ sources.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import platform
@@ -64,7 +65,8 @@ def get_library_path(env: Mapping[str, str]) -> Path:
     return get_cache_dir(env) / f"recorder-{tag}-{digest}.so"
 
 
-def read_sources() -> dict[str, str]:
+@functools.cache
+def read_sources() -> Mapping[str, str]:
     """The text of the library's source and of its headers, by file name."""
     folder = SOURCE_PATH.parent
     paths = [SOURCE_PATH, *sorted(folder.glob("*.h"))]

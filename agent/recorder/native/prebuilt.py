@@ -35,7 +35,7 @@ def find_prebuilt(folder: Path = FOLDER) -> PrebuiltRecorder | None:
     try:
         manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
         if manifest["sources"] != hash_sources():
-            return None  # it is of another version: this is no wheel's installation
+            return None  # built from other sources than those installed here
         name = get_library_name()
         tested = manifest["recorders"][name]
     except (OSError, ValueError, KeyError, TypeError):

@@ -66,7 +66,7 @@ uint64_t hw_update_streams(CallRecorder* recorder) {
   return recorder->update_streams();
 }
 
-// The number of the reduce op of the call for which a planner is running in this thread, or -1.
+// The reduce op of the call that a planner of this thread is reading, as a number; -1 if it has none.
 int64_t hw_get_planned_reduce_op() {
   return planned_reduce_op;
 }
