@@ -68,9 +68,9 @@ def get_plain_url(server: Server) -> str:
 
 async def connect(stack: AsyncExitStack, server: Server, transport: str) -> Client:
     if transport == "http":
-        http = await stack.enter_async_context(
-            httpx2.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"})
-        )
+        # 30 s, as the package's own client waits: the first request is answered after the imports.
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=30))
         target: Any = streamable_http_client(f"{get_plain_url(server)}/mcp", http_client=http)
     else:
         arguments = ["-m", "hangwatch.agent.cli", "mcp", "--url", get_plain_url(server)]
