@@ -19,6 +19,7 @@ from .discovery.watchlist import Watchlist
 from .hardware.monitor import HardwareMonitor
 from .reporting.outage import OutageTracker
 from .reporting.outbox import Outbox
+from .reporting.schedule import HeartbeatSchedule
 from .reporting.uplink import HeartbeatOutcome, Uplink
 from .requests.aborts import AbortTracker
 from .requests.builder import RecorderBuilder
@@ -90,7 +91,7 @@ class NodeAgent:
         self._outage = OutageTracker(folder, log, self._timing.user_notice_after_s)
         self._change_detector = ChangeDetector()
         self._in_flight: InFlightHeartbeat | None = None
-        self._next_heartbeat_ns = clock()
+        self._schedule = HeartbeatSchedule(clock())
         self._is_urgent = False  # the next heartbeat is sent immediately
         # The two other reasons to mark a heartbeat as urgent, once it is sent.
         self._has_urgent_changes = False
@@ -125,9 +126,9 @@ class NodeAgent:
     @property
     def _scan_due_ns(self) -> int:
         next_scan_ns = self._scanner.next_scan_ns
-        delay_ns = self._next_heartbeat_ns - next_scan_ns
+        delay_ns = self._schedule.next_ns - next_scan_ns
         if not self._uplink.is_busy and 0 <= delay_ns < _SCAN_ALIGNMENT_NS:
-            return self._next_heartbeat_ns
+            return self._schedule.next_ns
         return next_scan_ns
 
     def _is_heartbeat_due(self, now_ns: int) -> bool:
@@ -135,28 +136,31 @@ class NodeAgent:
             return False
         if self._is_urgent and not self._outage.is_failing:
             return True
-        return now_ns >= self._next_heartbeat_ns
+        return now_ns >= self._schedule.next_ns
 
     def _wait_for_events(self, now_ns: int) -> None:
         due_ns = self._scan_due_ns
         if not self._uplink.is_busy:
-            due_ns = min(due_ns, self._next_heartbeat_ns)
+            due_ns = min(due_ns, self._schedule.next_ns)
         for key in self._wakeup.wait((due_ns - now_ns) / 1e9):
             process = self._watchlist.watched.get(key)
             if process is not None:
                 self._watchlist.record_exit(process, self._clock())
                 self._is_urgent = True
 
-    def _scan_processes(self, now_ns: int) -> None:
-        self._is_urgent |= self._scanner.scan_processes(now_ns)
+    def _scan_processes(self, now_ns: int, *, must_read: bool = False) -> None:
+        self._is_urgent |= self._scanner.scan_processes(now_ns, must_read=must_read)
         self._outage.write_user_notice(now_ns)
         self._hardware.update_baseline(list_live_pids(self._watchlist.watched.values()), now_ns)
-        if self._outage.is_failing:
+        if self._outage.is_failing or self._scanner.is_steady:
             return
+        self._schedule.end_steadiness()
+        if self._scanner.has_news and not self._change_detector.is_enabled:
+            self._schedule.bring_forward_once(now_ns)
         changes = self._change_detector.check_changes(self._watchlist.watched.values())
         if changes is not None:
             within_s, self._has_urgent_changes = changes
-            self._next_heartbeat_ns = min(self._next_heartbeat_ns, now_ns + int(within_s * 1e9))
+            self._schedule.bring_forward(now_ns + int(within_s * 1e9))
 
     def _collect_results(self) -> None:
         self._is_urgent |= self._live_requests.collect_results()
@@ -183,12 +187,12 @@ class NodeAgent:
 
     def _post_heartbeat(self, now_ns: int) -> None:
         if self._scanner.is_reading_old(now_ns):
-            self._scan_processes(now_ns)
+            self._scan_processes(now_ns, must_read=True)
         self._in_flight = self._composer.compose_heartbeat(now_ns)
         is_urgent = self._is_urgent or self._has_urgent_changes or self._is_server_waiting
         self._is_urgent = self._has_urgent_changes = False
         self._change_detector.mark_reported(self._watchlist.watched.values())
-        self._next_heartbeat_ns = now_ns + int(self._timing.heartbeat_interval_s * 1e9)
+        self._schedule.set_next(now_ns + int(self._timing.heartbeat_interval_s * 1e9))
         self._uplink.post_heartbeat(
             self._in_flight.heartbeat.number,
             codec.encode_message(self._in_flight.heartbeat),
@@ -212,7 +216,7 @@ class NodeAgent:
         self, flight: InFlightHeartbeat, outcome: HeartbeatOutcome, now_ns: int
     ) -> None:
         retry_s = self._outage.record_failure(outcome, now_ns)
-        self._next_heartbeat_ns = now_ns + int(retry_s * 1e9)
+        self._schedule.set_next(now_ns + int(retry_s * 1e9))
         if not outcome.is_refused:
             return
         # The same heartbeat would be refused again: the next one omits the extras of this one, and
@@ -222,13 +226,13 @@ class NodeAgent:
             self._composer.mark_acked(flight, now_ns)
 
     def _apply_reply(self, flight: InFlightHeartbeat, reply: HeartbeatReply, now_ns: int) -> None:
-        self._next_heartbeat_ns = now_ns + int(reply.interval_s * 1e9)
+        self._schedule.apply_reply(reply, now_ns, is_steady=self._scanner.is_steady)
         self._change_detector.apply_reply(self._watchlist.watched.values(), reply.news_s)
         self._is_server_waiting = reply.urgent
         if reply.resync:
             self._scanner.discard_reading()
             if not self._composer.is_full_due:
-                self._next_heartbeat_ns = now_ns
+                self._schedule.bring_forward(now_ns)
             self._composer.request_full()
         else:
             self._composer.mark_acked(flight, now_ns)

@@ -1,7 +1,10 @@
-"""Scans for processes, reads them, and decides when to do so again."""
+"""Scans for processes, reads them, and decides when to do so again. The processes of a steady host
+are not read at each scan.
+"""
 
 from __future__ import annotations
 
+from .discovery.steadiness import SteadinessCheck
 from .discovery.watched import WatchedProcess
 from .discovery.watchlist import Watchlist
 from .requests.builder import RecorderBuilder
@@ -9,6 +12,7 @@ from .requests.commands import make_sample_order
 from .stacks.sampler import StackSampler
 from .system.timing import AgentTiming
 
+_LOOK_INTERVAL_NS = 250_000_000  # between two looks at a steady host
 _MAX_READING_AGE_NS = 150_000_000  # a more recent reading is sent as it is
 
 
@@ -33,23 +37,39 @@ class ProcessScanner:
         self._last_discovery_ns = now_ns
         self._last_alive_ns = now_ns
         self._had_live_process = False
+        self._steadiness = SteadinessCheck()
+        self._next_read_ns = now_ns
+        self.is_steady = False  # by the last scan; see `discovery.steadiness`
+        self.has_news = False  # by the last scan: something that the server should know at once
 
-    def scan_processes(self, now_ns: int) -> bool:
-        """Returns True if a process has ended."""
+    def scan_processes(self, now_ns: int, *, must_read: bool = False) -> bool:
+        """Returns True if a process has ended. ``must_read``: what is read will be reported."""
         discovered = self._watchlist.scan_processes(now_ns)
+        watched = self._watchlist.watched.values()
+        self.has_news = self._steadiness.look_at_processes(watched, now_ns)
+        self.is_steady = self._steadiness.is_steady and not discovered
+        is_due = must_read or self.has_news or self._steadiness.is_reading_due
+        has_ended = False
+        if is_due or (not self.is_steady and now_ns >= self._next_read_ns):
+            has_ended = self._read_processes(now_ns, discovered)
+        next_scan_ns = now_ns + _LOOK_INTERVAL_NS if self.is_steady else self._next_read_ns
+        self.next_scan_ns = min(next_scan_ns, self._steadiness.next_block_ns)
+        if self._watchlist.has_alive:
+            self._last_alive_ns = now_ns
+            self._had_live_process = True
+        return has_ended
+
+    def _read_processes(self, now_ns: int, discovered: list[WatchedProcess]) -> bool:
         has_ended = any(process.exit is not None for process in discovered)
         has_ended |= self._watchlist.read_processes(now_ns)
         self._last_read_ns = now_ns
         if discovered:
             self._last_discovery_ns = now_ns
-        self.next_scan_ns = now_ns + int(self._choose_interval_s(now_ns) * 1e9)
+        self._next_read_ns = now_ns + int(self._choose_interval_s(now_ns) * 1e9)
         self._watchlist.clean_up(now_ns)
         for process in self._watchlist.watched.values():
             self._prepare_process(process)
         self._probed_keys &= self._watchlist.watched.keys()
-        if self._watchlist.has_alive:
-            self._last_alive_ns = now_ns
-            self._had_live_process = True
         return has_ended
 
     def _choose_interval_s(self, now_ns: int) -> float:

@@ -44,6 +44,7 @@ def decode_reply(data: dict[str, Any]) -> HeartbeatReply:
     """Decodes the server's reply. Raises KeyError, TypeError or ValueError if it is malformed."""
     return HeartbeatReply(
         interval_s=min(60.0, max(0.05, float(data.get("interval_s", 0.5)))),
+        steady_s=_optional_seconds(data.get("steady_s"), 60.0),
         news_s=_optional_seconds(data.get("news_s"), 60.0),
         details_s=_optional_seconds(data.get("details_s"), 600.0),
         urgent=bool(data.get("urgent", False)),

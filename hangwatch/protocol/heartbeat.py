@@ -254,6 +254,9 @@ class Heartbeat:
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatReply:
     interval_s: float = 0.5  # until the next heartbeat; the server uses it to spread its load
+    # The same while the host is steady (see `hangwatch.agent.node.discovery.steadiness`). Then the
+    # agent reports at once that it no longer is. None: as if it were not.
+    steady_s: float | None = None
     # The agent must report rare changes within this time; None: with the next regular heartbeat.
     news_s: float | None = None
     # For this long the agent may omit the positions of processes that make progress; None: every

@@ -37,6 +37,10 @@ class CheckEntry:
     overflows: int
 
 
+def has_check_table(reader: RingReader) -> bool:
+    return bool(reader.parts.locate_check_table(CHECK_STRUCT.size).count)
+
+
 def read_check_entries(reader: RingReader, from_index: int = 0) -> tuple[list[CheckEntry], int]:
     """The complete entries from ``from_index`` on that are still in the table, oldest first, and
     the index at which the next read starts.

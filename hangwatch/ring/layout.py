@@ -155,6 +155,9 @@ class CheckFlag(enum.IntFlag):
     SCALED = 16  # under loss scaling, which handles Infs by skipping a step
 
 
+LIVE_STRUCT = struct.Struct(f"<{len(LiveWord)}Q")
+
+
 @dataclass(frozen=True, slots=True)
 class RingGeometry:
     """The offsets of the tables in a ring file, and its size, in bytes."""

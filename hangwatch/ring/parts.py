@@ -16,6 +16,7 @@ from .layout import (
     INTERNED_STRUCT,
     LAYOUT_VERSION,
     LIVE_OFFSET,
+    LIVE_STRUCT,
     MAGIC,
     MAX_FILE_BYTES,
     NOTE_STRUCT,
@@ -86,6 +87,10 @@ class RingParts:
         self.pid, _, self.start_ticks = rest[10:13]
         self._file_size: int = file_size
 
+    def read_live_words(self) -> tuple[int, ...]:
+        """All live words, by their index. Each is from a moment of its own."""
+        return LIVE_STRUCT.unpack_from(self.data, LIVE_OFFSET)
+
     def read_live_word(self, word: LiveWord) -> int:
         offset = LIVE_OFFSET + 8 * word
         return int.from_bytes(self.data[offset : offset + 8], "little")
@@ -114,6 +119,10 @@ class RingParts:
             written = stamp
         return written
 
+    def has_record(self, index: int) -> bool:
+        """The record with this index was written, or is being written. It may have been overwritten."""
+        return self._read_stamp(index) > index
+
     def _read_stamp(self, index: int) -> int:
         """Index + 1 of the record in the slot of ``index``."""
         offset = self.records.offset + (index % self.records.count) * RECORD_STRUCT.size
@@ -125,6 +134,31 @@ class RingParts:
         record = RECORD_STRUCT.unpack_from(self.data, offset)
         is_whole = record[0] == index + 1 and record[-1] == record[0] & 0xFFFFFFFF
         return record if is_whole and self._read_stamp(index) == index + 1 else None
+
+    def read_records(self, first: int, end: int) -> list[Record]:
+        """The records from ``first`` up to ``end`` that are whole and still in the ring, oldest
+        first. They are copied at once: one by one, they take several times as long.
+        """
+        first = max(first, end - self.records.count)
+        records: list[Record] = []
+        while first < end:
+            slot = first % self.records.count
+            count = min(end - first, self.records.count - slot)
+            records += self._read_adjacent(first, slot, count)
+            first += count
+        return records
+
+    def _read_adjacent(self, first: int, slot: int, count: int) -> list[Record]:
+        offset = self.records.offset + slot * RECORD_STRUCT.size
+        raw = self._copy_bytes(offset, count * RECORD_STRUCT.size)
+        if self._copy_bytes(offset, count * RECORD_STRUCT.size) != raw:  # written meanwhile
+            found = (self.read_record(index) for index in range(first, first + count))
+            return [record for record in found if record is not None]
+        return [
+            record
+            for stamp, record in enumerate(RECORD_STRUCT.iter_unpack(raw), first + 1)
+            if record[0] == stamp and record[-1] == stamp & 0xFFFFFFFF
+        ]
 
     def read_interned(self, table: Table, number: int) -> dict[str, Any] | None:
         """An entry of the signature or site table; None if it was overwritten."""

@@ -9,7 +9,7 @@ from hangwatch.model.calls import Call, Signature
 
 from .call_decoder import CallDecoder, CallKinds
 from .decoding import compute_age_s
-from .devices import read_device_entries
+from .devices import DeviceEntry, read_device_entries
 from .layout import (
     EXCEPTION_OFFSET,
     FAULTS_OFFSET,
@@ -34,7 +34,7 @@ from .parts import (
     Record,
     RingParts,
 )
-from .snapshot import Caller, RecordEntry, RingDelta, RingSnapshot
+from .snapshot import Caller, RecordEntry, RingDelta, RingSnapshot, StreamState
 from .stream_table import StreamTable
 
 _SHARED = int(RecordFlag.SHARED)  # a plain integer: the & operator of an enum is slow
@@ -67,53 +67,54 @@ class RingReader:
         """The number of records written so far."""
         return self.parts.count_records()
 
-    def read_live_word(self, word: LiveWord) -> int:
-        return self.parts.read_live_word(word)
+    def read_live_words(self) -> tuple[int, ...]:
+        """All live words, by `LiveWord`. Each is from a moment of its own."""
+        return self.parts.read_live_words()
+
+    def has_record(self, index: int) -> bool:
+        """The record with this index was written, or is being written. It may have been overwritten."""
+        return self.parts.has_record(index)
 
     def read_snapshot(self, now_ns: int) -> RingSnapshot:
         """Reads everything but the calls. Raises RingError if the identity cannot be read."""
         identity = self.parts.read_note(IDENTITY_OFFSET, IDENTITY_SIZE)
         if identity is None:
             raise RingError("no identity in it: its process is still creating it, or died doing so")
-        read_word = self.parts.read_live_word
         written = self.parts.count_records()
+        words = self.parts.read_live_words()
         streams, torn_count = self._streams.read_streams(written, now_ns)
         faults = self.parts.read_note(FAULTS_OFFSET, NOTE_SIZE) or {}
-        device_status = self._read_device_status()
-        reports_device = device_status is DeviceStatusState.REPORTED
-        step = read_word(LiveWord.STEP)
-        phase_limit_ns = read_word(LiveWord.PHASE_LIMIT_NS)
+        device_status = _parse_device_status(words)
+        step, phase_limit_ns = words[LiveWord.STEP], words[LiveWord.PHASE_LIMIT_NS]
         return RingSnapshot(
             pid=self.parts.pid,
             start_ticks=self.parts.start_ticks,
             identity=identity,
-            lifecycle=read_word(LiveWord.LIFECYCLE),
+            lifecycle=words[LiveWord.LIFECYCLE],
             step=step - 1 if step else None,
-            pulse_s=compute_age_s(now_ns, read_word(LiveWord.PULSE_NS)),
-            phase=self._read_phase(),
-            phase_s=compute_age_s(now_ns, read_word(LiveWord.PHASE_NS)),
+            pulse_s=compute_age_s(now_ns, words[LiveWord.PULSE_NS]),
+            phase=self._read_phase(words[LiveWord.PHASE]),
+            phase_s=compute_age_s(now_ns, words[LiveWord.PHASE_NS]),
             phase_limit_s=phase_limit_ns / 1e9 if phase_limit_ns else None,
             record_count=written,
-            dropped=read_word(LiveWord.DROPPED),
-            errors=read_word(LiveWord.ERRORS),
-            is_disabled=bool(read_word(LiveWord.OFF)),
+            dropped=words[LiveWord.DROPPED],
+            errors=words[LiveWord.ERRORS],
+            is_disabled=bool(words[LiveWord.OFF]),
             streams=tuple(streams),
             exception=self.parts.read_note(EXCEPTION_OFFSET, NOTE_SIZE),
             faults=tuple(str(line) for line in faults.get("lines", ())),
             device_status=device_status,
-            device_entries=read_device_entries(self.data) if reports_device else (),
+            device_entries=_read_devices(self.data, words),
             torn_parts=torn_count,
         )
 
-    def _read_device_status(self) -> DeviceStatusState:
-        try:
-            return DeviceStatusState(self.parts.read_live_word(LiveWord.DEVICE_STATUS))
-        except ValueError:  # of a newer writer
-            return DeviceStatusState.UNKNOWN
+    def read_positions(self, now_ns: int) -> tuple[list[StreamState], tuple[DeviceEntry, ...]]:
+        """The positions of all streams, and of their devices: a part of what a snapshot has."""
+        streams, _ = self._streams.read_streams(self.parts.count_records(), now_ns)
+        return streams, _read_devices(self.data, self.parts.read_live_words())
 
-    def _read_phase(self) -> str | None:
+    def _read_phase(self, number: int) -> str | None:
         """The name of the declared phase, which is interned like a site."""
-        number = self.parts.read_live_word(LiveWord.PHASE)
         data = self.parts.read_interned(self.parts.sites, number) if number else None
         return str(data.get("phase")) if data else None
 
@@ -182,20 +183,15 @@ class RingReader:
         """The calls of all streams in the records from ``from_index`` on that are still in the
         ring, in one pass.
         """
-        read_record = self.parts.read_record
         written = self.parts.count_records()
+        records = self.parts.read_records(from_index, written)
         chains: dict[int, dict[int, int]] = {}
         newest_signatures: dict[int, int] = {}
         first_concurrent: dict[int, int] = {}
-        records: list[Record] = []
-        for index in range(max(from_index, written - self.record_capacity), written):
-            record = read_record(index)
-            if record is None:
-                continue
+        for record in records:
             uid = record[UID]
             chains.setdefault(uid, {})[record[SEQ]] = record[CHAIN]
             newest_signatures[uid] = record[SIGNATURE]
-            records.append(record)
             if record[FLAGS] & _SHARED:
                 first_concurrent.setdefault(uid, record[SEQ])
         newest_ops = {
@@ -229,3 +225,15 @@ class RingReader:
             call = self._decoder.decode_record(record, now_ns, kinds)
             entries.append(RecordEntry(index, record[UID], record[ENTERED_NS], completed, call))
         return first, entries
+
+
+def _read_devices(data: Any, words: tuple[int, ...]) -> tuple[DeviceEntry, ...]:
+    is_reported = _parse_device_status(words) is DeviceStatusState.REPORTED
+    return read_device_entries(data) if is_reported else ()
+
+
+def _parse_device_status(words: tuple[int, ...]) -> DeviceStatusState:
+    try:
+        return DeviceStatusState(words[LiveWord.DEVICE_STATUS])
+    except ValueError:  # of a newer writer
+        return DeviceStatusState.UNKNOWN

@@ -39,12 +39,7 @@ class StreamTable:
     def _read_newest_records(self, written: int) -> dict[int, Record]:
         """By uid: the newest record since the last poll."""
         polled = self._parts.read_live_word(LiveWord.RECORDS)
-        newest: dict[int, Record] = {}
-        for index in range(max(polled, written - self._parts.records.count), written):
-            record = self._parts.read_record(index)
-            if record is not None:
-                newest[record[UID]] = record
-        return newest
+        return {record[UID]: record for record in self._parts.read_records(polled, written)}
 
     def _read_stream(
         self, slot: int, newest_records: dict[int, Record], now_ns: int

@@ -102,6 +102,7 @@ class HeartbeatApplier:
         turn = self.report_scheduler.schedule_next(beat.agent, self.intervals.interval_s, now)
         return heartbeat.HeartbeatReply(
             interval_s=turn.interval_s,
+            steady_s=self.intervals.steady_s if turn.may_be_steady else None,
             news_s=self.intervals.change_report_s,
             details_s=turn.details_s,
             urgent=turn.urgent,

@@ -10,6 +10,7 @@ from ..core.load import Load
 from .agent_registry import AgentRegistry
 
 MIN_INTERVAL_S = 0.5  # between the heartbeats of a host, where hosts are few
+MAX_STEADY_S = 2.0
 MIN_RECENT_S = 2.0
 RECENT_HEARTBEATS = 3
 
@@ -24,6 +25,14 @@ class ReportIntervals:
     def interval_s(self) -> float:
         """Seconds between two heartbeats of a host."""
         return self.load.report_interval_s(MIN_INTERVAL_S, self.agents.reporting_count)
+
+    @property
+    def steady_s(self) -> float | None:
+        """Seconds between two heartbeats of a host that reports at once what is not as usual. One of
+        them may be lost without the host being taken for lost. None: as of any host.
+        """
+        wanted_s = min(MAX_STEADY_S, self.lost_after_s / 2)
+        return wanted_s if wanted_s > self.interval_s else None
 
     @property
     def max_gap_s(self) -> float:

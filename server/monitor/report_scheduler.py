@@ -35,6 +35,7 @@ class NextReport:
     interval_s: float  # from now
     # For this long the agent may omit the positions of ranks that make progress.
     details_s: float | None = None
+    may_be_steady: bool = False  # it may report less often while it is steady
     urgent: bool = False  # the heartbeat is handled before others
 
 
@@ -85,7 +86,7 @@ class ReportScheduler:
         """When an agent should report next if hosts usually report every ``usual_s`` seconds."""
         interval = self.load.until_slot_s(agent, usual_s, now)
         details = None
-        is_awaited = True
+        is_usual, is_awaited = False, True
         if self.traces.is_agent_traced(agent):
             agent_count = len(self.traces.sessions)
             requested = self.load.report_interval_s(REQUESTED_INTERVAL_S, agent_count)
@@ -101,12 +102,17 @@ class ReportScheduler:
                 interval = min(interval, PRESSING_INTERVAL_S)
         else:
             details = self.load.terse_for_s(agent, usual_s, now)
-            is_awaited = False
+            is_usual, is_awaited = True, False
         if is_awaited:
             self._awaited.add(agent)
         else:
             self._awaited.discard(agent)
-        return NextReport(interval_s=interval, details_s=details, urgent=is_awaited)
+        return NextReport(
+            interval_s=interval,
+            details_s=details,
+            may_be_steady=is_usual,
+            urgent=is_awaited,
+        )
 
     def start_round(self, now: float) -> None:
         """Starts a new round of diagnosis, with new limits on how many agents report sooner."""

@@ -59,6 +59,18 @@ class RingFile:
             os.close(fd)
         return status.st_ino, RingReader(mapped)
 
+    def refresh_reader(self, inode: int, reader: RingReader | None) -> tuple[int, RingReader]:
+        """The given reader of the file with this inode, or one of the file that has the name now, and
+        its inode. Raises as `open_reader` does.
+        """
+        status = self.stat_file()
+        if reader is None or (status is not None and status.st_ino != inode):
+            return self.open_reader()
+        if status is not None and status.st_size < len(reader.data):
+            # Reading beyond the end of the file would raise SIGBUS.
+            raise RingError("truncated: it became shorter while its process lives")
+        return inode, reader
+
     def read_snapshot(self, reader: RingReader, now_ns: int) -> RingSnapshot:
         """Raises RingError if there is nothing to read, or if another process wrote the ring."""
         snapshot = reader.read_snapshot(now_ns)

@@ -29,7 +29,7 @@ from . import exits, proc_identity
 from .flight_files import FlightFileReader, make_reader
 from .rings import RingFile
 
-_FLOOD_DIVISOR = 4  # a ring is flooded if more than this fraction of it was written since last time
+FLOOD_DIVISOR = 4  # a ring is flooded if more than this fraction of it was written since last time
 _ACTIVITY_INTERVAL_NS = 900_000_000  # while it makes calls; at most every other scan
 UNREADABLE_GRACE_NS = 2_000_000_000  # a ring that is being created may lack its identity
 
@@ -97,12 +97,7 @@ class WatchedProcess:
 
     def _read_ring(self, ring: RingFile, now_ns: int) -> None:
         try:
-            status = ring.stat_file()
-            if self.reader is None or (status is not None and status.st_ino != self.ring_inode):
-                self.ring_inode, self.reader = ring.open_reader()
-            elif status is not None and status.st_size < len(self.reader.data):
-                # Reading beyond the end of the file would raise SIGBUS.
-                raise RingError("truncated: it became shorter while its process lives")
+            self.ring_inode, self.reader = ring.refresh_reader(self.ring_inode, self.reader)
             snapshot = ring.read_snapshot(self.reader, now_ns)
             delta = self.reader.read_delta(self.history.cursor)
             self.history.add_delta(delta)
@@ -115,7 +110,7 @@ class WatchedProcess:
         self._ring_problem = ""
         self.faults.pop("ring", None)
         self.snapshot = snapshot
-        self.is_flooded = len(delta.records) * _FLOOD_DIVISOR > self.reader.record_capacity
+        self.is_flooded = len(delta.records) * FLOOD_DIVISOR > self.reader.record_capacity
         try:
             self.tally.add_records(delta.records, snapshot.streams, self.reader)
         except Exception as error:  # its state is reported all the same
