@@ -37,15 +37,11 @@ class CheckEntry:
     overflows: int
 
 
-def has_check_table(reader: RingReader) -> bool:
-    return bool(reader.parts.locate_check_table(CHECK_STRUCT.size).count)
-
-
 def read_check_entries(reader: RingReader, from_index: int = 0) -> tuple[list[CheckEntry], int]:
     """The complete entries from ``from_index`` on that are still in the table, oldest first, and
     the index at which the next read starts.
     """
-    table = reader.parts.locate_check_table(CHECK_STRUCT.size)
+    table = reader.parts.checks
     entries: list[CheckEntry] = []
     while table.count:
         stamp = _read_stamp(reader, table, from_index)

@@ -11,6 +11,7 @@ from typing import Any
 
 from .decoding import parse_object
 from .layout import (
+    CHECK_STRUCT,
     HEADER_SIZE,
     INTERNED_SIZE,
     INTERNED_STRUCT,
@@ -47,8 +48,8 @@ class RingParts:
     """A mapped ring whose header is valid."""
 
     __slots__ = (
-        "_file_size",
         "_notes",
+        "checks",
         "data",
         "heap",
         "pid",
@@ -85,7 +86,9 @@ class RingParts:
             _check_table(table, stride, file_size)
         self.streams, self.records, self.signatures, self.sites, self.heap = tables
         self.pid, _, self.start_ticks = rest[10:13]
-        self._file_size: int = file_size
+        # Behind the heap; a ring without checks has no entries there.
+        checks_offset = self.heap.offset + self.heap.count
+        self.checks = Table(checks_offset, (file_size - checks_offset) // CHECK_STRUCT.size)
 
     def read_live_words(self) -> tuple[int, ...]:
         """All live words, by their index. Each is from a moment of its own."""
@@ -177,13 +180,6 @@ class RingParts:
         if length > self.heap.count or offset > self.heap.count - length:
             return None
         return parse_object(self._copy_bytes(self.heap.offset + offset, length))
-
-    def locate_check_table(self, stride: int) -> Table:
-        """The table behind the heap, with entries of ``stride`` bytes; without one, the count is
-        0.
-        """
-        offset = self.heap.offset + self.heap.count
-        return Table(offset, (self._file_size - offset) // stride)
 
     def _copy_bytes(self, offset: int, length: int) -> bytes:
         return bytes(self.data[offset : offset + length])

@@ -11,7 +11,6 @@ import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from hangwatch.ring.checks import has_check_table
 from hangwatch.ring.devices import DeviceEntry
 from hangwatch.ring.layout import LiveWord, RingError
 from hangwatch.ring.reader import RingReader
@@ -100,7 +99,7 @@ def _find_end_of_quiet(process: WatchedProcess, look: _Look, now_ns: int) -> int
     look.reported_words = reported_words
     if is_changed or now_ns - words[LiveWord.PULSE_NS] > _MAX_PULSE_AGE_NS:
         return now_ns
-    if has_check_table(reader):  # the results of checks are reported as they come
+    if reader.parts.checks.count:  # the results of checks are reported as they come
         return now_ns
     if words[LiveWord.RECORDS] > look.record_count or reader.has_record(look.record_count):
         look.record_count = reader.count_records()

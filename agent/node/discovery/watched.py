@@ -40,6 +40,7 @@ class WatchedProcess:
 
     pid: int
     start_ticks: int
+    key: str = field(init=False)
     proc: str
     activity: CpuActivity
     found_ns: int
@@ -64,9 +65,8 @@ class WatchedProcess:
     _activity_read_ns: int = 0
     _activity_cursor: int = 0  # the records that had been read by then
 
-    @property
-    def key(self) -> str:
-        return run_dir.format_process_key(self.pid, self.start_ticks)
+    def __post_init__(self) -> None:
+        self.key = run_dir.format_process_key(self.pid, self.start_ticks)
 
     @property
     def ring_problem(self) -> str:

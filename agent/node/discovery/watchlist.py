@@ -66,8 +66,9 @@ class Watchlist:
         if now_ns >= self._next_sibling_scan_ns:
             self._next_sibling_scan_ns = now_ns + _SIBLING_SCAN_INTERVAL_NS
             new_processes += self._scan_siblings(now_ns)
-        self._record_ranks()
-        self._drop_wrappers()
+        if new_processes:
+            self._record_ranks()
+            self._drop_wrappers()
         while self._early_pidfds:  # of rings that were removed before this scan
             _, pidfd = self._early_pidfds.popitem()
             os.close(pidfd)
@@ -75,7 +76,7 @@ class Watchlist:
         return [process for process in new_processes if process.key in self.watched]
 
     def read_processes(self, now_ns: int) -> bool:
-        """Reads all live processes. Returns True if one without a pidfd has ended."""
+        """Reads all live processes, and drops wrappers. Returns True if one without a pidfd has ended."""
         has_ended = False
         for process in self.watched.values():
             if process.exit is not None:
@@ -87,6 +88,7 @@ class Watchlist:
                 self.record_exit(process, now_ns)
                 has_ended = True
         self._record_ranks()
+        self._drop_wrappers()
         return has_ended
 
     def record_exit(self, process: WatchedProcess, now_ns: int) -> None:
