@@ -11,7 +11,7 @@ import pytest
 
 from hangwatch.agent.node.hardware import nvml
 from hangwatch.agent.node.hardware.host import Host
-from hangwatch.agent.node.hardware.reader import ReaderProcess
+from hangwatch.agent.node.hardware.reader import ReaderProcess, SourceResult
 from hangwatch.agent.node.hardware.sources import SOURCES
 from hangwatch.model.hardware import Weight
 from tests.harness.job import running_job
@@ -38,10 +38,19 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     return Host(sys=tmp_path / "sys", pids=(4711,))
 
 
+def read_nvml(host: Host, timeout_s: float) -> list[SourceResult]:
+    reader = ReaderProcess()
+    try:
+        reader.start_reading([NVML], host)
+        return reader.collect(timeout_s)
+    finally:
+        reader.close()
+
+
 def test_what_nvml_reports(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "errors").write_text("3")
     monkeypatch.setenv("FAKE_NVML_ERRORS", str(tmp_path / "errors"))
-    ((observations, unavailable),) = ReaderProcess([NVML], host).collect(20.0)
+    ((observations, unavailable),) = read_nvml(host, 20.0)
     assert unavailable is None
     abnormal = {(o.about, o.what): o.now for o in observations if o.is_abnormal}
     assert abnormal == {
@@ -63,7 +72,7 @@ def test_what_nvml_reports(host: Host, tmp_path: Path, monkeypatch: pytest.Monke
 def test_driver_that_blocks(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_NVML_BLOCKS", "60")
     began = time.monotonic()
-    ((observations, unavailable),) = ReaderProcess([NVML], host).collect(2.0)
+    ((observations, unavailable),) = read_nvml(host, 2.0)
     assert time.monotonic() - began < 10.0
     assert [(o.what, o.is_abnormal) for o in observations] == [("does_not_return", True)]
     assert unavailable is not None and "did not answer" in unavailable.reason

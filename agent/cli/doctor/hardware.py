@@ -24,6 +24,7 @@ def check_hardware(
 ) -> Iterator[Finding]:
     """One finding for each source. None of them fails: a host without a source has no such part."""
     host = Host.from_environ(env, ())
+    reader = ReaderProcess()
     for source in sources:
         absence = find_absence(source, host)
         if absence is not None:
@@ -33,13 +34,15 @@ def check_hardware(
             yield judge_source(source.name, *read_source(source, host))
             continue
         try:
-            (result,) = ReaderProcess([source], host).collect(TIME_LIMIT_S)
+            reader.start_reading([source], host)
+            (result,) = reader.collect(TIME_LIMIT_S)
             yield judge_source(source.name, *result)
         except OSError as error:
             reason = f"its reader cannot be started: {error.strerror}"
             yield judge_source(
                 source.name, (), UnavailableSource(source=source.name, reason=reason)
             )
+    reader.close()
 
 
 def check_known_problems() -> Iterator[Finding]:

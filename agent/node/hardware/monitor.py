@@ -48,13 +48,13 @@ class HardwareMonitor:
         *,
         make_host: Callable[[tuple[int, ...]], Host] = _make_host,
         sources: Sequence[Source] = SOURCES,
-        start_reader: Callable[[Sequence[Source], Host], ReaderProcess] = ReaderProcess,
+        reader: ReaderProcess | None = None,
         interval_s: float = BASELINE_INTERVAL_S,
     ) -> None:
         self._wake = wake
         self._make_host = make_host
         self._sources = sources
-        self._start_reader = start_reader
+        self._reader = reader or ReaderProcess()
         self._interval_ns = int(interval_s * 1e9)
         self._baselines = Baselines()
         # Sources that this host lacks are not tried again for a baseline.
@@ -138,18 +138,19 @@ class HardwareMonitor:
             source for source, absence in zip(sources, absences, strict=True) if absence is None
         ]
         blocking = [source for source in present if source.may_block]
-        reader: ReaderProcess | None = None
         try:
-            reader = self._start_reader(blocking, host) if blocking else None
+            if blocking:
+                self._reader.start_reading(blocking, host)
         except OSError as error:
             reason = f"its reader cannot be started: {error.strerror}"
             unavailable += [
                 UnavailableSource(source=source.name, reason=reason) for source in blocking
             ]
+            blocking = []
         results = [read_source(source, host) for source in present if not source.may_block]
         taken_ns = time.monotonic_ns()
-        if reader is not None:
-            results += reader.collect(give_up_at - time.monotonic())
+        if blocking:
+            results += self._reader.collect(give_up_at - time.monotonic())
         for found, missing in results:
             observations += found
             unavailable += [missing] if missing else []

@@ -1,8 +1,8 @@
 """Reads sources that may block, in a process that can be abandoned if a driver does not return:
-``python -P -m hangwatch.agent.node.hardware.probes PIDS SOURCE=MODULE...``. It prints the result of
-each source as a line of JSON, as soon as it has it.
+``python -P -m hangwatch.agent.node.hardware.probes``.
 
-It runs once a minute, so that it imports no more than it needs.
+Each line of its input is a request: ``{"pids": [...], "sources": {NAME: MODULE, ...}}``. It prints the
+result of each source as a line of JSON, as soon as it has it, and ends with its input.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run_probe(
         return (), UnavailableSource(source=name, reason=reason, remedy="please report this")
 
 
-def print_result(name: str, module: str, host: Host) -> None:
+def print_result(name: str, module: str, host: Host, printing: threading.Lock) -> None:
     """Reads a source and prints its line."""
     probe = importlib.import_module(module).probe
     observations, unavailable = run_probe(name, probe, host)
@@ -48,24 +48,31 @@ def print_result(name: str, module: str, host: Host) -> None:
             "unavailable": dataclasses.asdict(unavailable) if unavailable else None,
         }
     )
-    os.write(sys.stdout.fileno(), f"{line}\n".encode())
+    with printing:  # lines may be longer than what a pipe takes at once
+        print(line, flush=True)
 
 
-def main(argv: list[str]) -> int:
-    # A reader that is blocked must not outlive its node agent.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    pids, *sources = argv
-    host = Host.from_environ(os.environ, tuple(int(pid) for pid in pids.split(",") if pid))
-    threads = []
-    for source in sources:
-        name, _, module = source.partition("=")
-        threads.append(threading.Thread(target=print_result, args=(name, module, host)))
+def serve_request(pids: list[int], sources: dict[str, str]) -> None:
+    """Reads all sources at the same time."""
+    host = Host.from_environ(os.environ, tuple(pids))
+    printing = threading.Lock()
+    threads = [
+        threading.Thread(target=print_result, args=(name, module, host, printing))
+        for name, module in sources.items()
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def main() -> int:
+    # A reader that is blocked must not outlive its node agent.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for line in sys.stdin:
+        serve_request(**json.loads(line))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import selectors
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hangwatch.model.hardware import Observation, UnavailableSource, Weight
@@ -17,6 +20,10 @@ from .sources import Source
 
 TIME_LIMIT_S = 5.0
 _KILL_WAIT_S = 0.5
+_END_WAIT_S = 0.2  # until a process that has closed its output is gone
+_READ_BYTES = 1 << 16
+_SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
+_COMMAND = (sys.executable, *_SAFE_PATH, "-m", probes.__name__)
 _BLOCKED_REMEDY = (
     "its driver or device may be blocked: see /proc/PID/stack of the reader, and the kernel log"
 )
@@ -40,68 +47,99 @@ def find_absence(source: Source, host: Host) -> UnavailableSource | None:
 
 class ReaderProcess:
     """A process that reads sources that may block, all at the same time. It inherits the environment
-    and nothing else.
+    and nothing else. It is kept for later readings: starting one takes more than most readings do.
     """
 
-    def __init__(
-        self, sources: Sequence[Source], host: Host, command: tuple[str, ...] | None = None
-    ) -> None:
-        """Raises OSError if the process cannot be started."""
+    def __init__(self, command: tuple[str, ...] = _COMMAND) -> None:
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._names: list[str] = []
+
+    def start_reading(self, sources: Sequence[Source], host: Host) -> None:
+        """Raises OSError if the process cannot be started. `collect` must follow."""
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                bufsize=0,
+            )
+        assert self._process.stdin is not None
         self._names = [source.name for source in sources]
-        module = (
-            ("-P", "-m", probes.__name__)
-            if sys.version_info >= (3, 11)
-            else ("-m", probes.__name__)
-        )
-        self._process = subprocess.Popen(
-            [
-                *(command or (sys.executable, *module)),
-                ",".join(map(str, host.pids)),
-                *(f"{source.name}={source.probe.__module__}" for source in sources),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-        )
+        modules = {source.name: source.probe.__module__ for source in sources}
+        request = json.dumps({"pids": host.pids, "sources": modules})
+        with contextlib.suppress(BrokenPipeError):  # it has ended: `collect` says so
+            self._process.stdin.write(f"{request}\n".encode())
 
     def collect(self, timeout_s: float) -> list[SourceResult]:
         """Waits for the results, one of each source in their order. A process that is late is killed,
         and hardly waited for: in a driver it may not end.
         """
-        is_late = False
-        try:
-            output, _ = self._process.communicate(timeout=max(0.0, timeout_s))
-        except subprocess.TimeoutExpired as error:
-            is_late, output = True, error.output or b""
-            self._abandon()
         results: dict[str, SourceResult] = {}
-        for line in output.splitlines():
+        waiting = set(self._names)
+        give_up_at = time.monotonic() + timeout_s
+        lines = self._iter_lines(give_up_at)
+        while waiting and (line := next(lines, None)) is not None:
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 document = json.loads(line)
                 results[document["source"]] = _decode_result(document)
-        return [results.get(name) or self._explain_missing(name, is_late) for name in self._names]
+                waiting.discard(document["source"])
+        is_late = time.monotonic() >= give_up_at
+        status = self._abandon() if waiting else None
+        return [
+            results.get(name) or _explain_missing(name, is_late, status) for name in self._names
+        ]
 
-    def _explain_missing(self, name: str, is_late: bool) -> SourceResult:
-        if not is_late:
-            reason = f"its reader ended with status {self._process.returncode}"
-            return (), UnavailableSource(source=name, reason=reason, remedy="please report this")
-        reason = f"it did not answer within {TIME_LIMIT_S:g} seconds"
-        blocked = Observation(
-            source=name,
-            about=name,
-            what="does_not_return",
-            now=f"{TIME_LIMIT_S:g} s",
-            is_abnormal=True,
-        )
-        return (blocked,), UnavailableSource(source=name, reason=reason, remedy=_BLOCKED_REMEDY)
+    def _iter_lines(self, give_up_at: float) -> Iterator[bytes]:
+        """The lines that the process prints until then, or until it ends."""
+        assert self._process is not None and self._process.stdout is not None
+        output, unfinished = self._process.stdout.fileno(), b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(output, selectors.EVENT_READ)
+            while selector.select(max(0.0, give_up_at - time.monotonic())):
+                data = os.read(output, _READ_BYTES)
+                if not data:
+                    return
+                *lines, unfinished = (unfinished + data).split(b"\n")
+                yield from lines
 
-    def _abandon(self) -> None:
-        self._process.kill()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+    def _abandon(self) -> int | None:
+        """Its exit status, if it had ended by itself."""
+        assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=_KILL_WAIT_S)
+            self._process.wait(timeout=_END_WAIT_S)
+        status = self._process.returncode
+        self.close()
+        return status
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_KILL_WAIT_S)
+
+
+def _explain_missing(name: str, is_late: bool, status: int | None) -> SourceResult:
+    if not is_late:
+        reason = f"its reader ended with status {status}"
+        return (), UnavailableSource(source=name, reason=reason, remedy="please report this")
+    reason = f"it did not answer within {TIME_LIMIT_S:g} seconds"
+    blocked = Observation(
+        source=name,
+        about=name,
+        what="does_not_return",
+        now=f"{TIME_LIMIT_S:g} s",
+        is_abnormal=True,
+    )
+    return (blocked,), UnavailableSource(source=name, reason=reason, remedy=_BLOCKED_REMEDY)
 
 
 def _decode_result(document: dict[str, Any]) -> SourceResult:

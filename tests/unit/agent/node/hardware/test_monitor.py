@@ -108,8 +108,8 @@ def test_error_of_ours_is_a_reply() -> None:
     assert request_reply(hardware, woken).unavailable, "the thread continues"
 
 
-def start_program(program: str) -> object:
-    return lambda sources, host: ReaderProcess(sources, host, (sys.executable, "-c", program))
+def make_reader(program: str) -> ReaderProcess:
+    return ReaderProcess((sys.executable, "-c", program))
 
 
 def never_called(host: Host) -> tuple[Observation, ...]:
@@ -123,7 +123,7 @@ def test_source_that_blocks_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> Non
     hardware, woken = make_monitor(
         Source(name="stuck", probe=never_called, may_block=True),
         Source(name="counted", probe=counting.probe),
-        start_reader=start_program("import time; time.sleep(60)"),
+        reader=make_reader("import time; time.sleep(60)"),
     )
     began = time.monotonic()
     reply = request_reply(hardware, woken)
@@ -140,7 +140,7 @@ def test_blocked_source_leaves_the_one_beside_it(monkeypatch: pytest.MonkeyPatch
     hardware, woken = make_monitor(
         Source(name="stuck", probe=never_called, may_block=True),
         Source(name="good", probe=never_called, may_block=True),
-        start_reader=start_program(f"import time; print({line!r}, flush=True); time.sleep(60)"),
+        reader=make_reader(f"import time; print({line!r}, flush=True); time.sleep(60)"),
     )
     reply = request_reply(hardware, woken)
     assert [missing.source for missing in reply.unavailable] == ["stuck"]
@@ -151,10 +151,37 @@ def test_blocked_source_leaves_the_one_beside_it(monkeypatch: pytest.MonkeyPatch
 def test_reader_that_fails(program: str) -> None:
     hardware, woken = make_monitor(
         Source(name="broken", probe=never_called, may_block=True),
-        start_reader=start_program(program),
+        reader=make_reader(program),
     )
     ((missing),) = request_reply(hardware, woken).unavailable
     assert "its reader ended with status" in missing.reason
+
+
+ANSWER_BY_PID = """
+import json, os, sys
+for line in sys.stdin:
+    seen = {"source": "good", "about": "reader", "what": "pid", "now": os.getpid()}
+    print(json.dumps({"source": "good", "observations": [seen], "unavailable": None}), flush=True)
+    if json.loads(line)["pids"] == [8]:
+        break
+"""
+
+
+def test_reader_is_kept_until_it_ends() -> None:
+    source = Source(name="good", probe=never_called, may_block=True)
+    kept = make_reader(ANSWER_BY_PID)
+
+    def read(pid: int) -> object:
+        kept.start_reading([source], Host(pids=(pid,)))
+        (((observation,), unavailable),) = kept.collect(20)
+        assert unavailable is None
+        return observation.now
+
+    first = read(7)
+    assert read(8) == first, "the same process answers again"
+    time.sleep(0.5)
+    assert read(7) != first, "it has ended after its second answer: another one is started"
+    kept.close()
 
 
 def test_queue_of_orders_is_bounded() -> None:
