@@ -31,8 +31,11 @@ class ReportIntervals:
         """Seconds between two heartbeats of a host that reports at once what is not as usual. One of
         them may be lost without the host being taken for lost. None: as of any host.
         """
+        interval_s = self.interval_s
+        if interval_s >= MAX_STEADY_S:  # nothing else is computed for each heartbeat of a large job
+            return None
         wanted_s = min(MAX_STEADY_S, self.lost_after_s / 2)
-        return wanted_s if wanted_s > self.interval_s else None
+        return wanted_s if wanted_s > interval_s else None
 
     @property
     def max_gap_s(self) -> float:

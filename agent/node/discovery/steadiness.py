@@ -139,17 +139,11 @@ def list_unfinished_ages(
     """The age in seconds of the oldest unfinished call of each stream that has one. Where completion
     is unknown, only the newest call of the process counts, unless its device has completed all.
     """
-    ages_s: list[float] = []
     completed_ns = {d.uid: d.read_ns for d in devices if not d.is_behind_host}
-    unknown: list[StreamState] = []
     used = [stream for stream in streams if stream.entered]
-    for stream in used:
-        if stream.pending_s is not None:
-            ages_s.append(stream.pending_s)
-        elif stream.completed is None:
-            unknown.append(stream)
+    ages_s = [stream.pending_s for stream in used if stream.pending_s is not None]
     newest = min(used, key=lambda stream: stream.entered_s, default=None)
-    if newest is not None and newest in unknown:
+    if newest is not None and newest.completed is None:
         entered_ns = now_ns - newest.entered_s * 1e9
         if completed_ns.get(newest.uid, 0) < entered_ns:
             ages_s.append(newest.entered_s)
