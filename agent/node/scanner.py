@@ -50,7 +50,7 @@ class ProcessScanner:
         self.is_steady = self._steadiness.is_steady and not discovered
         is_due = must_read or self.has_news or self._steadiness.is_reading_due
         has_ended = False
-        if is_due or (not self.is_steady and now_ns >= self._next_read_ns):
+        if is_due or discovered or (not self.is_steady and now_ns >= self._next_read_ns):
             has_ended = self._read_processes(now_ns, discovered)
         next_scan_ns = now_ns + _LOOK_INTERVAL_NS if self.is_steady else self._next_read_ns
         self.next_scan_ns = min(next_scan_ns, self._steadiness.next_block_ns)
