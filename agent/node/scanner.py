@@ -40,7 +40,7 @@ class ProcessScanner:
         self._steadiness = SteadinessCheck()
         self._next_read_ns = now_ns
         self.is_steady = False  # by the last scan; see `discovery.steadiness`
-        self.has_news = False  # by the last scan: something that the server should know at once
+        self.has_news = False  # the last scan found something to report immediately
 
     def scan_processes(self, now_ns: int, *, must_read: bool = False) -> bool:
         """Returns True if a process has ended. ``must_read``: what is read will be reported."""

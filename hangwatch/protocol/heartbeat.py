@@ -254,8 +254,8 @@ class Heartbeat:
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatReply:
     interval_s: float = 0.5  # until the next heartbeat; the server uses it to spread its load
-    # The same while the host is steady (see `hangwatch.agent.node.discovery.steadiness`). Then the
-    # agent reports at once that it no longer is. None: as if it were not.
+    # The same while the host is steady (see `hangwatch.agent.node.discovery.steadiness`). The
+    # agent reports immediately when it stops being steady. None: use `interval_s`.
     steady_s: float | None = None
     # The agent must report rare changes within this time; None: with the next regular heartbeat.
     news_s: float | None = None

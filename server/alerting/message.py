@@ -37,7 +37,7 @@ class AlertMessage:
 
     @property
     def is_test(self) -> bool:
-        """It must wake nobody."""
+        """It must not page anyone."""
         return self.event == "test"
 
     @property

@@ -28,8 +28,8 @@ class ReportIntervals:
 
     @property
     def steady_s(self) -> float | None:
-        """Seconds between two heartbeats of a host that reports at once what is not as usual. One of
-        them may be lost without the host being taken for lost. None: as of any host.
+        """Seconds between two heartbeats of a steady host, which reports changes immediately. Short
+        enough that one lost heartbeat does not make the host count as lost. None: `interval_s`.
         """
         interval_s = self.interval_s
         if interval_s >= MAX_STEADY_S:  # nothing else is computed for each heartbeat of a large job

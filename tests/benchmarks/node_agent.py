@@ -60,7 +60,7 @@ print((read_family_cpu_s(os.getpid()) - before) / count)
 
 
 def list_family(pid: int) -> list[int]:
-    """A process and those that it has started and that still run."""
+    """A process and its running children."""
     children = Path(f"/proc/{pid}/task").glob("*/children")
     return [pid, *(int(child) for tasks in children for child in tasks.read_text().split())]
 

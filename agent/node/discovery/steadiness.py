@@ -1,5 +1,5 @@
 """Whether a host is steady: its ranks make calls or compute, and none of them has been in a call for
-long. Such a host is read and reported less often, and one that is no longer steady at once.
+long. Such a host is read and reported less often. When it stops being steady, that is reported immediately.
 
 A look at a rank takes microseconds, and reads its whole ring only where its process stopped making
 calls. What only /proc or a whole ring shows is found when the host is next read.
@@ -19,10 +19,10 @@ from hangwatch.ring.snapshot import StreamState
 from ..reporting.stream_updates import BLOCKED_AFTER_S
 from .watched import FLOOD_DIVISOR, WatchedProcess
 
-SETTLE_NS = 2_000_000_000  # for which nothing happened on a steady host
+SETTLE_NS = 2_000_000_000  # how long a host must be quiet before it counts as steady
 _MAX_PULSE_AGE_NS = 1_000_000_000  # the recorder's thread runs ten times a second
 _NEVER_NS = 1 << 63
-# A change of these is reported at once.
+# A change to any of these is reported immediately.
 _get_reported_words = operator.itemgetter(
     LiveWord.LIFECYCLE,
     LiveWord.DROPPED,
@@ -62,7 +62,7 @@ class SteadinessCheck:
         return any(look.is_ring_filling for look in self._looks.values())
 
     def look_at_processes(self, watched: Iterable[WatchedProcess], now_ns: int) -> bool:
-        """Looks at all processes. Returns True if one is no longer quiet that was at the last look."""
+        """Looks at all processes. Returns True if a process that was quiet at the last look no longer is."""
         looks: dict[str, _Look] = {}
         next_block_ns = _NEVER_NS
         has_news = False
@@ -113,7 +113,7 @@ def _find_end_of_quiet(process: WatchedProcess, look: _Look, now_ns: int) -> int
 
 
 def _find_intact_reader(process: WatchedProcess) -> RingReader | None:
-    """The reader of a ring that may be read; None if its file is no longer the same."""
+    """The ring's reader; None if its file was replaced or truncated."""
     if process.ring is None or process.reader is None:
         return None
     try:

@@ -48,7 +48,7 @@ def print_result(name: str, module: str, host: Host, printing: threading.Lock) -
             "unavailable": dataclasses.asdict(unavailable) if unavailable else None,
         }
     )
-    with printing:  # lines may be longer than what a pipe takes at once
+    with printing:  # longer lines than PIPE_BUF would be interleaved
         print(line, flush=True)
 
 
