@@ -84,7 +84,6 @@ class CallReader:
         self._p2p_kind = StreamKind.SEND if spec.p2p_role is P2pRole.SEND else StreamKind.RECV
         self._signatures = SignatureCache(spec)
         self.plans: dict[Any, CallPlan] = {}  # of calls that were entered before
-        self._last_enter_args: tuple[int, bytes, int, int] | None = None
 
     def enter_call(
         self,
@@ -98,15 +97,24 @@ class CallReader:
         The search for its site begins at ``site_frame``. Trailing arguments that have their default
         value are absent from ``args``.
         """
+        plan = self._plan_call(recorder, args, caller, site_frame)
+        return None if plan is None else plan[0].enter_call(*plan[1:])
+
+    def _plan_call(
+        self,
+        recorder: RecorderState,
+        args: tuple[Any, ...],
+        caller: FrameType,
+        site_frame: FrameType,
+    ) -> tuple[StreamRecorder, int, bytes, int, int] | None:
+        """The stream of the call, and the arguments of `StreamRecorder.enter_call`."""
         details = self.read_call(recorder, args, caller)
         if details is None:
             return None
         stream, agree, signature, size, peer, tag, flags, blocks, mode = details
         site = recorder.sites.get_cached_site(site_frame) or recorder.sites.find_site(site_frame)
-        blocked_thread = get_ident() if blocks else 0
         record_body = stream.pack_record_body(signature, site, flags, size, peer, tag)
-        self._last_enter_args = (agree, record_body, blocked_thread, mode)
-        return stream.enter_call(agree, record_body, blocked_thread, mode)
+        return stream, agree, record_body, get_ident() if blocks else 0, mode
 
     def read_call(
         self, recorder: RecorderState, args: tuple[Any, ...], caller: FrameType
@@ -187,15 +195,16 @@ class CallReader:
         """`enter_call`, and plans the next call that has this ``key``; ``kept_alive`` must stay
         alive for the ids in the key to stay unique.
         """
-        entered = self.enter_call(recorder, args, caller, site_frame)
+        plan = self._plan_call(recorder, args, caller, site_frame)
+        if plan is None:
+            return None
+        entered = plan[0].enter_call(*plan[1:])
         pg = caller.f_locals["group"]
         track = recorder.groups.tracks.get(id(pg))
         if track is None or track.has_device_backend or len(self.plans) >= MAX_CACHED_CALLS:
             return entered
-        if entered is None or self._last_enter_args is None:
-            return entered
         if recorder.sites.get_cached_site(site_frame):
-            self.plans[key] = (entered[0], *self._last_enter_args, (site_frame.f_code, kept_alive))
+            self.plans[key] = (*plan, (site_frame.f_code, kept_alive))
         return entered
 
     def find_track(self, recorder: RecorderState, args: tuple[Any, ...]) -> GroupTrack | None:

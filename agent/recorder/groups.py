@@ -61,6 +61,9 @@ class GroupTrack:
 class GroupRegistry:
     """Finds the stream that a call belongs to, and opens it the first time. If a table of the ring is
     full, calls are not recorded, but they are made.
+
+    Threads that make the first call of a group at the same time wait for no lock: each opens a
+    stream, and `dict.setdefault`, which is atomic, decides which of them is used.
     """
 
     def __init__(
@@ -78,7 +81,8 @@ class GroupRegistry:
         self._uids = itertools.count(1)
         # By id(process group). The id may be reused: compare with `group_ref`.
         self.tracks: dict[int, GroupTrack] = {}
-        self._tracks_by_name: dict[tuple[int, int, str, str], GroupTrack] = {}
+        # By (world size, generation, name or, if it has none, the group itself, ranks).
+        self._tracks_by_name: dict[tuple[int, int, str | weakref.ref[Any], str], GroupTrack] = {}
         self.world_size = 0
         self.generation = 0  # the number of worlds of that size that this process has been in
         self._retired_streams: list[StreamRecorder] = []
@@ -97,7 +101,9 @@ class GroupRegistry:
                 "peer": track.global_rank(peer),
                 "tag": tag,
             }
-            track.channels[key] = self.open_stream(description)
+            stream = self.open_stream(description)
+            if track.channels.setdefault(key, stream) is not stream:
+                self._close_duplicate(stream)
         return track.channels[key]
 
     def open_stream(self, description: dict[str, Any]) -> StreamRecorder | None:
@@ -113,6 +119,12 @@ class GroupRegistry:
         stream = self._make_stream(uid, slot)
         self.streams.append(stream)
         return stream
+
+    def _close_duplicate(self, stream: StreamRecorder | None) -> None:
+        """Closes a stream that another thread opened too, before this thread could publish it."""
+        if stream is not None:
+            self.streams.remove(stream)
+            stream.close_stream()
 
     def retire_stream(self, stream: StreamRecorder) -> None:
         """Allows another stream to take the slot of this one."""
@@ -161,19 +173,23 @@ class GroupRegistry:
             "generation": self.generation,
             "world": self.world_size,
         }
-        name = (
+        ref = weakref.ref(pg, lambda _: self._on_group_deleted())
+        key = (
             self.world_size,
             self.generation,
-            str(description["name"]),
+            str(description["name"]) or weakref.ref(pg),
             str(description["ranks"]),
         )
-        ref = weakref.ref(pg, lambda _: self._on_group_deleted())
-        track = self._tracks_by_name.get(name) if description["name"] else None
+        track = self._tracks_by_name.get(key)
         if track is None:
             # The "fake" backend simulates a world in one process: no other rank makes these calls.
             is_fake = "fake" in str(description["backend"])
             stream = None if is_fake else self.open_stream(description)
-            track = self._tracks_by_name[name] = GroupTrack(ref, ranks, description, stream)
+            track = self._tracks_by_name.setdefault(
+                key, GroupTrack(ref, ranks, description, stream)
+            )
+            if track.collective_stream is not stream:
+                self._close_duplicate(stream)
         else:
             track.group_ref = ref  # C++ kept the group; only its Python object was replaced
         self.tracks[id(pg)] = track

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import mmap
@@ -50,8 +51,9 @@ SITE_LIFETIME_ENTRIES = SITE_SLOTS // 2
 class RingWriter:
     """One process's ring.
 
-    It takes no locks: numbers come from itertools.count, which the GIL makes atomic, and each stream
-    is written by the thread that makes the call.
+    It takes no locks: numbers come from itertools.count, and room in the tables from `dict.setdefault`
+    and `list.pop`, which the GIL makes atomic; each stream is written by the thread that makes the
+    call.
     """
 
     def __init__(self, path: Path, *, pid: int, start_ticks: int, extra_bytes: int = 0) -> None:
@@ -84,7 +86,9 @@ class RingWriter:
         self._last_signature = self._last_site = 0
         self._rollover_callback: Callable[[], None] = _do_nothing
         self._slot_counter = itertools.count()
+        self._used_slots: list[int] = []  # as many as were ever used, in any order
         self._free_slots: list[int] = []
+        self._heap_spans: dict[int, list[int]] = {}  # the end of each description, by its offset
         self._heap_used = 0
         tables = (
             (geometry.streams_offset, STREAM_SLOTS),
@@ -150,23 +154,35 @@ class RingWriter:
         heap is full.
         """
         raw = _encode_json(data)
-        at = self._heap_used
-        if at + len(raw) > HEAP_SIZE:
-            raise OverflowError("no room for the description of another process group")
-        self._heap_used = at + len(raw)
-        self._map[self._geometry.heap_offset + at : self._geometry.heap_offset + at + len(raw)] = (
-            raw
-        )
-        self._live_words[LiveWord.HEAP_USED] = self._heap_used
+        at = self._take_heap(len(raw))
+        start = self._geometry.heap_offset + at
+        self._map[start : start + len(raw)] = raw
+        self._live_words[LiveWord.HEAP_USED] = self._heap_used = at + len(raw)
         return at, len(raw)
 
+    def _take_heap(self, length: int) -> int:
+        """Takes the next bytes of the heap; returns their offset. Raises OverflowError if it is
+        full.
+        """
+        at = self._heap_used
+        while at + length <= HEAP_SIZE:
+            claim = [at + length]
+            span = self._heap_spans.setdefault(at, claim)
+            if span is claim:
+                return at
+            at = span[0]  # another thread has taken these bytes meanwhile
+        raise OverflowError("no room for the description of another process group")
+
     def _take_slot(self) -> int:
-        if self._free_slots:
+        with contextlib.suppress(IndexError):
             return self._free_slots.pop()
         slot = next(self._slot_counter)
         if slot >= STREAM_SLOTS:
             raise OverflowError(f"more than {STREAM_SLOTS} process groups and channels at a time")
-        self._live_words[LiveWord.SEQUENCES] = slot + 1
+        self._used_slots.append(slot)
+        # Again if another thread took one meanwhile: it may have written a number that is greater.
+        while self._live_words[LiveWord.SEQUENCES] != (count := len(self._used_slots)):
+            self._live_words[LiveWord.SEQUENCES] = count
         return self._geometry.streams_offset + slot * STREAM_STRUCT.size
 
     def record_completion(self, index: int, done_ns: int) -> None:
