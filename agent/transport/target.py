@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-import httpx
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from hangwatch.protocol.signatures import Credential
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class TargetError(ValueError):
@@ -29,20 +30,40 @@ class ServerTarget:
         """
         example = "an example is http://:TOKEN@master:8642"
         try:
-            parsed = httpx.URL(url.strip())
-        except (httpx.InvalidURL, ValueError) as error:
+            parts = urlsplit(url.strip())
+            port = parts.port
+        except ValueError as error:
             raise TargetError(
                 f"HANGWATCH_URL={hide_credentials(url)!r} is not a URL ({error}): {example}"
             ) from None
-        if parsed.scheme not in ("http", "https") or not parsed.host:
+        if parts.scheme not in _DEFAULT_PORTS or not parts.hostname or port == 0:
             raise TargetError(
                 f"HANGWATCH_URL={hide_credentials(url)!r} is not the address of an http or https"
                 f" server: {example}"
             )
-        bare = parsed.copy_with(username=None, password=None, query=None, fragment=None)
-        return cls(
-            base_url=str(bare).rstrip("/"), token=parsed.password or parsed.username or token
-        )
+        bare = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
+        return cls(base_url=bare, token=unquote(parts.password or parts.username or "") or token)
+
+    @property
+    def is_https(self) -> bool:
+        return self._parts.scheme == "https"
+
+    @property
+    def host(self) -> str:
+        return self._parts.hostname or ""
+
+    @property
+    def port(self) -> int:
+        return self._parts.port or _DEFAULT_PORTS[self._parts.scheme]
+
+    @property
+    def path(self) -> str:
+        """The path prefix, without a trailing slash; usually empty."""
+        return self._parts.path
+
+    @property
+    def _parts(self) -> SplitResult:
+        return urlsplit(self.base_url)
 
     @property
     def auth_headers(self) -> dict[str, str]:

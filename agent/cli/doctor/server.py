@@ -6,9 +6,7 @@ import contextlib
 import socket
 from collections.abc import Iterator, Mapping
 
-import httpx
-
-from ...transport.client import BoundedClient
+from ...transport.client import BoundedClient, Reply, TransportError
 from ...transport.target import ServerTarget, TargetError
 from .findings import Finding
 
@@ -29,19 +27,19 @@ def check_server(url: str, token: str | None, env: Mapping[str, str]) -> Iterato
     try:
         with contextlib.closing(BoundedClient(target, TIMEOUT_S)) as client:
             health, jobs = (
-                client.send_request("GET", f"{target}{path}", headers=target.auth_headers)
+                client.send_request("GET", path, headers=target.auth_headers)
                 for path in ("/healthz", "/api/v1/jobs?limit=1")
             )
             yield judge_responses(health, jobs, target)
-    except httpx.HTTPError as error:
+    except TransportError as error:
         detail, remedy = explain_error(error, target)
         yield Finding(name=NAME, ok=False, detail=detail, remedy=remedy, unreachable=True)
 
 
-def judge_responses(health: httpx.Response, jobs: httpx.Response, target: ServerTarget) -> Finding:
+def judge_responses(health: Reply, jobs: Reply, target: ServerTarget) -> Finding:
     """The finding for the two responses."""
     use_printed_url = "use the HANGWATCH_URL= line that hangwatch-server printed when it started"
-    if jobs.status_code in (401, 403):
+    if jobs.status in (401, 403):
         problem = "it requires a token, and none is given"
         if target.token:
             problem = "the token is wrong"
@@ -49,32 +47,29 @@ def judge_responses(health: httpx.Response, jobs: httpx.Response, target: Server
             name=NAME, ok=False, detail=f"{target} answers, but {problem}", remedy=use_printed_url
         )
     try:
-        document = jobs.json() if jobs.status_code == 200 else None
+        document = jobs.parse_json() if jobs.status == 200 else None
     except ValueError:
         document = None
-    if health.status_code != 200 or not isinstance(document, dict) or "items" not in document:
-        detail = (
-            f"{target} answers, but not as a hangwatch server ({health.status_code},"
-            f" {jobs.status_code})"
-        )
+    if health.status != 200 or not isinstance(document, dict) or "items" not in document:
+        detail = f"{target} answers, but not as a hangwatch server ({health.status}, {jobs.status})"
         remedy = f"is another service on that port, or a path prefix missing? {use_printed_url}"
         return Finding(name=NAME, ok=False, detail=detail, remedy=remedy)
     token_result = "accepts the token" if target.token else "requires no token"
     return Finding(name=NAME, ok=True, detail=f"{target} answers and {token_result}")
 
 
-def explain_error(error: httpx.HTTPError, target: ServerTarget) -> tuple[str, str]:
+def explain_error(error: TransportError, target: ServerTarget) -> tuple[str, str]:
     """Why there was no response, and the remedy."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    host = httpx.URL(target.base_url).host
+    host = target.host
     if isinstance(cause, socket.gaierror):
         return (
             f"the name {host} cannot be resolved here",
             f"check the name in HANGWATCH_URL, or DNS: getent hosts {host}",
         )
-    if isinstance(error, httpx.TimeoutException):
+    if isinstance(cause, TimeoutError):
         return (
             f"{target} does not answer in time",
             "check for a firewall: the port must be reachable from every node",

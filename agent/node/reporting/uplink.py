@@ -14,13 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import httpx
-
 from hangwatch.protocol.codec import decode_reply
 from hangwatch.protocol.heartbeat import URGENT_PRIORITY, HeartbeatReply
 from hangwatch.protocol.signatures import PROOF_HEADER
 
-from ...transport.client import BoundedClient, NewConnectionError
+from ...transport.client import BoundedClient, NewConnectionError, Reply, TransportError
 from ...transport.target import ServerTarget
 
 HEARTBEAT_PATH = "/api/v1/heartbeats"
@@ -75,7 +73,6 @@ class Uplink:
         self._credential = target.credential
         self._warn = warn
         self._has_reported_unknown = False
-        self._url = target.base_url + HEARTBEAT_PATH
         self._wake = wake
         self._heartbeat_queue: queue.SimpleQueue[tuple[int, Any, bool, bool] | None] = (
             queue.SimpleQueue()
@@ -142,19 +139,19 @@ class Uplink:
         sent_s = time.monotonic()
         try:
             response = self._send_signed(
-                "POST", self._url, body, headers, read_timeout_s, is_confidential
+                "POST", HEARTBEAT_PATH, body, headers, read_timeout_s, is_confidential
             )
-        except httpx.HTTPError as error:
+        except TransportError as error:
             return HeartbeatOutcome(
                 number=number,
-                problem=f"no answer from {self.target}: {error or type(error).__name__}",
+                problem=f"no answer from {self.target}: {error}",
                 body_bytes=len(body),
             )
         answered_s = time.monotonic()
-        if response.status_code // 100 != 2:
+        if response.status // 100 != 2:
             return self._make_error_outcome(number, response, len(body))
         try:
-            reply = decode_reply(response.json())
+            reply = decode_reply(response.parse_json())
         except (ValueError, KeyError, TypeError, AttributeError):
             problem = f"{self.target} answers, but not as a hangwatch server: check HANGWATCH_URL"
             return HeartbeatOutcome(number=number, problem=problem)
@@ -172,12 +169,12 @@ class Uplink:
     def _send_signed(
         self,
         method: str,
-        url: str,
+        path: str,
         body: bytes,
         headers: dict[str, str],
         read_timeout_s: float | None,
         is_confidential: bool,
-    ) -> httpx.Response:
+    ) -> Reply:
         """Sends a request, signed if there is a token, and checks the server's proof. Before it sends
         a confidential request on a new connection, it has the server prove itself there.
         """
@@ -188,20 +185,20 @@ class Uplink:
         try:
             response = self._client.send_request(
                 method,
-                url,
+                path,
                 content=body,
                 headers=headers,
                 read_timeout_s=read_timeout_s,
                 is_confidential=is_confidential,
             )
         except NewConnectionError:
-            self._send_signed("GET", self.target.base_url + PROOF_PATH, b"", {}, None, False)
+            self._send_signed("GET", PROOF_PATH, b"", {}, None, False)
             if not self._client.is_server_known:
                 raise
-            return self._send_signed(method, url, body, headers, read_timeout_s, is_confidential)
+            return self._send_signed(method, path, body, headers, read_timeout_s, is_confidential)
         if self._credential is not None and signed is not None:
-            proof = response.headers.get(PROOF_HEADER, "")
-            if self._credential.verify_proof(signed, response.content, proof):
+            proof = response.get_header(PROOF_HEADER)
+            if self._credential.verify_proof(signed, response.body, proof):
                 self._client.is_server_known = True
         return response
 
@@ -216,14 +213,14 @@ class Uplink:
             self._warn(f"the orders of {self.target} are ignored: it {why}")
 
     def _make_error_outcome(
-        self, number: int, response: httpx.Response, body_bytes: int
+        self, number: int, response: Reply, body_bytes: int
     ) -> HeartbeatOutcome:
-        status = response.status_code
+        status = response.status
         return HeartbeatOutcome(
             number=number,
             problem=explain_status(status, str(self.target), read_problem_detail(response)),
             is_refused=status in (400, 413, 422),
-            retry_after_s=parse_retry_after_s(response.headers.get("Retry-After", "")),
+            retry_after_s=parse_retry_after_s(response.get_header("Retry-After")),
             body_bytes=body_bytes,
         )
 
@@ -233,12 +230,12 @@ def parse_retry_after_s(header: str) -> float:
     return min(float(header), _MAX_RETRY_AFTER_S) if header.isdecimal() else 0.0
 
 
-def read_problem_detail(response: httpx.Response) -> str:
+def read_problem_detail(response: Reply) -> str:
     """The detail of a problem document (RFC 9457); empty if the response is not one."""
-    if "problem+json" not in response.headers.get("Content-Type", ""):
+    if "problem+json" not in response.get_header("Content-Type"):
         return ""
     try:
-        return str(response.json()["detail"])[:300]
+        return str(response.parse_json()["detail"])[:300]
     except (ValueError, KeyError, TypeError):
         return ""
 

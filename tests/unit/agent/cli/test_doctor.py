@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
 import pytest
 
 from hangwatch.agent.cli.doctor import activation, command, device, recorder, server
 from hangwatch.agent.cli.doctor.findings import Finding
+from hangwatch.agent.transport.client import Reply
 from hangwatch.agent.transport.target import ServerTarget
 
 GOOD = Finding(name="a", ok=True, detail="fine")
@@ -62,18 +62,18 @@ def test_disk_space() -> None:
 
 
 def test_server_check_detects_other_services() -> None:
-    def check_server(health: int, jobs: httpx.Response, token: str = "t") -> Finding:
+    def check_server(health: int, jobs: int, body: bytes = b"", token: str = "t") -> Finding:
         return server.judge_responses(
-            httpx.Response(health), jobs, ServerTarget(base_url="http://m", token=token)
+            Reply(health, {}, b""),
+            Reply(jobs, {}, body),
+            ServerTarget(base_url="http://m", token=token),
         )
 
-    assert check_server(200, httpx.Response(200, json={"items": []})).ok
-    assert "the token is wrong" in check_server(200, httpx.Response(401)).detail
-    assert "requires a token" in check_server(200, httpx.Response(401), token="").detail
-    assert (
-        "not as a hangwatch server" in check_server(200, httpx.Response(200, text="<html>")).detail
-    )
-    assert check_server(404, httpx.Response(404)).ok is False
+    assert check_server(200, 200, b'{"items": []}').ok
+    assert "the token is wrong" in check_server(200, 401).detail
+    assert "requires a token" in check_server(200, 401, token="").detail
+    assert "not as a hangwatch server" in check_server(200, 200, b"<html>").detail
+    assert check_server(404, 404).ok is False
 
 
 def test_unreachable_server() -> None:
