@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 
+from hangwatch.model.ranks import parse_rank_ranges
 from hangwatch.protocol.live import MAX_RECORDING_HZ, MAX_RECORDING_S
 
 MAX_LISTED_RANKS = 65_536
@@ -16,21 +17,16 @@ _MAX_DIGITS = 9
 def parse_ranks(text: str) -> list[int]:
     """Parses a list of ranks and ranges, ``0,3-5``, into ascending rank numbers."""
     ranks: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = (piece.strip() for piece in part.partition("-"))
-        if not _is_number(first) or (dash and not _is_number(last)):
-            raise argparse.ArgumentTypeError(f"invalid rank {part.strip()!r}: write ranks as 0,3-5")
-        low = int(first)
-        high = int(last) if dash else low
-        if high < low:
-            raise argparse.ArgumentTypeError(
-                f"invalid range {part.strip()!r}: write it as {high}-{low}"
-            )
-        if high - low + len(ranks) >= MAX_LISTED_RANKS:
+    try:
+        ranges = parse_rank_ranges(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    for first, last in ranges:
+        if last - first + len(ranks) >= MAX_LISTED_RANKS:
             raise argparse.ArgumentTypeError(
                 f"more than {MAX_LISTED_RANKS} ranks: select fewer of them"
             )
-        ranks.update(range(low, high + 1))
+        ranks.update(range(first, last + 1))
     return sorted(ranks)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
+
+from hangwatch.model.ranks import parse_rank_ranges
 
 from . import evidence_answers, incident_answers, job_answers
 from .answers import Document
@@ -23,7 +24,6 @@ INSTRUCTIONS = (
 )
 _MAX_LISTED = 20
 _MAX_RANKS_READ = 1000
-_RANKS = re.compile(r"\s*\d+(\s*-\s*\d+)?\s*(,\s*\d+(\s*-\s*\d+)?\s*)*")
 
 
 class ToolError(Exception):
@@ -125,11 +125,11 @@ async def _get_stacks(fetch: Fetch, arguments: Arguments) -> Answer:
 
 def parse_ranks(text: str) -> Callable[[int], bool]:
     """Whether a rank is one of ``0,3-5``. Raises ToolError if that is not a list of ranks."""
-    if not _RANKS.fullmatch(text):
-        raise ToolError(f"{text[:40]!r} is not a list of ranks such as 0,3-5")
-    ranges = [part.split("-") for part in text.split(",")]
-    bounds = [(int(part[0]), int(part[-1])) for part in ranges]
-    return lambda rank: any(first <= rank <= last for first, last in bounds)
+    try:
+        ranges = parse_rank_ranges(text)
+    except ValueError as error:
+        raise ToolError(str(error)) from None
+    return lambda rank: any(first <= rank <= last for first, last in ranges)
 
 
 async def _list_ranks(fetch: Fetch, arguments: Arguments) -> Answer:

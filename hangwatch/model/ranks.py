@@ -64,6 +64,9 @@ class ExceptionInfo:
     site: Site | None = None
 
 
+_MAX_DIGITS = 9  # of a rank in a list
+
+
 def format_ranks(ranks: Iterable[int]) -> str:
     """Ranks as sorted text with ranges: ``0, 2-3``."""
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in iter_runs(sorted(set(ranks))))
@@ -76,3 +79,24 @@ def iter_runs(sorted_ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
         if at == len(sorted_ranks) or sorted_ranks[at] != sorted_ranks[at - 1] + 1:
             yield sorted_ranks[first], sorted_ranks[at - 1]
             first = at
+
+
+def parse_rank_ranges(text: str) -> list[tuple[int, int]]:
+    """(first, last) of each part of a list such as ``0, 3-5``. Raises ValueError, whose message names
+    the invalid part and shows what is expected.
+    """
+    ranges: list[tuple[int, int]] = []
+    for part in text.split(","):
+        first, dash, last = (piece.strip() for piece in part.partition("-"))
+        if not _is_number(first) or (dash and not _is_number(last)):
+            raise ValueError(f"invalid rank {part.strip()[:40]!r}: write ranks as 0,3-5")
+        low = int(first)
+        high = int(last) if dash else low
+        if high < low:
+            raise ValueError(f"invalid range {part.strip()[:40]!r}: write it as {high}-{low}")
+        ranges.append((low, high))
+    return ranges
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS

@@ -104,7 +104,8 @@ def _iter_facts(message: AlertMessage) -> Iterator[tuple[str, str]]:
     if body.get("culprits"):
         yield "Culprit", truncate_end(name_ranks(body["culprits"]), _MAX_FIELD - 20)
     if body.get("waiting"):
-        yield "Waiting", f"{len(body['waiting'])} ranks"
+        count = len(body["waiting"])
+        yield "Waiting", f"{count} rank{'' if count == 1 else 's'}"
     if body.get("site"):
         yield "Line", format_site(body["site"])
     if body.get("kind"):
