@@ -170,7 +170,7 @@ def _allow_connections() -> None:
 
 
 class _Server(uvicorn.Server):
-    """Closes the event streams, which would never end by themselves, when a signal arrives."""
+    """Ends the event streams and what waits for commands when a signal arrives."""
 
     def __init__(self, config: uvicorn.Config, live: AppState) -> None:
         super().__init__(config)
@@ -179,6 +179,7 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
         self._live.watch.events.close()
+        self._live.watch.commands.close()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hangwatch.protocol import codec
+from hangwatch.protocol.commands import Command
 from hangwatch.protocol.heartbeat import HeartbeatReply
 
 from ..transport.target import ServerTarget
@@ -23,6 +24,7 @@ from .reporting.schedule import HeartbeatSchedule
 from .reporting.uplink import HeartbeatOutcome, Uplink
 from .requests.aborts import AbortTracker
 from .requests.builder import RecorderBuilder
+from .requests.command_poll import CommandPoll
 from .requests.commands import CommandExecutor, find_faulthandler_registration
 from .requests.live import LiveRequests
 from .scanner import ProcessScanner
@@ -80,6 +82,7 @@ class NodeAgent:
         self._composer = HeartbeatComposer(
             self._watchlist, self._outbox, self._abort_tracker, self._live_requests, owner
         )
+        self._command_poll = CommandPoll(target, self._composer.agent_id, self._wakeup.wake)
         self._commands = CommandExecutor(
             self._sampler,
             self._outbox,
@@ -119,6 +122,7 @@ class NodeAgent:
                 break
             self._wait_for_events(now_ns)
         self._send_last_heartbeat()
+        self._command_poll.close()
         self._live_requests.recording_worker.close()
         self._watchlist.close()
         self._uplink.close()
@@ -163,6 +167,8 @@ class NodeAgent:
             self._schedule.bring_forward(now_ns + int(within_s * 1e9))
 
     def _collect_results(self) -> None:
+        for command in self._command_poll.take_commands():
+            self._execute_command(command, self._clock())
         self._is_urgent |= self._live_requests.collect_results()
         for result in self._sampler.take_results():
             self._apply_sample(result)
@@ -236,10 +242,12 @@ class NodeAgent:
             self._composer.request_full()
         else:
             self._composer.mark_acked(flight, now_ns)
+        self._command_poll.permit(reply.poll_s)
         for command in reply.commands:
-            self._is_urgent |= self._commands.execute_command(
-                command, self._watchlist.watched, now_ns
-            )
+            self._execute_command(command, now_ns)
+
+    def _execute_command(self, command: Command, now_ns: int) -> None:
+        self._is_urgent |= self._commands.execute_command(command, self._watchlist.watched, now_ns)
 
     def _may_exit(self, now_ns: int) -> bool:
         idle_s = self._scanner.idle_s(now_ns)

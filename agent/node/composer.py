@@ -56,7 +56,7 @@ class HeartbeatComposer:
         self._live_requests = live_requests
         self._performance_reporter = PerformanceReporter()
         self._host = socket.gethostname()
-        self._agent_id = secrets.token_hex(8)
+        self.agent_id = secrets.token_hex(8)
         self._owner = owner
         self._number = 0
         self._terse_until_ns = 0
@@ -79,7 +79,7 @@ class HeartbeatComposer:
         tallies = {key: process.tally for key, process in self._watchlist.watched.items()}
         heartbeat = Heartbeat(
             host=self._host,
-            agent=self._agent_id,
+            agent=self.agent_id,
             owner=self._owner,
             number=self._number,
             full=self.is_full_due,

@@ -136,8 +136,11 @@ class BoundedClient:
         A socket's timeout limits each pause of the server only, so that a reply of one byte a second
         may last for ever.
         """
-        if time.monotonic() < self._deadline:
-            return
+        if time.monotonic() >= self._deadline:
+            self.abort()
+
+    def abort(self) -> None:
+        """Ends the current request, if there is one; called from another thread."""
         self._deadline = -math.inf
         if (current := self._socket) is not None:
             with contextlib.suppress(OSError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 from .commands import Command, CommandKind
@@ -50,8 +51,14 @@ def decode_reply(data: dict[str, Any]) -> HeartbeatReply:
         urgent=bool(data.get("urgent", False)),
         resync=bool(data.get("resync", False)),
         clock_s=float(data["clock_s"]) if data.get("clock_s") is not None else None,
-        commands=tuple([_decode_command(command) for command in data.get("commands", ())]),
+        poll_s=_optional_seconds(data.get("poll_s"), 60.0),
+        commands=decode_commands(data.get("commands", ())),
     )
+
+
+def decode_commands(items: Iterable[dict[str, Any]]) -> tuple[Command, ...]:
+    """Raises KeyError, TypeError or ValueError if one is malformed."""
+    return tuple([_decode_command(item) for item in items])
 
 
 def _optional_seconds(value: Any, most: float) -> float | None:

@@ -23,6 +23,7 @@ from .hardware import HardwareReply
 from .live import RecordingReply, TraceReply
 
 PROTOCOL_VERSION = 1
+COMMANDS_PATH = "/api/v1/commands"
 # The Priority header (RFC 9218) of a heartbeat that the server should process before others.
 URGENT_PRIORITY = "u=1"
 
@@ -263,6 +264,9 @@ class HeartbeatReply:
     # heartbeat contains them.
     details_s: float | None = None
     urgent: bool = False  # mark the next heartbeat as urgent: a diagnosis waits for it
+    # For how long a request for commands waits until there is one (`COMMANDS_PATH`); None: the agent
+    # gets commands with the replies to heartbeats alone.
+    poll_s: float | None = None
     resync: bool = False  # send everything in the next heartbeat
     commands: tuple[Command, ...] = ()
     # The server's clock at the time of the reply. Only differences matter.

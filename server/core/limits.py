@@ -105,6 +105,9 @@ JOBS_PER_AGENT = Limit(
 AGENTS = Limit(
     name="agents", most=1 << 15, unit="node agents", covers="that report to a server", status=429
 )
+WAITING_AGENTS = Limit(
+    name="waiting_agents", most=512, unit="node agents", covers="that wait for commands", status=429
+)
 PROCESSES = Limit(
     name="processes", most=1 << 18, unit="processes", covers="in a server's memory", status=429
 )

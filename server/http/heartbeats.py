@@ -1,10 +1,13 @@
-"""``POST /api/v1/heartbeats``: what node agents report, validated before any of it is applied."""
+"""``POST /api/v1/heartbeats``: what node agents report, validated before any of it is applied; and
+``POST /api/v1/commands``: what they should do, as soon as there is something.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Annotated
 
 import msgspec
@@ -14,11 +17,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hangwatch.protocol import codec, heartbeat
+from hangwatch.protocol.heartbeat import COMMANDS_PATH
+from hangwatch.protocol.signatures import may_report_job
 
 from ..core import limits, problems
 from ..core.problems import Problem
 from ..ingest import decoding
 from ..ingest.heartbeat_checks import check_job, check_memory, parse_heartbeat
+from ..monitor.report_intervals import POLL_S
 from ..monitor.watch import Watch
 from . import error_pages
 from .access import AgentGrant, Authenticator
@@ -30,6 +36,16 @@ log = logging.getLogger("hangwatch")
 
 PATH = f"/api/v1{HEARTBEATS_PATH_END}"
 PROOF_PATH = "/api/v1/proof"
+_POLL_CONTENT = {
+    "application/json": {
+        "schema": {
+            "type": "object",
+            "required": ["agent"],
+            "properties": {"agent": {"type": "string"}},
+        }
+    }
+}
+_Handler = Callable[[Mapping[str, str], Receive, Watch, "AgentGrant"], Coroutine[None, None, bytes]]
 _SIZE_REMEDY = "send the heartbeat in parts"
 _HEADERS = [
     (b"content-type", b"application/json"),
@@ -47,25 +63,29 @@ class HeartbeatFastPath:
         self, app: ASGIApp, live: AppState, authenticator: Authenticator, prefix: str = ""
     ) -> None:
         self._app, self._watch, self._authenticator = app, live.watch, authenticator
+        handlers: dict[tuple[str, str], _Handler] = {
+            ("POST", PATH): _handle_heartbeat,
+            ("POST", COMMANDS_PATH): _handle_poll,
+            ("GET", PROOF_PATH): _handle_proof_request,
+        }
         self._routes = {
-            *(("POST", before + PATH) for before in ("", prefix)),
-            *(("GET", before + PROOF_PATH) for before in ("", prefix)),
+            (method, before + path): handle
+            for (method, path), handle in handlers.items()
+            for before in ("", prefix)
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or (scope["method"], scope["path"]) not in self._routes:
+        handle = None
+        if scope["type"] == "http":
+            handle = self._routes.get((scope["method"], scope["path"]))
+        if handle is None:
             return await self._app(scope, receive, send)
         headers = _decode_headers(scope["headers"])
         grant = self._authenticator.check_agent(scope, headers)
         if not isinstance(grant, AgentGrant):
             return await _send_refusal(grant, scope, receive, send)
-        is_heartbeat = scope["method"] == "POST"
         try:
-            body = (
-                await _handle_request(headers, receive, self._watch, grant)
-                if is_heartbeat
-                else await _handle_proof_request(receive, grant)
-            )
+            body = await handle(headers, receive, self._watch, grant)
         except Problem as problem:
             refusal = problems.make_problem_response(
                 problem.status, problem.detail, problem.headers, **problem.extra_members
@@ -109,7 +129,21 @@ def build_router(live: AppState) -> APIRouter:
     async def post_heartbeat(request: Request) -> Response:
         """For ``/docs``, and for applications without `HeartbeatFastPath`."""
         return Response(
-            await _handle_request(request.headers, request.receive, live.watch, AgentGrant()),
+            await _handle_heartbeat(request.headers, request.receive, live.watch, AgentGrant()),
+            media_type="application/json",
+        )
+
+    @routes.post(
+        COMMANDS_PATH,
+        summary="Waits for commands for a node agent",
+        openapi_extra={"requestBody": {"required": True, "content": _POLL_CONTENT}},
+    )
+    async def post_poll(request: Request) -> Response:
+        """The reply comes as soon as there is a command, or without one after `poll_s` seconds of the
+        reply to a heartbeat.
+        """
+        return Response(
+            await _handle_poll(request.headers, request.receive, live.watch, AgentGrant()),
             media_type="application/json",
         )
 
@@ -134,13 +168,45 @@ def _decode_headers(raw_headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str
     return headers
 
 
-async def _handle_proof_request(receive: Receive, grant: AgentGrant) -> bytes:
+async def _handle_proof_request(
+    headers: Mapping[str, str], receive: Receive, watch: Watch, grant: AgentGrant
+) -> bytes:
     """Raises Problem or ClientDisconnect."""
-    await _read_body({}, receive, grant)
+    await _read_body(headers, receive, grant)
     return b"{}"
 
 
-async def _handle_request(
+async def _handle_poll(
+    headers: Mapping[str, str], receive: Receive, watch: Watch, grant: AgentGrant
+) -> bytes:
+    """Waits for commands. Raises Problem or ClientDisconnect."""
+    agent = decoding.decode_agent_id(await _read_body(headers, receive, grant))
+    if agent is None:
+        raise Problem(422, 'the body must name the node agent: {"agent": ID}')
+    jobs = watch.fleet.list_jobs(agent)
+    if not all(may_report_job(grant.job, job) for job in jobs):
+        raise Problem(403, "the token is another job's than that of the node agent")
+    if watch.commands.waiting_count >= limits.WAITING_AGENTS.most:
+        raise limits.WAITING_AGENTS.make_problem()
+    await _wait_while_connected(watch.commands.wait_for_commands(agent, POLL_S), receive)
+    commands = [codec.encode_message(command) for command in watch.commands.take_unsent(agent)]
+    return msgspec.json.encode({"commands": commands})
+
+
+async def _wait_while_connected(waiting: Coroutine[None, None, None], receive: Receive) -> None:
+    """Raises ClientDisconnect if the client has gone: it would not get the commands."""
+    disconnected = asyncio.ensure_future(receive())
+    awaited = asyncio.ensure_future(waiting)
+    try:
+        await asyncio.wait({disconnected, awaited}, return_when=asyncio.FIRST_COMPLETED)
+        if disconnected.done():
+            raise ClientDisconnect
+    finally:
+        disconnected.cancel()
+        awaited.cancel()
+
+
+async def _handle_heartbeat(
     headers: Mapping[str, str], receive: Receive, watch: Watch, grant: AgentGrant
 ) -> bytes:
     """Returns the encoded reply. Raises Problem or ClientDisconnect."""

@@ -1,9 +1,10 @@
-"""Commands for the node agents, sent with the reply to a heartbeat. The same evidence is requested
-only once at a time.
+"""Commands for the node agents, sent with the reply to a heartbeat or to a request that waits for them.
+The same evidence is requested only once at a time.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
 
 from ..core.clock import Clock, ulid
+from ..core.waiting import wait_for_event
 
 REQUEST_EXPIRES_S = 10.0  # seconds after which an unanswered request may be repeated
 MIN_REPEAT_INTERVAL_S = 1.0  # seconds between two requests for the same thing
@@ -44,6 +46,8 @@ class CommandQueue:
     aborts: dict[str, dict[str, _QueuedCommand]] = field(default_factory=dict)
     # Those that may have commands; most have none.
     _agents: set[str] = field(default_factory=set)
+    _arrivals: dict[str, asyncio.Event] = field(default_factory=dict)  # of agents that wait
+    _is_closed: bool = False
 
     def request_evidence(
         self, attempt: Attempt, requests: Iterable[EvidenceRequest], now: float
@@ -71,7 +75,7 @@ class CommandQueue:
             self.evidence_requests[subject] = _QueuedCommand(
                 command=command, agent=process.agent, at=now
             )
-            self._agents.add(process.agent)
+            self._announce(process.agent)
 
     def request_stacks(self, process: Process, native: bool, now: float) -> str:
         """Queues a user's request for the stacks of a process. Returns the command's id."""
@@ -89,7 +93,7 @@ class CommandQueue:
     def queue_command(self, process: Process, command: Command, now: float) -> str:
         """Queues a user's command for a process. Returns the command's id."""
         self.user_requests.append(_QueuedCommand(command=command, agent=process.agent, at=now))
-        self._agents.add(process.agent)
+        self._announce(process.agent)
         return command.id
 
     def queue_abort(self, process: Process, now: float) -> str:
@@ -98,8 +102,35 @@ class CommandQueue:
         self.aborts.setdefault(process.agent, {})[command.id] = _QueuedCommand(
             command=command, agent=process.agent, at=now
         )
-        self._agents.add(process.agent)
+        self._announce(process.agent)
         return command.id
+
+    def _announce(self, agent: str) -> None:
+        self._agents.add(agent)
+        if (arrival := self._arrivals.get(agent)) is not None:
+            arrival.set()
+
+    @property
+    def waiting_count(self) -> int:
+        """The number of agents that wait for commands."""
+        return len(self._arrivals)
+
+    async def wait_for_commands(self, agent: str, seconds: float) -> None:
+        """Waits up to ``seconds`` until there is a command for an agent that was not sent yet."""
+        if self._is_closed or self._list_unsent(agent) or agent in self.aborts:
+            return
+        arrival = self._arrivals.setdefault(agent, asyncio.Event())
+        try:
+            await wait_for_event(seconds, arrival)
+        finally:
+            if self._arrivals.get(agent) is arrival:
+                del self._arrivals[agent]
+
+    def close(self) -> None:
+        """Ends all waiting."""
+        self._is_closed = True
+        for arrival in self._arrivals.values():
+            arrival.set()
 
     def withdraw_abort(self, agent: str, id: str) -> bool:
         """Removes an abort command that was not sent yet. Returns False if it was sent."""
@@ -107,15 +138,20 @@ class CommandQueue:
 
     def take_unsent(self, agent: str) -> tuple[Command, ...]:
         """The commands that were not sent to a node agent yet; they count as sent from now on."""
-        if agent not in self._agents:
-            return ()
-        requests = (*self.evidence_requests.values(), *self.user_requests)
-        unsent = [queued for queued in requests if queued.agent == agent and not queued.sent]
+        unsent = self._list_unsent(agent)
         for queued in unsent:
             queued.sent = True
-        self.user_requests = [queued for queued in self.user_requests if not queued.sent]
+        if unsent:
+            self.user_requests = [queued for queued in self.user_requests if not queued.sent]
         unsent += self.aborts.pop(agent, {}).values()
         return tuple(queued.command for queued in unsent)
+
+    def _list_unsent(self, agent: str) -> list[_QueuedCommand]:
+        """Without aborts."""
+        if agent not in self._agents:
+            return []
+        requests = (*self.evidence_requests.values(), *self.user_requests)
+        return [queued for queued in requests if queued.agent == agent and not queued.sent]
 
     def mark_answered(self, ids: set[str]) -> None:
         if not ids:

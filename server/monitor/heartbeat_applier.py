@@ -106,6 +106,7 @@ class HeartbeatApplier:
             news_s=self.intervals.change_report_s,
             details_s=turn.details_s,
             urgent=turn.urgent,
+            poll_s=self.intervals.poll_s,
             resync=needs_resync,
             commands=commands,
             clock_s=round(now, 6),

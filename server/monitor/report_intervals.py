@@ -11,6 +11,8 @@ from .agent_registry import AgentRegistry
 
 MIN_INTERVAL_S = 0.5  # between the heartbeats of a host, where hosts are few
 MAX_STEADY_S = 2.0
+POLL_S = 25.0  # less than the minute after which proxies close a connection without data
+MAX_POLLING_AGENTS = 256
 MIN_RECENT_S = 2.0
 RECENT_HEARTBEATS = 3
 
@@ -36,6 +38,11 @@ class ReportIntervals:
             return None
         wanted_s = min(MAX_STEADY_S, self.lost_after_s / 2)
         return wanted_s if wanted_s > interval_s else None
+
+    @property
+    def poll_s(self) -> float | None:
+        """Seconds for which a host's request for commands may wait; None: there are too many hosts."""
+        return POLL_S if self.agents.reporting_count <= MAX_POLLING_AGENTS else None
 
     @property
     def max_gap_s(self) -> float:

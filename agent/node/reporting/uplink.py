@@ -16,13 +16,12 @@ from typing import Any
 
 from hangwatch.protocol.codec import decode_reply
 from hangwatch.protocol.heartbeat import URGENT_PRIORITY, HeartbeatReply
-from hangwatch.protocol.signatures import PROOF_HEADER
 
-from ...transport.client import BoundedClient, NewConnectionError, Reply, TransportError
+from ...transport.client import Reply, TransportError
+from ...transport.signed import SignedClient
 from ...transport.target import ServerTarget
 
 HEARTBEAT_PATH = "/api/v1/heartbeats"
-PROOF_PATH = "/api/v1/proof"
 # They hold stacks, call sites or arguments of calls.
 CONFIDENTIAL_FIELDS = frozenset(("samples", "calls", "traces", "recordings"))
 REQUEST_TIMEOUT_S = 5.0
@@ -69,8 +68,7 @@ class Uplink:
     ) -> None:
         self.target = target
         self.is_busy = False
-        self._client = BoundedClient(target, timeout_s)
-        self._credential = target.credential
+        self._client = SignedClient(target, timeout_s)
         self._warn = warn
         self._has_reported_unknown = False
         self._wake = wake
@@ -138,8 +136,13 @@ class Uplink:
         read_timeout_s = PATIENT_READ_TIMEOUT_S if patient else None
         sent_s = time.monotonic()
         try:
-            response = self._send_signed(
-                "POST", HEARTBEAT_PATH, body, headers, read_timeout_s, is_confidential
+            response = self._client.send_request(
+                "POST",
+                HEARTBEAT_PATH,
+                body,
+                headers,
+                read_timeout_s=read_timeout_s,
+                is_confidential=is_confidential,
             )
         except TransportError as error:
             return HeartbeatOutcome(
@@ -165,42 +168,6 @@ class Uplink:
             sent_s=sent_s,
             answered_s=answered_s,
         )
-
-    def _send_signed(
-        self,
-        method: str,
-        path: str,
-        body: bytes,
-        headers: dict[str, str],
-        read_timeout_s: float | None,
-        is_confidential: bool,
-    ) -> Reply:
-        """Sends a request, signed if there is a token, and checks the server's proof. Before it sends
-        a confidential request on a new connection, it has the server prove itself there.
-        """
-        signed = None
-        if self._credential is not None:
-            signed = self._credential.sign_request(body)
-            headers = {**headers, "Authorization": signed.header}
-        try:
-            response = self._client.send_request(
-                method,
-                path,
-                content=body,
-                headers=headers,
-                read_timeout_s=read_timeout_s,
-                is_confidential=is_confidential,
-            )
-        except NewConnectionError:
-            self._send_signed("GET", PROOF_PATH, b"", {}, None, False)
-            if not self._client.is_server_known:
-                raise
-            return self._send_signed(method, path, body, headers, read_timeout_s, is_confidential)
-        if self._credential is not None and signed is not None:
-            proof = response.get_header(PROOF_HEADER)
-            if self._credential.verify_proof(signed, response.body, proof):
-                self._client.is_server_known = True
-        return response
 
     def _report_unknown_server(self) -> None:
         if not self._has_reported_unknown:

@@ -1,0 +1,89 @@
+"""Waits for the server's commands, so that they need not wait for the reply to the next heartbeat."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable
+
+from hangwatch.protocol.codec import decode_commands
+from hangwatch.protocol.commands import Command
+from hangwatch.protocol.heartbeat import COMMANDS_PATH
+
+from ...transport.client import TransportError
+from ...transport.signed import SignedClient
+from ...transport.target import ServerTarget
+
+_TIMEOUT_S = 5.0  # to connect, and for the reply beyond the time for which the server may wait
+
+
+class CommandPoll:
+    """A thread that keeps one request open, while the server permits it. ``wake`` is called when
+    `take_commands` has something.
+    """
+
+    def __init__(self, target: ServerTarget, agent: str, wake: Callable[[], None]) -> None:
+        self._body = json.dumps({"agent": agent}).encode()
+        self._client = SignedClient(target, _TIMEOUT_S)
+        self._wake = wake
+        self._wait_s = 0.0
+        self._is_permitted = threading.Event()
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def permit(self, wait_s: float | None) -> None:
+        """Called with each reply to a heartbeat: the server waits up to ``wait_s`` seconds for
+        commands; None: it does not.
+        """
+        if wait_s is None:
+            self._is_permitted.clear()
+            return
+        self._wait_s = wait_s
+        self._is_permitted.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="commands", daemon=True)
+            self._thread.start()
+
+    def take_commands(self) -> list[Command]:
+        return [self._commands.get_nowait() for _ in range(self._commands.qsize())]
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._is_permitted.set()
+        if self._thread is not None:
+            self._client.abort()
+            self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while True:
+            self._is_permitted.wait()
+            if self._is_closed:
+                break
+            try:
+                commands = self._request_commands()
+            except Exception:  # the next reply to a heartbeat permits another attempt
+                self._is_permitted.clear()
+                continue
+            for command in commands:
+                self._commands.put(command)
+            if commands:
+                self._wake()
+        self._client.close()
+
+    def _request_commands(self) -> tuple[Command, ...]:
+        """Raises TransportError, and whatever a malformed reply causes."""
+        reply = self._client.send_request(
+            "POST",
+            COMMANDS_PATH,
+            self._body,
+            {"Content-Type": "application/json"},
+            read_timeout_s=self._wait_s + _TIMEOUT_S,
+        )
+        if reply.status != 200:
+            raise TransportError(f"the server answers {reply.status}")
+        commands = decode_commands(reply.parse_json()["commands"])
+        if commands and not self._client.is_server_known:
+            raise TransportError("who answers is not known")
+        return commands
