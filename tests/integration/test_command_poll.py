@@ -1,4 +1,4 @@
-"""A node agent gets commands at once, by a request that waits for them."""
+"""A node agent gets commands immediately, by a request that waits for them."""
 
 from __future__ import annotations
 
