@@ -36,7 +36,10 @@ class ServerTarget:
             raise TargetError(
                 f"HANGWATCH_URL={hide_credentials(url)!r} is not a URL ({error}): {example}"
             ) from None
-        if parts.scheme not in _DEFAULT_PORTS or not parts.hostname or port == 0:
+        host = parts.hostname or ""
+        # As in http.client, which refuses such names much later.
+        is_name = bool(host) and host.isprintable() and " " not in host
+        if parts.scheme not in _DEFAULT_PORTS or not is_name or port == 0:
             raise TargetError(
                 f"HANGWATCH_URL={hide_credentials(url)!r} is not the address of an http or https"
                 f" server: {example}"

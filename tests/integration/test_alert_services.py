@@ -74,7 +74,7 @@ def test_slack_message_has_verdict_culprit_line_and_link() -> None:
     assert verdict["text"]["text"].startswith("job run7: rank 1 has not entered all_reduce")
     assert [field["text"] for field in facts["fields"]] == [
         "Culprit: rank 1",
-        "Waiting: 1 ranks",
+        "Waiting: 1 rank",
         "Line: /u/train.py:41 in load",
         "Kind: missing_rank",
     ]
