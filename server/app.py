@@ -35,7 +35,9 @@ from .http import (
     rendering,
     stack_files,
 )
+from .http.agent_worker import AgentWorker, make_options
 from .http.app_state import AppState
+from .http.heartbeat_answers import HeartbeatAnswerer
 from .http.rendering import SECURITY_HEADERS
 from .monitor.watch import WatchOptions, build_watch
 from .settings import Settings
@@ -73,7 +75,18 @@ def build_app(
     )
     events = EventLog(run_id=ulid(clock.wall()))
     watch = build_watch(options, clock=clock, store=store, alerter=alerter, events=events)
-    live = AppState(settings=settings, base_url=base_url, token=token, watch=watch)
+    authenticator = access.Authenticator(
+        token, own_name=settings.host, public_url=settings.public_url
+    )
+    agent_worker = AgentWorker(
+        options=make_options(heartbeats.list_paths(settings.path_prefix)),
+        count_hosts=lambda: watch.agents.reporting_count,
+        answer_request=HeartbeatAnswerer(watch, authenticator).answer_request,
+    )
+    watch.heartbeat_queue.source = agent_worker
+    live = AppState(
+        settings=settings, base_url=base_url, token=token, watch=watch, agent_worker=agent_worker
+    )
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -82,6 +95,7 @@ def build_app(
             asyncio.create_task(watch.loop.run()),
             asyncio.create_task(watch.persistence.run()),
             asyncio.create_task(watch.load.measure_lateness()),
+            asyncio.create_task(agent_worker.run()),
         ]
         yield
         await mcp.stop()
@@ -111,9 +125,6 @@ def build_app(
     mcp = mcp_endpoint.McpEndpoint(app, token)
     app.router.routes.append(Route(mcp_endpoint.PATH, mcp, include_in_schema=False))
     openapi.install_openapi(app, token)
-    authenticator = access.Authenticator(
-        token, own_name=settings.host, public_url=settings.public_url
-    )
     # The middleware that is added last is the outermost: its headers are on rejections, too.
     app.add_middleware(access.AuthMiddleware, authenticator=authenticator)
     app.add_middleware(limits.BodySizeLimit)

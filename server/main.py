@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import gc
@@ -28,10 +29,10 @@ from hangwatch.report.text import clean_text
 from .alerting.alerter import send_test_messages
 from .app import build_app
 from .command_line import TEST_ALERT_FLAG, SettingsError, load_settings
-from .core import garbage_collection
-from .core.event_loop import PriorityEventLoop, ThrottledListener
+from .core import garbage_collection, timeouts
+from .core.event_loop import ThrottledListener
 from .http.app_state import AppState
-from .http.connections import make_protocol_class
+from .http.connections import LimitedHttpProtocol, make_protocol_class
 from .settings import Settings
 from .storage.database import StoreError
 from .storage.store import Store
@@ -40,8 +41,6 @@ FAILED, USAGE, NOT_STARTED = 1, 2, 3
 TOKEN_FILE = "token"
 BACKLOG = 2048  # a large job's node agents connect at the same time
 SHUTDOWN_GRACE_S = 2  # for open requests
-# For idle connections: longer than proxies keep theirs, and than the interval of heartbeats.
-KEEP_ALIVE_S = 75
 # For which the event loop waits, at each read and write of a connection, while another thread reads
 # a large job.
 SWITCH_INTERVAL_S = 1e-5
@@ -125,14 +124,16 @@ def _serve(settings: Settings) -> int:
         app, live = build_app(settings, store=store, base_url=base_url, token=token)
         announce(settings, base_url, token, sys.stdout, sys.stderr)
         protocol_class = make_protocol_class(
-            live.watch.counters.refusals_by_limit, identifies_peers=token is None
+            live.watch.counters.refusals_by_limit,
+            identifies_peers=token is None,
+            agent_worker=live.agent_worker,
         )
         config = uvicorn.Config(
-            app, loop=f"{PriorityEventLoop.__module__}:{PriorityEventLoop.__name__}", http=protocol_class, backlog=BACKLOG, log_config=None, access_log=False,
-            timeout_graceful_shutdown=SHUTDOWN_GRACE_S, timeout_keep_alive=KEEP_ALIVE_S, server_header=False, proxy_headers=False,
+            app, loop="asyncio", http=protocol_class, backlog=BACKLOG, log_config=None, access_log=False,
+            timeout_graceful_shutdown=SHUTDOWN_GRACE_S, timeout_keep_alive=timeouts.KEEP_ALIVE_S, server_header=False, proxy_headers=False,
             ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
         )  # fmt: skip
-        server = _Server(config, live)
+        server = _Server(config, live, protocol_class)
         # uvicorn raises the signal again after it has stopped; with these handlers the exit is normal.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.handle_exit)
@@ -172,9 +173,31 @@ def _allow_connections() -> None:
 class _Server(uvicorn.Server):
     """Ends the event streams and what waits for commands when a signal arrives."""
 
-    def __init__(self, config: uvicorn.Config, live: AppState) -> None:
+    def __init__(
+        self, config: uvicorn.Config, live: AppState, protocol_class: type[LimitedHttpProtocol]
+    ) -> None:
         super().__init__(config)
-        self._live = live
+        self._live, self._protocol_class = live, protocol_class
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._live.agent_worker.serve_connection = self._serve_connection
+
+    def _serve_connection(self, connected: socket.socket, received: bytes) -> None:
+        """Serves a connection that the process for node agents returned."""
+
+        def create_protocol() -> LimitedHttpProtocol:
+            protocol = self._protocol_class(
+                config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+            protocol.returned_data = received
+            return protocol
+
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(loop.connect_accepted_socket(create_protocol, connected))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)

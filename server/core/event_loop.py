@@ -1,49 +1,28 @@
-"""The server's event loop, on which queries do not wait for reports; see `priority_selector`."""
+"""Keeps the event loop responsive while thousands of node agents connect."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-import time
 from typing import Any
 
-from .priority_selector import PrioritySelector, QueueMarker
-
-
-class PriorityEventLoop(asyncio.SelectorEventLoop):
-    """The HTTP protocol reports to its ``selector`` what each connection is used for."""
-
-    def __init__(self) -> None:
-        self.selector = PrioritySelector()
-        super().__init__(self.selector)
+ACCEPTED_PER_PASS = 8
 
 
 class ThrottledListener(socket.socket):
-    """A listening socket whose pending connections are accepted over several passes."""
+    """A listening socket whose pending connections are accepted over several passes of asyncio's
+    loop, which otherwise accepts thousands of them in one.
+    """
+
+    _accepted: int = 0  # in this pass
 
     def accept(self) -> tuple[socket.socket, Any]:
-        loop = asyncio.get_running_loop()
-        if isinstance(loop, PriorityEventLoop) and not loop.selector.take_accept():
+        if self._accepted == ACCEPTED_PER_PASS:
             raise BlockingIOError
+        if not self._accepted:
+            asyncio.get_running_loop().call_soon(self._end_pass)
+        self._accepted += 1
         return super().accept()
 
-
-def delay_reports() -> contextlib.AbstractContextManager[None]:
-    """Only urgent reports are read meanwhile. No effect on loops of another class."""
-    loop = asyncio.get_running_loop()
-    return (
-        loop.selector.delay_reports()
-        if isinstance(loop, PriorityEventLoop)
-        else contextlib.nullcontext()
-    )
-
-
-def place_marker() -> QueueMarker:
-    """Places a marker behind all reports that have arrived by now. On a loop of another class it is
-    passed immediately.
-    """
-    loop = asyncio.get_running_loop()
-    if isinstance(loop, PriorityEventLoop):
-        return loop.selector.place_marker()
-    return QueueMarker(since=time.monotonic(), waited_s=0.0)
+    def _end_pass(self) -> None:
+        self._accepted = 0

@@ -7,7 +7,6 @@ import time
 import zlib
 from dataclasses import dataclass
 
-from . import event_loop
 from .problems import Problem
 
 MAX_REPORT_INTERVAL_S = 10.0
@@ -29,27 +28,15 @@ class Load:
     """
 
     late_s: float = 0.0
-    unread_s: float = 0.0  # for which heartbeats wait to be read
-    queued_s: float = 0.0  # for which those that are not urgent are then queued
-
-    @property
-    def waited_s(self) -> float:
-        """The longer of the two waits, not their sum: while a thread reads the state, unread and
-        queued heartbeats wait at the same time.
-        """
-        return max(self.unread_s, self.queued_s)
+    waited_s: float = 0.0  # from the arrival of a heartbeat that is not urgent until it is applied
 
     async def measure_lateness(self) -> None:
         """Measures until it is cancelled."""
-        marker = event_loop.place_marker()
         while True:
             began_at = time.monotonic()
             await asyncio.sleep(MEASURE_INTERVAL_S)
             late_s = time.monotonic() - began_at - MEASURE_INTERVAL_S
             self.late_s += _SMOOTHING * (late_s - self.late_s)
-            self.unread_s = marker.age_s
-            if marker.is_passed:
-                marker = event_loop.place_marker()
 
     def report_interval_s(self, wanted_s: float, agent_count: int) -> float:
         """Seconds until a host should report again."""

@@ -77,6 +77,12 @@ def make_problem_response(
     )
 
 
+def make_response(problem: Problem) -> Response:
+    return make_problem_response(
+        problem.status, problem.detail, problem.headers, **problem.extra_members
+    )
+
+
 def describe_validation_errors(errors: Any) -> list[dict[str, Any]]:
     """pydantic's errors without the input: that may be large, or secret."""
     return [{"at": ".".join(map(str, e["loc"])), "message": e["msg"]} for e in list(errors)[:20]]

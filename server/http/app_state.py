@@ -16,6 +16,7 @@ from ..incidents.records import IncidentRecord
 from ..monitor import job_status, rank_states, views
 from ..monitor.watch import Watch
 from ..settings import Settings
+from .agent_worker import AgentWorker
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class AppState:
     base_url: str
     token: str | None
     watch: Watch
+    agent_worker: AgentWorker
     cache: ResultCache = field(default_factory=ResultCache)
 
     def now(self) -> float:

@@ -1,7 +1,5 @@
-"""uvicorn's HTTP connections, with timeouts and limits for incomplete requests and fewer system
-calls.
-
-HTTP is half of the cost of a heartbeat of a large job.
+"""uvicorn's HTTP connections, with timeouts and limits for incomplete requests. Those of node agents
+are passed on to a process of their own, if there is one.
 """
 
 from __future__ import annotations
@@ -15,49 +13,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from hangwatch.protocol.local_peer import find_peer_uid
 
-from ..core import limits, problems
-from ..core.event_loop import PriorityEventLoop
-from ..core.priority_selector import PrioritySelector
+from ..core import limits, problems, timeouts
 from .access import PEER_UID
+from .agent_worker import AgentWorker
 
-BODY_TIMEOUT_S = 30.0  # for a whole request body
-HEADERS_TIMEOUT_S = 10.0  # for the headers of a request
-MAX_BUFFERED_BYTES = 1 << 16
-HEARTBEATS_PATH_END = "/heartbeats"
 CHUNK_HEAD_BYTES = 16  # of a chunked body: its size, and the ends of lines
-
-
-class BufferedTransport:
-    """A transport that sends all data written in one iteration of the event loop together: uvicorn
-    writes the head and the body of a response separately.
-    """
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self._written: list[bytes] = []
-        self._size = 0
-
-    def write(self, data: bytes) -> None:
-        if not self._written:
-            self._loop.call_soon(self._send)
-        self._written.append(data)
-        self._size += len(data)
-        if self._size > MAX_BUFFERED_BYTES:
-            # Only the transport notices a slow client, so long responses must not wait here.
-            self._send()
-
-    def close(self) -> None:
-        self._send()
-        self._transport.close()
-
-    def _send(self) -> None:
-        if self._written:
-            self._transport.write(b"".join(self._written))
-            self._written.clear()
-            self._size = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
@@ -65,29 +25,28 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     larger than allowed without its body. uvicorn itself limits only the time between two requests,
     and keeps headers in memory before it asks anybody whether the client may send them.
 
-    A request that arrives in one piece needs no timer here, unlike in a middleware. The protocol
-    also informs the event loop's selector which connections only carry heartbeats.
+    A request that arrives in one piece needs no timer here, unlike in a middleware.
     """
 
     refusals: ClassVar[Counter[str]] = Counter()  # by the limit's name
     identifies_peers: ClassVar[bool] = False  # without a token, the peer's user decides
+    agent_worker: ClassVar[AgentWorker | None] = None
+    heartbeat_starts: ClassVar[tuple[bytes, ...]] = ()  # of the requests that it takes
+    # Of a connection that the agent worker returned: what it read of a request that it does not take.
+    returned_data: bytes = b""
     _peer_uid: int | None = None
     _exceeded: limits.Limit | None = None
     _head_bytes: int = 0  # received since the last complete request, other than its body
     _timeout_s: float = 0.0  # for the data that is expected from the client; 0: none is expected
     _deadline: asyncio.TimerHandle | None = None
-    _fd: int = -1
-    _selector: PrioritySelector | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        loop = asyncio.get_running_loop()
-        super().connection_made(BufferedTransport(transport, loop))  # type: ignore[arg-type]  # it has all methods that uvicorn uses
-        if isinstance(loop, PriorityEventLoop):
-            self._selector, self._fd = loop.selector, transport.get_extra_info("socket").fileno()
-            self._selector.add_connection(self._fd)
+        super().connection_made(transport)
         if self.identifies_peers:
             self._peer_uid = find_peer_uid(transport.get_extra_info("socket"))
-        self._set_timeout(HEADERS_TIMEOUT_S)
+        self._set_timeout(timeouts.HEAD_S)
+        if self.returned_data:
+            self.data_received(self.returned_data)
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -101,11 +60,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= limits.PIPELINED.most:
             self._stop_parsing(limits.PIPELINED)
         super().on_headers_complete()
-        if self._selector is not None:
-            if self.scope.get("path", "").endswith(HEARTBEATS_PATH_END):
-                self._selector.assign_to_reports(self._fd)
-            else:
-                self._selector.assign_to_queries(self._fd)
 
     def _stop_parsing(self, limit: limits.Limit) -> None:
         self._exceeded = limit
@@ -121,19 +75,37 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._head_bytes = 0
         super().on_message_complete()
-        if self._selector is not None:
-            self._selector.finish_report(self._fd)
 
     def data_received(self, data: bytes) -> None:
+        if self._pass_on(data):
+            return
         self._head_bytes += len(data)
         super().data_received(data)
         if self._head_bytes > limits.HEAD.most and not self.transport.is_closing():
             self._refuse(limits.HEAD)
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
-            self._set_timeout(HEADERS_TIMEOUT_S)
+            self._set_timeout(timeouts.HEAD_S)
         else:
-            self._set_timeout(BODY_TIMEOUT_S if cycle.more_body else 0.0)
+            self._set_timeout(timeouts.BODY_S if cycle.more_body else 0.0)
+
+    def _pass_on(self, data: bytes) -> bool:
+        """Passes the connection on if a node agent begins a heartbeat."""
+        worker = self.agent_worker
+        if worker is None or not worker.is_running or not data.startswith(self.heartbeat_starts):
+            return False
+        is_idle = not self._head_bytes and self.cycle is None
+        if (
+            not is_idle
+            or self.returned_data
+            or self.transport.get_extra_info("sslcontext") is not None
+        ):
+            return False
+        connected = self.transport.get_extra_info("socket")
+        if not worker.take_connection(connected, data, self._peer_uid):
+            return False
+        self.transport.abort()  # this process's descriptor only
+        return True
 
     def send_400_response(self, msg: str) -> None:
         if self._exceeded is not None:
@@ -151,6 +123,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self.returned_data = b""
         cycle = self.cycle
         if cycle is not None and cycle.response_complete and not cycle.more_body:
             # uvicorn keeps a dozen objects of a request until the next one. With 12,500 connections,
@@ -158,8 +131,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.cycle = self.scope = self.headers = None  # type: ignore[assignment]  # as before the first request
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._selector is not None:
-            self._selector.remove_connection(self._fd)
         self._set_timeout(0.0)
         super().connection_lost(exc)
         # Otherwise this object would stay in memory: uvicorn keeps a timer for a connection that the
@@ -181,7 +152,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_started:
             self._write_problem(
-                408, f"the request's body did not arrive within {BODY_TIMEOUT_S:g} s"
+                408, f"the request's body did not arrive within {timeouts.BODY_S:g} s"
             )
         self.transport.close()
 
@@ -194,9 +165,20 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.transport.write(head.encode() + body)
 
 
-def make_protocol_class(refusals: Counter[str], identifies_peers: bool) -> type[asyncio.Protocol]:
+def make_protocol_class(
+    refusals: Counter[str], identifies_peers: bool, agent_worker: AgentWorker | None = None
+) -> type[LimitedHttpProtocol]:
     """The protocol for `uvicorn.Config`. ``refusals`` counts the requests that exceed a limit;
     ``identifies_peers``: requests say which user of this machine sent them.
     """
-    members = {"refusals": refusals, "identifies_peers": identifies_peers}
+    members = {
+        "refusals": refusals,
+        "identifies_peers": identifies_peers,
+        "agent_worker": agent_worker,
+        "heartbeat_starts": (
+            tuple(line.encode() for line in agent_worker.options.request_lines)
+            if agent_worker is not None
+            else ()
+        ),
+    }
     return type("LimitedHttpProtocol", (LimitedHttpProtocol,), members)

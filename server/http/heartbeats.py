@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import zlib
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -23,18 +21,18 @@ from hangwatch.protocol.signatures import may_report_job
 from ..core import limits, problems
 from ..core.problems import Problem
 from ..ingest import decoding
-from ..ingest.heartbeat_checks import check_job, check_memory, parse_heartbeat
 from ..monitor.report_intervals import POLL_S
 from ..monitor.watch import Watch
 from . import error_pages
 from .access import AgentGrant, Authenticator
 from .app_state import AppState
-from .connections import HEARTBEATS_PATH_END
+from .heartbeat_answers import count_refusal, decode_heartbeat
+from .heartbeat_bodies import SIZE_REMEDY, check_content_coding, decode_body
 from .rendering import SECURITY_HEADERS
 
 log = logging.getLogger("hangwatch")
 
-PATH = f"/api/v1{HEARTBEATS_PATH_END}"
+PATH = "/api/v1/heartbeats"
 PROOF_PATH = "/api/v1/proof"
 _POLL_CONTENT = {
     "application/json": {
@@ -46,11 +44,15 @@ _POLL_CONTENT = {
     }
 }
 _Handler = Callable[[Mapping[str, str], Receive, Watch, "AgentGrant"], Coroutine[None, None, bytes]]
-_SIZE_REMEDY = "send the heartbeat in parts"
 _HEADERS = [
     (b"content-type", b"application/json"),
     *((name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()),
 ]
+
+
+def list_paths(prefix: str = "") -> list[str]:
+    """The paths of heartbeats: behind a reverse proxy also with its prefix."""
+    return [before + PATH for before in dict.fromkeys(("", prefix))]
 
 
 class HeartbeatFastPath:
@@ -87,10 +89,7 @@ class HeartbeatFastPath:
         try:
             body = await handle(headers, receive, self._watch, grant)
         except Problem as problem:
-            refusal = problems.make_problem_response(
-                problem.status, problem.detail, problem.headers, **problem.extra_members
-            )
-            return await _send_refusal(refusal, scope, receive, send)
+            return await _send_refusal(problems.make_response(problem), scope, receive, send)
         except ClientDisconnect:
             return None
         except Exception:
@@ -216,19 +215,13 @@ async def _handle_heartbeat(
         body = await _read_body(headers, receive, grant)
         watch.heartbeats.refuse_heartbeat(decoding.decode_agent_id(body))
         raise refusal
-
-    def decode_heartbeat() -> heartbeat.Heartbeat:
-        beat = parse_heartbeat(body)
-        check_job(beat, grant.job)
-        check_memory(beat, watch.fleet, beat.agent in watch.agents, len(watch.agents))
-        return beat
-
     try:
         body = await _read_body(headers, receive, grant)
-        reply = await watch.heartbeat_queue.apply(decode_heartbeat, is_urgent)
+        reply = await watch.heartbeat_queue.apply(
+            lambda: decode_heartbeat(watch, body, grant), is_urgent
+        )
     except Problem as problem:
-        watch.counters.malformed += 1
-        watch.counters.refusals_by_limit.update(problem.limits)
+        count_refusal(watch, problem)
         raise
     return msgspec.json.encode(codec.encode_message(reply))
 
@@ -237,16 +230,10 @@ async def _read_body(headers: Mapping[str, str], receive: Receive, grant: AgentG
     """The decompressed body. Raises Problem if it is too large or does not match its headers, and
     ClientDisconnect if it ends early.
     """
-    coding = headers.get("content-encoding", "identity").lower()
-    if coding not in ("identity", "gzip"):
-        raise Problem(
-            415,
-            f"content encoding {coding} is not supported; send the body plain or as gzip",
-            headers={"Accept-Encoding": "gzip"},
-        )
+    check_content_coding(headers)  # before a large body is read
     content_length = headers.get("content-length", "")
     if content_length.isdecimal() and int(content_length) > limits.BODY.most:
-        raise limits.BODY.make_problem(remedy=_SIZE_REMEDY)
+        raise limits.BODY.make_problem(remedy=SIZE_REMEDY)
     parts: list[bytes] = []
     size, has_more = 0, True
     while has_more:
@@ -258,21 +245,5 @@ async def _read_body(headers: Mapping[str, str], receive: Receive, grant: AgentG
         size += len(part)
         has_more = message.get("more_body", False)
         if size > limits.BODY.most:
-            raise limits.BODY.make_problem(remedy=_SIZE_REMEDY)
-    body = b"".join(parts)
-    grant.check_body(body)
-    return decompress_body(body) if coding == "gzip" else body
-
-
-def decompress_body(body: Annotated[bytes, "gzip"]) -> bytes:
-    """Raises Problem for anything but one gzip stream of bounded size."""
-    stream = zlib.decompressobj(wbits=31)
-    try:
-        plain = stream.decompress(body, limits.UNPACKED_BODY.most)
-    except zlib.error as error:
-        raise Problem(422, f"the body is not gzip: {error}") from None
-    if stream.unconsumed_tail:
-        raise limits.UNPACKED_BODY.make_problem(remedy=_SIZE_REMEDY)
-    if not stream.eof:
-        raise Problem(422, "the gzip body is cut short")
-    return plain
+            raise limits.BODY.make_problem(remedy=SIZE_REMEDY)
+    return decode_body(headers, b"".join(parts), grant)

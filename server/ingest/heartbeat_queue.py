@@ -11,11 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from hangwatch.protocol import heartbeat
 
-from ..core import event_loop
 from ..core.load import Load
 
 SLICE_S = 0.005  # for which heartbeats, or other numerous work, may block the event loop
@@ -25,12 +24,27 @@ T = TypeVar("T")
 DecodeHeartbeat = Callable[[], heartbeat.Heartbeat]
 
 
+# Takes the reply, or what `DecodeHeartbeat` or applying the heartbeat raised.
+TakeReply = Callable[[heartbeat.HeartbeatReply | Exception], None]
+
+
+class HeartbeatSource(Protocol):
+    """Where heartbeats wait before they are queued here."""
+
+    async def read_arrived(self, within_s: float) -> None:
+        """Queues the heartbeats that have arrived by now, as far as ``within_s`` seconds allow."""
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
 @dataclass(slots=True)
 class _QueuedHeartbeat:
     decode: DecodeHeartbeat
     is_urgent: bool
-    queued_at: float
-    reply: asyncio.Future[heartbeat.HeartbeatReply]
+    arrived_at: float
+    take_reply: TakeReply
 
 
 @dataclass(slots=True)
@@ -41,6 +55,7 @@ class HeartbeatQueue:
 
     ingest: Callable[[heartbeat.Heartbeat, bool], heartbeat.HeartbeatReply]
     load: Load
+    source: HeartbeatSource | None = None
     _urgent: deque[_QueuedHeartbeat] = field(default_factory=deque)
     _usual: deque[_QueuedHeartbeat] = field(default_factory=deque)
     _usual_applied: int = 0
@@ -52,20 +67,35 @@ class HeartbeatQueue:
     def __len__(self) -> int:
         return len(self._urgent) + len(self._usual)
 
+    def submit(
+        self, decode: DecodeHeartbeat, is_urgent: bool, arrived_at: float, take_reply: TakeReply
+    ) -> None:
+        """Applies a heartbeat: immediately, if none is queued and this pass of the event loop has
+        time for it. ``arrived_at`` is on the monotonic clock.
+        """
+        queued = _QueuedHeartbeat(decode, is_urgent, arrived_at, take_reply)
+        if not self._is_state_locked and not len(self) and self._has_time():
+            return self._apply(queued)
+        (self._urgent if is_urgent else self._usual).append(queued)
+        return self._start_draining()
+
     async def apply(
         self, decode: DecodeHeartbeat, is_urgent: bool = False
     ) -> heartbeat.HeartbeatReply:
-        """Applies a heartbeat and returns the reply: immediately, if none is queued and this pass
-        of the event loop has time for it. Raises what ``decode`` and ``ingest`` raise.
-        """
-        if not self._is_state_locked and not len(self) and self._has_time():
-            return self.ingest(decode(), is_urgent)
-        reply: asyncio.Future[heartbeat.HeartbeatReply]
-        reply = asyncio.get_running_loop().create_future()
-        queued = _QueuedHeartbeat(decode, is_urgent, time.perf_counter(), reply)
-        (self._urgent if is_urgent else self._usual).append(queued)
-        self._start_draining()
-        return await reply
+        """As `submit`, and returns the reply. Raises what ``decode`` and ``ingest`` raise."""
+        replied: asyncio.Future[heartbeat.HeartbeatReply]
+        replied = asyncio.get_running_loop().create_future()
+
+        def take_reply(reply: heartbeat.HeartbeatReply | Exception) -> None:
+            if replied.done():
+                return
+            if isinstance(reply, Exception):
+                replied.set_exception(reply)
+            else:
+                replied.set_result(reply)
+
+        self.submit(decode, is_urgent, time.monotonic(), take_reply)
+        return await replied
 
     async def run_exclusively(self, work: Callable[[], T], within_s: float = 0.0) -> T:
         """Runs ``work`` in a thread and returns its result. No heartbeat is applied meanwhile.
@@ -73,22 +103,26 @@ class HeartbeatQueue:
         Before that, applies the heartbeats that have arrived, and all urgent ones, as far as
         ``within_s`` seconds allow.
         """
-        marker, until = event_loop.place_marker(), time.perf_counter() + within_s
-        while not marker.is_passed and time.perf_counter() < until:
-            await asyncio.sleep(0)
+        until = time.monotonic() + within_s
+        if self.source is not None and within_s:
+            await self.source.read_arrived(within_s)
         arrived = self._usual_applied + len(self._usual)
-        while (self._urgent or self._usual_applied < arrived) and time.perf_counter() < until:
+        while (self._urgent or self._usual_applied < arrived) and time.monotonic() < until:
             await asyncio.sleep(0)
         self._is_state_locked = True
+        if self.source is not None:
+            # While the thread works, reading takes several times as long, and the thread too.
+            self.source.pause_reading()
         try:
-            with event_loop.delay_reports():
-                return await asyncio.to_thread(work)
+            return await asyncio.to_thread(work)
         finally:
             self._is_state_locked = False
+            if self.source is not None:
+                self.source.resume_reading()
             self._start_draining()
 
     def _has_time(self) -> bool:
-        now = time.perf_counter()
+        now = time.monotonic()
         if self._slice_until is None:
             self._slice_until = now + SLICE_S
             asyncio.get_running_loop().call_soon(self._end_slice)
@@ -103,24 +137,25 @@ class HeartbeatQueue:
 
     async def _drain(self) -> None:
         while len(self) and not self._is_state_locked:
-            until = time.perf_counter() + SLICE_S
-            while len(self) and time.perf_counter() < until:
+            until = time.monotonic() + SLICE_S
+            while len(self) and time.monotonic() < until:
                 self._apply_next()
             await asyncio.sleep(0)
-        self.load.queued_s, self._draining = 0.0, None
+        self.load.waited_s, self._draining = 0.0, None
 
     def _apply_next(self) -> None:
         if self._urgent:
-            queued = self._urgent.popleft()
+            self._apply(self._urgent.popleft())
         else:
             queued = self._usual.popleft()
             self._usual_applied += 1
-            self.load.queued_s = time.perf_counter() - queued.queued_at
+            self.load.waited_s = time.monotonic() - queued.arrived_at
+            self._apply(queued)
+
+    def _apply(self, queued: _QueuedHeartbeat) -> None:
         try:
+            reply: heartbeat.HeartbeatReply | Exception
             reply = self.ingest(queued.decode(), queued.is_urgent)
         except Exception as error:  # the others are applied all the same
-            if not queued.reply.done():
-                queued.reply.set_exception(error)
-        else:
-            if not queued.reply.done():
-                queued.reply.set_result(reply)
+            reply = error
+        queued.take_reply(reply)

@@ -44,7 +44,7 @@ from tests.simulation.parallel_job import (
 from tests.simulation.simulated_node_agent import AgentCounts
 from tests.simulation.waiting import wait_until
 
-from .dashboard import read_cpu_s
+from .dashboard import list_family, read_family_cpu_s
 
 STALL_AFTER_S = 20.0  # the default of 60 would only make this take longer
 MAX_VERDICT_DELAY_S, MAX_API_S, MAX_CORE_PERCENT, MAX_MB = 10.0, 0.2, 100.0, 2000.0
@@ -241,7 +241,7 @@ class FaultTrial:
         stall_s = 0.0 if fault.kind in IMMEDIATE_KINDS else STALL_AFTER_S
         due_at = fault.starts_at + stall_s + NEIGHBOURS_WAIT_AFTER_S
         self.agents.collect_counts()
-        cpu_before_s, began_at = read_cpu_s(self.server.pid), time.monotonic()
+        cpu_before_s, began_at = read_family_cpu_s(self.server.pid), time.monotonic()
         other_verdicts: dict[str, str] = {}  # by incident
         reported_at: float | None = None
         while reported_at is None and time.monotonic() < due_at + 3 * MAX_VERDICT_DELAY_S:
@@ -249,7 +249,7 @@ class FaultTrial:
             if self._find_verdict(fault, other_verdicts):
                 reported_at = time.monotonic()
         time.sleep(2.0)
-        cpu_s = read_cpu_s(self.server.pid) - cpu_before_s
+        cpu_s = read_family_cpu_s(self.server.pid) - cpu_before_s
         counts, _, _ = self.agents.collect_counts()
         return FaultResult(
             kind=fault.kind,
@@ -363,17 +363,17 @@ def run_benchmark(
             probe.stop_probe()
             probing.join()
             agents.collect_counts()
-        peak_mb = _read_peak_mb(server.pid)
+        peak_mb = sum(map(_read_peak_mb, list_family(server.pid)))
     print(f"  in all: {agents.total}")
     return _summarize_results(shape, healthy, trial, peak_mb)
 
 
 def _measure_healthy(server: Server, agents: AgentProcesses) -> HealthyResult:
     agents.collect_counts()
-    cpu_before_s, began_at = read_cpu_s(server.pid), time.monotonic()
+    cpu_before_s, began_at = read_family_cpu_s(server.pid), time.monotonic()
     time.sleep(HEALTHY_S)
     took_s = time.monotonic() - began_at
-    core_share = (read_cpu_s(server.pid) - cpu_before_s) / took_s
+    core_share = (read_family_cpu_s(server.pid) - cpu_before_s) / took_s
     counts, _, _ = agents.collect_counts()
     print(f"  healthy: server {100 * core_share:.1f} %, {counts}", flush=True)
     return HealthyResult(

@@ -21,7 +21,7 @@ from tests.harness.nvml_shim import build_nvml_shim, write_driver
 from tests.harness.server import Server, running_server
 from tests.simulation.waiting import wait_until
 
-from .dashboard import check_limit, read_cpu_s
+from .dashboard import check_limit, list_family, read_family_cpu_s
 
 RANKS, MEASURE_S, DUMPS = 8, 65.0, 3  # at least one reading of the hardware
 SETTLE_S = 12.0  # after a process starts, more are expected and looked for more often
@@ -57,19 +57,6 @@ for _ in range(count):
     read()
 print((read_family_cpu_s(os.getpid()) - before) / count)
 """
-
-
-def list_family(pid: int) -> list[int]:
-    """A process and its running children."""
-    children = Path(f"/proc/{pid}/task").glob("*/children")
-    return [pid, *(int(child) for tasks in children for child in tasks.read_text().split())]
-
-
-def read_family_cpu_s(pid: int) -> float:
-    """CPU time so far of a process and of the processes that it has started, alive or not."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    ended_s = (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
-    return ended_s + sum(map(read_cpu_s, list_family(pid)))
 
 
 def read_family_mb(pid: int) -> float:

@@ -37,7 +37,7 @@ from tests.simulation.job_reporter import JobReporter
 from tests.simulation.simulated_job import SimulatedJob
 from tests.simulation.waiting import wait_until
 
-from .dashboard import read_cpu_s
+from .dashboard import read_family_cpu_s
 
 PROGRAM = Path(__file__).with_name("soaked.py")
 JOB_COUNT, HOSTS_PER_JOB, RANKS_PER_HOST = 32, 2, 8  # jobs at a time
@@ -176,7 +176,7 @@ class ProcessUsage:
     resident_mb: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.cpu_at_start_s = read_cpu_s(self.pid)
+        self.cpu_at_start_s = read_family_cpu_s(self.pid)
 
     def sample_memory(self) -> None:
         self.resident_mb.append(read_resident_mb(self.pid))
@@ -191,7 +191,7 @@ class ProcessUsage:
         good = medians[3] <= medians[2] + GROWTH_LIMIT_MB
         took_s = time.monotonic() - self.started_at
         quarters = " ".join(f"{median:7.2f}" for median in medians)
-        share = 100 * (read_cpu_s(self.pid) - self.cpu_at_start_s) / took_s
+        share = 100 * (read_family_cpu_s(self.pid) - self.cpu_at_start_s) / took_s
         print(
             f"{self.name:12} {quarters} MB (max {max(self.resident_mb):.2f}), {share:4.1f} % of a core:"
             f" {'flat' if good else 'GROWS'}",

@@ -29,7 +29,7 @@ from hangwatch.server.core.clock import Clock
 from hangwatch.server.core.events import EventLog
 from hangwatch.server.core.job_views import RankView
 from hangwatch.server.core.problems import Problem
-from hangwatch.server.http import bundle, heartbeats
+from hangwatch.server.http import bundle, heartbeat_bodies
 from hangwatch.server.http.access import (
     COOKIE_NAME,
     derive_session_value,
@@ -199,7 +199,7 @@ class TestIngest:
             parse_heartbeat(b'{"version": 2, "host": "n", "agent": "a", "number": 1}')
 
     def test_gzip_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert heartbeats.decompress_body(gzip.compress(b"{}")) == b"{}"
+        assert heartbeat_bodies.decompress_body(gzip.compress(b"{}")) == b"{}"
         monkeypatch.setattr(limits, "UNPACKED_BODY", replace(limits.UNPACKED_BODY, most=1000))
         for body, status in (
             (gzip.compress(b"0" * 2000), 413),
@@ -207,7 +207,7 @@ class TestIngest:
             (gzip.compress(b"{}")[:-4], 422),
         ):
             with pytest.raises(Problem) as raised:
-                heartbeats.decompress_body(body)
+                heartbeat_bodies.decompress_body(body)
             assert raised.value.status == status
 
 

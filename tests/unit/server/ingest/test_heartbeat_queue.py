@@ -140,21 +140,47 @@ def test_unreadable_heartbeat_fails_alone() -> None:
     assert all(isinstance(reply, heartbeat.HeartbeatReply) for reply in (first, second, last))
 
 
+def test_source_is_read_before_diagnosis_and_not_during_it() -> None:
+    events: list[str] = []
+
+    class Source:
+        """Has one heartbeat, which arrived before the diagnosis began."""
+
+        def __init__(self, harness: QueueHarness) -> None:
+            self.harness = harness
+
+        async def read_arrived(self, within_s: float) -> None:
+            self.answer = self.harness.submit_heartbeat(1)
+            await asyncio.sleep(0)
+            events.append(f"read within {within_s:g} s")
+
+        def pause_reading(self) -> None:
+            events.append("pause")
+
+        def resume_reading(self) -> None:
+            events.append("resume")
+
+    async def run_diagnosis() -> None:
+        harness = QueueHarness()
+        harness.queue.source = Source(harness)
+        await harness.queue.run_exclusively(
+            lambda: events.append(f"diagnose {harness.ingested}"), within_s=5.0
+        )
+        with pytest.raises(ZeroDivisionError):
+            await harness.queue.run_exclusively(lambda: 1 // 0)
+
+    asyncio.run(run_diagnosis())
+    assert events == [
+        "read within 5 s", "pause", "diagnose [1]", "resume", "pause", "resume"
+    ]  # fmt: skip
+
+
 def test_overloaded_queue_refuses_heartbeats() -> None:
-    refusal = Load(unread_s=OVERLOAD_WAIT_S + 0.1).make_refusal(is_urgent=False)
+    refusal = Load(waited_s=OVERLOAD_WAIT_S + 0.1).make_refusal(is_urgent=False)
     assert refusal is not None
     assert "overloaded" in refusal.detail
-    assert Load(queued_s=OVERLOAD_WAIT_S + 0.1).make_refusal(is_urgent=False) is not None
-    assert (
-        Load(unread_s=OVERLOAD_WAIT_S + 0.1, queued_s=OVERLOAD_WAIT_S + 0.1).make_refusal(
-            is_urgent=True
-        )
-        is None
-    ), "urgent ones do not wait in the queue"
+    assert Load(waited_s=OVERLOAD_WAIT_S + 0.1).make_refusal(is_urgent=True) is None, (
+        "urgent ones do not wait in the queue"
+    )
     assert Load(late_s=OVERLOAD_LATE_S + 0.1).make_refusal(is_urgent=True) is not None
-    assert (
-        Load(unread_s=OVERLOAD_WAIT_S - 0.1, queued_s=OVERLOAD_WAIT_S - 0.1).make_refusal(
-            is_urgent=False
-        )
-        is None
-    ), "the same seconds count once"
+    assert Load(waited_s=OVERLOAD_WAIT_S - 0.1).make_refusal(is_urgent=False) is None

@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.protocol import codec, heartbeat
-from hangwatch.server.core import event_loop, garbage_collection
+from hangwatch.server.core import garbage_collection, timeouts
 from hangwatch.server.core.garbage_collection import GarbageScheduler
 from hangwatch.server.core.problems import Problem
 from hangwatch.server.http import connections
@@ -318,71 +318,6 @@ def test_connection_releases_answered_request() -> None:
     asyncio.run(exchange_requests())
 
 
-def test_urgent_heartbeat_is_answered_while_others_are_delayed() -> None:
-    """Its body comes by itself, as httpx sends it, with real sockets."""
-    import uvicorn
-    from uvicorn.server import ServerState
-
-    async def application(scope: Any, receive: Any, send: Any) -> None:
-        while (await receive())["more_body"]:
-            pass
-        await send(
-            {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]}
-        )
-        await send({"type": "http.response.body", "body": b"{}"})
-
-    async def exchange_requests(loop: event_loop.PriorityEventLoop) -> None:
-        config = uvicorn.Config(
-            application, http=connections.LimitedHttpProtocol, log_config=None, lifespan="off"
-        )
-        config.load()
-        server = await loop.create_server(
-            lambda: connections.LimitedHttpProtocol(config, ServerState(), {}), "127.0.0.1", 0
-        )
-        usual, urgent = [
-            await asyncio.open_connection(*server.sockets[0].getsockname()) for _ in range(2)
-        ]
-
-        async def post_heartbeat(
-            connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], priority: str = ""
-        ) -> bytes:
-            reader, writer = connection
-            writer.write(
-                f"POST /api/v1/heartbeats HTTP/1.1\r\nHost: localhost\r\n{priority}Content-Length:"
-                " 4\r\n\r\n".encode()
-            )
-            await asyncio.sleep(0.1)
-            writer.write(b"body")
-            return (await reader.readuntil(b"{}"))[:12]
-
-        for connection in (usual, urgent):
-            assert await post_heartbeat(connection) == b"HTTP/1.1 200"
-        for _ in range(2):
-            with event_loop.delay_reports():
-                waiting = asyncio.create_task(post_heartbeat(usual))
-                assert (
-                    await asyncio.wait_for(post_heartbeat(urgent, "Priority: u=1\r\n"), 5.0)
-                    == b"HTTP/1.1 200"
-                )
-                await asyncio.sleep(0.2)
-                assert not waiting.done()
-            assert await asyncio.wait_for(waiting, 5.0) == b"HTTP/1.1 200"
-        with event_loop.delay_reports():
-            waiting = asyncio.create_task(post_heartbeat(urgent))
-            await asyncio.sleep(0.3)
-            assert not waiting.done(), "it has nothing urgent to say any more"
-        await waiting
-        for _, writer in (usual, urgent):
-            writer.close()
-        server.close()
-
-    loop = event_loop.PriorityEventLoop()
-    try:
-        loop.run_until_complete(asyncio.wait_for(exchange_requests(loop), 20.0))
-    finally:
-        loop.close()
-
-
 @pytest.mark.parametrize(
     ("sent", "answered"),
     [
@@ -397,8 +332,8 @@ def test_incomplete_request_times_out(
     import uvicorn
     from uvicorn.server import ServerState
 
-    monkeypatch.setattr(connections, "HEADERS_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(connections, "BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(timeouts, "HEAD_S", 0.2)
+    monkeypatch.setattr(timeouts, "BODY_S", 0.2)
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -426,36 +361,3 @@ def test_incomplete_request_times_out(
     assert end.closed
     assert end.sent.startswith(answered)
     assert bool(end.sent) == bool(answered)
-
-
-@pytest.mark.parametrize(
-    ("size", "pieces", "packets"),
-    [(10, 1, 1), (10, 3, 1), (connections.MAX_BUFFERED_BYTES + 1, 3, 3)],
-)
-def test_short_response_is_one_packet(size: int, pieces: int, packets: int) -> None:
-    async def answer_request() -> RecordingTransport:
-        end = RecordingTransport()
-        joined = connections.BufferedTransport(end, asyncio.get_running_loop())
-        joined.write(b"head")
-        for _ in range(pieces):
-            joined.write(size * b".")
-        assert end.packets == (0 if size < connections.MAX_BUFFERED_BYTES else packets)
-        await asyncio.sleep(0)
-        return end
-
-    end = asyncio.run(answer_request())
-    assert (end.packets, end.sent) == (packets, b"head" + pieces * size * b".")
-
-
-def test_response_is_sent_before_connection_closes() -> None:
-    async def answer_request() -> RecordingTransport:
-        end = RecordingTransport()
-        joined = connections.BufferedTransport(end, asyncio.get_running_loop())
-        joined.write(b"last")
-        joined.close()
-        assert joined.is_closing()
-        await asyncio.sleep(0)
-        return end
-
-    end = asyncio.run(answer_request())
-    assert (end.packets, end.sent) == (1, b"last")

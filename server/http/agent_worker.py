@@ -1,0 +1,272 @@
+"""The server's side of the process that serves node agents' connections; see
+`server.ingest.connection_worker`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from hangwatch.protocol.heartbeat import URGENT_PRIORITY
+
+from ..core import limits, timeouts
+from ..core.waiting import wait_for_event
+from ..ingest.request_heads import WorkerOptions
+from ..ingest.worker_frames import (
+    MAX_PACKET_BYTES,
+    NUMBER_STRUCT,
+    Frame,
+    FrameType,
+    encode_frame,
+    take_frames,
+)
+
+log = logging.getLogger("hangwatch")
+
+# Fewer hosts than this cost little, and then one process is simpler to look after.
+MIN_HOSTS = 64
+CHECK_INTERVAL_S = 1.0  # whether there are as many
+# Doubled each time it ends soon. Until it runs again, the server serves the agents itself.
+MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 0.2, 10.0
+BUFFER_BYTES = 1 << 20  # of the sockets that lead to the process
+MAX_BUFFERED_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRequest:
+    """A heartbeat as it was received. ``arrived_at`` is on the monotonic clock."""
+
+    head: bytes  # the request line and the headers
+    body: bytes
+    is_urgent: bool
+    arrived_at: float
+    peer_uid: int | None  # the user at the other end of the connection, if that is known
+
+
+# Answers a request: (the request, what takes the complete response).
+AnswerRequest = Callable[[AgentRequest, Callable[[bytes], None]], None]
+# Serves a connection: (the socket, and what was read from it).
+ServeConnection = Callable[[socket.socket, bytes], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class AgentWorker(asyncio.Protocol):
+    """Starts the process once there are many hosts, and again if it ends. Everything runs on the
+    event loop's thread.
+    """
+
+    options: WorkerOptions
+    count_hosts: Callable[[], int]
+    answer_request: AnswerRequest
+    serve_connection: ServeConnection | None = None  # set by the HTTP server
+    min_hosts: int = MIN_HOSTS
+    _process: subprocess.Popen[bytes] | None = None
+    _packets: socket.socket | None = None
+    _stream: asyncio.Transport | None = None
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)
+    _received: bytearray = field(default_factory=bytearray)
+    _unsent: list[bytes] = field(default_factory=list)
+    # By connection: the user at its other end, if that is known.
+    _peer_uids: dict[int, int | None] = field(default_factory=dict)
+    _last_number: int = 0
+    _marks: dict[int, asyncio.Event] = field(default_factory=dict)
+
+    async def run(self) -> None:
+        """Runs until it is cancelled."""
+        delay_s = MIN_RESTART_DELAY_S
+        try:
+            while True:
+                while self.count_hosts() < self.min_hosts:
+                    await asyncio.sleep(CHECK_INTERVAL_S)
+                started_at = time.monotonic()
+                try:
+                    await self._start()
+                    await self._ended.wait()
+                    log.warning("the process that serves node agents ended; another one starts")
+                except OSError as error:
+                    log.error("the process that serves node agents cannot be started: %s", error)
+                self._clean_up()
+                has_lasted = time.monotonic() - started_at > MAX_RESTART_DELAY_S
+                delay_s = (
+                    MIN_RESTART_DELAY_S if has_lasted else min(MAX_RESTART_DELAY_S, 2 * delay_s)
+                )
+                await asyncio.sleep(delay_s)
+        finally:
+            self._clean_up()
+
+    @property
+    def is_running(self) -> bool:
+        return self._stream is not None
+
+    async def _start(self) -> None:
+        packets, their_packets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stream, their_stream = socket.socketpair()
+        for end in (packets, their_packets, stream, their_stream):
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                end.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+        fds = their_packets.fileno(), their_stream.fileno()
+        command = [sys.executable, "-m", "hangwatch.server.ingest.connection_worker"]
+        with their_packets, their_stream:
+            self._process = subprocess.Popen(
+                [*command, *map(str, fds), self.options.encode()],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+            )
+        packets.setblocking(False)
+        self._packets = packets
+        self._ended.clear()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(packets, self._take_returned)
+        await loop.create_unix_connection(lambda: self, sock=stream)
+
+    def _clean_up(self) -> None:
+        if self._packets is not None:
+            asyncio.get_running_loop().remove_reader(self._packets)
+            self._packets.close()
+        if self._stream is not None:
+            self._stream.abort()
+        if self._process is not None:
+            # It ends with its sockets; if it hangs, nobody needs it any more.
+            self._process.kill()
+            self._process.wait()
+        self._packets = self._stream = self._process = None
+        self._peer_uids.clear()
+        self._received.clear()
+        self._unsent.clear()
+        for mark in self._marks.values():
+            mark.set()
+        self._marks.clear()
+
+    # Connections
+
+    def take_connection(
+        self, connected: socket.socket, received: bytes, peer_uid: int | None
+    ) -> bool:
+        """Passes a connection on, with what was read of its next request. The caller closes its own
+        descriptor. False if that is not possible now.
+        """
+        if self._packets is None or self._stream is None:
+            return False
+        number = self._last_number + 1
+        packet = NUMBER_STRUCT.pack(number) + received
+        if len(packet) > MAX_PACKET_BYTES:
+            return False
+        try:
+            socket.send_fds(self._packets, [packet], [connected.fileno()])
+        except OSError:  # it has many to take, or has just ended
+            return False
+        self._last_number = number % 0xFFFFFFFF
+        self._peer_uids[number] = peer_uid
+        return True
+
+    def _take_returned(self) -> None:
+        """Serves a connection with a request that is not a heartbeat."""
+        assert self._packets is not None
+        try:
+            packet, fds, _, _ = socket.recv_fds(self._packets, MAX_PACKET_BYTES + 64, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet, fds = b"", []
+        if not packet:
+            asyncio.get_running_loop().remove_reader(self._packets)
+        for fd in fds:
+            connected = socket.socket(fileno=fd)
+            if self.serve_connection is None:
+                connected.close()
+            else:
+                self.serve_connection(connected, packet[NUMBER_STRUCT.size :])
+
+    # Requests
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._stream = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stream = None
+        self._ended.set()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        for frame in take_frames(self._received):
+            self._handle_frame(frame)
+
+    def _handle_frame(self, frame: Frame) -> None:
+        if frame.type == FrameType.CLOSED:
+            self._peer_uids.pop(frame.number, None)
+        elif frame.type == FrameType.MARK:
+            if (mark := self._marks.pop(frame.number, None)) is not None:
+                mark.set()
+        elif frame.number in self._peer_uids:
+            self.answer_request(
+                AgentRequest(
+                    head=frame.head,
+                    body=frame.body,
+                    is_urgent=frame.type == FrameType.URGENT_REQUEST,
+                    arrived_at=frame.arrived_at,
+                    peer_uid=self._peer_uids[frame.number],
+                ),
+                functools.partial(self._send_response, frame.number),
+            )
+
+    def _send_response(self, number: int, response: bytes) -> None:
+        self._send(encode_frame(FrameType.RESPONSE, number, body=response))
+
+    def _send(self, frame: bytes) -> None:
+        """Sends it at the end of this pass of the event loop, together with all others."""
+        if self._stream is None:
+            return
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(frame)
+
+    def _flush(self) -> None:
+        if self._stream is not None and self._unsent:
+            self._stream.write(b"".join(self._unsent))
+        self._unsent.clear()
+
+    # Diagnosis
+
+    async def read_arrived(self, within_s: float) -> None:
+        """Waits until all heartbeats that have arrived by now were received from the process, up to
+        ``within_s`` seconds.
+        """
+        if self._stream is None:
+            return
+        self._last_number = number = (self._last_number + 1) % 0xFFFFFFFF
+        mark = self._marks[number] = asyncio.Event()
+        self._send(encode_frame(FrameType.MARK, number))
+        try:
+            await wait_for_event(within_s, mark)
+        finally:
+            self._marks.pop(number, None)
+
+    def pause_reading(self) -> None:
+        """Leaves further heartbeats to the process."""
+        if self._stream is not None:
+            self._stream.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._stream is not None:
+            self._stream.resume_reading()
+
+
+def make_options(heartbeat_paths: Iterable[str]) -> WorkerOptions:
+    return WorkerOptions(
+        request_lines=tuple(f"POST {path} HTTP/1.1" for path in heartbeat_paths),
+        urgent_priority=URGENT_PRIORITY,
+        max_head=limits.HEAD.most,
+        max_body=limits.BODY.most,
+        max_buffered=MAX_BUFFERED_BYTES,
+        head_timeout_s=timeouts.HEAD_S,
+        body_timeout_s=timeouts.BODY_S,
+        keep_alive_s=timeouts.KEEP_ALIVE_S,
+    )
