@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -104,21 +105,54 @@ def test_stalled_network_shows_started_on_all_ranks(torch_version: str, tmp_path
     assert [status["0"] for status in statuses] == [(6, 6, 5)] * 4
 
 
-def test_watchdog_fires_and_dumps(torch_version: str, tmp_path: Path) -> None:
-    environment = {
-        **RECORDER,
+def start_dumping_job(
+    torch_version: str, ranks: int, case: str, folder: Path, **environment: str
+) -> subprocess.Popen[str]:
+    """A job whose watchdog writes a dump of each rank to ``folder`` after three seconds."""
+    dumps = {
         "NCCL_TIMEOUT_S": "3",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "dump_"),
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(tmp_path / "dump_"),
+        "TORCH_FR_DUMP_TEMP_FILE": str(folder / "dump_"),
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / "dump_"),
     }
-    job = start_job(torch_version, 2, FAULTY, ["stall"], environment=environment)
+    return start_job(
+        torch_version, ranks, FAULTY, [case], environment={**RECORDER, **dumps, **environment}
+    )
+
+
+def test_watchdog_fires_and_dumps(torch_version: str, tmp_path: Path) -> None:
+    job = start_dumping_job(torch_version, 2, "stall", tmp_path)
     try:
         wait_for(tmp_path, 2, "dump_*", 90)
     finally:
         kill_job(job)
     output, _ = job.communicate()
     assert "Watchdog caught collective operation timeout" in output
+
+
+@pytest.mark.parametrize(
+    ("case", "timing", "kind", "culprits"),
+    [
+        ("endless_kernel", "1", "device_stuck", [1]),
+        ("stall", "1", "no_progress", []),
+        # Without the times at which kernels began, the two cannot be told apart.
+        ("endless_kernel", "0", "no_progress", []),
+    ],
+)
+def test_dumps_of_the_watchdog_are_analyzed(
+    torch_version: str, tmp_path: Path, case: str, timing: str, kind: str, culprits: list[int]
+) -> None:
+    job = start_dumping_job(torch_version, 4, case, tmp_path, TORCH_NCCL_ENABLE_TIMING=timing)
+    try:
+        wait_for(tmp_path, 4, "dump_*", 90)
+        time.sleep(1.0)  # the last one may not be complete
+    finally:
+        kill_job(job)
+        job.communicate()
+    command = [Path(sys.executable).with_name("hangwatch"), "analyze", "--json", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    verdicts = json.loads(done.stdout)["items"]
+    assert [(v["kind"], v["culprits"]) for v in verdicts] == [(kind, culprits)], done
 
 
 def test_fault_by_call_number_from_outside(torch_version: str, tmp_path: Path) -> None:
