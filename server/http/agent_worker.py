@@ -32,11 +32,12 @@ log = logging.getLogger("hangwatch")
 
 # Fewer hosts than this cost little, and then one process is simpler to look after.
 MIN_HOSTS = 64
-CHECK_INTERVAL_S = 1.0  # whether there are as many
+CHECK_INTERVAL_S = 1.0  # whether there are as many, and whether the process responds
+RESPONSE_TIMEOUT_S = 5.0
 # Doubled each time it ends soon. Until it runs again, the server serves the agents itself.
 MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 0.2, 10.0
 BUFFER_BYTES = 1 << 20  # of the sockets that lead to the process
-MAX_BUFFERED_BYTES = 512 << 20
+MAX_BUFFERED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +89,10 @@ class AgentWorker(asyncio.Protocol):
                 started_at = time.monotonic()
                 try:
                     await self._start()
-                    await self._ended.wait()
-                    log.warning("the process that serves node agents ended; another one starts")
+                    problem = await self._wait_for_end()
+                    log.warning(
+                        "the process that serves node agents %s; another one starts", problem
+                    )
                 except OSError as error:
                     log.error("the process that serves node agents cannot be started: %s", error)
                 self._clean_up()
@@ -100,6 +103,13 @@ class AgentWorker(asyncio.Protocol):
                 await asyncio.sleep(delay_s)
         finally:
             self._clean_up()
+
+    async def _wait_for_end(self) -> str:
+        """Waits until the process ends or does not respond; says which of the two it was."""
+        while not await wait_for_event(CHECK_INTERVAL_S, self._ended):
+            if not await self.read_arrived(RESPONSE_TIMEOUT_S) and not self._ended.is_set():
+                return "does not respond"
+        return "has ended"
 
     @property
     def is_running(self) -> bool:
@@ -235,17 +245,17 @@ class AgentWorker(asyncio.Protocol):
 
     # Diagnosis
 
-    async def read_arrived(self, within_s: float) -> None:
+    async def read_arrived(self, within_s: float) -> bool:
         """Waits until all heartbeats that have arrived by now were received from the process, up to
-        ``within_s`` seconds.
+        ``within_s`` seconds. False if that was too short.
         """
         if self._stream is None:
-            return
+            return True
         self._last_number = number = (self._last_number + 1) % 0xFFFFFFFF
         mark = self._marks[number] = asyncio.Event()
         self._send(encode_frame(FrameType.MARK, number))
         try:
-            await wait_for_event(within_s, mark)
+            return await wait_for_event(within_s, mark)
         finally:
             self._marks.pop(number, None)
 

@@ -31,8 +31,10 @@ TakeReply = Callable[[heartbeat.HeartbeatReply | Exception], None]
 class HeartbeatSource(Protocol):
     """Where heartbeats wait before they are queued here."""
 
-    async def read_arrived(self, within_s: float) -> None:
-        """Queues the heartbeats that have arrived by now, as far as ``within_s`` seconds allow."""
+    async def read_arrived(self, within_s: float) -> bool:
+        """Queues the heartbeats that have arrived by now. False if it takes more than ``within_s``
+        seconds.
+        """
 
     def pause_reading(self) -> None: ...
 

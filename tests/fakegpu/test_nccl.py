@@ -149,7 +149,8 @@ def test_dumps_of_the_watchdog_are_analyzed(
     finally:
         kill_job(job)
         job.communicate()
-    command = [Path(sys.executable).with_name("hangwatch"), "analyze", "--json", tmp_path]
+    hangwatch = Path(sys.executable).with_name("hangwatch")
+    command = [str(hangwatch), "analyze", "--json", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     verdicts = json.loads(done.stdout)["items"]
     assert [(v["kind"], v["culprits"]) for v in verdicts] == [(kind, culprits)], done

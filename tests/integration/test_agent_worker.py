@@ -175,7 +175,17 @@ def test_killed_worker_is_replaced_and_its_incident_is_reported_once(server: Ser
         os.kill(find_worker(server) or 0, signal.SIGKILL)  # while the incident is open
         time.sleep(TAKE_OVER_S / 2)
         assert list_incidents(server) == expected
-    assert "another one starts" in server.read_log()
+    assert "has ended; another one starts" in server.read_log()
+
+
+def test_worker_that_does_not_respond_is_replaced(server: Server) -> None:
+    with SimulatedHosts(server.port):
+        worker = wait_for_worker(server)
+        os.kill(worker, signal.SIGSTOP)
+        wait_for_worker(server, other_than=worker)
+        assert not Path(f"/proc/{worker}").exists()
+        assert list_incidents(server) == []
+    assert "does not respond" in server.read_log()
 
 
 def test_connection_may_be_used_for_anything(server: Server) -> None:

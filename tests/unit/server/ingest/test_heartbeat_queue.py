@@ -149,10 +149,11 @@ def test_source_is_read_before_diagnosis_and_not_during_it() -> None:
         def __init__(self, harness: QueueHarness) -> None:
             self.harness = harness
 
-        async def read_arrived(self, within_s: float) -> None:
+        async def read_arrived(self, within_s: float) -> bool:
             self.answer = self.harness.submit_heartbeat(1)
             await asyncio.sleep(0)
             events.append(f"read within {within_s:g} s")
+            return True
 
         def pause_reading(self) -> None:
             events.append("pause")
