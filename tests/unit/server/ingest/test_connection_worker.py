@@ -176,10 +176,10 @@ def test_urgent_requests_overtake_others_while_the_server_is_busy(server: Server
         for number in range(1, 10):  # more than the stream takes
             agent = stack.enter_context(server.connect_agent(number))
             agent.sendall(make_request(body))
-        time.sleep(0.3)
+        time.sleep(1.0)
         agent = stack.enter_context(server.connect_agent(99))
         agent.sendall(make_request(headers="priority: u=1\r\n"))
-        time.sleep(0.3)
+        time.sleep(1.0)
         order = [server.read_frame() for _ in range(10)]
     numbers = [frame.number for frame in order]
     assert sorted(numbers) == [*range(1, 10), 99]
@@ -225,8 +225,9 @@ def test_connection_is_closed_after_its_time(sent: bytes, monkeypatch: pytest.Mo
         time.sleep(0.4)
         server.respond(1, b"OK")  # however long the server takes
         assert agent.recv(10) == b"OK"
-        agent.sendall(sent)
-        assert agent.recv(10) == b""
+        with contextlib.suppress(OSError):  # it may be closed already
+            agent.sendall(sent)
+            assert agent.recv(10) == b""
         assert server.read_frame()[:2] == (FrameType.CLOSED, 1)
 
 
