@@ -12,6 +12,7 @@ The server starts it (`server.http.agent_worker`), and its end is this process's
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import signal
 import socket
@@ -55,6 +56,7 @@ class _Connection:
         "number",
         "received",
         "socket",
+        "timeout_s",
         "unsent",
     )
 
@@ -66,7 +68,8 @@ class _Connection:
         self.is_answered = True
         self.is_writing = False  # its socket took only a part of the response
         self.unsent = b""
-        self.deadline = 0.0  # 0: none
+        self.timeout_s = 0.0  # for what is expected of the agent; 0: nothing is
+        self.deadline = math.inf
 
 
 class ConnectionWorker:
@@ -124,11 +127,11 @@ class ConnectionWorker:
                 return False
             if not packet:
                 return False
-            if not fds:
-                continue  # this process has no room for another file
-            connection = _Connection(
-                NUMBER_STRUCT.unpack_from(packet)[0], socket.socket(fileno=fds[0])
-            )
+            (number,) = NUMBER_STRUCT.unpack_from(packet)
+            if not fds:  # this process has no room for another file, and the connection is lost
+                self._sender.add_frame(encode_frame(FrameType.CLOSED, number))
+                continue
+            connection = _Connection(number, socket.socket(fileno=fds[0]))
             connection.socket.setblocking(False)
             self._connections[fds[0]] = self._by_number[connection.number] = connection
             self._epoll.register(fds[0], select.EPOLLIN)
@@ -198,6 +201,8 @@ class ConnectionWorker:
                     if len(received) > options.max_head:
                         raise OddRequestError
                     return self._set_timeout(connection, options.head_timeout_s)
+                if connection.head_bytes > options.max_head:
+                    raise OddRequestError
                 connection.head = parse_head(bytes(received[: connection.head_bytes - 4]), options)
         except OddRequestError:
             return self._return_connection(connection)
@@ -214,8 +219,8 @@ class ConnectionWorker:
         self._sender.add_frame(frame, connection.head.is_urgent)
         del received[:size]
         self._buffered_bytes -= size
-        connection.head, connection.is_answered, connection.deadline = None, False, 0.0
-        return None
+        connection.head, connection.is_answered = None, False
+        return self._set_timeout(connection, 0.0)
 
     def _send_response(self, frame: Frame) -> None:
         connection = self._by_number.get(frame.number)
@@ -261,7 +266,12 @@ class ConnectionWorker:
         self._sender.add_frame(encode_frame(FrameType.CLOSED, connection.number))
 
     def _set_timeout(self, connection: _Connection, timeout_s: float) -> None:
-        connection.deadline = time.monotonic() + timeout_s
+        """Begins to wait for the agent; 0: it has nothing to send. A part of what is expected does not
+        prolong the time.
+        """
+        if timeout_s != connection.timeout_s:
+            connection.timeout_s = timeout_s
+            connection.deadline = time.monotonic() + timeout_s if timeout_s else math.inf
 
     def _send_frames(self) -> None:
         was_full = self._sender.is_full
@@ -271,7 +281,7 @@ class ConnectionWorker:
             self._epoll.modify(self._stream, events)
 
     def _close_overdue(self, now: float) -> None:
-        overdue = [c for c in self._connections.values() if 0 < c.deadline < now]
+        overdue = [c for c in self._connections.values() if c.deadline < now]
         for connection in overdue:
             self._close_connection(connection)
 

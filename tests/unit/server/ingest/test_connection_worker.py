@@ -199,6 +199,7 @@ def test_urgent_requests_overtake_others_while_the_server_is_busy(server: Server
         f"{LINE}\r\nContent-Length: {OPTIONS.max_body + 1}\r\n\r\n".encode(),
         f"{LINE}\r\nHost: h\r\n\r\n".encode(),
         f"{LINE}\r\nX: {'x' * OPTIONS.max_head}".encode(),
+        make_request(headers=f"X: {'x' * OPTIONS.max_head}\r\n"),
     ],
 )
 def test_connection_with_another_request_is_returned(server: Server, request_: bytes) -> None:
@@ -228,6 +229,19 @@ def test_connection_is_closed_after_its_time(sent: bytes, monkeypatch: pytest.Mo
         with contextlib.suppress(OSError):  # it may be closed already
             agent.sendall(sent)
             assert agent.recv(10) == b""
+        assert server.read_frame()[:2] == (FrameType.CLOSED, 1)
+
+
+def test_slow_request_has_no_more_time_than_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_worker, "SCAN_INTERVAL_S", 0.05)
+    short = replace(OPTIONS, head_timeout_s=0.5)
+    with running_worker(short) as server, server.connect_agent(1, b"P") as agent:
+        deadline = time.monotonic() + PATIENCE_S
+        with contextlib.suppress(OSError):
+            while time.monotonic() < deadline:
+                agent.sendall(b"O")
+                time.sleep(0.02)
+        assert time.monotonic() < deadline
         assert server.read_frame()[:2] == (FrameType.CLOSED, 1)
 
 
