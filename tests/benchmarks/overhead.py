@@ -24,6 +24,7 @@ from .nccl import iter_cost_rows, measure_nccl_costs
 from .turns import (
     BARE,
     BARE_AGAIN,
+    EMPTY_KERNEL,
     NATIVE,
     PYTHON,
     TRACE,
@@ -52,7 +53,10 @@ _CALL_OPTIONS: dict[str, Any] = {
     "ways": (BARE, BARE_AGAIN, NATIVE, PYTHON),
 }  # one rank, so that no time is spent waiting for others
 NOTHING = Script(
-    title="all_reduce, a backend that does nothing", what="calls", count=2_000, **_CALL_OPTIONS
+    title="all_reduce, a backend that does nothing",
+    what="calls",
+    count=2_000,
+    **{**_CALL_OPTIONS, "ways": (BARE, BARE_AGAIN, NATIVE, PYTHON, EMPTY_KERNEL)},
 )
 GLOO = Script(
     title="all_reduce on gloo, every 0.2 ms", what="gloo calls", count=250, **_CALL_OPTIONS

@@ -52,6 +52,10 @@ NATIVE = Variant(
 PYTHON = Variant(
     name="hangwatch, Python recorder", env={"HANGWATCH_RECORDER": "python"}, watched=True
 )
+# What no recorder in Python can be cheaper than.
+EMPTY_KERNEL = Variant(
+    name="a Python kernel that only passes on", env={"BENCHMARK_UNDER": "kernel"}
+)
 # torch 2.13 enables its own recorder by default.
 FLIGHT_OFF, FLIGHT_ON = {"TORCH_FR_BUFFER_SIZE": "0"}, {"TORCH_FR_BUFFER_SIZE": "2000"}
 FLIGHT = Variant(name="Flight Recorder", env=FLIGHT_ON)
