@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import gc
@@ -16,7 +15,6 @@ import ssl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 from urllib.parse import quote
 
@@ -31,8 +29,8 @@ from .app import build_app
 from .command_line import TEST_ALERT_FLAG, SettingsError, load_settings
 from .core import garbage_collection, timeouts
 from .core.event_loop import ThrottledListener
-from .http.app_state import AppState
-from .http.connections import LimitedHttpProtocol, make_protocol_class
+from .http.connections import make_protocol_class
+from .http.http_server import HttpServer
 from .settings import Settings
 from .storage.database import StoreError
 from .storage.store import Store
@@ -133,7 +131,7 @@ def _serve(settings: Settings) -> int:
             timeout_graceful_shutdown=SHUTDOWN_GRACE_S, timeout_keep_alive=timeouts.KEEP_ALIVE_S, server_header=False, proxy_headers=False,
             ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
         )  # fmt: skip
-        server = _Server(config, live, protocol_class)
+        server = HttpServer(config, live, protocol_class)
         # uvicorn raises the signal again after it has stopped; with these handlers the exit is normal.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.handle_exit)
@@ -168,41 +166,6 @@ def _allow_connections() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # the limit stays as it is
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-class _Server(uvicorn.Server):
-    """Ends the event streams and what waits for commands when a signal arrives."""
-
-    def __init__(
-        self, config: uvicorn.Config, live: AppState, protocol_class: type[LimitedHttpProtocol]
-    ) -> None:
-        super().__init__(config)
-        self._live, self._protocol_class = live, protocol_class
-        self._tasks: set[asyncio.Task[object]] = set()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._live.agent_worker.serve_connection = self._serve_connection
-
-    def _serve_connection(self, connected: socket.socket, received: bytes) -> None:
-        """Serves a connection that the process for node agents returned."""
-
-        def create_protocol() -> LimitedHttpProtocol:
-            protocol = self._protocol_class(
-                config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-            )
-            protocol.returned_data = received
-            return protocol
-
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(loop.connect_accepted_socket(create_protocol, connected))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        super().handle_exit(sig, frame)
-        self._live.watch.events.close()
-        self._live.watch.commands.close()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -39,11 +39,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             wait_for_value(lambda: running.get_items("jobs"), "the job", 30.0)
             job.hang_ranks(77)
 
-            def has_stacks() -> bool:
+            def is_complete() -> bool:
                 items = running.get_items("incidents", job=job.name)
-                return any(running.get(f"incidents/{item['id']}")["stacks"] for item in items)
+                incidents = [running.get(f"incidents/{item['id']}") for item in items]
+                return any(i["stacks"] and len(i["waiting"]) == RANKS - 1 for i in incidents)
 
-            wait_for_value(has_stacks, "an incident with stacks", 60.0)
+            wait_for_value(is_complete, "an incident with stacks, in which all others wait", 60.0)
             yield running
 
 
