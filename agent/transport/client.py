@@ -29,7 +29,7 @@ DEADLINE_FACTOR = 2.0  # of the whole exchange, relative to the longest pause wi
 
 
 class TransportError(Exception):
-    """There is no complete reply. What went wrong below HTTP is its cause."""
+    """There is no complete reply. The cause is the error below HTTP, if there was one."""
 
 
 class UntrustedServerError(TransportError):

@@ -34,6 +34,7 @@ log = logging.getLogger("hangwatch")
 MIN_HOSTS = 64
 CHECK_INTERVAL_S = 1.0  # whether there are as many, and whether the process responds
 RESPONSE_TIMEOUT_S = 5.0
+MAX_NUMBER = 0xFFFFFFFF  # of a connection or mark; then they start again
 # Doubled each time it ends soon. Until it runs again, the server serves the agents itself.
 MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 0.2, 10.0
 BUFFER_BYTES = 1 << 20  # of the sockets that lead to the process
@@ -143,7 +144,7 @@ class AgentWorker(asyncio.Protocol):
         if self._stream is not None:
             self._stream.abort()
         if self._process is not None:
-            # It ends with its sockets; if it hangs, nobody needs it any more.
+            # It ends when its sockets are closed, unless it hangs.
             self._process.kill()
             self._process.wait()
         self._packets = self._stream = self._process = None
@@ -164,7 +165,7 @@ class AgentWorker(asyncio.Protocol):
         """
         if self._packets is None or self._stream is None:
             return False
-        number = self._last_number + 1
+        number = self._take_number()
         packet = NUMBER_STRUCT.pack(number) + received
         if len(packet) > MAX_PACKET_BYTES:
             return False
@@ -172,9 +173,13 @@ class AgentWorker(asyncio.Protocol):
             socket.send_fds(self._packets, [packet], [connected.fileno()])
         except OSError:  # it has many to take, or has just ended
             return False
-        self._last_number = number % 0xFFFFFFFF
         self._peer_uids[number] = peer_uid
         return True
+
+    def _take_number(self) -> int:
+        """The number of the next connection or mark."""
+        self._last_number = (self._last_number + 1) % MAX_NUMBER
+        return self._last_number
 
     def _take_returned(self) -> None:
         """Serves a connection with a request that is not a heartbeat."""
@@ -251,7 +256,7 @@ class AgentWorker(asyncio.Protocol):
         """
         if self._stream is None:
             return True
-        self._last_number = number = (self._last_number + 1) % 0xFFFFFFFF
+        number = self._take_number()
         mark = self._marks[number] = asyncio.Event()
         self._send(encode_frame(FrameType.MARK, number))
         try:

@@ -28,6 +28,8 @@ from .rendering import SECURITY_HEADERS
 
 log = logging.getLogger("hangwatch")
 
+REPLY_HEADERS = {"Content-Type": "application/json", **SECURITY_HEADERS}
+
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAnswerer:
@@ -123,6 +125,5 @@ def _join_response(start: bytes, headers: Iterable[tuple[bytes, bytes]], body: b
 
 
 _REPLY_HEAD = _format_status(200) + b"".join(
-    f"{name.lower()}: {value}\r\n".encode()
-    for name, value in {"Content-Type": "application/json", **SECURITY_HEADERS}.items()
+    f"{name.lower()}: {value}\r\n".encode() for name, value in REPLY_HEADERS.items()
 )

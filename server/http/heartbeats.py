@@ -26,7 +26,7 @@ from ..monitor.watch import Watch
 from . import error_pages
 from .access import AgentGrant, Authenticator
 from .app_state import AppState
-from .heartbeat_answers import count_refusal, decode_heartbeat
+from .heartbeat_answers import REPLY_HEADERS, count_refusal, decode_heartbeat
 from .heartbeat_bodies import SIZE_REMEDY, check_content_coding, decode_body
 from .rendering import SECURITY_HEADERS
 
@@ -44,10 +44,7 @@ _POLL_CONTENT = {
     }
 }
 _Handler = Callable[[Mapping[str, str], Receive, Watch, "AgentGrant"], Coroutine[None, None, bytes]]
-_HEADERS = [
-    (b"content-type", b"application/json"),
-    *((name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()),
-]
+_HEADERS = [(name.lower().encode(), value.encode()) for name, value in REPLY_HEADERS.items()]
 
 
 def list_paths(prefix: str = "") -> list[str]:

@@ -41,7 +41,7 @@ class ReportIntervals:
 
     @property
     def poll_s(self) -> float | None:
-        """Seconds for which a host's request for commands may wait; None: there are too many hosts."""
+        """The longest wait of a host's request for commands, in seconds; None: there are too many hosts."""
         return POLL_S if self.agents.reporting_count <= MAX_POLLING_AGENTS else None
 
     @property

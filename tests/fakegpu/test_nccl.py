@@ -135,7 +135,7 @@ def test_watchdog_fires_and_dumps(torch_version: str, tmp_path: Path) -> None:
     [
         ("endless_kernel", "1", "device_stuck", [1]),
         ("stall", "1", "no_progress", []),
-        # Without the times at which kernels began, the two cannot be told apart.
+        # The two look the same unless the start of kernels is recorded.
         ("endless_kernel", "0", "no_progress", []),
     ],
 )

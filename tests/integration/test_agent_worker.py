@@ -129,7 +129,7 @@ def count_connections(pid: int) -> int:
         for file in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 count += os.readlink(file).startswith("socket:")
-    return count - 2  # those that lead to the server
+    return count - 2  # its two sockets to the server
 
 
 def wait_for_worker(server: Server, other_than: int | None = None) -> int:

@@ -15,7 +15,7 @@ from ...transport.client import TransportError
 from ...transport.signed import SignedClient
 from ...transport.target import ServerTarget
 
-_TIMEOUT_S = 5.0  # to connect, and for the reply beyond the time for which the server may wait
+_TIMEOUT_S = 5.0  # to connect, and for the reply after the server has waited
 
 
 class CommandPoll:

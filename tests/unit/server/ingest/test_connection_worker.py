@@ -75,7 +75,7 @@ class Server:
         assert not self._thread.is_alive(), "it ends with the server"
 
     def connect_agent(self, number: int, sent: bytes = b"") -> socket.socket:
-        """The agent's end of a connection of which the server has read ``sent``."""
+        """The agent's end of a connection; the server has read ``sent`` from it."""
         agent, accepted = socket.socketpair()
         agent.settimeout(PATIENCE_S)
         with accepted:
