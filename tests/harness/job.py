@@ -15,10 +15,17 @@ from .processes import clean_environment, clean_up_job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchRuntime:
-    """The interpreter that runs a job, and what that needs in its environment."""
+    """The interpreter that runs a job, what that needs in its environment, and whether the ranks
+    have to share one GPU.
+    """
 
     python: str = sys.executable
     env: Mapping[str, str] = field(default_factory=dict)
+    shares_gpu: bool = False
+
+    def choose_launcher(self, launcher: str) -> str:
+        """NCCL lets ranks share a GPU only if they are on different nodes."""
+        return "torchrun-nodes" if self.shares_gpu and launcher == "torchrun" else launcher
 
 
 THIS_RUNTIME = TorchRuntime()

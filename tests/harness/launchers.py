@@ -15,6 +15,7 @@ _LAUNCH_SCRIPT = (
     "status=0; for pid in $pids; do wait $pid || status=1; done; exit $status"
 )
 _DEEPSPEED_NODES = Path(__file__).with_name("deepspeed_nodes.py")
+_TORCHRUN_NODES = Path(__file__).with_name("torchrun_nodes.py")
 
 
 def build_command(
@@ -28,7 +29,7 @@ def build_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command line that starts `program` with the interpreter `python`, and what it needs in its environment.
 
-    ``torchrun``; ``spawn``, where the program starts its ranks itself; ``ray``, where it has Ray do that; ``plain``, a process per
+    ``torchrun``; ``torchrun-nodes``, with a node for each rank; ``spawn``, where the program starts its ranks itself; ``ray``, where it has Ray do that; ``plain``, a process per
     rank with RANK set; ``srun``, a process per rank with Slurm's variables; ``mpirun``, Open MPI's; ``accelerate`` and ``deepspeed``,
     the launchers of these names; ``deepspeed-nodes``, the latter on two nodes. Raises ValueError for any other.
     """
@@ -60,6 +61,8 @@ def build_command(
     if launcher == "deepspeed":
         options = ["--num_gpus", str(ranks), "--master_port", master["MASTER_PORT"]]
         return [python, "-m", "deepspeed.launcher.runner", *options, *script], {}
+    if launcher == "torchrun-nodes":
+        return [python, str(_TORCHRUN_NODES), str(ranks), master["MASTER_PORT"], *script], {}
     if launcher == "deepspeed-nodes":
         return [python, str(_DEEPSPEED_NODES), str(ranks), master["MASTER_PORT"], *script], {}
     if launcher == "accelerate":

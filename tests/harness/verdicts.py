@@ -22,7 +22,7 @@ HEALTHY_S = 120.0
 SETTLE_AFTER_VERDICT_S = 2.0
 STATUS_DELAY_S = 3.0  # of a job's status, behind the table of its ranks
 EXIT_S = 120.0  # NCCL's watchdog ends a process a minute after the timeout
-_INDIRECT_LAUNCHERS = ("ray", "deepspeed", "deepspeed-nodes")
+_INDIRECT_LAUNCHERS = ("ray", "deepspeed", "deepspeed-nodes", "torchrun-nodes")
 CHECK_KINDS = ("replica_divergence", "nonfinite")  # warnings that a healthy job must not get either
 
 
@@ -54,6 +54,7 @@ def check_program(
     outcome = ProgramOutcome(name=name)
     if expected.stall_after_s is not None:
         stall_after_s = expected.stall_after_s
+    launcher = runtime.choose_launcher(expected.launcher)
     with running_server(folder / "server", stall_after_s) as server:
         job = launch_job(
             programs.program_path(name),
@@ -62,13 +63,14 @@ def check_program(
             server.url,
             name=name.replace("/", "-"),
             env=expected.env,
-            launcher=expected.launcher,
+            launcher=launcher,
             max_restarts=expected.max_restarts,
             runtime=runtime,
         )
         try:
             if expected.healthy:
-                _watch_healthy(expected, job, server, outcome)
+                has_daemon = launcher in _INDIRECT_LAUNCHERS
+                _watch_healthy(expected, job, server, outcome, has_daemon)
             else:
                 _watch_hang(expected, job, server, outcome)
             outcome.incidents = _list_incidents(server, job.name)
@@ -210,9 +212,13 @@ class _ObservedProcesses:
 
 
 def _watch_healthy(
-    expected: programs.ExpectedVerdict, job: LaunchedJob, server: Server, outcome: ProgramOutcome
+    expected: programs.ExpectedVerdict,
+    job: LaunchedJob,
+    server: Server,
+    outcome: ProgramOutcome,
+    has_daemon: bool,
 ) -> None:
-    observed = _ObservedProcesses(has_daemon=expected.launcher in _INDIRECT_LAUNCHERS)
+    observed = _ObservedProcesses(has_daemon=has_daemon)
     deadline, interrupted = time.monotonic() + HEALTHY_S, False
     while job.process.poll() is None and time.monotonic() < deadline:
         observed.observe_ranks(job, server)

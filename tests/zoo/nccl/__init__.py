@@ -19,10 +19,13 @@ OWN_GPUS = "installed"
 
 def nccl_runtime(torch_version: str) -> TorchRuntime:
     """Where the programs run: on the stand-ins with an installed CUDA build of torch, or for OWN_GPUS on this interpreter's
-    torch and this machine's GPUs.
+    torch and this machine's GPUs. If there is only one, all ranks have it.
     """
     if torch_version == OWN_GPUS:
-        return TorchRuntime(env={"PYTHONPATH": str(SUPPORT_DIR)})
+        import torch  # the others are run by another interpreter, and this one may have none
+
+        is_alone = torch.cuda.device_count() == 1
+        return TorchRuntime(env={"PYTHONPATH": str(SUPPORT_DIR)}, shares_gpu=is_alone)
     env = stand_in_variables(torch_version)
     env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(SUPPORT_DIR)])
     return TorchRuntime(python=str(python_of(environment_folder(torch_version))), env=env)
