@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from hangwatch.model.kind_spec import Severity
@@ -16,15 +16,17 @@ from .matching import Relation
 from .records import AlertSummary
 
 
-def refine_verdict(before: Verdict, verdict: Verdict, attempt: Attempt) -> Verdict:
-    """The new verdict, with the evidence of the earlier one that it lacks. An alert stays an alert."""
+def refine_verdict(
+    before: Verdict, verdict: Verdict, attempt: Attempt, members: Iterable[int], last_seen_at: float
+) -> Verdict:
+    """The new verdict, with the evidence of the earlier one that it lacks. An alert stays an alert.
+
+    ``members`` are the ranks of all earlier verdicts, of which the last one was at ``last_seen_at``, monotonic.
+    """
     after = strip_verdict(verdict)
     is_alert = Severity.ALERT in (before.severity, after.severity)
     is_same_kind = after.kind is before.kind
-    waiting = set(after.waiting)
-    if any(process.exit is not None for process in attempt.processes.values()):
-        # A process that has ended no longer waits, but it did.
-        waiting |= set(before.waiting)
+    waiting = {*after.waiting, *_list_still_waiting(before, attempt, members, last_seen_at)}
     return replace(
         after,
         advice=add_device_advice(after, attempt),
@@ -35,6 +37,23 @@ def refine_verdict(before: Verdict, verdict: Verdict, attempt: Attempt) -> Verdi
         divergence=after.divergence or (before.divergence if is_same_kind else None),
         site=after.site or (before.site if is_same_kind else None),
     )
+
+
+def _list_still_waiting(
+    before: Verdict, attempt: Attempt, members: Iterable[int], last_seen_at: float
+) -> Iterator[int]:
+    """The ranks that waited and that the new verdict may lack nevertheless."""
+    exits = {rank for rank, process in attempt.processes.items() if process.exit is not None}
+    # A process that has ended no longer waits, but it did: also if its watchdog aborted its call and the host went on for a moment.
+    yield from exits.intersection(members)
+    if exits:
+        yield from before.waiting
+        return
+    for rank in before.waiting:
+        process = attempt.processes.get(rank)
+        # Its host's heartbeat may be late; nothing is known to have changed.
+        if process is not None and process.reports.last_seen_at <= last_seen_at:
+            yield rank
 
 
 def summarize_alerts(

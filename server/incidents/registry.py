@@ -255,9 +255,11 @@ class IncidentRegistry:
     def _refine_incident(
         self, record: IncidentRecord, attempt: Attempt, verdict: Verdict, now: float
     ) -> None:
-        record.last_seen_at = now
         before = record.incident
-        refined = refine_verdict(before.verdict, verdict, attempt)
+        refined = refine_verdict(
+            before.verdict, verdict, attempt, record.members, record.last_seen_at
+        )
+        record.last_seen_at = now
         self._replace_incident(record, replace(before, attempt=attempt.number, verdict=refined))
         record.is_restored = False
         for rank in (*verdict.culprits, *verdict.waiting)[:MAX_MEMBERS_KEPT]:

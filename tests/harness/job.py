@@ -25,7 +25,7 @@ class TorchRuntime:
 
     def choose_launcher(self, launcher: str) -> str:
         """NCCL lets ranks share a GPU only if they are on different nodes."""
-        return "torchrun-nodes" if self.shares_gpu and launcher == "torchrun" else launcher
+        return f"{launcher}-nodes" if self.shares_gpu else launcher
 
 
 THIS_RUNTIME = TorchRuntime()

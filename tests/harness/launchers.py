@@ -29,9 +29,10 @@ def build_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command line that starts `program` with the interpreter `python`, and what it needs in its environment.
 
-    ``torchrun``; ``torchrun-nodes``, with a node for each rank; ``spawn``, where the program starts its ranks itself; ``ray``, where it has Ray do that; ``plain``, a process per
+    ``torchrun``; ``spawn``, where the program starts its ranks itself; ``ray``, where it has Ray do that; ``plain``, a process per
     rank with RANK set; ``srun``, a process per rank with Slurm's variables; ``mpirun``, Open MPI's; ``accelerate`` and ``deepspeed``,
-    the launchers of these names; ``deepspeed-nodes``, the latter on two nodes. Raises ValueError for any other.
+    the launchers of these names; ``deepspeed-nodes``, the latter on two nodes; ``torchrun-nodes`` and ``plain-nodes``, with a node
+    for each rank as far as NCCL can tell. Raises ValueError for any other.
     """
     script = [str(program), *args]
     if launcher == "torchrun":
@@ -46,8 +47,9 @@ def build_command(
     if launcher in ("spawn", "ray"):
         return [python, *script], {}
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_find_free_port())}
-    if launcher == "plain":
-        shell_script = _LAUNCH_SCRIPT.format("RANK=$rank")
+    if launcher in ("plain", "plain-nodes"):
+        node = " LOCAL_RANK=0 NCCL_HOSTID=node$rank NCCL_SOCKET_IFNAME=lo"
+        shell_script = _LAUNCH_SCRIPT.format("RANK=$rank" + (node if launcher != "plain" else ""))
         started = ["sh", "-c", shell_script, "sh", str(ranks), python, *script]
         return started, {"WORLD_SIZE": str(ranks), **master}
     if launcher == "srun":

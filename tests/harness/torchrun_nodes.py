@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 
 
 def main() -> int:
-    """Returns the status of the first node that failed, or 0."""
+    """Ends all nodes once one has failed, as a scheduler does, and returns its status; or 0."""
     ranks, port, *program = sys.argv[1:]
     nodes = [
         subprocess.Popen(
@@ -25,8 +26,15 @@ def main() -> int:
         )
         for node in range(int(ranks))
     ]
-    statuses = [process.wait() for process in nodes]
-    return next((status for status in statuses if status), 0)
+    while True:
+        statuses = [node.poll() for node in nodes]
+        if failed := next((status for status in statuses if status), None):
+            for node in nodes:
+                node.terminate()
+            return failed
+        if None not in statuses:
+            return 0
+        time.sleep(0.2)
 
 
 if __name__ == "__main__":

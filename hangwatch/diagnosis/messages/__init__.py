@@ -12,8 +12,10 @@ from .common import (
     format_waiter_count,
 )
 from .devices import (
+    COMMUNICATOR_ADVICE,
     STILL_DEVICES_ADVICE,
     WATCHDOG_ADVICE,
+    describe_communicator,
     describe_still_devices,
     describe_stuck_devices,
     format_stalled_device_advice,
@@ -88,6 +90,7 @@ __all__ = [
     "PHASE_HINT",
     "REORDERED_TAGS_ADVICE",
     "SLOW_NOT_STUCK_ADVICE",
+    "COMMUNICATOR_ADVICE",
     "STILL_DEVICES_ADVICE",
     "SWALLOWED_EXCEPTION_ADVICE",
     "WATCHDOG_ADVICE",
@@ -113,6 +116,7 @@ __all__ = [
     "describe_reordering",
     "describe_shift",
     "describe_slow_ranks",
+    "describe_communicator",
     "describe_still_devices",
     "describe_stuck_devices",
     "describe_tag_mismatch",

@@ -21,6 +21,17 @@ STILL_DEVICES_ADVICE = (
 )
 
 
+COMMUNICATOR_ADVICE = (
+    "The backend connects the ranks in the first call of a group. If it usually takes less time, check"
+    " that all hosts reach each other on the same network (NCCL_SOCKET_IFNAME, NCCL_IB_HCA, firewalls);"
+    " NCCL_DEBUG=INFO shows what it chose."
+)
+
+
+def describe_communicator(ranks: tuple[int, ...], position: str) -> str:
+    return f"{describe_ranks(ranks)} connect to each other and do not finish: {position}"
+
+
 def describe_still_devices(ranks: tuple[int, ...], first: int, op: str, position: str) -> str:
     """``first`` is the rank whose newest call is ``op``."""
     verb, devices = ("wait", "their devices") if len(ranks) > 1 else ("waits", "its device")

@@ -7,6 +7,8 @@ communicator exists: then the hosts themselves are blocked in the call.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hangwatch.diagnosis import messages
 from hangwatch.diagnosis.context import (
     DiagnosisContext,
@@ -21,6 +23,7 @@ from hangwatch.diagnosis.device_view import (
     get_still_until,
 )
 from hangwatch.diagnosis.graph.thread_waits import get_calling_thread_since, is_process_waiting
+from hangwatch.model.kind_spec import Severity
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.verdicts import Verdict
 from hangwatch.stacks.frames import waits_for_work
@@ -54,6 +57,8 @@ def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
     limit_s = context.limits.stall_after_s + (UNTIMED_GRACE_S if has_counters else 0.0)
     first = attempt.processes[ranks[0]]
     verdict = _make_verdict(first, ranks, began_at, due=age_s >= limit_s)
+    if all(map(_may_create_communicator, waiting)):
+        verdict = _describe_communicator(context, verdict)
     context.verdicts.append(verdict)
     context.explained_ranks.update(ranks)
 
@@ -115,6 +120,26 @@ def _get_advanced_at(process: Process) -> float:
     called_at = max(process.newest_call_at, process.reports.last_progress_at)
     changed_at = get_device_changed_at(process)
     return changed_at if changed_at > called_at + READING_DELAY_S else called_at
+
+
+def _may_create_communicator(process: Process) -> bool:
+    """Whether its newest call is the first one of its group, in which a backend connects the members."""
+    newest = _find_newest_queued(process)
+    return newest is not None and newest.entered == 1 and newest.device is None
+
+
+def _describe_communicator(context: DiagnosisContext, verdict: Verdict) -> Verdict:
+    """Connecting thousands of ranks, or many on a busy machine, may take long without a fault."""
+    assert verdict.group is not None and verdict.seq is not None  # see `_make_verdict`
+    is_late = context.now - verdict.began_at >= context.limits.startup_after_s
+    return replace(
+        verdict,
+        severity=verdict.severity if is_late else Severity.WARNING,
+        summary=messages.describe_communicator(
+            verdict.waiting, messages.describe_position(verdict.group, verdict.seq)
+        ),
+        advice=messages.COMMUNICATOR_ADVICE,
+    )
 
 
 def _make_verdict(first: Process, ranks: tuple[int, ...], began_at: float, *, due: bool) -> Verdict:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from hangwatch.diagnosis import is_quiet
 from hangwatch.model.calls import StreamKind
+from hangwatch.model.kind_spec import Severity
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import Limits
 from hangwatch.model.threads import Frame
 from tests.simulation.scripted_job import ScriptedJob
 
-LIMITS = Limits(stall_after_s=10.0, slow_limit_s=60.0)
+LIMITS = Limits(stall_after_s=10.0, slow_limit_s=60.0, startup_after_s=20.0)
 IN_CALL = (
     Frame(function="all_reduce", file="/x/torch/distributed/distributed_c10d.py", line=9),
     Frame(function="train", file="/home/me/train.py", line=20),
@@ -44,6 +45,27 @@ def test_hosts_inside_a_call_that_all_have_made_do_not_progress() -> None:
         (),
         (0, 1, 2, 3),
     )
+
+
+def test_first_call_may_take_as_long_as_a_start() -> None:
+    job = make_job()
+    wait(job, 12, IN_CALL)
+    (verdict,) = job.list_due_verdicts()
+    assert verdict.severity is Severity.WARNING
+    assert verdict.summary == (
+        "ranks 0-3 connect to each other and do not finish: call 1 of group world"
+    )
+    wait(job, 10, IN_CALL)
+    (verdict,) = job.list_due_verdicts()
+    assert verdict.severity is Severity.ALERT
+
+
+def test_later_call_is_an_alert() -> None:
+    job = make_job()
+    job.make_calls(done=False, blocking=None, backend="nccl")
+    wait(job, 12, IN_CALL)
+    (verdict,) = job.list_due_verdicts()
+    assert verdict.severity is Severity.ALERT
 
 
 def test_hosts_that_wait_for_uncounted_devices_may_run_a_long_kernel() -> None:

@@ -212,6 +212,26 @@ def test_more_waiting_ranks_update_same_incident(scene: IncidentScenario) -> Non
     assert case.incident.waiting == (0, 1, 3)
 
 
+def test_waiting_rank_stays_while_its_host_is_late(scene: IncidentScenario) -> None:
+    scene.observe_verdicts(MISSING_VERDICT)
+    fewer = replace(MISSING_VERDICT, waiting=(0,))
+    [case] = scene.observe_verdicts(fewer, reporting=False)
+    assert case.incident.waiting == (0, 1, 3)
+    [case] = scene.observe_verdicts(fewer)
+    assert case.incident.waiting == (0,), "its host reported, and it does not wait"
+
+
+def test_waiting_rank_that_ran_on_before_its_end_has_waited(scene: IncidentScenario) -> None:
+    """NCCL's watchdog aborts the call, the host makes another one, and the process is ended."""
+    scene.observe_verdicts(MISSING_VERDICT)
+    fewer = replace(MISSING_VERDICT, waiting=(1, 3))
+    [case] = scene.observe_verdicts(fewer)
+    assert case.incident.waiting == (1, 3)
+    scene.end_ranks(0, signal=6)
+    [case] = scene.observe_verdicts(fewer)
+    assert case.incident.waiting == (0, 1, 3)
+
+
 def test_slow_rank_escalates_to_alert_permanently(scene: IncidentScenario) -> None:
     [case] = scene.observe_verdicts(SLOW_VERDICT)
     assert case.incident.severity is Severity.WARNING

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 def main():
     rank = int(os.environ["RANK"])
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
     dist.init_process_group("nccl")
     loss = torch.ones(64).to("cuda")
     for step in range(100):

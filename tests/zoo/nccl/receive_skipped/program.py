@@ -10,7 +10,8 @@ def main():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     rank = dist.get_rank()
-    hidden, loss = torch.ones(64).to("cuda"), torch.ones(4).to("cuda")
+    # More than fits into a connection's buffers: a send of less would end without its receive.
+    hidden, loss = torch.ones(1 << 24).to("cuda"), torch.ones(4).to("cuda")
     for step in range(10):
         if rank == 0:
             dist.send(hidden, dst=1)
