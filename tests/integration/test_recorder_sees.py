@@ -84,6 +84,7 @@ COLLECTIVES: dict[str, list[str]] = {
         *("gather", "scatter", "all_to_all_single", "barrier", "monitored_barrier"),
     ],
     "blocked_in_the_operator": ["all_reduce"] * 30 + ["monitored_barrier"],
+    "subgroups": [],  # in other groups only
 }
 # Messages each way: the stages exchange shapes first (size of the size, size, contents), then a
 # tensor per microbatch and step.
@@ -103,7 +104,8 @@ def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir(exist_ok=True)
     build_code = (
         "from torch.utils.cpp_extension import load; load('doubling',"
-        f" [{str(CASES_SCRIPT.with_name('doubling.cpp'))!r}], build_directory='.')"
+        f" [{str(CASES_SCRIPT.with_name('doubling.cpp'))!r}], build_directory='.',"
+        " extra_cflags=['-O0'])"
     )
     path = os.pathsep.join(
         [str(Path(sys.executable).parent), os.environ["PATH"]]
@@ -133,19 +135,35 @@ def run_case(
     name: str, folder: Path, server: Server, recorder: dict[str, str], **env: str
 ) -> list[dict[str, Any]]:
     """Returns what each of the two ranks read from its own ring."""
-    variables = {"CASE": name, "SEEN_AT": str(folder), **recorder, **env}
+    return run_cases([name], folder, server, recorder, name, **env)[name]
+
+
+def run_cases(
+    names: list[str],
+    folder: Path,
+    server: Server,
+    recorder: dict[str, str],
+    title: str,
+    **env: str,
+) -> dict[str, list[dict[str, Any]]]:
+    """Runs the cases one after the other in a job named after ``title``. Returns what each of the
+    two ranks read from its own ring, by case.
+    """
+    variables = {"CASES": ",".join(names), "SEEN_AT": str(folder), **recorder, **env}
     finished_job = job.run_job(
-        CASES_SCRIPT, 2, folder, server.url, name=job_name(name, recorder), env=variables
+        CASES_SCRIPT, 2, folder, server.url, name=job_name(title, recorder), env=variables
     )
     assert finished_job.process.returncode == 0, finished_job.stderr
-    rings: list[dict[str, Any]] = [
-        json.loads((folder / f"seen{rank}.json").read_text()) for rank in range(2)
-    ]
-    for ring in rings:
-        assert (ring["errors"], ring["faults"], ring["dropped"]) == (0, [], 0)
-        assert ring["recorder"] == recorder["HANGWATCH_RECORDER"]
-        assert ring["setup"][0] == "init_process_group"
-    return rings
+    seen = [json.loads((folder / f"seen{rank}.json").read_text()) for rank in range(2)]
+    rings_by_case: dict[str, list[dict[str, Any]]] = {
+        name: [rings[name] for rings in seen] for name in names
+    }
+    for name, rings in rings_by_case.items():
+        for ring in rings:
+            assert (ring["errors"], ring["faults"], ring["dropped"]) == (0, [], 0), name
+            assert ring["recorder"] == recorder["HANGWATCH_RECORDER"]
+            assert ring["setup"][0] == "init_process_group", name
+    return rings_by_case
 
 
 def job_name(name: str, recorder: dict[str, str]) -> str:
@@ -161,15 +179,17 @@ def select_calls(ring: dict[str, Any], kind: str, desc: str = "default_pg") -> l
     ]
 
 
-@pytest.mark.parametrize(
-    "name", sorted(set(COLLECTIVES) - {"own_backend", "declared", "unknown_operators"})
-)
 def test_each_call_is_recorded_once(
-    name: str, tmp_path: Path, server: Server, recorder: dict[str, str]
+    tmp_path: Path, server: Server, recorder: dict[str, str]
 ) -> None:
-    for ring in run_case(name, tmp_path, server, recorder):
-        check_calls(name, ring)
-    check_api(name, job_name(name, recorder), server)
+    names = sorted(set(COLLECTIVES) - {"own_backend", "declared", "unknown_operators", "subgroups"})
+    rings_by_case = run_cases([*names, "subgroups"], tmp_path, server, recorder, "cases")
+    for name in names:
+        for ring in rings_by_case[name]:
+            check_calls(name, ring)
+    check_arguments(rings_by_case["every_collective"])
+    check_groups(rings_by_case["subgroups"])
+    check_api([*names, "subgroups"], job_name("cases", recorder), server)
 
 
 def test_unknown_backend_is_recorded(
@@ -177,7 +197,7 @@ def test_unknown_backend_is_recorded(
 ) -> None:
     for ring in run_case("own_backend", tmp_path, server, recorder, EXTENSION=str(extension)):
         check_calls("own_backend", ring)
-    check_api("own_backend", job_name("own_backend", recorder), server)
+    check_api(["own_backend"], job_name("own_backend", recorder), server)
 
 
 def test_thread_without_python_frame(
@@ -195,8 +215,8 @@ def test_thread_without_python_frame_with_checks(tmp_path: Path, server: Server)
 
 def check_calls(name: str, ring: dict[str, Any]) -> None:
     calls = select_calls(ring, "collective")
-    assert [call["op"] for call in calls] == COLLECTIVES[name]
-    assert [call["seq"] for call in calls] == list(range(1, len(calls) + 1))
+    assert [call["op"] for call in calls] == COLLECTIVES[name], name
+    assert [call["seq"] for call in calls] == list(range(1, len(calls) + 1)), name
     for kind in ("send", "recv"):
         messages = select_calls(ring, kind)
         assert [call["op"] for call in messages] == [kind] * MESSAGE_COUNTS.get(name, 0)
@@ -212,7 +232,7 @@ def check_calls(name: str, ring: dict[str, Any]) -> None:
         assert all(call["op"].startswith("reduce_scatter") for call in unfinished), unfinished
 
 
-def check_api(name: str, job: str, server: Server) -> None:
+def check_api(names: list[str], job: str, server: Server) -> None:
     """The server shows the same counts."""
 
     def read_counts() -> set[tuple[int, int]]:
@@ -221,14 +241,13 @@ def check_api(name: str, job: str, server: Server) -> None:
             (member["rank"], member["entered"]) for group in groups for member in group["members"]
         }
 
-    wanted = {(rank, len(COLLECTIVES[name])) for rank in range(2)}
+    wanted = {(rank, len(COLLECTIVES[name])) for rank in range(2) for name in names}
     assert wait_until(lambda: read_counts() == wanted, 10.0), f"{read_counts()}, not {wanted}"
 
 
-def test_arguments_are_recorded_as_the_user_wrote_them(
-    tmp_path: Path, server: Server, recorder: dict[str, str]
-) -> None:
-    for ring in run_case("every_collective", tmp_path, server, recorder):
+def check_arguments(rings: list[dict[str, Any]]) -> None:
+    """They are recorded as the user wrote them."""
+    for ring in rings:
         by_op = {call["op"]: call for call in select_calls(ring, "collective")}
         assert by_op["all_reduce"]["reduce_op"] == "max"
         assert by_op["reduce"]["reduce_op"] == "sum"
@@ -262,14 +281,13 @@ def test_unknown_operators_are_recorded_generically(
         assert [call["dtype"] for call in calls] == ["float32"] * 5
         (stream,) = [s for s in ring["sequences"] if s["kind"] == "collective"]
         assert stream["completed"] == stream["entered"] == len(calls)
-    check_api(name, job_name(name, recorder), server)
+    check_api([name], job_name(name, recorder), server)
     assert server.get_items("incidents", job=job_name(name, recorder)) == []
 
 
-def test_groups_are_counted_separately(
-    tmp_path: Path, server: Server, recorder: dict[str, str]
-) -> None:
-    for rank, ring in enumerate(run_case("subgroups", tmp_path, server, recorder)):
+def check_groups(rings: list[dict[str, Any]]) -> None:
+    """They are counted separately."""
+    for rank, ring in enumerate(rings):
         assert ring["setup"] == ["init_process_group", "new_group", "new_group", "new_group"]
         assert len(select_calls(ring, "collective", "everyone")) == 5
         assert len(select_calls(ring, "collective", f"alone{rank}")) == 1

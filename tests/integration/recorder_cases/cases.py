@@ -262,11 +262,10 @@ def blocked_in_the_operator():
     reader, seen_file, counts = open_ring(), Path(os.environ["SEEN_AT"], "blocked"), []
 
     def read_collective_counts():
-        return next(
-            (s.entered, s.completed)
-            for s in reader.read_snapshot(0).streams
-            if s.kind is StreamKind.COLLECTIVE
-        )
+        streams = reader.read_snapshot(0).streams
+        collectives = [s for s in streams if s.kind is StreamKind.COLLECTIVE]
+        newest = max(collectives, key=lambda stream: stream.uid)
+        return newest.entered, newest.completed
 
     def watch_ring():
         while read_collective_counts()[0] < 31:
@@ -355,7 +354,8 @@ def open_ring():
         return RingReader(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
-def describe_ring(reader):
+def describe_ring(reader, setup_before, streams_before):
+    """What the ring holds, without the setup calls and the streams of earlier cases."""
     now = time.monotonic_ns()
     snapshot = reader.read_snapshot(now)
     return {
@@ -364,12 +364,7 @@ def describe_ring(reader):
         "errors": snapshot.errors,
         "faults": snapshot.faults,
         "dropped": snapshot.dropped,
-        "setup": [
-            c.signature.op
-            for s in snapshot.streams
-            if s.kind is StreamKind.SETUP
-            for c in reader.read_calls(s.uid, now)
-        ],
+        "setup": list_setup_calls(reader, snapshot)[setup_before:],
         "sequences": [
             {
                 "kind": s.kind.value,
@@ -394,33 +389,60 @@ def describe_ring(reader):
                 ],
             }
             for s in snapshot.streams
-            if s.kind is not StreamKind.SETUP
+            if s.kind is not StreamKind.SETUP and s.uid not in streams_before
         ],
     }
 
 
-def main():
-    name = os.environ["CASE"]
+def list_setup_calls(reader, snapshot):
+    now = time.monotonic_ns()
+    return [
+        c.signature.op
+        for s in snapshot.streams
+        if s.kind is StreamKind.SETUP
+        for c in reader.read_calls(s.uid, now, max_calls=2048)
+    ]
+
+
+def run_case(name):
+    """Returns what the ring holds of a case."""
+    setup_before, streams_before = 0, set()
+    with contextlib.suppress(ValueError):  # there is no ring before the first case
+        reader = open_ring()
+        snapshot = reader.read_snapshot(0)
+        setup_before = len(list_setup_calls(reader, snapshot))
+        streams_before = {s.uid for s in snapshot.streams}
     if name == "own_backend":
         sys.path.insert(0, os.environ["EXTENSION"])
         import doubling
 
         dist.Backend.register_backend("doubling", doubling.create, devices=["cpu"])
-        dist.init_process_group("doubling")
-    else:
-        if name == "unknown_operators":
-            define_unknown_operators()
-        dist.init_process_group("gloo")
+    elif name == "unknown_operators":
+        define_unknown_operators()
+    # A store of its own: in torchrun's, the keys of the case before are still there.
+    store = dist.FileStore(str(Path(os.environ["SEEN_AT"], f"{name}.store")), 2)
+    backend = "doubling" if name == "own_backend" else "gloo"
+    dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=2)
     CASES[name]()
     reader = open_ring()
     deadline = time.monotonic() + 5  # the poller comes by ten times a second
     while time.monotonic() < deadline and any(
-        s.completed not in (None, s.entered) for s in reader.read_snapshot(0).streams
+        s.completed not in (None, s.entered)
+        for s in reader.read_snapshot(0).streams
+        if s.uid not in streams_before
     ):
         time.sleep(0.05)
-    Path(os.environ["SEEN_AT"], f"seen{os.environ['RANK']}.json").write_text(
-        json.dumps(describe_ring(reader))
-    )
+    return describe_ring(reader, setup_before, streams_before)
+
+
+def main():
+    """Runs the cases that the variable CASES names, each with process groups of its own."""
+    seen = {}
+    for name in os.environ["CASES"].split(","):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        seen[name] = run_case(name)
+    Path(os.environ["SEEN_AT"], f"seen{os.environ['RANK']}.json").write_text(json.dumps(seen))
     if dist.is_initialized():
         dist.destroy_process_group()
 
