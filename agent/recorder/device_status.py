@@ -99,7 +99,9 @@ class DeviceStatusReader:
             return
         try:
             self._find_keys(tracks)
-            is_unfinished, cost_ns = self._read_groups() if self._keys_by_uid else (False, 0)
+            is_unfinished, cost_ns = (
+                self._read_groups(call_count) if self._keys_by_uid else (False, 0)
+            )
         except Exception as error:  # ours: the job goes on
             self._failure_count += 1
             self._is_stopped = self._failure_count >= _MAX_FAILURES
@@ -110,7 +112,7 @@ class DeviceStatusReader:
             self._ring.set_word(LiveWord.DEVICE_STATUS, self._absence)
         self._schedule.record_reading(now_ns, cost_ns, is_unfinished=is_unfinished)
 
-    def _read_groups(self) -> tuple[bool, int]:
+    def _read_groups(self, call_count: int) -> tuple[bool, int]:
         """Returns whether some group's device is behind, and what the reading cost."""
         recorders = {key.recorder for key in self._keys_by_uid.values()}
         # CPU time: on an overloaded host, the thread also waits for a CPU. That costs the job nothing,
@@ -125,10 +127,12 @@ class DeviceStatusReader:
                 self._write_entry(entry)
                 is_unfinished |= entry.is_behind_host
         self._is_stopped = status.queried_communicators
-        state = DeviceStatusState.REPORTED if status.is_enabled else DeviceStatusState.OFF
         if self._is_stopped:
-            state = DeviceStatusState.UNSUPPORTED
-        self._ring.set_word(LiveWord.DEVICE_STATUS, state)
+            self._ring.set_word(LiveWord.DEVICE_STATUS, DeviceStatusState.UNSUPPORTED)
+        elif status.is_enabled:
+            self._ring.set_word(LiveWord.DEVICE_STATUS, DeviceStatusState.REPORTED)
+        elif call_count > 1:  # during its first call, torch has not recorded the group yet
+            self._ring.set_word(LiveWord.DEVICE_STATUS, DeviceStatusState.OFF)
         return is_unfinished, cost_ns
 
     def _find_keys(self, tracks: Iterable[GroupTrack]) -> None:

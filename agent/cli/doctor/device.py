@@ -16,7 +16,7 @@ from .findings import Finding
 NAME = "devices"
 _BUFFER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 # The first version that is known to have the Flight Recorder on by default. 2.9 has it off.
-_ON_BY_DEFAULT = (2, 13)
+_ON_BY_DEFAULT = (2, 11)
 _NCCL2_DEFAULT = (2, 15)  # the first version whose "nccl" is `nccl2`, which counts no starts
 
 
