@@ -118,8 +118,8 @@ class Settings(BaseSettings):
         gt=0,
         allow_inf_nan=False,
         description=(
-            "seconds after which a wait for ranks that have not started becomes an alert; before,"
-            " from --stall-after on, it is a warning"
+            "seconds after which a wait for ranks that have not started, or for a communicator"
+            " that is being made, becomes an alert; before, from --stall-after on, it is a warning"
         ),
     )
     alert: Annotated[tuple[str, ...], NoDecode] = Field(

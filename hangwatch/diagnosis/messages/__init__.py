@@ -81,6 +81,7 @@ from .waits import (
 )
 
 __all__ = [
+    "COMMUNICATOR_ADVICE",
     "DIFFERENT_MASTERS_ADVICE",
     "GROUP_MISMATCH_ADVICE",
     "LOWER_LAYERS_ADVICE",
@@ -90,12 +91,12 @@ __all__ = [
     "PHASE_HINT",
     "REORDERED_TAGS_ADVICE",
     "SLOW_NOT_STUCK_ADVICE",
-    "COMMUNICATOR_ADVICE",
     "STILL_DEVICES_ADVICE",
     "SWALLOWED_EXCEPTION_ADVICE",
     "WATCHDOG_ADVICE",
     "WRONG_TAG_ADVICE",
     "describe_blocking_thread",
+    "describe_communicator",
     "describe_deadlock",
     "describe_death",
     "describe_different_masters",
@@ -116,7 +117,6 @@ __all__ = [
     "describe_reordering",
     "describe_shift",
     "describe_slow_ranks",
-    "describe_communicator",
     "describe_still_devices",
     "describe_stuck_devices",
     "describe_tag_mismatch",
