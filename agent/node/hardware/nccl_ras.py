@@ -6,7 +6,9 @@ The protocol and both formats are those of src/ras/client_support.cc; JSON from 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import socket
 from collections import Counter
@@ -15,7 +17,7 @@ from typing import Any
 
 from hangwatch.model.hardware import JOB_SOURCE, Observation, Weight
 
-from .host import Host, SourceUnavailableError
+from .host import Host, SourceUnavailableError, read_text
 
 SOURCE = JOB_SOURCE
 
@@ -26,6 +28,7 @@ _MAX_REPORT_BYTES = 8 << 20
 _MAX_RANKS_SHOWN = 16
 # NCCL 2.28.9 leaves out a comma between two members of missing_ranks.
 _MISSING_COMMA = re.compile(r'([\d"el])(\s*\n\s*)("[^"\n]*"\s*:)')
+_LISTENING = "0A"  # TCP_LISTEN in include/net/tcp_states.h
 _NO_SERVER = "no process of the job listens at {}: NCCL is older than 2.24, or NCCL_RAS_ENABLE=0"
 
 
@@ -33,13 +36,16 @@ def check(host: Host) -> None:
     """Raises SourceUnavailableError if no process listens there."""
     address = _get_address(host)
     _connect(address).close()
+    _check_owner(host, address)
 
 
 def probe(host: Host) -> tuple[Observation, ...]:
     """Ranks that are missing, lag or failed, by communicator. Raises SourceUnavailableError if no
     process answers.
     """
-    report = request_report(_get_address(host))
+    address = _get_address(host)
+    _check_owner(host, address)
+    report = request_report(address)
     if report.lstrip().startswith("{"):
         return tuple(_read_json(_parse_json(report)))
     return tuple(_read_text(report))
@@ -49,16 +55,54 @@ def _get_address(host: Host) -> str:
     return host.environ.get("NCCL_RAS_ADDR") or DEFAULT_ADDRESS
 
 
-def _connect(address: str) -> socket.socket:
+def _parse_address(address: str) -> tuple[str, int]:
     name, _, port = address.rpartition(":")
     if not (name and port.isdecimal()):
         raise SourceUnavailableError(
             f"NCCL_RAS_ADDR={address} is no address", "set it to HOST:PORT"
         )
+    return name.strip("[]"), int(port)
+
+
+def _connect(address: str) -> socket.socket:
     try:
-        return socket.create_connection((name.strip("[]"), int(port)), CONNECT_TIMEOUT_S)
+        return socket.create_connection(_parse_address(address), CONNECT_TIMEOUT_S)
     except OSError:
         raise SourceUnavailableError(_NO_SERVER.format(address)) from None
+
+
+def _check_owner(host: Host, address: str) -> None:
+    """Of several jobs on a host, one has the address. Raises SourceUnavailableError if that is another job than this one."""
+    sockets = _list_listening_sockets(host, _parse_address(address)[1])
+    if not sockets or not host.pids:
+        return  # it is on another host, or this is no job's node agent
+    for pid in host.pids:
+        folder = host.proc / str(pid) / "fd"
+        try:
+            names = os.listdir(folder)
+        except PermissionError:
+            return  # unknown
+        except OSError:  # it has ended
+            continue
+        for name in names:
+            with contextlib.suppress(OSError):  # it is closed meanwhile
+                if os.readlink(folder / name) in sockets:
+                    return
+    raise SourceUnavailableError(
+        f"another job's process listens at {address}",
+        "set NCCL_RAS_ADDR=localhost:PORT to another port for one of the jobs",
+    )
+
+
+def _list_listening_sockets(host: Host, port: int) -> set[str]:
+    """What /proc/PID/fd shows for them: ``socket:[inode]``. The columns are those of proc_pid_net(5)."""
+    found: set[str] = set()
+    for name in ("tcp", "tcp6"):
+        for line in (read_text(host.proc / "net" / name) or "").splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == _LISTENING and int(local.rpartition(":")[2], 16) == port:
+                found.add(f"socket:[{rest[5]}]")
+    return found
 
 
 def request_report(address: str) -> str:

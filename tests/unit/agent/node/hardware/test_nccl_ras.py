@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
 import threading
 from pathlib import Path
 
 import pytest
 
 from hangwatch.agent.node.hardware import nccl_ras
-from hangwatch.agent.node.hardware.host import SourceUnavailableError
+from hangwatch.agent.node.hardware.host import Host, SourceUnavailableError
 from hangwatch.model.hardware import Observation, Weight
 
 from .ras_server import JSON_REPORT, TEXT_REPORT, serve_report
@@ -31,6 +33,18 @@ def test_json_report(tmp_path: Path) -> None:
         (about, "async_error", "rank 1, process 101 on 10.0.0.1, GPU 1: 6", Weight.FAULT),
         (about, "lags", "rank 2, process 100 on 10.0.0.2, GPU 0: 11 of 12 AllReduce", Weight.HINT),
     ]
+
+
+def test_report_of_another_job_is_not_read() -> None:
+    with serve_report(JSON_REPORT) as address:
+        environ = {"NCCL_RAS_ADDR": address}
+        assert nccl_ras.probe(Host(environ=environ, pids=(os.getpid(),)))
+        with subprocess.Popen(["sleep", "60"]) as rank:
+            host = Host(environ=environ, pids=(rank.pid,))
+            for read in (nccl_ras.check, nccl_ras.probe):
+                with pytest.raises(SourceUnavailableError, match="another job's process listens"):
+                    read(host)
+            rank.kill()
 
 
 def test_text_report(tmp_path: Path) -> None:
