@@ -90,13 +90,15 @@ def build_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watch.persistence.resume_deliveries()
+        watch.persistence.resume_deliveries(store.load_deliveries())
         tasks = [
             asyncio.create_task(watch.loop.run()),
             asyncio.create_task(watch.persistence.run()),
             asyncio.create_task(watch.load.measure_lateness()),
             asyncio.create_task(agent_worker.run()),
         ]
+        if watch.job_claims is not None:
+            tasks.append(asyncio.create_task(watch.job_claims.run()))
         yield
         await mcp.stop()
         for task in tasks:

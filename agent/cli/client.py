@@ -37,7 +37,8 @@ def parse_address(url: str | None, token: str | None, env: Mapping[str, str]) ->
     The token comes from the flag, else from the URL (``http://:TOKEN@host``), else from
     HANGWATCH_TOKEN.
     """
-    full_url = (url or env.get("HANGWATCH_URL") or DEFAULT_URL).strip()
+    # Each of several servers shows the incidents of all.
+    full_url = (url or env.get("HANGWATCH_URL") or DEFAULT_URL).partition(",")[0].strip()
     shown = full_url.rpartition("@")[2]
     try:
         parts = urlsplit(full_url)

@@ -5,7 +5,7 @@ after its ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hangwatch.protocol import codec
@@ -48,7 +48,7 @@ class NodeAgent:
     def __init__(
         self,
         folder: Path,
-        target: ServerTarget,
+        targets: Sequence[ServerTarget],
         pyspy: PySpy,
         log: AgentLog,
         *,
@@ -65,7 +65,7 @@ class NodeAgent:
         self._timing = timing or AgentTiming()
         self._clock = clock
         self._wakeup = WakeupSelector()
-        self._uplink = Uplink(target, self._wakeup.wake, warn=log.warning)
+        self._uplink = Uplink(targets, self._wakeup.wake, warn=log.warning)
         self._live_requests = LiveRequests(pyspy, self._wakeup.wake)
         self._sampler = StackSampler(
             pyspy, self._wakeup.wake, self._live_requests.recording_worker.preempt_recording
@@ -80,9 +80,14 @@ class NodeAgent:
             self._watchlist, self._sampler, RecorderBuilder(log), self._timing, clock()
         )
         self._composer = HeartbeatComposer(
-            self._watchlist, self._outbox, self._abort_tracker, self._live_requests, owner
+            self._watchlist,
+            self._outbox,
+            self._abort_tracker,
+            self._live_requests,
+            owner,
+            server_count=len(targets),
         )
-        self._command_poll = CommandPoll(target, self._composer.agent_id, self._wakeup.wake)
+        self._command_poll = CommandPoll(self._composer.agent_id, self._wakeup.wake)
         self._commands = CommandExecutor(
             self._sampler,
             self._outbox,
@@ -242,7 +247,7 @@ class NodeAgent:
             self._composer.request_full()
         else:
             self._composer.mark_acked(flight, now_ns)
-        self._command_poll.permit(reply.poll_s)
+        self._command_poll.permit(reply.poll_s, self._uplink.target)
         for command in reply.commands:
             self._execute_command(command, now_ns)
 

@@ -49,6 +49,7 @@ class HeartbeatComposer:
         abort_tracker: AbortTracker,
         live_requests: LiveRequests,
         owner: str = "",
+        server_count: int = 1,
     ) -> None:
         self._watchlist = watchlist
         self._outbox = outbox
@@ -57,7 +58,7 @@ class HeartbeatComposer:
         self._performance_reporter = PerformanceReporter()
         self._host = socket.gethostname()
         self.agent_id = secrets.token_hex(8)
-        self._owner = owner
+        self._owner, self._server_count = owner, server_count
         self._number = 0
         self._terse_until_ns = 0
         self.is_full_due = (
@@ -81,6 +82,7 @@ class HeartbeatComposer:
             host=self._host,
             agent=self.agent_id,
             owner=self._owner,
+            servers=self._server_count,
             number=self._number,
             full=self.is_full_due,
             brief=is_brief,

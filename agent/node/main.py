@@ -65,7 +65,8 @@ def _run_agent(folder: Path, url: str, linger_s: float) -> int:
     if lock is None:
         return 0
     early_pidfds = open_rank_pidfds(folder)
-    from ..transport.target import ServerTarget, TargetError
+    from ..transport.servers import parse_targets
+    from ..transport.target import TargetError
     from .agent import NodeAgent
     from .stacks.pyspy import PySpy, locate_pyspy
     from .system.log import AgentLog
@@ -76,7 +77,7 @@ def _run_agent(folder: Path, url: str, linger_s: float) -> int:
     try:
         agent = NodeAgent(
             folder,
-            ServerTarget.from_url(url, os.environ.get("HANGWATCH_TOKEN", "")),
+            parse_targets(url, os.environ.get("HANGWATCH_TOKEN", "")),
             PySpy(path=locate_pyspy()),
             log,
             timing=AgentTiming(linger_s=linger_s),

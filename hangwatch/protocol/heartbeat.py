@@ -234,6 +234,7 @@ class Heartbeat:
     host: str
     agent: str  # unique per node agent process
     owner: str = ""  # a secret that a node agent shares with those that replace it
+    servers: int = 1  # that the agent may report to: with several, one may refuse another's job
     number: int  # counts this agent's heartbeats, from 1
     full: bool = False  # holds everything known, not only what changed
     # All processes make progress, and their positions are left out, or given for few streams only.

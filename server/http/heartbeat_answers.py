@@ -84,6 +84,8 @@ def decode_heartbeat(watch: Watch, body: bytes, grant: AgentGrant) -> heartbeat.
     beat = parse_heartbeat(body)
     check_job(beat, grant.job)
     check_memory(beat, watch.fleet, beat.agent in watch.agents, len(watch.agents))
+    if watch.job_claims is not None:
+        watch.job_claims.check_heartbeat(beat)
     return beat
 
 

@@ -39,15 +39,18 @@ class Retention:
     def drop_expired(self, now: float) -> None:
         """Drops old attempts, and from time to time silent agents."""
         for attempt in self._find_expired(now):
-            self.fleet.forget_attempt(attempt)
-            if is_large(attempt.rank_count):
-                self._large_dropped.append(attempt)
-            else:
-                self.fleet.drop_processes(attempt, len(attempt.processes))
-            self.on_attempt_dropped(attempt)
+            self.drop_attempt(attempt)
         if now >= self._silence_check_due_at:
             self._silence_check_due_at = now + SILENCE_CHECK_INTERVAL_S
             self._drop_silent_agents(now)
+
+    def drop_attempt(self, attempt: Attempt) -> None:
+        self.fleet.forget_attempt(attempt)
+        if is_large(attempt.rank_count):
+            self._large_dropped.append(attempt)
+        else:
+            self.fleet.drop_processes(attempt, len(attempt.processes))
+        self.on_attempt_dropped(attempt)
 
     def start_dropping_processes(self) -> None:
         """Starts to free the processes of dropped large attempts in the background."""

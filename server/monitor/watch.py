@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from hangwatch.model.limits import Limits
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.attempt_choice import FormerAttempt
 from hangwatch.tracking.fleet import Fleet
 
 from ..alerting.alerter import Alerter
@@ -37,6 +36,8 @@ from .counters import Counters
 from .diagnoser import Diagnoser
 from .diagnosis_loop import DiagnosisLoop
 from .heartbeat_applier import HeartbeatApplier, OnDemandEvidence
+from .job_claims import JobClaims
+from .job_handover import JobHandover, build_job_claims, restore_former_attempts
 from .report_intervals import ReportIntervals
 from .report_scheduler import ReportScheduler
 from .retention import Retention
@@ -79,6 +80,7 @@ class Watch:
     states: StatePublisher
     diagnoser: Diagnoser
     loop: DiagnosisLoop
+    job_claims: JobClaims | None  # of servers that share a database
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +113,7 @@ def build_watch(
         commands=CommandQueue(clock=clock),
     )
     shared.incidents.load_records(store.load_incidents())
-    _restore_former_attempts(shared.fleet, store, clock)
+    restore_former_attempts(shared.fleet, store.load_latest_attempts(), clock)
     announcer = _build_announcer(options, shared)
     heartbeats = _build_heartbeat_applier(options, shared, announcer)
     heartbeat_queue = HeartbeatQueue(heartbeats.apply_heartbeat, shared.load)
@@ -137,6 +139,16 @@ def build_watch(
         states=loop.states,
         diagnoser=loop.diagnoser,
         loop=loop,
+        job_claims=build_job_claims(
+            JobHandover(
+                clock=clock,
+                fleet=shared.fleet,
+                incidents=shared.incidents,
+                persistence=announcer.persistence,
+                retention=loop.retention,
+            ),
+            store,
+        ),
     )
 
 
@@ -278,14 +290,3 @@ def _build_retention(
         on_attempt_dropped=drop_attempt,
         on_agent_dropped=drop_agent,
     )
-
-
-def _restore_former_attempts(fleet: Fleet, store: Store, clock: Clock) -> None:
-    now, wall = clock.monotonic(), clock.wall()
-    for stored in store.load_latest_attempts():
-        fleet.former_attempts[stored.job] = FormerAttempt(
-            number=stored.attempt,
-            restart=stored.restart,
-            last_seen_at=now - (wall - stored.last_seen_at).total_seconds(),
-            is_finished=stored.state in ("finished", "failed"),
-        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Protocol
@@ -71,9 +71,9 @@ class PersistenceWorker:
     _synchronised_at: float = float("-inf")
     _pruned_at: float = float("-inf")
 
-    def resume_deliveries(self) -> None:
+    def resume_deliveries(self, deliveries: Iterable[Delivery]) -> None:
         """Sends the alerts that the previous server could not deliver."""
-        for delivery in self.store.load_deliveries():
+        for delivery in deliveries:
             record = self.incidents.records.get(delivery.incident)
             if record is None or not self.alert_sender.resume_delivery(
                 record.incident, delivery, self.clock.wall()
@@ -105,6 +105,10 @@ class PersistenceWorker:
         if state != seen.state or (not over and now - at >= ATTEMPT_INTERVAL_S):
             self._known[key] = (seen.state, now)
             self._attempts[key] = make_attempt_row(seen)
+
+    def forget_incident(self, incident_id: str) -> None:
+        """Writes it no more: another server has it."""
+        self._changed_records.pop(incident_id, None)
 
     def forget_attempt(self, key: AttemptKey) -> None:
         self._known.pop(key, None)

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
@@ -23,6 +25,7 @@ from .database import (
     open_postgres,
     open_sqlite,
 )
+from .job_locks import JobLocks
 from .rows import (
     Changes,
     Delivery,
@@ -32,6 +35,17 @@ from .rows import (
     parse_incident_row,
 )
 from .tables import ATTEMPTS, DELIVERIES, INCIDENTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobHistory:
+    """What the database has of a job that another server had: its open incidents, their alerts that
+    were not delivered, and the latest attempt of each job of the family.
+    """
+
+    incidents: list[IncidentRecord]
+    deliveries: list[Delivery]
+    attempts: list[AttemptView]
 
 
 class Store:
@@ -53,6 +67,7 @@ class Store:
         except StoreError:
             self._lock.close()
             raise
+        self.job_locks = JobLocks(self._engine) if self.shared else None
         self._place = (
             self._engine.url.render_as_string(hide_password=True)
             if database is not None
@@ -145,6 +160,37 @@ class Store:
             rows = db.execute(sa.select(mine.id, mine.memory).where(since)).all()
         return {row.id for row in rows if json.loads(row.memory).get("aborted")}
 
+    def adopt_job(self, job: str) -> JobHistory:
+        """Makes this server the owner of what other servers knew of a job, and of the jobs that
+        were started in it.
+        """
+        with self._engine.begin() as db:
+            incidents = db.execute(
+                sa.update(INCIDENTS)
+                .where(_is_of_family(INCIDENTS, job), INCIDENTS.c.server != self._server)
+                .where(INCIDENTS.c.status == "open")
+                .values(server=self._server, revision=INCIDENTS.c.revision + 1)
+                .returning(INCIDENTS.c.id, INCIDENTS.c.body, INCIDENTS.c.memory)
+            ).all()
+            ids = [row.id for row in incidents]
+            deliveries = db.execute(
+                sa.update(DELIVERIES)
+                .where(DELIVERIES.c.incident.in_(ids))
+                .values(server=self._server)
+                .returning(DELIVERIES)
+            ).all()
+            attempts = db.execute(
+                sa.select(ATTEMPTS)
+                .where(_is_of_family(ATTEMPTS, job), ATTEMPTS.c.server != self._server)
+                .order_by(ATTEMPTS.c.heard_at)
+            ).all()
+        latest = {row.job: row for row in attempts}
+        return JobHistory(
+            incidents=[parse_incident_row(row.body, row.memory) for row in incidents],
+            deliveries=[_parse_delivery(row) for row in deliveries],
+            attempts=[parse_attempt_row(row) for row in latest.values()],
+        )
+
     def load_deliveries(self) -> list[Delivery]:
         """The alerts that the previous server did not deliver."""
         mine = (
@@ -153,10 +199,7 @@ class Store:
             .order_by(DELIVERIES.c.incident)
         )
         with self._engine.connect() as db:
-            return [
-                Delivery(incident=row.incident, event=row.event, channel=row.channel)
-                for row in db.execute(mine)
-            ]
+            return [_parse_delivery(row) for row in db.execute(mine)]
 
     def save_changes(self, changes: Changes) -> None:
         with self._engine.begin() as db:
@@ -235,3 +278,11 @@ class Store:
             if changed
             else new.on_conflict_do_nothing()
         )
+
+
+def _is_of_family(table: sa.Table, job: str) -> sa.ColumnElement[bool]:
+    return sa.or_(table.c.job == job, table.c.job.startswith(f"{job}/", autoescape=True))
+
+
+def _parse_delivery(row: sa.Row[Any]) -> Delivery:
+    return Delivery(incident=row.incident, event=row.event, channel=row.channel)

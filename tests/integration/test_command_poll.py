@@ -45,8 +45,8 @@ def reporter(server: Server) -> Iterator[JobReporter]:
 
 @contextlib.contextmanager
 def polling(server: Server, agent: str, woken: threading.Event) -> Iterator[CommandPoll]:
-    poll = CommandPoll(ServerTarget.from_url(server.url), agent, woken.set)
-    poll.permit(25.0)
+    poll = CommandPoll(agent, woken.set)
+    poll.permit(25.0, ServerTarget.from_url(server.url))
     try:
         time.sleep(0.3)
         yield poll

@@ -127,7 +127,7 @@ def test_heartbeats_estimate_clocks_within_milliseconds(measured_jobs: MeasuredJ
     """Server and agent share one clock here, so the bounds must contain 0."""
     reporter, uplink = (
         PerformanceReporter(),
-        Uplink(ServerTarget.from_url(measured_jobs.server.url), lambda: None),
+        Uplink([ServerTarget.from_url(measured_jobs.server.url)], lambda: None),
     )
     try:
         for number in range(1, 9):

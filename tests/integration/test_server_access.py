@@ -70,7 +70,7 @@ def test_node_agent_uses_system_certificates(
     target = ServerTarget.from_url(url, TOKEN)
 
     def send_heartbeat() -> str:
-        uplink = Uplink(target, lambda: None)
+        uplink = Uplink([target], lambda: None)
         try:
             outcome = uplink.send_heartbeat(1, beat)
             return outcome.problem if outcome.reply is None else "taken"

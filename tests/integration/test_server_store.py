@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sqlite3
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -29,6 +25,7 @@ from hangwatch.server.storage.database import DATABASE_FILE, StoreError
 from hangwatch.server.storage.rows import Changes, Delivery, make_attempt_row, make_incident_row
 from hangwatch.server.storage.store import Store
 from hangwatch.server.storage.tables import METADATA
+from tests.harness.postgres import clear_database
 from tests.unit.incident_documents import make_incident as build_incident
 
 MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -55,73 +52,13 @@ def make_attempt(number: int, state: str = "running", **more: Any) -> AttemptVie
     return AttemptView(**{**fields, "last_seen_at": MOMENT + timedelta(hours=number), **more})
 
 
-def find_postgres_bin() -> Path | None:
-    """Debian keeps the server's programs out of PATH."""
-    initdb = shutil.which("initdb")
-    return (
-        Path(initdb).parent
-        if initdb
-        else max(Path("/usr/lib/postgresql").glob("*/bin"), default=None)
-    )
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[str]:
-    """A server of its own, reached by a socket in its folder; it refuses to run as root."""
-    programs = find_postgres_bin()
-    if programs is None:
-        pytest.skip("needs PostgreSQL (on Debian and Ubuntu: apt-get install postgresql)")
-    folder = Path(
-        tempfile.mkdtemp(prefix="hangwatch-pg-")
-    )  # pytest's own folders are closed to others, and too long for a socket
-    as_user: list[str] = []
-    if os.getuid() == 0:
-        as_user = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"]
-        shutil.chown(folder, "nobody", "nogroup")
-    data, log = str(folder / "data"), str(folder / "log")
-
-    def run_as_postgres(*command: str) -> None:
-        done = subprocess.run(
-            [*as_user, *command],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    run_as_postgres(
-        str(programs / "initdb"),
-        "-D",
-        data,
-        "-A",
-        "trust",
-        "-U",
-        "hangwatch",
-        "--no-sync",
-        "-E",
-        "UTF8",
-    )
-    options = f"-k {folder} -c listen_addresses= -c fsync=off"
-    run_as_postgres(str(programs / "pg_ctl"), "-D", data, "-l", log, "-o", options, "-w", "start")
-    try:
-        yield f"postgresql://hangwatch@/postgres?host={folder}"
-    finally:
-        run_as_postgres(str(programs / "pg_ctl"), "-D", data, "-m", "immediate", "-w", "stop")
-        shutil.rmtree(folder)
-
-
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database(request: pytest.FixtureRequest) -> str | None:
     """What --database would say; each test finds it empty."""
     if request.param == "sqlite":
         return None
     url: str = request.getfixturevalue("postgres")
-    engine = sa.create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
-    with engine.begin() as db:
-        db.execute(sa.text("DROP SCHEMA public CASCADE; CREATE SCHEMA public"))
-    engine.dispose()
+    clear_database(url)
     return url
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from hangwatch.ring.layout import RingGeometry
 
 from ...environment import identity, run_dir
-from ...transport.target import ServerTarget, TargetError
+from ...transport.servers import parse_targets
+from ...transport.target import TargetError
 from .findings import Finding
 
 TORCH_TIMEOUT_S = 120.0
@@ -82,12 +83,16 @@ def check_url(env: Mapping[str, str]) -> Finding:
             remedy=remedy,
         )
     try:
-        target = ServerTarget.from_url(url, env.get("HANGWATCH_TOKEN", ""))
+        targets = parse_targets(url, env.get("HANGWATCH_TOKEN", ""))
     except TargetError as error:
         detail = "not the address of a server"
         return Finding(name=name, ok=False, detail=detail, remedy=str(error))
     return Finding(
-        name=name, ok=True, detail=f"{target}, {'with' if target.token else 'without'} a token"
+        name=name,
+        ok=True,
+        detail="; ".join(
+            f"{target}, {'with' if target.token else 'without'} a token" for target in targets
+        ),
     )
 
 

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator, Mapping
 
 from ...transport.client import BoundedClient, Reply, TransportError
+from ...transport.servers import parse_targets
 from ...transport.target import ServerTarget, TargetError
 from .findings import Finding
 
@@ -15,25 +16,30 @@ TIMEOUT_S = 5.0
 
 
 def check_server(url: str, token: str | None, env: Mapping[str, str]) -> Iterator[Finding]:
-    """The server must answer, be a hangwatch server, and accept the token."""
+    """Each server must answer, be a hangwatch server, and accept the token."""
     try:
-        target = ServerTarget.from_url(url, env.get("HANGWATCH_TOKEN", ""))
+        targets = parse_targets(url, env.get("HANGWATCH_TOKEN", ""))
     except TargetError as error:
         detail = "not the address of a server"
         yield Finding(name=NAME, ok=False, detail=detail, remedy=str(error))
         return
-    if token:
-        target = ServerTarget(base_url=target.base_url, token=token)
+    for target in targets:
+        if token:
+            target = ServerTarget(base_url=target.base_url, token=token)
+        yield _check_target(target)
+
+
+def _check_target(target: ServerTarget) -> Finding:
     try:
         with contextlib.closing(BoundedClient(target, TIMEOUT_S)) as client:
             health, jobs = (
                 client.send_request("GET", path, headers=target.auth_headers)
                 for path in ("/healthz", "/api/v1/jobs?limit=1")
             )
-            yield judge_responses(health, jobs, target)
+            return judge_responses(health, jobs, target)
     except TransportError as error:
         detail, remedy = explain_error(error, target)
-        yield Finding(name=NAME, ok=False, detail=detail, remedy=remedy, unreachable=True)
+        return Finding(name=NAME, ok=False, detail=detail, remedy=remedy, unreachable=True)
 
 
 def judge_responses(health: Reply, jobs: Reply, target: ServerTarget) -> Finding:

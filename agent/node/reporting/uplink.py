@@ -10,14 +10,16 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from typing import Any
 
 from hangwatch.protocol.codec import decode_reply
 from hangwatch.protocol.heartbeat import URGENT_PRIORITY, HeartbeatReply
 
 from ...transport.client import Reply, TransportError
+from ...transport.servers import order_targets
 from ...transport.signed import SignedClient
 from ...transport.target import ServerTarget
 
@@ -40,6 +42,7 @@ class HeartbeatOutcome:
     reply: HeartbeatReply | None = None
     problem: str = ""
     is_refused: bool = False  # the server would refuse the same heartbeat again
+    is_misdirected: bool = False  # another server may take it
     retry_after_s: float = 0.0  # the backoff that the server requests
     body_bytes: int = 0
     # When it was sent and answered, on this host's monotonic clock.
@@ -61,14 +64,17 @@ class Uplink:
 
     def __init__(
         self,
-        target: ServerTarget,
+        targets: Sequence[ServerTarget],
         wake: Callable[[], None],
         timeout_s: float = REQUEST_TIMEOUT_S,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.target = target
+        self.target = targets[0]  # the one that is reported to
         self.is_busy = False
-        self._client = SignedClient(target, timeout_s)
+        self._targets = tuple(targets)
+        self._is_ordered = len(self._targets) == 1
+        self._timeout_s = timeout_s
+        self._client = SignedClient(self.target, timeout_s)
         self._warn = warn
         self._has_reported_unknown = False
         self._wake = wake
@@ -124,7 +130,39 @@ class Uplink:
     def send_heartbeat(
         self, number: int, heartbeat: Any, *, urgent: bool = False, patient: bool = False
     ) -> HeartbeatOutcome:
-        """Posts one heartbeat and waits for the reply."""
+        """Posts one heartbeat and waits for the reply. Of several servers, tries each until one takes it."""
+        self._order_targets(heartbeat)
+        for _ in self._targets:
+            outcome = self._send_to_target(number, heartbeat, urgent=urgent, patient=patient)
+            if not outcome.is_misdirected:
+                break
+            self._choose_next_target()
+        return outcome
+
+    def _order_targets(self, heartbeat: Mapping[str, Any]) -> None:
+        """Once the job is known, since all hosts must try the servers in the same order."""
+        if self._is_ordered:
+            return
+        identities = [update.get("identity") for update in heartbeat.get("processes", ())]
+        jobs = [identity["job"] for identity in identities if identity]
+        if jobs:
+            self._targets = order_targets(self._targets, min(jobs).partition("/")[0])
+            self._is_ordered = True
+            self._use_target(self._targets[0])
+
+    def _choose_next_target(self) -> None:
+        if len(self._targets) > 1:
+            at = self._targets.index(self.target)
+            self._use_target(self._targets[(at + 1) % len(self._targets)])
+
+    def _use_target(self, target: ServerTarget) -> None:
+        if target is not self.target:
+            self._client.close()
+            self.target, self._client = target, SignedClient(target, self._timeout_s)
+
+    def _send_to_target(
+        self, number: int, heartbeat: Any, *, urgent: bool, patient: bool
+    ) -> HeartbeatOutcome:
         body = json.dumps(heartbeat, separators=(",", ":")).encode()
         headers = {"Content-Type": "application/json"}
         if urgent:
@@ -148,6 +186,7 @@ class Uplink:
             return HeartbeatOutcome(
                 number=number,
                 problem=f"no answer from {self.target}: {error}",
+                is_misdirected=True,
                 body_bytes=len(body),
             )
         answered_s = time.monotonic()
@@ -187,6 +226,7 @@ class Uplink:
             number=number,
             problem=explain_status(status, str(self.target), read_problem_detail(response)),
             is_refused=status in (400, 413, 422),
+            is_misdirected=status == HTTPStatus.MISDIRECTED_REQUEST,
             retry_after_s=parse_retry_after_s(response.get_header("Retry-After")),
             body_bytes=body_bytes,
         )

@@ -23,9 +23,10 @@ class CommandPoll:
     `take_commands` has something.
     """
 
-    def __init__(self, target: ServerTarget, agent: str, wake: Callable[[], None]) -> None:
+    def __init__(self, agent: str, wake: Callable[[], None]) -> None:
         self._body = json.dumps({"agent": agent}).encode()
-        self._client = SignedClient(target, _TIMEOUT_S)
+        self._target: ServerTarget | None = None  # that which permitted it last
+        self._client: SignedClient | None = None  # of the thread
         self._wake = wake
         self._wait_s = 0.0
         self._is_permitted = threading.Event()
@@ -33,14 +34,14 @@ class CommandPoll:
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def permit(self, wait_s: float | None) -> None:
+    def permit(self, wait_s: float | None, target: ServerTarget) -> None:
         """Called with each reply to a heartbeat: the server waits up to ``wait_s`` seconds for
         commands; None: it does not.
         """
         if wait_s is None:
             self._is_permitted.clear()
             return
-        self._wait_s = wait_s
+        self._wait_s, self._target = wait_s, target
         self._is_permitted.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="commands", daemon=True)
@@ -53,14 +54,20 @@ class CommandPoll:
         self._is_closed = True
         self._is_permitted.set()
         if self._thread is not None:
-            self._client.abort()
+            if (client := self._client) is not None:
+                client.abort()
             self._thread.join(1.0)
 
     def _run(self) -> None:
+        target = None
         while True:
             self._is_permitted.wait()
             if self._is_closed:
                 break
+            if self._target is not target and self._target is not None:
+                target = self._target
+                self._close_client()
+                self._client = SignedClient(target, _TIMEOUT_S)
             try:
                 commands = self._request_commands()
             except Exception:  # the next reply to a heartbeat permits another attempt
@@ -70,11 +77,17 @@ class CommandPoll:
                 self._commands.put(command)
             if commands:
                 self._wake()
-        self._client.close()
+        self._close_client()
+
+    def _close_client(self) -> None:
+        if self._client is not None:
+            self._client.close()
 
     def _request_commands(self) -> tuple[Command, ...]:
         """Raises TransportError, and whatever a malformed reply causes."""
-        reply = self._client.send_request(
+        client = self._client
+        assert client is not None  # see `_run`
+        reply = client.send_request(
             "POST",
             COMMANDS_PATH,
             self._body,
@@ -84,6 +97,6 @@ class CommandPoll:
         if reply.status != 200:
             raise TransportError(f"the server answers {reply.status}")
         commands = decode_commands(reply.parse_json()["commands"])
-        if commands and not self._client.is_server_known:
+        if commands and not client.is_server_known:
             raise TransportError("who answers is not known")
         return commands

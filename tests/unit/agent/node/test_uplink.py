@@ -64,7 +64,7 @@ def test_retry_after_is_limited_to_a_minute() -> None:
 
 
 def test_unreachable_server_is_an_outcome() -> None:
-    uplink = Uplink(ServerTarget(base_url="http://127.0.0.1:9"), lambda: None, timeout_s=5)
+    uplink = Uplink([ServerTarget(base_url="http://127.0.0.1:9")], lambda: None, timeout_s=5)
     try:
         assert uplink.take_outcome() is None
         uplink.post_heartbeat(1, {"x": "y" * 10_000})
@@ -81,7 +81,7 @@ def test_unreachable_server_is_an_outcome() -> None:
 
 def test_reply_timeout_is_longer_only_with_queued_heartbeats() -> None:
     with HttpReceiver(delay_s=1.0) as receiver:
-        uplink = Uplink(ServerTarget(base_url=receiver.url), lambda: None, timeout_s=0.3)
+        uplink = Uplink([ServerTarget(base_url=receiver.url)], lambda: None, timeout_s=0.3)
         try:
             uplink.post_heartbeat(1, {})
             hasty = uplink.take_outcome(10)
@@ -96,7 +96,7 @@ def test_reply_timeout_is_longer_only_with_queued_heartbeats() -> None:
 def test_connection_is_kept_between_rare_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     now, passed = time.monotonic, [0.0]
     with HttpReceiver() as receiver:
-        uplink = Uplink(ServerTarget(base_url=receiver.url), lambda: None)
+        uplink = Uplink([ServerTarget(base_url=receiver.url)], lambda: None)
         monkeypatch.setattr(time, "monotonic", lambda: now() + passed[0])
         try:
             for number in range(3):

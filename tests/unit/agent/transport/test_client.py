@@ -96,7 +96,7 @@ def trickle(connection: socket.socket) -> None:
 def test_hostile_reply_is_bounded(send_reply: Callable[[socket.socket], None]) -> None:
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with hostile_server(send_reply) as url:
-        uplink = Uplink(ServerTarget(base_url=url), lambda: None, timeout_s=TIMEOUT_S)
+        uplink = Uplink([ServerTarget(base_url=url)], lambda: None, timeout_s=TIMEOUT_S)
         started_at = time.monotonic()
         uplink.post_heartbeat(1, {"host": "n"})
         outcome = wait_for_outcome(uplink)
@@ -120,7 +120,7 @@ def wait_for_outcome(uplink: Uplink) -> HeartbeatOutcome:
 def test_uplink_works_after_a_hostile_reply() -> None:
     replies = [trickle_headers, send_valid_reply]
     with hostile_server(lambda connection: replies.pop(0)(connection)) as url:
-        uplink = Uplink(ServerTarget(base_url=url), lambda: None, timeout_s=TIMEOUT_S)
+        uplink = Uplink([ServerTarget(base_url=url)], lambda: None, timeout_s=TIMEOUT_S)
         uplink.post_heartbeat(1, {"host": "n"})
         assert wait_for_outcome(uplink).reply is None
         uplink.post_heartbeat(2, {"host": "n"})

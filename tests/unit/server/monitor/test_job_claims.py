@@ -1,0 +1,137 @@
+"""Which heartbeats a server takes if others share its database."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+import sqlalchemy as sa
+
+from hangwatch.protocol.heartbeat import Heartbeat, ProcessIdentity, ProcessUpdate
+from hangwatch.server.core.clock import Clock
+from hangwatch.server.core.problems import Problem
+from hangwatch.server.monitor.job_claims import RETRY_INTERVAL_S, UNUSED_S, JobClaims
+from hangwatch.server.storage.job_locks import JobLocks
+from hangwatch.server.storage.store import JobHistory, Store
+from hangwatch.tracking.fleet import Fleet
+
+
+@dataclass(slots=True)
+class FakeDatabase:
+    """The locks and the history of the other servers."""
+
+    taken: set[str] = field(default_factory=set)
+    is_down: bool = False
+    released: list[str] = field(default_factory=list)
+
+    def hold(self, jobs: list[str]) -> set[str]:
+        if self.is_down:
+            raise sa.exc.OperationalError("SELECT 1", {}, Exception("connection refused"))
+        return set(jobs) - self.taken
+
+    def release(self, job: str) -> None:
+        self.released.append(job)
+
+    def adopt_job(self, job: str) -> JobHistory:
+        return JobHistory(incidents=[], deliveries=[], attempts=[])
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.database = FakeDatabase()
+        self.adopted: list[JobHistory] = []
+        self.given_up: list[str] = []
+        self.claims = JobClaims(
+            clock=cast(Clock, self),
+            store=cast(Store, self.database),
+            locks=cast(JobLocks, self.database),
+            fleet=Fleet(),
+            adopt_job=self.adopted.append,
+            give_up_job=self.given_up.append,
+        )
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def update(self) -> None:
+        asyncio.run(self.claims._update_claims())
+
+    def send(self, job: str = "run7", servers: int = 2) -> int:
+        """The status of the answer."""
+        identity = ProcessIdentity(job=job, rank=0, world_size=1, pid=1, start_ticks=1, restart=0)
+        beat = Heartbeat(
+            host="n",
+            agent="a",
+            number=1,
+            servers=servers,
+            processes=(ProcessUpdate(key="1-1", identity=identity),),
+        )
+        try:
+            self.claims.check_heartbeat(beat)
+        except Problem as problem:
+            return problem.status
+        return 200
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def test_job_is_taken_once_it_is_locked(scene: Scene) -> None:
+    assert scene.send() == 503, "it is being found out"
+    scene.update()
+    assert (scene.send(), scene.send("run7/127.0.0.1:29500")) == (200, 200)
+    assert len(scene.adopted) == 1
+    scene.update()
+    assert len(scene.adopted) == 1, "what was known of it is loaded once"
+
+
+def test_job_of_another_server_is_refused_until_that_ends(scene: Scene) -> None:
+    scene.database.taken = {"run7"}
+    scene.send()
+    scene.update()
+    assert scene.send() == 421
+    scene.now += RETRY_INTERVAL_S
+    assert scene.send() == 421, "and the lock is tried again"
+    scene.database.taken = set()
+    scene.update()
+    assert scene.send() == 200
+
+
+def test_agent_that_knows_no_other_server_is_never_refused(scene: Scene) -> None:
+    scene.database.taken = {"run7"}
+    assert scene.send(servers=1) == 200
+
+
+def test_lost_job_is_given_up(scene: Scene) -> None:
+    scene.send()
+    scene.update()
+    scene.database.taken = {"run7"}  # its session had ended
+    scene.update()
+    assert scene.given_up == ["run7"] and scene.send() == 421
+
+
+def test_without_the_database_jobs_are_taken(scene: Scene, caplog: Any) -> None:
+    scene.database.is_down = True
+    scene.send()
+    scene.update()
+    scene.update()
+    assert scene.send() == 200
+    assert len(caplog.records) == 1 and "connection refused" in caplog.text
+    scene.database.is_down = False
+    scene.database.taken = {"run7"}
+    scene.update()
+    assert scene.given_up == ["run7"], "another server had it all the time"
+
+
+def test_unused_job_is_given_back(scene: Scene) -> None:
+    scene.send()
+    scene.update()
+    scene.now += UNUSED_S + 1.0
+    scene.update()
+    assert scene.database.released == ["run7"]
+    assert scene.send() == 503
