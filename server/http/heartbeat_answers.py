@@ -19,6 +19,7 @@ from ..core import problems
 from ..core.problems import Problem
 from ..ingest import decoding
 from ..ingest.heartbeat_checks import check_job, check_memory, parse_heartbeat
+from ..monitor.job_claims import NOT_HERE_STATUSES
 from ..monitor.watch import Watch
 from . import error_pages
 from .access import PEER_UID, AgentGrant, Authenticator
@@ -91,6 +92,8 @@ def decode_heartbeat(watch: Watch, body: bytes, grant: AgentGrant) -> heartbeat.
 
 def count_refusal(watch: Watch, problem: Problem) -> None:
     """Counts a heartbeat that is not applied because of what it contains."""
+    if problem.status in NOT_HERE_STATUSES:
+        return
     watch.counters.malformed += 1
     watch.counters.refusals_by_limit.update(problem.limits)
 

@@ -28,6 +28,7 @@ log = logging.getLogger("hangwatch")
 PING_INTERVAL_S = 2.0  # well within the session's timeout
 RETRY_INTERVAL_S = 0.5  # between two attempts to lock a job of another server
 RETRY_AFTER_S = 1
+NOT_HERE_STATUSES = (421, 503)  # another server has the job, or may have it
 UNUSED_S = 60.0  # a job without processes is given up after that
 
 
