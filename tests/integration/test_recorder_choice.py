@@ -64,7 +64,7 @@ def test_native_recorder_is_built_in_background(built: Path, tmp_path: Path) -> 
     with running_server(tmp_path / "server", stall_after_s=60) as server:
         for number, recorder in enumerate(("python", "native")):
             folder = tmp_path / f"job{number}"
-            variables = {"CASE": "subgroups", "SEEN_AT": str(folder), **env}
+            variables = {"CASES": "subgroups", "SEEN_AT": str(folder), **env}
             with job.running_job(
                 CASES_SCRIPT, 2, folder, server.url, name=folder.name, env=variables
             ) as running:
@@ -73,7 +73,7 @@ def test_native_recorder_is_built_in_background(built: Path, tmp_path: Path) -> 
                     lambda: [path.name for path in cache.glob("*.so")] == [built.name], 60.0
                 )
             assert [
-                json.loads((folder / f"seen{rank}.json").read_text())["recorder"]
+                json.loads((folder / f"seen{rank}.json").read_text())["subgroups"]["recorder"]
                 for rank in range(2)
             ] == [recorder] * 2
 
