@@ -6,7 +6,8 @@ import argparse
 import contextlib
 import email.utils
 import json
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
@@ -19,6 +20,8 @@ from .errors import CliError, NotFoundError, RefusedError, UnreachableError, Usa
 DEFAULT_URL = "http://127.0.0.1:8642"
 TIMEOUT_S = 10.0
 STREAM_TIMEOUT_S = 30.0  # the server sends something on a stream more often than that
+_PROBE_TIMEOUT_S = 2.0
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 _MAX_PAGES = 1000  # protects against a server whose list never ends
 
 
@@ -37,8 +40,7 @@ def parse_address(url: str | None, token: str | None, env: Mapping[str, str]) ->
     The token comes from the flag, else from the URL (``http://:TOKEN@host``), else from
     HANGWATCH_TOKEN.
     """
-    # Each of several servers shows the incidents of all.
-    full_url = (url or env.get("HANGWATCH_URL") or DEFAULT_URL).partition(",")[0].strip()
+    full_url = _choose_url((url or env.get("HANGWATCH_URL") or DEFAULT_URL).split(","))
     shown = full_url.rpartition("@")[2]
     try:
         parts = urlsplit(full_url)
@@ -59,6 +61,20 @@ def parse_address(url: str | None, token: str | None, env: Mapping[str, str]) ->
     url_token = unquote(parts.password or parts.username or "")
     any_token = token or url_token or env.get("HANGWATCH_TOKEN") or None
     return ServerAddress(url=plain_url, token=any_token)
+
+
+def _choose_url(urls: Sequence[str]) -> str:
+    """The first server that accepts connections, or else the first: each of those that share a
+    database shows the incidents of all.
+    """
+    listed = [url.strip() for url in urls if url.strip()] or [""]
+    for url in listed if len(listed) > 1 else ():
+        parts = urlsplit(url)
+        with contextlib.suppress(OSError, ValueError):
+            address = (parts.hostname or "", parts.port or _DEFAULT_PORTS.get(parts.scheme, 0))
+            socket.create_connection(address, _PROBE_TIMEOUT_S).close()
+            return url
+    return listed[0]
 
 
 @contextlib.contextmanager

@@ -1,9 +1,10 @@
-"""What can be typed, which server is meant, and the overviews: no network."""
+"""What can be typed, which server is meant, and the overviews: no network but this machine."""
 
 from __future__ import annotations
 
 import argparse
 import io
+import socket
 import subprocess
 import sys
 from datetime import datetime, timezone
@@ -73,6 +74,14 @@ def test_every_documented_command_exists() -> None:
         f"\n    {name}" in text
         for name in ("demo", "status", "incidents", "show", "dump", "doctor")
     )
+
+
+def test_first_of_several_servers_that_answers_is_asked() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as answering:
+        second = f"http://:secret@127.0.0.1:{answering.getsockname()[1]}"
+        env = {"HANGWATCH_URL": f"http://127.0.0.1:9, {second}"}
+        assert parse_address(None, None, env).token == "secret"
+    assert parse_address(None, None, env).url == "http://127.0.0.1:9", "none of them answers"
 
 
 def test_the_token_comes_from_the_flag_then_the_url_then_the_environment() -> None:
