@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from hangwatch.diagnosis.messages import update_waiter_count
 from hangwatch.model.kind_spec import Severity
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.verdicts import Verdict
@@ -27,11 +28,13 @@ def refine_verdict(
     is_alert = Severity.ALERT in (before.severity, after.severity)
     is_same_kind = after.kind is before.kind
     waiting = {*after.waiting, *_list_still_waiting(before, attempt, members, last_seen_at)}
+    waiting -= set(after.culprits)
     return replace(
         after,
+        summary=update_waiter_count(after.summary, len(after.waiting), len(waiting)),
         advice=add_device_advice(after, attempt),
         severity=Severity.ALERT if is_alert else Severity.WARNING,
-        waiting=tuple(sorted(waiting - set(after.culprits))),
+        waiting=tuple(sorted(waiting)),
         calls=after.calls or before.calls,
         waits=after.waits or before.waits,
         divergence=after.divergence or (before.divergence if is_same_kind else None),

@@ -10,6 +10,7 @@ from .common import (
     format_exception,
     format_line,
     format_waiter_count,
+    update_waiter_count,
 )
 from .devices import (
     COMMUNICATOR_ADVICE,
@@ -144,4 +145,5 @@ __all__ = [
     "format_unwatched_advice",
     "format_waiter_count",
     "get_signal_name",
+    "update_waiter_count",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from hangwatch.model.calls import Call, Site
 from hangwatch.model.groups import Group
 from hangwatch.model.ranks import ExceptionInfo, format_ranks, iter_runs
@@ -57,6 +59,17 @@ def format_exception(exception: ExceptionInfo) -> str:
     if not exception.message:
         return exception.type
     return f"{exception.type}: {exception.message.splitlines()[0][:MAX_MESSAGE_LENGTH]}"
+
+
+def update_waiter_count(summary: str, before: int, now: int) -> str:
+    """The summary of a verdict with ``before`` waiting ranks, for one with ``now``.
+
+    >>> update_waiter_count("rank 1 has not entered barrier, for which 1 rank waits", 1, 2)
+    'rank 1 has not entered barrier, for which 2 ranks wait'
+    """
+    return re.sub(
+        rf"\b{re.escape(format_waiter_count(before))}\b", format_waiter_count(now), summary
+    )
 
 
 def format_waiter_count(count: int) -> str:

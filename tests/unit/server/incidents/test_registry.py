@@ -214,9 +214,11 @@ def test_more_waiting_ranks_update_same_incident(scene: IncidentScenario) -> Non
 
 def test_waiting_rank_stays_while_its_host_is_late(scene: IncidentScenario) -> None:
     scene.observe_verdicts(MISSING_VERDICT)
-    fewer = replace(MISSING_VERDICT, waiting=(0,))
+    summary = "rank 2 has not entered all_reduce, for which 1 rank waits"
+    fewer = replace(MISSING_VERDICT, waiting=(0,), summary=summary)
     [case] = scene.observe_verdicts(fewer, reporting=False)
     assert case.incident.waiting == (0, 1, 3)
+    assert case.incident.summary.endswith("for which 3 ranks wait")
     [case] = scene.observe_verdicts(fewer)
     assert case.incident.waiting == (0,), "its host reported, and it does not wait"
 
