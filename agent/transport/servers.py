@@ -22,7 +22,7 @@ def order_targets(targets: Sequence[ServerTarget], job: str) -> tuple[ServerTarg
     https://en.wikipedia.org/wiki/Rendezvous_hashing
     """
 
-    def weigh(target: ServerTarget) -> bytes:
+    def compute_weight(target: ServerTarget) -> bytes:
         return hashlib.blake2b(f"{target.base_url} {job}".encode(), digest_size=8).digest()
 
-    return tuple(sorted(targets, key=weigh, reverse=True))
+    return tuple(sorted(targets, key=compute_weight, reverse=True))

@@ -108,7 +108,7 @@ class JobClaims:
     async def _update_claims(self) -> None:
         wanted = [job for job, claim in self._claims.items() if claim.state is not _State.FOREIGN]
         try:
-            held = await asyncio.to_thread(self.locks.hold, wanted)
+            held = await asyncio.to_thread(self.locks.hold_locks, wanted)
             await self._apply_locks(wanted, held)
             self._is_database_lost = False
         except sa.exc.SQLAlchemyError as error:
@@ -130,7 +130,7 @@ class JobClaims:
                 claim.is_adopted = True
             claim.state = _State.HELD
         for job in self._find_unused(now):
-            await asyncio.to_thread(self.locks.release, job)
+            await asyncio.to_thread(self.locks.release_lock, job)
             del self._claims[job]
 
     def _find_unused(self, now: float) -> list[str]:

@@ -30,7 +30,7 @@ class JobLocks:
         self._connection: sa.Connection | None = None
         self._locked: set[str] = set()
 
-    def hold(self, jobs: Collection[str]) -> set[str]:
+    def hold_locks(self, jobs: Collection[str]) -> set[str]:
         """Keeps the session alive, and returns those of ``jobs`` that this server has locked. To be
         called well within `SESSION_TIMEOUT_S`. Raises SQLAlchemyError.
         """
@@ -44,7 +44,7 @@ class JobLocks:
             self.close()
             raise
 
-    def release(self, job: str) -> None:
+    def release_lock(self, job: str) -> None:
         """Raises SQLAlchemyError."""
         if job in self._locked and self._connection is not None:
             self._locked.discard(job)

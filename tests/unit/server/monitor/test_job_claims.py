@@ -26,12 +26,12 @@ class FakeDatabase:
     is_down: bool = False
     released: list[str] = field(default_factory=list)
 
-    def hold(self, jobs: list[str]) -> set[str]:
+    def hold_locks(self, jobs: list[str]) -> set[str]:
         if self.is_down:
             raise sa.exc.OperationalError("SELECT 1", {}, Exception("connection refused"))
         return set(jobs) - self.taken
 
-    def release(self, job: str) -> None:
+    def release_lock(self, job: str) -> None:
         self.released.append(job)
 
     def adopt_job(self, job: str) -> JobHistory:
