@@ -47,7 +47,8 @@ def _list_still_waiting(
 ) -> Iterator[int]:
     """The ranks that waited and that the new verdict may lack nevertheless."""
     exits = {rank for rank, process in attempt.processes.items() if process.exit is not None}
-    # A process that has ended no longer waits, but it did: also if its watchdog aborted its call and the host went on for a moment.
+    # A process that has ended no longer waits, but it did. NCCL's watchdog aborts a call before it ends
+    # the process, so that the host may have run on for a moment.
     yield from exits.intersection(members)
     if exits:
         yield from before.waiting

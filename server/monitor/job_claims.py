@@ -64,8 +64,8 @@ class JobClaims:
     _is_database_lost: bool = False
 
     def check_heartbeat(self, beat: Heartbeat) -> None:
-        """Raises Problem 421 if another server has the job, and 503 while that is being found out.
-        Node agents that know one server only are not refused.
+        """Raises Problem 421 if another server has the job, and 503 until that is known. Node agents
+        that know only one server are not refused.
         """
         if beat.servers < 2:
             return

@@ -34,7 +34,7 @@ class JobHandover:
         restore_former_attempts(self.fleet, unknown, self.clock)
 
     def give_up_job(self, family: str) -> None:
-        """Forgets what runs, so that nothing more is said of it: the other server does that."""
+        """Forgets the job's ranks and closes nothing: the other server has its incidents now."""
         for attempt in list(self.fleet.attempts.values()):
             if get_family(attempt.job) == family:
                 self.retention.drop_attempt(attempt)

@@ -72,7 +72,9 @@ def _connect(address: str) -> socket.socket:
 
 
 def _check_owner(host: Host, address: str) -> None:
-    """Of several jobs on a host, one has the address. Raises SourceUnavailableError if that is another job than this one."""
+    """Only one of several jobs on a host can listen at the address. Raises SourceUnavailableError if
+    this job does not.
+    """
     sockets = _list_listening_sockets(host, _parse_address(address)[1])
     if not sockets or not host.pids:
         return  # it is on another host, or this is no job's node agent

@@ -69,7 +69,7 @@ class Uplink:
         timeout_s: float = REQUEST_TIMEOUT_S,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.target = targets[0]  # the one that is reported to
+        self.target = targets[0]  # the server that gets the heartbeats
         self.is_busy = False
         self._targets = tuple(targets)
         self._is_ordered = len(self._targets) == 1

@@ -25,7 +25,7 @@ class CommandPoll:
 
     def __init__(self, agent: str, wake: Callable[[], None]) -> None:
         self._body = json.dumps({"agent": agent}).encode()
-        self._target: ServerTarget | None = None  # that which permitted it last
+        self._target: ServerTarget | None = None  # the server that permitted it last
         self._client: SignedClient | None = None  # of the thread
         self._wake = wake
         self._wait_s = 0.0
