@@ -15,13 +15,13 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 import httpx
 
+from ..transport.target import ServerTarget, TargetError
 from .errors import CliError, NotFoundError, RefusedError, UnreachableError, UsageError
 
 DEFAULT_URL = "http://127.0.0.1:8642"
 TIMEOUT_S = 10.0
 STREAM_TIMEOUT_S = 30.0  # the server sends something on a stream more often than that
 _PROBE_TIMEOUT_S = 2.0
-_DEFAULT_PORTS = {"http": 80, "https": 443}
 _MAX_PAGES = 1000  # protects against a server whose list never ends
 
 
@@ -69,10 +69,9 @@ def _choose_url(urls: Sequence[str]) -> str:
     """
     listed = [url.strip() for url in urls if url.strip()] or [""]
     for url in listed if len(listed) > 1 else ():
-        parts = urlsplit(url)
-        with contextlib.suppress(OSError, ValueError):
-            address = (parts.hostname or "", parts.port or _DEFAULT_PORTS.get(parts.scheme, 0))
-            socket.create_connection(address, _PROBE_TIMEOUT_S).close()
+        with contextlib.suppress(OSError, TargetError):
+            target = ServerTarget.from_url(url)
+            socket.create_connection((target.host, target.port), _PROBE_TIMEOUT_S).close()
             return url
     return listed[0]
 

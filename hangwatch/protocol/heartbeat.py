@@ -272,3 +272,13 @@ class HeartbeatReply:
     commands: tuple[Command, ...] = ()
     # The server's clock at the time of the reply. Only differences matter.
     clock_s: float | None = None
+
+
+def get_family(job: str) -> str:
+    """The job whose ranks started a job, which is named JOB/ADDRESS:PORT; else the job itself. A
+    family has one server.
+
+    >>> get_family("run7/127.0.0.1:29500")
+    'run7'
+    """
+    return job.partition("/")[0]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import sqlalchemy as sa
 
-from hangwatch.protocol.heartbeat import Heartbeat
+from hangwatch.protocol.heartbeat import Heartbeat, get_family
 from hangwatch.tracking.fleet import Fleet
 
 from ..core.clock import Clock
@@ -153,12 +153,3 @@ class JobClaims:
         for claim in self._claims.values():
             if claim.state is _State.PENDING:
                 claim.state, claim.changed_at = _State.HELD, now
-
-
-def get_family(job: str) -> str:
-    """The job that a job was started in, see `worlds`: they have the same server.
-
-    >>> get_family("run7/127.0.0.1:29500")
-    'run7'
-    """
-    return job.partition("/")[0]

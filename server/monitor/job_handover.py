@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from hangwatch.protocol.heartbeat import get_family
 from hangwatch.tracking.attempt_choice import FormerAttempt
 from hangwatch.tracking.fleet import Fleet
 
@@ -13,7 +14,7 @@ from ..core.job_views import AttemptView
 from ..incidents.registry import IncidentRegistry
 from ..storage.persistence import PersistenceWorker
 from ..storage.store import JobHistory, Store
-from .job_claims import JobClaims, get_family
+from .job_claims import JobClaims
 from .retention import Retention
 
 

@@ -43,14 +43,9 @@ def pair(tmp_path: Path, postgres: str) -> Iterator[Pair]:
         run_server(tmp_path / "one", *flags, "--name", "one") as one,
         run_server(tmp_path / "two", *flags, "--name", "two") as two,
     ):
-        first, _ = order_targets(parse_targets(f"{one.url},{two.url}"), JOB)
-        yield Pair(
-            *(
-                (one, two)
-                if first.base_url == one.loopback_url or first.base_url == one.url
-                else (two, one)
-            )
-        )
+        servers = {server.url: server for server in (one, two)}
+        order = order_targets(parse_targets(",".join(servers)), JOB)
+        yield Pair(*(servers[target.base_url] for target in order))
 
 
 def list_incidents(server: Server) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from http import HTTPStatus
 from typing import Any
 
 from hangwatch.protocol.codec import decode_reply
-from hangwatch.protocol.heartbeat import URGENT_PRIORITY, HeartbeatReply
+from hangwatch.protocol.heartbeat import URGENT_PRIORITY, HeartbeatReply, get_family
 
 from ...transport.client import Reply, TransportError
 from ...transport.servers import order_targets
@@ -146,7 +146,7 @@ class Uplink:
         identities = [update.get("identity") for update in heartbeat.get("processes", ())]
         jobs = [identity["job"] for identity in identities if identity]
         if jobs:
-            self._targets = order_targets(self._targets, min(jobs).partition("/")[0])
+            self._targets = order_targets(self._targets, get_family(min(jobs)))
             self._is_ordered = True
             self._use_target(self._targets[0])
 
