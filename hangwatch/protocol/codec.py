@@ -20,11 +20,15 @@ _PLAIN_TYPES = frozenset((int, float, str, bool, type(None)))
 
 
 def encode_message(message: Any) -> Any:
-    """Converts a message to JSON-ready data; fields equal to their default are omitted."""
+    """Converts a message to JSON-ready data; fields equal to their default are omitted, of a named
+    tuple only the last ones.
+    """
     kind = type(message)
     if kind in _PLAIN_TYPES:  # nearly all of a heartbeat
         return message
     if isinstance(message, (tuple, list)):
+        if kind is not tuple and kind is not list:
+            message = message[: _count_used_fields(message)]
         return [item if type(item) in _PLAIN_TYPES else encode_message(item) for item in message]
     if dataclasses.is_dataclass(kind):
         return {
@@ -33,6 +37,16 @@ def encode_message(message: Any) -> Any:
             if (value := getattr(message, name)) != default
         }
     return message.value if isinstance(message, enum.Enum) else message
+
+
+def _count_used_fields(message: Any) -> int:
+    """The number of fields of a named tuple without the last ones that have their defaults."""
+    count = len(message)
+    for name, default in reversed(message._field_defaults.items()):
+        if getattr(message, name) != default:
+            break
+        count -= 1
+    return count
 
 
 @functools.cache

@@ -12,6 +12,7 @@ fast as one with slots, see `server.ingest.decoding`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hangwatch.model.calls import Call, StreamKind
 from hangwatch.model.flight_dumps import FlightFile
@@ -22,7 +23,7 @@ from .commands import Command
 from .hardware import HardwareReply
 from .live import RecordingReply, TraceReply
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 COMMANDS_PATH = "/api/v1/commands"
 # The Priority header (RFC 9218) of a heartbeat that the server should process before others.
 URGENT_PRIORITY = "u=1"
@@ -61,24 +62,27 @@ class StreamIdentity:
     tag: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamUpdate:
+class StreamUpdate(NamedTuple):
+    """A heartbeat has many of these: as JSON each is an array, in this order, without the last fields
+    that have their defaults. It takes half the bytes of an object, and is decoded 2.5 times as fast.
+    """
+
     uid: int  # unique within the process
-    identity: StreamIdentity | None = None  # only in the first update
     entered: int
     completed: int | None = None
-    chain: int = 0
-    op: str = ""  # of the newest call
     entered_s: float = 0.0  # age of the newest call
-    pending_s: float | None = None  # age of the oldest unfinished call
+    op: str = ""  # of the newest call
+    chain: int = 0
     # (sequence number, running hash) at the multiples of a power of two: the smallest power that
     # gives at most `MAX_CHECKPOINTS` since the last heartbeat. Multiples of a coarser step are also
     # multiples of a finer one, so any two ranks report positions in common.
     checkpoints: tuple[tuple[int, int], ...] = ()
-    # Sent once, when two threads make calls at the same time: the last call of each.
-    shared: tuple[Call, ...] = ()
+    pending_s: float | None = None  # age of the oldest unfinished call
     # Unfinished calls that are older than a second; of an exited process, its last calls.
     calls: tuple[Call, ...] = ()
+    identity: StreamIdentity | None = None  # only in the first update
+    # Sent once, when two threads make calls at the same time: the last call of each.
+    shared: tuple[Call, ...] = ()
 
 
 MAX_CHECKPOINTS = 8

@@ -10,6 +10,8 @@ import msgspec
 
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import Lifecycle
+from hangwatch.protocol.codec import encode_message
+from hangwatch.protocol.heartbeat import StreamUpdate
 
 from .parallel_job import REPLICAS_WAIT_AFTER_S, TENSOR_PARALLEL_SIZE, JobRun
 from .parallel_streams import (
@@ -127,7 +129,8 @@ class HeartbeatEncoder:
             stream = next(s for s in list_streams(run, rank, now) if s.uid == SETUP)
             update = stream.encode_update(before, now, False)
             acked.entered[SETUP] = created
-            yield _encode_json({"key": f"{rank}-{run.number}", "sequences": [update]})
+            streams = [encode_message(StreamUpdate(**update))]
+            yield _encode_json({"key": f"{rank}-{run.number}", "sequences": streams})
 
     def _encode_process(self, rank: int, now: float) -> str:
         acked = self._acked.setdefault(rank, AckedRank())
@@ -199,7 +202,7 @@ class HeartbeatEncoder:
         return text
 
     def _encode_stream_updates(self, rank: int, acked: AckedRank, now: float) -> str:
-        return ",".join(map(_encode_json, self._iter_stream_updates(rank, acked, now)))
+        return ",".join(map(_encode_stream, self._iter_stream_updates(rank, acked, now)))
 
     def _iter_stream_updates(self, rank: int, acked: AckedRank, now: float) -> Iterator[Document]:
         run = self._get_run()
@@ -240,5 +243,9 @@ def is_blocked(stream: SimulatedStream, now: float) -> bool:
     return bool(stream.pending_since) and now - stream.pending_since >= BLOCKED_AFTER_S
 
 
-def _encode_json(document: Document) -> str:
+def _encode_stream(update: Document) -> str:
+    return _encode_json(encode_message(StreamUpdate(**update)))
+
+
+def _encode_json(document: Any) -> str:
     return msgspec.json.encode(document).decode()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .agent_pool import NodeAgentPool
 
 # As in the node agent:
-COMPRESS_FROM_BYTES, REPLY_TIMEOUT_S = 4096, 15.0
+COMPRESS_FROM_BYTES, REPLY_TIMEOUT_S = 8192, 15.0
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 10.0
 SCAN_INTERVAL_S = 0.5  # between two scans of its ranks
 CHANGE_DETECTED_S, WAIT_DETECTED_S = 0.25, 1.25  # until a scan shows a change, and a wait

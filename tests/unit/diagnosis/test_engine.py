@@ -1278,7 +1278,7 @@ def test_reports_of_replaced_process_do_not_stop_diagnosis() -> None:
     )
     fleet = Fleet()
     for number, (key, sequences) in enumerate(
-        [("1-1", twice), ("2-1", ()), ("1-1", (replace(twice[0], shared=calls),))], 1
+        [("1-1", twice), ("2-1", ()), ("1-1", (twice[0]._replace(shared=calls),))], 1
     ):
         identity = heartbeat.ProcessIdentity(job="j", rank=0, world_size=2, pid=1, start_ticks=1)
         process = heartbeat.ProcessUpdate(
@@ -1375,6 +1375,33 @@ def test_of_just_released_ranks_only_unable_ones_count() -> None:
     assert [(v.kind, v.culprits) for v in job.list_due_verdicts()] == [
         (VerdictKind.EXITED_RANK, (7,))
     ]
+
+
+def test_of_many_awaited_ranks_only_those_that_reported_since_are_suspected() -> None:
+    """Hosts of a large job report rarely: most of the awaited ranks have not had their turn yet."""
+    count = 2 * MAX_URGENT_SUSPECTS
+    job, culprit = ScriptedJob(count), 5
+    job.limits = replace(job.limits, report_interval_s=20.0)
+    for scripted in job.ranks.values():
+        scripted.host = f"node{scripted.number}"
+    job.make_calls()
+    job.send_heartbeats()
+    job.advance_time(0.5)
+    unreported = range(count // 3, count)
+    for rank in unreported:
+        job.ranks[rank].is_reporting = False
+    job.make_calls(except_ranks=(culprit,), done=False)
+    for _ in range(12):
+        job.advance_time(1.0)
+        job.send_heartbeats()
+    (verdict,) = job.run_diagnosis().verdicts
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.MISSING_RANK, (culprit,))
+    assert len(verdict.waiting) == count // 3 - 1
+    for rank in unreported:
+        job.ranks[rank].is_reporting = True
+    job.advance_time(1.0)
+    (verdict,) = job.list_due_verdicts()
+    assert verdict.culprits == (culprit,) and len(verdict.waiting) == count - 1
 
 
 def test_progress_reported_late_does_not_extend_blocked_time() -> None:

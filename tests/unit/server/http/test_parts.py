@@ -196,7 +196,7 @@ class TestIngest:
 
     def test_other_protocol_version_is_reported(self) -> None:
         with pytest.raises(Problem, match="same release"):
-            parse_heartbeat(b'{"version": 2, "host": "n", "agent": "a", "number": 1}')
+            parse_heartbeat(b'{"version": 1, "host": "n", "agent": "a", "number": 1}')
 
     def test_gzip_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert heartbeat_bodies.decompress_body(gzip.compress(b"{}")) == b"{}"
@@ -310,6 +310,20 @@ class TestCommandQueue:
         assert [c.ask.value for c in command_queue.take_unsent("a")] == ["stacks"]
         command_queue.request_evidence(job, wants, 100.0 + REQUEST_EXPIRES_S)
         assert [c.ask.value for c in command_queue.take_unsent("a")] == ["calls"]
+
+    def test_command_waits_for_an_agent_that_reports_rarely(self) -> None:
+        command_queue, job = CommandQueue(clock=Clock()), make_attempt()
+        wants = [EvidenceRequest(rank=1, stacks=True)]
+        command_queue.request_evidence(job, wants, 100.0)
+        command_queue.drop_expired(115.0, report_interval_s=20.0)
+        command_queue.request_evidence(job, wants, 115.0)
+        assert len(command_queue.take_unsent("a")) == 1, "and is not repeated before it was sent"
+        command_queue.request_evidence(job, wants, 131.0)
+        command_queue.drop_expired(131.0, report_interval_s=0.5)
+        assert len(command_queue.take_unsent("a")) == 1, "nobody answered the first one"
+        command_queue.request_evidence(job, wants, 150.0)
+        command_queue.drop_expired(150.0 + REQUEST_EXPIRES_S + 1.0, report_interval_s=0.5)
+        assert command_queue.take_unsent("a") == ()
 
     def test_a_dump_ends_with_stacks_or_a_reason_for_each_rank(self) -> None:
         job = make_attempt()
