@@ -12,6 +12,8 @@ FROZEN_AFTER_S = 3.0  # a process that runs no Python for this long is frozen
 # of them halves the initial scale of 2**16, so that it has reached 2**-8 by then.
 PERSISTENT_ROUNDS = 24
 
+LATE_BY_S = 5.0  # a heartbeat of a host that reports rarely may be late by this
+
 # Process states in /proc: stopped, and all in which a thread does not run.
 STOPPED_STATES = frozenset("Tt")
 NOT_RUNNING_STATES = STOPPED_STATES | {"D"}
@@ -31,4 +33,5 @@ class Limits:
     @property
     def lost_after_s(self) -> float:
         """The time without a heartbeat after which a node agent's last report is outdated."""
-        return max(min(10.0, self.stall_after_s / 2), 2 * self.report_interval_s)
+        late_at_s = self.report_interval_s + min(self.report_interval_s, LATE_BY_S)
+        return max(min(10.0, self.stall_after_s / 2), late_at_s)

@@ -10,8 +10,8 @@ from .attempt import Attempt
 from .process import Process
 
 # After this long without a heartbeat of its node agent, another one may report a process: node agents
-# of large jobs report every 10 seconds.
-OWNER_SILENT_S = 15.0
+# of large jobs report every 20 to 30 seconds.
+OWNER_SILENT_S = 45.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,8 @@ class FormerAttempt:
 def is_owned_by_other(process: Process, beat: heartbeat.Heartbeat, now: float) -> bool:
     """Whether the node agent of another owner reports the process, and has done so until now."""
     return (
-        process.owner not in ("", get_owner(beat))
+        process.agent != beat.agent
+        and process.owner not in ("", get_owner(beat))
         and process.is_alive
         and now - process.reports.agent_seen_at <= OWNER_SILENT_S
     )

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 
 from .problems import Problem
 
-MAX_REPORT_INTERVAL_S = 10.0
+USUAL_HEARTBEATS_PER_S = 500  # with more hosts than this can serve, each reports less often
+# An overloaded server has hosts report this rarely, and one with twenty thousand hosts: long enough
+# that their heartbeats take a third of a core at most, and short enough that a host is missed soon.
+MAX_USUAL_INTERVAL_S = 20.0
+MAX_HEARTBEATS_PER_S = 1000  # with even more hosts, the interval grows further
 SLOTS_FROM_INTERVAL_S = 2.0  # from this interval on, each host has a slot in it
-FULL_UPDATE_INTERVALS = 5  # intervals in which a host with a slot sends all positions once
-MAX_HEARTBEATS_PER_S = 500  # with more hosts than this can serve, each reports less often
+MIN_SLOT_WAIT_S = 1.0  # after a heartbeat, a slot that begins sooner is left out
+FULL_UPDATE_INTERVALS = 3  # intervals in which a host with a slot sends all positions once
 MAX_CHANGES_PER_S = 8000  # heartbeats for a moment, if all hosts report changes
 OVERLOAD_LATE_S = 2.0  # by which the event loop is late
 OVERLOAD_WAIT_S = 10.0  # of a heartbeat in the queue: a node agent gives up soon after
@@ -40,8 +44,9 @@ class Load:
 
     def report_interval_s(self, wanted_s: float, agent_count: int) -> float:
         """Seconds until a host should report again."""
-        affordable_s = max(wanted_s, agent_count / MAX_HEARTBEATS_PER_S)
-        return min(MAX_REPORT_INTERVAL_S, affordable_s * (1 + 10 * self.late_s))
+        longest_s = max(MAX_USUAL_INTERVAL_S, agent_count / MAX_HEARTBEATS_PER_S)
+        affordable_s = max(wanted_s, agent_count / USUAL_HEARTBEATS_PER_S)
+        return min(longest_s, affordable_s * (1 + 10 * self.late_s))
 
     def changes_within_s(self, interval_s: float, agent_count: int) -> float | None:
         """Seconds within which a host should report changes, if its next heartbeat is later."""
@@ -56,7 +61,8 @@ class Load:
         if interval_s < SLOTS_FROM_INTERVAL_S:
             return interval_s
         until_s = _until_own_time_s(agent, interval_s, now)
-        return until_s if until_s > interval_s / 10 else until_s + interval_s
+        too_soon_s = min(MIN_SLOT_WAIT_S, interval_s / 10)
+        return until_s if until_s > too_soon_s else until_s + interval_s
 
     def terse_for_s(self, agent: str, interval_s: float, now: float) -> float | None:
         """Seconds for which a host may omit the position of ranks that make progress; None if it

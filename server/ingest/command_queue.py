@@ -61,7 +61,7 @@ class CommandQueue:
             last = self.evidence_requests.get(subject)
             if last is not None:
                 repeat_after_s = MIN_REPEAT_INTERVAL_S if last.answered else REQUEST_EXPIRES_S
-                if now - last.at < repeat_after_s:
+                if not last.sent or now - last.at < repeat_after_s:
                     continue
             command = Command(
                 id=ulid(self.clock.wall()),
@@ -172,9 +172,9 @@ class CommandQueue:
         queued = self.evidence_requests.get((process.host, process.key, _STACKS))
         return queued is not None and not queued.answered
 
-    def drop_expired(self, now: float) -> None:
-        """Drops commands that are too old."""
-        oldest_at = now - REQUEST_EXPIRES_S
+    def drop_expired(self, now: float, report_interval_s: float) -> None:
+        """Drops commands that are too old. A node agent gets them within ``report_interval_s``."""
+        oldest_at = now - REQUEST_EXPIRES_S - report_interval_s
         self.evidence_requests = {
             subject: queued
             for subject, queued in self.evidence_requests.items()

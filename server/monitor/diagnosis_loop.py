@@ -73,7 +73,7 @@ class DiagnosisLoop:
         self.announcer.send_due_alerts(now)
         for attempt in list(self.fleet.attempts.values()):
             await self.states.publish_changes(attempt)
-        self.commands.drop_expired(now)
+        self.commands.drop_expired(now, self.heartbeats.intervals.max_gap_s)
         self.retention.drop_expired(now)
         self._garbage.update(len(self.fleet.processes), now)
         self.retention.start_dropping_processes()

@@ -15,7 +15,7 @@ from ..core.clock import Clock, ulid
 from ..ingest.command_queue import CommandQueue
 from . import schema
 
-START_TIMEOUT_S = 20.0  # for a node agent to begin: hosts of a large job report every 6 s
+START_TIMEOUT_S = 30.0  # for a node agent to begin: hosts of a large job report every 20 s
 # Allowed for one rank in addition to the recorded time; a node records one rank after the other.
 OVERHEAD_S = 25.0
 NATIVE_OVERHEAD_S = 60.0

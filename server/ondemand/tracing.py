@@ -22,7 +22,7 @@ MAX_SESSIONS = 16  # at a time
 MAX_TRACED_RANKS = 64  # of one session
 MAX_CALLS_PER_REPLY = 1000
 REQUEST_RETRY_S = 5.0  # an unanswered request is repeated after this time
-REPLY_TIMEOUT_S = 15.0  # for the first and the last reply: hosts of a large job report every 6 s
+REPLY_TIMEOUT_S = 30.0  # for the first and the last reply: hosts of a large job report every 20 s
 EXIT_GRACE_S = 3.0  # after the end of a process, in which its last calls may arrive
 
 

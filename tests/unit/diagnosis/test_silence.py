@@ -254,7 +254,8 @@ def test_partial_completion_on_failed_network(job: ScriptedJob) -> None:
 
 def test_rarely_reporting_host_is_not_lost_between_heartbeats() -> None:
     assert (Limits().lost_after_s, Limits(stall_after_s=10.0).lost_after_s) == (10.0, 5.0)
-    assert Limits(stall_after_s=10.0, report_interval_s=10.0).lost_after_s == 20.0
+    assert Limits(stall_after_s=10.0, report_interval_s=2.0).lost_after_s == 5.0
+    assert Limits(stall_after_s=10.0, report_interval_s=20.0).lost_after_s == 25.0
 
 
 def send_terse_update(job: ScriptedJob) -> None:

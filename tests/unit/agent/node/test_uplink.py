@@ -14,7 +14,7 @@ from hangwatch.agent.node.reporting.uplink import (
     parse_retry_after_s,
 )
 from hangwatch.agent.transport.target import ServerTarget, TargetError
-from hangwatch.server.core.load import MAX_REPORT_INTERVAL_S
+from hangwatch.server.core.load import MAX_USUAL_INTERVAL_S
 from tests.simulation.http_receiver import HttpReceiver
 
 
@@ -104,7 +104,7 @@ def test_connection_is_kept_between_rare_heartbeats(monkeypatch: pytest.MonkeyPa
                 assert (
                     outcome := uplink.take_outcome(10)
                 ) is not None and outcome.reply is not None
-                passed[0] += MAX_REPORT_INTERVAL_S + 1.0
+                passed[0] += MAX_USUAL_INTERVAL_S + 1.0
         finally:
             uplink.close()
     clients = [request.client for request in receiver.requests]
