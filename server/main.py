@@ -41,7 +41,7 @@ BACKLOG = 2048  # a large job's node agents connect at the same time
 SHUTDOWN_GRACE_S = 2  # for open requests
 # For which the event loop waits, at each read and write of a connection, while another thread reads
 # a large job.
-SWITCH_INTERVAL_S = 1e-5
+SWITCH_INTERVAL_S = 5e-4
 MIN_TOKEN_LENGTH = 16  # in characters
 
 

@@ -92,9 +92,10 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
         with_divergence = add_divergence(context, verdict)
         with_stacks = add_stack_advice(context, with_divergence)
         verdicts.append(add_hardware_advice(context, with_stacks))
-    requests = tuple(dict.fromkeys(context.requests))
-    return Diagnosis(
+    diagnosis = Diagnosis(
         verdicts=tuple(verdicts),
-        requests=requests,
+        requests=tuple(dict.fromkeys(context.requests)),
         unexplained_wait=find_unexplained_wait(context),
     )
+    context.graph.free_waits()
+    return diagnosis

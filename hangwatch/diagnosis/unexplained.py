@@ -12,7 +12,7 @@ from hangwatch.stacks.frames import find_user_site
 from hangwatch.tracking.call_stream import CallStream
 
 _MAX_AWAITED_SHOWN = 3
-_get_began_at = attrgetter("began_at")
+_get_began_at, _get_rank = attrgetter("began_at"), attrgetter("rank")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,31 +45,41 @@ def find_unexplained_wait(context: DiagnosisContext) -> UnexplainedWait | None:
         if verdict.is_confirmed:
             explained.update(verdict.culprits, verdict.waiting)
     latest = context.now - context.limits.stall_after_s
-    waits = [
-        *_iter_blocked(context, explained, latest),
-        *(wait for wait in _iter_other_waits(context, explained) if wait.began_at <= latest),
-    ]
+    waits, ranks = _find_blocked(context, explained, latest)
+    for wait in _iter_other_waits(context, explained):
+        if wait.began_at <= latest:
+            waits.append(wait)
+            ranks.add(wait.rank)
     if not waits:
         return None
     longest = min(waits, key=lambda wait: (wait.began_at, wait.rank))
     return UnexplainedWait(
         began_at=longest.began_at,
-        rank_count=len({wait.rank for wait in waits}),
+        rank_count=len(ranks),
         description=_describe_wait(context, longest),
         reason=_find_reason(context, longest),
         ranks_to_dump=longest.awaited[:_MAX_AWAITED_SHOWN] or (longest.rank,),
     )
 
 
-def _iter_blocked(context: DiagnosisContext, explained: Set[int], latest: float) -> Iterator[_Wait]:
-    """The waits in the graph that began by ``latest``, of all ranks but the ``explained`` ones."""
+def _find_blocked(
+    context: DiagnosisContext, explained: Set[int], latest: float
+) -> tuple[list[_Wait], set[int]]:
+    """Of all ranks but the ``explained`` ones whose waits in the graph began by ``latest``, the longest
+    wait of each waiter group; and all of these ranks, which may be 100,000.
+    """
+    waits: list[_Wait] = []
+    ranks: set[int] = set()
     for group in context.graph.iter_waiter_groups():
-        if min(group, key=_get_began_at).began_at > latest:
+        late = [b for b in group if b.began_at <= latest and b.rank not in explained]
+        if not late:
             continue
+        ranks.update([blocked.rank for blocked in late])
+        first = min(late, key=_get_began_at).began_at
+        longest = min([b for b in late if b.began_at == first], key=_get_rank)
         awaited = tuple(sorted(group[0].awaited))
-        for blocked in group:
-            if blocked.began_at <= latest and blocked.rank not in explained:
-                yield _Wait(blocked.rank, blocked.began_at, blocked.stream, awaited)
+        waits.append(_Wait(longest.rank, first, longest.stream, awaited))
+    return waits, ranks
 
 
 def _iter_other_waits(context: DiagnosisContext, explained: Set[int]) -> Iterator[_Wait]:

@@ -72,8 +72,8 @@ def clean_document(value: Any) -> Any:
         return "\n".join(clean_text(line) for line in value.split("\n"))
     if isinstance(value, Mapping):
         return {clean_text(key): clean_document(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [clean_document(item) for item in value]
+    if isinstance(value, (list, tuple)):  # of up to 100,000 ranks
+        return [item if type(item) is int else clean_document(item) for item in value]
     return value
 
 

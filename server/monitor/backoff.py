@@ -13,14 +13,16 @@ from hangwatch.tracking.attempt import Attempt
 
 from ..core.limits import is_large
 
-# The pause before the next run, as a multiple of the CPU time of the last one.
-DIAGNOSIS_FACTOR = 0.8
-UNCHANGED_FACTOR = 2.0  # if the verdicts did not change
+# The pause before the next run, as a multiple of the CPU time of the last one. That is short as long
+# as few ranks wait.
+WAITING_FACTOR = 4.0
+EVIDENCE_FACTOR = 1.5  # if evidence is missing for a verdict that is due
+MAX_PAUSE_S = 4.0  # without a backlog
 # If new ranks reported: the earlier verdicts are outdated, and the server is busiest then. This is
 # also the largest factor.
-STARTING_FACTOR = 3.0
-STATES_FACTOR = 20.0  # for reports of the states of ranks
-# The factor grows by its own value for each of these seconds that heartbeats have been queued.
+STARTING_FACTOR = 6.0
+STATES_FACTOR = 30.0  # for reports of the states of ranks
+# The pause grows by its own length for each of these seconds that heartbeats have been queued.
 BACKLOG_STEP_S = 2.5
 _EARLY_KINDS = frozenset(select_kinds(lambda spec: spec.is_due_early))
 
@@ -32,7 +34,6 @@ class _AttemptBackoff:
     diagnosis_until: float = 0.0  # no diagnosis before this time
     states_until: float = 0.0  # no report of rank states before this time
     last_rank_count: int = 0  # ranks that had reported at the last diagnosis
-    last_verdicts: frozenset[object] = frozenset()  # of the last diagnosis
 
 
 @dataclass(slots=True)
@@ -60,26 +61,19 @@ class DiagnosisBackoff:
             return
         backoff = self._get_backoff(attempt)
         rank_count = len(attempt.processes)
-        verdicts = frozenset((v.kind, v.culprits, v.is_confirmed) for v in diagnosis.verdicts)
         unconfirmed = [v for v in diagnosis.verdicts if not v.is_confirmed]
         due_at = min((v.began_at + self.stall_after for v in unconfirmed), default=float("inf"))
-        is_due_later = due_at > now
-        is_unchanged = (
-            bool(verdicts)
-            and verdicts == backoff.last_verdicts
-            and not diagnosis.requests
-            and is_due_later
-        )
+        longest_s = STARTING_FACTOR * spent
         if rank_count > backoff.last_rank_count > 0:
-            factor = STARTING_FACTOR
+            pause_s = longest_s
+        elif any(v.kind in _EARLY_KINDS for v in unconfirmed):
+            pause_s = EVIDENCE_FACTOR * spent
         else:
-            factor = UNCHANGED_FACTOR if is_unchanged else DIAGNOSIS_FACTOR
-            if not any(v.kind in _EARLY_KINDS for v in unconfirmed):
-                factor = min(factor * (1 + waited_s / BACKLOG_STEP_S), STARTING_FACTOR)
+            factor = WAITING_FACTOR if due_at > now else EVIDENCE_FACTOR
+            pause_s = min(factor * spent, MAX_PAUSE_S) * (1 + waited_s / BACKLOG_STEP_S)
         backoff.last_rank_count = rank_count
-        backoff.last_verdicts = verdicts
-        backoff.diagnosis_until = now + factor * spent
-        if is_due_later:
+        backoff.diagnosis_until = now + min(pause_s, longest_s)
+        if due_at > now:
             backoff.diagnosis_until = min(backoff.diagnosis_until, due_at)
 
     def record_states_report(self, attempt: Attempt, spent: float, now: float) -> None:

@@ -94,6 +94,17 @@ class WaitGraph:
         self.iter_waiter_groups()
         return self._waiter_group_ranks
 
+    def free_waits(self) -> None:
+        """Ends its use. The waits of 100,000 ranks are freed one by one: all in one go would block the
+        other threads for a tenth of a second.
+        """
+        for group in self._waiter_groups or ():
+            while group:
+                group.pop()
+        for by_rank in (self.blocked_calls, self._groups_by_awaited):
+            while by_rank:
+                by_rank.popitem()
+
     def get_waiting_ranks(self) -> set[int]:
         return {*self.blocked_calls, *self.stuck_streams}
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
+from hangwatch.model.calls import StreamKind
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.stacks.frames import waits_for_work
@@ -29,16 +30,20 @@ def build_wait_graph(attempt: Attempt, now: float, lost_after_s: float) -> WaitG
     graph = WaitGraph(silent_ranks=find_silent_ranks(attempt, now, lost_after_s))
     resolver = WaitResolver(attempt, now, graph.silent_ranks)
     builder = _GraphBuilder(attempt, graph, resolver, QueuedCalls(attempt), now - MIN_WAIT_S)
+    excluded = resolver.unable_to_finish | graph.silent_ranks.keys()
     for rank, process in attempt.processes.items():
-        if (
-            process.open_calls.unfinished_streams
-            and process.reports.last_progress_at <= process.reports.last_seen_at
-            and rank not in resolver.unable_to_finish
-            and rank not in graph.silent_ranks
-        ):
+        if rank in excluded or not _may_wait(process):
+            continue
+        if not builder.add_plain_wait(rank, process):
             builder.add_rank(rank, process)
     builder.drop_unfounded_waits()
     return graph
+
+
+def _may_wait(process: Process) -> bool:
+    reports = process.reports
+    has_unfinished = bool(process.open_calls.unfinished_streams)
+    return has_unfinished and reports.last_progress_at <= reports.last_seen_at
 
 
 @dataclass(slots=True)
@@ -48,11 +53,37 @@ class _GraphBuilder:
     resolver: WaitResolver
     queued_calls: QueuedCalls
     before: float  # waits that began later are left out
+    # By a group's state and a sequence number, what a member waits for that is blocked in that call.
+    _awaited_by_call: dict[tuple[int, int], Mapping[int, int]] = field(default_factory=dict)
+
+    def add_plain_wait(self, rank: int, process: Process) -> bool:
+        """Adds the wait of a rank that is certainly blocked in one collective, as nearly all of 100,000
+        ranks that wait are. False if that is not the case: `add_rank` adds any wait.
+        """
+        blocked_streams = process.open_calls.blocked_streams
+        if len(blocked_streams) != 1 or process.samples:
+            return False
+        stream = blocked_streams[0]
+        if (
+            stream.kind is not StreamKind.COLLECTIVE
+            or not process.newest_call_at <= stream.entered_at <= self.before
+        ):
+            return False
+        key = id(stream.group_state), stream.entered
+        awaited = self._awaited_by_call.get(key)
+        if awaited is None:
+            awaited = self.resolver.find_awaited_ranks(rank, stream, True)
+            self._awaited_by_call[key] = awaited
+        if not awaited:
+            return False
+        blocked = BlockedCall(rank, stream, stream.entered_at, awaited, False)
+        self.graph.blocked_calls[rank] = [blocked]
+        return True
 
     def add_rank(self, rank: int, process: Process) -> None:
         """Adds the waits of one rank."""
         pending = self._find_certain_waits(rank, process)
-        if len(pending) == 1:  # the case of nearly all of 100,000 ranks that wait
+        if len(pending) == 1:
             (stream,) = pending
             awaited = self.resolver.find_awaited_ranks(rank, stream, True)
             if awaited:
@@ -220,17 +251,7 @@ def _is_waiting_on_channel(process: Process, stream: CallStream) -> bool:
 
 def _find_blocked_streams(process: Process, before: float) -> Collection[CallStream]:
     """The calls in which the whole process is blocked, and not one thread while others continue."""
-    if (
-        len(process.open_calls.blocked_streams) == 1
-        and process.newest_call_at <= process.open_calls.blocked_streams[0].entered_at <= before
-        and not process.samples
-    ):
-        return (
-            process.open_calls.blocked_streams
-        )  # the case of nearly all of 100,000 ranks that wait
-    blocked = [
-        stream for stream in process.open_calls.blocked_streams if stream.entered_at <= before
-    ]
+    blocked = [s for s in process.open_calls.blocked_streams if s.entered_at <= before]
     if not blocked:
         return blocked
     since = max([stream.entered_at for stream in blocked])

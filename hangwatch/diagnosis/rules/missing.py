@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from dataclasses import dataclass
 
 from hangwatch.diagnosis.context import (
@@ -45,20 +45,37 @@ _SIMULTANEOUS_SHARE = 0.9  # culprits are awaited for at least this share of the
 def diagnose_chain_ends(context: DiagnosisContext) -> None:
     """One verdict for each set of chain ends that delay some rank in common."""
     chain_ends = context.graph.find_chain_ends() - set(context.graph.stuck_streams)
-    suspicion_delay_s = get_suspicion_delay_s(context.limits)
-    if len(chain_ends) > MAX_URGENT_SUSPECTS and _get_longest_wait_s(context) < suspicion_delay_s:
-        chain_ends = _find_unable_ranks(context, chain_ends)
+    if len(chain_ends) > MAX_URGENT_SUSPECTS:
+        first_began_at = _get_first_wait(context)
+        if context.now - first_began_at < get_suspicion_delay_s(context.limits):
+            chain_ends = _find_unable_ranks(context, chain_ends)
+        else:
+            chain_ends = _drop_unreported_ranks(context, chain_ends, first_began_at)
     waits_by_end = collect_longest_waits(context, chain_ends)
     for component in context.graph.group_chain_ends(chain_ends):
         _diagnose_component(context, component, waits_by_end)
 
 
-def _get_longest_wait_s(context: DiagnosisContext) -> float:
-    longest_s = 0.0
-    for blocked_calls in context.graph.blocked_calls.values():
-        for blocked in blocked_calls:
-            longest_s = max(longest_s, context.now - blocked.began_at)
-    return longest_s
+def _get_first_wait(context: DiagnosisContext) -> float:
+    """When the first of all waits began."""
+    groups = context.graph.iter_waiter_groups()
+    return min([blocked.began_at for group in groups for blocked in group], default=context.now)
+
+
+def _drop_unreported_ranks(context: DiagnosisContext, ranks: Set[int], since: float) -> set[int]:
+    """Without those of many ranks whose hosts have not had their turn to report ``since`` then: it is
+    not known for any time that others wait for them.
+    """
+    processes, silent_ranks = context.attempt.processes, context.graph.silent_ranks
+    unreported = {
+        rank
+        for rank in ranks
+        if rank in processes
+        and processes[rank].reports.last_seen_at <= since
+        and processes[rank].exit is None
+        and rank not in silent_ranks
+    }
+    return set(ranks - unreported) | (unreported & context.attempt.unable_ranks)
 
 
 def _find_unable_ranks(context: DiagnosisContext, ranks: Collection[int]) -> set[int]:

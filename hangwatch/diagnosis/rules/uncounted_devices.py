@@ -80,7 +80,8 @@ def _may_wait(context: DiagnosisContext, process: Process) -> bool:
 
 def _find_newest_queued(process: Process) -> CallStream | None:
     """The stream of its newest call that only queued work for its device."""
-    queued = [s for s in process.streams.values() if s.entered and s.completed is None]
+    unfinished = process.open_calls.unfinished_streams
+    queued = [stream for stream in unfinished if stream.entered and stream.completed is None]
     return max(queued, key=lambda stream: stream.entered_at, default=None)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from hangwatch.diagnosis import Diagnosis, EvidenceRequest
+from hangwatch.diagnosis import Diagnosis
 from hangwatch.model.kind_spec import Severity
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.verdicts import Verdict
 from hangwatch.server.core.limits import LARGE_RANKS
 from hangwatch.server.monitor.backoff import (
     BACKLOG_STEP_S,
-    DIAGNOSIS_FACTOR,
+    EVIDENCE_FACTOR,
     STARTING_FACTOR,
     STATES_FACTOR,
-    UNCHANGED_FACTOR,
+    WAITING_FACTOR,
     DiagnosisBackoff,
 )
 from hangwatch.tracking.attempt import Attempt
@@ -45,14 +45,10 @@ def measure_backoff(
     of: Attempt,
     *verdicts: Verdict,
     now: float = NOW,
-    has_requests: bool = False,
     waited_s: float = 0.0,
 ) -> float:
     """After a diagnosis that took a second."""
-    requests = (EvidenceRequest(rank=7, stacks=True),) if has_requests else ()
-    backoff.record_diagnosis(
-        of, Diagnosis(verdicts=verdicts, requests=requests), 1.0, waited_s, now
-    )
+    backoff.record_diagnosis(of, Diagnosis(verdicts=verdicts), 1.0, waited_s, now)
     return next(n / 10 for n in range(1000) if not backoff.skips_diagnosis(of, now + n / 10))
 
 
@@ -64,45 +60,32 @@ def test_small_job_has_no_backoff() -> None:
     assert not backoff.skips_states(small, NOW)
 
 
-def test_backoff_grows_while_diagnosis_is_unchanged() -> None:
+def test_backoff_is_shorter_while_evidence_decides() -> None:
     backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
-    assert measure_backoff(backoff, large, make_verdict(due=True)) == DIAGNOSIS_FACTOR
-    assert measure_backoff(backoff, large, make_verdict(due=True)) == UNCHANGED_FACTOR
-    assert (
-        measure_backoff(backoff, large, make_verdict(due=True), has_requests=True)
-        == DIAGNOSIS_FACTOR
-    ), "requested evidence may change the diagnosis"
-    assert (
-        measure_backoff(
-            backoff, large, make_verdict(due=True), make_verdict(VerdictKind.DEADLOCK, due=True)
-        )
-        == DIAGNOSIS_FACTOR
-    )
-    assert [measure_backoff(backoff, large) for _ in range(2)] == [
-        DIAGNOSIS_FACTOR,
-        DIAGNOSIS_FACTOR,
-    ], "nothing is reported: any fault would be a change"
+    assert measure_backoff(backoff, large) == WAITING_FACTOR
+    assert measure_backoff(backoff, large, make_verdict()) == WAITING_FACTOR
+    assert measure_backoff(backoff, large, make_verdict(due=True)) == WAITING_FACTOR
+    deadlock = make_verdict(VerdictKind.DEADLOCK)
+    assert measure_backoff(backoff, large, deadlock) == EVIDENCE_FACTOR
+    assert measure_backoff(backoff, large, make_verdict(due=True), deadlock) == EVIDENCE_FACTOR
 
 
 def test_backoff_ends_when_verdict_is_due() -> None:
     backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
     soon = make_verdict(since=NOW - STALL_AFTER_S + 1.0)
-    assert [measure_backoff(backoff, large, soon) for _ in range(2)] == [DIAGNOSIS_FACTOR, 1.0]
+    assert measure_backoff(backoff, large, soon) == 1.0
     assert measure_backoff(backoff, large, soon, waited_s=9 * BACKLOG_STEP_S) == 1.0
     late = make_verdict(since=NOW - STALL_AFTER_S - 1.0)
-    assert [measure_backoff(backoff, large, late) for _ in range(2)] == [
-        DIAGNOSIS_FACTOR,
-        DIAGNOSIS_FACTOR,
-    ], "it only waits for a report"
+    assert measure_backoff(backoff, large, late) == EVIDENCE_FACTOR, "it only waits for a report"
 
 
 def test_backoff_while_ranks_are_joining() -> None:
     backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
     large.processes[0] = None  # type: ignore[assignment]  # only how many there are counts
-    assert measure_backoff(backoff, large) == DIAGNOSIS_FACTOR
+    assert measure_backoff(backoff, large) == WAITING_FACTOR
     large.processes[1] = None  # type: ignore[assignment]
     assert measure_backoff(backoff, large, waited_s=9 * BACKLOG_STEP_S) == STARTING_FACTOR
-    assert measure_backoff(backoff, large) == DIAGNOSIS_FACTOR
+    assert measure_backoff(backoff, large) == WAITING_FACTOR
     assert measure_backoff(backoff, large, waited_s=9 * BACKLOG_STEP_S) == STARTING_FACTOR, (
         "never longer"
     )
@@ -110,16 +93,12 @@ def test_backoff_while_ranks_are_joining() -> None:
 
 def test_queued_heartbeats_go_first_unless_verdict_is_due() -> None:
     backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
-    assert measure_backoff(
-        backoff, large, make_verdict(), waited_s=BACKLOG_STEP_S
-    ) == pytest.approx(2 * DIAGNOSIS_FACTOR)
-    assert (
-        measure_backoff(backoff, large, make_verdict(VerdictKind.DEADLOCK), waited_s=BACKLOG_STEP_S)
-        == DIAGNOSIS_FACTOR
+    late = make_verdict(since=NOW - STALL_AFTER_S - 1.0)
+    assert measure_backoff(backoff, large, late, waited_s=BACKLOG_STEP_S) == pytest.approx(
+        2 * EVIDENCE_FACTOR
     )
-    assert measure_backoff(
-        backoff, large, make_verdict(VerdictKind.DEADLOCK, due=True), waited_s=BACKLOG_STEP_S
-    ) == pytest.approx(2 * DIAGNOSIS_FACTOR)
+    deadlock = make_verdict(VerdictKind.DEADLOCK)
+    assert measure_backoff(backoff, large, deadlock, waited_s=BACKLOG_STEP_S) == EVIDENCE_FACTOR
 
 
 def test_state_updates_are_rare_and_forgotten_jobs_have_no_backoff() -> None:
