@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.groups import Group, GroupKey, unpack_ranks
@@ -33,6 +33,7 @@ class Attempt:
     world_size: int = 0
     processes: dict[int, Process] = field(default_factory=dict)
     last_seen_at: float = 0.0
+    newest_call_at: float = 0.0  # when any rank last entered a call, or was reported to continue
     # When heartbeats resumed after the whole job was silent: before that, the silence of a host did
     # not mean that this host was lost.
     resumed_at: float = 0.0
@@ -120,17 +121,20 @@ class Attempt:
         return group
 
     def intern_call(self, call: Call) -> Call:
-        """Returns the call with shared signature and site objects: they take most of its memory,
-        and many ranks make equal calls.
+        """Gives the call shared signature and site objects, and returns it: they take most of its
+        memory, and many ranks make equal calls.
         """
         if len(self._signatures) >= INTERNED_KEPT:
             self._signatures.clear()
         if len(self._sites) >= INTERNED_KEPT:
             self._sites.clear()
-        site = None if call.site is None else self._sites.setdefault(call.site, call.site)
-        return replace(
-            call, signature=self._signatures.setdefault(call.signature, call.signature), site=site
-        )
+        # Both are equal to those that it has, so that this does not change the call. A copy would take
+        # longer than all else that is done for it.
+        signature, site = call.signature, call.site
+        object.__setattr__(call, "signature", self._signatures.setdefault(signature, signature))
+        if site is not None:
+            object.__setattr__(call, "site", self._sites.setdefault(site, site))
+        return call
 
     def add_stream(self, process: Process, stream: CallStream) -> None:
         """Adds a new stream of a process; a former holder of a rank joins no `GroupState`."""

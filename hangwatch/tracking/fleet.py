@@ -148,7 +148,7 @@ class Fleet:
                 reports = process.reports
                 reports.previously_seen_at = max(reports.last_seen_at, reports.last_progress_at)
                 if beat.brief:
-                    reports.last_progress_at = now
+                    reports.last_progress_at = attempt.newest_call_at = now
                 else:
                     reports.last_seen_at = now
                 if attempt.last_seen_at != now:

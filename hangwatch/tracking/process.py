@@ -154,13 +154,15 @@ class Process:
 
     def refresh_streams(self) -> None:
         """Updates `newest_call_at` and `open_calls` from `streams`."""
-        self.newest_call_at = max([s.entered_at for s in self.streams.values()], default=0.0)
-        unfinished = [
-            s for s in self.streams.values() if s.completed is None or s.completed < s.entered
-        ]
-        blocked = [s for s in unfinished if s.blocks_thread]
+        newest_call_at, unfinished = 0.0, []
+        for stream in self.streams.values():
+            if stream.entered_at > newest_call_at:
+                newest_call_at = stream.entered_at
+            if stream.completed is None or stream.completed < stream.entered:
+                unfinished.append(stream)
+        self.newest_call_at = newest_call_at
         self.open_calls.unfinished_streams = tuple(unfinished)
-        self.open_calls.blocked_streams = tuple(blocked)
+        self.open_calls.blocked_streams = tuple([s for s in unfinished if s.blocks_thread])
 
     @property
     def is_unable(self) -> bool:

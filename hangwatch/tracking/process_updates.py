@@ -30,17 +30,21 @@ def apply_process_update(
         attempt.mark_seen(now)
     if update.lifecycle != process.lifecycle:
         process.lifecycle = Lifecycle(min(max(update.lifecycle, 0), int(Lifecycle.EXITING)))
-    _apply_progress(process, update, now)
+    process.step = update.step
+    if update.phase is not None or process.phase is not None:
+        _apply_phase(process, update, now)
     _apply_activity(process.activity, update, now)
-    _apply_ending(process, update, now)
+    if update.ended is not None or update.raised is not None or update.flight_file is not None:
+        _apply_ending(process, update, now)
     health = process.recorder
     if update.dropped != health.dropped or update.faults != health.faults:
         process.recorder = RecorderHealth(update.dropped, update.faults)
     process.device_setting = update.device_setting
     all_known = _apply_streams(tracked, update, now)
     if update.sequences:
-        process.refresh_streams()
-    apply_device_statuses(attempt, process, update.device, now)
+        _refresh_streams(tracked)
+    if update.device:
+        apply_device_statuses(attempt, process, update.device, now)
     if (update.checksums or update.nonfinite) and tracked.holds_rank:
         process.overflows = max(process.overflows, update.overflows)
         attempt.checks.apply_update(process, update, now)
@@ -55,8 +59,15 @@ def apply_terse_update(
     The process makes progress: in streams that are not mentioned it may be further than is known.
     """
     all_known = _apply_streams(tracked, update, now)
-    tracked.process.refresh_streams()
+    _refresh_streams(tracked)
     return all_known
+
+
+def _refresh_streams(tracked: TrackedProcess) -> None:
+    process, attempt = tracked.process, tracked.attempt
+    process.refresh_streams()
+    if process.newest_call_at > attempt.newest_call_at:
+        attempt.newest_call_at = process.newest_call_at
 
 
 def _apply_streams(tracked: TrackedProcess, update: heartbeat.ProcessUpdate, now: float) -> bool:
@@ -66,13 +77,12 @@ def _apply_streams(tracked: TrackedProcess, update: heartbeat.ProcessUpdate, now
     return all_known
 
 
-def _apply_progress(process: Process, update: heartbeat.ProcessUpdate, now: float) -> None:
-    process.step = update.step
+def _apply_phase(process: Process, update: heartbeat.ProcessUpdate, now: float) -> None:
     if update.phase is not None:
         process.phase = Phase(
             name=update.phase, began_at=now - update.phase_s, limit_s=update.phase_limit_s
         )
-    elif process.phase is not None:
+    else:
         process.phase = None
 
 

@@ -39,29 +39,27 @@ def apply_stream_update(
             tag=identity.tag,
         )
         attempt.add_stream(process, stream)
-    old_first_unfinished = stream.first_unfinished
-    old_completed = stream.completed or 0
     entered, completed, chain = update.entered, update.completed, update.chain
     entered_at = now - update.entered_s
-    if (
-        entered > stream.entered
-        and stream.peer in attempt.suspects
-        and stream.last_growth[1] <= attempt.processes[stream.peer].reports.last_seen_at
-    ):
-        stream.last_growth = stream.entered, now
+    # This runs for each stream of each rank in each heartbeat: no property, no call without need.
+    old_completed = stream.completed
+    old_first_unfinished = stream.entered if old_completed is None else old_completed + 1
+    if stream.peer is not None and entered > stream.entered:
+        _record_growth(attempt, stream, now)
     stream.entered = entered
     stream.completed = completed
     stream.chain = chain
     stream.entered_at = entered_at
-    if update.op:
+    if update.op and update.op != stream.op:
         stream.op = intern(update.op)
-    if stream.first_unfinished > old_first_unfinished:
+    if (entered if completed is None else completed + 1) > old_first_unfinished:
         stream.advanced_at = entered_at
     # The completions in the first update of a stream may be old: the server may have started during
     # a hang.
-    if is_known and completed is not None and completed > old_completed:
+    if is_known and completed is not None and completed > (old_completed or 0):
         stream.last_completion_at = now
-        _record_blocked_interval(process, stream, old_first_unfinished, now)
+        if stream.pending_at is not None or now - entered_at > MIN_WAIT_S:
+            _record_blocked_interval(process, stream, old_first_unfinished, now)
     stream.pending_at = None if update.pending_s is None else now - update.pending_s
     if stream.group_state is not None and (chain or update.checkpoints):
         pairs = update.checkpoints
@@ -81,6 +79,15 @@ def apply_stream_update(
         if state is not None and state.members.get(process.rank) is stream:
             attempt.concurrent_groups[state.key] = None
     return True
+
+
+def _record_growth(attempt: Attempt, stream: CallStream, now: float) -> None:
+    """Records that a channel has more calls than before, if its peer is blocked."""
+    peer = stream.peer
+    if peer in attempt.suspects and (
+        stream.last_growth[1] <= attempt.processes[peer].reports.last_seen_at
+    ):
+        stream.last_growth = stream.entered, now
 
 
 def _record_blocked_interval(process: Process, stream: CallStream, seq: int, now: float) -> None:
@@ -106,10 +113,15 @@ def record_calls(
     ``requested`` means that calls of this stream were requested, to compare them with those of
     other members: then completed calls are kept too.
     """
+    pairs = []
     for call in calls:
         stream.calls[call.seq] = attempt.intern_call(call)
+        # The hash of the newest call came with the stream's position.
+        if call.chain and (call.seq, call.chain) != (stream.entered, stream.chain):
+            pairs.append((call.seq, call.chain))
     attempt.track_calls(process, stream, calls)
-    attempt.record_hashes(stream, tuple([(call.seq, call.chain) for call in calls if call.chain]))
+    if pairs:
+        attempt.record_hashes(stream, tuple(pairs))
     if not requested and len(stream.calls) > FINISHED_CALLS_KEPT:
         # All unfinished calls are kept: the other members may wait in the first of them.
         finished = [seq for seq in stream.calls if seq < stream.first_unfinished]

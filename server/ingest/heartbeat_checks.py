@@ -146,7 +146,8 @@ def check_memory(
         # Few processes come near the limit: only these are counted exactly.
         if len(update.sequences) > limits.STREAMS.most // 2:
             _check_stream_count(beat.host, update, fleet)
-    adds_members = _check_members(beat, fleet)
+    describes_groups = next(_iter_identities(beat.processes), None) is not None
+    adds_members = (describes_groups or bool(new_identities)) and _check_members(beat, fleet)
     if (new_identities or adds_members) and read_resident_bytes() > limits.MEMORY.most:
         raise limits.MEMORY.make_problem(remedy=_REMEDY)
 

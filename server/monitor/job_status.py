@@ -101,13 +101,8 @@ def _describe_unexplained_wait(wait: UnexplainedWait, now: float) -> tuple[str, 
 
 def _measure_silence(attempt: Attempt, stall_after_s: float) -> float:
     """For how many seconds no rank has made a call; 0 if that is less than ``stall_after_s``."""
-    newest_call_at = 0.0
-    for process in attempt.processes.values():
-        called_at = max(process.newest_call_at, process.reports.last_progress_at)
-        newest_call_at = max(newest_call_at, called_at)
-        if attempt.last_seen_at - newest_call_at < stall_after_s:
-            return 0.0
-    return attempt.last_seen_at - newest_call_at if newest_call_at else 0.0
+    silent_s = attempt.last_seen_at - attempt.newest_call_at
+    return silent_s if attempt.newest_call_at and silent_s >= stall_after_s else 0.0
 
 
 def _describe_silence(attempt: Attempt, silent_s: float, facts: list[str]) -> tuple[str, str]:

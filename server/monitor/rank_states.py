@@ -105,10 +105,13 @@ def compute_waiting_s(process: Process, now: float) -> float | None:
     """Seconds since the process entered its oldest unfinished call; None if all are finished, or if
     it is busy with other work and no call blocks it.
     """
-    if process.exit is not None or process.reports.last_progress_at > process.reports.last_seen_at:
+    unfinished = process.open_calls.unfinished_streams
+    if not unfinished or process.exit is not None:
+        return None
+    if process.reports.last_progress_at > process.reports.last_seen_at:
         return None
     oldest_at: float | None = None
-    for stream in process.streams.values():  # of thousands of ranks, four times a second
+    for stream in unfinished:  # of thousands of ranks, four times a second
         pending_at = stream.pending_at
         if pending_at is not None and (oldest_at is None or pending_at < oldest_at):
             oldest_at = pending_at
@@ -125,7 +128,7 @@ def _is_free_to_continue(process: Process) -> bool:
     """
     oldest = (
         stream.calls.get(stream.first_unfinished)
-        for stream in process.streams.values()
+        for stream in process.open_calls.unfinished_streams
         if stream.pending_at is not None
     )
     return all(call is not None and call.blocking is not True for call in oldest)

@@ -116,7 +116,8 @@ class FaultResult:
     verdict_delay_s: float | None
     other_verdicts: list[str]  # of the same time, which are wrong
     core_share: float
-    counts: AgentCounts  # since it was planted
+    took_s: float  # since it was planted
+    counts: AgentCounts  # of that time
 
     @property
     def is_good(self) -> bool:
@@ -250,12 +251,14 @@ class FaultTrial:
                 reported_at = time.monotonic()
         time.sleep(2.0)
         cpu_s = read_family_cpu_s(self.server.pid) - cpu_before_s
+        took_s = time.monotonic() - began_at
         counts, _, _ = self.agents.collect_counts()
         return FaultResult(
             kind=fault.kind,
             verdict_delay_s=None if reported_at is None else max(0.0, reported_at - due_at),
             other_verdicts=sorted(other_verdicts.values()),
-            core_share=cpu_s / (time.monotonic() - began_at),
+            core_share=cpu_s / took_s,
+            took_s=took_s,
             counts=counts,
         )
 
@@ -314,7 +317,7 @@ def _describe_result(result: FaultResult) -> str:
         remarks.append(f"the simulation itself was {counts.max_delay_s:.1f} s late")
     return (
         f"{result.kind.value:16} {delay:36} server {100 * result.core_share:5.1f} %"
-        f" {'ok' if result.is_good else 'WRONG'} {'; '.join(remarks)}"
+        f" at {result.counts.heartbeats / result.took_s:5.0f} heartbeats/s {'ok' if result.is_good else 'WRONG'} {'; '.join(remarks)}"
     )
 
 
