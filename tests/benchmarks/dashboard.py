@@ -28,6 +28,8 @@ from tests.simulation.job_reporter import JobReporter
 from tests.simulation.simulated_job import SimulatedGroup, SimulatedJob
 from tests.simulation.waiting import wait_until
 
+from .process_cost import read_cpu_s
+
 MAX_LOAD_S, MAX_UPDATE_MS, MAX_CORE_PERCENT = 2.0, 50.0, 10.0
 PAGE_LOADS, MEASURE_S = 5, 20.0
 HEARTBEAT_INTERVAL_S = 2.5  # of a host, as a busy server requests it
@@ -40,25 +42,6 @@ def list_groups(rank: int) -> list[SimulatedGroup]:
         SimulatedGroup(name=f"tp{first}", desc="tp", ranks=f"{first}-{first + 7}"),
         SimulatedGroup(name=f"dp{member}", desc="dp", ranks=f"{member}-{member + 504}:8"),
     ]
-
-
-def read_cpu_s(pid: int) -> float:
-    """CPU time of all threads of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def list_family(pid: int) -> list[int]:
-    """A process and its running children."""
-    children = Path(f"/proc/{pid}/task").glob("*/children")
-    return [pid, *(int(child) for tasks in children for child in tasks.read_text().split())]
-
-
-def read_family_cpu_s(pid: int) -> float:
-    """CPU time so far of a process and of the processes that it has started, alive or not."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    ended_s = (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
-    return ended_s + sum(map(read_cpu_s, list_family(pid)))
 
 
 def measure_core_share(pid: int) -> float:

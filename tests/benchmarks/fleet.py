@@ -44,7 +44,7 @@ from tests.simulation.parallel_job import (
 from tests.simulation.simulated_node_agent import AgentCounts
 from tests.simulation.waiting import wait_until
 
-from .dashboard import list_family, read_family_cpu_s
+from .process_cost import list_family, read_family_cpu_s
 
 STALL_AFTER_S = 20.0  # the default of 60 would only make this take longer
 MAX_VERDICT_DELAY_S, MAX_API_S, MAX_CORE_PERCENT, MAX_MB = 10.0, 0.2, 100.0, 2000.0

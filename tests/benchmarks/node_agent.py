@@ -21,7 +21,8 @@ from tests.harness.nvml_shim import build_nvml_shim, write_driver
 from tests.harness.server import Server, running_server
 from tests.simulation.waiting import wait_until
 
-from .dashboard import check_limit, list_family, read_family_cpu_s
+from .dashboard import check_limit
+from .process_cost import list_family, read_family_cpu_s
 
 RANKS, MEASURE_S, DUMPS = 8, 65.0, 3  # at least one reading of the hardware
 SETTLE_S = 12.0  # after a process starts, more are expected and looked for more often
@@ -44,7 +45,7 @@ while True:
 READINGS = """
 import os, threading, time
 from hangwatch.agent.node.hardware.monitor import HardwareMonitor, HardwareOrder
-from tests.benchmarks.node_agent import read_family_cpu_s
+from tests.benchmarks.process_cost import read_family_cpu_s
 woken = threading.Event()
 monitor = HardwareMonitor(woken.set)
 def read():

@@ -37,7 +37,7 @@ from tests.simulation.job_reporter import JobReporter
 from tests.simulation.simulated_job import SimulatedJob
 from tests.simulation.waiting import wait_until
 
-from .dashboard import read_family_cpu_s
+from .process_cost import read_family_cpu_s
 
 PROGRAM = Path(__file__).with_name("soaked.py")
 JOB_COUNT, HOSTS_PER_JOB, RANKS_PER_HOST = 32, 2, 8  # jobs at a time
