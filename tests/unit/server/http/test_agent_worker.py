@@ -1,0 +1,46 @@
+"""When the process for node agents' connections counts as one that does not respond."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from hangwatch.server.http import agent_worker
+from hangwatch.server.http.agent_worker import AgentWorker, make_options
+from hangwatch.server.ingest.worker_frames import FrameType, encode_frame
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_worker, "CHECK_INTERVAL_S", 0.02)
+    monkeypatch.setattr(agent_worker, "RESPONSE_TIMEOUT_S", 0.3)
+
+
+def test_process_with_a_backlog_is_not_replaced() -> None:
+    """It passes on one heartbeat after another, and so does not come to the mark for long."""
+
+    async def check() -> None:
+        ours, theirs = socket.socketpair()
+        worker = AgentWorker(
+            options=make_options(["/api/v1/heartbeats"]),
+            count_hosts=lambda: 0,
+            answer_request=lambda request, send: None,
+        )
+        with theirs:
+            loop = asyncio.get_running_loop()
+            transport, _ = await loop.create_connection(lambda: worker, sock=ours)
+            end = asyncio.create_task(worker._wait_for_end())
+            for _ in range(20):
+                theirs.send(encode_frame(FrameType.CLOSED, 1))
+                await asyncio.sleep(0.05)
+            assert not end.done()
+            worker.pause_reading()
+            await asyncio.sleep(1.0)
+            assert not end.done(), "nothing can arrive while reading is paused"
+            worker.resume_reading()
+            assert await asyncio.wait_for(end, 5.0) == "does not respond"
+            transport.close()
+
+    asyncio.run(check())
