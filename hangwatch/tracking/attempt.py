@@ -52,6 +52,9 @@ class Attempt:
     # Groups in which some member's backend reports how far its device is.
     device_groups: dict[GroupKey, None] = field(default_factory=dict)
     has_messages: bool = False  # some rank sent or received
+    # Since the last diagnosis, something was reported that may decide a verdict without a further
+    # wait: a rank that cannot run, different calls, or ranks that wait for each other.
+    has_news: bool = False
     # Groups that two threads of one rank use at the same time.
     concurrent_groups: dict[GroupKey, None] = field(default_factory=dict)
     checks: CheckResults = field(default_factory=CheckResults)
@@ -184,6 +187,7 @@ class Attempt:
         if self.processes.get(rank) is not process:
             return
         if process.is_unable:
+            self.has_news |= rank not in self.unable_ranks
             self.unable_ranks.add(rank)
             self.suspects.add(rank)
             return
@@ -217,7 +221,7 @@ class Attempt:
 
     def mark_diverged(self, group_state: GroupState, seq: int) -> None:
         """Marks a group whose members made different calls, the first of them at ``seq``."""
-        group_state.diverged = True
+        self.has_news = group_state.diverged = True
         group_state.diverged_at = self.last_seen_at
         group_state.diverged_seq = seq
         self.diverged_groups.add(group_state.key)

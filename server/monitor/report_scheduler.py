@@ -69,6 +69,7 @@ class ReportScheduler:
         """
         for tracked in self.fleet.iter_mutual_waits(agent):
             attempt = tracked.attempt
+            attempt.has_news = True
             if is_large(attempt.rank_count):
                 request = EvidenceRequest(rank=tracked.process.rank, stacks=True)
                 self.commands.request_evidence(attempt, [request], now)

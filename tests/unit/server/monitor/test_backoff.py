@@ -12,6 +12,7 @@ from hangwatch.server.core.limits import LARGE_RANKS
 from hangwatch.server.monitor.backoff import (
     BACKLOG_STEP_S,
     EVIDENCE_FACTOR,
+    MAX_PAUSE_S,
     STARTING_FACTOR,
     STATES_FACTOR,
     WAITING_FACTOR,
@@ -46,9 +47,9 @@ def measure_backoff(
     *verdicts: Verdict,
     now: float = NOW,
     waited_s: float = 0.0,
+    spent_s: float = 1.0,
 ) -> float:
-    """After a diagnosis that took a second."""
-    backoff.record_diagnosis(of, Diagnosis(verdicts=verdicts), 1.0, waited_s, now)
+    backoff.record_diagnosis(of, Diagnosis(verdicts=verdicts), spent_s, waited_s, now)
     return next(n / 10 for n in range(1000) if not backoff.skips_diagnosis(of, now + n / 10))
 
 
@@ -62,12 +63,19 @@ def test_small_job_has_no_backoff() -> None:
 
 def test_backoff_is_shorter_while_evidence_decides() -> None:
     backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
-    assert measure_backoff(backoff, large) == WAITING_FACTOR
-    assert measure_backoff(backoff, large, make_verdict()) == WAITING_FACTOR
-    assert measure_backoff(backoff, large, make_verdict(due=True)) == WAITING_FACTOR
+    assert measure_backoff(backoff, large) == MAX_PAUSE_S
+    assert measure_backoff(backoff, large, spent_s=0.1) == WAITING_FACTOR / 10
+    assert measure_backoff(backoff, large, make_verdict()) == MAX_PAUSE_S
+    assert measure_backoff(backoff, large, make_verdict(due=True)) == MAX_PAUSE_S
     deadlock = make_verdict(VerdictKind.DEADLOCK)
     assert measure_backoff(backoff, large, deadlock) == EVIDENCE_FACTOR
     assert measure_backoff(backoff, large, make_verdict(due=True), deadlock) == EVIDENCE_FACTOR
+
+
+def test_backoff_is_shorter_after_news() -> None:
+    backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
+    large.has_news = True
+    assert measure_backoff(backoff, large) == EVIDENCE_FACTOR
 
 
 def test_backoff_ends_when_verdict_is_due() -> None:
@@ -82,10 +90,10 @@ def test_backoff_ends_when_verdict_is_due() -> None:
 def test_backoff_while_ranks_are_joining() -> None:
     backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
     large.processes[0] = None  # type: ignore[assignment]  # only how many there are counts
-    assert measure_backoff(backoff, large) == WAITING_FACTOR
+    assert measure_backoff(backoff, large) == MAX_PAUSE_S
     large.processes[1] = None  # type: ignore[assignment]
     assert measure_backoff(backoff, large, waited_s=9 * BACKLOG_STEP_S) == STARTING_FACTOR
-    assert measure_backoff(backoff, large) == WAITING_FACTOR
+    assert measure_backoff(backoff, large) == MAX_PAUSE_S
     assert measure_backoff(backoff, large, waited_s=9 * BACKLOG_STEP_S) == STARTING_FACTOR, (
         "never longer"
     )
