@@ -10,15 +10,10 @@ from hangwatch.tracking.call_stream import CallStream, GroupState
 _FULL_MESH_BACKEND = "gloo"  # a group exists only once all its members are connected
 
 
-def is_unwatched(attempt: Attempt, rank: int, group_state: GroupState | None) -> bool:
-    """Whether the rank is known to exist, and its calls are not recorded. ``group_state`` is that of
-    a group in which others wait for it.
+def shows_all_members(attempt: Attempt, group_state: GroupState) -> bool:
+    """Whether the members of a group that report show that the others exist: all took part in a
+    collective, or had to connect before any of them could continue.
     """
-    process = attempt.processes.get(rank)
-    if process is not None:
-        return bool(process.identity.unrecorded)
-    if group_state is None:
-        return False
     return has_completed_calls(group_state) or any(
         _FULL_MESH_BACKEND in stream.group.backend
         and stream.kind is StreamKind.COLLECTIVE

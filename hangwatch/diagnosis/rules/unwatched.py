@@ -14,7 +14,7 @@ from hangwatch.diagnosis.context import (
     request_stacks,
     select_waits,
 )
-from hangwatch.diagnosis.graph.unwatched import is_unwatched
+from hangwatch.diagnosis.graph.unwatched import shows_all_members
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.verdicts import Verdict
 
@@ -26,11 +26,25 @@ def find_unwatched_ends(
     context: DiagnosisContext, ends: Collection[int], waits_by_end: dict[int, LongestWaits]
 ) -> list[int]:
     """Those of the ends of wait chains whose calls are not recorded."""
-    unwatched = []
+    attempt, unwatched = context.attempt, []
+    # By the id of its state, whether a group shows that an end exists that does not report. Before all
+    # of 100,000 ranks have started, there are as many ends, and the groups have as many members.
+    is_shown: dict[int, bool] = {}
     for rank in ends:
-        group_states = [call.stream.group_state for call in waits_by_end[rank].blocked_calls]
-        if any(is_unwatched(context.attempt, rank, state) for state in group_states):
-            unwatched.append(rank)
+        process = attempt.processes.get(rank)
+        if process is not None:
+            if process.identity.unrecorded:
+                unwatched.append(rank)
+            continue
+        for blocked in waits_by_end[rank].blocked_calls:
+            state = blocked.stream.group_state
+            if state is None:
+                continue
+            if id(state) not in is_shown:
+                is_shown[id(state)] = shows_all_members(attempt, state)
+            if is_shown[id(state)]:
+                unwatched.append(rank)
+                break
     return unwatched
 
 

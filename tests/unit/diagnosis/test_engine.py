@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 
 from hangwatch.diagnosis import diagnose, messages
+from hangwatch.diagnosis.graph.unwatched import shows_all_members
+from hangwatch.diagnosis.rules import unwatched
 from hangwatch.diagnosis.rules.mismatch import find_call_mismatches
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.groups import DECLARED_BACKEND, Group
@@ -18,7 +20,8 @@ from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle
 from hangwatch.model.threads import Frame
 from hangwatch.model.verdicts import Verdict
 from hangwatch.protocol import heartbeat
-from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS, CallStream
+from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS, CallStream, GroupState
 from hangwatch.tracking.fleet import Fleet
 from tests.simulation.scripted_job import ScriptedJob
 
@@ -678,6 +681,28 @@ def test_communication_without_init_process_group() -> None:
         VerdictKind.STARTUP_STALL,
         "rank 3 never started, for which 3 ranks wait in Barrier",
     )
+
+
+def test_group_of_many_absent_ranks_is_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each of them: at the start of a large job, nearly all are absent."""
+    job, examined = ScriptedJob(3 * MAX_URGENT_SUSPECTS), []
+
+    def examine(attempt: Attempt, group_state: GroupState) -> bool:
+        examined.append(group_state)
+        return shows_all_members(attempt, group_state)
+
+    monkeypatch.setattr(unwatched, "shows_all_members", examine)
+    for number in range(10, job.world_size):
+        del job.ranks[number]
+    for number in range(10):
+        job.make_setup_call(number, done=False)
+    for _ in range(12):
+        job.advance_time(1.0)
+        job.send_heartbeats()
+    examined.clear()
+    (verdict,) = job.run_diagnosis().verdicts
+    assert (verdict.kind, len(examined)) == (VerdictKind.STARTUP_STALL, 1)
+    assert verdict.culprits == tuple(range(10, job.world_size))
 
 
 def test_rank_that_never_reported() -> None:
