@@ -14,7 +14,8 @@ from hangwatch.tracking.process import Process
 # from the script and is a cause.
 PEER_ERROR_TYPES = re.compile(r"^(RuntimeError|Dist\w*Error)$")
 LOST_PEER_MESSAGE = re.compile(
-    r"gloo/transport|connection (reset|closed|aborted|refused)|broken pipe|remote (process|peer)",
+    r"gloo/transport|connection (reset|closed|aborted|refused)|broken pipe|remote (process|peer)"
+    r"|communicator was aborted",
     re.IGNORECASE,
 )
 # Messages of gloo, of its monitored barrier, and of NCCL's watchdog.

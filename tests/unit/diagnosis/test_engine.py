@@ -295,7 +295,12 @@ def test_first_exception_is_the_cause_even_if_process_ends_last() -> None:
     assert "ValueError: bad batch" in verdict.summary
 
 
-def test_vanished_rank_is_not_blamed_for_exception_right_after_last_sign_of_life() -> None:
+@pytest.mark.parametrize(
+    "message", ["Connection closed by peer", "NCCL communicator was aborted on rank 3."]
+)
+def test_vanished_rank_is_not_blamed_for_exception_right_after_last_sign_of_life(
+    message: str,
+) -> None:
     job = ScriptedJob(4)
     job.make_calls()
     job.send_heartbeats()
@@ -303,9 +308,7 @@ def test_vanished_rank_is_not_blamed_for_exception_right_after_last_sign_of_life
     job.advance_time(0.3)
     job.end_process(2, exception=ExceptionInfo(type="ValueError", message="bad batch"))
     job.advance_time(0.1)
-    job.end_process(
-        3, exception=ExceptionInfo(type="RuntimeError", message="Connection closed by peer")
-    )
+    job.end_process(3, exception=ExceptionInfo(type="RuntimeError", message=message))
     job.advance_time(2)
     (verdict,) = job.list_due_verdicts()
     assert (verdict.kind, verdict.culprits) == (VerdictKind.DEAD_RANK, (2,))

@@ -229,6 +229,12 @@ def test_waiting_rank_that_ran_on_before_its_end_has_waited(scene: IncidentScena
     fewer = replace(MISSING_VERDICT, waiting=(1, 3))
     [case] = scene.observe_verdicts(fewer)
     assert case.incident.waiting == (1, 3)
+    message = "NCCL communicator was aborted on rank 0."
+    failure = ExceptionInfo(type="DistBackendError", message=message)
+    scene.attempt.processes[0].exception = failure
+    [case] = scene.observe_verdicts(fewer)
+    assert case.incident.waiting == (0, 1, 3)
+    scene.attempt.processes[0].exception = None
     scene.end_ranks(0, signal=6)
     [case] = scene.observe_verdicts(fewer)
     assert case.incident.waiting == (0, 1, 3)
