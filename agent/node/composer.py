@@ -6,7 +6,7 @@ import secrets
 import socket
 from dataclasses import dataclass, field
 
-from hangwatch.protocol.heartbeat import AgentCost, Heartbeat, ProcessUpdate
+from hangwatch.protocol.heartbeat import PROTOCOL_VERSION, AgentCost, Heartbeat, ProcessUpdate
 
 from .discovery.watchlist import Watchlist
 from .reporting import terse
@@ -79,6 +79,7 @@ class HeartbeatComposer:
             parts = self._shorten_updates(parts)
         tallies = {key: process.tally for key, process in self._watchlist.watched.items()}
         heartbeat = Heartbeat(
+            version=PROTOCOL_VERSION,
             host=self._host,
             agent=self.agent_id,
             owner=self._owner,

@@ -24,6 +24,8 @@ from .hardware import HardwareReply
 from .live import RecordingReply, TraceReply
 
 PROTOCOL_VERSION = 2
+# In version 1, which heartbeats without a version have, stream updates are objects.
+ACCEPTED_VERSIONS = frozenset({1, PROTOCOL_VERSION})
 COMMANDS_PATH = "/api/v1/commands"
 # The Priority header (RFC 9218) of a heartbeat that the server should process before others.
 URGENT_PRIORITY = "u=1"
@@ -234,7 +236,7 @@ class PerformanceReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    version: int = PROTOCOL_VERSION
+    version: int = 1  # node agents send `PROTOCOL_VERSION`
     host: str
     agent: str  # unique per node agent process
     owner: str = ""  # a secret that a node agent shares with those that replace it

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from .problems import Problem
 
 USUAL_HEARTBEATS_PER_S = 500  # with more hosts than this can serve, each reports less often
-# An overloaded server has hosts report this rarely, and one with twenty thousand hosts: long enough
-# that their heartbeats take a third of a core at most, and short enough that a host is missed soon.
+# From 10,000 hosts on, and on an overloaded server, a host reports this often: rarely enough for the
+# server, and often enough that a lost host is missed soon.
 MAX_USUAL_INTERVAL_S = 20.0
-MAX_HEARTBEATS_PER_S = 1000  # with even more hosts, the interval grows further
+MAX_HEARTBEATS_PER_S = 1000  # from 20,000 hosts on, the interval grows again
 SLOTS_FROM_INTERVAL_S = 2.0  # from this interval on, each host has a slot in it
 MIN_SLOT_WAIT_S = 1.0  # after a heartbeat, a slot that begins sooner is left out
 FULL_UPDATE_INTERVALS = 3  # intervals in which a host with a slot sends all positions once

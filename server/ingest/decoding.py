@@ -46,13 +46,30 @@ def decode_agent_id(body: bytes) -> str | None:
         return None
 
 
+def decode_version(body: bytes) -> int:
+    """The protocol version of a heartbeat, without decoding the rest; 1 if there is none."""
+    try:
+        return _version_decoder().decode(body).version
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return 1
+
+
 class _Sender(msgspec.Struct):
     agent: str
+
+
+class _Version(msgspec.Struct):
+    version: int = 1
 
 
 @functools.cache
 def _sender_decoder() -> msgspec.json.Decoder[_Sender]:
     return msgspec.json.Decoder(_Sender)
+
+
+@functools.cache
+def _version_decoder() -> msgspec.json.Decoder[_Version]:
+    return msgspec.json.Decoder(_Version)
 
 
 @functools.cache

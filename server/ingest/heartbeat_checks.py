@@ -32,22 +32,28 @@ def parse_heartbeat(body: bytes) -> heartbeat.Heartbeat:
     try:
         beat = decoding.decode_heartbeat(body)
     except ValidationError as error:
+        _check_version(decoding.decode_version(body))
         errors = describe_validation_errors(
             error.errors(include_input=False, include_url=False, include_context=False)
         )
         raise Problem(422, "not a heartbeat; nothing of it was applied", errors=errors) from None
-    if beat.version != heartbeat.PROTOCOL_VERSION:
-        raise Problem(
-            422,
-            f"this heartbeat has protocol version {beat.version}, this server has version"
-            f" {heartbeat.PROTOCOL_VERSION}: install the same release of hangwatch on the training"
-            " nodes and here",
-        )
+    _check_version(beat.version)
     if len(body) > _UNSUSPICIOUS_BYTES:
         _check_sizes(msgspec.json.decode(body))
     _check_names(beat)
     _check_ranks(beat)
     return beat
+
+
+def _check_version(version: int) -> None:
+    """Raises Problem if heartbeats of this protocol version cannot be read."""
+    if version not in heartbeat.ACCEPTED_VERSIONS:
+        raise Problem(
+            422,
+            f"this heartbeat has protocol version {version}, this server has version"
+            f" {heartbeat.PROTOCOL_VERSION}: install the same release of hangwatch on the training"
+            " nodes and here",
+        )
 
 
 def check_job(beat: heartbeat.Heartbeat, allowed: str | None) -> None:

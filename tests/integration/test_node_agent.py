@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 
+from hangwatch.protocol.heartbeat import PROTOCOL_VERSION
 from hangwatch.protocol.signatures import Credential, SignedRequest
 from tests.harness.processes import read_resident_mb
 from tests.simulation.waiting import wait_for_value
@@ -363,6 +364,7 @@ def test_report_interval_follows_server(agent_testbed: AgentTestbed) -> None:
     agent_testbed.start_rank(0, "sleep")
     agent_testbed.start_agent()
     agent_testbed.wait_until_reported(0)
+    assert agent_testbed.receiver.heartbeats[0]["version"] == PROTOCOL_VERSION
     agent_testbed.receiver.interval_s = 1.0
     heartbeat_count = len(agent_testbed.receiver.heartbeats)
     wait_for_value(

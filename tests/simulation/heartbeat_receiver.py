@@ -6,13 +6,15 @@ import threading
 import time
 from typing import Any
 
+from hangwatch.protocol.heartbeat import StreamUpdate
+
 from .http_receiver import HttpReceiver, HttpReply, ReceivedRequest, make_json_reply
 from .waiting import wait_for_value
 
 
 class HeartbeatReceiver(HttpReceiver):
-    """``heartbeats`` are those that it accepted; ``tokens`` and ``urgent_flags`` have an entry for
-    each request.
+    """``heartbeats`` are those that it accepted, with stream updates as objects; ``tokens`` and
+    ``urgent_flags`` have an entry for each request.
     """
 
     def __init__(self) -> None:
@@ -47,7 +49,7 @@ class HeartbeatReceiver(HttpReceiver):
             headers = {"Retry-After": str(self.retry_after)} if self.retry_after else {}
             return make_json_reply({}, self.status, **headers)
         with self._lock:
-            self.heartbeats.append(request.parse_json())
+            self.heartbeats.append(_name_stream_fields(request.parse_json()))
             commands, self.commands = self.commands, []
             resync, self.resync = self.resync, False
         return make_json_reply(
@@ -89,3 +91,13 @@ class HeartbeatReceiver(HttpReceiver):
         self.send_command(key, **command)
         wait_for_value(lambda: len(self.list_samples()) > before, "the requested stacks")
         return self.list_samples()[-1]
+
+
+def _name_stream_fields(beat: dict[str, Any]) -> dict[str, Any]:
+    for process in beat.get("processes", ()):
+        if "sequences" in process:
+            updates = process["sequences"]
+            process["sequences"] = [
+                dict(zip(StreamUpdate._fields, update, strict=False)) for update in updates
+            ]
+    return beat

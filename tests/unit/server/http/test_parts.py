@@ -195,8 +195,9 @@ class TestIngest:
             assert raised.value.status == 422
 
     def test_other_protocol_version_is_reported(self) -> None:
-        with pytest.raises(Problem, match="same release"):
-            parse_heartbeat(b'{"version": 1, "host": "n", "agent": "a", "number": 1}')
+        for rest in (b'"host": "n", "agent": "a", "number": 1}', b'"new": "format"}'):
+            with pytest.raises(Problem, match="same release"):
+                parse_heartbeat(b'{"version": 3, ' + rest)
 
     def test_gzip_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert heartbeat_bodies.decompress_body(gzip.compress(b"{}")) == b"{}"
