@@ -1,6 +1,5 @@
-"""Answers heartbeats that the process for node agents' connections has read; see `agent_worker`.
-
-`heartbeats` does the same for those that arrive here.
+"""Answers heartbeats that the process for node agents' connections has read (see `agent_worker`).
+`heartbeats` answers those that arrive here, by the same steps.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from ..core import problems
 from ..core.problems import Problem
 from ..ingest import decoding
 from ..ingest.heartbeat_checks import check_job, check_memory, parse_heartbeat
+from ..ingest.heartbeat_queue import DecodeHeartbeat
 from ..monitor.job_claims import NOT_HERE_STATUSES
 from ..monitor.watch import Watch
 from . import error_pages
@@ -54,22 +54,16 @@ class HeartbeatAnswerer:
         if not isinstance(grant, AgentGrant):
             return send_response(format_refusal(grant))
         body = decode_body(headers, request.body, grant)
-        refusal = self.watch.load.make_refusal(request.is_urgent)
-        if refusal is not None:
-            self.watch.heartbeats.refuse_heartbeat(decoding.decode_agent_id(body))
-            return send_response(format_refusal(problems.make_response(refusal)))
+        decode = prepare_heartbeat(self.watch, body, grant, request.is_urgent)
 
         def take_reply(reply: heartbeat.HeartbeatReply | Exception) -> None:
             if isinstance(reply, Exception):
                 return send_response(format_refusal(self._make_refusal(reply)))
-            encoded = msgspec.json.encode(codec.encode_message(reply))
+            encoded = encode_reply(reply)
             return send_response(format_reply(grant.make_headers(encoded), encoded))
 
         return self.watch.heartbeat_queue.submit(
-            lambda: decode_heartbeat(self.watch, body, grant),
-            request.is_urgent,
-            request.arrived_at,
-            take_reply,
+            decode, request.is_urgent, request.arrived_at, take_reply
         )
 
     def _make_refusal(self, error: Exception) -> Response:
@@ -80,7 +74,18 @@ class HeartbeatAnswerer:
         return problems.make_problem_response(500, error_pages.INTERNAL_ERROR_DETAIL)
 
 
-def decode_heartbeat(watch: Watch, body: bytes, grant: AgentGrant) -> heartbeat.Heartbeat:
+def prepare_heartbeat(
+    watch: Watch, body: bytes, grant: AgentGrant, is_urgent: bool
+) -> DecodeHeartbeat:
+    """What decodes a heartbeat once it is its turn. Raises Problem if the server is overloaded."""
+    refusal = watch.load.make_refusal(is_urgent)
+    if refusal is not None:
+        watch.heartbeats.refuse_heartbeat(decoding.decode_agent_id(body))
+        raise refusal
+    return lambda: _decode_heartbeat(watch, body, grant)
+
+
+def _decode_heartbeat(watch: Watch, body: bytes, grant: AgentGrant) -> heartbeat.Heartbeat:
     """A heartbeat that may be applied. Raises Problem."""
     beat = parse_heartbeat(body)
     check_job(beat, grant.job)
@@ -88,6 +93,10 @@ def decode_heartbeat(watch: Watch, body: bytes, grant: AgentGrant) -> heartbeat.
     if watch.job_claims is not None:
         watch.job_claims.check_heartbeat(beat)
     return beat
+
+
+def encode_reply(reply: heartbeat.HeartbeatReply) -> bytes:
+    return msgspec.json.encode(codec.encode_message(reply))
 
 
 def count_refusal(watch: Watch, problem: Problem) -> None:

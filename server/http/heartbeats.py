@@ -14,8 +14,8 @@ from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hangwatch.protocol import codec, heartbeat
-from hangwatch.protocol.heartbeat import COMMANDS_PATH
+from hangwatch.protocol import codec
+from hangwatch.protocol.heartbeat import COMMANDS_PATH, URGENT_PRIORITY
 from hangwatch.protocol.signatures import may_report_job
 
 from ..core import limits, problems
@@ -26,7 +26,12 @@ from ..monitor.watch import Watch
 from . import error_pages
 from .access import AgentGrant, Authenticator
 from .app_state import AppState
-from .heartbeat_answers import REPLY_HEADERS, count_refusal, decode_heartbeat
+from .heartbeat_answers import (
+    REPLY_HEADERS,
+    count_refusal,
+    encode_reply,
+    prepare_heartbeat,
+)
 from .heartbeat_bodies import SIZE_REMEDY, check_content_coding, decode_body
 from .rendering import SECURITY_HEADERS
 
@@ -206,21 +211,14 @@ async def _handle_heartbeat(
     headers: Mapping[str, str], receive: Receive, watch: Watch, grant: AgentGrant
 ) -> bytes:
     """Returns the encoded reply. Raises Problem or ClientDisconnect."""
-    is_urgent = headers.get("priority") == heartbeat.URGENT_PRIORITY
-    refusal = watch.load.make_refusal(is_urgent)
-    if refusal is not None:
-        body = await _read_body(headers, receive, grant)
-        watch.heartbeats.refuse_heartbeat(decoding.decode_agent_id(body))
-        raise refusal
+    is_urgent = headers.get("priority") == URGENT_PRIORITY
     try:
         body = await _read_body(headers, receive, grant)
-        reply = await watch.heartbeat_queue.apply(
-            lambda: decode_heartbeat(watch, body, grant), is_urgent
-        )
+        decode = prepare_heartbeat(watch, body, grant, is_urgent)
+        return encode_reply(await watch.heartbeat_queue.apply(decode, is_urgent))
     except Problem as problem:
         count_refusal(watch, problem)
         raise
-    return msgspec.json.encode(codec.encode_message(reply))
 
 
 async def _read_body(headers: Mapping[str, str], receive: Receive, grant: AgentGrant) -> bytes:
