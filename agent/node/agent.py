@@ -164,7 +164,7 @@ class NodeAgent:
         if self._outage.is_failing or self._scanner.is_steady:
             return
         self._schedule.end_steadiness()
-        if self._scanner.has_news and not self._change_detector.is_enabled:
+        if self._scanner.has_urgent_changes and not self._change_detector.is_enabled:
             self._schedule.bring_forward_once(now_ns)
         changes = self._change_detector.check_changes(self._watchlist.watched.values())
         if changes is not None:

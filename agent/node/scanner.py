@@ -40,15 +40,15 @@ class ProcessScanner:
         self._steadiness = SteadinessCheck()
         self._next_read_ns = now_ns
         self.is_steady = False  # by the last scan; see `discovery.steadiness`
-        self.has_news = False  # the last scan found something to report immediately
+        self.has_urgent_changes = False  # the last scan found something to report immediately
 
     def scan_processes(self, now_ns: int, *, must_read: bool = False) -> bool:
         """Returns True if a process has ended. ``must_read``: what is read will be reported."""
         discovered = self._watchlist.scan_processes(now_ns)
         watched = self._watchlist.watched.values()
-        self.has_news = self._steadiness.look_at_processes(watched, now_ns)
+        self.has_urgent_changes = self._steadiness.look_at_processes(watched, now_ns)
         self.is_steady = self._steadiness.is_steady and not discovered
-        is_due = must_read or self.has_news or self._steadiness.is_reading_due
+        is_due = must_read or self.has_urgent_changes or self._steadiness.is_reading_due
         has_ended = False
         if is_due or discovered or (not self.is_steady and now_ns >= self._next_read_ns):
             has_ended = self._read_processes(now_ns, discovered)

@@ -54,7 +54,7 @@ class Attempt:
     has_messages: bool = False  # some rank sent or received
     # Since the last diagnosis, something was reported that may decide a verdict without a further
     # wait: a rank that cannot run, different calls, or ranks that wait for each other.
-    has_news: bool = False
+    has_urgent_changes: bool = False
     # Groups that two threads of one rank use at the same time.
     concurrent_groups: dict[GroupKey, None] = field(default_factory=dict)
     checks: CheckResults = field(default_factory=CheckResults)
@@ -131,8 +131,8 @@ class Attempt:
             self._signatures.clear()
         if len(self._sites) >= INTERNED_KEPT:
             self._sites.clear()
-        # Both are equal to those that it has, so that this does not change the call. A copy would take
-        # longer than all else that is done for it.
+        # The shared objects are equal to the call's own, so its value stays the same. Replacing them in
+        # place is faster than copying the call.
         signature, site = call.signature, call.site
         object.__setattr__(call, "signature", self._signatures.setdefault(signature, signature))
         if site is not None:
@@ -187,7 +187,7 @@ class Attempt:
         if self.processes.get(rank) is not process:
             return
         if process.is_unable:
-            self.has_news |= rank not in self.unable_ranks
+            self.has_urgent_changes |= rank not in self.unable_ranks
             self.unable_ranks.add(rank)
             self.suspects.add(rank)
             return
@@ -221,7 +221,7 @@ class Attempt:
 
     def mark_diverged(self, group_state: GroupState, seq: int) -> None:
         """Marks a group whose members made different calls, the first of them at ``seq``."""
-        self.has_news = group_state.diverged = True
+        self.has_urgent_changes = group_state.diverged = True
         group_state.diverged_at = self.last_seen_at
         group_state.diverged_seq = seq
         self.diverged_groups.add(group_state.key)

@@ -41,9 +41,7 @@ def apply_stream_update(
         attempt.add_stream(process, stream)
     entered, completed, chain = update.entered, update.completed, update.chain
     entered_at = now - update.entered_s
-    # This runs for each stream of each rank in each heartbeat: no property, no call without need.
-    old_completed = stream.completed
-    old_first_unfinished = stream.entered if old_completed is None else old_completed + 1
+    old_first_unfinished, old_completed = stream.first_unfinished, stream.completed or 0
     if stream.peer is not None and entered > stream.entered:
         _record_growth(attempt, stream, now)
     stream.entered = entered
@@ -52,11 +50,11 @@ def apply_stream_update(
     stream.entered_at = entered_at
     if update.op and update.op != stream.op:
         stream.op = intern(update.op)
-    if (entered if completed is None else completed + 1) > old_first_unfinished:
+    if stream.first_unfinished > old_first_unfinished:
         stream.advanced_at = entered_at
     # The completions in the first update of a stream may be old: the server may have started during
     # a hang.
-    if is_known and completed is not None and completed > (old_completed or 0):
+    if is_known and completed is not None and completed > old_completed:
         stream.last_completion_at = now
         if stream.pending_at is not None or now - entered_at > MIN_WAIT_S:
             _record_blocked_interval(process, stream, old_first_unfinished, now)

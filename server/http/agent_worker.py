@@ -78,9 +78,9 @@ class AgentWorker(asyncio.Protocol):
     # By connection: the user at its other end, if that is known.
     _peer_uids: dict[int, int | None] = field(default_factory=dict)
     _last_number: int = 0
-    # When something was last received from the process, moved by the time for which reading was paused
-    # since. It may have thousands of heartbeats to pass on before a mark.
-    _heard_at: float = 0.0
+    # When data last arrived from the process, plus the time since then during which reading was paused.
+    # The process may have to send thousands of heartbeats before a mark.
+    _received_at: float = 0.0
     _paused_at: float | None = None  # since when reading is paused
     _marks: dict[int, asyncio.Event] = field(default_factory=dict)
 
@@ -111,12 +111,12 @@ class AgentWorker(asyncio.Protocol):
 
     async def _wait_for_end(self) -> str:
         """Waits until the process ends or does not respond; says which of the two it was."""
-        self._heard_at = time.monotonic()
+        self._received_at = time.monotonic()
         while not await wait_for_event(CHECK_INTERVAL_S, self._ended):
             has_arrived = await self.read_arrived(RESPONSE_TIMEOUT_S)
             if has_arrived or self._paused_at is not None or self._ended.is_set():
                 continue
-            if time.monotonic() - self._heard_at >= RESPONSE_TIMEOUT_S:
+            if time.monotonic() - self._received_at >= RESPONSE_TIMEOUT_S:
                 return "does not respond"
         return "has ended"
 
@@ -218,7 +218,7 @@ class AgentWorker(asyncio.Protocol):
         self._ended.set()
 
     def data_received(self, data: bytes) -> None:
-        self._heard_at = time.monotonic()
+        self._received_at = time.monotonic()
         self._received += data
         for frame in take_frames(self._received):
             self._handle_frame(frame)
@@ -281,7 +281,7 @@ class AgentWorker(asyncio.Protocol):
 
     def resume_reading(self) -> None:
         if self._paused_at is not None:
-            self._heard_at += time.monotonic() - self._paused_at
+            self._received_at += time.monotonic() - self._paused_at
             self._paused_at = None
         if self._stream is not None:
             self._stream.resume_reading()

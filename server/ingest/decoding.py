@@ -37,39 +37,32 @@ def decode_heartbeat(body: bytes) -> Heartbeat:
 
 
 def decode_agent_id(body: bytes) -> str | None:
-    """The id of the node agent that sent a heartbeat, without decoding the rest; None if the body
-    is not a heartbeat.
-    """
-    try:
-        return _sender_decoder().decode(body).agent
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+    """The id of the node agent that sent a heartbeat; None if the body is not a heartbeat."""
+    return _decode_head(body).agent
 
 
 def decode_version(body: bytes) -> int:
-    """The protocol version of a heartbeat, without decoding the rest; 1 if there is none."""
-    try:
-        return _version_decoder().decode(body).version
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return 1
+    """The protocol version of a heartbeat; 1 if it has none."""
+    return _decode_head(body).version
 
 
-class _Sender(msgspec.Struct):
-    agent: str
+class _Head(msgspec.Struct):
+    """The fields that are read of a heartbeat that is not decoded as a whole."""
 
-
-class _Version(msgspec.Struct):
+    agent: str | None = None
     version: int = 1
 
 
-@functools.cache
-def _sender_decoder() -> msgspec.json.Decoder[_Sender]:
-    return msgspec.json.Decoder(_Sender)
+def _decode_head(body: bytes) -> _Head:
+    try:
+        return _head_decoder().decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _Head()
 
 
 @functools.cache
-def _version_decoder() -> msgspec.json.Decoder[_Version]:
-    return msgspec.json.Decoder(_Version)
+def _head_decoder() -> msgspec.json.Decoder[_Head]:
+    return msgspec.json.Decoder(_Head)
 
 
 @functools.cache

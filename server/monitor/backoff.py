@@ -17,7 +17,7 @@ from ..core.limits import is_large
 # as few ranks wait.
 WAITING_FACTOR = 4.0
 MAX_PAUSE_S = 4.0  # without a backlog
-EVIDENCE_FACTOR = 1.0  # if evidence is missing for a verdict that is due, or there are news
+EVIDENCE_FACTOR = 1.0  # if evidence is missing for a verdict that is due, or after urgent changes
 # If new ranks reported: the earlier verdicts are outdated, and the server is busiest then. This is
 # also the largest factor.
 STARTING_FACTOR = 4.0
@@ -32,7 +32,7 @@ class _AttemptBackoff:
     """The backoff of one attempt."""
 
     diagnosis_until: float = 0.0  # no diagnosis before this time
-    news_until: float = 0.0  # the same if there are news
+    changes_until: float = 0.0  # the same after urgent changes
     states_until: float = 0.0  # no report of rank states before this time
     last_rank_count: int = 0  # ranks that had reported at the last diagnosis
 
@@ -47,7 +47,9 @@ class DiagnosisBackoff:
     def skips_diagnosis(self, attempt: Attempt, now: float) -> bool:
         """Whether the attempt must not be diagnosed yet."""
         backoff = self._get_backoff(attempt)
-        return now < (backoff.news_until if attempt.has_news else backoff.diagnosis_until)
+        return now < (
+            backoff.changes_until if attempt.has_urgent_changes else backoff.diagnosis_until
+        )
 
     def skips_states(self, attempt: Attempt, now: float) -> bool:
         """Whether the states of its ranks must not be reported yet."""
@@ -74,7 +76,7 @@ class DiagnosisBackoff:
             factor = WAITING_FACTOR if due_at > now else EVIDENCE_FACTOR
             pause_s = min(factor * spent, MAX_PAUSE_S) * (1 + waited_s / BACKLOG_STEP_S)
         backoff.last_rank_count = rank_count
-        backoff.news_until = now + EVIDENCE_FACTOR * spent
+        backoff.changes_until = now + EVIDENCE_FACTOR * spent
         backoff.diagnosis_until = now + min(pause_s, longest_s)
         if due_at > now:
             backoff.diagnosis_until = min(backoff.diagnosis_until, due_at)

@@ -66,7 +66,7 @@ class Diagnoser:
             and self._awaits_diverged_calls(attempt)
         ):
             return
-        attempt.has_news = False
+        attempt.has_urgent_changes = False
         known_incidents = set(self.incidents.records)
         spent_s = 0.0
         try:

@@ -69,7 +69,7 @@ class ReportScheduler:
         """
         for tracked in self.fleet.iter_mutual_waits(agent):
             attempt = tracked.attempt
-            attempt.has_news = True
+            attempt.has_urgent_changes = True
             if is_large(attempt.rank_count):
                 request = EvidenceRequest(rank=tracked.process.rank, stacks=True)
                 self.commands.request_evidence(attempt, [request], now)

@@ -13,8 +13,8 @@ from .waiting import wait_for_value
 
 
 class HeartbeatReceiver(HttpReceiver):
-    """``heartbeats`` are those that it accepted, with stream updates as objects; ``tokens`` and
-    ``urgent_flags`` have an entry for each request.
+    """``heartbeats`` contains the accepted ones, with stream updates as objects. ``tokens`` and
+    ``urgent_flags`` have one entry for each request.
     """
 
     def __init__(self) -> None:

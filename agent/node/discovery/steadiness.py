@@ -65,14 +65,14 @@ class SteadinessCheck:
         """Looks at all processes. Returns True if a process that was quiet at the last look no longer is."""
         looks: dict[str, _Look] = {}
         next_block_ns = _NEVER_NS
-        has_news = False
+        has_urgent_changes = False
         for process in watched:
             if process.exit is not None and process.exit_acked_ns:
                 continue
             look = looks[process.key] = self._looks.get(process.key) or _Look()
             quiet_until_ns = _find_end_of_quiet(process, look, now_ns)
             was_quiet, look.is_quiet = look.is_quiet, quiet_until_ns > now_ns
-            has_news |= was_quiet and not look.is_quiet
+            has_urgent_changes |= was_quiet and not look.is_quiet
             if look.is_quiet:
                 next_block_ns = min(next_block_ns, quiet_until_ns)
         self._looks = looks
@@ -83,7 +83,7 @@ class SteadinessCheck:
             self._quiet_since_ns = now_ns
         since_ns = self._quiet_since_ns
         self.is_steady = bool(since_ns) and now_ns - since_ns >= SETTLE_NS
-        return has_news
+        return has_urgent_changes
 
 
 def _find_end_of_quiet(process: WatchedProcess, look: _Look, now_ns: int) -> int:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 
-from hangwatch.model.calls import StreamKind
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.stacks.frames import waits_for_work
@@ -53,44 +52,36 @@ class _GraphBuilder:
     resolver: WaitResolver
     queued_calls: QueuedCalls
     before: float  # waits that began later are left out
-    # By a group's state and a sequence number, what a member waits for that is blocked in that call.
-    _awaited_by_call: dict[tuple[int, int], Mapping[int, int]] = field(default_factory=dict)
 
     def add_plain_wait(self, rank: int, process: Process) -> bool:
-        """Adds the wait of a rank that is certainly blocked in one collective, as nearly all of 100,000
-        ranks that wait are. False if that is not the case: `add_rank` adds any wait.
+        """Adds the wait of a rank that is certainly blocked in one call, as nearly all of 100,000 ranks
+        that wait are. False if that is not the case: `add_rank` adds any wait.
         """
         blocked_streams = process.open_calls.blocked_streams
         if len(blocked_streams) != 1 or process.samples:
             return False
         stream = blocked_streams[0]
-        if (
-            stream.kind is not StreamKind.COLLECTIVE
-            or not process.newest_call_at <= stream.entered_at <= self.before
-        ):
+        if not process.newest_call_at <= stream.entered_at <= self.before:
             return False
-        key = id(stream.group_state), stream.entered
-        awaited = self._awaited_by_call.get(key)
-        if awaited is None:
-            awaited = self.resolver.find_awaited_ranks(rank, stream, True)
-            self._awaited_by_call[key] = awaited
+        return self._add_certain_wait(rank, stream)
+
+    def _add_certain_wait(self, rank: int, stream: CallStream) -> bool:
+        """Adds the wait of a rank that is blocked in the newest call of this stream alone. False if it
+        waits for no rank.
+        """
+        awaited = self.resolver.find_awaited_ranks(rank, stream, True)
         if not awaited:
             return False
-        blocked = BlockedCall(rank, stream, stream.entered_at, awaited, False)
+        any_suffices = receives_from_any(stream)
+        blocked = BlockedCall(rank, stream, stream.entered_at, awaited, any_suffices)
         self.graph.blocked_calls[rank] = [blocked]
         return True
 
     def add_rank(self, rank: int, process: Process) -> None:
         """Adds the waits of one rank."""
         pending = self._find_certain_waits(rank, process)
-        if len(pending) == 1:
-            (stream,) = pending
-            awaited = self.resolver.find_awaited_ranks(rank, stream, True)
-            if awaited:
-                any_suffices = receives_from_any(stream)
-                blocked = BlockedCall(rank, stream, stream.entered_at, awaited, any_suffices)
-                self.graph.blocked_calls[rank] = [blocked]
-                return
+        if len(pending) == 1 and self._add_certain_wait(rank, next(iter(pending))):
+            return
         is_certain, advanced_at = bool(pending), 0.0
         if not is_certain:
             # Some call may be unfinished, and no call was made for a while: a rank that makes

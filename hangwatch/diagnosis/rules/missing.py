@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from hangwatch.diagnosis.context import (
@@ -10,6 +10,7 @@ from hangwatch.diagnosis.context import (
     DiagnosisContext,
     EvidenceRequest,
     find_silent_node_mates,
+    get_state_known_until,
     get_suspicion_delay_s,
     request_stacks,
 )
@@ -62,20 +63,14 @@ def _get_first_wait(context: DiagnosisContext) -> float:
     return min([blocked.began_at for group in groups for blocked in group], default=context.now)
 
 
-def _drop_unreported_ranks(context: DiagnosisContext, ranks: Set[int], since: float) -> set[int]:
-    """Without those of many ranks whose hosts have not had their turn to report ``since`` then: it is
-    not known for any time that others wait for them.
+def _drop_unreported_ranks(
+    context: DiagnosisContext, ranks: Collection[int], since: float
+) -> set[int]:
+    """Without those of many ranks that have not reported ``since`` a time, because the next heartbeats
+    of their hosts are not due yet. No wait for them is known to last.
     """
-    processes, silent_ranks = context.attempt.processes, context.graph.silent_ranks
-    unreported = {
-        rank
-        for rank in ranks
-        if rank in processes
-        and processes[rank].reports.last_seen_at <= since
-        and processes[rank].exit is None
-        and rank not in silent_ranks
-    }
-    return set(ranks - unreported) | (unreported & context.attempt.unable_ranks)
+    kept = context.graph.silent_ranks.keys() | context.attempt.unable_ranks
+    return {rank for rank in ranks if rank in kept or get_state_known_until(context, rank) > since}
 
 
 def _find_unable_ranks(context: DiagnosisContext, ranks: Collection[int]) -> set[int]:

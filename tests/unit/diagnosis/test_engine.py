@@ -690,11 +690,11 @@ def test_group_of_many_absent_ranks_is_examined_once(monkeypatch: pytest.MonkeyP
     """Not once for each of them: at the start of a large job, nearly all are absent."""
     job, examined = ScriptedJob(3 * MAX_URGENT_SUSPECTS), []
 
-    def examine(attempt: Attempt, group_state: GroupState) -> bool:
+    def record_examined(attempt: Attempt, group_state: GroupState) -> bool:
         examined.append(group_state)
         return shows_all_members(attempt, group_state)
 
-    monkeypatch.setattr(unwatched, "shows_all_members", examine)
+    monkeypatch.setattr(unwatched, "shows_all_members", record_examined)
     for number in range(10, job.world_size):
         del job.ranks[number]
     for number in range(10):

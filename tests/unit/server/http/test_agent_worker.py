@@ -21,7 +21,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_process_with_a_backlog_is_not_replaced() -> None:
     """It passes on one heartbeat after another, and so does not come to the mark for long."""
 
-    async def check() -> None:
+    async def wait_with_backlog() -> None:
         ours, theirs = socket.socketpair()
         worker = AgentWorker(
             options=make_options(["/api/v1/heartbeats"]),
@@ -43,4 +43,4 @@ def test_process_with_a_backlog_is_not_replaced() -> None:
             assert await asyncio.wait_for(end, 5.0) == "does not respond"
             transport.close()
 
-    asyncio.run(check())
+    asyncio.run(wait_with_backlog())

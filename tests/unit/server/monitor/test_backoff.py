@@ -72,9 +72,9 @@ def test_backoff_is_shorter_while_evidence_decides() -> None:
     assert measure_backoff(backoff, large, make_verdict(due=True), deadlock) == EVIDENCE_FACTOR
 
 
-def test_backoff_is_shorter_after_news() -> None:
+def test_backoff_is_shorter_after_urgent_changes() -> None:
     backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
-    large.has_news = True
+    large.has_urgent_changes = True
     assert measure_backoff(backoff, large) == EVIDENCE_FACTOR
 
 
