@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.native import BUILD_ARGUMENTS
 from tests.harness.wheel import build_wheel, make_environment, record_first_call
 
 from .test_deploy import find_tool, run_command
@@ -50,11 +51,9 @@ def test_with_an_unknown_release_it_is_tried_first(python: Path, tmp_path: Path)
         manifest.write_text(json.dumps(tested))
         found = record_first_call(python, tmp_path / "job", {})
         assert found["recorder"] == "python" and "not built yet" in found["without"]
-        # As the node agent does it in the background.
-        build = ["-P", "-m", "hangwatch.agent.recorder.native.build"]
         cache = tmp_path / "cache"
         env = {"PATH": "/nowhere", "HANGWATCH_CACHE_DIR": str(cache)}
-        copied = Path(run_python(python, *build, env=env))
+        copied = Path(run_python(python, *BUILD_ARGUMENTS, env=env))
         assert copied.parent == cache
         (prebuilt,) = manifest.parent.glob("*.so")
         assert copied.read_bytes() == prebuilt.read_bytes(), "no compiler was needed"
