@@ -35,7 +35,7 @@ from .http import (
     rendering,
     stack_files,
 )
-from .http.agent_worker import AgentWorker, make_options
+from .http.agent_worker_pool import make_worker_pool
 from .http.app_state import AppState
 from .http.heartbeat_answers import HeartbeatAnswerer
 from .http.rendering import SECURITY_HEADERS
@@ -78,14 +78,14 @@ def build_app(
     authenticator = access.Authenticator(
         token, own_name=settings.host, public_url=settings.public_url
     )
-    agent_worker = AgentWorker(
-        options=make_options(heartbeats.list_paths(settings.path_prefix)),
+    agent_workers = make_worker_pool(
+        heartbeats.list_paths(settings.path_prefix),
         count_hosts=lambda: watch.agents.reporting_count,
         answer_request=HeartbeatAnswerer(watch, authenticator).answer_request,
     )
-    watch.heartbeat_queue.source = agent_worker
+    watch.heartbeat_queue.source = agent_workers
     live = AppState(
-        settings=settings, base_url=base_url, token=token, watch=watch, agent_worker=agent_worker
+        settings=settings, base_url=base_url, token=token, watch=watch, agent_workers=agent_workers
     )
 
     @contextlib.asynccontextmanager
@@ -95,7 +95,7 @@ def build_app(
             asyncio.create_task(watch.loop.run()),
             asyncio.create_task(watch.persistence.run()),
             asyncio.create_task(watch.load.measure_lateness()),
-            asyncio.create_task(agent_worker.run()),
+            asyncio.create_task(agent_workers.run()),
         ]
         if watch.job_claims is not None:
             tasks.append(asyncio.create_task(watch.job_claims.run()))

@@ -1,4 +1,4 @@
-"""The server's side of the process that serves node agents' connections; see
+"""The server's side of a process that serves node agents' connections; see
 `server.ingest.connection_worker`.
 """
 
@@ -11,12 +11,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hangwatch.protocol.heartbeat import URGENT_PRIORITY
-
-from ..core import limits, timeouts
 from ..core.waiting import wait_for_event
 from ..ingest.request_heads import WorkerOptions
 from ..ingest.worker_frames import (
@@ -30,15 +27,12 @@ from ..ingest.worker_frames import (
 
 log = logging.getLogger("hangwatch")
 
-# Fewer hosts than this cost little, and then one process is simpler to look after.
-MIN_HOSTS = 64
 CHECK_INTERVAL_S = 1.0  # whether there are as many, and whether the process responds
 RESPONSE_TIMEOUT_S = 5.0
 MAX_NUMBER = 0xFFFFFFFF  # of a connection or mark; then they start again
 # Doubled each time it ends soon. Until it runs again, the server serves the agents itself.
 MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 0.2, 10.0
 BUFFER_BYTES = 1 << 20  # of the sockets that lead to the process
-MAX_BUFFERED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +54,16 @@ ServeConnection = Callable[[socket.socket, bytes], None]
 
 @dataclass(slots=True, kw_only=True)
 class AgentWorker(asyncio.Protocol):
-    """Starts the process once there are many hosts, and again if it ends. Everything runs on the
-    event loop's thread.
+    """Starts the process once there are ``min_hosts`` hosts, and again if it ends. Everything runs on
+    the event loop's thread.
     """
 
     options: WorkerOptions
     count_hosts: Callable[[], int]
     answer_request: AnswerRequest
+    min_hosts: int
+    max_connections: int
     serve_connection: ServeConnection | None = None  # set by the HTTP server
-    min_hosts: int = MIN_HOSTS
     _process: subprocess.Popen[bytes] | None = None
     _packets: socket.socket | None = None
     _stream: asyncio.Transport | None = None
@@ -172,6 +167,8 @@ class AgentWorker(asyncio.Protocol):
         descriptor. False if that is not possible now.
         """
         if self._packets is None or self._stream is None:
+            return False
+        if len(self._peer_uids) >= self.max_connections:
             return False
         number = self._take_number()
         packet = NUMBER_STRUCT.pack(number) + received
@@ -285,16 +282,3 @@ class AgentWorker(asyncio.Protocol):
             self._paused_at = None
         if self._stream is not None:
             self._stream.resume_reading()
-
-
-def make_options(heartbeat_paths: Iterable[str]) -> WorkerOptions:
-    return WorkerOptions(
-        request_lines=tuple(f"POST {path} HTTP/1.1" for path in heartbeat_paths),
-        urgent_priority=URGENT_PRIORITY,
-        max_head=limits.HEAD.most,
-        max_body=limits.BODY.most,
-        max_buffered=MAX_BUFFERED_BYTES,
-        head_timeout_s=timeouts.HEAD_S,
-        body_timeout_s=timeouts.BODY_S,
-        keep_alive_s=timeouts.KEEP_ALIVE_S,
-    )

@@ -16,7 +16,7 @@ from ..incidents.records import IncidentRecord
 from ..monitor import job_status, rank_states, views
 from ..monitor.watch import Watch
 from ..settings import Settings
-from .agent_worker import AgentWorker
+from .agent_worker_pool import AgentWorkerPool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class AppState:
     base_url: str
     token: str | None
     watch: Watch
-    agent_worker: AgentWorker
+    agent_workers: AgentWorkerPool
     cache: ResultCache = field(default_factory=ResultCache)
 
     def now(self) -> float:

@@ -1,5 +1,5 @@
 """uvicorn's HTTP connections, with timeouts and limits for incomplete requests. Those of node agents
-are passed on to a process of their own, if there is one.
+are passed on to processes of their own, if there are any.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hangwatch.protocol.local_peer import find_peer_uid
 
 from ..core import limits, problems, timeouts
 from .access import PEER_UID
-from .agent_worker import AgentWorker
+from .agent_worker_pool import AgentWorkerPool
 
 CHUNK_HEAD_BYTES = 16  # of a chunked body: its size, and the ends of lines
 
@@ -30,9 +30,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     refusals: ClassVar[Counter[str]] = Counter()  # by the limit's name
     identifies_peers: ClassVar[bool] = False  # without a token, the peer's user decides
-    agent_worker: ClassVar[AgentWorker | None] = None
+    agent_workers: ClassVar[AgentWorkerPool | None] = None
     heartbeat_starts: ClassVar[tuple[bytes, ...]] = ()  # of the requests that it takes
-    # Of a connection that the agent worker returned: what it read of a request that it does not take.
+    # Of a connection that an agent worker returned: what it read of a request that it does not take.
     returned_data: bytes = b""
     _peer_uid: int | None = None
     _exceeded: limits.Limit | None = None
@@ -91,8 +91,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _pass_on(self, data: bytes) -> bool:
         """Passes the connection on if a node agent begins a heartbeat."""
-        worker = self.agent_worker
-        if worker is None or not worker.is_running or not data.startswith(self.heartbeat_starts):
+        workers = self.agent_workers
+        if workers is None or not workers.is_running or not data.startswith(self.heartbeat_starts):
             return False
         is_idle = not self._head_bytes and self.cycle is None
         if (
@@ -102,7 +102,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         ):
             return False
         connected = self.transport.get_extra_info("socket")
-        if not worker.take_connection(connected, data, self._peer_uid):
+        if not workers.take_connection(connected, data, self._peer_uid):
             return False
         self.transport.abort()  # this process's descriptor only
         return True
@@ -166,7 +166,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 def make_protocol_class(
-    refusals: Counter[str], identifies_peers: bool, agent_worker: AgentWorker | None = None
+    refusals: Counter[str], identifies_peers: bool, agent_workers: AgentWorkerPool | None = None
 ) -> type[LimitedHttpProtocol]:
     """The protocol for `uvicorn.Config`. ``refusals`` counts the requests that exceed a limit;
     ``identifies_peers``: requests say which user of this machine sent them.
@@ -174,10 +174,10 @@ def make_protocol_class(
     members = {
         "refusals": refusals,
         "identifies_peers": identifies_peers,
-        "agent_worker": agent_worker,
+        "agent_workers": agent_workers,
         "heartbeat_starts": (
-            tuple(line.encode() for line in agent_worker.options.request_lines)
-            if agent_worker is not None
+            tuple(line.encode() for line in agent_workers.options.request_lines)
+            if agent_workers is not None
             else ()
         ),
     }

@@ -1,4 +1,4 @@
-"""uvicorn's server, which also serves the connections that the process for node agents returns."""
+"""uvicorn's server, which also serves the connections that the processes for node agents return."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._live.agent_worker.serve_connection = self._serve_connection
+        self._live.agent_workers.set_connection_server(self._serve_connection)
 
     def _serve_connection(self, connected: socket.socket, received: bytes) -> None:
-        """Serves a connection that the process for node agents returned."""
+        """Serves a connection that a process for node agents returned."""
 
         def create_protocol() -> LimitedHttpProtocol:
             protocol = self._protocol_class(

@@ -34,6 +34,7 @@ class Server:
     flags: tuple[str, ...] = ()
     port: int = 0
     url: str = ""
+    max_files: int | None = None  # that each of its processes may open
     _process: subprocess.Popen[bytes] | None = None
     _client: httpx.Client = field(default_factory=httpx.Client)
 
@@ -46,6 +47,7 @@ class Server:
         with stdout_path.open("wb") as stdout, (self.folder / "stderr").open("ab") as stderr:
             process = subprocess.Popen(
                 [
+                    *([] if self.max_files is None else ["prlimit", f"--nofile={self.max_files}"]),
                     *(str(COMMAND), "--port", str(self.port)),
                     *("--data-dir", str(self.folder / "data"), *self.flags),
                 ],

@@ -19,13 +19,13 @@ import pytest
 from hangwatch.agent.transport.signed import SignedClient
 from hangwatch.agent.transport.target import ServerTarget
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.server.http.agent_worker import MIN_HOSTS
+from hangwatch.server.http.agent_worker_pool import MIN_HOSTS, RESERVED_FILES
 from tests.harness.server import Server, run_server, running_server
 from tests.simulation.agent_encoding import HeartbeatEncoder
 from tests.simulation.parallel_job import JobRun, JobShape, SimulatedFault
 from tests.simulation.waiting import wait_until
 
-SHAPE = JobShape(pipeline=5, data=MIN_HOSTS // 5 + 2)
+SHAPE = JobShape(pipeline=5, data=MIN_HOSTS // 5 + 3)
 HEARTBEAT = b"POST /api/v1/heartbeats"
 PATIENCE_S = 20.0
 TAKE_OVER_S = 10.0
@@ -112,14 +112,20 @@ def read_response(connection: socket.socket) -> tuple[int, bytes]:
         received += data
 
 
-def find_worker(server: Server) -> int | None:
-    """The pid of the process, if it runs."""
+def list_workers(server: Server) -> list[int]:
+    """The pids of the processes that serve node agents."""
+    pids: list[int] = []
     children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
     for pid in map(int, children):
         with contextlib.suppress(OSError):
             if b"connection_worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return pid
-    return None
+                pids.append(pid)
+    return pids
+
+
+def find_worker(server: Server) -> int | None:
+    """The pid of the process, if it runs."""
+    return next(iter(list_workers(server)), None)
 
 
 def count_connections(pid: int) -> int:
@@ -186,6 +192,27 @@ def test_worker_that_does_not_respond_is_replaced(server: Server) -> None:
         assert not Path(f"/proc/{worker}").exists()
         assert list_incidents(server) == []
     assert "does not respond" in server.read_log()
+
+
+def test_another_process_serves_the_hosts_beyond_the_limit_of_open_files(tmp_path: Path) -> None:
+    connections_each = MIN_HOSTS + 2
+    server = Server(tmp_path, max_files=RESERVED_FILES + connections_each)
+    try:
+        server.start()
+        with SimulatedHosts(server.port):
+
+            def are_all_served() -> bool:
+                counts = [count_connections(pid) for pid in list_workers(server)]
+                return len(counts) == 2 and sum(counts) >= SHAPE.hosts
+
+            assert connections_each < SHAPE.hosts
+            assert wait_until(are_all_served, PATIENCE_S, 0.1), server.read_log()
+            assert max(map(count_connections, list_workers(server))) <= connections_each
+            (job,) = server.get_items("jobs")
+            assert (job["heard_of"], job["state"]) == (SHAPE.ranks, "running")
+    finally:
+        server.stop()
+    assert "another one starts" not in server.read_log()
 
 
 def test_connection_may_be_used_for_anything(server: Server) -> None:

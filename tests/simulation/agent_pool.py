@@ -22,12 +22,16 @@ class NodeAgentPool:
         self.loop = asyncio.get_running_loop()
         self.port, self.run, self.counts = port, run, AgentCounts()
         self.agents = [SimulatedNodeAgent(self, host) for host in hosts]
+        # An address for each process, since each has only 28,000 ports.
+        self._address = f"127.0.{random.randrange(256)}.{random.randrange(1, 255)}"
         self._connecting: set[asyncio.Task[None]] = set()
 
     def connect_agent(self, agent: SimulatedNodeAgent) -> None:
         async def open_connection() -> None:
             try:
-                await self.loop.create_connection(lambda: agent, "127.0.0.1", self.port)
+                await self.loop.create_connection(
+                    lambda: agent, "127.0.0.1", self.port, local_addr=(self._address, 0)
+                )
             except OSError:
                 agent.handle_failure()
 

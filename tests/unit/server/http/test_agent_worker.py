@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from hangwatch.server.http import agent_worker
-from hangwatch.server.http.agent_worker import AgentWorker, make_options
+from hangwatch.server.http.agent_worker_pool import make_worker_pool
 from hangwatch.server.ingest.worker_frames import FrameType, encode_frame
 
 
@@ -23,11 +23,7 @@ def test_process_with_a_backlog_is_not_replaced() -> None:
 
     async def wait_with_backlog() -> None:
         ours, theirs = socket.socketpair()
-        worker = AgentWorker(
-            options=make_options(["/api/v1/heartbeats"]),
-            count_hosts=lambda: 0,
-            answer_request=lambda request, send: None,
-        )
+        worker = make_worker_pool([], lambda: 0, lambda request, send: None).workers[0]
         with theirs:
             loop = asyncio.get_running_loop()
             transport, _ = await loop.create_connection(lambda: worker, sock=ours)
