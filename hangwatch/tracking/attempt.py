@@ -206,15 +206,13 @@ class Attempt:
 
     def track_calls(self, process: Process, stream: CallStream, calls: Iterable[Call]) -> None:
         """Records which rank or group has calls to compare with others: sends and split sizes."""
-        if self.processes.get(process.rank) is not process:
-            return
-        if stream.kind is StreamKind.SEND:
-            self.sender_ranks.add(process.rank)
         state = stream.group_state
-        if (
-            state is not None
-            and not state.has_uneven_splits
-            and any(call.signature.splits is not None for call in calls)
+        if state is None:
+            is_holder = self.processes.get(process.rank) is process
+            if stream.kind is StreamKind.SEND and is_holder:
+                self.sender_ranks.add(process.rank)
+        elif not state.has_uneven_splits and any(
+            call.signature.splits is not None for call in calls
         ):
             state.has_uneven_splits = True
             self.uneven_groups[state.key] = None

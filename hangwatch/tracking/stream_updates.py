@@ -25,22 +25,34 @@ def apply_stream_update(
     attempt: Attempt, process: Process, update: heartbeat.StreamUpdate, now: float
 ) -> bool:
     """Applies one update; False if the stream is unknown and the update does not identify it."""
-    stream = process.streams.get(update.uid)
+    # Unpacked, since reading the fields by name takes a tenth of the time of a heartbeat.
+    (
+        uid,
+        entered,
+        completed,
+        entered_s,
+        op,
+        chain,
+        checkpoints,
+        pending_s,
+        calls,
+        identity,
+        concurrent_calls,
+    ) = update
+    stream = process.streams.get(uid)
     is_known = stream is not None
     if stream is None:
-        identity = update.identity
         if identity is None:
             return False
         stream = CallStream(
-            uid=update.uid,
+            uid=uid,
             kind=identity.kind,
             group=attempt.intern_group(identity),
             peer=identity.peer,
             tag=identity.tag,
         )
         attempt.add_stream(process, stream)
-    entered, completed, chain = update.entered, update.completed, update.chain
-    entered_at = now - update.entered_s
+    entered_at = now - entered_s
     old_first_unfinished, old_completed = stream.first_unfinished, stream.completed or 0
     if stream.peer is not None and entered > stream.entered:
         _record_growth(attempt, stream, now)
@@ -48,8 +60,8 @@ def apply_stream_update(
     stream.completed = completed
     stream.chain = chain
     stream.entered_at = entered_at
-    if update.op and update.op != stream.op:
-        stream.op = intern(update.op)
+    if op and op != stream.op:
+        stream.op = intern(op)
     if stream.first_unfinished > old_first_unfinished:
         stream.advanced_at = entered_at
     # The completions in the first update of a stream may be old: the server may have started during
@@ -58,19 +70,19 @@ def apply_stream_update(
         stream.last_completion_at = now
         if stream.pending_at is not None or now - entered_at > MIN_WAIT_S:
             _record_blocked_interval(process, stream, old_first_unfinished, now)
-    stream.pending_at = None if update.pending_s is None else now - update.pending_s
-    if stream.group_state is not None and (chain or update.checkpoints):
-        pairs = update.checkpoints
+    stream.pending_at = None if pending_s is None else now - pending_s
+    if stream.group_state is not None and (chain or checkpoints):
+        pairs = checkpoints
         if entered and chain and (not pairs or pairs[-1][0] != entered):
             pairs = (*pairs, (entered, chain))
         attempt.record_hashes(stream, pairs)
         if len(stream.reported_hashes) > CHECKPOINTS_KEPT + CHECKPOINTS_SPARE:
             del stream.reported_hashes[:-CHECKPOINTS_KEPT]
-    if update.calls:
-        record_calls(attempt, process, stream, update.calls, requested=stream.fetched_to > 0)
-    if update.shared and not stream.concurrent_calls:
-        stream.concurrent_calls = update.shared
-        stream.concurrent_at = now - update.shared[-1].entered_s
+    if calls:
+        record_calls(attempt, process, stream, calls, requested=stream.fetched_to > 0)
+    if concurrent_calls and not stream.concurrent_calls:
+        stream.concurrent_calls = concurrent_calls
+        stream.concurrent_at = now - concurrent_calls[-1].entered_s
         process.open_calls.has_concurrent_calls = True
         state = stream.group_state
         # A process whose rank was taken over is no longer a member.
