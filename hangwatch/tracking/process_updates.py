@@ -60,6 +60,7 @@ def apply_terse_update(
     """
     all_known = _apply_streams(tracked, update, now)
     _refresh_streams(tracked)
+    tracked.attempt.update_suspects(tracked.process)
     return all_known
 
 

@@ -15,12 +15,12 @@ from ..core.limits import is_large
 
 # The pause before the next run, as a multiple of the CPU time of the last one. That is short as long
 # as few ranks wait.
-WAITING_FACTOR = 4.0
+WAITING_FACTOR = 6.0
 MAX_PAUSE_S = 4.0  # without a backlog
-EVIDENCE_FACTOR = 1.0  # if evidence is missing for a verdict that is due, or after urgent changes
+EVIDENCE_FACTOR = 2.0  # if evidence is missing for a verdict that is due, or after urgent changes
 # If new ranks reported: the earlier verdicts are outdated, and the server is busiest then. This is
 # also the largest factor.
-STARTING_FACTOR = 4.0
+STARTING_FACTOR = 6.0
 STATES_FACTOR = 30.0  # for reports of the states of ranks
 # The pause grows by its own length for each of these seconds that heartbeats have been queued.
 BACKLOG_STEP_S = 2.5

@@ -34,7 +34,7 @@ class AckedRank:
     """What the server has acknowledged of one rank."""
 
     entered: dict[int, int] = field(default_factory=dict)  # by stream
-    blocked: bool = False
+    blocked_uids: frozenset[int] = frozenset()  # streams in which it is blocked
     shared_call_reported: bool = False
 
 
@@ -80,7 +80,7 @@ class HeartbeatEncoder:
         }
         is_brief = now < self.terse_until and self._is_progressing(now)
         if is_brief:
-            processes = list(self._iter_new_groups(now))
+            processes = list(self._iter_terse_updates(now))
         else:
             processes = [self._encode_process(rank, now) for rank in self.ranks]
         beat = {
@@ -103,7 +103,7 @@ class HeartbeatEncoder:
             return False
         for rank, acked in self._acked.items():
             has_shared_call = run.suffers_fault(VerdictKind.CONCURRENT_USE, rank, now)
-            if acked.blocked or (has_shared_call and not acked.shared_call_reported):
+            if has_shared_call and not acked.shared_call_reported:
                 return False
         fault = run.active_fault(now)
         if fault is None or now - fault.starts_at < BLOCKED_AFTER_S:
@@ -118,18 +118,23 @@ class HeartbeatEncoder:
             for stream in list_streams(run, rank, now)
         )
 
-    def _iter_new_groups(self, now: float) -> Iterator[str]:
-        """All that is reported of ranks that make progress."""
+    def _iter_terse_updates(self, now: float) -> Iterator[str]:
+        """All that is reported of ranks that make progress: new groups, and that they are no longer
+        blocked.
+        """
         run = self._get_run()
         created = count_groups_created(run, now)
         for rank, acked in self._acked.items():
-            before = acked.entered.get(SETUP, 0)
-            if before == created:
+            if acked.entered.get(SETUP, 0) == created and not acked.blocked_uids:
                 continue
-            stream = next(s for s in list_streams(run, rank, now) if s.uid == SETUP)
-            update = stream.encode_update(before, now, False)
-            acked.entered[SETUP] = created
-            streams = [encode_message(StreamUpdate(**update))]
+            streams = []
+            for stream in list_streams(run, rank, now):
+                if stream.uid != SETUP and stream.uid not in acked.blocked_uids:
+                    continue
+                update = stream.encode_update(acked.entered.get(stream.uid, 0), now, False)
+                acked.entered[stream.uid] = stream.entered
+                streams.append(encode_message(StreamUpdate(**update)))
+            acked.blocked_uids = frozenset()
             yield _encode_json({"key": f"{rank}-{run.number}", "sequences": streams})
 
     def _encode_process(self, rank: int, now: float) -> str:
@@ -191,11 +196,11 @@ class HeartbeatEncoder:
         """
         if self.is_full or self._get_run().is_singled_out(rank, now):
             return self._encode_stream_updates(rank, acked, now)
-        cache_key = (acked.blocked, *acked.entered.items())
+        cache_key = (acked.blocked_uids, *acked.entered.items())
         cached = self._encoded_streams.get(cache_key)
         if cached is not None:
             text, same = cached
-            acked.entered, acked.blocked = dict(same.entered), same.blocked
+            acked.entered, acked.blocked_uids = dict(same.entered), same.blocked_uids
             return text
         text = self._encode_stream_updates(rank, acked, now)
         self._encoded_streams[cache_key] = (text, acked)
@@ -207,13 +212,14 @@ class HeartbeatEncoder:
     def _iter_stream_updates(self, rank: int, acked: AckedRank, now: float) -> Iterator[Document]:
         run = self._get_run()
         identities = dict(iter_stream_identities(run.shape, rank)) if self.is_full else {}
-        was_blocked, acked.blocked = acked.blocked, False
+        were_blocked, acked.blocked_uids = acked.blocked_uids, frozenset()
         for stream in list_streams(run, rank, now):
             blocked = is_blocked(stream, now)
-            acked.blocked |= blocked
+            if blocked:
+                acked.blocked_uids |= {stream.uid}
             before = acked.entered.get(stream.uid)
             acked.entered[stream.uid] = stream.entered
-            is_changed = before != stream.entered or (blocked and not was_blocked)
+            is_changed = before != stream.entered or blocked != (stream.uid in were_blocked)
             if not is_changed and stream.uid not in identities:
                 continue
             update = stream.encode_update(before or 0, now, blocked)

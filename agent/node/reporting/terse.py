@@ -2,8 +2,9 @@
 of them make progress. Pure.
 
 The host can see by itself whether its ranks make progress. As soon as one does not, updates are
-complete again. Group creation is always reported: a single host cannot see whether all ranks
-created the same groups.
+complete again. What the server must not miss is always reported: that a rank is no longer blocked
+in a call, and the creation of groups, since a single host cannot see whether all ranks created the
+same groups.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import replace
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.limits import FROZEN_AFTER_S
 from hangwatch.protocol.heartbeat import ProcessUpdate
-from hangwatch.ring.snapshot import RingSnapshot, StreamState
+from hangwatch.ring.snapshot import RingSnapshot
 
 from .acked import AckedState, AckedStream
 from .stream_updates import is_blocked
@@ -45,7 +46,7 @@ def is_progressing(
     for state in snapshot.streams:
         if state.entered > 0 and state.entered_s <= PROGRESS_WINDOW_S:
             has_moved = True
-        if _is_stream_blocked(state, before.streams[state.uid]):
+        if is_blocked(state):
             return False
     return has_moved
 
@@ -61,8 +62,12 @@ def make_terse_update(
     """
     if snapshot is None or before is None or update is None or after is None:
         return None, before
-    setup_uids = {state.uid for state in snapshot.streams if state.kind is StreamKind.SETUP}
-    parts = [part for part in update.sequences if part.uid in setup_uids]
+    reported_uids = {
+        state.uid
+        for state in snapshot.streams
+        if state.kind is StreamKind.SETUP or _is_known_as_blocked(before.streams.get(state.uid))
+    }
+    parts = [part for part in update.sequences if part.uid in reported_uids]
     if not parts:
         return None, before
     streams = dict(before.streams)
@@ -80,7 +85,6 @@ def _has_more_than_positions(update: ProcessUpdate) -> bool:
     return any(part.identity is not None or part.calls or part.shared for part in update.sequences)
 
 
-def _is_stream_blocked(state: StreamState, before: AckedStream) -> bool:
-    """The rank is blocked in a call, or the server believes that it is."""
-    was_blocked = before.is_pending and before.last_blocked_seq == before.entered
-    return was_blocked or is_blocked(state)
+def _is_known_as_blocked(before: AckedStream | None) -> bool:
+    """Whether the server believes that the rank is blocked in this stream's newest call."""
+    return before is not None and before.is_pending and before.last_blocked_seq == before.entered

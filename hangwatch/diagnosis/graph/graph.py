@@ -76,19 +76,24 @@ class WaitGraph:
     _waiter_groups: list[list[BlockedCall]] | None = None
     _waiter_group_ranks: list[set[int]] = field(default_factory=list)
     _groups_by_awaited: dict[int, list[int]] = field(default_factory=dict)
+    # Ranks that others wait for, or that are in several groups: where chains of waits may meet.
+    _meeting_ranks: set[int] = field(default_factory=set)
 
     def iter_waiter_groups(self) -> list[list[BlockedCall]]:
         """All blocked calls, in groups that wait for the same ranks."""
         if self._waiter_groups is None:
             groups: defaultdict[int, list[BlockedCall]] = defaultdict(list)
-            for blocked_calls in self.blocked_calls.values():
+            for rank, blocked_calls in self.blocked_calls.items():
                 for blocked in blocked_calls:
                     groups[id(blocked.awaited)].append(blocked)
+                if len(blocked_calls) > 1:
+                    self._meeting_ranks.add(rank)
             self._waiter_groups = list(groups.values())
             for index, group in enumerate(self._waiter_groups):
                 self._waiter_group_ranks.append({blocked.rank for blocked in group})
                 for rank in group[0].awaited:
                     self._groups_by_awaited.setdefault(rank, []).append(index)
+            self._meeting_ranks.update(self._groups_by_awaited)
         return self._waiter_groups
 
     def get_waiter_group_ranks(self) -> list[set[int]]:
@@ -117,7 +122,8 @@ class WaitGraph:
 
     def find_chain_ends(self) -> set[int]:
         """Ranks that others wait for and that wait for no rank."""
-        return self.get_groups_by_awaited().keys() - self.blocked_calls.keys()
+        # A difference of the keys would take a look-up for each waiting rank.
+        return {rank for rank in self.get_groups_by_awaited() if rank not in self.blocked_calls}
 
     def get_groups_by_awaited(self) -> Mapping[int, list[int]]:
         """By awaited rank, the indices of the waiter groups that wait for it."""
@@ -157,7 +163,7 @@ class WaitGraph:
 
     def _merge_related_ends(self, sets_by_end: dict[int, set[int]]) -> None:
         """Merges the sets of ends that the same rank waits for, directly or through others."""
-        groups = self.iter_waiter_groups()
+        ranks_by_group = self.get_waiter_group_ranks()
         # The end from which the search first reached a rank, or a waiter group.
         end_by_rank = dict(zip(sets_by_end, sets_by_end, strict=True))
         end_by_group: dict[int, int] = {}
@@ -169,11 +175,11 @@ class WaitGraph:
                         _merge_sets(sets_by_end, end, end_by_group[index])
                         continue
                     end_by_group[index] = end
-                    for blocked in groups[index]:
-                        other_end = end_by_rank.get(blocked.rank)
+                    for rank in ranks_by_group[index] & self._meeting_ranks:
+                        other_end = end_by_rank.get(rank)
                         if other_end is None:
-                            end_by_rank[blocked.rank] = end
-                            to_search.append(blocked.rank)
+                            end_by_rank[rank] = end
+                            to_search.append(rank)
                         else:
                             _merge_sets(sets_by_end, end, other_end)
 

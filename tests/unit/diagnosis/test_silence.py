@@ -321,6 +321,23 @@ def test_terse_updates_carry_created_groups_only(
     assert not job.fleet.apply_heartbeat(unknown, job.now), "a full resync is requested"
 
 
+def test_terse_update_ends_a_wait(job: ScriptedJob) -> None:
+    job.make_calls(except_ranks=(0,), done=False)
+    job.advance_time(1.5)
+    job.send_heartbeats()
+    attempt, uid = job.latest_attempt, job.ranks[4].streams["world"].uid
+    stream = attempt.processes[4].streams[uid]
+    assert 4 in attempt.suspects and stream.is_pending
+    job.advance_time(0.5)
+    ended = heartbeat.StreamUpdate(
+        uid=uid, entered=stream.entered, completed=stream.entered, entered_s=2.0
+    )
+    update = heartbeat.ProcessUpdate(key="4-1", sequences=(ended,))
+    job.apply_heartbeat(host="node1", agent="agent-node1", brief=True, processes=(update,))
+    assert 4 not in attempt.suspects
+    assert not stream.is_pending
+
+
 def make_relay_job() -> ScriptedJob:
     """Rank 0 is at work, rank 1 waits to receive from it, and ranks 2 and 3 for rank 1; each has a
     host of its own.

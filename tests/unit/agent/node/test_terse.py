@@ -156,17 +156,17 @@ def test_everything_else_is_reported_immediately(now: ProcessView, why: str) -> 
     assert not may_omit_position(PROGRESSING_VIEW, now), why
 
 
-def test_rank_known_as_blocked_is_reported_as_progressing() -> None:
-    blocked = make_view(make_collective_state(10, pending_s=0.7), make_setup_state(3))
-    assert not may_omit_position(
-        PROGRESSING_VIEW, blocked, make_view(make_collective_state(70), make_setup_state(3))
-    )
-    assert may_omit_position(
-        PROGRESSING_VIEW,
-        blocked,
-        make_view(make_collective_state(40), make_setup_state(3)),
-        make_view(make_collective_state(70), make_setup_state(3)),
-    )
+def test_terse_update_ends_the_wait_that_the_server_knows_of() -> None:
+    other = make_collective_state(5, uid=3)
+    first = make_view(make_collective_state(10), make_setup_state(3), other)
+    blocked = make_view(make_collective_state(11, pending_s=0.7), make_setup_state(3), other)
+    now = make_view(make_collective_state(70), make_setup_state(3), make_collective_state(9, uid=3))
+    assert may_omit_position(first, blocked, now)
+    before, update, after = compose_updates(first, blocked, now)
+    terse, acked = make_terse_update(now.snapshot, before, update, after)
+    assert terse is not None and acked is not None
+    assert [(part.uid, part.entered, part.completed) for part in terse.sequences] == [(1, 70, 70)]
+    assert {uid: stream.entered for uid, stream in acked.streams.items()} == {1: 70, 2: 3, 3: 5}
 
 
 def test_unknown_rank_is_reported_to_server() -> None:
