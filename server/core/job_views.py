@@ -1,6 +1,7 @@
 """Jobs, attempts, ranks and process groups as the server shows them at one moment.
 
-The fields are those of the JSON documents, so that these are encoded without a conversion.
+The fields are those of the JSON documents: these are encoded without a conversion, and described in
+``/openapi.json`` from here.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ JobState = Literal["starting", "running", "stalled", "finished", "failed", "lost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankDeviceView:
-    """How far a rank's device has come in the collectives of a group."""
+    """How far a rank's device has come in the collectives of a group, by the backend's counters.
+    They count a coalesced block of calls once, so they may differ from the rank's own count.
+    """
 
     enqueued: int
-    started: int | None
+    started: int | None  # None: the backend does not record starts
     completed: int
     source: str
     age_s: float

@@ -14,6 +14,7 @@ from hangwatch.model.ranks import RankState, format_ranks
 from hangwatch.report.documents import build_incident_document
 from hangwatch.tracking.attempt import Attempt
 
+from ..core.job_views import AttemptView, GroupView, JobView, RankView
 from ..core.problems import Problem
 from ..monitor import views
 from ..ondemand.dumps import build_dump_document
@@ -60,7 +61,7 @@ def _add_job_routes(routes: APIRouter, live: AppState) -> None:
         operation_id="jobs_api_v1_jobs_get",
         tags=["jobs"],
         summary="Jobs, each with its latest attempt, the newest first",
-        response_model=schema.Page[schema.Job],
+        response_model=schema.Page[JobView],
     )
     async def list_jobs(
         request: Request, job: JobName = None, limit: PageLimit = 1000, after: PageCursor = None
@@ -76,7 +77,7 @@ def _add_job_routes(routes: APIRouter, live: AppState) -> None:
         operation_id="attempts_api_v1_attempts_get",
         tags=["jobs"],
         summary="Runs of jobs from the history, newest first",
-        response_model=schema.Page[schema.Attempt],
+        response_model=schema.Page[AttemptView],
     )
     async def list_attempts(
         request: Request,
@@ -105,7 +106,7 @@ def _add_rank_route(routes: APIRouter, live: AppState) -> None:
         operation_id="ranks_api_v1_ranks_get",
         tags=["jobs"],
         summary="Ranks of the latest attempt of each job",
-        response_model=schema.Page[schema.Rank],
+        response_model=schema.Page[RankView],
     )
     async def list_ranks(
         request: Request,
@@ -143,7 +144,7 @@ def _add_group_route(routes: APIRouter, live: AppState) -> None:
         operation_id="groups_api_v1_groups_get",
         tags=["jobs"],
         summary="Process groups, with the progress of each member",
-        response_model=schema.Page[schema.Group],
+        response_model=schema.Page[GroupView],
     )
     async def list_groups(
         request: Request,
