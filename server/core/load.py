@@ -13,7 +13,7 @@ USUAL_HEARTBEATS_PER_S = 500  # with more hosts than this can serve, each report
 # From 10,000 hosts on, and on an overloaded server, a host reports this often: rarely enough for the
 # server, and often enough that a lost host is missed soon.
 MAX_USUAL_INTERVAL_S = 20.0
-MAX_HEARTBEATS_PER_S = 1000  # from 20,000 hosts on, the interval grows again
+MAX_HEARTBEATS_PER_S = 750  # from 15,000 hosts on, the interval grows again
 SLOTS_FROM_INTERVAL_S = 2.0  # from this interval on, each host has a slot in it
 MIN_SLOT_WAIT_S = 1.0  # after a heartbeat, a slot that begins sooner is left out
 FULL_UPDATE_INTERVALS = 3  # a host with a slot sends all positions once in so many intervals

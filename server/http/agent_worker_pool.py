@@ -18,11 +18,9 @@ from .agent_worker import AgentWorker, AnswerRequest, ServeConnection
 
 # Fewer hosts than this cost little, and then one process is simpler to look after.
 MIN_HOSTS = 64
-# Of each process. One that needs a second one has about half of a core to do.
-MAX_CONNECTIONS = 16384
+MAX_CONNECTIONS = 16384  # of each process, however many files it may open
 RESERVED_FILES = 128  # that a process has open besides connections
-# The share of its connections with which a process needs another one beside it.
-FULL_SHARE = 0.9
+FULL_SHARE = 0.9  # of its connections: then another process starts beside it
 MAX_BUFFERED_BYTES = 256 << 20
 
 

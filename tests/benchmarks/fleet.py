@@ -52,6 +52,7 @@ MAX_KB_PER_RANK, MAX_MB_OF_SMALL_JOBS = 20.0, 300.0
 TABLE_RANKS = (1_000, 10_000, 100_000, 250_000)
 AGENT_PROCESSES = 2
 HEALTHY_S = 20.0
+STARTED_PER_S = 250  # hosts whose node agents start in a second
 REPORTED_WITHIN_S, RESOLVED_WITHIN_S, ENDED_WITHIN_S = 300.0, 60.0, 120.0
 # After these a real job cannot continue.
 ENDING_KINDS = (VerdictKind.MISMATCH, VerdictKind.EXITED_RANK, VerdictKind.DEAD_RANK)
@@ -337,7 +338,7 @@ def run_benchmark(
 ) -> tuple[str, bool]:
     """Returns a row of the table, and whether all results are within the limits."""
     shape = JobShape.largest_within(ranks)
-    ramp_s = max(2.0, shape.hosts / 800)
+    ramp_s = max(2.0, shape.hosts / STARTED_PER_S)
     with running_server(folder, stall_after_s=STALL_AFTER_S) as server:
         probe = ApiProbe(server.url)
         first = JobRun(shape=shape, number=0, started_at=time.monotonic() + 1.0)
