@@ -21,7 +21,7 @@ MIN_HOSTS = 64
 MAX_CONNECTIONS = 16384  # of each process, however many files it may open
 RESERVED_FILES = 128  # that a process has open besides connections
 FULL_SHARE = 0.9  # of its connections: then another process starts beside it
-MAX_BUFFERED_BYTES = 256 << 20
+MAX_BUFFERED_BYTES = 256 << 20  # by each process, of requests that are not complete
 
 
 @dataclass(frozen=True, slots=True)

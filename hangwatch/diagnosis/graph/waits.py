@@ -65,7 +65,7 @@ class _GraphBuilder:
         if not process.newest_call_at <= began_at <= self.before:
             return False
         awaited = self._awaited_by_collective.get((id(stream.group_state), stream.entered))
-        if awaited is None:
+        if awaited is None or stream.kind is not StreamKind.COLLECTIVE:
             return self._add_certain_wait(rank, stream)
         self.graph.blocked_calls[rank] = [BlockedCall(rank, stream, began_at, awaited, False)]
         return True
