@@ -44,7 +44,7 @@ from tests.simulation.parallel_job import (
 from tests.simulation.simulated_node_agent import AgentCounts
 from tests.simulation.waiting import wait_until
 
-from .process_cost import list_family, measure_shared_core_factor, read_family_cpu_s
+from .process_cost import list_family, read_family_cpu_s
 
 STALL_AFTER_S = 20.0  # the default of 60 would only make this take longer
 MAX_VERDICT_DELAY_S, MAX_API_S, MAX_CORE_PERCENT = 10.0, 0.2, 100.0
@@ -452,10 +452,7 @@ def main() -> int:
             )
         all_good &= is_good
         rows.append(row)
-    print(
-        f"\n{len(os.sched_getaffinity(0))} cores, the simulation on them too. A loop takes"
-        f" {measure_shared_core_factor():.1f} times the CPU time while all of them are busy.\n"
-    )
+    print(f"\n{len(os.sched_getaffinity(0))} cores, the simulation on them too\n")
     print(f"| {' | '.join(HEADINGS)} |")
     print("|" + "---|" * len(HEADINGS))
     print("\n".join(rows))
