@@ -76,24 +76,19 @@ class WaitGraph:
     _waiter_groups: list[list[BlockedCall]] | None = None
     _waiter_group_ranks: list[set[int]] = field(default_factory=list)
     _groups_by_awaited: dict[int, list[int]] = field(default_factory=dict)
-    # Ranks that others wait for, or that are in several groups: where chains of waits may meet.
-    _meeting_ranks: set[int] = field(default_factory=set)
 
     def iter_waiter_groups(self) -> list[list[BlockedCall]]:
         """All blocked calls, in groups that wait for the same ranks."""
         if self._waiter_groups is None:
             groups: defaultdict[int, list[BlockedCall]] = defaultdict(list)
-            for rank, blocked_calls in self.blocked_calls.items():
+            for blocked_calls in self.blocked_calls.values():
                 for blocked in blocked_calls:
                     groups[id(blocked.awaited)].append(blocked)
-                if len(blocked_calls) > 1:
-                    self._meeting_ranks.add(rank)
             self._waiter_groups = list(groups.values())
             for index, group in enumerate(self._waiter_groups):
                 self._waiter_group_ranks.append({blocked.rank for blocked in group})
                 for rank in group[0].awaited:
                     self._groups_by_awaited.setdefault(rank, []).append(index)
-            self._meeting_ranks.update(self._groups_by_awaited)
         return self._waiter_groups
 
     def get_waiter_group_ranks(self) -> list[set[int]]:
@@ -164,6 +159,9 @@ class WaitGraph:
     def _merge_related_ends(self, sets_by_end: dict[int, set[int]]) -> None:
         """Merges the sets of ends that the same rank waits for, directly or through others."""
         ranks_by_group = self.get_waiter_group_ranks()
+        # Where chains of waits may meet: ranks that others wait for, or that are in several groups.
+        meeting_ranks = {rank for rank, calls in self.blocked_calls.items() if len(calls) > 1}
+        meeting_ranks.update(self._groups_by_awaited)
         # The end from which the search first reached a rank, or a waiter group.
         end_by_rank = dict(zip(sets_by_end, sets_by_end, strict=True))
         end_by_group: dict[int, int] = {}
@@ -175,7 +173,7 @@ class WaitGraph:
                         _merge_sets(sets_by_end, end, end_by_group[index])
                         continue
                     end_by_group[index] = end
-                    for rank in ranks_by_group[index] & self._meeting_ranks:
+                    for rank in ranks_by_group[index] & meeting_ranks:
                         other_end = end_by_rank.get(rank)
                         if other_end is None:
                             end_by_rank[rank] = end

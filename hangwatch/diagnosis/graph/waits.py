@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 
-from hangwatch.model.calls import StreamKind
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.stacks.frames import waits_for_work
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
-from hangwatch.tracking.process_parts import OpenCalls
 
 from .awaited import WaitResolver, may_be_released, receives_from_any
 from .graph import BlockedCall, WaitGraph
@@ -33,10 +31,11 @@ def build_wait_graph(attempt: Attempt, now: float, lost_after_s: float) -> WaitG
     builder = _GraphBuilder(attempt, graph, resolver, QueuedCalls(attempt), now - MIN_WAIT_S)
     excluded = resolver.unable_to_finish | graph.silent_ranks.keys()
     for rank, process in attempt.processes.items():
-        open_calls, reports = process.open_calls, process.reports
-        if not open_calls.unfinished_streams or reports.last_progress_at > reports.last_seen_at:
+        reports = process.reports
+        is_further = reports.last_progress_at > reports.last_seen_at  # than its streams show
+        if is_further or not process.open_calls.unfinished_streams:
             continue
-        if rank not in excluded and not builder.add_plain_wait(rank, process, open_calls):
+        if rank not in excluded and not builder.add_plain_wait(rank, process):
             builder.add_rank(rank, process)
     builder.drop_unfounded_waits()
     return graph
@@ -49,26 +48,18 @@ class _GraphBuilder:
     resolver: WaitResolver
     queued_calls: QueuedCalls
     before: float  # waits that began later are left out
-    # By collective, as the identity of its group's state and its number: the ranks that those in it
-    # wait for.
-    _awaited_by_collective: dict[tuple[int, int], Mapping[int, int]] = field(default_factory=dict)
 
-    def add_plain_wait(self, rank: int, process: Process, open_calls: OpenCalls) -> bool:
+    def add_plain_wait(self, rank: int, process: Process) -> bool:
         """Adds the wait of a rank that is certainly blocked in one call, as nearly all of 100,000 ranks
         that wait are. False if that is not the case: `add_rank` adds any wait.
         """
-        blocked_streams = open_calls.blocked_streams
+        blocked_streams = process.open_calls.blocked_streams
         if len(blocked_streams) != 1 or process.samples:
             return False
         stream = blocked_streams[0]
-        began_at = stream.entered_at
-        if not process.newest_call_at <= began_at <= self.before:
+        if not process.newest_call_at <= stream.entered_at <= self.before:
             return False
-        awaited = self._awaited_by_collective.get((id(stream.group_state), stream.entered))
-        if awaited is None or stream.kind is not StreamKind.COLLECTIVE:
-            return self._add_certain_wait(rank, stream)
-        self.graph.blocked_calls[rank] = [BlockedCall(rank, stream, began_at, awaited, False)]
-        return True
+        return self._add_certain_wait(rank, stream)
 
     def _add_certain_wait(self, rank: int, stream: CallStream) -> bool:
         """Adds the wait of a rank that is blocked in the newest call of this stream alone. False if it
@@ -77,8 +68,6 @@ class _GraphBuilder:
         awaited = self.resolver.find_awaited_ranks(rank, stream, True)
         if not awaited:
             return False
-        if stream.kind is StreamKind.COLLECTIVE:
-            self._awaited_by_collective[id(stream.group_state), stream.entered] = awaited
         any_suffices = receives_from_any(stream)
         blocked = BlockedCall(rank, stream, stream.entered_at, awaited, any_suffices)
         self.graph.blocked_calls[rank] = [blocked]
