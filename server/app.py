@@ -95,7 +95,7 @@ def build_app(
             asyncio.create_task(watch.loop.run()),
             asyncio.create_task(watch.persistence.run()),
             asyncio.create_task(watch.load.measure_lateness()),
-            asyncio.create_task(agent_workers.run()),
+            asyncio.create_task(agent_workers.run_workers()),
         ]
         if watch.job_claims is not None:
             tasks.append(asyncio.create_task(watch.job_claims.run()))

@@ -29,12 +29,9 @@ class AgentWorkerPool:
     """Each process starts once there are as many hosts as its predecessors can serve."""
 
     workers: tuple[AgentWorker, ...]
+    request_starts: tuple[bytes, ...]  # of the requests that they take
 
-    @property
-    def options(self) -> WorkerOptions:
-        return self.workers[0].options
-
-    async def run(self) -> None:
+    async def run_workers(self) -> None:
         """Runs until it is cancelled."""
         await asyncio.gather(*[worker.run() for worker in self.workers])
 
@@ -71,13 +68,14 @@ class AgentWorkerPool:
 def make_worker_pool(
     heartbeat_paths: Iterable[str], count_hosts: Callable[[], int], answer_request: AnswerRequest
 ) -> AgentWorkerPool:
-    """As many processes as `limits.AGENTS` hosts need, each of which starts when it is needed."""
+    """Makes enough workers for `limits.AGENTS` hosts; most of their processes never start."""
     file_count, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if file_count == resource.RLIM_INFINITY:
         file_count = MAX_CONNECTIONS + RESERVED_FILES
     max_connections = max(MIN_HOSTS, min(MAX_CONNECTIONS, file_count - RESERVED_FILES))
+    request_lines = tuple(f"POST {path} HTTP/1.1" for path in heartbeat_paths)
     options = WorkerOptions(
-        request_lines=tuple(f"POST {path} HTTP/1.1" for path in heartbeat_paths),
+        request_lines=request_lines,
         urgent_priority=URGENT_PRIORITY,
         max_head=limits.HEAD.most,
         max_body=limits.BODY.most,
@@ -86,15 +84,14 @@ def make_worker_pool(
         body_timeout_s=timeouts.BODY_S,
         keep_alive_s=timeouts.KEEP_ALIVE_S,
     )
-    return AgentWorkerPool(
-        tuple(
-            AgentWorker(
-                options=options,
-                count_hosts=count_hosts,
-                answer_request=answer_request,
-                min_hosts=max(MIN_HOSTS, int(FULL_SHARE * start)),
-                max_connections=max_connections,
-            )
-            for start in range(0, limits.AGENTS.most, max_connections)
+    workers = tuple(
+        AgentWorker(
+            options=options,
+            count_hosts=count_hosts,
+            answer_request=answer_request,
+            min_hosts=max(MIN_HOSTS, int(FULL_SHARE * served_before)),
+            max_connections=max_connections,
         )
+        for served_before in range(0, limits.AGENTS.most, max_connections)
     )
+    return AgentWorkerPool(workers, tuple(line.encode() for line in request_lines))

@@ -31,7 +31,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     refusals: ClassVar[Counter[str]] = Counter()  # by the limit's name
     identifies_peers: ClassVar[bool] = False  # without a token, the peer's user decides
     agent_workers: ClassVar[AgentWorkerPool | None] = None
-    heartbeat_starts: ClassVar[tuple[bytes, ...]] = ()  # of the requests that it takes
     # Of a connection that an agent worker returned: what it read of a request that it does not take.
     returned_data: bytes = b""
     _peer_uid: int | None = None
@@ -92,7 +91,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _pass_on(self, data: bytes) -> bool:
         """Passes the connection on if a node agent begins a heartbeat."""
         workers = self.agent_workers
-        if workers is None or not workers.is_running or not data.startswith(self.heartbeat_starts):
+        if workers is None or not workers.is_running or not data.startswith(workers.request_starts):
             return False
         is_idle = not self._head_bytes and self.cycle is None
         if (
@@ -175,10 +174,5 @@ def make_protocol_class(
         "refusals": refusals,
         "identifies_peers": identifies_peers,
         "agent_workers": agent_workers,
-        "heartbeat_starts": (
-            tuple(line.encode() for line in agent_workers.options.request_lines)
-            if agent_workers is not None
-            else ()
-        ),
     }
     return type("LimitedHttpProtocol", (LimitedHttpProtocol,), members)

@@ -10,8 +10,8 @@ import pytest
 
 from .processes import clean_environment
 
-# What the node agent runs in the background, but not at the lowest priority: beside other tests that would
-# take minutes.
+# Runs what the node agent runs in the background. Unlike there, the priority is not the lowest, at which
+# a build takes minutes while other tests run.
 BUILD_ARGUMENTS = (
     "-P",
     "-c",
@@ -29,8 +29,8 @@ def recorder_env(recorder: str, folders: pytest.TempPathFactory) -> dict[str, st
 
 
 def build_recorder(folder: Path, **extra_env: str) -> None:
-    """Puts the built recorder into ``folder``, which is HANGWATCH_CACHE_DIR then. At once where it
-    is there already.
+    """Puts the built recorder into ``folder``, which is HANGWATCH_CACHE_DIR then. Returns
+    immediately if it is there already.
     """
     env = clean_environment(HANGWATCH_CACHE_DIR=str(folder), **extra_env)
     done = subprocess.run(

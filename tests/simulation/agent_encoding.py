@@ -34,7 +34,7 @@ class AckedRank:
     """What the server has acknowledged of one rank."""
 
     entered: dict[int, int] = field(default_factory=dict)  # by stream
-    blocked_uids: frozenset[int] = frozenset()  # streams in which it is blocked
+    blocked_uids: frozenset[int] = frozenset()  # of the streams whose newest call blocks it
     shared_call_reported: bool = False
 
 
