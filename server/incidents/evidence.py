@@ -94,8 +94,8 @@ def collect_processes(attempt: Attempt, culprits: Iterable[int]) -> tuple[Proces
     culprit_ranks = dict.fromkeys(culprits)
     failed_ranks = sorted(
         rank
-        for rank, process in attempt.processes.items()
-        if process.exit is not None and process.exit.has_failed and rank not in culprit_ranks
+        for rank in attempt.ended_ranks - culprit_ranks.keys()
+        if (ended := attempt.processes[rank].exit) is not None and ended.has_failed
     )
     shown_ranks = [*culprit_ranks, *failed_ranks][:MAX_PROCESSES_SHOWN]
     processes = (attempt.processes.get(rank) for rank in shown_ranks)

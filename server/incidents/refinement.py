@@ -46,15 +46,10 @@ def _list_still_waiting(
     before: Verdict, attempt: Attempt, members: Iterable[int], last_seen_at: float
 ) -> Iterator[int]:
     """The ranks that waited and that the new verdict may lack nevertheless."""
-    failed = {
-        rank
-        for rank, process in attempt.processes.items()
-        if process.exit is not None or process.exception is not None
-    }
     # A process that has ended no longer waits, but it did. NCCL's watchdog aborts a call before it ends
     # the process, so that the host may have run on for a moment, and its next call may have raised.
-    yield from failed.intersection(members)
-    if failed:
+    yield from attempt.ended_ranks.intersection(members)
+    if attempt.ended_ranks:
         yield from before.waiting
         return
     for rank in before.waiting:

@@ -70,31 +70,34 @@ def _compute_reported_states(
             stalled.update(incident.culprits, incident.waiting)
         elif culprit_state is RankState.SLOW:
             slow.update(incident.culprits)
-    states_by_incident = {
+    states = {
         **dict.fromkeys(slow, RankState.SLOW),
         **dict.fromkeys(stalled, RankState.STALLED),
         **dict.fromkeys(frozen, RankState.FROZEN),
     }
+    for rank in attempt.list_unreported(now - lost_after_s):
+        states[rank] = RankState.LOST
+    for rank in attempt.unable_ranks:
+        state = _find_unable_state(attempt.processes[rank], now)
+        if state is not None and states.get(rank) is not RankState.LOST:
+            states[rank] = state
     return {
-        rank: _compute_state(process, states_by_incident.get(rank), now, lost_after_s)
+        rank: states.get(rank) or _compute_usual_state(process, now)
         for rank, process in attempt.processes.items()
     }
 
 
-def _compute_state(
-    process: Process, state_by_incident: RankState | None, now: float, lost_after_s: float
-) -> RankState:
+def _find_unable_state(process: Process, now: float) -> RankState | None:
+    """The state of a process that has exited or is frozen; None for others."""
     if process.exit is not None:
         exited_cleanly = process.exit.exit_status == 0 or process.lifecycle >= Lifecycle.DESTROYED
         return (
             RankState.EXITED if exited_cleanly and not process.exit.has_failed else RankState.DEAD
         )
-    if now - process.reports.agent_seen_at > lost_after_s:
-        return RankState.LOST
-    if process.freeze_reason(now) is not None:
-        return RankState.FROZEN
-    if state_by_incident is not None:
-        return state_by_incident
+    return RankState.FROZEN if process.freeze_reason(now) is not None else None
+
+
+def _compute_usual_state(process: Process, now: float) -> RankState:
     if process.lifecycle < Lifecycle.INITIALISED:
         return RankState.STARTING
     waiting_s = compute_waiting_s(process, now) or 0.0

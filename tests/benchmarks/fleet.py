@@ -190,6 +190,7 @@ class FaultTrial:
     probe: ApiProbe
     agents: AgentProcesses
     run: JobRun
+    ramp_s: float  # the time in which the hosts of a run start
     results: list[FaultResult] = field(default_factory=list)
 
     def wait_until_reported(self) -> float:
@@ -243,7 +244,9 @@ class FaultTrial:
 
     def _measure_fault(self, fault: SimulatedFault) -> FaultResult:
         stall_s = 0.0 if fault.kind in IMMEDIATE_KINDS else STALL_AFTER_S
-        due_at = fault.starts_at + stall_s + NEIGHBOURS_WAIT_AFTER_S
+        # A rank whose host has not started yet is missing from the start as well.
+        all_started_at = self.run.started_at + self.ramp_s
+        due_at = max(fault.starts_at + stall_s, all_started_at) + NEIGHBOURS_WAIT_AFTER_S
         self.agents.collect_counts()
         cpu_before_s, began_at = read_family_cpu_s(self.server.pid), time.monotonic()
         other_verdicts: dict[str, str] = {}  # by incident
@@ -348,7 +351,7 @@ def run_benchmark(
             ]
         probing = threading.Thread(target=probe.run_probe, daemon=True)
         with run_agents(server.port, first, ramp_s) as agents:
-            trial = FaultTrial(server=server, probe=probe, agents=agents, run=first)
+            trial = FaultTrial(server=server, probe=probe, agents=agents, run=first, ramp_s=ramp_s)
             print(
                 f"{shape.ranks} ranks, {shape.hosts} hosts: all reported after"
                 f" {trial.wait_until_reported():.0f} s",

@@ -80,9 +80,12 @@ def _may_wait(context: DiagnosisContext, process: Process) -> bool:
 
 def _find_newest_queued(process: Process) -> CallStream | None:
     """The stream of its newest call that only queued work for its device."""
-    unfinished = process.open_calls.unfinished_streams
-    queued = [stream for stream in unfinished if stream.entered and stream.completed is None]
-    return max(queued, key=lambda stream: stream.entered_at, default=None)
+    newest = None
+    for stream in process.open_calls.unfinished_streams:  # a loop: this runs for 100,000 processes
+        is_queued = stream.completed is None and stream.entered > 0
+        if is_queued and (newest is None or stream.entered_at > newest.entered_at):
+            newest = stream
+    return newest
 
 
 def _has_messages(process: Process) -> bool:

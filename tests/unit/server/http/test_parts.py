@@ -228,6 +228,8 @@ class TestStates:
             99.9,
         )  # py-spy is sampling it
         processes[6].reports.last_seen_at = 50.0
+        for process in processes.values():
+            attempt.update_suspects(process)
         cases = [
             IncidentRecord(incident=make_incident(culprits=[7], waiting=[])),
             IncidentRecord(

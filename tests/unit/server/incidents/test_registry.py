@@ -232,9 +232,9 @@ def test_waiting_rank_that_ran_on_before_its_end_has_waited(scene: IncidentScena
     message = "NCCL communicator was aborted on rank 0."
     failure = ExceptionInfo(type="DistBackendError", message=message)
     scene.attempt.processes[0].exception = failure
+    scene.attempt.update_suspects(scene.attempt.processes[0])
     [case] = scene.observe_verdicts(fewer)
     assert case.incident.waiting == (0, 1, 3)
-    scene.attempt.processes[0].exception = None
     scene.end_ranks(0, signal=6)
     [case] = scene.observe_verdicts(fewer)
     assert case.incident.waiting == (0, 1, 3)
