@@ -84,11 +84,13 @@ def _fill_channel(
     for seq, record in enumerate(counted, 1):
         if -CALLS_BEFORE < seq - stream.completed <= CALLS_AFTER:
             signature = record.signature if is_same_message else Signature(op=stream.kind.value)
-            stream.calls[seq] = Call(
-                seq=seq,
-                signature=signature,
-                site=record.site,
-                blocking=True if seq > stream.completed else None,
+            stream.add_call(
+                Call(
+                    seq=seq,
+                    signature=signature,
+                    site=record.site,
+                    blocking=True if seq > stream.completed else None,
+                )
             )
     # A call that the device has queued but not started counts as not entered.
     queued = pending is None or (

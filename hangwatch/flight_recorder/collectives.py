@@ -198,11 +198,13 @@ def _fill_stream(stream: CallStream, records: Sequence[FlightRecord], calls_bloc
     shown = _slice_records(records, stream.entered - CALLS_BEFORE, stream.entered + CALLS_AFTER)
     for record in shown:
         is_blocking = calls_block and stream.is_pending and record.seq == stream.entered
-        stream.calls[record.seq] = Call(
-            seq=record.seq,
-            signature=record.signature,
-            site=record.site,
-            blocking=True if is_blocking else None,
+        stream.add_call(
+            Call(
+                seq=record.seq,
+                signature=record.signature,
+                site=record.site,
+                blocking=True if is_blocking else None,
+            )
         )
     newest = stream.calls.get(stream.entered)
     stream.op = newest.signature.op if newest is not None else ""
@@ -229,8 +231,8 @@ def _add_running_hashes(stream: CallStream, records: Sequence[FlightRecord], con
             break
         last_seq = seq
         call = stream.calls.get(seq) or Call(seq=seq, signature=record.signature, site=record.site)
-        stream.calls[seq] = replace(call, chain=running_hash)
-        stream.reported_hashes.append((seq, running_hash))
+        stream.add_call(replace(call, chain=running_hash))
+        stream.reported_hashes += ((seq, running_hash),)
 
 
 def _slice_records(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from hangwatch.model.calls import Call, StreamKind
 from hangwatch.model.device import DeviceProgress
 from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.limits import MIN_WAIT_S
 
-# Running hashes kept per stream. The list may exceed this by the spare count before it is cut, so
-# that it is not cut at every heartbeat.
-CHECKPOINTS_KEPT = 64
-CHECKPOINTS_SPARE = 16
+CHECKPOINTS_KEPT = 64  # running hashes kept per stream
+
+CALLS_KEPT = 256  # per stream
+# Completed calls kept per stream while none were requested. A job whose calls each take a while
+# reports all of them.
+FINISHED_CALLS_KEPT = 4
 
 # Reference hashes kept per group: a base count, plus a count for each member.
 REFERENCE_HASHES_KEPT = CHECKPOINTS_KEPT, 4
@@ -27,6 +31,11 @@ _UNCOUNTED_AFTER_S = 3.0
 # calls, and only within this time.
 MAX_REQUESTED_SIDES = 4
 SIDE_REQUEST_WINDOW_S = 15.0
+
+
+# Shared by all streams without a known call: an empty dictionary for each takes 64 bytes.
+_NO_CALLS: Mapping[int, Call] = MappingProxyType({})
+_Hashes = tuple[tuple[int, int], ...]  # sequence numbers and running hashes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,10 +61,10 @@ class CallStream:
     # For a channel whose peer is blocked: the number of calls before the last reported increase,
     # and the time of that report.
     last_growth: tuple[int, float] = (0, 0.0)
-    # (sequence number, running hash), newest last.
-    reported_hashes: list[tuple[int, int]] = field(default_factory=list)
-    # By sequence number; only the calls whose arguments are known.
-    calls: dict[int, Call] = field(default_factory=dict)
+    # (sequence number, running hash), newest last. Members that report the same share one tuple.
+    reported_hashes: _Hashes = ()
+    # By sequence number; only the calls whose arguments are known. Changed by `add_call` only.
+    calls: Mapping[int, Call] = field(default_factory=lambda: _NO_CALLS)
     # Two calls that different threads made at the same time: the last call of each.
     concurrent_calls: tuple[Call, ...] = ()
     concurrent_at: float = 0.0
@@ -65,6 +74,26 @@ class CallStream:
     # When the device was last seen to begin or complete a collective, or to have one to do again.
     device_changed_at: float = 0.0
     group_state: GroupState | None = None  # None for point-to-point calls and former processes
+
+    def add_call(self, call: Call) -> None:
+        if self.calls is _NO_CALLS:
+            self.calls = {}
+        assert isinstance(self.calls, dict)
+        self.calls[call.seq] = call
+
+    def drop_old_calls(self, *, keeps_finished: bool) -> None:
+        """Drops calls beyond the limits. All unfinished ones are kept: the other members may wait in
+        the first of them.
+        """
+        kept = list(self.calls)
+        if not keeps_finished and len(kept) > FINISHED_CALLS_KEPT:
+            kept.sort()
+            finished_count = sum(seq < self.first_unfinished for seq in kept)
+            del kept[: max(0, finished_count - FINISHED_CALLS_KEPT)]
+        if len(kept) > CALLS_KEPT:
+            kept = sorted(kept)[-CALLS_KEPT:]
+        if len(kept) < len(self.calls):
+            self.calls = {seq: self.calls[seq] for seq in kept}
 
     @property
     def is_pending(self) -> bool:
@@ -102,8 +131,8 @@ class CallStream:
     def hashes_by_seq(self) -> dict[int, int]:
         """The reported running hashes, by sequence number.
 
-        The dictionary is built on each access: storing a list of pairs that all members share takes
-        a tenth of the memory.
+        The dictionary is built on each access: storing pairs that all members share takes a tenth of
+        the memory.
         """
         return dict(self.reported_hashes)
 
@@ -122,9 +151,9 @@ class GroupState:
     # By sequence number: the first (sequence number, running hash) reported there.
     reference_hashes: dict[int, tuple[int, int]] = field(default_factory=dict)
     forgotten_up_to: int = 0  # the highest sequence number dropped from `reference_hashes`
-    # The last reported hashes that matched the reference. Members on one host report the same
-    # hashes in succession, so the next member often needs no comparison by position.
-    latest_hashes: tuple[tuple[int, int], ...] = ()
+    # The last report whose hashes matched the reference: a member's hashes before it, the reported
+    # ones, and those after it. Members on one host report the same hashes in succession.
+    latest_report: tuple[_Hashes, _Hashes, _Hashes] = ((), (), ())
     passed_by_all: int = 0  # every member is known to have entered this many calls
     laggard: CallStream | None = None  # the member that had entered no more than that
     # The flags below repeat what the attempt keeps by group key: hashing a key takes time
@@ -142,8 +171,11 @@ class GroupState:
 
         Returns False if another member may have reported a different hash at one of them.
         """
-        if pairs == self.latest_hashes:
-            stream.reported_hashes += self.latest_hashes
+        before, reported, after = self.latest_report
+        if pairs == reported:
+            if stream.reported_hashes is not before:
+                after = (*stream.reported_hashes, *reported)[-CHECKPOINTS_KEPT:]
+            stream.reported_hashes = after
             return True
         all_match = True
         reference = self.reference_hashes
@@ -156,8 +188,10 @@ class GroupState:
                 shared_pair, all_match = pair, False
             # Store the reference object itself: members share one tuple for each position.
             recorded.append(shared_pair)
-        stream.reported_hashes += recorded
-        self.latest_hashes = tuple(recorded) if all_match else ()
+        before = stream.reported_hashes
+        stream.reported_hashes = (*before, *recorded)[-CHECKPOINTS_KEPT:]
+        if all_match:
+            self.latest_report = before, tuple(recorded), stream.reported_hashes
         capacity = REFERENCE_HASHES_KEPT[0] + REFERENCE_HASHES_KEPT[1] * len(self.key[2])
         if len(reference) > capacity:
             for seq in list(reference)[: capacity // 2]:

@@ -5,6 +5,8 @@ Times are in seconds on the server's monotonic clock.
 
 from __future__ import annotations
 
+from sys import intern
+
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.protocol import heartbeat
 
@@ -23,7 +25,7 @@ def apply_process_update(
     """Applies a full update; False if it mentions a stream that is unknown."""
     process, attempt = tracked.process, tracked.attempt
     if update.identity is not None:
-        process.identity = update.identity
+        process.identity = _share_texts(update.identity)
         attempt.world_size = max(attempt.world_size, update.identity.world_size)
     process.reports.last_seen_at = process.reports.updated_at = now
     if attempt.last_seen_at != now:
@@ -49,6 +51,15 @@ def apply_process_update(
         process.overflows = max(process.overflows, update.overflows)
         attempt.checks.apply_update(process, update, now)
     return all_known
+
+
+def _share_texts(identity: heartbeat.ProcessIdentity) -> heartbeat.ProcessIdentity:
+    """Gives it texts that equal ones of other processes share, and returns it. Nearly all processes
+    of a job have the same.
+    """
+    for name in ("job", "python", "torch", "program", "master"):
+        object.__setattr__(identity, name, intern(getattr(identity, name)))
+    return identity
 
 
 def apply_terse_update(

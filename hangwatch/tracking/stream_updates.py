@@ -12,13 +12,8 @@ from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.protocol import heartbeat
 
 from .attempt import Attempt
-from .call_stream import CHECKPOINTS_KEPT, CHECKPOINTS_SPARE, CallStream
+from .call_stream import CallStream
 from .process import Process
-
-CALLS_KEPT_PER_STREAM = 256
-# Completed calls kept per stream while none were requested. A job whose calls each take a while
-# reports all of them.
-FINISHED_CALLS_KEPT = 8
 
 
 def apply_stream_update(
@@ -76,8 +71,6 @@ def apply_stream_update(
         if entered and chain and (not pairs or pairs[-1][0] != entered):
             pairs = (*pairs, (entered, chain))
         attempt.record_hashes(stream, pairs)
-        if len(stream.reported_hashes) > CHECKPOINTS_KEPT + CHECKPOINTS_SPARE:
-            del stream.reported_hashes[:-CHECKPOINTS_KEPT]
     if calls:
         record_calls(attempt, process, stream, calls, requested=stream.fetched_to > 0)
     if concurrent_calls and not stream.concurrent_calls:
@@ -125,18 +118,11 @@ def record_calls(
     """
     pairs = []
     for call in calls:
-        stream.calls[call.seq] = attempt.intern_call(call)
+        stream.add_call(attempt.intern_call(call))
         # The hash of the newest call came with the stream's position.
         if call.chain and (call.seq, call.chain) != (stream.entered, stream.chain):
             pairs.append((call.seq, call.chain))
     attempt.track_calls(process, stream, calls)
     if pairs:
         attempt.record_hashes(stream, tuple(pairs))
-    if not requested and len(stream.calls) > FINISHED_CALLS_KEPT:
-        # All unfinished calls are kept: the other members may wait in the first of them.
-        finished = [seq for seq in stream.calls if seq < stream.first_unfinished]
-        for seq in sorted(finished)[:-FINISHED_CALLS_KEPT]:
-            del stream.calls[seq]
-    if len(stream.calls) > CALLS_KEPT_PER_STREAM:
-        for seq in sorted(stream.calls)[:-CALLS_KEPT_PER_STREAM]:
-            del stream.calls[seq]
+    stream.drop_old_calls(keeps_finished=requested)

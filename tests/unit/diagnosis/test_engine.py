@@ -210,7 +210,7 @@ def test_rank_with_unknown_hash_at_divergence_is_placed_by_later_hash() -> None:
             kind=StreamKind.COLLECTIVE,
             group=group,
             entered=max(checkpoints),
-            reported_hashes=list(checkpoints.items()),
+            reported_hashes=tuple(checkpoints.items()),
         )
 
     members = {
@@ -224,7 +224,7 @@ def test_rank_with_unknown_hash_at_divergence_is_placed_by_later_hash() -> None:
         1,
         3,
     }, "hashes that all ranks share place no rank"
-    members[1].reported_hashes.append((9, 99))
+    members[1].reported_hashes += ((9, 99),)
     (parting,) = find_call_mismatches({group.key: members}, {group.key})
     assert (parting.seq, parting.classes, parting.outliers) == (9, ((0, 1, 3), (2,)), (2,))
 

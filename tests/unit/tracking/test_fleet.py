@@ -6,8 +6,8 @@ from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.call_stream import CALLS_KEPT, FINISHED_CALLS_KEPT
 from hangwatch.tracking.fleet import Fleet
-from hangwatch.tracking.stream_updates import CALLS_KEPT_PER_STREAM, FINISHED_CALLS_KEPT
 
 GROUP = heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="dp", desc="dp", ranks="0-3")
 
@@ -91,7 +91,7 @@ def test_requested_calls_are_kept_with_later_ones() -> None:
         )
     stream = get_only_attempt(fleet).processes[0].streams[1]
     assert sorted(stream.calls) == list(range(1, 201))
-    assert len(stream.calls) < CALLS_KEPT_PER_STREAM
+    assert len(stream.calls) < CALLS_KEPT
 
 
 def test_common_parts_of_calls_are_shared() -> None:

@@ -97,6 +97,7 @@ class IncidentScenario:
         for rank in ranks:
             self.attempt.processes[rank].exit = ExitInfo(exit_status=status, signal=signal)
             self.attempt.processes[rank].exited_at = self.now
+            self.attempt.update_suspects(self.attempt.processes[rank])
 
 
 @pytest.fixture
@@ -235,6 +236,8 @@ def test_waiting_rank_that_ran_on_before_its_end_has_waited(scene: IncidentScena
     scene.attempt.update_suspects(scene.attempt.processes[0])
     [case] = scene.observe_verdicts(fewer)
     assert case.incident.waiting == (0, 1, 3)
+    scene.attempt.processes[0].exception = None
+    scene.attempt.ended_ranks.clear()
     scene.end_ranks(0, signal=6)
     [case] = scene.observe_verdicts(fewer)
     assert case.incident.waiting == (0, 1, 3)
