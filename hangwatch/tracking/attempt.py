@@ -12,6 +12,7 @@ from hangwatch.protocol import heartbeat
 
 from .call_stream import CallStream, GroupState
 from .checks import CheckResults
+from .hash_histories import Hashes, HashHistories
 from .host_hardware import HostHardware
 from .process import Process
 
@@ -67,6 +68,7 @@ class Attempt:
     # A rank whose process was alive at the last check; -1 if there was none.
     _alive_rank: int = 0
     _group_states: dict[GroupKey, GroupState] = field(default_factory=dict)
+    _histories: HashHistories = field(default_factory=HashHistories)
     _member_count: int = 0  # of all its different groups together
     owners: set[str] = field(default_factory=set)  # of the node agents that reported its processes
     _groups_by_identity: dict[tuple[str, str, str, str, int, int], Group] = field(
@@ -253,19 +255,19 @@ class Attempt:
         """Whether calls that were requested from members of a diverged group are outstanding."""
         return any(self._group_states[key].awaits_calls for key in self.diverged_groups)
 
-    def record_hashes(self, stream: CallStream, pairs: tuple[tuple[int, int], ...]) -> None:
+    def record_hashes(self, stream: CallStream, report: Hashes) -> None:
         """Records running hashes of a group's calls and detects a divergence.
 
         Point-to-point streams have none: the two ends of a channel may make different calls.
         """
         state = stream.group_state
-        if (
-            pairs
-            and state is not None
-            and not state.record_hashes(stream, pairs)
-            and not state.diverged
-            and (seq := find_first_conflict(state.members))
-        ):
+        if not report or state is None:
+            return
+        report = self._histories.share_report(report)
+        stream.reported_hashes = self._histories.extend_history(stream.reported_hashes, report)
+        if state.match_hashes(report) or state.diverged:
+            return
+        if seq := find_first_conflict(state.members):
             self.mark_diverged(state, seq)
 
 

@@ -11,7 +11,7 @@ from hangwatch.model.device import DeviceProgress
 from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.limits import MIN_WAIT_S
 
-CHECKPOINTS_KEPT = 64  # running hashes kept per stream
+from .hash_histories import CHECKPOINTS_KEPT, Hashes
 
 CALLS_KEPT = 256  # per stream
 # Completed calls kept per stream while none were requested. A job whose calls each take a while
@@ -35,7 +35,6 @@ SIDE_REQUEST_WINDOW_S = 15.0
 
 # Shared by all streams without a known call: an empty dictionary for each takes 64 bytes.
 _NO_CALLS: Mapping[int, Call] = MappingProxyType({})
-_Hashes = tuple[tuple[int, int], ...]  # sequence numbers and running hashes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,8 +60,7 @@ class CallStream:
     # For a channel whose peer is blocked: the number of calls before the last reported increase,
     # and the time of that report.
     last_growth: tuple[int, float] = (0, 0.0)
-    # (sequence number, running hash), newest last. Members that report the same share one tuple.
-    reported_hashes: _Hashes = ()
+    reported_hashes: Hashes = ()
     # By sequence number; only the calls whose arguments are known. Changed by `add_call` only.
     calls: Mapping[int, Call] = field(default_factory=lambda: _NO_CALLS)
     # Two calls that different threads made at the same time: the last call of each.
@@ -148,12 +146,11 @@ class GroupState:
 
     key: GroupKey
     members: dict[int, CallStream] = field(default_factory=dict)
-    # By sequence number: the first (sequence number, running hash) reported there.
-    reference_hashes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    # By sequence number: the first running hash that was reported.
+    reference_hashes: dict[int, int] = field(default_factory=dict)
     forgotten_up_to: int = 0  # the highest sequence number dropped from `reference_hashes`
-    # The last report whose hashes matched the reference: a member's hashes before it, the reported
-    # ones, and those after it. Members on one host report the same hashes in succession.
-    latest_report: tuple[_Hashes, _Hashes, _Hashes] = ((), (), ())
+    # The last shared report that matched the reference. Others are often the same.
+    latest_match: Hashes = ()
     passed_by_all: int = 0  # every member is known to have entered this many calls
     laggard: CallStream | None = None  # the member that had entered no more than that
     # The flags below repeat what the attempt keeps by group key: hashing a key takes time
@@ -166,32 +163,23 @@ class GroupState:
     streams_by_side: dict[int, CallStream] = field(default_factory=dict)
     has_uneven_splits: bool = False
 
-    def record_hashes(self, stream: CallStream, pairs: tuple[tuple[int, int], ...]) -> bool:
-        """Records a member's (sequence number, running hash) pairs.
-
-        Returns False if another member may have reported a different hash at one of them.
+    def match_hashes(self, report: Hashes) -> bool:
+        """Whether no member has reported another hash at one of these sequence numbers. ``report`` is
+        shared, see `HashHistories`.
         """
-        before, reported, after = self.latest_report
-        if pairs == reported:
-            if stream.reported_hashes is not before:
-                after = (*stream.reported_hashes, *reported)[-CHECKPOINTS_KEPT:]
-            stream.reported_hashes = after
+        if report is self.latest_match:
             return True
         all_match = True
         reference = self.reference_hashes
-        recorded = []
-        for pair in pairs:
-            shared_pair = reference.setdefault(pair[0], pair)
-            if shared_pair[1] != pair[1] or (
-                shared_pair is pair and pair[0] <= self.forgotten_up_to
-            ):
-                shared_pair, all_match = pair, False
-            # Store the reference object itself: members share one tuple for each position.
-            recorded.append(shared_pair)
-        before = stream.reported_hashes
-        stream.reported_hashes = (*before, *recorded)[-CHECKPOINTS_KEPT:]
+        for seq, value in report:
+            known = reference.get(seq)
+            if known is None:
+                reference[seq] = value
+                all_match &= seq > self.forgotten_up_to
+            elif known != value:
+                all_match = False
         if all_match:
-            self.latest_report = before, tuple(recorded), stream.reported_hashes
+            self.latest_match = report
         capacity = REFERENCE_HASHES_KEPT[0] + REFERENCE_HASHES_KEPT[1] * len(self.key[2])
         if len(reference) > capacity:
             for seq in list(reference)[: capacity // 2]:

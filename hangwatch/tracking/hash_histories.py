@@ -1,0 +1,39 @@
+"""The running hashes that ranks report. Ranks that report the same share them in memory: of 100,000,
+nearly all do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+CHECKPOINTS_KEPT = 64  # running hashes kept per stream
+_SHARED_KEPT = 4096  # reports, and as many histories
+
+Hashes = tuple[tuple[int, int], ...]  # sequence numbers and running hashes, the newest last
+
+
+@dataclass(slots=True)
+class HashHistories:
+    """The histories of all streams of a job: each is what the reports of one stream had."""
+
+    _reports: dict[Hashes, Hashes] = field(default_factory=dict)
+    # By the identities of a history and of the report that follows it: both, and the new history.
+    _extended: dict[tuple[int, int], tuple[Hashes, Hashes, Hashes]] = field(default_factory=dict)
+
+    def share_report(self, report: Hashes) -> Hashes:
+        """The report that is shared by all that are equal to this one."""
+        if len(self._reports) >= _SHARED_KEPT:
+            self._reports.clear()
+        return self._reports.setdefault(report, report)
+
+    def extend_history(self, history: Hashes, report: Hashes) -> Hashes:
+        """The history after a shared report, without what is too old."""
+        key = id(history), id(report)
+        extended = self._extended.get(key)
+        if extended is None:
+            if len(self._extended) >= _SHARED_KEPT:
+                self._extended.clear()
+            after = (*history, *report)[-CHECKPOINTS_KEPT:]
+            # The entry keeps both alive, so that no other object has their identities.
+            extended = self._extended[key] = history, report, after
+        return extended[2]
