@@ -15,12 +15,13 @@ from ..core.limits import is_large
 
 # The pause before the next run, as a multiple of the CPU time of the last one. That is short as long
 # as few ranks wait.
-WAITING_FACTOR = 6.0
+WAITING_FACTOR = 10.0
 MAX_PAUSE_S = 4.0  # without a backlog
-EVIDENCE_FACTOR = 2.0  # if evidence is missing for a verdict that is due, or after urgent changes
-# If new ranks reported: the earlier verdicts are outdated, and the server is busiest then. This is
-# also the largest factor.
-STARTING_FACTOR = 6.0
+EVIDENCE_FACTOR = 2.0  # if evidence is missing for a verdict that is due
+URGENT_FACTOR = 1.0  # after changes that may decide a verdict, or if one is due early
+STARTING_FACTOR = (
+    6.0  # if new ranks reported: earlier verdicts are outdated, and the server is busy
+)
 STATES_FACTOR = 30.0  # for reports of the states of ranks
 # The pause grows by its own length for each of these seconds that heartbeats have been queued.
 BACKLOG_STEP_S = 2.5
@@ -67,17 +68,16 @@ class DiagnosisBackoff:
         rank_count = len(attempt.processes)
         unconfirmed = [v for v in diagnosis.verdicts if not v.is_confirmed]
         due_at = min((v.began_at + self.stall_after for v in unconfirmed), default=float("inf"))
-        longest_s = STARTING_FACTOR * spent
         if rank_count > backoff.last_rank_count > 0:
-            pause_s = longest_s
+            pause_s = STARTING_FACTOR * spent
         elif any(v.kind in _EARLY_KINDS for v in unconfirmed):
-            pause_s = EVIDENCE_FACTOR * spent
+            pause_s = URGENT_FACTOR * spent
         else:
             factor = WAITING_FACTOR if due_at > now else EVIDENCE_FACTOR
             pause_s = min(factor * spent, MAX_PAUSE_S) * (1 + waited_s / BACKLOG_STEP_S)
         backoff.last_rank_count = rank_count
-        backoff.changes_until = now + EVIDENCE_FACTOR * spent
-        backoff.diagnosis_until = now + min(pause_s, longest_s)
+        backoff.changes_until = now + URGENT_FACTOR * spent
+        backoff.diagnosis_until = now + min(pause_s, WAITING_FACTOR * spent)
         if due_at > now:
             backoff.diagnosis_until = min(backoff.diagnosis_until, due_at)
 

@@ -15,6 +15,7 @@ from hangwatch.server.monitor.backoff import (
     MAX_PAUSE_S,
     STARTING_FACTOR,
     STATES_FACTOR,
+    URGENT_FACTOR,
     WAITING_FACTOR,
     DiagnosisBackoff,
 )
@@ -68,14 +69,14 @@ def test_backoff_is_shorter_while_evidence_decides() -> None:
     assert measure_backoff(backoff, large, make_verdict()) == MAX_PAUSE_S
     assert measure_backoff(backoff, large, make_verdict(due=True)) == MAX_PAUSE_S
     deadlock = make_verdict(VerdictKind.DEADLOCK)
-    assert measure_backoff(backoff, large, deadlock) == EVIDENCE_FACTOR
-    assert measure_backoff(backoff, large, make_verdict(due=True), deadlock) == EVIDENCE_FACTOR
+    assert measure_backoff(backoff, large, deadlock) == URGENT_FACTOR
+    assert measure_backoff(backoff, large, make_verdict(due=True), deadlock) == URGENT_FACTOR
 
 
 def test_backoff_is_shorter_after_urgent_changes() -> None:
     backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
     large.has_urgent_changes = True
-    assert measure_backoff(backoff, large) == EVIDENCE_FACTOR
+    assert measure_backoff(backoff, large) == URGENT_FACTOR
 
 
 def test_backoff_ends_when_verdict_is_due() -> None:
@@ -94,7 +95,7 @@ def test_backoff_while_ranks_are_joining() -> None:
     large.processes[1] = None  # type: ignore[assignment]
     assert measure_backoff(backoff, large, waited_s=9 * BACKLOG_STEP_S) == STARTING_FACTOR
     assert measure_backoff(backoff, large) == MAX_PAUSE_S
-    assert measure_backoff(backoff, large, waited_s=9 * BACKLOG_STEP_S) == STARTING_FACTOR, (
+    assert measure_backoff(backoff, large, waited_s=9 * BACKLOG_STEP_S) == WAITING_FACTOR, (
         "never longer"
     )
 
@@ -106,7 +107,7 @@ def test_queued_heartbeats_go_first_unless_verdict_is_due() -> None:
         2 * EVIDENCE_FACTOR
     )
     deadlock = make_verdict(VerdictKind.DEADLOCK)
-    assert measure_backoff(backoff, large, deadlock, waited_s=BACKLOG_STEP_S) == EVIDENCE_FACTOR
+    assert measure_backoff(backoff, large, deadlock, waited_s=BACKLOG_STEP_S) == URGENT_FACTOR
 
 
 def test_state_updates_are_rare_and_forgotten_jobs_have_no_backoff() -> None:
