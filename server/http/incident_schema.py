@@ -1,26 +1,23 @@
 """The HTTP schema of incidents: what describes the responses in ``/openapi.json``.
 
-The server's own model is in `hangwatch.model.incidents`. Responses are encoded from its documents
-(`hangwatch.report.documents`), and a test checks that these match the schema.
+Responses are encoded from the documents of `hangwatch.report.documents`, and a test checks that these
+match the schema. Parts that the documents have as they are in `hangwatch.model` are described from there.
 """
 
 from __future__ import annotations
 
-from pydantic import AwareDatetime, ConfigDict, Field
+from pydantic import AwareDatetime, Field
 
-from hangwatch.model.hardware import Weight
+from hangwatch.model.calls import Site
+from hangwatch.model.device import DevicePosition
+from hangwatch.model.hardware import MissingEvidence, Weight
 from hangwatch.model.incidents import IncidentStatus, Resolution
 from hangwatch.model.kind_spec import Severity
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.model.recoveries import AbortResult, RecoveryScope, RecoveryState
+from hangwatch.model.ranks import ExceptionInfo
+from hangwatch.model.recoveries import Recovery
 
 from ..core.api_model import ApiModel, Frame, GroupName
-
-
-class Site(ApiModel):
-    file: str
-    line: int
-    function: str
 
 
 class Stack(ApiModel):
@@ -33,14 +30,6 @@ class Stack(ApiModel):
     frames: list[Frame] = Field(default=[])
     native: bool = False
     error: str | None = None
-
-
-class Exception_(ApiModel):
-    model_config = ConfigDict(title="Exception", frozen=True)
-
-    type: str
-    message: str
-    site: Site | None = None
 
 
 class UnfinishedCall(ApiModel):
@@ -72,20 +61,8 @@ class Process(ApiModel):
     state: str = "?"
     exit_status: int | None = None
     signal: int | None = None
-    exception: Exception_ | None = None
+    exception: ExceptionInfo | None = None
     flight_file: FlightFile | None = None  # written by its watchdog
-
-
-class DevicePosition(ApiModel):
-    """How far a rank's device has come in the collectives of a group, by the backend's counters."""
-
-    rank: int
-    group: str
-    enqueued: int  # the host has queued this many of the backend's collectives
-    started: int | None = None  # null: the backend does not record starts
-    completed: int
-    source: str
-    age_s: float  # of the counters, when they became evidence
 
 
 class HostObservation(ApiModel):
@@ -99,15 +76,6 @@ class HostObservation(ApiModel):
     now: int | float | str | None = None
     weight: Weight  # whether it can stop a job by itself
     age_s: float  # of the value or event, when it became evidence
-
-
-class MissingEvidence(ApiModel):
-    """A source that these hosts could not read."""
-
-    hosts: list[str]
-    source: str
-    reason: str
-    remedy: str
 
 
 class CallClass(ApiModel):
@@ -168,35 +136,6 @@ class Wait(ApiModel):
     for_: int = Field(alias="for")
     group: str
     seq: int
-
-
-class End(ApiModel):
-    """A rank that was to be ended for an incident."""
-
-    rank: int
-    host: str
-    pid: int
-    ordered_at: AwareDatetime
-    result: AbortResult = "ordered"
-    ended_at: AwareDatetime | None = None
-    signal: int | None = None  # the signal that it was sent
-    error: str | None = None  # why it failed
-
-
-class Recovery(ApiModel):
-    """What --on-hang abort does about an incident."""
-
-    state: RecoveryState
-    scope: RecoveryScope
-    ranks: list[int]
-    number: int  # of the job's recoveries, from 1
-    limit: int
-    planned_at: AwareDatetime
-    due_at: AwareDatetime  # at the earliest: later if ranks make progress or do not report
-    announced_at: AwareDatetime | None = None
-    done_at: AwareDatetime | None = None
-    why: str = ""  # the reason if it is withheld
-    ends: list[End] = Field(default=[])
 
 
 class Incident(ApiModel):
