@@ -17,11 +17,13 @@ from ..core.limits import is_large
 # as few ranks wait.
 WAITING_FACTOR = 10.0
 MAX_PAUSE_S = 4.0  # without a backlog
-EVIDENCE_FACTOR = 2.0  # if evidence is missing for a verdict that is due
+EVIDENCE_FACTOR = 2.0  # if evidence is missing for a verdict that is due, and no rank goes on
 URGENT_FACTOR = 1.0  # after changes that may decide a verdict, or if one is due early
 STARTING_FACTOR = (
     6.0  # if new ranks reported: earlier verdicts are outdated, and the server is busy
 )
+# As long as some ranks make calls, most others that seem to wait have only not reported since.
+STILL_AFTER_S = 3.0
 STATES_FACTOR = 30.0  # for reports of the states of ranks
 # The pause grows by its own length for each of these seconds that heartbeats have been queued.
 BACKLOG_STEP_S = 2.5
@@ -73,7 +75,8 @@ class DiagnosisBackoff:
         elif any(v.kind in _EARLY_KINDS for v in unconfirmed):
             pause_s = URGENT_FACTOR * spent
         else:
-            factor = WAITING_FACTOR if due_at > now else EVIDENCE_FACTOR
+            is_moving = now - attempt.newest_call_at < STILL_AFTER_S
+            factor = WAITING_FACTOR if due_at > now or is_moving else EVIDENCE_FACTOR
             pause_s = min(factor * spent, MAX_PAUSE_S) * (1 + waited_s / BACKLOG_STEP_S)
         backoff.last_rank_count = rank_count
         backoff.changes_until = now + URGENT_FACTOR * spent

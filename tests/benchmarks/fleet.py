@@ -3,9 +3,9 @@
 
 A real server receives heartbeats over HTTP of a simulated job (`tests.simulation.parallel_job`);
 other processes run its node agents (`tests.simulation.agent_pool`), one for each 8 ranks. Faults of
-each kind are planted one after the other, each with one culprit among all ranks. Measured are the
-time until the right verdict, the CPU time and memory of the server, and the response time of its
-API.
+each kind are planted one after the other, each with one culprit among all ranks; in between, all
+hosts report that their ranks go on. Measured are the time until the right verdict, the CPU time and
+memory of the server, and the response time of its API.
 """
 
 from __future__ import annotations
@@ -184,6 +184,26 @@ def run_agents(port: int, run: JobRun, ramp_s: float) -> Iterator[AgentProcesses
             process.kill()
 
 
+@dataclass(slots=True)
+class CpuMeasurement:
+    """How much of a core the server used; known at the end of `measure_core_share`."""
+
+    core_share: float = 0.0
+    took_s: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{100 * self.core_share:5.1f} %"
+
+
+@contextmanager
+def measure_core_share(server: Server) -> Iterator[CpuMeasurement]:
+    measured = CpuMeasurement()
+    cpu_before_s, began_at = read_family_cpu_s(server.pid), time.monotonic()
+    yield measured
+    measured.took_s = time.monotonic() - began_at
+    measured.core_share = (read_family_cpu_s(server.pid) - cpu_before_s) / measured.took_s
+
+
 @dataclass(slots=True, kw_only=True)
 class FaultTrial:
     server: Server
@@ -192,6 +212,7 @@ class FaultTrial:
     run: JobRun
     ramp_s: float  # the time in which the hosts of a run start
     results: list[FaultResult] = field(default_factory=list)
+    recovery_shares: list[float] = field(default_factory=list)  # of a core, after each fault
 
     def wait_until_reported(self) -> float:
         """Waits until the server knows every rank of this run. Returns the seconds that it took."""
@@ -219,7 +240,16 @@ class FaultTrial:
         if kind not in HARMLESS_KINDS and kind not in ENDING_KINDS:
             healed = replace(fault, ends_at=time.monotonic() + 0.5)
             self._change_run(faults=[*self.run.faults[:-1], healed])
+            self._measure_recovery(kind)
+
+    def _measure_recovery(self, kind: VerdictKind) -> None:
+        """Waits until the incident is resolved, and until each host has reported since."""
+        self.probe.activity = f"after {kind.value}"
+        with measure_core_share(self.server) as measured:
             wait_until(lambda: not self._is_open(kind), RESOLVED_WITHIN_S, 0.5)
+            time.sleep(self.agents.total.interval_s)
+        self.recovery_shares.append(measured.core_share)
+        print(f"  {'':16} {'until all hosts have reported again':36} server {measured}", flush=True)
 
     def _plant_fault(self, kind: VerdictKind, index: int) -> SimulatedFault:
         """Somewhere in the middle: a stage with neighbours on both sides, and a replica and a lane
@@ -248,23 +278,21 @@ class FaultTrial:
         all_started_at = self.run.started_at + self.ramp_s
         due_at = max(fault.starts_at + stall_s, all_started_at) + NEIGHBOURS_WAIT_AFTER_S
         self.agents.collect_counts()
-        cpu_before_s, began_at = read_family_cpu_s(self.server.pid), time.monotonic()
         other_verdicts: dict[str, str] = {}  # by incident
         reported_at: float | None = None
-        while reported_at is None and time.monotonic() < due_at + 3 * MAX_VERDICT_DELAY_S:
-            time.sleep(0.1)
-            if self._find_verdict(fault, other_verdicts):
-                reported_at = time.monotonic()
-        time.sleep(2.0)
-        cpu_s = read_family_cpu_s(self.server.pid) - cpu_before_s
-        took_s = time.monotonic() - began_at
+        with measure_core_share(self.server) as measured:
+            while reported_at is None and time.monotonic() < due_at + 3 * MAX_VERDICT_DELAY_S:
+                time.sleep(0.1)
+                if self._find_verdict(fault, other_verdicts):
+                    reported_at = time.monotonic()
+            time.sleep(2.0)
         counts, _, _ = self.agents.collect_counts()
         return FaultResult(
             kind=fault.kind,
             verdict_delay_s=None if reported_at is None else max(0.0, reported_at - due_at),
             other_verdicts=sorted(other_verdicts.values()),
-            core_share=cpu_s / took_s,
-            took_s=took_s,
+            core_share=measured.core_share,
+            took_s=measured.took_s,
             counts=counts,
         )
 
@@ -379,14 +407,14 @@ def run_benchmark(
 
 def _measure_healthy(server: Server, agents: AgentProcesses) -> HealthyResult:
     agents.collect_counts()
-    cpu_before_s, began_at = read_family_cpu_s(server.pid), time.monotonic()
-    time.sleep(HEALTHY_S)
-    took_s = time.monotonic() - began_at
-    core_share = (read_family_cpu_s(server.pid) - cpu_before_s) / took_s
+    with measure_core_share(server) as measured:
+        time.sleep(HEALTHY_S)
     counts, _, _ = agents.collect_counts()
-    print(f"  healthy: server {100 * core_share:.1f} %, {counts}", flush=True)
+    print(f"  healthy: server {measured}, {counts}", flush=True)
     return HealthyResult(
-        core_share=core_share, heartbeats_per_s=counts.heartbeats / took_s, counts=counts
+        core_share=measured.core_share,
+        heartbeats_per_s=counts.heartbeats / measured.took_s,
+        counts=counts,
     )
 
 
@@ -398,7 +426,7 @@ def _summarize_results(
     print(f"  slowest: {'; '.join(f'{1000 * s:.0f} ms {request}' for s, request in slowest)}")
     responses_ms = sorted(1000 * seconds for seconds, _ in trial.probe.response_times)
     delays_s = [r.verdict_delay_s for r in trial.results if r.verdict_delay_s is not None]
-    worst_core_share = max(result.core_share for result in trial.results)
+    worst_core_share = max(*(r.core_share for r in trial.results), 0.0, *trial.recovery_shares)
     core_percent = 100 * max(healthy.core_share, worst_core_share)
     is_good = (
         all(result.is_good for result in trial.results)
