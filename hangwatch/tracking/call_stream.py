@@ -11,7 +11,7 @@ from hangwatch.model.device import DeviceProgress
 from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.limits import MIN_WAIT_S
 
-from .hash_histories import CHECKPOINTS_KEPT, Hashes
+from .hash_histories import Hashes
 
 CALLS_KEPT = 256  # per stream
 # Completed calls kept per stream while none were requested. A job whose calls each take a while
@@ -19,7 +19,7 @@ CALLS_KEPT = 256  # per stream
 FINISHED_CALLS_KEPT = 4
 
 # Reference hashes kept per group: a base count, plus a count for each member.
-REFERENCE_HASHES_KEPT = CHECKPOINTS_KEPT, 4
+REFERENCE_HASHES_KEPT = 32, 4
 
 # While a job has at most this many suspected ranks, any of them may be where the hang began.
 MAX_URGENT_SUSPECTS = 64
