@@ -15,8 +15,8 @@ from .hash_histories import Hashes
 
 CALLS_KEPT = 256  # per stream
 # Completed calls kept per stream while none were requested. A job whose calls each take a while
-# reports all of them.
-FINISHED_CALLS_KEPT = 4
+# reports all of them. More of a process that has exited: they cannot be requested any more.
+FINISHED_CALLS_KEPT, LAST_CALLS_KEPT = 4, 8
 
 # Reference hashes kept per group: a base count, plus a count for each member.
 REFERENCE_HASHES_KEPT = 32, 4
@@ -79,19 +79,16 @@ class CallStream:
         assert isinstance(self.calls, dict)
         self.calls[call.seq] = call
 
-    def drop_old_calls(self, *, keeps_finished: bool) -> None:
-        """Drops calls beyond the limits. All unfinished ones are kept: the other members may wait in
-        the first of them.
+    def drop_old_calls(self, finished_kept: int) -> None:
+        """Drops finished calls but the newest ones. All unfinished ones are kept: the other members may
+        wait in the first of them.
         """
-        kept = list(self.calls)
-        if not keeps_finished and len(kept) > FINISHED_CALLS_KEPT:
-            kept.sort()
-            finished_count = sum(seq < self.first_unfinished for seq in kept)
-            del kept[: max(0, finished_count - FINISHED_CALLS_KEPT)]
-        if len(kept) > CALLS_KEPT:
-            kept = sorted(kept)[-CALLS_KEPT:]
-        if len(kept) < len(self.calls):
-            self.calls = {seq: self.calls[seq] for seq in kept}
+        if len(self.calls) <= finished_kept:
+            return
+        seqs = sorted(self.calls)
+        finished_count = sum(seq < self.first_unfinished for seq in seqs)
+        dropped_count = max(0, finished_count - finished_kept, len(seqs) - CALLS_KEPT)
+        self.calls = {seq: self.calls[seq] for seq in seqs[dropped_count:]}
 
     @property
     def is_pending(self) -> bool:

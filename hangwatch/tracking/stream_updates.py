@@ -12,7 +12,7 @@ from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.protocol import heartbeat
 
 from .attempt import Attempt
-from .call_stream import CallStream
+from .call_stream import CALLS_KEPT, FINISHED_CALLS_KEPT, LAST_CALLS_KEPT, CallStream
 from .process import Process
 
 
@@ -126,4 +126,7 @@ def record_calls(
     attempt.track_calls(process, stream, calls)
     if pairs:
         attempt.record_hashes(stream, tuple(pairs))
-    stream.drop_old_calls(keeps_finished=requested)
+    if requested:
+        stream.drop_old_calls(CALLS_KEPT)
+    else:
+        stream.drop_old_calls(FINISHED_CALLS_KEPT if process.is_alive else LAST_CALLS_KEPT)

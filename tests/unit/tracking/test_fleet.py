@@ -6,7 +6,7 @@ from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.call_stream import CALLS_KEPT, FINISHED_CALLS_KEPT
+from hangwatch.tracking.call_stream import CALLS_KEPT, FINISHED_CALLS_KEPT, LAST_CALLS_KEPT
 from hangwatch.tracking.fleet import Fleet
 
 GROUP = heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="dp", desc="dp", ranks="0-3")
@@ -65,6 +65,45 @@ def test_last_calls_of_slow_job_are_kept() -> None:
     assert sorted(stream.calls) == list(range(99 - FINISHED_CALLS_KEPT, 100)), (
         "the call it is inside, and the completed ones before it"
     )
+
+
+def test_more_calls_of_exited_process_are_kept() -> None:
+    """They cannot be requested any more."""
+    fleet = Fleet()
+    calls = tuple(map(make_call, range(1, 21)))
+    exited = make_heartbeat(1, 0, calls=calls, completed=20, ended=ExitInfo(exit_status=1))
+    fleet.apply_heartbeat(exited, 1.0)
+    stream = get_only_attempt(fleet).processes[0].streams[1]
+    assert sorted(stream.calls) == list(range(21 - LAST_CALLS_KEPT, 21))
+
+
+def test_members_share_equal_hashes() -> None:
+    fleet = Fleet()
+    for number in range(1, 4):
+        for rank in range(4):
+            stream = heartbeat.StreamUpdate(
+                uid=1,
+                identity=GROUP,
+                entered=10 * number,
+                completed=10 * number,
+                chain=700 + number,
+            )
+            update = heartbeat.ProcessUpdate(
+                key=f"{rank}-0",
+                identity=heartbeat.ProcessIdentity(
+                    job="j", rank=rank, world_size=4, pid=7 + rank, start_ticks=0
+                ),
+                sequences=(stream,),
+            )
+            beat = heartbeat.Heartbeat(
+                host=f"n{rank}", agent=f"a{rank}", number=number, processes=(update,)
+            )
+            fleet.apply_heartbeat(beat, float(number))
+    attempt = get_only_attempt(fleet)
+    histories = [process.streams[1].reported_hashes for process in attempt.processes.values()]
+    assert histories[0] == ((10, 701), (20, 702), (30, 703))
+    assert len({id(history) for history in histories}) == 1
+    assert not attempt.diverged_groups
 
 
 def test_all_unfinished_calls_are_kept() -> None:
