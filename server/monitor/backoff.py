@@ -15,16 +15,19 @@ from ..core.limits import is_large
 
 # The pause before the next run, as a multiple of the CPU time of the last one. That is short as long
 # as few ranks wait.
-WAITING_FACTOR = 10.0
+WAITING_FACTOR = 6.0
 MAX_PAUSE_S = 4.0  # without a backlog
-EVIDENCE_FACTOR = 2.0  # if evidence is missing for a verdict that is due, and no rank goes on
-URGENT_FACTOR = 1.0  # after changes that may decide a verdict, or if one is due early
+EVIDENCE_FACTOR = 2.0  # if what is reported next may decide a verdict
+URGENT_FACTOR = 1.0  # if a verdict is due early, or after urgent changes
 STARTING_FACTOR = (
     6.0  # if new ranks reported: earlier verdicts are outdated, and the server is busy
 )
+STATES_FACTOR = 30.0  # for reports of the states of ranks
 # As long as some ranks make calls, most others that seem to wait have only not reported since.
 STILL_AFTER_S = 3.0
-STATES_FACTOR = 30.0  # for reports of the states of ranks
+# Changes decide a verdict only after they have lasted for a while.
+RECENT_CHANGES_S = 5.0
+FRESH_VERDICT_S = 10.0  # for which a verdict may become more precise after it is due
 # The pause grows by its own length for each of these seconds that heartbeats have been queued.
 BACKLOG_STEP_S = 2.5
 _EARLY_KINDS = frozenset(select_kinds(lambda spec: spec.is_due_early))
@@ -36,6 +39,7 @@ class _AttemptBackoff:
 
     diagnosis_until: float = 0.0  # no diagnosis before this time
     changes_until: float = 0.0  # the same after urgent changes
+    changed_at: float = float("-inf")  # when the last diagnosis after urgent changes began
     states_until: float = 0.0  # no report of rank states before this time
     last_rank_count: int = 0  # ranks that had reported at the last diagnosis
 
@@ -53,6 +57,10 @@ class DiagnosisBackoff:
         return now < (
             backoff.changes_until if attempt.has_urgent_changes else backoff.diagnosis_until
         )
+
+    def record_changes(self, attempt: Attempt, now: float) -> None:
+        """Records that a diagnosis begins after urgent changes."""
+        self._get_backoff(attempt).changed_at = now
 
     def skips_states(self, attempt: Attempt, now: float) -> bool:
         """Whether the states of its ranks must not be reported yet."""
@@ -75,14 +83,27 @@ class DiagnosisBackoff:
         elif any(v.kind in _EARLY_KINDS for v in unconfirmed):
             pause_s = URGENT_FACTOR * spent
         else:
-            is_moving = now - attempt.newest_call_at < STILL_AFTER_S
-            factor = WAITING_FACTOR if due_at > now or is_moving else EVIDENCE_FACTOR
+            factor = WAITING_FACTOR
+            if self._awaits_evidence(attempt, diagnosis, now):
+                factor = EVIDENCE_FACTOR
             pause_s = min(factor * spent, MAX_PAUSE_S) * (1 + waited_s / BACKLOG_STEP_S)
         backoff.last_rank_count = rank_count
         backoff.changes_until = now + URGENT_FACTOR * spent
         backoff.diagnosis_until = now + min(pause_s, WAITING_FACTOR * spent)
         if due_at > now:
             backoff.diagnosis_until = min(backoff.diagnosis_until, due_at)
+
+    def _awaits_evidence(self, attempt: Attempt, diagnosis: Diagnosis, now: float) -> bool:
+        """Whether what is reported within the next seconds may decide a verdict."""
+        if now - self._get_backoff(attempt).changed_at < RECENT_CHANGES_S:
+            return True
+        if now - attempt.newest_call_at < STILL_AFTER_S:
+            return False
+        for verdict in diagnosis.verdicts:
+            due_s = now - verdict.began_at - self.stall_after
+            if due_s >= 0.0 and (not verdict.is_confirmed or due_s < FRESH_VERDICT_S):
+                return True
+        return False
 
     def record_states_report(self, attempt: Attempt, spent: float, now: float) -> None:
         """Records a report of rank states that took ``spent`` CPU seconds."""

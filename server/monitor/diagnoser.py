@@ -66,7 +66,9 @@ class Diagnoser:
             and self._awaits_diverged_calls(attempt)
         ):
             return
-        attempt.has_urgent_changes = False
+        if attempt.has_urgent_changes:
+            attempt.has_urgent_changes = False
+            self.backoff.record_changes(attempt, self.clock.monotonic())
         known_incidents = set(self.incidents.records)
         spent_s = 0.0
         try:

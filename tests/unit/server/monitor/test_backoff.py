@@ -12,9 +12,12 @@ from hangwatch.server.core.limits import LARGE_RANKS
 from hangwatch.server.monitor.backoff import (
     BACKLOG_STEP_S,
     EVIDENCE_FACTOR,
+    FRESH_VERDICT_S,
     MAX_PAUSE_S,
+    RECENT_CHANGES_S,
     STARTING_FACTOR,
     STATES_FACTOR,
+    STILL_AFTER_S,
     URGENT_FACTOR,
     WAITING_FACTOR,
     DiagnosisBackoff,
@@ -77,6 +80,31 @@ def test_backoff_is_shorter_after_urgent_changes() -> None:
     backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
     large.has_urgent_changes = True
     assert measure_backoff(backoff, large) == URGENT_FACTOR
+
+
+def test_changes_may_decide_verdict_when_they_have_lasted() -> None:
+    backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
+    backoff.record_changes(large, NOW - RECENT_CHANGES_S + 1.0)
+    assert measure_backoff(backoff, large) == EVIDENCE_FACTOR
+    backoff.record_changes(large, NOW - RECENT_CHANGES_S - 1.0)
+    assert measure_backoff(backoff, large) == MAX_PAUSE_S
+
+
+def test_verdict_may_become_more_precise_soon_after_it_is_due() -> None:
+    backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
+    fresh = make_verdict(since=NOW - STALL_AFTER_S - 1.0, due=True)
+    assert measure_backoff(backoff, large, fresh) == EVIDENCE_FACTOR
+    old = make_verdict(since=NOW - STALL_AFTER_S - FRESH_VERDICT_S - 1.0, due=True)
+    assert measure_backoff(backoff, large, old) == MAX_PAUSE_S
+
+
+def test_backoff_while_other_ranks_make_calls() -> None:
+    backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
+    late = make_verdict(since=NOW - STALL_AFTER_S - 1.0)
+    large.newest_call_at = NOW - STILL_AFTER_S + 1.0
+    assert measure_backoff(backoff, large, late) == MAX_PAUSE_S, "most have only not reported yet"
+    large.newest_call_at = NOW - STILL_AFTER_S - 1.0
+    assert measure_backoff(backoff, large, late) == EVIDENCE_FACTOR
 
 
 def test_backoff_ends_when_verdict_is_due() -> None:
