@@ -39,7 +39,7 @@ from .http.agent_worker_pool import make_worker_pool
 from .http.app_state import AppState
 from .http.heartbeat_answers import HeartbeatAnswerer
 from .http.rendering import SECURITY_HEADERS
-from .monitor.watch import WatchOptions, build_watch
+from .monitor.watch import Watch, WatchOptions, build_watch
 from .settings import Settings
 from .storage.rows import Delivery
 from .storage.store import Store
@@ -60,7 +60,41 @@ def build_app(
     clock: Clock | None = None,
 ) -> tuple[ASGIApp, AppState]:
     """The application and the live state behind it. ``base_url`` is how people reach it."""
-    clock = clock or Clock()
+    authenticator = access.Authenticator(
+        token, own_name=settings.host, public_url=settings.public_url
+    )
+    watch = _build_watch(settings, store, base_url, clock or Clock())
+    agent_workers = make_worker_pool(
+        heartbeats.list_paths(settings.path_prefix),
+        count_hosts=lambda: watch.agents.reporting_count,
+        answer_request=HeartbeatAnswerer(watch, authenticator).answer_request,
+    )
+    watch.heartbeat_queue.source = agent_workers
+    live = AppState(
+        settings=settings, base_url=base_url, token=token, watch=watch, agent_workers=agent_workers
+    )
+    mcp: mcp_endpoint.McpEndpoint  # it needs the application
+    app = FastAPI(
+        title="hangwatch",
+        version=__version__,
+        lifespan=lambda _: _run_tasks(live, mcp),
+        docs_url=None,
+        redoc_url=None,
+    )
+    mcp = mcp_endpoint.McpEndpoint(app, token)
+    rendering.set_path_prefix(settings.path_prefix)
+    _add_routes(app, live)
+    app.router.routes.append(Route(mcp_endpoint.PATH, mcp, include_in_schema=False))
+    openapi.install_openapi(app, token)
+    # The middleware that is added last is the outermost: its headers are on rejections, too.
+    app.add_middleware(access.AuthMiddleware, authenticator=authenticator)
+    app.add_middleware(limits.BodySizeLimit)
+    app.add_middleware(origin.PathPrefixMiddleware, prefix=settings.path_prefix)
+    app.add_middleware(_SecurityHeadersMiddleware)
+    return heartbeats.HeartbeatFastPath(app, live, authenticator, settings.path_prefix), live
+
+
+def _build_watch(settings: Settings, store: Store, base_url: str, clock: Clock) -> Watch:
     alerter = Alerter(
         settings.make_alert_channels(),
         lambda id: f"{base_url}/incidents/{id}",
@@ -74,44 +108,43 @@ def build_app(
         abort_rules=settings.abort_rules,
     )
     events = EventLog(run_id=ulid(clock.wall()))
-    watch = build_watch(options, clock=clock, store=store, alerter=alerter, events=events)
-    authenticator = access.Authenticator(
-        token, own_name=settings.host, public_url=settings.public_url
-    )
-    agent_workers = make_worker_pool(
-        heartbeats.list_paths(settings.path_prefix),
-        count_hosts=lambda: watch.agents.reporting_count,
-        answer_request=HeartbeatAnswerer(watch, authenticator).answer_request,
-    )
-    watch.heartbeat_queue.source = agent_workers
-    live = AppState(
-        settings=settings, base_url=base_url, token=token, watch=watch, agent_workers=agent_workers
-    )
+    return build_watch(options, clock=clock, store=store, alerter=alerter, events=events)
 
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watch.persistence.resume_deliveries(store.load_deliveries())
-        tasks = [
-            asyncio.create_task(watch.loop.run()),
-            asyncio.create_task(watch.persistence.run()),
-            asyncio.create_task(watch.load.measure_lateness()),
-            asyncio.create_task(agent_workers.run_workers()),
-        ]
-        if watch.job_claims is not None:
-            tasks.append(asyncio.create_task(watch.job_claims.run()))
-        yield
-        await mcp.stop()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await watch.persistence.save_changes()
-        await asyncio.to_thread(alerter.close)
 
-    app = FastAPI(
-        title="hangwatch", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
-    )
-    error_pages.install_error_handlers(app, watch.counters.refusals_by_limit)
-    rendering.set_path_prefix(settings.path_prefix)
+@contextlib.asynccontextmanager
+async def _run_tasks(live: AppState, mcp: mcp_endpoint.McpEndpoint) -> AsyncIterator[None]:
+    """Runs everything that requests do not start, for as long as the application runs."""
+    watch = live.watch
+    watch.persistence.resume_deliveries(watch.store.load_deliveries())
+    tasks = [
+        asyncio.create_task(watch.loop.run()),
+        asyncio.create_task(watch.persistence.run()),
+        asyncio.create_task(watch.load.measure_lateness()),
+        asyncio.create_task(live.agent_workers.run_workers()),
+    ]
+    if watch.job_claims is not None:
+        tasks.append(asyncio.create_task(watch.job_claims.run()))
+    yield
+    await mcp.stop()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await watch.persistence.save_changes()
+    await asyncio.to_thread(watch.alerter.close)
+
+
+def _mark_delivered(store: Store, delivery: Delivery) -> None:
+    try:
+        store.delete_delivery(delivery)
+    except sa.exc.SQLAlchemyError as error:
+        log.error(
+            "cannot record that an alert was sent, so it may be sent again: %s",
+            getattr(error, "orig", error),
+        )
+
+
+def _add_routes(app: FastAPI, live: AppState) -> None:
+    error_pages.install_error_handlers(app, live.watch.counters.refusals_by_limit)
     for part in (
         heartbeats,
         api,
@@ -124,25 +157,6 @@ def build_app(
     ):
         app.include_router(part.build_router(live))
     _add_operations_routes(app, live)
-    mcp = mcp_endpoint.McpEndpoint(app, token)
-    app.router.routes.append(Route(mcp_endpoint.PATH, mcp, include_in_schema=False))
-    openapi.install_openapi(app, token)
-    # The middleware that is added last is the outermost: its headers are on rejections, too.
-    app.add_middleware(access.AuthMiddleware, authenticator=authenticator)
-    app.add_middleware(limits.BodySizeLimit)
-    app.add_middleware(origin.PathPrefixMiddleware, prefix=settings.path_prefix)
-    app.add_middleware(_SecurityHeadersMiddleware)
-    return heartbeats.HeartbeatFastPath(app, live, authenticator, settings.path_prefix), live
-
-
-def _mark_delivered(store: Store, delivery: Delivery) -> None:
-    try:
-        store.delete_delivery(delivery)
-    except sa.exc.SQLAlchemyError as error:
-        log.error(
-            "cannot record that an alert was sent, so it may be sent again: %s",
-            getattr(error, "orig", error),
-        )
 
 
 def _add_operations_routes(app: FastAPI, live: AppState) -> None:

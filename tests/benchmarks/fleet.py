@@ -29,6 +29,7 @@ from typing import Any
 import httpx
 
 from hangwatch.model.kinds import VerdictKind
+from hangwatch.model.limits import MIN_WAIT_S
 from tests.harness.server import Server, running_server
 from tests.simulation import agent_pool
 from tests.simulation.parallel_job import (
@@ -47,6 +48,7 @@ from tests.simulation.waiting import wait_until
 from .process_cost import list_family, read_family_cpu_s
 
 STALL_AFTER_S = 20.0  # the default of 60 would only make this take longer
+DEADLOCK_AFTER_S = 3 * MIN_WAIT_S  # for shorter times, ranks of healthy jobs wait for each other
 MAX_VERDICT_DELAY_S, MAX_API_S, MAX_CORE_PERCENT = 10.0, 0.2, 100.0
 MAX_KB_PER_RANK, MAX_MB_OF_SMALL_JOBS = 20.0, 300.0
 TABLE_RANKS = (1_000, 10_000, 100_000, 250_000)
@@ -274,6 +276,8 @@ class FaultTrial:
 
     def _measure_fault(self, fault: SimulatedFault) -> FaultResult:
         stall_s = 0.0 if fault.kind in IMMEDIATE_KINDS else STALL_AFTER_S
+        if fault.kind is VerdictKind.DEADLOCK:
+            stall_s = DEADLOCK_AFTER_S
         # A rank whose host has not started yet is missing from the start as well.
         all_started_at = self.run.started_at + self.ramp_s
         due_at = max(fault.starts_at + stall_s, all_started_at) + NEIGHBOURS_WAIT_AFTER_S
