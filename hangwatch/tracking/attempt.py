@@ -10,7 +10,7 @@ from hangwatch.model.groups import Group, GroupKey, unpack_ranks
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
 
-from .call_stream import CallStream, GroupState
+from .call_stream import CallStream, GroupState, list_histories
 from .checks import CheckResults
 from .hash_histories import Hashes, HashHistories
 from .host_hardware import HostHardware
@@ -273,9 +273,7 @@ class Attempt:
 
 def find_first_conflict(members: dict[int, CallStream]) -> int:
     """The lowest known sequence number at which two members' hashes differ; 0 if none do."""
-    # Members share their hashes: 100,000 members give a few dozen distinct pairs.
-    distinct = {id(hashes): hashes for s in members.values() if (hashes := s.reported_hashes)}
-    pairs = set().union(*distinct.values())
+    pairs: set[tuple[int, int]] = set().union(*list_histories(members.values()))
     seen: dict[int, int] = {}
     return min([seq for seq, value in pairs if seen.setdefault(seq, value) != value], default=0)
 

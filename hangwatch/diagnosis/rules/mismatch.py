@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import chain
 
 from hangwatch.diagnosis.alignment import MAX_WINDOW_CALLS
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.verdicts import CallClass
 from hangwatch.tracking.attempt import find_first_conflict
-from hangwatch.tracking.call_stream import CallStream
+from hangwatch.tracking.call_stream import CallStream, list_histories
 
 _MAX_CALLS_TO_FETCH = 64
 COMPARED_FIELDS = ("op", "dtype", "shape", "reduce_op", "root")
@@ -85,14 +86,18 @@ def _classify_members(
     """
     ranks_by_hash: dict[int, list[int]] = {}
     unclassified: list[int] = []
+    hash_by_history = {
+        id(history): dict(history).get(seq) for history in list_histories(members.values())
+    }
     for rank in sorted(members):
         stream = members[rank]
-        running_hash = stream.hashes_by_seq.get(seq)
+        running_hash = hash_by_history[id(stream.reported_hashes)]
         if running_hash is not None:
             ranks_by_hash.setdefault(running_hash, []).append(rank)
         elif stream.entered >= seq:
             unclassified.append(rank)
-    _classify_by_later_hash(members, seq, ranks_by_hash, unclassified)
+    if unclassified:
+        _classify_by_later_hash(members, seq, ranks_by_hash, unclassified)
     classes = sorted(ranks_by_hash.items(), key=lambda item: (-len(item[1]), item[1]))
     return classes, unclassified
 
@@ -132,7 +137,8 @@ def _list_calls_to_fetch(
     to_fetch: list[int] = []
     for _, ranks in classes:
         # One rank represents its class, since equal hashes mean equal calls.
-        if any(_has_chained_calls(members[rank], first_different, seq) for rank in ranks):
+        known = [members[rank] for rank in ranks if members[rank].calls]
+        if any(_has_chained_calls(stream, first_different, seq) for stream in known):
             continue
         to_fetch += [rank for rank in ranks if members[rank].fetched_to < seq][:1]
     to_fetch += [rank for rank in unclassified if members[rank].fetched_to < seq]
@@ -143,10 +149,8 @@ def _find_common_positions(members: dict[int, CallStream], classes: list[_CallCl
     """Positions at which every class has reported the same hash."""
     hashes_by_class: list[dict[int, int]] = []
     for _, ranks in classes:
-        hashes_by_seq: dict[int, int] = {}
-        for rank in ranks:
-            hashes_by_seq.update(members[rank].hashes_by_seq)
-        hashes_by_class.append(hashes_by_seq)
+        histories = list_histories(members[rank] for rank in ranks)
+        hashes_by_class.append(dict(chain.from_iterable(histories)))
     first, *others = hashes_by_class
     return {
         seq

@@ -66,12 +66,12 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
 def _find_failed_members(
     context: DiagnosisContext, mismatch: CallMismatch, members: dict[int, CallStream]
 ) -> set[int]:
-    failed = set()
-    for rank, stream in members.items():
-        process = context.attempt.processes.get(rank)
-        if process and _failed_at_call(process, stream, mismatch.seq):
-            failed.add(rank)
-    return failed
+    processes = context.attempt.processes
+    return {
+        rank
+        for rank in context.attempt.ended_ranks & members.keys()
+        if _failed_at_call(processes[rank], members[rank], mismatch.seq)
+    }
 
 
 def _find_first_unfinished(stream: CallStream) -> int:
