@@ -16,7 +16,7 @@ from .hash_histories import Hashes
 CALLS_KEPT = 256  # per stream
 # Completed calls kept per stream while none were requested. A job whose calls each take a while
 # reports all of them. More of a process that has exited: they cannot be requested any more.
-FINISHED_CALLS_KEPT, LAST_CALLS_KEPT = 4, 8
+FINISHED_CALLS_KEPT, LAST_CALLS_KEPT = 2, 8
 
 # Reference hashes kept per group: a base count, plus a count for each member.
 REFERENCE_HASHES_KEPT = 32, 4
