@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 CHECKPOINTS_KEPT = 64  # running hashes kept per stream
 _SHARED_KEPT = 4096  # reports, and as many histories
+_PAIRS_KEPT = 8 * _SHARED_KEPT
 
 Hashes = tuple[tuple[int, int], ...]  # sequence numbers and running hashes, the newest last
 
@@ -16,15 +17,23 @@ Hashes = tuple[tuple[int, int], ...]  # sequence numbers and running hashes, the
 class HashHistories:
     """The histories of all streams of a job: each is what the reports of one stream had."""
 
+    _pairs: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     _reports: dict[Hashes, Hashes] = field(default_factory=dict)
     # By the identities of a history and of the report that follows it: both, and the new history.
     _extended: dict[tuple[int, int], tuple[Hashes, Hashes, Hashes]] = field(default_factory=dict)
 
     def share_report(self, report: Hashes) -> Hashes:
         """The report that is shared by all that are equal to this one."""
-        if len(self._reports) >= _SHARED_KEPT:
-            self._reports.clear()
-        return self._reports.setdefault(report, report)
+        shared = self._reports.get(report)
+        if shared is None:
+            if len(self._reports) >= _SHARED_KEPT:
+                self._reports.clear()
+            if len(self._pairs) >= _PAIRS_KEPT:
+                self._pairs.clear()
+            # Reports of other times differ, but have many pairs in common.
+            shared = tuple([self._pairs.setdefault(pair, pair) for pair in report])
+            self._reports[shared] = shared
+        return shared
 
     def extend_history(self, history: Hashes, report: Hashes) -> Hashes:
         """The history after a shared report, without what is too old."""
