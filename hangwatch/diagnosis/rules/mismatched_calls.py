@@ -135,13 +135,11 @@ def _make_mismatch_verdict(
     kind = VerdictKind.GROUP_MISMATCH if is_setup else VerdictKind.MISMATCH
     reported_ranks = [rank for ranks in mismatch.classes for rank in ranks]
     entry_times = [members[rank].entered_at for rank in reported_ranks]
-    report_times = [get_last_seen_at(context, rank) for rank in reported_ranks]
     is_complete = (
         len(mismatch.calls) == len(mismatch.classes)
         and not mismatch.calls_to_fetch
         and not _is_majority_undecided(context, mismatch, members)
     )
-    evidence_age_s = context.now - max(report_times, default=context.now)
     return Verdict(
         kind=kind,
         severity=KINDS[kind].severity,
@@ -153,7 +151,7 @@ def _make_mismatch_verdict(
         calls=mismatch.calls,
         waits=select_waits(context, waiting),
         began_at=min(entry_times, default=context.now),
-        is_confirmed=is_complete or evidence_age_s > _MAX_EVIDENCE_WAIT_S,
+        is_confirmed=is_complete or _is_evidence_old(context, reported_ranks),
         summary=messages.describe_mismatch(
             mismatch.outliers,
             mismatch.calls,
@@ -164,6 +162,11 @@ def _make_mismatch_verdict(
         advice=messages.GROUP_MISMATCH_ADVICE if is_setup else messages.MISMATCH_ADVICE,
         site=_find_site_of(mismatch.calls, mismatch.outliers),
     )
+
+
+def _is_evidence_old(context: DiagnosisContext, reported_ranks: Iterable[int]) -> bool:
+    report_times = [get_last_seen_at(context, rank) for rank in reported_ranks]
+    return context.now - max(report_times, default=context.now) > _MAX_EVIDENCE_WAIT_S
 
 
 def _find_site_of(calls: Iterable[CallClass], ranks: Iterable[int]) -> Site | None:
