@@ -188,6 +188,7 @@ class Attempt:
             self._remove_from_groups(former, rank)
         if process is not None:
             self.processes[rank] = process
+            self._histories.set_rank_count(len(self.processes))
             self._all_reported_since = min(self._all_reported_since, process.reports.agent_seen_at)
 
     def _remove_from_groups(self, former: Process, rank: int) -> None:
