@@ -18,7 +18,7 @@ from ..core.limits import is_large
 WAITING_FACTOR = 6.0
 MAX_PAUSE_S = 4.0  # without a backlog
 EVIDENCE_FACTOR = 2.0  # if what is reported next may decide a verdict
-URGENT_FACTOR = 1.0  # if a verdict is due early, or after urgent changes
+URGENT_FACTOR = 1.5  # if a verdict is due early, or after urgent changes
 STARTING_FACTOR = (
     6.0  # if new ranks reported: earlier verdicts are outdated, and the server is busy
 )
