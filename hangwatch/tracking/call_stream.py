@@ -19,7 +19,7 @@ CALLS_KEPT = 256  # per stream
 FINISHED_CALLS_KEPT, LAST_CALLS_KEPT = 2, 8
 
 # Reference hashes kept per group: a base count, plus a count for each member.
-REFERENCE_HASHES_KEPT = 32, 4
+REFERENCE_HASHES_KEPT = 16, 2
 
 # While a job has at most this many suspected ranks, any of them may be where the hang began.
 MAX_URGENT_SUSPECTS = 64

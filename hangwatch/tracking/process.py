@@ -83,7 +83,7 @@ class Process:
     streams: dict[int, CallStream] = field(default_factory=dict)  # by uid
     newest_call_at: float = 0.0  # when it last entered a call
     open_calls: OpenCalls = field(default_factory=OpenCalls)
-    samples: list[StackSample] = field(default_factory=list)  # newest last
+    samples: tuple[StackSample, ...] = ()  # newest last
     finished_reporting: bool = False  # its agent has reported all there is
 
     @property

@@ -118,17 +118,15 @@ def _apply_ending(process: Process, update: heartbeat.ProcessUpdate, now: float)
 
 def add_sample(process: Process, reply: heartbeat.StackReply, now: float) -> None:
     """Adds the stacks that a node agent took; only the newest samples are kept."""
-    process.samples.append(
-        StackSample(
-            request=reply.request,
-            source=reply.source,
-            taken_at=now - reply.taken_s,
-            native=reply.native,
-            threads=reply.threads,
-            error=reply.error,
-        )
+    sample = StackSample(
+        request=reply.request,
+        source=reply.source,
+        taken_at=now - reply.taken_s,
+        native=reply.native,
+        threads=reply.threads,
+        error=reply.error,
     )
-    del process.samples[:-SAMPLES_KEPT_PER_PROCESS]
+    process.samples = (*process.samples, sample)[-SAMPLES_KEPT_PER_PROCESS:]
 
 
 def apply_calls_reply(tracked: TrackedProcess, reply: heartbeat.CallsReply) -> None:

@@ -72,6 +72,8 @@ def apply_stream_update(
         if entered and chain and (not pairs or pairs[-1][0] != entered):
             pairs = (*pairs, (entered, chain))
         attempt.record_hashes(stream, pairs)
+        if pairs and pairs[-1][1] == chain:
+            stream.chain = stream.reported_hashes[-1][1]  # the same number, shared by all ranks
     if calls:
         record_calls(attempt, process, stream, calls, requested=stream.fetched_to > 0)
     if concurrent_calls and not stream.concurrent_calls:

@@ -540,10 +540,9 @@ def test_stacks_list_culprits_first_and_merge_waiting_ranks(scene: IncidentScena
         )
 
     for rank, line in ((0, 41), (1, 41), (2, 12)):
-        scene.attempt.processes[rank].samples.append(make_sample(line))
-    scene.attempt.processes[3].samples.append(
-        make_sample(0, error="Permission denied: give it CAP_SYS_PTRACE")
-    )
+        scene.attempt.processes[rank].samples += (make_sample(line),)
+    failed_sample = make_sample(0, error="Permission denied: give it CAP_SYS_PTRACE")
+    scene.attempt.processes[3].samples += (failed_sample,)
     [case] = scene.observe_verdicts(MISSING_VERDICT)
     stack_summaries = [(s.ranks, s.thread, bool(s.error)) for s in case.incident.stacks]
     assert stack_summaries == [
@@ -552,7 +551,7 @@ def test_stacks_list_culprits_first_and_merge_waiting_ranks(scene: IncidentScena
         ((0, 1), "MainThread", False),
         ((3,), None, True),
     ]
-    del scene.attempt.processes[2].samples[:]
+    scene.attempt.processes[2].samples = ()
     scene.observe_verdicts(MISSING_VERDICT)
     assert [s.ranks for s in case.incident.stacks][:2] == [(2,), (2,)]
 
