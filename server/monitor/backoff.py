@@ -27,7 +27,9 @@ STATES_FACTOR = 30.0  # for reports of the states of ranks
 STILL_AFTER_S = 3.0
 # Changes decide a verdict only after they have lasted for a while.
 RECENT_CHANGES_S = 5.0
-FRESH_VERDICT_S = 10.0  # for which a verdict may become more precise after it is due
+FRESH_VERDICT_S = (
+    10.0  # a verdict is new for this long; after it is due, it may become more precise
+)
 # The pause grows by its own length for each of these seconds that heartbeats have been queued.
 BACKLOG_STEP_S = 2.5
 _EARLY_KINDS = frozenset(select_kinds(lambda spec: spec.is_due_early))
@@ -96,7 +98,11 @@ class DiagnosisBackoff:
     def _awaits_evidence(self, attempt: Attempt, diagnosis: Diagnosis, now: float) -> bool:
         """Whether what is reported within the next seconds may decide a verdict."""
         if now - self._get_backoff(attempt).changed_at < RECENT_CHANGES_S:
-            return True
+            # A verdict on what has just begun has probably taken them into account.
+            return not any(
+                verdict.is_confirmed and now - verdict.began_at < FRESH_VERDICT_S
+                for verdict in diagnosis.verdicts
+            )
         if now - attempt.newest_call_at < STILL_AFTER_S:
             return False
         for verdict in diagnosis.verdicts:

@@ -86,6 +86,8 @@ def test_changes_may_decide_verdict_when_they_have_lasted() -> None:
     backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
     backoff.record_changes(large, NOW - RECENT_CHANGES_S + 1.0)
     assert measure_backoff(backoff, large) == EVIDENCE_FACTOR
+    deadlock = make_verdict(VerdictKind.DEADLOCK, since=NOW - 3.0, due=True)
+    assert measure_backoff(backoff, large, deadlock) == MAX_PAUSE_S, "it is decided"
     backoff.record_changes(large, NOW - RECENT_CHANGES_S - 1.0)
     assert measure_backoff(backoff, large) == MAX_PAUSE_S
 
