@@ -15,8 +15,11 @@ from .hash_histories import Hashes
 
 CALLS_KEPT = 256  # per stream
 # Completed calls kept per stream while none were requested. A job whose calls each take a while
-# reports all of them. More of a process that has exited: they cannot be requested any more.
-FINISHED_CALLS_KEPT, LAST_CALLS_KEPT = 2, 8
+# reports all of them.
+FINISHED_CALLS_KEPT = 2
+# Former calls kept where they cannot be requested any more, or may not be complete: those of a process
+# that has exited, and of a stream whose completions nothing reports.
+LAST_CALLS_KEPT = 8
 
 # Reference hashes kept per group: a base count, plus a count for each member.
 REFERENCE_HASHES_KEPT = 16, 2
@@ -80,8 +83,8 @@ class CallStream:
         self.calls[call.seq] = call
 
     def drop_old_calls(self, finished_kept: int) -> None:
-        """Drops finished calls but the newest ones. All unfinished ones are kept: the other members may
-        wait in the first of them.
+        """Drops all finished calls but the newest ``finished_kept``. Unfinished ones are kept, as the
+        other members may wait in the first of them: only the oldest of more than `CALLS_KEPT` go.
         """
         if len(self.calls) <= finished_kept:
             return

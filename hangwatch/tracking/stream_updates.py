@@ -130,5 +130,7 @@ def record_calls(
         attempt.record_hashes(stream, tuple(pairs))
     if requested:
         stream.drop_old_calls(CALLS_KEPT)
+    elif process.is_alive and stream.completed is not None:
+        stream.drop_old_calls(FINISHED_CALLS_KEPT)
     else:
-        stream.drop_old_calls(FINISHED_CALLS_KEPT if process.is_alive else LAST_CALLS_KEPT)
+        stream.drop_old_calls(LAST_CALLS_KEPT)

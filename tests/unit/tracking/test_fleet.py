@@ -77,6 +77,26 @@ def test_more_calls_of_exited_process_are_kept() -> None:
     assert sorted(stream.calls) == list(range(21 - LAST_CALLS_KEPT, 21))
 
 
+def test_more_calls_of_uncounted_stream_are_kept() -> None:
+    """Its device may be in one of them."""
+    fleet = Fleet()
+    for number in range(1, 100):
+        update = heartbeat.ProcessUpdate(
+            key="0-0",
+            identity=heartbeat.ProcessIdentity(job="j", rank=0, world_size=4, pid=7, start_ticks=0),
+            sequences=(
+                heartbeat.StreamUpdate(
+                    uid=1, identity=GROUP, entered=number, calls=(make_call(number),)
+                ),
+            ),
+        )
+        beat = heartbeat.Heartbeat(host="n0", agent="a0", number=number, processes=(update,))
+        fleet.apply_heartbeat(beat, float(number))
+    stream = get_only_attempt(fleet).processes[0].streams[1]
+    assert stream.completed is None
+    assert sorted(stream.calls) == list(range(99 - LAST_CALLS_KEPT, 100))
+
+
 def test_members_share_equal_hashes() -> None:
     fleet = Fleet()
     for number in range(1, 4):
