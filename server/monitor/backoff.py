@@ -19,17 +19,14 @@ WAITING_FACTOR = 6.0
 MAX_PAUSE_S = 4.0  # without a backlog
 EVIDENCE_FACTOR = 2.0  # if what is reported next may decide a verdict
 URGENT_FACTOR = 1.5  # if a verdict is due early, or after urgent changes
-STARTING_FACTOR = (
-    6.0  # if new ranks reported: earlier verdicts are outdated, and the server is busy
-)
+STARTING_FACTOR = 6.0  # if new ranks reported: earlier verdicts are outdated, and it takes long
 STATES_FACTOR = 30.0  # for reports of the states of ranks
 # As long as some ranks make calls, most others that seem to wait have only not reported since.
 STILL_AFTER_S = 3.0
 # Changes decide a verdict only after they have lasted for a while.
 RECENT_CHANGES_S = 5.0
-FRESH_VERDICT_S = (
-    10.0  # a verdict is new for this long; after it is due, it may become more precise
-)
+# For this long after its onset a verdict is new, and after it is due it may become more precise.
+FRESH_VERDICT_S = 10.0
 # The pause grows by its own length for each of these seconds that heartbeats have been queued.
 BACKLOG_STEP_S = 2.5
 _EARLY_KINDS = frozenset(select_kinds(lambda spec: spec.is_due_early))
