@@ -109,7 +109,10 @@ def _check_reports(server: Server, hook: WebhookReceiver) -> None:
         incidents = server.get_items("incidents", job="trains")
         return [incident for incident in incidents if incident["severity"] == "alert"]
 
-    assert wait_until(lambda: {i["status"] for i in list_alerts()} == {"resolved"}, 10.0)
+    is_resolved = wait_until(lambda: {i["status"] for i in list_alerts()} == {"resolved"}, 10.0)
+    assert is_resolved, [
+        (i["kind"], i["attempt"], i["status"], i["summary"]) for i in list_alerts()
+    ]
     [incident] = list_alerts()
     assert (
         incident["kind"],
