@@ -64,7 +64,8 @@ class CallStream:
     # and the time of that report.
     last_growth: tuple[int, float] = (0, 0.0)
     reported_hashes: Hashes = ()
-    # By sequence number; only the calls whose arguments are known. Changed by `add_call` only.
+    # By sequence number; only the calls whose arguments are known. Often shared: `add_call` and
+    # `drop_old_calls` change it.
     calls: Mapping[int, Call] = field(default_factory=lambda: _NO_CALLS)
     # Two calls that different threads made at the same time: the last call of each.
     concurrent_calls: tuple[Call, ...] = ()

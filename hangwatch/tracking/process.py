@@ -37,6 +37,18 @@ class StackSample:
     threads: tuple[ThreadStack, ...] = ()
     error: str | None = None
 
+    @classmethod
+    def from_reply(cls, reply: heartbeat.StackReply, now: float) -> StackSample:
+        """The sample in a heartbeat that was received at ``now``."""
+        return cls(
+            request=reply.request,
+            source=reply.source,
+            taken_at=now - reply.taken_s,
+            native=reply.native,
+            threads=reply.threads,
+            error=reply.error,
+        )
+
     @property
     def calling_thread(self) -> ThreadStack | None:
         return self.find_caller(None)

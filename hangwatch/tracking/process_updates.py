@@ -118,14 +118,7 @@ def _apply_ending(process: Process, update: heartbeat.ProcessUpdate, now: float)
 
 def add_sample(process: Process, reply: heartbeat.StackReply, now: float) -> None:
     """Adds the stacks that a node agent took; only the newest samples are kept."""
-    sample = StackSample(
-        request=reply.request,
-        source=reply.source,
-        taken_at=now - reply.taken_s,
-        native=reply.native,
-        threads=reply.threads,
-        error=reply.error,
-    )
+    sample = StackSample.from_reply(reply, now)
     process.samples = (*process.samples, sample)[-SAMPLES_KEPT_PER_PROCESS:]
 
 

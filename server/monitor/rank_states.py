@@ -75,12 +75,11 @@ def _compute_reported_states(
         **dict.fromkeys(stalled, RankState.STALLED),
         **dict.fromkeys(frozen, RankState.FROZEN),
     }
-    for rank in attempt.list_unreported(now - lost_after_s):
-        states[rank] = RankState.LOST
     for rank in attempt.unable_ranks:
         state = _find_unable_state(attempt.processes[rank], now)
-        if state is not None and states.get(rank) is not RankState.LOST:
+        if state is not None:
             states[rank] = state
+    states.update(dict.fromkeys(attempt.list_unreported(now - lost_after_s), RankState.LOST))
     return {
         rank: states.get(rank) or _compute_usual_state(process, now)
         for rank, process in attempt.processes.items()

@@ -113,14 +113,7 @@ class DumpRegistry:
         return _describe_dump(dump)
 
     def _build_dumped_rank(self, rank: int, reply: heartbeat.StackReply, now: float) -> DumpedRank:
-        sample = StackSample(
-            request=reply.request,
-            source=reply.source,
-            taken_at=now - reply.taken_s,
-            native=reply.native,
-            threads=reply.threads,
-            error=reply.error,
-        )
+        sample = StackSample.from_reply(reply, now)
         caller = sample.calling_thread
         caller_first = sorted(sample.threads, key=lambda t: t is not caller)
         error = reply.error

@@ -212,7 +212,7 @@ class FaultTrial:
     probe: ApiProbe
     agents: AgentProcesses
     run: JobRun
-    ramp_s: float  # the time in which the hosts of a run start
+    ramp_s: float  # from the start of a run until its last host reports
     results: list[FaultResult] = field(default_factory=list)
     recovery_shares: list[float] = field(default_factory=list)  # of a core, after each fault
 
@@ -430,7 +430,7 @@ def _summarize_results(
     print(f"  slowest: {'; '.join(f'{1000 * s:.0f} ms {request}' for s, request in slowest)}")
     responses_ms = sorted(1000 * seconds for seconds, _ in trial.probe.response_times)
     delays_s = [r.verdict_delay_s for r in trial.results if r.verdict_delay_s is not None]
-    worst_core_share = max(*(r.core_share for r in trial.results), 0.0, *trial.recovery_shares)
+    worst_core_share = max([*(r.core_share for r in trial.results), *trial.recovery_shares])
     core_percent = 100 * max(healthy.core_share, worst_core_share)
     is_good = (
         all(result.is_good for result in trial.results)

@@ -209,8 +209,8 @@ def _count_similar_groups(
         if not is_similar:
             continue
         reported: set[int] = set()
-        for stream in members.values():
-            reported.update(value for at, value in stream.reported_hashes if at == seq)
+        for history in list_histories(members.values()):
+            reported.update(value for at, value in history if at == seq)
         for running_hash in reported & votes.keys():
             votes[running_hash] += 1
     return votes

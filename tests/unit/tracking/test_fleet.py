@@ -19,16 +19,17 @@ def make_heartbeat(
     calls: tuple[Call, ...] = (),
     completed: int | None = None,
     ended: ExitInfo | None = None,
+    stream_update: heartbeat.StreamUpdate | None = None,
 ) -> heartbeat.Heartbeat:
-    """A heartbeat of a rank with its own host. It is inside its last call unless ``completed`` says
-    otherwise.
+    """A heartbeat of a rank with its own host. It is inside its last call unless ``completed`` or
+    ``stream_update`` says otherwise.
     """
     identity = heartbeat.ProcessIdentity(
         job="j", rank=rank, world_size=4, pid=7 + rank, start_ticks=0
     )
     entered = calls[-1].seq if calls else 0
     done = max(0, entered - 1) if completed is None else completed
-    stream_update = heartbeat.StreamUpdate(
+    stream_update = stream_update or heartbeat.StreamUpdate(
         uid=1, identity=GROUP, entered=entered, completed=done, calls=calls, entered_s=1.0
     )
     update = heartbeat.ProcessUpdate(
@@ -81,17 +82,10 @@ def test_more_calls_of_uncounted_stream_are_kept() -> None:
     """Its device may be in one of them."""
     fleet = Fleet()
     for number in range(1, 100):
-        update = heartbeat.ProcessUpdate(
-            key="0-0",
-            identity=heartbeat.ProcessIdentity(job="j", rank=0, world_size=4, pid=7, start_ticks=0),
-            sequences=(
-                heartbeat.StreamUpdate(
-                    uid=1, identity=GROUP, entered=number, calls=(make_call(number),)
-                ),
-            ),
+        update = heartbeat.StreamUpdate(
+            uid=1, identity=GROUP, entered=number, calls=(make_call(number),)
         )
-        beat = heartbeat.Heartbeat(host="n0", agent="a0", number=number, processes=(update,))
-        fleet.apply_heartbeat(beat, float(number))
+        fleet.apply_heartbeat(make_heartbeat(number, 0, stream_update=update), float(number))
     stream = get_only_attempt(fleet).processes[0].streams[1]
     assert stream.completed is None
     assert sorted(stream.calls) == list(range(99 - LAST_CALLS_KEPT, 100))
@@ -101,24 +95,14 @@ def test_members_share_equal_hashes() -> None:
     fleet = Fleet()
     for number in range(1, 4):
         for rank in range(4):
-            stream = heartbeat.StreamUpdate(
+            update = heartbeat.StreamUpdate(
                 uid=1,
                 identity=GROUP,
                 entered=10 * number,
                 completed=10 * number,
                 chain=700 + number,
             )
-            update = heartbeat.ProcessUpdate(
-                key=f"{rank}-0",
-                identity=heartbeat.ProcessIdentity(
-                    job="j", rank=rank, world_size=4, pid=7 + rank, start_ticks=0
-                ),
-                sequences=(stream,),
-            )
-            beat = heartbeat.Heartbeat(
-                host=f"n{rank}", agent=f"a{rank}", number=number, processes=(update,)
-            )
-            fleet.apply_heartbeat(beat, float(number))
+            fleet.apply_heartbeat(make_heartbeat(number, rank, stream_update=update), float(number))
     attempt = get_only_attempt(fleet)
     histories = [process.streams[1].reported_hashes for process in attempt.processes.values()]
     assert histories[0] == ((10, 701), (20, 702), (30, 703))
