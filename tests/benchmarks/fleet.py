@@ -284,8 +284,10 @@ class FaultTrial:
         self.agents.collect_counts()
         other_verdicts: dict[str, str] = {}  # by incident
         reported_at: float | None = None
+        # The fault that a run begins with may have been due before this.
+        wait_until_at = max(due_at, time.monotonic()) + 3 * MAX_VERDICT_DELAY_S
         with measure_core_share(self.server) as measured:
-            while reported_at is None and time.monotonic() < due_at + 3 * MAX_VERDICT_DELAY_S:
+            while reported_at is None and time.monotonic() < wait_until_at:
                 time.sleep(0.1)
                 if self._find_verdict(fault, other_verdicts):
                     reported_at = time.monotonic()
