@@ -20,10 +20,11 @@ from .parallel_streams import (
     SimulatedStream,
     count_groups_created,
     iter_stream_identities,
-    list_streams,
 )
+from .queued_streams import iter_device_counters
+from .rank_streams import BLOCKED_AFTER_S, is_blocked, is_reported_as_blocked, list_streams
 
-BLOCKED_AFTER_S, UNAFFECTED_FOR_S = 0.5, 3.0  # as in the node agent
+UNAFFECTED_FOR_S, PROGRESS_WINDOW_S = 3.0, 3.0  # as in the node agent
 JOB_NAME = "fleet"
 
 Document = dict[str, Any]
@@ -105,6 +106,8 @@ class HeartbeatEncoder:
             has_shared_call = run.suffers_fault(VerdictKind.CONCURRENT_USE, rank, now)
             if has_shared_call and not acked.shared_call_reported:
                 return False
+        if run.shape.queues_calls:
+            return self._makes_calls(now)
         fault = run.active_fault(now)
         if fault is None or now - fault.starts_at < BLOCKED_AFTER_S:
             return True
@@ -116,6 +119,14 @@ class HeartbeatEncoder:
             is_blocked(stream, now)
             for rank in self.ranks
             for stream in list_streams(run, rank, now)
+        )
+
+    def _makes_calls(self, now: float) -> bool:
+        run = self._get_run()
+        return all(
+            any(now - stream.entered_at <= PROGRESS_WINDOW_S for stream in streams)
+            and not any(is_blocked(stream, now) for stream in streams)
+            for streams in (list_streams(run, rank, now) for rank in self.ranks)
         )
 
     def _iter_terse_updates(self, now: float) -> Iterator[str]:
@@ -156,6 +167,8 @@ class HeartbeatEncoder:
             lifecycle = Lifecycle.STARTING if culprit_kind else Lifecycle.INITIALISING
         is_frozen = culprit_kind is VerdictKind.FROZEN_RANK
         is_busy = culprit_kind is VerdictKind.SLOW_RANK or now < fault_at + REPLICAS_WAIT_AFTER_S
+        if run.shape.queues_calls and culprit_kind is None:
+            is_busy = True  # a host polls its device
         update: Document = {
             "key": f"{rank}-{run.number}",
             "lifecycle": int(lifecycle),
@@ -165,6 +178,10 @@ class HeartbeatEncoder:
             "idle_s": 0.01 if is_busy else round(now - fault_at, 3),
             "cpu_s": round(now - run.started_at, 2),
         }
+        if run.shape.queues_calls and lifecycle is Lifecycle.INITIALISED:
+            update["device"] = [
+                encode_message(status) for status in iter_device_counters(run, rank, now)
+            ]
         if culprit_kind is VerdictKind.DEAD_RANK:
             update |= {"ended": {"signal": 9}, "ended_s": now - fault_at}
         elif culprit_kind is VerdictKind.EXITED_RANK:
@@ -214,7 +231,7 @@ class HeartbeatEncoder:
         identities = dict(iter_stream_identities(run.shape, rank)) if self.is_full else {}
         were_blocked, acked.blocked_uids = acked.blocked_uids, frozenset()
         for stream in list_streams(run, rank, now):
-            blocked = is_blocked(stream, now)
+            blocked = is_reported_as_blocked(stream, now)
             if blocked:
                 acked.blocked_uids |= {stream.uid}
             before = acked.entered.get(stream.uid)
@@ -243,10 +260,6 @@ class HeartbeatEncoder:
         is_shared = self._get_run().suffers_fault(VerdictKind.CONCURRENT_USE, rank, now)
         acked.shared_call_reported = is_shared
         return is_shared
-
-
-def is_blocked(stream: SimulatedStream, now: float) -> bool:
-    return bool(stream.pending_since) and now - stream.pending_since >= BLOCKED_AFTER_S
 
 
 def _encode_stream(update: Document) -> str:

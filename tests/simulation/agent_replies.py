@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .parallel_job import JobRun
-from .parallel_streams import list_streams
+from .queued_streams import waits_for_device
+from .rank_streams import list_streams
 
 MAX_CALLS = 64  # in a reply, as in the node agent
 _TORCH_FILE = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
@@ -53,6 +54,13 @@ def make_thread_stack(run: JobRun, rank: int, now: float) -> Document:
     """The main thread's stack: in a collective while the rank waits, else in its own code."""
     if any(stream.pending_since for stream in list_streams(run, rank, now)):
         inner = {"function": "all_reduce", "file": _TORCH_FILE, "line": 2810}
+    elif run.shape.queues_calls and waits_for_device(run, rank, now):
+        inner = {
+            "function": "log_loss",
+            "file": "/u/train.py",
+            "line": 71,
+            "text": "total += loss.item()",
+        }
     else:
         inner = {
             "function": "load_batch",

@@ -38,12 +38,19 @@ HARMLESS_KINDS = frozenset({VerdictKind.CONCURRENT_USE, VerdictKind.GROUP_MISMAT
 class JobShape:
     pipeline: int  # stages
     data: int  # replicas
+    backend: str = "gloo"
 
     @classmethod
-    def largest_within(cls, ranks: int) -> JobShape:
+    def largest_within(cls, ranks: int, backend: str = "gloo") -> JobShape:
         """The largest job of at most ``ranks`` ranks with 5 or 10 stages."""
         pipeline = 10 if ranks >= 10_000 else 5
-        return cls(pipeline=pipeline, data=max(2, ranks // (TENSOR_PARALLEL_SIZE * pipeline)))
+        data = max(2, ranks // (TENSOR_PARALLEL_SIZE * pipeline))
+        return cls(pipeline=pipeline, data=data, backend=backend)
+
+    @property
+    def queues_calls(self) -> bool:
+        """Whether a call only queues work for the device, and nothing reports its completion."""
+        return self.backend == "nccl"
 
     @property
     def hosts(self) -> int:

@@ -46,10 +46,11 @@ class SimulatedStream:
 
     uid: int
     entered: int
-    completed: int
+    completed: int | None  # None: nothing reports completion
     op: str
-    last_call_at: float  # when the newest completed call was made
+    last_call_at: float  # when the newest call that is not pending was made
     hash_change: int = 0  # makes the running hash differ from those of other ranks
+    changed_from: int = 0  # the first call with that hash; 0: the newest
     pending_since: float = 0.0  # when the pending call was entered; 0 if there is none
 
     @property
@@ -66,10 +67,10 @@ class SimulatedStream:
             "entered_s": round(max(0.002, now - self.entered_at), 4),
         }
         if self.uid <= DP:
-            update["chain"] = running_hash(self.entered, self.hash_change)
+            update["chain"] = self._find_hash(self.entered)
             if after < self.entered:
                 update["checkpoints"] = self._list_checkpoints(after)
-        if self.completed < self.entered:
+        if self.completed is not None and self.completed < self.entered:
             pending_s = round(now - self.pending_since, 4) if self.pending_since else 0.002
             update["pending_s"] = pending_s
         if blocked:
@@ -77,21 +78,21 @@ class SimulatedStream:
         return update
 
     def encode_call(self, seq: int, now: float) -> Document:
-        is_newest = seq == self.entered
-        hash_change = self.hash_change if is_newest else 0
+        is_queued = self.completed is None
+        is_changed = seq >= (self.changed_from or self.entered)
         return {
             "seq": seq,
             "signature": {
-                "op": self.op if is_newest else OPS[self.uid],
+                "op": self.op if is_changed else OPS[self.uid],
                 "shapes": [[4096]],
                 "dtype": "bfloat16",
                 "numel": 4096,
-                "agree": 77 + hash_change,
+                "agree": 77 + self._find_hash_change(seq),
             },
             "site": {"file": "/u/train.py", "line": 50 + self.uid, "function": "step"},
-            "chain": running_hash(seq, hash_change),
+            "chain": self._find_hash(seq),
             "entered_s": max(0.0, now - self.entered_at),
-            "blocking": True if self.uid in (SETUP, WORLD, TP, DP) else None,
+            "blocking": True if self.uid in (SETUP, WORLD, TP, DP) and not is_queued else None,
             "thread": 1,
         }
 
@@ -101,14 +102,21 @@ class SimulatedStream:
         while self.entered // step - after // step > MAX_CHECKPOINTS:
             step *= 2
         first = (after // step + 1) * step
-        return [
-            (seq, running_hash(seq, self.hash_change if seq == self.entered else 0))
-            for seq in range(first, self.entered + 1, step)
-        ]
+        return [(seq, self._find_hash(seq)) for seq in range(first, self.entered + 1, step)]
+
+    def _find_hash(self, seq: int) -> int:
+        return running_hash(seq, self._find_hash_change(seq))
+
+    def _find_hash_change(self, seq: int) -> int:
+        return self.hash_change if seq >= (self.changed_from or self.entered) else 0
 
 
 def running_hash(seq: int, hash_change: int = 0) -> int:
     return (seq * _HASH_MULTIPLIER ^ hash_change * _CHANGE_MULTIPLIER) & _MASK
+
+
+def make_queued_stream(uid: int, calls: int, last_call_at: float) -> SimulatedStream:
+    return SimulatedStream(uid, calls, None, OPS[uid], last_call_at)
 
 
 def iter_stream_identities(shape: JobShape, rank: int) -> Iterator[tuple[int, Document]]:
@@ -120,7 +128,13 @@ def iter_stream_identities(shape: JobShape, rank: int) -> Iterator[tuple[int, Do
     last_stage = TENSOR_PARALLEL_SIZE * (shape.pipeline - 1)
 
     def make_group(name: str, desc: str, ranks: str) -> Document:
-        return {"kind": "collective", "name": name, "desc": desc, "ranks": ranks, "backend": "gloo"}
+        return {
+            "kind": "collective",
+            "name": name,
+            "desc": desc,
+            "ranks": ranks,
+            "backend": shape.backend,
+        }
 
     all_ranks = f"0-{shape.ranks - 1}"
     yield SETUP, {"kind": "setup", "name": "setup", "desc": "set-up", "ranks": all_ranks}
@@ -156,11 +170,21 @@ def count_groups_created(run: JobRun, now: float) -> int:
     return GROUPS_CREATED + len(list_group_faults(run, now))
 
 
-def list_streams(run: JobRun, rank: int, now: float) -> list[SimulatedStream]:
-    """How far a rank is in all its streams."""
+def make_setup_stream(run: JobRun, rank: int, now: float) -> SimulatedStream:
+    """The stream of the calls that create groups."""
+    created_at = max(
+        [group_fault.starts_at for group_fault in list_group_faults(run, now)],
+        default=run.started_at,
+    )
+    calls = count_groups_created(run, now)
+    setup = SimulatedStream(SETUP, calls, calls, OPS[SETUP], created_at)
+    setup.hash_change = int(run.suffers_fault(VerdictKind.GROUP_MISMATCH, rank, now))
+    return setup
+
+
+def list_blocking_streams(run: JobRun, rank: int, now: float) -> list[SimulatedStream]:
+    """How far a rank is in all its streams, where calls block and their completion is known."""
     fault = run.active_fault(now)
-    if fault is not None and fault.kind is VerdictKind.STARTUP_STALL:
-        return _list_streams_at_startup(fault, rank)
     streams = _list_completed_streams(run, rank, now)
     blocked_uid = _find_blocked_stream(run, fault, rank, now) if fault is not None else 0
     if fault is None or not blocked_uid:
@@ -174,7 +198,7 @@ def list_streams(run: JobRun, rank: int, now: float) -> list[SimulatedStream]:
     return streams
 
 
-def _list_streams_at_startup(fault: SimulatedFault, rank: int) -> list[SimulatedStream]:
+def list_streams_at_startup(fault: SimulatedFault, rank: int) -> list[SimulatedStream]:
     """All ranks but the culprit wait in `init_process_group`."""
     if rank == fault.rank:
         return []
@@ -193,18 +217,12 @@ def _list_completed_streams(run: JobRun, rank: int, now: float) -> list[Simulate
         exchanged_at = max(run.started_at, moved_at - step_part * STEP_S)
     exchanged_part = max(0.0, step_part - EXCHANGE_FROM) / 0.1
     dp_calls = DP_CALLS * int(steps) + int(DP_CALLS * exchanged_part)
-    created_at = max(
-        [group_fault.starts_at for group_fault in list_group_faults(run, now)],
-        default=run.started_at,
-    )
 
     def make_stream(uid: int, calls: int, last_call_at: float) -> SimulatedStream:
         return SimulatedStream(uid, calls, calls, OPS[uid], last_call_at)
 
-    setup = make_stream(SETUP, count_groups_created(run, now), created_at)
-    setup.hash_change = int(run.suffers_fault(VerdictKind.GROUP_MISMATCH, rank, now))
     streams = [
-        setup,
+        make_setup_stream(run, rank, now),
         make_stream(WORLD, WORLD_CALLS, run.started_at),
         make_stream(TP, int(steps * TP_CALLS), moved_at),
         make_stream(DP, dp_calls, exchanged_at),

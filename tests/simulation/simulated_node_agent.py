@@ -16,7 +16,7 @@ from hangwatch.model.kinds import VerdictKind
 from .agent_encoding import HeartbeatEncoder
 from .agent_replies import CommandReplies
 from .parallel_job import NEIGHBOURS_WAIT_AFTER_S, JobRun, SimulatedFault
-from .parallel_streams import list_streams
+from .rank_streams import list_streams
 
 if TYPE_CHECKING:
     from .agent_pool import NodeAgentPool
