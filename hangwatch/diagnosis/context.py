@@ -73,6 +73,11 @@ class DiagnosisContext:
             self._device_view = build_device_view(self.attempt)
         return self._device_view
 
+    def find_waiting_devices(self, culprits: Iterable[int]) -> set[int]:
+        """The unexplained ranks whose devices wait for the culprits: so do their hosts, sooner or later."""
+        view = self.get_device_view()
+        return set() if view is None else view.hang.find_waiters_of(culprits) - self.explained_ranks
+
 
 def get_suspicion_delay_s(limits: Limits) -> float:
     """When to start to request evidence: early enough for two samples before the verdict is due."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from hangwatch.diagnosis.graph.devices import DeviceGraph, DeviceGroup, DeviceHang
+from hangwatch.diagnosis.graph.devices import DeviceGraph, DeviceGroup, DeviceHang, DeviceWait
+from hangwatch.diagnosis.graph.graph import WaitEdge
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.device import DeviceProgress
 from hangwatch.model.groups import GroupKey
+from hangwatch.model.operators import OPERATIONS
 from hangwatch.model.ranks import Lifecycle
-from hangwatch.model.verdicts import CallClass
+from hangwatch.model.verdicts import CallClass, Wait
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
@@ -53,6 +55,25 @@ class DeviceView:
         callers = sorted(r for r, stream in streams.items() if stream.entered >= seq)
         return (CallClass(ranks=tuple(callers) or (rank,), call=call),)
 
+    def find_longest_wait(self, culprits: Collection[int]) -> WaitEdge | None:
+        """The longest wait of a device for a host of the ``culprits`` that has not made the call."""
+        waits: list[tuple[float, int, int, DeviceWait]] = []
+        for wait in self.hang.waits:
+            members = wait.group.members
+            on_ranks = [
+                r for r in wait.awaited.intersection(culprits) if members[r].enqueued < wait.call
+            ]
+            if on_ranks:
+                since = self.get_unchanged_since(wait.waiters)
+                waits.append((since, min(wait.waiters), min(on_ranks), wait))
+        if not waits:
+            return None
+        _, rank, on_rank, wait = min(waits, key=lambda item: item[:3])
+        stream = self.get_stream(wait.group, rank)
+        seq = self.get_seq(wait.group, rank)
+        device_wait = Wait(rank=rank, on_rank=on_rank, group=stream.group.name, seq=seq)
+        return WaitEdge(wait=device_wait, stream=stream)
+
     def get_unchanged_since(self, ranks: Iterable[int]) -> float:
         """Since when none of their devices began or completed a call."""
         return max(map(get_device_changed_at, self._select_processes(ranks)), default=0.0)
@@ -80,14 +101,40 @@ class DeviceView:
             since = newest_call_at
         return known_until - since
 
-    def may_be_in_message(self, rank: int) -> bool:
-        """Whether its device may be in a send or a receive, whose peer is unknown here."""
-        changed_at = self.get_unchanged_since((rank,))
-        for stream in self._processes[rank].streams.values():
-            if stream.peer is None or not stream.entered:
-                continue
-            if stream.is_pending or (stream.completed is None and stream.entered_at > changed_at):
-                return True
+    def find_stuck_ranks(self) -> set[int]:
+        """The culprits of the hang without those whose devices may be in a send or a receive."""
+        return {rank for rank in self.hang.culprits if not self._may_be_in_message(rank)}
+
+    def _may_be_in_message(self, rank: int) -> bool:
+        """Whether its device may be in a send or a receive, whose peer is unknown here. Hosts run ahead
+        of their devices: only a completed collective that was queued later shows that it is not.
+        """
+        if self._is_in_completed_call(rank):
+            return False
+        process = self._processes[rank]
+        messages = [s for s in process.streams.values() if s.peer is not None and s.entered]
+        if any(stream.is_pending for stream in messages):
+            return True
+        if all(stream.completed is not None for stream in messages):
+            return False
+        mark = process.message_mark
+        queued = {} if mark is None else mark.enqueued
+        return not any(
+            stream.device is not None and stream.device.completed > queued[stream.uid]
+            for stream in process.streams.values()
+            if stream.uid in queued
+        )
+
+    def _is_in_completed_call(self, rank: int) -> bool:
+        """Whether other members have completed the call that its device has not, in which all members
+        wait for each other.
+        """
+        fronts = self.fronts.get(rank, ())
+        for group in fronts[:1]:
+            completed = group.members[rank].completed
+            spec = OPERATIONS.get(self.get_op(group, rank))
+            is_behind = any(other.completed > completed for other in group.members.values())
+            return is_behind and spec is not None and spec.is_mutual_wait
         return False
 
     def _select_processes(self, ranks: Iterable[int]) -> list[Process]:
@@ -121,7 +168,8 @@ def get_device_changed_at(process: Process) -> float:
 def build_device_view(attempt: Attempt, ended: Collection[int] = ()) -> DeviceView | None:
     """None where no backend reports how far devices are.
 
-    Of the ranks in ``ended``, which have left, the last counters are used.
+    A rank that has left queues no further call; of those in ``ended``, the last counters show also where
+    their devices were.
     """
     processes = attempt.processes
     groups: list[DeviceGroup] = []
@@ -131,9 +179,11 @@ def build_device_view(attempt: Attempt, ended: Collection[int] = ()) -> DeviceVi
         group_streams = attempt.streams_by_group.get(key, {})
         members: dict[int, DeviceProgress] = {}
         for rank, stream in group_streams.items():
-            is_usable = rank in ended or _is_running(processes.get(rank))
-            if is_usable and stream.device is not None and stream.kind is StreamKind.COLLECTIVE:
-                members[rank] = stream.device
+            if stream.device is None or stream.kind is not StreamKind.COLLECTIVE:
+                continue
+            members[rank] = stream.device
+            if rank not in ended and not _is_running(processes.get(rank)):
+                members[rank] = replace(stream.device, completed=stream.device.enqueued)
         if not members or _counts_messages(processes, members, key):
             continue
         group = DeviceGroup(ranks=key[2], members=_level_stale_counters(members, group_streams))

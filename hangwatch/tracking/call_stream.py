@@ -73,7 +73,8 @@ class CallStream:
     fetched_to: int = 0  # the highest sequence number among the calls fetched on request
     # Of a group's collectives, where the backend reports it.
     device: DeviceProgress | None = None
-    # When the device was last seen to begin or complete a collective, or to have one to do again.
+    # When the device was last seen to begin or complete a collective of the group, or to have one to do
+    # after it had completed those of all groups.
     device_changed_at: float = 0.0
     group_state: GroupState | None = None  # None for point-to-point calls and former processes
 
@@ -115,6 +116,17 @@ class CallStream:
             device is not None
             and device.is_behind_host
             and device.read_at - self.device_changed_at >= MIN_WAIT_S
+        )
+
+    @property
+    def is_executed(self) -> bool:
+        """Whether the device had completed all calls when it was last read, after the newest one."""
+        device = self.device
+        return (
+            device is not None
+            and not device.is_behind_host
+            and device.enqueued >= 0
+            and device.read_at > self.entered_at
         )
 
     def is_uncounted_and_old(self, now: float) -> bool:

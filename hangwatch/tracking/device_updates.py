@@ -9,6 +9,7 @@ from hangwatch.protocol.heartbeat import DeviceStatus
 
 from .attempt import Attempt
 from .process import Process
+from .process_parts import MessageMark
 
 
 def apply_device_statuses(
@@ -19,6 +20,10 @@ def apply_device_statuses(
     A stream that is unknown is ignored: the same heartbeat requests a resync, after which the node
     agent reports everything again.
     """
+    was_idle = not any(
+        stream.device is not None and stream.device.is_behind_host
+        for stream in process.streams.values()
+    )
     for status in statuses:
         stream = process.streams.get(status.uid)
         if stream is None:
@@ -32,12 +37,32 @@ def apply_device_statuses(
             completed=status.completed,
             read_at=now - status.read_s,
         )
-        if former is None or _has_advanced(former, device):
+        has_begun_again = was_idle and device.is_behind_host
+        if former is None or has_begun_again or _has_advanced(former, device):
             stream.device_changed_at = device.read_at
+    if attempt.has_messages:
+        _update_message_mark(process)
+
+
+def _update_message_mark(process: Process) -> None:
+    """Renews it if the host has queued a message since, or if its counters were not read since then."""
+    message_at, read_at = 0.0, 0.0
+    for stream in process.streams.values():
+        if stream.peer is not None and stream.completed is None and stream.entered:
+            message_at = max(message_at, stream.entered_at)
+        if stream.device is not None:
+            read_at = max(read_at, stream.device.read_at)
+    mark = process.message_mark
+    if not message_at or (mark is not None and mark.enqueued and message_at <= mark.message_at):
+        return
+    enqueued = {
+        stream.uid: stream.device.enqueued
+        for stream in process.streams.values()
+        if stream.device is not None and read_at >= message_at
+    }
+    process.message_mark = MessageMark(message_at, enqueued)
 
 
 def _has_advanced(former: DeviceProgress, device: DeviceProgress) -> bool:
-    """Whether it began or completed a collective, or has one to do again."""
-    if (former.started, former.completed) != (device.started, device.completed):
-        return True
-    return device.is_behind_host and not former.is_behind_host
+    """Whether it began or completed a collective."""
+    return (former.started, former.completed) != (device.started, device.completed)

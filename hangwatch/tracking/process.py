@@ -16,6 +16,7 @@ from .call_stream import CallStream
 from .process_parts import (
     HEALTHY_RECORDER,
     FreezeReason,
+    MessageMark,
     OpenCalls,
     Phase,
     ProcessActivity,
@@ -91,6 +92,7 @@ class Process:
     # NAME=VALUE of the environment variable that makes the backend report the device's progress;
     # empty if it does, or cannot.
     device_setting: str = ""
+    message_mark: MessageMark | None = None  # where the device's counters are reported
     flight_file: FlightFile | None = None  # written by its watchdog
     streams: dict[int, CallStream] = field(default_factory=dict)  # by uid
     newest_call_at: float = 0.0  # when it last entered a call
@@ -165,7 +167,9 @@ class Process:
         )
 
     def refresh_streams(self) -> None:
-        """Updates `newest_call_at` and `open_calls` from `streams`."""
+        """Updates `newest_call_at` and `open_calls` from `streams`. The host may still be in the newest
+        call, even if its device has completed all that was queued.
+        """
         newest_call_at, unfinished = 0.0, []
         for stream in self.streams.values():
             if stream.entered_at > newest_call_at:
@@ -173,6 +177,7 @@ class Process:
             if stream.completed is None or stream.completed < stream.entered:
                 unfinished.append(stream)
         self.newest_call_at = newest_call_at
+        unfinished = [s for s in unfinished if s.entered_at >= newest_call_at or not s.is_executed]
         self.open_calls.unfinished_streams = tuple(unfinished)
         self.open_calls.blocked_streams = tuple([s for s in unfinished if s.blocks_thread])
 

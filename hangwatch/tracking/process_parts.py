@@ -7,6 +7,7 @@ Times (``_at``) are in seconds on the server's monotonic clock.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hangwatch.model.limits import FROZEN_AFTER_S, NOT_RUNNING_STATES
@@ -92,6 +93,16 @@ class OpenCalls:
     # blocked until its completion was reported.
     last_blocked: tuple[float, float] = (0.0, 0.0)
     has_concurrent_calls: bool = False  # two threads made calls on one group at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class MessageMark:
+    """The counters of the device when they were first read after the newest send or receive. What is
+    queued beyond them was queued after that message.
+    """
+
+    message_at: float  # when the host queued it
+    enqueued: Mapping[int, int]  # by stream uid; empty: they were not read since
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,10 +43,10 @@ def apply_process_update(
         process.recorder = RecorderHealth(update.dropped, update.faults)
     process.device_setting = update.device_setting
     all_known = _apply_streams(tracked, update, now)
-    if update.sequences:
-        _refresh_streams(tracked)
     if update.device:
         apply_device_statuses(attempt, process, update.device, now)
+    if update.sequences or update.device:
+        _refresh_streams(tracked)
     if (update.checksums or update.nonfinite) and tracked.holds_rank:
         process.overflows = max(process.overflows, update.overflows)
         attempt.checks.apply_update(process, update, now)

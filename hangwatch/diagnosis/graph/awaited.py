@@ -18,15 +18,20 @@ _RANKS_PREFIX = "ranks="  # in the detail of a call that creates a group
 class WaitResolver:
     """Finds the awaited ranks of calls at one moment.
 
-    ``unable_to_finish`` are the ranks that cannot complete a call that they have entered.
+    ``unable_to_finish`` are the ranks that cannot complete a call that they have entered,
+    ``unable_to_call`` those that will enter none, or do not report.
     """
 
     def __init__(self, attempt: Attempt, now: float, silent_ranks: Collection[int]) -> None:
         self.unable_to_finish: set[int] = set()
+        self.unable_to_call = set(silent_ranks)
         for rank in attempt.unable_ranks:
             process = attempt.processes[rank]
             if not process.is_alive or process.freeze_reason(now) is not None:
                 self.unable_to_finish.add(rank)
+            elif process.lifecycle >= Lifecycle.DESTROYED:
+                self.unable_to_call.add(rank)
+        self.unable_to_call |= self.unable_to_finish
         self._attempt = attempt
         self._silent_ranks = silent_ranks
         # By group, the members concerned if not all are, the call, and whether that is certain. The

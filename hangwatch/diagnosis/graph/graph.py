@@ -68,6 +68,8 @@ class WaitGraph:
     # Ranks that use the CPU while others are behind in a call whose completion is unknown, and since
     # when. A host may spin while it waits for its device, so only a stack shows whether it waits.
     unsampled_ranks: dict[int, float] = field(default_factory=dict)
+    # Of these, the ranks that may wait for one that will make no call, or does not report.
+    unable_waiters: set[int] = field(default_factory=set)
     silent_ranks: dict[int, Silence] = field(default_factory=dict)
     # Ranks last seen in a send or a receive whose other end has arrived: they may continue any
     # moment. The newly released have not reported since.

@@ -98,7 +98,7 @@ class _GraphBuilder:
         if not is_certain:
             is_waiting = is_process_waiting(process)
             if is_waiting is False:
-                _record_unsampled(self.graph, process, blocked_calls)
+                self._record_unsampled(process, blocked_calls)
                 return
             if is_waiting is None:
                 self.graph.uncertain_ranks.add(rank)
@@ -110,6 +110,17 @@ class _GraphBuilder:
             self.graph.stuck_streams[rank] = max(stuck, key=lambda s: s.entered_at)
         else:
             self._add_released(rank, pending)
+
+    def _record_unsampled(self, process: Process, blocked_calls: Collection[BlockedCall]) -> None:
+        """Records that a stack is needed to see whether it waits for its device."""
+        if get_calling_thread_since(process, process.last_advanced_at) is not None:
+            return
+        calls = [call for call in blocked_calls if call.stream.completed is None]
+        if not calls:
+            return
+        self.graph.unsampled_ranks[process.rank] = min([call.began_at for call in calls])
+        if any(rank in call.awaited for call in calls for rank in self.resolver.unable_to_call):
+            self.graph.unable_waiters.add(process.rank)
 
     def _find_certain_waits(self, rank: int, process: Process) -> Collection[CallStream]:
         """The calls in which the whole process is blocked. If there are none, adds the calls that
@@ -200,17 +211,6 @@ class _GraphBuilder:
         """Whether all ranks that some call waits for wait themselves."""
         waiting = self.graph.blocked_calls.keys()
         return any(waiting >= blocked.awaited.keys() for blocked in self.graph.blocked_calls[rank])
-
-
-def _record_unsampled(
-    graph: WaitGraph, process: Process, blocked_calls: Collection[BlockedCall]
-) -> None:
-    """Records that a stack is needed to see whether it waits for its device."""
-    if get_calling_thread_since(process, process.last_advanced_at) is not None:
-        return
-    began_at = [call.began_at for call in blocked_calls if call.stream.completed is None]
-    if began_at:
-        graph.unsampled_ranks[process.rank] = min(began_at)
 
 
 def _list_old_unfinished(process: Process, before: float) -> list[CallStream]:

@@ -32,13 +32,20 @@ def describe_communicator(ranks: tuple[int, ...], position: str) -> str:
     return f"{describe_ranks(ranks)} connect to each other and do not finish: {position}"
 
 
-def describe_still_devices(ranks: tuple[int, ...], first: int, op: str, position: str) -> str:
-    """``first`` is the rank whose newest call is ``op``."""
+def describe_still_devices(
+    ranks: tuple[int, ...], ends: tuple[int, ...], first: int, op: str, position: str
+) -> str:
+    """``first`` is the rank whose newest call is ``op``; ``ends`` are the ranks whose devices hold up
+    all others, if that is known.
+    """
     verb, devices = ("wait", "their devices") if len(ranks) > 1 else ("waits", "its device")
-    return (
+    summary = (
         f"{describe_ranks(ranks)} {verb} for {devices}, and no device finishes what is queued: rank"
         f" {first}'s last call is {op} ({position})"
     )
+    if 0 < len(ends) < len(ranks):
+        summary += f"; the others wait for {describe_ranks(ends)}"
+    return summary
 
 
 def describe_stuck_devices(

@@ -30,11 +30,10 @@ def diagnose_stuck_devices(context: DiagnosisContext) -> None:
     if view is None:
         return
     hang = view.hang
-    in_message = {rank for rank in hang.culprits if view.may_be_in_message(rank)}
-    culprits = hang.culprits - in_message
+    culprits = view.find_stuck_ranks()
     if not culprits or hang.uncertain_ends:
         return
-    waiting = (hang.find_waiters_of(hang.culprits) | in_message) - culprits
+    waiting = (hang.find_waiters_of(hang.culprits) | hang.culprits) - culprits
     involved = culprits | waiting
     if not involved.isdisjoint(context.explained_ranks):
         return

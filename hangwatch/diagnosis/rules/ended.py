@@ -102,6 +102,7 @@ def _add_dead_rank_verdict(
 ) -> None:
     first = failed[0]
     waiting = waiters | (context.graph.get_waiting_ranks() - {first.rank})
+    waiting |= context.find_waiting_devices([first.rank])
     call_inside: CallStream | None = None
     if last is not None and last.is_pending and last.kind is StreamKind.COLLECTIVE:
         call_inside = last

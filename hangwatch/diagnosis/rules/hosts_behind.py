@@ -9,12 +9,8 @@ from hangwatch.diagnosis.context import (
     get_suspicion_delay_s,
     request_stacks,
 )
-from hangwatch.diagnosis.device_view import DeviceView
-from hangwatch.diagnosis.graph.devices import DeviceHang
-from hangwatch.diagnosis.graph.graph import WaitEdge
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S
-from hangwatch.model.verdicts import Wait
 
 from .absence_verdict import make_absence_verdict
 from .end_kinds import is_in_phase, is_working
@@ -50,7 +46,8 @@ def diagnose_hosts_behind(context: DiagnosisContext) -> None:
     if within_slow_limit and any(is_working(context, r, began_at) for r in hang.host_ends):
         kind = VerdictKind.SLOW_RANK
     culprits = tuple(sorted(hang.host_ends))
-    edge = _find_edge(view, hang)
+    edge = view.find_longest_wait(culprits)
+    assert edge is not None  # devices wait for these hosts
     context.verdicts.append(
         make_absence_verdict(context, kind, culprits, waiting, edge, began_at, due=True)
     )
@@ -63,15 +60,4 @@ def _is_excused(context: DiagnosisContext, rank: int) -> bool:
         rank in context.attempt.unable_ranks
         or rank in context.graph.silent_ranks
         or is_in_phase(context, process)
-    )
-
-
-def _find_edge(view: DeviceView, hang: DeviceHang) -> WaitEdge:
-    """One of the waits for the ranks whose hosts are behind."""
-    wait = next(wait for wait in hang.waits if not wait.awaited.isdisjoint(hang.host_ends))
-    rank, on_rank = min(wait.waiters), min(wait.awaited & hang.host_ends)
-    stream = view.get_stream(wait.group, rank)
-    seq = view.get_seq(wait.group, rank)
-    return WaitEdge(
-        wait=Wait(rank=rank, on_rank=on_rank, group=stream.group.name, seq=seq), stream=stream
     )

@@ -155,13 +155,16 @@ def _add_end_verdict(context: DiagnosisContext, ends: _ChainEnds) -> None:
         get_accountable_since(context, rank, waits_by_end[rank].began_at) for rank in ranks
     )
     longest_awaited = min(ranks, key=lambda rank: waits_by_end[rank].began_at)
-    edge = waits_by_end[longest_awaited].make_first_edge(longest_awaited)
+    view = context.get_device_view()
+    # Hosts run ahead of their devices: what these wait for comes first.
+    device_edge = None if view is None else view.find_longest_wait((longest_awaited,))
+    edge = device_edge or waits_by_end[longest_awaited].make_first_edge(longest_awaited)
     victims = ends.victims
     if kind is VerdictKind.LOST_NODE:
         ranks = find_silent_node_mates(context, ranks)
         victims = context.graph.find_waiters_of(ranks)
     culprits = tuple(sorted(ranks))
-    waiting = victims - set(culprits)
+    waiting = (victims | context.find_waiting_devices(culprits)).difference(culprits)
     is_immediate = _is_immediate(context, kind, culprits[0])
     limit_s = _get_confirmation_delay_s(context, ends, kind, culprits, waiting, began_at)
     context.verdicts.append(

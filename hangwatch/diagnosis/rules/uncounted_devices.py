@@ -39,7 +39,7 @@ def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
     another verdict, of which that may be a consequence.
     """
     attempt = context.attempt
-    if context.explained_ranks or context.graph.blocked_calls:
+    if context.explained_ranks or context.graph.blocked_calls or context.graph.unsampled_ranks:
         return
     waiting = [process for process in attempt.processes.values() if _may_wait(context, process)]
     if not waiting:
@@ -56,7 +56,9 @@ def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
     has_counters = any(_has_unfinished_count(process) for process in waiting)
     limit_s = context.limits.stall_after_s + (UNTIMED_GRACE_S if has_counters else 0.0)
     first = attempt.processes[ranks[0]]
-    verdict = _make_verdict(first, ranks, began_at, due=age_s >= limit_s)
+    verdict = _make_verdict(
+        first, ranks, _find_first_devices(context), began_at, due=age_s >= limit_s
+    )
     if all(map(_may_create_communicator, waiting)):
         verdict = _describe_communicator(context, verdict)
     context.verdicts.append(verdict)
@@ -112,6 +114,8 @@ def _is_seen_waiting(process: Process, since: float) -> bool | None:
     a host that is still inside torch.distributed is known to wait for its call.
     """
     if _has_unfinished_count(process):
+        if get_calling_thread_since(process, process.last_advanced_at) is None:
+            return None  # a host that uses the CPU may be polling its device
         return is_process_waiting(process)
     return True if waits_for_work(get_calling_thread_since(process, since)) else None
 
@@ -146,7 +150,15 @@ def _describe_communicator(context: DiagnosisContext, verdict: Verdict) -> Verdi
     )
 
 
-def _make_verdict(first: Process, ranks: tuple[int, ...], began_at: float, *, due: bool) -> Verdict:
+def _find_first_devices(context: DiagnosisContext) -> tuple[int, ...]:
+    """The ranks whose devices hold up all others, as far as counters show it."""
+    view = context.get_device_view()
+    return () if view is None else tuple(sorted(view.hang.culprits))
+
+
+def _make_verdict(
+    first: Process, ranks: tuple[int, ...], ends: tuple[int, ...], began_at: float, *, due: bool
+) -> Verdict:
     stream = _find_newest_queued(first)
     assert stream is not None  # see `_may_wait`
     position = messages.describe_position(stream.group, stream.entered)
@@ -160,6 +172,8 @@ def _make_verdict(first: Process, ranks: tuple[int, ...], began_at: float, *, du
         calls=get_newest_call(stream, first.rank),
         began_at=began_at,
         is_confirmed=due,
-        summary=messages.describe_still_devices(ranks, first.rank, get_op_name(stream), position),
+        summary=messages.describe_still_devices(
+            ranks, ends, first.rank, get_op_name(stream), position
+        ),
         advice=messages.STILL_DEVICES_ADVICE,
     )

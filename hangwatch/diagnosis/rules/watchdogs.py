@@ -42,10 +42,11 @@ def diagnose_watchdog_end(
     hang = view.hang if view is not None else DeviceHang(waits=[])
     waiting = failed | context.graph.get_waiting_ranks()
     verdict: Verdict | None = None
-    if view is not None and hang.culprits and not hang.uncertain_ends:
-        waiting |= hang.find_waiters_of(hang.culprits)
-        waiting -= hang.culprits
-        verdict = make_stuck_verdict(view, hang.culprits, waiting, hang, due=due)
+    culprits = set() if view is None else view.find_stuck_ranks()
+    if view is not None and culprits and not hang.uncertain_ends:
+        waiting |= hang.find_waiters_of(hang.culprits) | hang.culprits
+        waiting -= culprits
+        verdict = make_stuck_verdict(view, culprits, waiting, hang, due=due)
     elif view is not None and hang.stalled_groups and not hang.host_ends:
         group = hang.stalled_groups[0]
         waiting.update(group.ranks)
