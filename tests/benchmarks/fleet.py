@@ -1,5 +1,5 @@
 """What a job of any size costs the server: ``python -m tests.benchmarks.fleet [--ranks 100000]
-[--kinds KIND ...] [--table]``.
+[--backend nccl] [--kinds KIND ...] [--table]``.
 
 A real server receives heartbeats over HTTP of a simulated job (`tests.simulation.parallel_job`);
 other processes run its node agents (`tests.simulation.agent_pool`), one for each 8 ranks. Faults of
@@ -28,6 +28,7 @@ from typing import Any
 
 import httpx
 
+from hangwatch.diagnosis.rules.devices import UNTIMED_GRACE_S
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S
 from tests.harness.server import Server, running_server
@@ -42,6 +43,7 @@ from tests.simulation.parallel_job import (
     JobShape,
     SimulatedFault,
 )
+from tests.simulation.queued_streams import get_wait_began_at
 from tests.simulation.simulated_node_agent import AgentCounts
 from tests.simulation.waiting import wait_until
 
@@ -72,6 +74,18 @@ RUN_FAULTS: tuple[tuple[VerdictKind, ...], ...] = (
     (VerdictKind.STARTUP_STALL, VerdictKind.EXITED_RANK),
     (VerdictKind.GROUP_MISMATCH, VerdictKind.DEAD_RANK),
 )  # fmt: skip
+# On NCCL no host is blocked by receives that wait for each other.
+KINDS_ON_NCCL = {VerdictKind.DEADLOCK: VerdictKind.DEVICE_STUCK}
+# These need no rank that waits.
+EVIDENT_KINDS = frozenset(
+    {
+        VerdictKind.CONCURRENT_USE,
+        VerdictKind.DEAD_RANK,
+        VerdictKind.GROUP_MISMATCH,
+        VerdictKind.MISMATCH,
+        VerdictKind.STARTUP_STALL,
+    }
+)
 
 
 @dataclass(slots=True)
@@ -266,7 +280,8 @@ class FaultTrial:
         if kind is VerdictKind.STARTUP_STALL:
             starts_at = self.run.started_at
         elif kind not in HARMLESS_KINDS:
-            while not 0.2 < self.run.count_steps(starts_at) % 1.0 < 0.6:
+            earliest, latest = (0.05, 0.15) if shape.queues_calls else (0.2, 0.6)
+            while not earliest < self.run.count_steps(starts_at) % 1.0 < latest:
                 starts_at += 0.1
         fault = SimulatedFault(
             kind=kind, rank=host * TENSOR_PARALLEL_SIZE + lane, starts_at=starts_at
@@ -275,12 +290,7 @@ class FaultTrial:
         return fault
 
     def _measure_fault(self, fault: SimulatedFault) -> FaultResult:
-        stall_s = 0.0 if fault.kind in IMMEDIATE_KINDS else STALL_AFTER_S
-        if fault.kind is VerdictKind.DEADLOCK:
-            stall_s = DEADLOCK_AFTER_S
-        # A rank whose host has not started yet is missing from the start as well.
-        all_started_at = self.run.started_at + self.ramp_s
-        due_at = max(fault.starts_at + stall_s, all_started_at) + NEIGHBOURS_WAIT_AFTER_S
+        due_at = self._find_due_time(fault)
         self.agents.collect_counts()
         other_verdicts: dict[str, str] = {}  # by incident
         reported_at: float | None = None
@@ -301,6 +311,19 @@ class FaultTrial:
             took_s=measured.took_s,
             counts=counts,
         )
+
+    def _find_due_time(self, fault: SimulatedFault) -> float:
+        """When its verdict is due."""
+        stall_s = 0.0 if fault.kind in IMMEDIATE_KINDS else STALL_AFTER_S
+        waits_at = fault.starts_at
+        if fault.kind is VerdictKind.DEADLOCK:
+            stall_s = DEADLOCK_AFTER_S
+        elif self.run.shape.queues_calls and fault.kind not in EVIDENT_KINDS:
+            waits_at = get_wait_began_at(self.run, fault)
+            stall_s += UNTIMED_GRACE_S if fault.kind is VerdictKind.NO_PROGRESS else 0.0
+        # A rank whose host has not started yet is missing from the start as well.
+        all_started_at = self.run.started_at + self.ramp_s
+        return max(waits_at + stall_s, all_started_at) + NEIGHBOURS_WAIT_AFTER_S
 
     def _find_verdict(self, fault: SimulatedFault, other_verdicts: dict[str, str]) -> bool:
         """Whether the right verdict is open. Adds others since the fault to ``other_verdicts``."""
@@ -371,10 +394,9 @@ class HealthyResult:
 
 
 def run_benchmark(
-    folder: Path, ranks: int, runs: tuple[tuple[VerdictKind, ...], ...]
+    folder: Path, shape: JobShape, runs: tuple[tuple[VerdictKind, ...], ...]
 ) -> tuple[str, bool]:
     """Returns a row of the table, and whether all results are within the limits."""
-    shape = JobShape.largest_within(ranks)
     ramp_s = max(2.0, shape.hosts / STARTED_PER_S)
     with running_server(folder, stall_after_s=STALL_AFTER_S) as server:
         probe = ApiProbe(server.url)
@@ -474,6 +496,9 @@ def main() -> int:
         help=f"run with {', '.join(f'{ranks:,}' for ranks in TABLE_RANKS)} ranks",
     )
     parser.add_argument(
+        "--backend", choices=("gloo", "nccl"), default="gloo", help="default: %(default)s"
+    )
+    parser.add_argument(
         "--kinds",
         nargs="+",
         type=VerdictKind,
@@ -481,12 +506,14 @@ def main() -> int:
         help="plant only faults of these kinds, all in one run",
     )
     options = parser.parse_args()
+    runs = (tuple(options.kinds),) if options.kinds else RUN_FAULTS
+    if options.backend == "nccl" and not options.kinds:
+        runs = tuple(tuple(KINDS_ON_NCCL.get(kind, kind) for kind in kinds) for kinds in runs)
     all_good, rows = True, []
     for ranks in TABLE_RANKS if options.table else (options.ranks,):
         with tempfile.TemporaryDirectory(prefix="hangwatch-fleet-") as folder:
-            row, is_good = run_benchmark(
-                Path(folder), ranks, (tuple(options.kinds),) if options.kinds else RUN_FAULTS
-            )
+            shape = JobShape.largest_within(ranks, options.backend)
+            row, is_good = run_benchmark(Path(folder), shape, runs)
         all_good &= is_good
         rows.append(row)
     print(f"\n{len(os.sched_getaffinity(0))} cores, the simulation on them too\n")

@@ -216,6 +216,8 @@ def find_detection_time(
     changes_state = fault.kind in (VerdictKind.FROZEN_RANK, VerdictKind.CONCURRENT_USE)
     if fault.kind is VerdictKind.GROUP_MISMATCH or (is_culprit_host and changes_state):
         return fault.starts_at + CHANGE_DETECTED_S
+    if run.shape.queues_calls:
+        return None  # that a call may be unfinished does not make a host report early
     waiting_at = fault.starts_at + NEIGHBOURS_WAIT_AFTER_S
     is_stuck_host = is_culprit_host and fault.kind is VerdictKind.NO_PROGRESS
     if is_stuck_host or has_mixed_waits(run, encoder.ranks, waiting_at):
