@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from hangwatch.diagnosis.graph.devices import DeviceGraph, DeviceGroup, DeviceHang, DeviceWait
 from hangwatch.diagnosis.graph.graph import WaitEdge
-from hangwatch.model.calls import StreamKind
 from hangwatch.model.device import DeviceProgress
 from hangwatch.model.groups import GroupKey
 from hangwatch.model.operators import OPERATIONS
@@ -175,22 +174,19 @@ def build_device_view(attempt: Attempt, ended: Collection[int] = ()) -> DeviceVi
     groups: list[DeviceGroup] = []
     streams: dict[int, dict[int, CallStream]] = {}
     pending: dict[int, list[tuple[tuple[float, ...], DeviceGroup]]] = {}
+    left_ranks = {rank for rank in attempt.unable_ranks if not _is_running(processes[rank])}
     for key in attempt.device_groups:
         group_streams = attempt.streams_by_group.get(key, {})
-        members: dict[int, DeviceProgress] = {}
-        for rank, stream in group_streams.items():
-            if stream.device is None or stream.kind is not StreamKind.COLLECTIVE:
-                continue
-            members[rank] = stream.device
-            if rank not in ended and not _is_running(processes.get(rank)):
-                members[rank] = replace(stream.device, completed=stream.device.enqueued)
-        if not members or _counts_messages(processes, members, key):
+        members = {r: s.device for r, s in group_streams.items() if s.device is not None}
+        for rank in left_ranks.difference(ended).intersection(members):
+            members[rank] = replace(members[rank], completed=members[rank].enqueued)
+        if not members or _counts_messages(attempt, members, key):
             continue
         group = DeviceGroup(ranks=key[2], members=_level_stale_counters(members, group_streams))
         groups.append(group)
         streams[id(group)] = group_streams
         for rank, progress in group.members.items():
-            if progress.is_behind_host:
+            if progress.completed < progress.enqueued:
                 order = _get_front_order(group_streams[rank], progress)
                 pending.setdefault(rank, []).append((order, group))
     if not groups:
@@ -207,8 +203,8 @@ def build_device_view(attempt: Attempt, ended: Collection[int] = ()) -> DeviceVi
     )
 
 
-def _is_running(process: Process | None) -> bool:
-    return process is not None and process.is_alive and process.lifecycle < Lifecycle.DESTROYED
+def _is_running(process: Process) -> bool:
+    return process.is_alive and process.lifecycle < Lifecycle.DESTROYED
 
 
 def _level_stale_counters(
@@ -256,14 +252,16 @@ def _has_lagged(
 
 
 def _counts_messages(
-    processes: Mapping[int, Process], members: Mapping[int, DeviceProgress], key: GroupKey
+    attempt: Attempt, members: Mapping[int, DeviceProgress], key: GroupKey
 ) -> bool:
     """Whether the group's counters may include sends and receives, which members make differently.
 
     Where completion of messages is known, as in dumps, the counters were taken without them.
     """
+    if key not in attempt.message_groups:
+        return False
     for rank in members:
-        for stream in processes[rank].streams.values():
+        for stream in attempt.processes[rank].streams.values():
             if stream.peer is not None and stream.completed is None and stream.group.key == key:
                 return True
     return False

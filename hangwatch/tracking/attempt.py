@@ -11,6 +11,7 @@ from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
 
 from .call_stream import CallStream, GroupState, list_histories
+from .channels import connect_channel, disconnect_channel
 from .checks import CheckResults
 from .hash_histories import Hashes, HashHistories
 from .host_hardware import HostHardware
@@ -54,7 +55,9 @@ class Attempt:
     uneven_groups: dict[GroupKey, None] = field(default_factory=dict)
     # Groups in which some member's backend reports how far its device is.
     device_groups: dict[GroupKey, None] = field(default_factory=dict)
-    has_messages: bool = False  # some rank sent or received
+    message_groups: set[GroupKey] = field(
+        default_factory=set
+    )  # in which some rank sent or received
     # Since the last diagnosis, something was reported that may decide a verdict without a further
     # wait: a rank that cannot run, different calls, or ranks that wait for each other.
     has_urgent_changes: bool = False
@@ -162,7 +165,9 @@ class Attempt:
     def add_stream(self, process: Process, stream: CallStream) -> None:
         """Adds a new stream of a process; a former holder of a rank joins no `GroupState`."""
         process.streams[stream.uid] = stream
-        self.has_messages |= stream.peer is not None
+        if stream.peer is not None:
+            self.message_groups.add(stream.group.key)
+            connect_channel(self.processes, process, stream)
         if self.processes.get(process.rank) is process and stream.kind in (
             StreamKind.COLLECTIVE,
             StreamKind.SETUP,
@@ -192,6 +197,8 @@ class Attempt:
             self._all_reported_since = min(self._all_reported_since, process.reports.agent_seen_at)
 
     def _remove_from_groups(self, former: Process, rank: int) -> None:
+        for stream in former.streams.values():
+            disconnect_channel(stream)
         states = [s.group_state for s in former.streams.values() if s.group_state is not None]
         for state in states:
             # Two streams of a process can belong to the same group.

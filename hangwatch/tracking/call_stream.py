@@ -18,8 +18,9 @@ CALLS_KEPT = 256  # per stream
 # reports all of them.
 FINISHED_CALLS_KEPT = 2
 # Former calls kept where they cannot be requested any more, or may not be complete: those of a process
-# that has exited, and of a stream whose completions nothing reports.
+# that has exited, and, of a small job, those of a stream whose completions nothing reports.
 LAST_CALLS_KEPT = 8
+SMALL_JOB_RANKS = 1024
 
 # Reference hashes kept per group: a base count, plus a count for each member.
 REFERENCE_HASHES_KEPT = 16, 2
@@ -77,6 +78,8 @@ class CallStream:
     # after it had completed those of all groups.
     device_changed_at: float = 0.0
     group_state: GroupState | None = None  # None for point-to-point calls and former processes
+    # Of a send or a receive that names its peer: the peer's stream of the same channel.
+    other_end: CallStream | None = None
 
     def add_call(self, call: Call) -> None:
         if self.calls is _NO_CALLS:

@@ -40,7 +40,7 @@ def apply_device_statuses(
         has_begun_again = was_idle and device.is_behind_host
         if former is None or has_begun_again or _has_advanced(former, device):
             stream.device_changed_at = device.read_at
-    if attempt.has_messages:
+    if attempt.message_groups:
         _update_message_mark(process)
 
 

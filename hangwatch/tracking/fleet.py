@@ -19,6 +19,7 @@ from .attempt_choice import (
     get_owner,
     is_owned_by_other,
 )
+from .channels import disconnect_channel
 from .clock_gaps import ClockGaps
 from .host_hardware import make_host_hardware
 from .process import Process
@@ -192,10 +193,10 @@ class Fleet:
         if process.is_alive:
             self._forgotten_processes[location] = None
         for stream in process.streams.values():
+            disconnect_channel(stream)
             if stream.group_state is not None:
                 stream.group_state.members.clear()
-                # Freed step by step here, rather than for all groups together with the attempt.
-                stream.group_state.reference_hashes.clear()
+                stream.group_state.reference_hashes.clear()  # here, as the attempt has very many
                 stream.group_state = None
         process.streams.clear()
 

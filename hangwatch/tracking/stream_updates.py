@@ -12,7 +12,13 @@ from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.protocol import heartbeat
 
 from .attempt import Attempt
-from .call_stream import CALLS_KEPT, FINISHED_CALLS_KEPT, LAST_CALLS_KEPT, CallStream
+from .call_stream import (
+    CALLS_KEPT,
+    FINISHED_CALLS_KEPT,
+    LAST_CALLS_KEPT,
+    SMALL_JOB_RANKS,
+    CallStream,
+)
 from .process import Process
 
 
@@ -130,7 +136,9 @@ def record_calls(
         attempt.record_hashes(stream, tuple(pairs))
     if requested:
         stream.drop_old_calls(CALLS_KEPT)
-    elif process.is_alive and stream.completed is not None:
+    elif process.is_alive and (
+        stream.completed is not None or attempt.rank_count > SMALL_JOB_RANKS
+    ):
         stream.drop_old_calls(FINISHED_CALLS_KEPT)
     else:
         stream.drop_old_calls(LAST_CALLS_KEPT)

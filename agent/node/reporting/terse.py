@@ -29,7 +29,8 @@ def is_progressing(
     update: ProcessUpdate | None,
     after: AckedState | None,
 ) -> bool:
-    """The rank runs and makes calls, none of them is blocked, and only its positions have changed.
+    """The rank runs and makes calls, none of them is known to be blocked, and only its positions have
+    changed. Where completion is unknown, as on NCCL, the newest call of an idle group says nothing.
 
     ``before`` is what the server knows, ``update`` the complete update, if any, and ``after`` what
     the server would know after it.
@@ -46,7 +47,7 @@ def is_progressing(
     for state in snapshot.streams:
         if state.entered > 0 and state.entered_s <= PROGRESS_WINDOW_S:
             has_moved = True
-        if is_blocked(state):
+        if state.completed is not None and is_blocked(state):
             return False
     return has_moved
 
@@ -82,7 +83,10 @@ def _has_more_than_positions(update: ProcessUpdate) -> bool:
         return True
     if update.state not in "RSI" or update.checksums or update.nonfinite:
         return True
-    return any(part.identity is not None or part.calls or part.shared for part in update.sequences)
+    return any(
+        part.identity is not None or part.shared or (part.calls and part.completed is not None)
+        for part in update.sequences
+    )
 
 
 def _is_known_as_blocked(before: AckedStream | None) -> bool:

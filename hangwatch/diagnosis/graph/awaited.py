@@ -138,14 +138,11 @@ def may_be_released(attempt: Attempt, rank: int, stream: CallStream) -> bool:
     """Whether the awaited call of the other end was reported after the rank's own last report, so
     that it may have continued since.
     """
-    if stream.peer is None:
+    if stream.other_end is None:
         return False
     reported_at = attempt.processes[rank].reports.last_seen_at
-    for other in _find_other_ends(attempt, rank, stream, stream.peer):
-        entered_before, entered_at = other.last_growth
-        if entered_before < stream.entered and entered_at > reported_at:
-            return True
-    return False
+    entered_before, entered_at = stream.other_end.last_growth
+    return entered_before < stream.entered and entered_at > reported_at
 
 
 def _find_awaited_peer(attempt: Attempt, rank: int, stream: CallStream) -> dict[int, int]:
@@ -153,8 +150,7 @@ def _find_awaited_peer(attempt: Attempt, rank: int, stream: CallStream) -> dict[
     peer = stream.peer
     if peer is None:
         return {}
-    other_ends = _find_other_ends(attempt, rank, stream, peer)
-    call_count = sum(other.entered for other in other_ends)
+    call_count = 0 if stream.other_end is None else stream.other_end.entered
     if stream.kind is StreamKind.SEND:
         call_count += _count_any_source_receives(attempt, rank, stream, peer)
     return {peer: call_count + 1} if call_count < stream.entered else {}
@@ -202,14 +198,6 @@ def _may_still_send(attempt: Attempt, rank: int) -> bool:
     if process is None:
         return True
     return process.is_alive and process.lifecycle < Lifecycle.DESTROYED
-
-
-def _find_other_ends(
-    attempt: Attempt, rank: int, stream: CallStream, peer: int
-) -> list[CallStream]:
-    """The peer's receives for a rank's sends, or its sends for the rank's receives."""
-    opposite_kind = StreamKind.RECV if stream.kind is StreamKind.SEND else StreamKind.SEND
-    return _find_channels(attempt, peer, opposite_kind, stream, rank)
 
 
 def _find_channels(

@@ -19,9 +19,6 @@ from hangwatch.tracking.call_stream import CallStream
 
 from .awaited import receives_from_any
 
-# A sender, a receiver, the identity of their group, and the tag.
-_Channel = tuple[int, int, int, int | None]
-
 
 class QueuedCalls:
     """The queues of all devices at one moment, as far as the counts and times of calls show them."""
@@ -30,18 +27,18 @@ class QueuedCalls:
         self._attempt = attempt
         # By rank: when its host made the first call that its device cannot come to or complete.
         self._held_since: dict[int, float] | None = None
-        self._sends: dict[_Channel, tuple[int, CallStream]] = {}
-        self._receives: dict[_Channel, tuple[int, CallStream]] = {}
         self._held_members: dict[tuple[int, int], Mapping[int, int]] = {}
 
     def find_held_ranks(self, rank: int, stream: CallStream) -> Mapping[int, int]:
         """The other ranks that have made the newest call of ``stream`` and whose devices cannot come
         to it, each with its sequence number. Ranks in the same collective share one mapping.
         """
-        if stream.completed is not None or not stream.entered or not self._attempt.has_messages:
+        if stream.completed is not None or not stream.entered or not self._attempt.message_groups:
             return {}
         if self._held_since is None:
             self._held_since = self._propagate(self._find_unmet_messages())
+        if not self._held_since:
+            return {}
         if self._held_since.get(rank, inf) < stream.entered_at:
             return {}  # its own device does not come to this call: it waits in an earlier one
         if stream.kind is not StreamKind.COLLECTIVE:
@@ -65,32 +62,26 @@ class QueuedCalls:
         """By rank, when its host made the first message whose other end does not exist. Of several
         in one channel, the time of the newest is known.
         """
+        messages: list[tuple[int, int, CallStream]] = []  # each with its rank and its receiver
         any_receivers: set[tuple[int, int]] = set()
         for rank, process in self._attempt.processes.items():
-            for stream in process.streams.values():
+            for stream in process.open_calls.unfinished_streams:
                 if stream.peer is None or stream.completed is not None:
                     continue
                 if receives_from_any(stream):
                     any_receivers.add((rank, id(stream.group)))
-                elif stream.kind is StreamKind.SEND:
-                    channel = (rank, stream.peer, id(stream.group), stream.tag)
-                    self._sends[channel] = (rank, stream)
-                else:
-                    channel = (stream.peer, rank, id(stream.group), stream.tag)
-                    self._receives[channel] = (rank, stream)
-        unmet: dict[int, float] = {}
-        for ends, other_ends in (
-            (self._sends, self._receives),
-            (self._receives, self._sends),
-        ):
-            for channel, (rank, stream) in ends.items():
-                _, receiver, group, _ = channel
-                met_count = other_ends[channel][1].entered if channel in other_ends else 0
-                if met_count >= stream.entered or (receiver, group) in any_receivers:
                     continue
-                newest = stream.calls.get(stream.entered)
-                if newest is not None and newest.blocking is not False:
-                    unmet[rank] = min(unmet.get(rank, inf), stream.entered_at)
+                met_count = 0 if stream.other_end is None else stream.other_end.entered
+                if met_count < stream.entered:
+                    receiver = stream.peer if stream.kind is StreamKind.SEND else rank
+                    messages.append((rank, receiver, stream))
+        unmet: dict[int, float] = {}
+        for rank, receiver, stream in messages:
+            newest = stream.calls.get(stream.entered)
+            if (receiver, id(stream.group)) in any_receivers or newest is None:
+                continue
+            if newest.blocking is not False:
+                unmet[rank] = min(unmet.get(rank, inf), stream.entered_at)
         return unmet
 
     def _propagate(self, held_since: dict[int, float]) -> dict[int, float]:
@@ -120,10 +111,11 @@ class QueuedCalls:
             for member, other in state.members.items() if state is not None else ():
                 if other is not stream and other.entered == stream.entered:
                     yield member, other
-        elif stream.peer is not None:
-            if stream.kind is StreamKind.SEND:
-                end = self._receives.get((rank, stream.peer, id(stream.group), stream.tag))
-            else:
-                end = self._sends.get((stream.peer, rank, id(stream.group), stream.tag))
-            if end is not None and end[1].entered == stream.entered:
-                yield end
+            return
+        other_end = stream.other_end
+        if (
+            stream.peer is not None
+            and other_end is not None
+            and other_end.entered == stream.entered
+        ):
+            yield stream.peer, other_end

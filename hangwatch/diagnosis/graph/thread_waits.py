@@ -115,7 +115,11 @@ def is_process_waiting(process: Process) -> bool | None:
     """Whether the threads that make calls wait for communication: by their stacks, otherwise by
     their idleness; None if that is only a guess.
     """
-    sample = _get_sample_since(process, process.last_advanced_at)
+    sample = None
+    if (
+        process.samples
+    ):  # of 100,000 processes few have any, and when it advanced takes long to find
+        sample = _get_sample_since(process, process.last_advanced_at)
     if sample is not None:
         callers = _list_callers(process, sample)
         if len(callers) > 1:

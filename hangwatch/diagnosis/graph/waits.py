@@ -93,7 +93,7 @@ class _GraphBuilder:
         if not blocked_calls and not stuck and not is_certain:
             blocked_calls = self._find_held_calls(rank, pending, advanced_at)
             is_held_up = bool(blocked_calls)
-        if not blocked_calls and not stuck and not _has_old_message(process, self.before):
+        if not blocked_calls and not stuck and all(s.peer is None for s in pending):
             return
         if not is_certain:
             is_waiting = is_process_waiting(process)
@@ -113,8 +113,10 @@ class _GraphBuilder:
 
     def _record_unsampled(self, process: Process, blocked_calls: Collection[BlockedCall]) -> None:
         """Records that a stack is needed to see whether it waits for its device."""
-        if get_calling_thread_since(process, process.last_advanced_at) is not None:
-            return
+        if process.samples:
+            advanced_at = process.last_advanced_at
+            if get_calling_thread_since(process, advanced_at) is not None:
+                return
         calls = [call for call in blocked_calls if call.stream.completed is None]
         if not calls:
             return

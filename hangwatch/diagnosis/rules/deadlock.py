@@ -31,7 +31,7 @@ from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.tracking.call_stream import CallStream
 
 from .end_kinds import get_unable_kind
-from .pairwise import find_other_end, list_sends
+from .pairwise import list_sends
 
 _MAX_CALLS_SHOWN = 16
 _MAX_STACK_REQUESTS = 16
@@ -167,11 +167,10 @@ def _find_unreceived_sends(
     """The awaited sender's streams to the receiver with another tag and more sends than receives:
     those in which the sender is blocked first, then the oldest.
     """
-    sender = edge.wait.on_rank
     sends = _list_sends_to_receiver(context, edge)
     sends.sort(key=lambda stream: (id(stream) not in blocking_streams, stream.entered_at))
     for sending in sends:
-        receiving = find_other_end(context.attempt, sender, sending)
+        receiving = sending.other_end
         receive_count = receiving.entered if receiving is not None else 0
         if sending.tag != edge.stream.tag and sending.entered > receive_count:
             yield sending
@@ -196,7 +195,7 @@ def _explain_by_tags(
     description = messages.describe_tag_mismatch(
         receiver, receiving.tag, sender, sending.tag, receiving.group, is_blocking
     )
-    matching_receive = find_other_end(context.attempt, sender, sending)
+    matching_receive = sending.other_end
     was_sent_tag_received = matching_receive is not None and matching_receive.entered > 0
     was_awaited_tag_sent = any(
         stream.tag == receiving.tag and stream.entered

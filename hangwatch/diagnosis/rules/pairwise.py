@@ -45,7 +45,7 @@ def find_pair_mismatches(attempt: Attempt) -> list[PairMismatch]:
     mismatches: list[PairMismatch] = []
     for rank in sorted(attempt.sender_ranks):
         for stream in list_sends(attempt, rank):
-            mismatch = _compare_channel(attempt, rank, stream) if stream.calls else None
+            mismatch = _compare_channel(rank, stream) if stream.calls else None
             if mismatch is not None:
                 mismatches.append(mismatch)
     for key in attempt.uneven_groups:
@@ -60,25 +60,8 @@ def list_sends(attempt: Attempt, rank: int) -> list[CallStream]:
     return [stream for stream in streams if stream.kind is StreamKind.SEND]
 
 
-def find_other_end(attempt: Attempt, rank: int, stream: CallStream) -> CallStream | None:
-    """The peer's stream of a rank's channel; None if the peer has never used it."""
-    process = attempt.processes.get(stream.peer if stream.peer is not None else -1)
-    if process is None:
-        return None
-    opposite_kind = StreamKind.RECV if stream.kind is StreamKind.SEND else StreamKind.SEND
-    for other in process.streams.values():
-        if (
-            other.kind is opposite_kind
-            and other.peer == rank
-            and other.tag == stream.tag
-            and other.group.key == stream.group.key
-        ):
-            return other
-    return None
-
-
-def _compare_channel(attempt: Attempt, rank: int, sending: CallStream) -> PairMismatch | None:
-    receiving = find_other_end(attempt, rank, sending)
+def _compare_channel(rank: int, sending: CallStream) -> PairMismatch | None:
+    receiving = sending.other_end
     if receiving is None or sending.peer is None:
         return None
     for seq in sorted(sending.calls.keys() & receiving.calls.keys()):

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.call_stream import CALLS_KEPT, FINISHED_CALLS_KEPT, LAST_CALLS_KEPT
+from hangwatch.tracking.call_stream import (
+    CALLS_KEPT,
+    FINISHED_CALLS_KEPT,
+    LAST_CALLS_KEPT,
+    SMALL_JOB_RANKS,
+)
 from hangwatch.tracking.fleet import Fleet
 
 GROUP = heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="dp", desc="dp", ranks="0-3")
@@ -89,6 +96,23 @@ def test_more_calls_of_uncounted_stream_are_kept() -> None:
     stream = get_only_attempt(fleet).processes[0].streams[1]
     assert stream.completed is None
     assert sorted(stream.calls) == list(range(99 - LAST_CALLS_KEPT, 100))
+
+
+def test_few_calls_of_uncounted_streams_of_a_large_job_are_kept() -> None:
+    """A hundred thousand ranks with six such streams each have many."""
+    fleet = Fleet()
+    for number in range(1, 10):
+        update = heartbeat.StreamUpdate(
+            uid=1, identity=GROUP, entered=number, calls=(make_call(number),)
+        )
+        beat = make_heartbeat(number, 0, stream_update=update)
+        (process,) = beat.processes
+        assert process.identity is not None
+        identity = replace(process.identity, world_size=SMALL_JOB_RANKS + 1)
+        large = replace(beat, processes=(replace(process, identity=identity),))
+        fleet.apply_heartbeat(large, float(number))
+    stream = get_only_attempt(fleet).processes[0].streams[1]
+    assert sorted(stream.calls) == list(range(9 - FINISHED_CALLS_KEPT, 10))
 
 
 def test_members_share_equal_hashes() -> None:

@@ -99,6 +99,12 @@ PROGRESSING_VIEW = make_view(make_collective_state(10), make_setup_state(3))
             make_view(make_collective_state(70, entered_s=2.0), make_setup_state(3)),
             "it works on its own for a moment",
         ),
+        (
+            make_view(
+                make_collective_state(70, completed=None, entered_s=0.6), make_setup_state(3)
+            ),
+            "it made a call, whose completion nothing reports",
+        ),
     ],
 )
 def test_progressing_rank_may_omit_position(now: ProcessView, why: str) -> None:
@@ -114,7 +120,7 @@ def test_progressing_rank_may_omit_position(now: ProcessView, why: str) -> None:
         ),
         (
             make_view(
-                make_collective_state(70, completed=None, entered_s=0.6), make_setup_state(3)
+                make_collective_state(70, completed=None, entered_s=4.0), make_setup_state(3)
             ),
             "it may",
         ),
@@ -154,6 +160,14 @@ def test_progressing_rank_may_omit_position(now: ProcessView, why: str) -> None:
 )
 def test_everything_else_is_reported_immediately(now: ProcessView, why: str) -> None:
     assert not may_omit_position(PROGRESSING_VIEW, now), why
+
+
+def test_idle_group_on_nccl_is_no_reason_to_report_positions() -> None:
+    """The last barrier of all ranks may have been long ago, and nothing reports that it completed."""
+    idle = make_collective_state(2, uid=3, completed=None, entered_s=500.0)
+    before = make_view(make_collective_state(10, completed=None), make_setup_state(3), idle)
+    now = make_view(make_collective_state(70, completed=None), make_setup_state(3), idle)
+    assert may_omit_position(before, now)
 
 
 def test_terse_update_ends_the_wait_that_the_server_knows_of() -> None:
