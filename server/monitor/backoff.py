@@ -16,6 +16,7 @@ from ..core.limits import is_large
 # The pause before the next run, as a multiple of the CPU time of the last one. That is short as long
 # as few ranks wait.
 WAITING_FACTOR = 6.0
+QUIET_FACTOR = 12.0  # if no rank is suspected: none can be due soon, and a change is urgent
 MAX_PAUSE_S = 4.0  # without a backlog
 EVIDENCE_FACTOR = 2.0  # if what is reported next may decide a verdict
 URGENT_FACTOR = 1.5  # if a verdict is due early, or after urgent changes
@@ -82,13 +83,15 @@ class DiagnosisBackoff:
         elif any(v.kind in _EARLY_KINDS for v in unconfirmed):
             pause_s = URGENT_FACTOR * spent
         else:
-            factor = WAITING_FACTOR
+            usual_factor = WAITING_FACTOR if diagnosis.verdicts else QUIET_FACTOR
+            factor = usual_factor
             if self._awaits_evidence(attempt, diagnosis, now):
                 factor = EVIDENCE_FACTOR
             pause_s = min(factor * spent, MAX_PAUSE_S) * (1 + waited_s / BACKLOG_STEP_S)
+            pause_s = min(pause_s, usual_factor * spent)
         backoff.last_rank_count = rank_count
         backoff.changes_until = now + URGENT_FACTOR * spent
-        backoff.diagnosis_until = now + min(pause_s, WAITING_FACTOR * spent)
+        backoff.diagnosis_until = now + pause_s
         if due_at > now:
             backoff.diagnosis_until = min(backoff.diagnosis_until, due_at)
 

@@ -43,7 +43,7 @@ from tests.simulation.parallel_job import (
     JobShape,
     SimulatedFault,
 )
-from tests.simulation.queued_streams import get_wait_began_at
+from tests.simulation.queued_streams import get_devices_stopped_at, get_wait_began_at
 from tests.simulation.simulated_node_agent import AgentCounts
 from tests.simulation.waiting import wait_until
 
@@ -320,7 +320,9 @@ class FaultTrial:
             stall_s = DEADLOCK_AFTER_S
         elif self.run.shape.queues_calls and fault.kind not in EVIDENT_KINDS:
             waits_at = get_wait_began_at(self.run, fault)
-            stall_s += UNTIMED_GRACE_S if fault.kind is VerdictKind.NO_PROGRESS else 0.0
+            if fault.kind is VerdictKind.NO_PROGRESS:  # which is a claim about all devices
+                waits_at = get_devices_stopped_at(self.run, fault)
+                stall_s += UNTIMED_GRACE_S
         # A rank whose host has not started yet is missing from the start as well.
         all_started_at = self.run.started_at + self.ramp_s
         return max(waits_at + stall_s, all_started_at) + NEIGHBOURS_WAIT_AFTER_S

@@ -55,6 +55,12 @@ def get_wait_began_at(run: JobRun, fault: SimulatedFault) -> float:
     return fault.starts_at + max(0.0, 1.0 / HOST_SPEED - step_part) * STEP_S
 
 
+def get_devices_stopped_at(run: JobRun, fault: SimulatedFault) -> float:
+    """When those of the other replicas wait as well."""
+    step_part = run.count_steps(fault.starts_at) % 1.0
+    return fault.starts_at + (EXCHANGE_FROM - step_part) * STEP_S
+
+
 def waits_for_device(run: JobRun, rank: int, now: float) -> bool:
     """Whether its host has queued a step's calls."""
     return _find_progress(run, rank, now).host % 1.0 == 0.0

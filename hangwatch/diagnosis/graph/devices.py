@@ -70,6 +70,12 @@ class DeviceHang:
                     has_grown = True
         return reached - goals
 
+    def find_direct_waiters_of(self, targets: Iterable[int]) -> set[int]:
+        """The ranks whose devices are in a call to which some of ``targets`` have not come."""
+        goals = set(targets)
+        waiters = [wait.waiters for wait in self.waits if not goals.isdisjoint(wait.awaited)]
+        return set().union(*waiters) - goals
+
 
 class DeviceGraph:
     """The devices of a job at one moment.

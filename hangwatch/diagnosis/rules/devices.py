@@ -40,7 +40,8 @@ def diagnose_stuck_devices(context: DiagnosisContext) -> None:
     processes = context.attempt.processes
     if any(is_in_phase(context, processes[rank]) for rank in culprits):
         return
-    age_s = view.get_unchanged_s(involved)
+    # Further ranks may have had work until much later.
+    age_s = view.get_unchanged_s(culprits | hang.find_direct_waiters_of(culprits))
     if age_s < get_suspicion_delay_s(context.limits):
         return
     due = age_s >= context.limits.stall_after_s
@@ -116,7 +117,7 @@ def make_stuck_verdict(
         seq=seq,
         calls=view.get_call(group, first),
         waits=_list_waits(view, hang, stuck),
-        began_at=view.get_unchanged_since({*culprits, *waiting}),
+        began_at=view.get_unchanged_since(stuck | hang.find_direct_waiters_of(stuck)),
         is_confirmed=due,
         summary=summary,
         advice=messages.format_stuck_device_advice(culprits, records_starts=group.records_starts),

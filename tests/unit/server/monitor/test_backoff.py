@@ -14,6 +14,7 @@ from hangwatch.server.monitor.backoff import (
     EVIDENCE_FACTOR,
     FRESH_VERDICT_S,
     MAX_PAUSE_S,
+    QUIET_FACTOR,
     RECENT_CHANGES_S,
     STARTING_FACTOR,
     STATES_FACTOR,
@@ -68,7 +69,8 @@ def test_small_job_has_no_backoff() -> None:
 def test_backoff_is_shorter_while_evidence_decides() -> None:
     backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
     assert measure_backoff(backoff, large) == MAX_PAUSE_S
-    assert measure_backoff(backoff, large, spent_s=0.1) == WAITING_FACTOR / 10
+    assert measure_backoff(backoff, large, spent_s=0.1) == QUIET_FACTOR / 10
+    assert measure_backoff(backoff, large, make_verdict(), spent_s=0.1) == WAITING_FACTOR / 10
     assert measure_backoff(backoff, large, make_verdict()) == MAX_PAUSE_S
     assert measure_backoff(backoff, large, make_verdict(due=True)) == MAX_PAUSE_S
     deadlock = make_verdict(VerdictKind.DEADLOCK)
@@ -125,7 +127,7 @@ def test_backoff_while_ranks_are_joining() -> None:
     large.processes[1] = None  # type: ignore[assignment]
     assert measure_backoff(backoff, large, waited_s=9 * BACKLOG_STEP_S) == STARTING_FACTOR
     assert measure_backoff(backoff, large) == MAX_PAUSE_S
-    assert measure_backoff(backoff, large, waited_s=9 * BACKLOG_STEP_S) == WAITING_FACTOR, (
+    assert measure_backoff(backoff, large, waited_s=9 * BACKLOG_STEP_S) == QUIET_FACTOR, (
         "never longer"
     )
 
