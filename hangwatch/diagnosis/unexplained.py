@@ -50,6 +50,9 @@ def find_unexplained_wait(context: DiagnosisContext) -> UnexplainedWait | None:
         if wait.began_at <= latest:
             waits.append(wait)
             ranks.add(wait.rank)
+    for wait in _iter_device_waits(context, explained, latest):
+        waits.append(wait)
+        ranks.add(wait.rank)
     if not waits:
         return None
     longest = min(waits, key=lambda wait: (wait.began_at, wait.rank))
@@ -96,18 +99,27 @@ def _iter_other_waits(context: DiagnosisContext, explained: Set[int]) -> Iterato
     for rank in graph.released_ranks - explained:
         process = context.attempt.processes[rank]
         yield _Wait(rank, process.last_advanced_at, process.newest_stream)
-    view = context.get_device_view()
+
+
+def _iter_device_waits(
+    context: DiagnosisContext, explained: Set[int], latest: float
+) -> Iterator[_Wait]:
+    """Those of devices that began by ``latest``; there may be 100,000."""
+    view = context.get_still_device_view()
     if view is None:
         return
     for device_wait in view.hang.waits:
+        awaited = tuple(sorted(device_wait.awaited))
         for rank in device_wait.waiters - explained:
             began_at = view.get_unchanged_since((rank,))
-            stream = view.get_stream(device_wait.group, rank)
-            yield _Wait(rank, began_at, stream, tuple(sorted(device_wait.awaited)))
+            if began_at <= latest:
+                stream = view.get_stream(device_wait.group, rank)
+                yield _Wait(rank, began_at, stream, awaited)
     for group in view.hang.stalled_groups:
         for rank in group.members.keys() - explained:
             began_at = view.get_unchanged_since((rank,))
-            yield _Wait(rank, began_at, view.get_stream(group, rank))
+            if began_at <= latest:
+                yield _Wait(rank, began_at, view.get_stream(group, rank))
 
 
 def _describe_wait(context: DiagnosisContext, wait: _Wait) -> str:

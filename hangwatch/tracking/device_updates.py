@@ -40,18 +40,22 @@ def apply_device_statuses(
         has_begun_again = was_idle and device.is_behind_host
         if former is None or has_begun_again or _has_advanced(former, device):
             stream.device_changed_at = device.read_at
+    read_at = changed_at = 0.0
+    for stream in process.streams.values():
+        if stream.device is not None:
+            read_at = max(read_at, stream.device.read_at)
+            changed_at = max(changed_at, stream.device_changed_at)
+    process.device_still_s = read_at - changed_at
     if attempt.message_groups:
-        _update_message_mark(process)
+        _update_message_mark(process, read_at)
 
 
-def _update_message_mark(process: Process) -> None:
+def _update_message_mark(process: Process, read_at: float) -> None:
     """Renews it if the host has queued a message since, or if its counters were not read since then."""
-    message_at, read_at = 0.0, 0.0
+    message_at = 0.0
     for stream in process.streams.values():
         if stream.peer is not None and stream.completed is None and stream.entered:
             message_at = max(message_at, stream.entered_at)
-        if stream.device is not None:
-            read_at = max(read_at, stream.device.read_at)
     mark = process.message_mark
     if not message_at or (mark is not None and mark.enqueued and message_at <= mark.message_at):
         return

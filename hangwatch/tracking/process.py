@@ -92,6 +92,8 @@ class Process:
     # NAME=VALUE of the environment variable that makes the backend report the device's progress;
     # empty if it does, or cannot.
     device_setting: str = ""
+    # How long its device made no progress, as of the last reading of its counters.
+    device_still_s: float = float("inf")
     message_mark: MessageMark | None = None  # where the device's counters are reported
     flight_file: FlightFile | None = None  # written by its watchdog
     streams: dict[int, CallStream] = field(default_factory=dict)  # by uid

@@ -10,7 +10,7 @@ calls on other communicators may overtake it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import inf
 
 from hangwatch.model.calls import StreamKind
@@ -29,24 +29,50 @@ class QueuedCalls:
         self._held_since: dict[int, float] | None = None
         self._held_members: dict[tuple[int, int], Mapping[int, int]] = {}
 
+    def may_be_held(self, rank: int, streams: Iterable[CallStream]) -> bool:
+        """Whether the device of another rank may be unable to come to one of a rank's newest calls. Not
+        if its own device does not come to them either, or if each message has its other end.
+        """
+        held_since = self._get_held_since()
+        if not held_since:
+            return False
+        own_since = held_since.get(rank, inf)
+        for stream in streams:
+            if stream.entered_at > own_since:
+                continue
+            if stream.peer is None:
+                if self.find_held_ranks(rank, stream):
+                    return True
+                continue
+            other = stream.other_end
+            if other is None or other.entered != stream.entered:
+                continue
+            if held_since.get(stream.peer, inf) < other.entered_at:
+                return True
+        return False
+
+    def _get_held_since(self) -> dict[int, float]:
+        if self._held_since is None:
+            has_messages = bool(self._attempt.message_groups)
+            unmet = self._find_unmet_messages() if has_messages else {}
+            self._held_since = self._propagate(unmet)
+        return self._held_since
+
     def find_held_ranks(self, rank: int, stream: CallStream) -> Mapping[int, int]:
         """The other ranks that have made the newest call of ``stream`` and whose devices cannot come
         to it, each with its sequence number. Ranks in the same collective share one mapping.
         """
-        if stream.completed is not None or not stream.entered or not self._attempt.message_groups:
+        held_since = self._get_held_since()
+        if stream.completed is not None or not stream.entered or not held_since:
             return {}
-        if self._held_since is None:
-            self._held_since = self._propagate(self._find_unmet_messages())
-        if not self._held_since:
-            return {}
-        if self._held_since.get(rank, inf) < stream.entered_at:
+        if held_since.get(rank, inf) < stream.entered_at:
             return {}  # its own device does not come to this call: it waits in an earlier one
         if stream.kind is not StreamKind.COLLECTIVE:
-            return self._select_held(rank, stream, self._held_since)
+            return self._select_held(rank, stream, held_since)
         key = (id(stream.group_state), stream.entered)
         held = self._held_members.get(key)
         if held is None:
-            held = self._held_members[key] = self._select_held(rank, stream, self._held_since)
+            held = self._held_members[key] = self._select_held(rank, stream, held_since)
         return held
 
     def _select_held(

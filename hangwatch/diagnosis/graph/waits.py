@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
-from hangwatch.stacks.frames import waits_for_work
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
-from hangwatch.tracking.process import Process
+from hangwatch.tracking.process import IDLE_AFTER_S, Process
 
 from .awaited import WaitResolver, may_be_released, receives_from_any
 from .graph import BlockedCall, WaitGraph
@@ -18,9 +17,13 @@ from .queued_calls import QueuedCalls
 from .silence import find_silent_ranks
 from .thread_waits import (
     get_calling_thread_since,
-    has_continuing_caller,
     is_process_waiting,
-    is_wholly_blocked,
+)
+from .unfinished import (
+    find_blocked_streams,
+    has_old_message,
+    is_waiting_on_channel,
+    list_old_unfinished,
 )
 
 
@@ -29,13 +32,16 @@ def build_wait_graph(attempt: Attempt, now: float, lost_after_s: float) -> WaitG
     graph = WaitGraph(silent_ranks=find_silent_ranks(attempt, now, lost_after_s))
     resolver = WaitResolver(attempt, now, graph.silent_ranks)
     builder = _GraphBuilder(attempt, graph, resolver, QueuedCalls(attempt), now - MIN_WAIT_S)
+    builder.silent_groups = _find_groups_of(attempt, graph.silent_ranks)
     excluded = resolver.unable_to_finish | graph.silent_ranks.keys()
     for rank, process in attempt.processes.items():
         reports = process.reports
         is_further = reports.last_progress_at > reports.last_seen_at  # than its streams show
         if is_further or not process.open_calls.unfinished_streams:
             continue
-        if rank not in excluded and not builder.add_plain_wait(rank, process):
+        if rank in excluded or builder.add_plain_wait(rank, process):
+            continue
+        if not builder.is_ahead_of_device(rank, process):
             builder.add_rank(rank, process)
     builder.drop_unfounded_waits()
     return graph
@@ -48,6 +54,9 @@ class _GraphBuilder:
     resolver: WaitResolver
     queued_calls: QueuedCalls
     before: float  # waits that began later are left out
+    silent_groups: set[int] = field(
+        default_factory=set
+    )  # with silent members, by their states' ids
 
     def add_plain_wait(self, rank: int, process: Process) -> bool:
         """Adds the wait of a rank that is certainly blocked in one call, as nearly all of 100,000 ranks
@@ -73,6 +82,32 @@ class _GraphBuilder:
         self.graph.blocked_calls[rank] = [blocked]
         return True
 
+    def is_ahead_of_device(self, rank: int, process: Process) -> bool:
+        """Whether a rank without a sample uses the CPU and none of its calls waits for another rank, as
+        nearly all of 100,000 ranks on NCCL: it may wait for its device only.
+        """
+        is_idle = process.reports.updated_at - process.activity.last_active_at >= IDLE_AFTER_S
+        if is_idle or process.samples or process.open_calls.blocked_streams:
+            return False
+        for stream in process.open_calls.unfinished_streams:
+            if stream.completed is not None or not self._has_arrived_with_others(stream):
+                return False
+        return not self.queued_calls.may_be_held(rank, process.open_calls.unfinished_streams)
+
+    def _has_arrived_with_others(self, stream: CallStream) -> bool:
+        """Whether all members of its group, or its peer, have entered its newest call and report."""
+        if stream.peer is None:
+            state = stream.group_state
+            if state is None or id(state) in self.silent_groups:
+                return False
+            return not state.has_member_behind(stream)
+        other = stream.other_end
+        return (
+            other is not None
+            and other.entered >= stream.entered
+            and stream.peer not in self.graph.silent_ranks
+        )
+
     def add_rank(self, rank: int, process: Process) -> None:
         """Adds the waits of one rank."""
         pending = self._find_certain_waits(rank, process)
@@ -82,7 +117,7 @@ class _GraphBuilder:
         if not is_certain:
             # Some call may be unfinished, and no call was made for a while: a rank that makes
             # further calls does not wait.
-            pending = _list_old_unfinished(process, self.before)
+            pending = list_old_unfinished(process, self.before)
             if not pending:
                 return
             advanced_at = process.last_advanced_at
@@ -128,7 +163,7 @@ class _GraphBuilder:
         """The calls in which the whole process is blocked. If there are none, adds the calls that
         block only one of its threads.
         """
-        blocked = _find_blocked_streams(process, self.before)
+        blocked = find_blocked_streams(process, self.before)
         if not blocked:
             self._add_thread_waits(rank, process)
         return blocked
@@ -168,7 +203,7 @@ class _GraphBuilder:
                     BlockedCall(rank, stream, began_at, awaited, receives_from_any(stream))
                 )
             elif stream.completed is not None and (
-                stream.peer is None or _is_waiting_on_channel(process, stream)
+                stream.peer is None or is_waiting_on_channel(process, stream)
             ):
                 stuck.append(stream)
         return blocked_calls, stuck
@@ -204,8 +239,8 @@ class _GraphBuilder:
             for rank in unfounded:
                 del graph.blocked_calls[rank]
                 process = self.attempt.processes[rank]
-                if _has_old_message(process, self.before):
-                    self._add_released(rank, _list_old_unfinished(process, self.before))
+                if has_old_message(process, self.before):
+                    self._add_released(rank, list_old_unfinished(process, self.before))
                 else:
                     graph.uncertain_ranks.discard(rank)
 
@@ -215,39 +250,15 @@ class _GraphBuilder:
         return any(waiting >= blocked.awaited.keys() for blocked in self.graph.blocked_calls[rank])
 
 
-def _list_old_unfinished(process: Process, before: float) -> list[CallStream]:
-    return [
-        s for s in process.open_calls.unfinished_streams if s.entered_at <= before and s.entered > 0
-    ]
-
-
-def _has_old_message(process: Process, before: float) -> bool:
-    """Whether one of its calls that may be unfinished is a send or a receive."""
-    return any(stream.peer is not None for stream in _list_old_unfinished(process, before))
-
-
-def _is_waiting_on_channel(process: Process, stream: CallStream) -> bool:
-    """Whether its stack shows that it waits. The completion of many sends is never reported, so
-    only a stack shows that a rank waits for a send that its peer received.
-
-    A message received from any source may be the one that this call was to receive.
-    """
-    samples = [s for s in process.samples if s.taken_at >= stream.entered_at and s.threads]
-    if not samples or not waits_for_work(samples[-1].calling_thread):
-        return False
-    return all(other.peer != -1 for other in process.streams.values())
-
-
-def _find_blocked_streams(process: Process, before: float) -> Collection[CallStream]:
-    """The calls in which the whole process is blocked, and not one thread while others continue."""
-    blocked = [s for s in process.open_calls.blocked_streams if s.entered_at <= before]
-    if not blocked:
-        return blocked
-    since = max([stream.entered_at for stream in blocked])
-    if process.newest_call_at > since + MIN_WAIT_S:
-        # Another thread made calls since; it may wait for this one now.
-        return blocked if is_wholly_blocked(process, blocked) else []
-    return [] if has_continuing_caller(process, blocked, since) else blocked
+def _find_groups_of(attempt: Attempt, ranks: Collection[int]) -> set[int]:
+    """The groups of these ranks, by the identities of their states."""
+    processes = (attempt.processes.get(rank) for rank in ranks)
+    return {
+        id(stream.group_state)
+        for process in processes
+        if process is not None
+        for stream in process.streams.values()
+    }
 
 
 def is_not_initialized(process: Process | None) -> bool:

@@ -31,7 +31,6 @@ from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.tracking.call_stream import CallStream
 
 from .end_kinds import get_unable_kind
-from .pairwise import list_sends
 
 _MAX_CALLS_SHOWN = 16
 _MAX_STACK_REQUESTS = 16
@@ -179,8 +178,10 @@ def _find_unreceived_sends(
 def _list_sends_to_receiver(context: DiagnosisContext, edge: WaitEdge) -> list[CallStream]:
     return [
         stream
-        for stream in list_sends(context.attempt, edge.wait.on_rank)
-        if stream.peer == edge.wait.rank and stream.group.key == edge.stream.group.key
+        for stream in context.attempt.processes[edge.wait.on_rank].streams.values()
+        if stream.kind is StreamKind.SEND
+        and stream.peer == edge.wait.rank
+        and stream.group.key == edge.stream.group.key
     ]
 
 

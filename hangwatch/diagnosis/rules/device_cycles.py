@@ -18,7 +18,7 @@ def diagnose_device_cycles(context: DiagnosisContext) -> None:
     """One verdict for devices that wait for each other, in calls that their hosts queued in a
     different order.
     """
-    view = context.get_device_view()
+    view = context.get_still_device_view()
     if view is None:
         return
     hang = view.hang

@@ -26,7 +26,7 @@ UNTIMED_GRACE_S = 3.65
 
 def diagnose_stuck_devices(context: DiagnosisContext) -> None:
     """One verdict for all devices that others wait for and that wait for none."""
-    view = context.get_device_view()
+    view = context.get_still_device_view()
     if view is None:
         return
     hang = view.hang
@@ -55,7 +55,7 @@ def diagnose_stalled_devices(context: DiagnosisContext) -> None:
     """One verdict for all calls that every member's device is in, as far as is known, and that
     none completes.
     """
-    view = context.get_device_view()
+    view = context.get_still_device_view()
     if view is None:
         return
     hang = view.hang

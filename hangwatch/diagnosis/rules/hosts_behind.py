@@ -21,7 +21,7 @@ def diagnose_hosts_behind(context: DiagnosisContext) -> None:
 
     Ranks that left, are frozen or do not report are other rules' subjects.
     """
-    view = context.get_device_view()
+    view = context.get_still_device_view()
     if view is None:
         return
     hang = view.hang

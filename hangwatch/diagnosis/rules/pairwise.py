@@ -44,8 +44,10 @@ def find_pair_mismatches(attempt: Attempt) -> list[PairMismatch]:
     """
     mismatches: list[PairMismatch] = []
     for rank in sorted(attempt.sender_ranks):
-        for stream in list_sends(attempt, rank):
-            mismatch = _compare_channel(rank, stream) if stream.calls else None
+        for stream in attempt.processes[rank].streams.values():
+            if stream.kind is not StreamKind.SEND or not stream.calls or stream.other_end is None:
+                continue
+            mismatch = _compare_channel(rank, stream, stream.other_end)
             if mismatch is not None:
                 mismatches.append(mismatch)
     for key in attempt.uneven_groups:
@@ -55,17 +57,11 @@ def find_pair_mismatches(attempt: Attempt) -> list[PairMismatch]:
     return mismatches
 
 
-def list_sends(attempt: Attempt, rank: int) -> list[CallStream]:
-    streams = attempt.processes[rank].streams.values()
-    return [stream for stream in streams if stream.kind is StreamKind.SEND]
-
-
-def _compare_channel(rank: int, sending: CallStream) -> PairMismatch | None:
-    receiving = sending.other_end
-    if receiving is None or sending.peer is None:
-        return None
-    for seq in sorted(sending.calls.keys() & receiving.calls.keys()):
-        sent, expected = sending.calls[seq], receiving.calls[seq]
+def _compare_channel(rank: int, sending: CallStream, receiving: CallStream) -> PairMismatch | None:
+    for seq in sorted(sending.calls):
+        sent, expected = sending.calls[seq], receiving.calls.get(seq)
+        if expected is None or sending.peer is None:
+            continue
         differing_fields = _compare_channel_fields(sent.signature, expected.signature)
         if differing_fields:
             return PairMismatch(
@@ -86,6 +82,8 @@ def _compare_channel(rank: int, sending: CallStream) -> PairMismatch | None:
 def _compare_channel_fields(sent: Signature, expected: Signature) -> tuple[str, ...]:
     if "?" in (sent.op, expected.op):
         return ()
+    if sent.dtype == expected.dtype and sent.numel == expected.numel:
+        return ()  # of 100,000 ranks nearly all
     differing_fields: list[str] = []
     if sent.dtype != expected.dtype:
         differing_fields.append("dtype")

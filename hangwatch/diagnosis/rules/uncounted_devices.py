@@ -39,6 +39,8 @@ def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
     another verdict, of which that may be a consequence.
     """
     attempt = context.attempt
+    if context.now - attempt.newest_call_at < get_suspicion_delay_s(context.limits):
+        return
     if context.explained_ranks or context.graph.blocked_calls or context.graph.unsampled_ranks:
         return
     waiting = [process for process in attempt.processes.values() if _may_wait(context, process)]
@@ -50,7 +52,7 @@ def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
         return
     ranks = tuple(sorted(process.rank for process in waiting))
     request_stacks(context, (), ranks, began_at)
-    answers = [_is_seen_waiting(process, began_at) for process in waiting]
+    answers = [_is_seen_waiting(process, began_at) for process in waiting if process.samples]
     if False in answers or True not in answers:
         return
     has_counters = any(_has_unfinished_count(process) for process in waiting)
