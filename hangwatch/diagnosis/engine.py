@@ -35,7 +35,7 @@ from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.attempt import Attempt
 
 from .advice import add_stack_advice
-from .context import DiagnosisContext, EvidenceRequest
+from .context import DiagnosisContext, EvidenceRequest, get_suspicion_delay_s
 from .divergences import add_divergence
 from .hardware import add_hardware_advice, request_hardware
 from .unexplained import UnexplainedWait, find_unexplained_wait
@@ -83,7 +83,7 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
         now=now,
         limits=limits,
         streams_by_group=attempt.streams_by_group,
-        graph=build_wait_graph(attempt, now, limits.lost_after_s),
+        graph=build_wait_graph(attempt, now, limits.lost_after_s, get_suspicion_delay_s(limits)),
     )
     for apply_rule in RULES:
         apply_rule(context)

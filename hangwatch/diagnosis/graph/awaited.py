@@ -34,6 +34,8 @@ class WaitResolver:
         self.unable_to_call |= self.unable_to_finish
         self._attempt = attempt
         self._silent_ranks = silent_ranks
+        # By group: the lowest count of calls, and the members with it.
+        self._last_members: dict[int, tuple[int, Mapping[int, int]]] = {}
         # By group, the members concerned if not all are, the call, and whether that is certain. The
         # group is identified by its state, since its key is as long as its list of members.
         self._awaited_cache: dict[
@@ -54,12 +56,34 @@ class WaitResolver:
             concerned = get_new_group_ranks(stream, stream.entered)
         elif stream.kind is not StreamKind.COLLECTIVE:
             return self._find_awaited_peers(rank, stream)
+        elif not certain and self._may_use_last_members(stream.group_state):
+            return self._find_last_members(stream)
         key = (id(stream.group_state), concerned, stream.entered, certain)
         awaited = self._awaited_cache.get(key)
         if awaited is None:
             awaited = self._find_awaited_members(stream, stream.group_state, concerned, certain)
             self._awaited_cache[key] = awaited
         return awaited
+
+    def _may_use_last_members(self, group_state: GroupState | None) -> bool:
+        """Whether the members that are furthest behind are all that a call may wait for."""
+        if group_state is None or self._silent_ranks or self.unable_to_finish:
+            return False
+        return len(group_state.members) == len(group_state.key[2])
+
+    def _find_last_members(self, stream: CallStream) -> Mapping[int, int]:
+        """The members that are furthest behind, if that is before the newest call of ``stream``. In a
+        large group each host may have reported another position.
+        """
+        state = stream.group_state
+        assert state is not None  # see `_may_use_last_members`
+        last_members = self._last_members.get(id(state))
+        if last_members is None:
+            lowest = min([member.entered for member in state.members.values()])
+            last = [rank for rank, member in state.members.items() if member.entered == lowest]
+            last_members = self._last_members[id(state)] = lowest, dict.fromkeys(last, lowest + 1)
+        lowest, awaited = last_members
+        return awaited if stream.entered > lowest else {}
 
     def _find_awaited_peers(self, rank: int, stream: CallStream) -> Mapping[int, int]:
         """The other ends of a send or a receive."""

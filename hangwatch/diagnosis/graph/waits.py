@@ -27,12 +27,17 @@ from .unfinished import (
 )
 
 
-def build_wait_graph(attempt: Attempt, now: float, lost_after_s: float) -> WaitGraph:
-    """The graph at time ``now``, of all waits that have lasted `MIN_WAIT_S` seconds."""
+def build_wait_graph(
+    attempt: Attempt, now: float, lost_after_s: float, sample_after_s: float
+) -> WaitGraph:
+    """The graph at time ``now``, of all waits that have lasted `MIN_WAIT_S` seconds. Ranks that use the
+    CPU are sampled after ``sample_after_s``, or soon if a rank makes no further call.
+    """
     graph = WaitGraph(silent_ranks=find_silent_ranks(attempt, now, lost_after_s))
     resolver = WaitResolver(attempt, now, graph.silent_ranks)
     builder = _GraphBuilder(attempt, graph, resolver, QueuedCalls(attempt), now - MIN_WAIT_S)
     builder.silent_groups = _find_groups_of(attempt, graph.silent_ranks)
+    builder.sample_after_s = MIN_WAIT_S if resolver.unable_to_call else sample_after_s
     excluded = resolver.unable_to_finish | graph.silent_ranks.keys()
     for rank, process in attempt.processes.items():
         reports = process.reports
@@ -54,6 +59,7 @@ class _GraphBuilder:
     resolver: WaitResolver
     queued_calls: QueuedCalls
     before: float  # waits that began later are left out
+    sample_after_s: float = MIN_WAIT_S
     silent_groups: set[int] = field(
         default_factory=set
     )  # with silent members, by their states' ids
@@ -83,12 +89,15 @@ class _GraphBuilder:
         return True
 
     def is_ahead_of_device(self, rank: int, process: Process) -> bool:
-        """Whether a rank without a sample uses the CPU and none of its calls waits for another rank, as
-        nearly all of 100,000 ranks on NCCL: it may wait for its device only.
+        """Whether a rank without a sample uses the CPU, and has made a call lately or none of its calls
+        waits for another rank, as nearly all of 100,000 ranks on NCCL: it may wait for its device only.
         """
-        is_idle = process.reports.updated_at - process.activity.last_active_at >= IDLE_AFTER_S
+        reports = process.reports
+        is_idle = reports.updated_at - process.activity.last_active_at >= IDLE_AFTER_S
         if is_idle or process.samples or process.open_calls.blocked_streams:
             return False
+        if reports.last_seen_at - process.newest_call_at < self.sample_after_s:
+            return all(s.completed is None for s in process.open_calls.unfinished_streams)
         for stream in process.open_calls.unfinished_streams:
             if stream.completed is not None or not self._has_arrived_with_others(stream):
                 return False

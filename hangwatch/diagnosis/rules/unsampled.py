@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hangwatch.diagnosis.context import (
     DiagnosisContext,
+    get_state_known_until,
     get_suspicion_delay_s,
     request_stacks,
 )
@@ -22,7 +23,8 @@ def sample_busy_ranks(context: DiagnosisContext) -> None:
         rank: began_at
         for rank, began_at in graph.unsampled_ranks.items()
         if rank not in context.explained_ranks
-        and context.now - began_at >= (MIN_WAIT_S if rank in graph.unable_waiters else delay_s)
+        and get_state_known_until(context, rank) - began_at
+        >= (MIN_WAIT_S if rank in graph.unable_waiters else delay_s)
     }
     if overdue:
         request_stacks(context, (), overdue, min(overdue.values()))

@@ -33,15 +33,18 @@ REPLICA = set(range(32, 64))  # the ranks of its replica
 
 
 class _Job:
-    """Its hosts report every second, with the replies to all requests of the last diagnosis."""
+    """Each second it is diagnosed. Its hosts report every ``interval_s`` seconds at different times,
+    with the replies to all requests of the last diagnosis.
+    """
 
-    def __init__(self, kind: VerdictKind | None, shape: JobShape = SHAPE) -> None:
-        self.run = JobRun(shape=shape, number=0, started_at=1000.0)
+    def __init__(self, kind: VerdictKind | None, interval_s: float = INTERVAL_S) -> None:
+        self.run = JobRun(shape=SHAPE, number=0, started_at=1000.0)
+        self._interval_s = interval_s
         self.fault_at = self.run.started_at + FAULT_AFTER_S
         if kind is not None:
             fault = SimulatedFault(kind=kind, rank=CULPRIT, starts_at=self.fault_at)
             self.run.faults.append(fault)
-        self._encoders = [HeartbeatEncoder(host, lambda: self.run) for host in range(shape.hosts)]
+        self._encoders = [HeartbeatEncoder(host, lambda: self.run) for host in range(SHAPE.hosts)]
         self._fleet = Fleet()
         self._requests: tuple[EvidenceRequest, ...] = ()
         self.stacks_requested = 0
@@ -51,15 +54,16 @@ class _Job:
         now = self.fault_at - 5.0
         while now < self.fault_at + until_s:
             for encoder in self._encoders:
-                self._report(encoder, now)
+                if (now + encoder.host) % self._interval_s < 1.0:
+                    self._report(encoder, now)
             attempt = self._fleet.latest_attempt(JOB_NAME)
             assert attempt is not None
-            limits = Limits(stall_after_s=STALL_AFTER_S, report_interval_s=INTERVAL_S)
+            limits = Limits(stall_after_s=STALL_AFTER_S, report_interval_s=self._interval_s)
             diagnosis = diagnose(attempt, now, limits)
             self._requests = diagnosis.requests
             self.stacks_requested += sum(request.stacks for request in diagnosis.requests)
             yield now - self.fault_at, diagnosis
-            now += INTERVAL_S
+            now += 1.0
 
     def _report(self, encoder: HeartbeatEncoder, now: float) -> None:
         fault = self.run.active_fault(now)
@@ -167,9 +171,11 @@ def test_mismatch_is_immediate() -> None:
     assert verdicts[VerdictKind.MISMATCH, (CULPRIT,)] < 10.0
 
 
-def test_healthy_job_needs_no_evidence() -> None:
-    job = _Job(None)
-    for _, diagnosis in job.iter_diagnoses(30.0):
+@pytest.mark.parametrize("interval_s", [INTERVAL_S, 20.0])
+def test_healthy_job_needs_no_evidence(interval_s: float) -> None:
+    """Nor do ranks that seem to be behind, because others have reported since."""
+    job = _Job(None, interval_s)
+    for _, diagnosis in job.iter_diagnoses(60.0):
         assert not diagnosis.verdicts
         assert diagnosis.unexplained_wait is None
     assert not job.stacks_requested
