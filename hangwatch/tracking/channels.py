@@ -24,7 +24,7 @@ def connect_channel(processes: Mapping[int, Process], process: Process, stream: 
 
 
 def disconnect_channel(stream: CallStream) -> None:
-    """Does so when its process no longer holds its rank."""
+    """Separates a stream from the peer's: its process no longer holds its rank."""
     if stream.other_end is not None:
         stream.other_end.other_end = None
         stream.other_end = None

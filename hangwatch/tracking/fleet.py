@@ -196,7 +196,7 @@ class Fleet:
             disconnect_channel(stream)
             if stream.group_state is not None:
                 stream.group_state.members.clear()
-                stream.group_state.reference_hashes.clear()  # here, as the attempt has very many
+                stream.group_state.reference_hashes.clear()  # not all with the attempt, at the end
                 stream.group_state = None
         process.streams.clear()
 
