@@ -86,7 +86,8 @@ def compose_stream_update(
         completed=state.completed,
         chain=state.chain if is_compared else 0,
         op=history.newest_ops.get(state.uid, ""),
-        entered_s=round(state.entered_s, 4),
+        # To the microsecond: hosts queue calls of two groups within 100 us, and their order matters.
+        entered_s=round(state.entered_s, 6),
         pending_s=None if state.pending_s is None else round(state.pending_s, 4),
         checkpoints=select_checkpoints(chains, after, upto) if is_compared else (),
         calls=tuple(blocked_calls),
