@@ -75,12 +75,12 @@ class DeviceView:
 
     def get_unchanged_since(self, ranks: Iterable[int]) -> float:
         """Since when none of their devices began or completed a call."""
-        return max(map(get_device_changed_at, self._select_processes(ranks)), default=0.0)
+        return max([p.device_changed_at for p in self._select_processes(ranks)], default=0.0)
 
     def get_unchanged_s(self, ranks: Iterable[int]) -> float:
         """How long this is known to last: until the oldest of the ranks' last readings."""
         ranks = list(ranks)
-        known_until = min(map(get_read_at, self._select_processes(ranks)), default=0.0)
+        known_until = min([p.device_read_at for p in self._select_processes(ranks)], default=0.0)
         return known_until - self.get_unchanged_since(ranks)
 
     def get_waited_s(self, ranks: Iterable[int]) -> float:
@@ -128,13 +128,14 @@ class DeviceView:
         """Whether other members have completed the call that its device has not, in which all members
         wait for each other.
         """
-        fronts = self.fronts.get(rank, ())
-        for group in fronts[:1]:
-            completed = group.members[rank].completed
-            spec = OPERATIONS.get(self.get_op(group, rank))
-            is_behind = any(other.completed > completed for other in group.members.values())
-            return is_behind and spec is not None and spec.is_mutual_wait
-        return False
+        fronts = self.fronts.get(rank)
+        if not fronts:
+            return False
+        group = fronts[0]
+        completed = group.members[rank].completed
+        spec = OPERATIONS.get(self.get_op(group, rank))
+        is_behind = any(other.completed > completed for other in group.members.values())
+        return is_behind and spec is not None and spec.is_mutual_wait
 
     def _select_processes(self, ranks: Iterable[int]) -> list[Process]:
         return [self._processes[rank] for rank in ranks if rank in self._processes]
@@ -142,29 +143,11 @@ class DeviceView:
 
 def get_still_until(process: Process) -> float:
     """Until when its host, which waits for its device, is known to have made no further call."""
-    read_at = get_read_at(process)
+    read_at = process.device_read_at
     last_seen_at = process.reports.last_seen_at
     if last_seen_at - read_at > READING_DELAY_S:
         return read_at
     return max(read_at, last_seen_at)
-
-
-def get_read_at(process: Process) -> float:
-    """When its counters were last read, those of all groups together."""
-    read_at = 0.0
-    for stream in process.streams.values():  # a loop: this runs for 100,000 processes
-        if stream.device is not None and stream.device.read_at > read_at:
-            read_at = stream.device.read_at
-    return read_at
-
-
-def get_device_changed_at(process: Process) -> float:
-    """When its device was last seen to begin or complete a call."""
-    changed_at = 0.0
-    for stream in process.streams.values():  # a loop: this runs for 100,000 processes
-        if stream.device_changed_at > changed_at:
-            changed_at = stream.device_changed_at
-    return changed_at
 
 
 def build_device_view(attempt: Attempt, ended: Collection[int] = ()) -> DeviceView | None:

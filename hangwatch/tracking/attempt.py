@@ -55,9 +55,8 @@ class Attempt:
     uneven_groups: dict[GroupKey, None] = field(default_factory=dict)
     # Groups in which some member's backend reports how far its device is.
     device_groups: dict[GroupKey, None] = field(default_factory=dict)
-    message_groups: set[GroupKey] = field(
-        default_factory=set
-    )  # in which some rank sent or received
+    # Groups with sends or receives.
+    message_groups: set[GroupKey] = field(default_factory=set)
     # Since the last diagnosis, something was reported that may decide a verdict without a further
     # wait: a rank that cannot run, different calls, or ranks that wait for each other.
     has_urgent_changes: bool = False

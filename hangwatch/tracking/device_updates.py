@@ -40,12 +40,8 @@ def apply_device_statuses(
         has_begun_again = was_idle and device.is_behind_host
         if former is None or has_begun_again or _has_advanced(former, device):
             stream.device_changed_at = device.read_at
-    read_at = changed_at = 0.0
-    for stream in process.streams.values():
-        if stream.device is not None:
-            read_at = max(read_at, stream.device.read_at)
-            changed_at = max(changed_at, stream.device_changed_at)
-    process.device_still_s = read_at - changed_at
+    read_at = process.device_read_at
+    process.device_still_s = read_at - process.device_changed_at
     if attempt.message_groups:
         _update_message_mark(process, read_at)
 

@@ -117,6 +117,24 @@ class Process:
         return max([self.reports.last_progress_at, *stream_times])
 
     @property
+    def device_read_at(self) -> float:
+        """When its device's counters were last read, those of all groups together."""
+        read_at = 0.0
+        for stream in self.streams.values():  # a loop: this runs for 100,000 processes
+            if stream.device is not None and stream.device.read_at > read_at:
+                read_at = stream.device.read_at
+        return read_at
+
+    @property
+    def device_changed_at(self) -> float:
+        """When its device was last seen to begin or complete a call."""
+        changed_at = 0.0
+        for stream in self.streams.values():  # a loop: this runs for 100,000 processes
+            if stream.device_changed_at > changed_at:
+                changed_at = stream.device_changed_at
+        return changed_at
+
+    @property
     def newest_stream(self) -> CallStream | None:
         """The stream of its newest call; None before the first call."""
         used = [s for s in self.streams.values() if s.entered]

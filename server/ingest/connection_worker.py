@@ -41,7 +41,7 @@ SCAN_INTERVAL_S = 1.0  # for connections whose time is up
 # Between two polls. What arrives meanwhile is handled together: at 500 heartbeats a second, each takes
 # 60 us in all after the long pause and 95 us after the short one.
 PAUSE_S, LONG_PAUSE_S = 0.005, 0.02
-MANY_CONNECTIONS = 2048  # with as many, hosts report rarely, and the pause delays nobody
+MANY_CONNECTIONS = 2048  # from here on hosts report so rarely that the long pause does not matter
 _URGENT_TYPES = {False: FrameType.REQUEST, True: FrameType.URGENT_REQUEST}
 
 

@@ -50,13 +50,13 @@ class _Progress:
 
 
 def get_wait_began_at(run: JobRun, fault: SimulatedFault) -> float:
-    """When the hosts that are not at fault have queued the rest of the step."""
+    """When the hosts of all ranks but the culprits have queued the remaining calls of the step."""
     step_part = run.count_steps(fault.starts_at) % 1.0
     return fault.starts_at + max(0.0, 1.0 / HOST_SPEED - step_part) * STEP_S
 
 
 def get_devices_stopped_at(run: JobRun, fault: SimulatedFault) -> float:
-    """When those of the other replicas wait as well."""
+    """When the devices of the other replicas are blocked as well."""
     step_part = run.count_steps(fault.starts_at) % 1.0
     return fault.starts_at + (EXCHANGE_FROM - step_part) * STEP_S
 

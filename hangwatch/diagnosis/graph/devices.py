@@ -71,7 +71,7 @@ class DeviceHang:
         return reached - goals
 
     def find_direct_waiters_of(self, targets: Iterable[int]) -> set[int]:
-        """The ranks whose devices are in a call to which some of ``targets`` have not come."""
+        """The ranks whose devices are in a call that the devices of some ``targets`` have not reached."""
         goals = set(targets)
         waiters = [wait.waiters for wait in self.waits if not goals.isdisjoint(wait.awaited)]
         return set().union(*waiters) - goals

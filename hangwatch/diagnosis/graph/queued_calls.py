@@ -33,23 +33,7 @@ class QueuedCalls:
         """Whether the device of another rank may be unable to come to one of a rank's newest calls. Not
         if its own device does not come to them either, or if each message has its other end.
         """
-        held_since = self._get_held_since()
-        if not held_since:
-            return False
-        own_since = held_since.get(rank, inf)
-        for stream in streams:
-            if stream.entered_at > own_since:
-                continue
-            if stream.peer is None:
-                if self.find_held_ranks(rank, stream):
-                    return True
-                continue
-            other = stream.other_end
-            if other is None or other.entered != stream.entered:
-                continue
-            if held_since.get(stream.peer, inf) < other.entered_at:
-                return True
-        return False
+        return any(self.find_held_ranks(rank, stream) for stream in streams)
 
     def _get_held_since(self) -> dict[int, float]:
         if self._held_since is None:

@@ -116,9 +116,8 @@ def is_process_waiting(process: Process) -> bool | None:
     their idleness; None if that is only a guess.
     """
     sample = None
-    if (
-        process.samples
-    ):  # of 100,000 processes few have any, and when it advanced takes long to find
+    # Of 100,000 processes few have any, and it takes long to find when a process advanced.
+    if process.samples:
         sample = _get_sample_since(process, process.last_advanced_at)
     if sample is not None:
         callers = _list_callers(process, sample)

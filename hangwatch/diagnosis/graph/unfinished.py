@@ -1,4 +1,4 @@
-"""The calls of a rank in which it may wait, and those in which it certainly does."""
+"""The calls in which a rank may be blocked, and those in which it certainly is."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ def list_old_unfinished(process: Process, before: float) -> list[CallStream]:
     return [
         s for s in process.open_calls.unfinished_streams if s.entered_at <= before and s.entered > 0
     ]
-
-
-def has_old_message(process: Process, before: float) -> bool:
-    """Whether one of its calls that may be unfinished is a send or a receive."""
-    return any(stream.peer is not None for stream in list_old_unfinished(process, before))
 
 
 def is_waiting_on_channel(process: Process, stream: CallStream) -> bool:

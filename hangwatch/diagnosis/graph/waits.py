@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
@@ -21,7 +21,6 @@ from .thread_waits import (
 )
 from .unfinished import (
     find_blocked_streams,
-    has_old_message,
     is_waiting_on_channel,
     list_old_unfinished,
 )
@@ -35,9 +34,15 @@ def build_wait_graph(
     """
     graph = WaitGraph(silent_ranks=find_silent_ranks(attempt, now, lost_after_s))
     resolver = WaitResolver(attempt, now, graph.silent_ranks)
-    builder = _GraphBuilder(attempt, graph, resolver, QueuedCalls(attempt), now - MIN_WAIT_S)
-    builder.silent_groups = _find_groups_of(attempt, graph.silent_ranks)
-    builder.sample_after_s = MIN_WAIT_S if resolver.unable_to_call else sample_after_s
+    builder = _GraphBuilder(
+        attempt=attempt,
+        graph=graph,
+        resolver=resolver,
+        queued_calls=QueuedCalls(attempt),
+        before=now - MIN_WAIT_S,
+        sample_after_s=MIN_WAIT_S if resolver.unable_to_call else sample_after_s,
+        silent_groups=_find_groups_of(attempt, graph.silent_ranks),
+    )
     excluded = resolver.unable_to_finish | graph.silent_ranks.keys()
     for rank, process in attempt.processes.items():
         reports = process.reports
@@ -52,17 +57,15 @@ def build_wait_graph(
     return graph
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _GraphBuilder:
     attempt: Attempt
     graph: WaitGraph
     resolver: WaitResolver
     queued_calls: QueuedCalls
     before: float  # waits that began later are left out
-    sample_after_s: float = MIN_WAIT_S
-    silent_groups: set[int] = field(
-        default_factory=set
-    )  # with silent members, by their states' ids
+    sample_after_s: float
+    silent_groups: set[int]  # with silent members, by the identities of their states
 
     def add_plain_wait(self, rank: int, process: Process) -> bool:
         """Adds the wait of a rank that is certainly blocked in one call, as nearly all of 100,000 ranks
@@ -157,10 +160,8 @@ class _GraphBuilder:
 
     def _record_unsampled(self, process: Process, blocked_calls: Collection[BlockedCall]) -> None:
         """Records that a stack is needed to see whether it waits for its device."""
-        if process.samples:
-            advanced_at = process.last_advanced_at
-            if get_calling_thread_since(process, advanced_at) is not None:
-                return
+        if process.samples and get_calling_thread_since(process, process.last_advanced_at):
+            return
         calls = [call for call in blocked_calls if call.stream.completed is None]
         if not calls:
             return
@@ -248,8 +249,9 @@ class _GraphBuilder:
             for rank in unfounded:
                 del graph.blocked_calls[rank]
                 process = self.attempt.processes[rank]
-                if has_old_message(process, self.before):
-                    self._add_released(rank, list_old_unfinished(process, self.before))
+                pending = list_old_unfinished(process, self.before)
+                if any(stream.peer is not None for stream in pending):
+                    self._add_released(rank, pending)
                 else:
                     graph.uncertain_ranks.discard(rank)
 

@@ -19,7 +19,6 @@ from hangwatch.diagnosis.context import (
 )
 from hangwatch.diagnosis.device_view import (
     READING_DELAY_S,
-    get_device_changed_at,
     get_still_until,
 )
 from hangwatch.diagnosis.graph.thread_waits import get_calling_thread_since, is_process_waiting
@@ -128,7 +127,7 @@ def _get_advanced_at(process: Process) -> float:
     The first reading after the last call shows when the device was seen, not when it changed.
     """
     called_at = max(process.newest_call_at, process.reports.last_progress_at)
-    changed_at = get_device_changed_at(process)
+    changed_at = process.device_changed_at
     return changed_at if changed_at > called_at + READING_DELAY_S else called_at
 
 

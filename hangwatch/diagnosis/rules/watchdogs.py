@@ -29,9 +29,7 @@ def has_waited(aborted: Iterable[Process]) -> bool:
 
 
 def _get_device_wait_s(process: Process) -> float:
-    streams = [stream for stream in process.streams.values() if stream.device is not None]
-    changed_at = max((stream.device_changed_at for stream in streams), default=0.0)
-    return get_failure_time(process) - max(changed_at, process.newest_call_at)
+    return get_failure_time(process) - max(process.device_changed_at, process.newest_call_at)
 
 
 def diagnose_watchdog_end(
