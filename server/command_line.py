@@ -72,8 +72,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="send a test message to every alert channel, print the results, and exit",
     )
     for name, field in Settings.model_fields.items():
-        default = _describe_default(name, field)
-        help_text = f"{field.description}{default} [HANGWATCH_{name.upper()}]"
+        description = " ".join((field.description or "").split())
+        help_text = f"{description}{_describe_default(field)} [HANGWATCH_{name.upper()}]"
         parser.add_argument(
             format_flag(name),
             metavar=_choose_metavar(name, field),
@@ -97,16 +97,15 @@ def _choose_metavar(name: str, field: FieldInfo) -> str:
     return _METAVARS_BY_NAME.get(name) or by_type.get(field.annotation) or name.upper()
 
 
-def _describe_default(name: str, field: FieldInfo) -> str:
-    computed = {"data_dir": "$XDG_STATE_HOME/hangwatch", "name": "the host's name"}
-    if name in computed:
-        return f" (default: {computed[name]})"
-    if isinstance(field.default, (int, float)):
-        return f" (default: {field.default:g})"
-    if isinstance(field.default, tuple):
-        values = ",".join(part.value for part in field.default)
-        return f" (default: {values})" if values else ""
-    return f" (default: {field.default})" if field.default else ""
+def _describe_default(field: FieldInfo) -> str:
+    default = field.default
+    if field.default_factory is not None:
+        return ""  # the description says it
+    if isinstance(default, (int, float)):
+        default = f"{default:g}"
+    elif isinstance(default, tuple):
+        default = ",".join(part.value for part in default)
+    return f" (default: {default})" if default else ""
 
 
 def _explain_error(loc: tuple[int | str, ...], message: str) -> str:

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import (
+    Field,
+    FiniteFloat,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -28,6 +35,19 @@ from .alerting.message import Channel
 from .recovery import policy
 
 CONFIG_FILE_NAME = "hangwatch.toml"
+# For a field: what its text must match, and what the message says otherwise.
+_TEXT_SHAPES = {
+    "database": (
+        r"(?s)postgres(ql)?://[^/]*/[^/].*",
+        "should look like postgresql://USER:PASSWORD@HOST/NAME",
+    ),
+    "public_url": (
+        r"https?://[^/\s?#]+(/[^\s?#]*)?",
+        "should look like https://watch.example/hangwatch",
+    ),
+    "root_path": (r"(/[\w.~-]+)*/?", "should look like /hangwatch"),
+    "token": (r"[!-~]+", "should be one or more printable ASCII characters without spaces"),
+}
 
 
 def default_data_dir() -> Path:
@@ -38,7 +58,7 @@ def default_data_dir() -> Path:
 
 class Settings(BaseSettings):
     """All settings of the server. Precedence: flag, environment, ``hangwatch.toml`` in the working
-    directory, default.
+    directory, default. The text below a field is its description in ``--help``.
     """
 
     model_config = SettingsConfigDict(
@@ -47,133 +67,65 @@ class Settings(BaseSettings):
         toml_file=CONFIG_FILE_NAME,
         extra="forbid",
         hide_input_in_errors=True,
+        use_attribute_docstrings=True,
     )
 
-    host: str = Field(
-        "127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for every interface"
-    )
-    port: int = Field(8642, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    data_dir: Path = Field(
-        default_factory=default_data_dir, description="folder in which incidents are kept"
-    )
-    database: SecretStr | None = Field(
-        None,
-        description=(
-            "database for incidents in place of that folder: postgresql://USER:PASSWORD@HOST/NAME;"
-            " several servers may share it"
-        ),
-    )
-    name: str = Field(
-        default_factory=socket.gethostname,
-        min_length=1,
-        description="name of this server in a database that several servers share",
-    )
-    retention_days: float = Field(
-        90.0, gt=0, allow_inf_nan=False, description="days after which an incident is deleted"
-    )
-    retention_mb: float = Field(
-        1024.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="megabytes of incidents to keep; beyond it the oldest are deleted",
-    )
-    token: SecretStr | None = Field(
-        None,
-        description=(
-            "secret that agents and users must present; generated at startup if the host is not"
-            " loopback"
-        ),
-    )
-    tls_cert: Path | None = Field(None, description="certificate chain (PEM), to serve https")
-    tls_key: Path | None = Field(
-        None, description="its private key (PEM); may be omitted if the chain's file contains it"
-    )
-    public_url: str | None = Field(
-        None,
-        description=(
-            "address at which users reach this server, for links in alerts, if that of a reverse"
-            " proxy differs from this host's"
-        ),
-    )
-    root_path: str = Field(
-        "",
-        description=(
-            "path prefix under which a reverse proxy serves it (default: that of --public-url)"
-        ),
-    )
-    stall_after: float = Field(
-        60.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="seconds after which a wait becomes an incident",
-    )
-    slow_limit: float = Field(
-        360.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="seconds after which a slow rank becomes an alert",
-    )
-    startup_after: float = Field(
-        300.0,
-        gt=0,
-        allow_inf_nan=False,
-        description=(
-            "seconds after which a wait for ranks that have not started, or for a communicator"
-            " that is being made, becomes an alert; before, from --stall-after on, it is a warning"
-        ),
-    )
-    alert: Annotated[tuple[str, ...], NoDecode] = Field(
-        (),
-        description=(
-            "receiver of alerts: a webhook's URL, or one of apprise's for Slack, Teams, PagerDuty,"
-            " mailto:// and a hundred others; may be given several times"
-        ),
-    )
-    alert_secret: SecretStr | None = Field(
-        None,
-        min_length=16,
-        description=(
-            "secret with which webhooks are signed, so that a receiver can verify their origin"
-        ),
-    )
-    alert_command: str | None = Field(
-        None,
-        description="command to run for each alert, without a shell; receives it as JSON on stdin",
-    )
-    repeat_interval: float = Field(
-        14400.0,
-        ge=0,
-        allow_inf_nan=False,
-        description=(
-            "seconds after which an alert is repeated while the job still hangs; 0 for never"
-        ),
-    )
-    on_hang: Literal["report", "abort"] = Field(
-        "report",
-        description=(
-            "abort: end an alert's culprits (all ranks, if no culprit is named or left), so that the"
-            " launcher restarts them"
-        ),
-    )
-    abort_kinds: Annotated[tuple[VerdictKind, ...], NoDecode] = Field(
-        policy.DEFAULT_KINDS,
-        description="kinds of alert for which --on-hang abort ends ranks, separated by commas",
-    )
-    abort_after: float = Field(
-        30.0,
-        ge=0,
-        allow_inf_nan=False,
-        description=(
-            "seconds for which such an alert is open, without any progress, before ranks are ended"
-        ),
-    )
-    abort_limit: int = Field(
-        3,
-        ge=1,
-        description=(
-            "incidents of one job for which ranks are ended, until an attempt of it succeeds"
-        ),
-    )
+    host: str = Field("127.0.0.1", min_length=1)
+    """address to listen on; 0.0.0.0 for every interface"""
+    port: int = Field(8642, ge=0, le=65535)
+    """port to listen on; 0 takes a free one"""
+    data_dir: Path = Field(default_factory=default_data_dir)
+    """folder in which incidents are kept (default: $XDG_STATE_HOME/hangwatch)"""
+    database: SecretStr | None = None
+    """database for incidents in place of that folder: postgresql://USER:PASSWORD@HOST/NAME; several
+    servers may share it
+    """
+    name: str = Field(default_factory=socket.gethostname, min_length=1)
+    """name of this server in a database that several servers share (default: the host's name)"""
+    retention_days: FiniteFloat = Field(90.0, gt=0)
+    """days after which an incident is deleted"""
+    retention_mb: FiniteFloat = Field(1024.0, gt=0)
+    """megabytes of incidents to keep; beyond it the oldest are deleted"""
+    token: SecretStr | None = None
+    """secret that agents and users must present; generated at startup if the host is not loopback"""
+    tls_cert: Path | None = None
+    """certificate chain (PEM), to serve https"""
+    tls_key: Path | None = None
+    """its private key (PEM); may be omitted if the chain's file contains it"""
+    public_url: str | None = None
+    """address at which users reach this server, for links in alerts, if that of a reverse proxy
+    differs from this host's
+    """
+    root_path: str = ""
+    """path prefix under which a reverse proxy serves it (default: that of --public-url)"""
+    stall_after: FiniteFloat = Field(60.0, gt=0)
+    """seconds after which a wait becomes an incident"""
+    slow_limit: FiniteFloat = Field(360.0, gt=0)
+    """seconds after which a slow rank becomes an alert"""
+    startup_after: FiniteFloat = Field(300.0, gt=0)
+    """seconds after which a wait for ranks that have not started, or for a communicator that is
+    being made, becomes an alert; before, from --stall-after on, it is a warning
+    """
+    alert: Annotated[tuple[str, ...], NoDecode] = ()
+    """receiver of alerts: a webhook's URL, or one of apprise's for Slack, Teams, PagerDuty, mailto://
+    and a hundred others; may be given several times
+    """
+    alert_secret: SecretStr | None = Field(None, min_length=16)
+    """secret with which webhooks are signed, so that a receiver can verify their origin"""
+    alert_command: str | None = None
+    """command to run for each alert, without a shell; receives it as JSON on stdin"""
+    repeat_interval: FiniteFloat = Field(14400.0, ge=0)
+    """seconds after which an alert is repeated while the job still hangs; 0 for never"""
+    on_hang: Literal["report", "abort"] = "report"
+    """abort: end an alert's culprits (all ranks, if no culprit is named or left), so that the
+    launcher restarts them
+    """
+    abort_kinds: Annotated[tuple[VerdictKind, ...], NoDecode] = policy.DEFAULT_KINDS
+    """kinds of alert for which --on-hang abort ends ranks, separated by commas"""
+    abort_after: FiniteFloat = Field(30.0, ge=0)
+    """seconds for which such an alert is open, without any progress, before ranks are ended"""
+    abort_limit: int = Field(3, ge=1)
+    """incidents of one job for which ranks are ended, until an attempt of it succeeds"""
 
     @classmethod
     def settings_customise_sources(
@@ -216,35 +168,21 @@ class Settings(BaseSettings):
             raise ValueError(problem)
         return value
 
-    @field_validator("database")
+    @field_validator(*_TEXT_SHAPES)
     @classmethod
-    def _check_database_url(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None and not re.match(
-            r"postgres(ql)?://[^/]*/[^/]", value.get_secret_value()
-        ):
-            raise ValueError("should look like postgresql://USER:PASSWORD@HOST/NAME")
+    def _check_text_shape(
+        cls, value: str | SecretStr | None, info: ValidationInfo
+    ) -> str | SecretStr | None:
+        pattern, problem = _TEXT_SHAPES[info.field_name or ""]
+        text = value.get_secret_value() if isinstance(value, SecretStr) else value
+        if text is not None and not re.fullmatch(pattern, text):
+            raise ValueError(problem)
         return value
 
-    @field_validator("public_url")
+    @field_validator("public_url", "root_path")
     @classmethod
-    def _check_public_url(cls, value: str | None) -> str | None:
-        if value is not None and not re.match(r"https?://[^/\s?#]+(/[^\s?#]*)?$", value):
-            raise ValueError("should look like https://watch.example/hangwatch")
+    def _strip_trailing_slash(cls, value: str | None) -> str | None:
         return value and value.rstrip("/")
-
-    @field_validator("root_path")
-    @classmethod
-    def _check_root_path(cls, value: str) -> str:
-        if not re.fullmatch(r"(/[\w.~-]+)*/?", value):
-            raise ValueError("should look like /hangwatch")
-        return value.rstrip("/")
-
-    @field_validator("token")
-    @classmethod
-    def _check_token(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None and not re.fullmatch(r"[!-~]+", value.get_secret_value()):
-            raise ValueError("should be one or more printable ASCII characters without spaces")
-        return value
 
     @field_validator("data_dir", "tls_cert", "tls_key")
     @classmethod
