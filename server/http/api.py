@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import StreamingResponse
 
 from hangwatch.model.groups import GroupKey
@@ -16,19 +16,19 @@ from hangwatch.tracking.attempt import Attempt
 
 from ..core.job_views import AttemptView, GroupView, JobView, RankView
 from ..core.problems import Problem
+from ..incidents.records import IncidentRecord
 from ..monitor import views
 from ..ondemand.dumps import build_dump_document
 from . import bundle, incident_schema, schema, stream
 from .app_state import AppState, require_single_attempt
-from .json_responses import make_json_response, make_page_response
-from .listing import PageCursor, PageLimit, build_page
+from .json_responses import make_json_response
+from .listing import Page, PageOf100, PageOf1000, PageRequest
 from .rendering import make_attachment
 
 MAX_PENDING_DUMP_RANKS = 65536  # in dumps that are not complete
 
 JobName = Annotated[str | None, Query(description="only this job")]
 RankNumber = Annotated[int | None, Query(ge=0, description="only this rank")]
-Status = Annotated[Literal["open", "resolved"] | None, Query()]
 
 
 def build_router(live: AppState) -> APIRouter:
@@ -61,42 +61,27 @@ def _add_job_routes(routes: APIRouter, live: AppState) -> None:
         operation_id="jobs_api_v1_jobs_get",
         tags=["jobs"],
         summary="Jobs, each with its latest attempt, the newest first",
-        response_model=schema.Page[JobView],
+        response_model=Page[JobView],
     )
-    async def list_jobs(
-        request: Request, job: JobName = None, limit: PageLimit = 1000, after: PageCursor = None
-    ) -> Response:
-        return make_page_response(
-            build_page(
-                request, live.find_attempts(job), lambda a: a.job, live.describe_job, limit, after
-            )
-        )
+    async def list_jobs(page: PageOf1000, job: JobName = None) -> Response:
+        return page.make_response(live.find_attempts(job), lambda a: a.job, live.describe_job)
 
     @routes.get(
         "/attempts",
         operation_id="attempts_api_v1_attempts_get",
         tags=["jobs"],
         summary="Runs of jobs from the history, newest first",
-        response_model=schema.Page[AttemptView],
+        response_model=Page[AttemptView],
     )
     async def list_attempts(
-        request: Request,
+        page: PageOf1000,
         job: Annotated[
             str | None, Query(max_length=256, pattern=r"^[^\x00]*$", description="only this job")
         ] = None,
-        limit: PageLimit = 1000,
-        after: PageCursor = None,
     ) -> Response:
         rows = await asyncio.to_thread(live.watch.store.load_attempts, job)
-        return make_page_response(
-            build_page(
-                request,
-                rows,
-                lambda a: f"{a.server or ''}/{a.job}/{a.attempt}",
-                lambda a: a,
-                limit,
-                after,
-            )
+        return page.make_response(
+            rows, lambda a: f"{a.server or ''}/{a.job}/{a.attempt}", lambda a: a
         )
 
 
@@ -106,10 +91,10 @@ def _add_rank_route(routes: APIRouter, live: AppState) -> None:
         operation_id="ranks_api_v1_ranks_get",
         tags=["jobs"],
         summary="Ranks of the latest attempt of each job",
-        response_model=schema.Page[RankView],
+        response_model=Page[RankView],
     )
     async def list_ranks(
-        request: Request,
+        page: PageOf1000,
         job: JobName = None,
         attempt: Annotated[
             int | None, Query(ge=0, description="an attempt of ?job= other than the latest")
@@ -118,24 +103,23 @@ def _add_rank_route(routes: APIRouter, live: AppState) -> None:
         state: RankState | None = None,
         members: Annotated[
             bool,
-            Query(
-                description=("false: omit the ranks of each group, which are many in a large job")
-            ),
+            Query(description="false: omit the ranks of each group, which are many in a large job"),
         ] = True,
-        limit: PageLimit = 1000,
-        after: PageCursor = None,
     ) -> Response:
         now = live.now()
         rows = (
-            (shown, number, rank_state)
+            (shown, number, states[number])
             for shown in live.find_attempts(job, attempt)
-            for number, rank_state in _select_rank(live.get_rank_states(shown), rank)
-            if state is None or rank_state is state
+            for states in [live.get_rank_states(shown)]
+            for number in (states if rank is None else states.keys() & {rank})
+            if state is None or states[number] is state
         )
-        return make_page_response(build_page(
-            request, rows, lambda r: f"{r[0].job}/{r[0].number}/{r[1]}", lambda r: views.describe_rank(*r, now, members), limit, after,
-            lambda r: views.count_members(r[0], r[1]) if members else 0,
-        ))  # fmt: skip
+        return page.make_response(
+            rows,
+            lambda row: f"{row[0].job}/{row[0].number}/{row[1]}",
+            lambda row: views.describe_rank(*row, now, members),
+            lambda row: views.count_members(row[0], row[1]) if members else 0,
+        )
 
 
 def _add_group_route(routes: APIRouter, live: AppState) -> None:
@@ -144,14 +128,10 @@ def _add_group_route(routes: APIRouter, live: AppState) -> None:
         operation_id="groups_api_v1_groups_get",
         tags=["jobs"],
         summary="Process groups, with the progress of each member",
-        response_model=schema.Page[GroupView],
+        response_model=Page[GroupView],
     )
     async def list_groups(
-        request: Request,
-        job: JobName = None,
-        rank: RankNumber = None,
-        limit: PageLimit = 1000,
-        after: PageCursor = None,
+        page: PageOf1000, job: JobName = None, rank: RankNumber = None
     ) -> Response:
         rows = [(a, key) for a in live.find_attempts(job) for key in views.list_groups(a, rank)]
 
@@ -159,26 +139,20 @@ def _add_group_route(routes: APIRouter, live: AppState) -> None:
             its, (generation, group, ranks, world) = row
             return f"{its.job}/{its.number}/{generation}/{group}/{format_ranks(ranks[:1])}/{world}"
 
-        return make_page_response(
-            build_page(
-                request,
-                rows,
-                make_cursor,
-                lambda row: views.describe_group(*row),
-                limit,
-                after,
-                lambda row: len(row[0].streams_by_group[row[1]]),
-            )
+        return page.make_response(
+            rows,
+            make_cursor,
+            lambda row: views.describe_group(*row),
+            lambda row: len(row[0].streams_by_group[row[1]]),
         )
 
 
-def _select_rank(
-    states: Mapping[int, RankState], rank: int | None
-) -> Iterable[tuple[int, RankState]]:
-    """The states of all ranks, or of one."""
-    if rank is None:
-        return states.items()
-    return [(rank, states[rank])] if rank in states else []
+def make_incidents_response(page: PageRequest, records: Sequence[IncidentRecord]) -> Response:
+    return page.make_response(
+        records,
+        lambda record: record.incident.id,
+        lambda record: build_incident_document(record.incident),
+    )
 
 
 def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
@@ -187,25 +161,15 @@ def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
         operation_id="incidents_api_v1_incidents_get",
         tags=["incidents"],
         summary="Incidents, the newest first",
-        response_model=schema.Page[incident_schema.Incident],
+        response_model=Page[incident_schema.Incident],
     )
     async def list_incidents(
-        request: Request,
+        page: PageOf100,
         job: JobName = None,
-        status: Status = None,
+        status: Annotated[Literal["open", "resolved"] | None, Query()] = None,
         rank: RankNumber = None,
-        limit: PageLimit = 100,
-        after: PageCursor = None,
     ) -> Response:
-        page = build_page(
-            request,
-            live.find_incidents(job, status, rank),
-            lambda record: record.incident.id,
-            lambda record: build_incident_document(record.incident),
-            limit,
-            after,
-        )
-        return make_page_response(page)
+        return make_incidents_response(page, live.find_incidents(job, status, rank))
 
     @routes.get(
         "/incidents/{id}",

@@ -6,19 +6,11 @@ validated again on each request: an incident may name 100,000 ranks. A test vali
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from fastapi.responses import Response
-
-from .schema import Page
 
 
 def make_json_response(document: object, status_code: int = 200) -> Response:
     return Response(
         msgspec.json.encode(document), media_type="application/json", status_code=status_code
     )
-
-
-def make_page_response(page: Page[Any]) -> Response:
-    return make_json_response({"items": page.items, "next": page.next})

@@ -1,5 +1,4 @@
-"""The HTTP schema of lists and dumps: it validates requests, and describes responses in
-``/openapi.json``.
+"""The HTTP schema of dumps: it validates requests, and describes responses in ``/openapi.json``.
 
 Jobs, ranks and groups are described by `server.core.job_views`, whose objects are encoded as they
 are; `incident_schema` has the schema of incidents.
@@ -7,21 +6,12 @@ are; `incident_schema` has the schema of incidents.
 
 from __future__ import annotations
 
-from typing import Generic, Literal, TypeVar
+from typing import Literal
 
 from pydantic import AwareDatetime, ConfigDict, Field
 
 from ..core.api_model import ApiModel
 from .incident_schema import Stack
-
-T = TypeVar("T")
-
-
-class Page(ApiModel, Generic[T]):
-    """A page of a list; ``next`` is the URL of the next page."""
-
-    items: list[T]
-    next: str | None = None
 
 
 class DumpRequest(ApiModel):

@@ -12,9 +12,10 @@ from fastapi.responses import Response
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.report.documents import build_incident_document
 
+from ..http.api import make_incidents_response
 from ..http.app_state import AppState
-from ..http.json_responses import make_json_response, make_page_response
-from ..http.listing import PageCursor, PageLimit, build_page
+from ..http.json_responses import make_json_response
+from ..http.listing import PageOf100
 from ..http.rendering import make_linker, wants_json
 from ..incidents.records import IncidentRecord
 from .incident_page import build_page_values
@@ -51,26 +52,17 @@ def build_router(live: AppState) -> APIRouter:
     @routes.get("/incidents")
     async def show_incidents(
         request: Request,
+        listed: PageOf100,
         job: str = "",
         status: Literal["open", "resolved", ""] = "",
         kind: VerdictKind | Literal[""] = "",
         since: Literal["1h", "24h", "7d", "30d", ""] = "",
         rank: Annotated[str, Query(pattern="^[0-9]{0,9}$")] = "",
         page: PageNumber = 1,
-        limit: PageLimit = 100,
-        after: PageCursor = None,
     ) -> Response:
         incident_filter = IncidentFilter(job=job, status=status, kind=kind, since=since, rank=rank)
         if wants_json(request):
-            listed = build_page(
-                request,
-                _find_matching_records(live, incident_filter),
-                lambda record: record.incident.id,
-                lambda record: build_incident_document(record.incident),
-                limit,
-                after,
-            )
-            return make_page_response(listed)
+            return make_incidents_response(listed, _find_matching_records(live, incident_filter))
         link = make_linker(request)
 
         def build_values() -> dict[str, Any]:

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import JSONResponse
 
 from hangwatch.model.ranks import format_ranks
 from hangwatch.tracking.attempt import Attempt
 
 from ..http.api import JobName
 from ..http.app_state import AppState
-from ..http.listing import PageCursor, PageLimit, build_page
+from ..http.listing import Page, PageOf100, PageRequest
 from ..http.performance_board import (
     PLOT_HEIGHT_PX,
     PLOT_WIDTH_PX,
@@ -21,7 +20,6 @@ from ..http.performance_board import (
     get_ranked_groups,
 )
 from ..http.rendering import make_linker, wants_json
-from ..http.schema import Page
 from ..performance.schema import GroupPerformance
 from ..performance.views import RankedGroup, describe_group_performance, list_stragglers
 from .paging import PageNumber, compute_page_bounds
@@ -45,28 +43,23 @@ def build_router(live: AppState) -> APIRouter:
             "Calls, latency, bandwidth and arrivals by process group; first the groups that wait"
             " longest for a straggler"
         ),
+        response_model=Page[GroupPerformance],
     )
     async def get_performance(
-        request: Request,
-        job: JobName = None,
-        group: GroupQuery = "",
-        limit: PageLimit = 100,
-        after: PageCursor = None,
-    ) -> Page[GroupPerformance]:
-        return _list_groups(live, request, job, group, limit, after)
+        listed: PageOf100, job: JobName = None, group: GroupQuery = ""
+    ) -> Response:
+        return _list_groups(live, listed, job, group)
 
     @routes.get("/performance", include_in_schema=False)
     async def show_performance(
         request: Request,
+        listed: PageOf100,
         job: str = "",
         group: GroupQuery = "",
         page: PageNumber = 1,
-        limit: PageLimit = 100,
-        after: PageCursor = None,
     ) -> Response:
         if wants_json(request):
-            listed = _list_groups(live, request, job or None, group, limit, after)
-            return JSONResponse(listed.model_dump(mode="json"))
+            return _list_groups(live, listed, job or None, group)
         link = make_linker(request)
 
         def build_values() -> Mapping[str, Any]:
@@ -77,9 +70,7 @@ def build_router(live: AppState) -> APIRouter:
     return routes
 
 
-def _list_groups(
-    live: AppState, request: Request, job: str | None, group: str, limit: int, after: str | None
-) -> Page[GroupPerformance]:
+def _list_groups(live: AppState, listed: PageRequest, job: str | None, group: str) -> Response:
     rows = [
         (attempt, ranked)
         for attempt in live.find_attempts(job)
@@ -87,13 +78,10 @@ def _list_groups(
         if _matches_group(ranked, group)
     ]
     to_date = live.watch.clock.date
-    return build_page(
-        request,
+    return listed.make_response(
         rows,
         _make_cursor,
-        lambda row: describe_group_performance(*row, to_date),
-        limit,
-        after,
+        lambda row: describe_group_performance(*row, to_date).model_dump(mode="json"),
     )
 
 

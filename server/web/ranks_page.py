@@ -12,8 +12,8 @@ from hangwatch.model.ranks import RankState
 from hangwatch.tracking.attempt import Attempt
 
 from ..http.app_state import AppState
-from ..http.json_responses import make_json_response, make_page_response
-from ..http.listing import PageCursor, PageLimit, build_page
+from ..http.json_responses import make_json_response
+from ..http.listing import PageOf100, PageRequest
 from ..http.performance_board import get_ranked_groups
 from ..http.rendering import make_linker, wants_json
 from ..monitor import views
@@ -49,6 +49,7 @@ def build_router(live: AppState) -> APIRouter:
     @routes.get("/ranks")
     async def show_ranks(
         request: Request,
+        listed: PageOf100,
         job: str = "",
         attempt: Annotated[int | None, Query(ge=0)] = None,
         state: RankState | Literal[""] = "",
@@ -58,15 +59,13 @@ def build_router(live: AppState) -> APIRouter:
         view: Literal["ranks", "groups"] = "ranks",
         by: TextQuery = "host",
         page: PageNumber = 1,
-        limit: PageLimit = 100,
-        after: PageCursor = None,
     ) -> Response:
         rank_filter = RankFilter(state=state or None, group=group, query=q, sort=sort)
         shown = RanksView(
             job=job, attempt=attempt, rank_filter=rank_filter, table=view, map_by=by, page=page
         )
         if wants_json(request):
-            return _list_ranks(live, request, shown, limit, after)
+            return _list_ranks(live, listed, shown)
         link = make_linker(request)
 
         def build_values() -> dict[str, Any]:
@@ -77,22 +76,16 @@ def build_router(live: AppState) -> APIRouter:
     return routes
 
 
-def _list_ranks(
-    live: AppState, request: Request, shown: RanksView, limit: int, after: str | None
-) -> Response:
+def _list_ranks(live: AppState, listed: PageRequest, shown: RanksView) -> Response:
     attempt, now = choose_attempt(live, shown.job, shown.attempt), live.now()
     if attempt is None:
         return make_json_response({"items": [], "next": None})
     overview = get_overview(live, attempt)
-    listed = build_page(
-        request,
+    return listed.make_response(
         select_ranks(overview, now, shown.rank_filter),
         str,
         lambda rank: views.describe_rank(attempt, rank, overview.states[rank], now),
-        limit,
-        after,
     )
-    return make_page_response(listed)
 
 
 def _build_page_values(live: AppState, shown: RanksView) -> dict[str, Any]:

@@ -8,12 +8,12 @@ import asyncio
 import dataclasses
 import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from starlette.requests import Request
+from starlette.datastructures import URL
 
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.protocol import codec, heartbeat
@@ -21,7 +21,7 @@ from hangwatch.server.core import garbage_collection, timeouts
 from hangwatch.server.core.garbage_collection import GarbageScheduler
 from hangwatch.server.core.problems import Problem
 from hangwatch.server.http import connections
-from hangwatch.server.http.listing import MAX_MEMBERS_PER_PAGE, build_page
+from hangwatch.server.http.listing import MAX_MEMBERS_PER_PAGE, PageRequest
 from hangwatch.server.ingest import decoding
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
 from hangwatch.tracking.fleet import Fleet
@@ -87,31 +87,24 @@ class TestHeartbeats:
 
 
 class TestListPaging:
-    def make_request(self) -> Request:
-        return Request(
-            {
-                "type": "http",
-                "method": "GET",
-                "path": "/list",
-                "query_string": b"limit=3",
-                "headers": [],
-                "server": ("h", 80),
-            }
-        )
+    url = URL("http://h/list?limit=3")
 
-    def iter_pages(self, rows: range, weigh: Any) -> Iterator[list[int]]:
+    def iter_pages(
+        self, rows: range, weigh: Callable[[int], int] = lambda row: 0
+    ) -> Iterator[list[int]]:
         after = None
         while True:
-            page = build_page(self.make_request(), rows, str, lambda row: row, 3, after, weigh)
-            yield page.items
-            if page.next is None:
+            request = PageRequest(self.url, 3, after)
+            page = json.loads(bytes(request.make_response(rows, str, lambda row: row, weigh).body))
+            yield page["items"]
+            if page["next"] is None:
                 return
-            after = page.next.rpartition("after=")[2].partition("&")[0]
+            after = page["next"].rpartition("after=")[2].partition("&")[0]
 
     def test_pages_respect_limit_and_lose_nothing(self) -> None:
-        assert list(self.iter_pages(range(7), None)) == [[0, 1, 2], [3, 4, 5], [6]]
-        assert list(self.iter_pages(range(3), None)) == [[0, 1, 2]]
-        assert list(self.iter_pages(range(0), None)) == [[]]
+        assert list(self.iter_pages(range(7))) == [[0, 1, 2], [3, 4, 5], [6]]
+        assert list(self.iter_pages(range(3))) == [[0, 1, 2]]
+        assert list(self.iter_pages(range(0))) == [[]]
 
     def test_heavy_items_come_in_smaller_nonempty_pages(self) -> None:
         assert list(self.iter_pages(range(5), lambda row: MAX_MEMBERS_PER_PAGE // 2)) == [
@@ -123,7 +116,7 @@ class TestListPaging:
 
     def test_unknown_cursor_is_reported(self) -> None:
         with pytest.raises(Problem, match="start again"):
-            build_page(self.make_request(), range(3), str, lambda row: row, 3, "9")
+            PageRequest(self.url, 3, "9").make_response(range(3), str, lambda row: row)
 
 
 class TestUrgentHosts:
