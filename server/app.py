@@ -35,10 +35,10 @@ from .http import (
     rendering,
     stack_files,
 )
-from .http.agent_worker_pool import make_worker_pool
 from .http.app_state import AppState
 from .http.heartbeat_answers import HeartbeatAnswerer
 from .http.rendering import SECURITY_HEADERS
+from .ingest.agent_worker import AgentWorker
 from .monitor.watch import Watch, WatchOptions, build_watch
 from .settings import Settings
 from .storage.rows import Delivery
@@ -64,14 +64,14 @@ def build_app(
         token, own_name=settings.host, public_url=settings.public_url
     )
     watch = _build_watch(settings, store, base_url, clock or Clock())
-    agent_workers = make_worker_pool(
-        heartbeats.list_paths(settings.path_prefix),
+    agent_worker = AgentWorker(
+        heartbeat_paths=heartbeats.list_paths(settings.path_prefix),
         count_hosts=lambda: watch.agents.reporting_count,
         answer_request=HeartbeatAnswerer(watch, authenticator).answer_request,
     )
-    watch.heartbeat_queue.source = agent_workers
+    watch.heartbeat_queue.worker = agent_worker
     live = AppState(
-        settings=settings, base_url=base_url, token=token, watch=watch, agent_workers=agent_workers
+        settings=settings, base_url=base_url, token=token, watch=watch, agent_worker=agent_worker
     )
     mcp: mcp_endpoint.McpEndpoint  # it needs the application
     app = FastAPI(
@@ -120,7 +120,7 @@ async def _run_tasks(live: AppState, mcp: mcp_endpoint.McpEndpoint) -> AsyncIter
         asyncio.create_task(watch.loop.run()),
         asyncio.create_task(watch.persistence.run()),
         asyncio.create_task(watch.load.measure_lateness()),
-        asyncio.create_task(live.agent_workers.run_workers()),
+        asyncio.create_task(live.agent_worker.run()),
     ]
     if watch.job_claims is not None:
         tasks.append(asyncio.create_task(watch.job_claims.run()))

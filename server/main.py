@@ -124,7 +124,7 @@ def _serve(settings: Settings) -> int:
         protocol_class = make_protocol_class(
             live.watch.counters.refusals_by_limit,
             identifies_peers=token is None,
-            agent_workers=live.agent_workers,
+            agent_worker=live.agent_worker,
         )
         config = uvicorn.Config(
             app, loop="asyncio", http=protocol_class, backlog=BACKLOG, log_config=None, access_log=False,

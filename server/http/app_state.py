@@ -13,10 +13,10 @@ from ..core.limits import is_large
 from ..core.memo import ResultCache
 from ..core.problems import Problem
 from ..incidents.records import IncidentRecord
+from ..ingest.agent_worker import AgentWorker
 from ..monitor import job_status, rank_states, views
 from ..monitor.watch import Watch
 from ..settings import Settings
-from .agent_worker_pool import AgentWorkerPool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class AppState:
     base_url: str
     token: str | None
     watch: Watch
-    agent_workers: AgentWorkerPool
+    agent_worker: AgentWorker
     cache: ResultCache = field(default_factory=ResultCache)
 
     def now(self) -> float:

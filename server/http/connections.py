@@ -1,5 +1,5 @@
 """uvicorn's HTTP connections, with timeouts and limits for incomplete requests. Those of node agents
-are passed on to processes of their own, if there are any.
+are passed on to the process that serves them, if it runs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from hangwatch.protocol.local_peer import find_peer_uid
 
 from ..core import limits, problems, timeouts
+from ..ingest.agent_worker import AgentWorker
 from .access import PEER_UID
-from .agent_worker_pool import AgentWorkerPool
 
 CHUNK_HEAD_BYTES = 16  # of a chunked body: its size, and the ends of lines
 
@@ -30,7 +30,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     refusals: ClassVar[Counter[str]] = Counter()  # by the limit's name
     identifies_peers: ClassVar[bool] = False  # without a token, the peer's user decides
-    agent_workers: ClassVar[AgentWorkerPool | None] = None
+    agent_worker: ClassVar[AgentWorker | None] = None
     # Of a connection that an agent worker returned: what it read of a request that it does not take.
     returned_data: bytes = b""
     _peer_uid: int | None = None
@@ -90,8 +90,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _pass_on(self, data: bytes) -> bool:
         """Passes the connection on if a node agent begins a heartbeat."""
-        workers = self.agent_workers
-        if workers is None or not workers.is_running or not data.startswith(workers.request_starts):
+        worker = self.agent_worker
+        if worker is None or not worker.is_running or not data.startswith(worker.request_starts):
             return False
         is_idle = not self._head_bytes and self.cycle is None
         if (
@@ -101,7 +101,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         ):
             return False
         connected = self.transport.get_extra_info("socket")
-        if not workers.take_connection(connected, data, self._peer_uid):
+        if not worker.take_connection(connected, data, self._peer_uid):
             return False
         self.transport.abort()  # this process's descriptor only
         return True
@@ -165,7 +165,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 def make_protocol_class(
-    refusals: Counter[str], identifies_peers: bool, agent_workers: AgentWorkerPool | None = None
+    refusals: Counter[str], identifies_peers: bool, agent_worker: AgentWorker | None = None
 ) -> type[LimitedHttpProtocol]:
     """The protocol for `uvicorn.Config`. ``refusals`` counts the requests that exceed a limit;
     ``identifies_peers``: requests say which user of this machine sent them.
@@ -173,6 +173,6 @@ def make_protocol_class(
     members = {
         "refusals": refusals,
         "identifies_peers": identifies_peers,
-        "agent_workers": agent_workers,
+        "agent_worker": agent_worker,
     }
     return type("LimitedHttpProtocol", (LimitedHttpProtocol,), members)

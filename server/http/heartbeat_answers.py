@@ -13,17 +13,18 @@ import msgspec
 from fastapi.responses import Response
 
 from hangwatch.protocol import codec, heartbeat
+from hangwatch.protocol.heartbeat import URGENT_PRIORITY
 
 from ..core import problems
 from ..core.problems import Problem
 from ..ingest import decoding
 from ..ingest.heartbeat_checks import check_job, check_memory, parse_heartbeat
 from ..ingest.heartbeat_queue import DecodeHeartbeat
+from ..ingest.worker_frames import Frame
 from ..monitor.job_claims import NOT_HERE_STATUSES
 from ..monitor.watch import Watch
 from . import error_pages
 from .access import PEER_UID, AgentGrant, Authenticator
-from .agent_worker import AgentRequest
 from .heartbeat_bodies import decode_body
 from .rendering import SECURITY_HEADERS
 
@@ -37,24 +38,24 @@ class HeartbeatAnswerer:
     watch: Watch
     authenticator: Authenticator
 
-    def answer_request(self, request: AgentRequest, send_response: Callable[[bytes], None]) -> None:
+    def answer_request(self, request: Frame, send_response: Callable[[bytes], None]) -> None:
         """An `agent_worker.AnswerRequest`."""
         try:
             self._submit_heartbeat(request, send_response)
         except Exception as error:
             send_response(format_refusal(self._make_refusal(error)))
 
-    def _submit_heartbeat(
-        self, request: AgentRequest, send_response: Callable[[bytes], None]
-    ) -> None:
+    def _submit_heartbeat(self, request: Frame, send_response: Callable[[bytes], None]) -> None:
         """Raises Problem."""
         path, headers = parse_request_head(request.head)
-        scope = {"method": "POST", "path": path, "root_path": "", PEER_UID: request.peer_uid}
+        peer_uid = None if request.peer_uid < 0 else request.peer_uid
+        scope = {"method": "POST", "path": path, "root_path": "", PEER_UID: peer_uid}
         grant = self.authenticator.check_agent(scope, headers)
         if not isinstance(grant, AgentGrant):
             return send_response(format_refusal(grant))
         body = decode_body(headers, request.body, grant)
-        decode = prepare_heartbeat(self.watch, body, grant, request.is_urgent)
+        is_urgent = headers.get("priority") == URGENT_PRIORITY
+        decode = prepare_heartbeat(self.watch, body, grant, is_urgent)
 
         def take_reply(reply: heartbeat.HeartbeatReply | Exception) -> None:
             if isinstance(reply, Exception):
@@ -62,9 +63,7 @@ class HeartbeatAnswerer:
             encoded = encode_reply(reply)
             return send_response(format_reply(grant.make_headers(encoded), encoded))
 
-        return self.watch.heartbeat_queue.submit(
-            decode, request.is_urgent, request.arrived_at, take_reply
-        )
+        return self.watch.heartbeat_queue.submit(decode, is_urgent, request.arrived_at, take_reply)
 
     def _make_refusal(self, error: Exception) -> Response:
         if isinstance(error, Problem):

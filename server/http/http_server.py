@@ -24,7 +24,7 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._live.agent_workers.set_connection_server(self._serve_connection)
+        self._live.agent_worker.serve_connection = self._serve_connection
 
     def _serve_connection(self, connected: socket.socket, received: bytes) -> None:
         """Serves a connection that a process for node agents returned."""

@@ -11,34 +11,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from hangwatch.protocol import heartbeat
 
 from ..core.load import Load
+from .agent_worker import AgentWorker
 
 SLICE_S = 0.005  # for which heartbeats, or other numerous work, may block the event loop
 
 T = TypeVar("T")
 # Decoding takes as long as applying, so it is done in the heartbeat's turn.
 DecodeHeartbeat = Callable[[], heartbeat.Heartbeat]
-
-
 # Takes the reply, or what `DecodeHeartbeat` or applying the heartbeat raised.
 TakeReply = Callable[[heartbeat.HeartbeatReply | Exception], None]
-
-
-class HeartbeatSource(Protocol):
-    """Where heartbeats wait before they are queued here."""
-
-    async def read_arrived(self, within_s: float) -> bool:
-        """Queues the heartbeats that have arrived by now. False if it takes more than ``within_s``
-        seconds.
-        """
-
-    def pause_reading(self) -> None: ...
-
-    def resume_reading(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -57,7 +43,7 @@ class HeartbeatQueue:
 
     ingest: Callable[[heartbeat.Heartbeat, bool], heartbeat.HeartbeatReply]
     load: Load
-    source: HeartbeatSource | None = None
+    worker: AgentWorker | None = None  # passes on some of the heartbeats
     _urgent: deque[_QueuedHeartbeat] = field(default_factory=deque)
     _usual: deque[_QueuedHeartbeat] = field(default_factory=deque)
     _usual_applied: int = 0
@@ -106,21 +92,21 @@ class HeartbeatQueue:
         ``within_s`` seconds allow.
         """
         until = time.monotonic() + within_s
-        if self.source is not None and within_s:
-            await self.source.read_arrived(within_s)
+        if self.worker is not None and within_s:
+            await self.worker.read_arrived(within_s)
         arrived = self._usual_applied + len(self._usual)
         while (self._urgent or self._usual_applied < arrived) and time.monotonic() < until:
             await asyncio.sleep(0)
         self._is_state_locked = True
-        if self.source is not None:
+        if self.worker is not None:
             # While the thread works, reading takes several times as long, and the thread too.
-            self.source.pause_reading()
+            self.worker.pause_reading()
         try:
             return await asyncio.to_thread(work)
         finally:
             self._is_state_locked = False
-            if self.source is not None:
-                self.source.resume_reading()
+            if self.worker is not None:
+                self.worker.resume_reading()
             self._start_draining()
 
     def _has_time(self) -> bool:

@@ -1,46 +1,50 @@
 """The messages between the server and the process that serves the node agents' connections.
 
-Frames go over a stream socket, in both directions: type (u8), connection or mark (u32), size of the
-head (u32), size of the body (u32), time of arrival (f64, the machine's monotonic clock), the head and
-the body of a request or response. Connections are passed over a socket of packets: the connection's
-number (u32), and what was read from it so far; its file descriptor goes along.
+Frames go over a stream socket, in both directions: type (u8), connection (u64), the user at its other
+end (i64, -1 if unknown), time of arrival (f64, the machine's monotonic clock), size of the head (u32),
+size of the body (u32), the head and the body of a request or response. Connections are passed over a
+socket of packets: the connection's number (u64), the user at its other end (i64), and what was read
+from it so far; its file descriptor goes along.
 """
 
 from __future__ import annotations
 
 import enum
-import socket
 import struct
-from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-FRAME_STRUCT = struct.Struct("<BIIId")
-NUMBER_STRUCT = struct.Struct("<I")
-BATCH_BYTES = 1 << 16  # that are sent at a time
+FRAME_STRUCT = struct.Struct("<BQqdII")
+PACKET_STRUCT = struct.Struct("<Qq")
 MAX_PACKET_BYTES = 1 << 16  # less than the kernel's default for the packets of a socket
 
 
 class FrameType(enum.IntEnum):
     REQUEST = 1  # of an agent: a heartbeat
-    URGENT_REQUEST = 2
-    RESPONSE = 3  # complete, as it is sent to the agent
-    CLOSED = 4  # the agent closed its connection
-    MARK = 5  # returned after all requests that had arrived
+    RESPONSE = 2  # complete, as it is sent to the agent
+    MARK = 3  # returned after all requests that had arrived
 
 
 class Frame(NamedTuple):
     type: int
-    number: int  # of the connection or mark
+    number: int  # of the connection
+    peer_uid: int
     arrived_at: float
     head: bytes
     body: bytes
 
 
 def encode_frame(
-    type: FrameType, number: int, head: bytes = b"", body: bytes = b"", arrived_at: float = 0.0
+    type: FrameType,
+    number: int = 0,
+    peer_uid: int = -1,
+    arrived_at: float = 0.0,
+    *,
+    head: bytes = b"",
+    body: bytes = b"",
 ) -> bytes:
-    return FRAME_STRUCT.pack(type, number, len(head), len(body), arrived_at) + head + body
+    sizes = len(head), len(body)
+    return FRAME_STRUCT.pack(type, number, peer_uid, arrived_at, *sizes) + head + body
 
 
 def take_frames(received: bytearray) -> Iterator[Frame]:
@@ -48,50 +52,27 @@ def take_frames(received: bytearray) -> Iterator[Frame]:
     at = 0
     try:
         while len(received) - at >= FRAME_STRUCT.size:
-            kind, number, head_size, body_size, arrived_at = FRAME_STRUCT.unpack_from(received, at)
-            body_at = at + FRAME_STRUCT.size + head_size
-            if len(received) < body_at + body_size:
+            type, number, uid, arrived_at, *sizes = FRAME_STRUCT.unpack_from(received, at)
+            head_at = at + FRAME_STRUCT.size
+            body_at = head_at + sizes[0]
+            if len(received) < body_at + sizes[1]:
                 break
-            head = bytes(received[at + FRAME_STRUCT.size : body_at])
-            body = bytes(received[body_at : body_at + body_size])
-            at = body_at + body_size
-            yield Frame(kind, number, arrived_at, head, body)
+            at = body_at + sizes[1]
+            head, body = bytes(received[head_at:body_at]), bytes(received[body_at:at])
+            yield Frame(type, number, uid, arrived_at, head, body)
     finally:
         del received[:at]
 
 
-class FrameSender:
-    """Sends frames over a socket that does not block, urgent ones before all others."""
+def encode_packet(number: int, peer_uid: int, received: bytes | bytearray) -> bytes:
+    """What goes along with a connection. Raises OSError if too much was received."""
+    packet = PACKET_STRUCT.pack(number, peer_uid) + received
+    if len(packet) > MAX_PACKET_BYTES:
+        raise OSError("too much was read of the connection")
+    return packet
 
-    def __init__(self, stream: socket.socket) -> None:
-        self._stream = stream
-        self.is_full = False  # the other end has to read first
-        self._urgent: deque[bytes] = deque()
-        self._others: deque[bytes] = deque()
-        self._batch = memoryview(b"")  # what is being sent
 
-    def add_frame(self, frame: bytes, is_urgent: bool = False) -> None:
-        (self._urgent if is_urgent else self._others).append(frame)
-
-    def send_frames(self) -> None:
-        """Sends as many as the socket takes. If the other end is closed, drops all."""
-        self.is_full = False
-        try:
-            while self._batch or self._urgent or self._others:
-                if not self._batch:
-                    self._batch = memoryview(self._take_batch())
-                self._batch = self._batch[self._stream.send(self._batch) :]
-        except BlockingIOError:
-            self.is_full = True
-        except OSError:
-            self._batch = memoryview(b"")
-            self._urgent.clear()
-            self._others.clear()
-
-    def _take_batch(self) -> bytes:
-        batch, size = [], 0
-        for frames in (self._urgent, self._others):
-            while frames and size < BATCH_BYTES:
-                batch.append(frames.popleft())
-                size += len(batch[-1])
-        return b"".join(batch)
+def decode_packet(packet: bytes) -> tuple[int, int, bytes]:
+    """The connection's number, the user at its other end, and what was read from it."""
+    number, peer_uid = PACKET_STRUCT.unpack_from(packet)
+    return number, peer_uid, packet[PACKET_STRUCT.size :]

@@ -19,7 +19,8 @@ import pytest
 from hangwatch.agent.transport.signed import SignedClient
 from hangwatch.agent.transport.target import ServerTarget
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.server.http.agent_worker_pool import MIN_HOSTS, RESERVED_FILES
+from hangwatch.server.ingest.agent_worker import MIN_HOSTS
+from hangwatch.server.ingest.connection_worker import RESERVED_FILES
 from tests.harness.server import Server, run_server, running_server
 from tests.simulation.agent_encoding import HeartbeatEncoder
 from tests.simulation.parallel_job import JobRun, JobShape, SimulatedFault
@@ -112,20 +113,14 @@ def read_response(connection: socket.socket) -> tuple[int, bytes]:
         received += data
 
 
-def list_workers(server: Server) -> list[int]:
-    """The pids of the processes that serve node agents."""
-    pids: list[int] = []
+def find_worker(server: Server) -> int | None:
+    """The pid of the process that serves node agents, if it runs."""
     children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
     for pid in map(int, children):
         with contextlib.suppress(OSError):
             if b"connection_worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                pids.append(pid)
-    return pids
-
-
-def find_worker(server: Server) -> int | None:
-    """The pid of the process, if it runs."""
-    return next(iter(list_workers(server)), None)
+                return pid
+    return None
 
 
 def count_connections(pid: int) -> int:
@@ -194,22 +189,29 @@ def test_worker_that_does_not_respond_is_replaced(server: Server) -> None:
     assert "does not respond" in server.read_log()
 
 
-def test_another_process_serves_the_hosts_beyond_the_limit_of_open_files(tmp_path: Path) -> None:
-    connections_each = MIN_HOSTS + 2
-    server = Server(tmp_path, max_files=RESERVED_FILES + connections_each)
+def test_server_serves_the_hosts_beyond_the_limit_of_open_files(tmp_path: Path) -> None:
+    served = MIN_HOSTS - 4
+    server = Server(tmp_path, max_files=RESERVED_FILES + served)
     try:
         server.start()
-        with SimulatedHosts(server.port):
+        with SimulatedHosts(server.port) as hosts:
 
             def are_all_served() -> bool:
-                counts = [count_connections(pid) for pid in list_workers(server)]
-                return len(counts) == 2 and sum(counts) >= SHAPE.hosts
+                (job,) = server.get_items("jobs") or [{}]
+                return job.get("heard_of") == SHAPE.ranks and job["state"] == "running"
 
-            assert connections_each < SHAPE.hosts
             assert wait_until(are_all_served, PATIENCE_S, 0.1), server.read_log()
-            assert max(map(count_connections, list_workers(server))) <= connections_each
-            (job,) = server.get_items("jobs")
-            assert (job["heard_of"], job["state"]) == (SHAPE.ranks, "running")
+
+            def is_worker_full() -> bool:
+                return count_connections(find_worker(server) or 0) == served
+
+            assert wait_until(is_worker_full, PATIENCE_S, 0.1), server.read_log()
+            worker = find_worker(server)
+            time.sleep(2.0)
+            assert find_worker(server) == worker
+            assert is_worker_full()
+            assert hosts.reconnected < SHAPE.hosts
+            assert are_all_served()
     finally:
         server.stop()
     assert "another one starts" not in server.read_log()

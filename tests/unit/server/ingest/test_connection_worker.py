@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 import threading
 import time
@@ -13,25 +14,20 @@ import pytest
 
 from hangwatch.server.ingest import connection_worker
 from hangwatch.server.ingest.connection_worker import ConnectionWorker
-from hangwatch.server.ingest.request_heads import (
-    OddRequestError,
-    RequestHead,
-    WorkerOptions,
-    parse_head,
-)
+from hangwatch.server.ingest.request_heads import OddRequestError, WorkerOptions, parse_head
 from hangwatch.server.ingest.worker_frames import (
     MAX_PACKET_BYTES,
-    NUMBER_STRUCT,
     Frame,
     FrameType,
+    decode_packet,
     encode_frame,
+    encode_packet,
     take_frames,
 )
 
 LINE = "POST /api/v1/heartbeats HTTP/1.1"
 OPTIONS = WorkerOptions(
-    request_lines=(LINE,),
-    urgent_priority="u=1",
+    request_lines=[LINE],
     max_head=2000,
     max_body=200_000,
     max_buffered=1_000_000,
@@ -65,6 +61,7 @@ class Server:
             packets,
             stream,
             contextlib.closing(ConnectionWorker(packets, stream, options)) as worker,
+            contextlib.suppress(ConnectionError),
         ):
             worker.run()
 
@@ -79,7 +76,7 @@ class Server:
         agent, accepted = socket.socketpair()
         agent.settimeout(PATIENCE_S)
         with accepted:
-            packet = NUMBER_STRUCT.pack(number) + sent
+            packet = encode_packet(number, 1000, sent)
             socket.send_fds(self.packets, [packet], [accepted.fileno()])
         return agent
 
@@ -94,7 +91,8 @@ class Server:
 
     def take_returned(self) -> tuple[int, bytes, socket.socket]:
         packet, fds, _, _ = socket.recv_fds(self.packets, MAX_PACKET_BYTES, 1)
-        return NUMBER_STRUCT.unpack_from(packet)[0], packet[4:], socket.socket(fileno=fds[0])
+        number, _, received = decode_packet(packet)
+        return number, received, socket.socket(fileno=fds[0])
 
 
 @contextlib.contextmanager
@@ -117,14 +115,14 @@ def test_heartbeats_and_responses_are_passed_on(server: Server) -> None:
     with server.connect_agent(7, make_request(b"first")) as agent:
         for body in (b"first", b"second"):
             frame = server.read_frame()
-            assert (frame.type, frame.number, frame.body) == (FrameType.REQUEST, 7, body)
+            assert frame[:3] == (FrameType.REQUEST, 7, 1000)
+            assert frame.body == body
             assert frame.head.decode() == f"{LINE}\r\nHost: h\r\nContent-Length: {len(body)}"
             assert before <= frame.arrived_at <= time.monotonic()
             server.respond(7, b"response to " + body)
             assert agent.recv(100) == b"response to " + body
             agent.sendall(make_request(b"second"))
     assert server.read_frame().body == b"second", "sent once more before it was closed"
-    assert server.read_frame()[:2] == (FrameType.CLOSED, 7)
 
 
 def test_request_in_pieces_is_put_together(server: Server) -> None:
@@ -140,8 +138,8 @@ def test_request_in_pieces_is_put_together(server: Server) -> None:
 def test_next_request_waits_for_the_response(server: Server) -> None:
     with server.connect_agent(1, make_request(b"1") + make_request(b"2")):
         assert server.read_frame().body == b"1"
-        server.stream.sendall(encode_frame(FrameType.MARK, 5))
-        assert server.read_frame()[:2] == (FrameType.MARK, 5), "the second one is not passed on"
+        server.stream.sendall(encode_frame(FrameType.MARK))
+        assert server.read_frame().type == FrameType.MARK, "the second one is not passed on"
         server.respond(1, b"OK")
         assert server.read_frame().body == b"2"
 
@@ -164,27 +162,38 @@ def test_mark_follows_all_requests_that_have_arrived(server: Server) -> None:
         agents = [stack.enter_context(server.connect_agent(n, b"P")) for n in range(1, 50)]
         for agent in agents:
             agent.sendall(make_request()[1:])
-        server.stream.sendall(encode_frame(FrameType.MARK, 9))
+        server.stream.sendall(encode_frame(FrameType.MARK))
         frames = [server.read_frame() for _ in range(50)]
         assert {frame.number for frame in frames[:49]} == set(range(1, 50))
-        assert frames[49][:2] == (FrameType.MARK, 9)
+        assert frames[49].type == FrameType.MARK
 
 
-def test_urgent_requests_overtake_others_while_the_server_is_busy(server: Server) -> None:
+def test_requests_wait_while_the_server_does_not_read(server: Server) -> None:
     body = bytes(100_000)
     with contextlib.ExitStack() as stack:
         for number in range(1, 10):  # more than the stream takes
             agent = stack.enter_context(server.connect_agent(number))
             agent.sendall(make_request(body))
-        time.sleep(1.0)
-        agent = stack.enter_context(server.connect_agent(99))
-        agent.sendall(make_request(headers="priority: u=1\r\n"))
-        time.sleep(1.0)
-        order = [server.read_frame() for _ in range(10)]
-    numbers = [frame.number for frame in order]
-    assert sorted(numbers) == [*range(1, 10), 99]
-    assert numbers.index(99) < 9, "at least one was passed on after it"
-    assert order[numbers.index(99)].type == FrameType.URGENT_REQUEST
+        time.sleep(0.5)
+        frames = [server.read_frame() for _ in range(1, 10)]
+    assert {frame.number for frame in frames} == set(range(1, 10))
+    assert all(frame.body == body for frame in frames)
+
+
+@pytest.mark.parametrize("file_count", [0, 1])
+def test_connection_without_room_is_returned(
+    file_count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(connection_worker, "RESERVED_FILES", most - file_count)
+    with running_worker() as server, contextlib.ExitStack() as stack:
+        for number in range(1, file_count + 1):
+            stack.enter_context(server.connect_agent(number, make_request()))
+            assert server.read_frame().number == number
+        stack.enter_context(server.connect_agent(99, make_request()))
+        number, received, connected = server.take_returned()
+        with connected:
+            assert (number, received) == (99, make_request())
 
 
 @pytest.mark.parametrize(
@@ -214,7 +223,6 @@ def test_connection_with_another_request_is_returned(server: Server, request_: b
             assert received == request_
             connected.sendall(b"from the server")
             assert agent.recv(100) == b"from the server"
-        assert server.read_frame()[:2] == (FrameType.CLOSED, 3)
 
 
 @pytest.mark.parametrize("sent", [b"P", make_request()[:-1], b""])
@@ -229,7 +237,6 @@ def test_connection_is_closed_after_its_time(sent: bytes, monkeypatch: pytest.Mo
         with contextlib.suppress(OSError):  # it may be closed already
             agent.sendall(sent)
             assert agent.recv(10) == b""
-        assert server.read_frame()[:2] == (FrameType.CLOSED, 1)
 
 
 def test_slow_request_has_no_more_time_than_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +249,6 @@ def test_slow_request_has_no_more_time_than_another(monkeypatch: pytest.MonkeyPa
                 agent.sendall(b"O")
                 time.sleep(0.02)
         assert time.monotonic() < deadline
-        assert server.read_frame()[:2] == (FrameType.CLOSED, 1)
 
 
 def test_connection_that_exceeds_the_memory_limit_is_closed() -> None:
@@ -252,14 +258,13 @@ def test_connection_that_exceeds_the_memory_limit_is_closed() -> None:
             agent.sendall(make_request(bytes(150_000)))
         with contextlib.suppress(OSError):
             assert agent.recv(10) == b""
-        assert server.read_frame()[:2] == (FrameType.CLOSED, 1)
         with server.connect_agent(2, make_request(b"another")):
             assert server.read_frame().body == b"another"
 
 
 def test_head_is_parsed_as_the_server_would() -> None:
     head = f"{LINE}\r\nHOST: h\r\ncontent-LENGTH:  17 \r\nPriority: u=1".encode()
-    assert parse_head(head, OPTIONS) == RequestHead(body_bytes=17, is_urgent=True)
+    assert parse_head(head, OPTIONS) == 17
     for odd in (
         f"{LINE}\r\nContent-Length: -1",
         f"{LINE}\r\nContent-Length : 1",
@@ -269,4 +274,3 @@ def test_head_is_parsed_as_the_server_would() -> None:
     ):
         with pytest.raises(OddRequestError):
             parse_head(odd.encode(), OPTIONS)
-    assert WorkerOptions.decode(OPTIONS.encode()) == OPTIONS

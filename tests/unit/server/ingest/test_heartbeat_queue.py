@@ -13,6 +13,7 @@ import pytest
 from hangwatch.protocol import heartbeat
 from hangwatch.server.core.load import OVERLOAD_LATE_S, OVERLOAD_WAIT_S, Load
 from hangwatch.server.core.problems import Problem
+from hangwatch.server.ingest.agent_worker import AgentWorker
 from hangwatch.server.ingest.heartbeat_queue import SLICE_S, HeartbeatQueue
 
 
@@ -140,17 +141,14 @@ def test_unreadable_heartbeat_fails_alone() -> None:
     assert all(isinstance(reply, heartbeat.HeartbeatReply) for reply in (first, second, last))
 
 
-def test_source_is_read_before_diagnosis_and_not_during_it() -> None:
+def test_worker_is_read_before_diagnosis_and_not_during_it() -> None:
     events: list[str] = []
 
-    class Source:
+    class Worker(AgentWorker):
         """Has one heartbeat, which arrived before the diagnosis began."""
 
-        def __init__(self, harness: QueueHarness) -> None:
-            self.harness = harness
-
         async def read_arrived(self, within_s: float) -> bool:
-            self.answer = self.harness.submit_heartbeat(1)
+            self.answer = harness.submit_heartbeat(1)
             await asyncio.sleep(0)
             events.append(f"read within {within_s:g} s")
             return True
@@ -161,9 +159,12 @@ def test_source_is_read_before_diagnosis_and_not_during_it() -> None:
         def resume_reading(self) -> None:
             events.append("resume")
 
+    harness = QueueHarness()
+
     async def run_diagnosis() -> None:
-        harness = QueueHarness()
-        harness.queue.source = Source(harness)
+        harness.queue.worker = Worker(
+            heartbeat_paths=[], count_hosts=lambda: 0, answer_request=lambda request, send: None
+        )
         await harness.queue.run_exclusively(
             lambda: events.append(f"diagnose {harness.ingested}"), within_s=5.0
         )

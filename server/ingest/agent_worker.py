@@ -6,85 +6,90 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
+import json
 import logging
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from ..core import limits, timeouts
 from ..core.waiting import wait_for_event
-from ..ingest.request_heads import WorkerOptions
-from ..ingest.worker_frames import (
+from .request_heads import WorkerOptions
+from .worker_frames import (
     MAX_PACKET_BYTES,
-    NUMBER_STRUCT,
     Frame,
     FrameType,
+    decode_packet,
     encode_frame,
+    encode_packet,
     take_frames,
 )
 
 log = logging.getLogger("hangwatch")
 
+MIN_HOSTS = 64  # fewer cost little, and then one process is simpler to look after
+MAX_BUFFERED_BYTES = 256 << 20  # of requests that are not complete
 CHECK_INTERVAL_S = 1.0  # whether there are as many, and whether the process responds
 RESPONSE_TIMEOUT_S = 5.0
-MAX_NUMBER = 0xFFFFFFFF  # of a connection or mark; then they start again
 # Doubled each time it ends soon. Until it runs again, the server serves the agents itself.
 MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 0.2, 10.0
 BUFFER_BYTES = 1 << 20  # of the sockets that lead to the process
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentRequest:
-    """A heartbeat as it was received. ``arrived_at`` is on the monotonic clock."""
-
-    head: bytes  # the request line and the headers
-    body: bytes
-    is_urgent: bool
-    arrived_at: float
-    peer_uid: int | None  # the user at the other end of the connection, if that is known
-
-
-# Answers a request: (the request, what takes the complete response).
-AnswerRequest = Callable[[AgentRequest, Callable[[bytes], None]], None]
+# Answers a request (`Frame`), and passes the complete response on.
+AnswerRequest = Callable[[Frame, Callable[[bytes], None]], None]
 # Serves a connection: (the socket, and what was read from it).
 ServeConnection = Callable[[socket.socket, bytes], None]
 
 
 @dataclass(slots=True, kw_only=True)
 class AgentWorker(asyncio.Protocol):
-    """Starts the process once there are ``min_hosts`` hosts, and again if it ends. Everything runs on
+    """Starts the process once there are `MIN_HOSTS` hosts, and again if it ends. Everything runs on
     the event loop's thread.
     """
 
-    options: WorkerOptions
+    heartbeat_paths: Iterable[str]
     count_hosts: Callable[[], int]
     answer_request: AnswerRequest
-    min_hosts: int
-    max_connections: int
     serve_connection: ServeConnection | None = None  # set by the HTTP server
+    request_starts: tuple[bytes, ...] = field(init=False)  # of the requests that it takes
+    _options: WorkerOptions = field(init=False)
     _process: subprocess.Popen[bytes] | None = None
     _packets: socket.socket | None = None
     _stream: asyncio.Transport | None = None
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
     _received: bytearray = field(default_factory=bytearray)
     _unsent: list[bytes] = field(default_factory=list)
-    # By connection: the user at its other end, if that is known.
-    _peer_uids: dict[int, int | None] = field(default_factory=dict)
-    _last_number: int = 0
+    _numbers: Iterator[int] = field(default_factory=itertools.count)  # of connections
     # When data last arrived from the process, plus the time since then during which reading was paused.
     # The process may have to send thousands of heartbeats before a mark.
     _received_at: float = 0.0
     _paused_at: float | None = None  # since when reading is paused
-    _marks: dict[int, asyncio.Event] = field(default_factory=dict)
+    _marks: deque[asyncio.Event] = field(default_factory=deque)  # sent and not returned
+
+    def __post_init__(self) -> None:
+        lines = [f"POST {path} HTTP/1.1" for path in self.heartbeat_paths]
+        self.request_starts = tuple(line.encode() for line in lines)
+        self._options = WorkerOptions(
+            request_lines=lines,
+            max_head=limits.HEAD.most,
+            max_body=limits.BODY.most,
+            max_buffered=MAX_BUFFERED_BYTES,
+            head_timeout_s=timeouts.HEAD_S,
+            body_timeout_s=timeouts.BODY_S,
+            keep_alive_s=timeouts.KEEP_ALIVE_S,
+        )
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
         delay_s = MIN_RESTART_DELAY_S
         try:
             while True:
-                while self.count_hosts() < self.min_hosts:
+                while self.count_hosts() < MIN_HOSTS:
                     await asyncio.sleep(CHECK_INTERVAL_S)
                 started_at = time.monotonic()
                 try:
@@ -129,7 +134,7 @@ class AgentWorker(asyncio.Protocol):
         command = [sys.executable, "-m", "hangwatch.server.ingest.connection_worker"]
         with their_packets, their_stream:
             self._process = subprocess.Popen(
-                [*command, *map(str, fds), self.options.encode()],
+                [*command, *map(str, fds), json.dumps(vars(self._options))],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
             )
@@ -151,10 +156,9 @@ class AgentWorker(asyncio.Protocol):
             self._process.kill()
             self._process.wait()
         self._packets = self._stream = self._process = None
-        self._peer_uids.clear()
         self._received.clear()
         self._unsent.clear()
-        for mark in self._marks.values():
+        for mark in self._marks:
             mark.set()
         self._marks.clear()
 
@@ -168,29 +172,19 @@ class AgentWorker(asyncio.Protocol):
         """
         if self._packets is None or self._stream is None:
             return False
-        if len(self._peer_uids) >= self.max_connections:
-            return False
-        number = self._take_number()
-        packet = NUMBER_STRUCT.pack(number) + received
-        if len(packet) > MAX_PACKET_BYTES:
-            return False
+        number, peer = next(self._numbers), -1 if peer_uid is None else peer_uid
         try:
+            packet = encode_packet(number, peer, received)
             socket.send_fds(self._packets, [packet], [connected.fileno()])
         except OSError:  # it has many to take, or has just ended
             return False
-        self._peer_uids[number] = peer_uid
         return True
-
-    def _take_number(self) -> int:
-        """The number of the next connection or mark."""
-        self._last_number = (self._last_number + 1) % MAX_NUMBER
-        return self._last_number
 
     def _take_returned(self) -> None:
         """Serves a connection with a request that is not a heartbeat."""
         assert self._packets is not None
         try:
-            packet, fds, _, _ = socket.recv_fds(self._packets, MAX_PACKET_BYTES + 64, 1)
+            packet, fds, _, _ = socket.recv_fds(self._packets, MAX_PACKET_BYTES, 1)
         except BlockingIOError:
             return
         except OSError:
@@ -202,7 +196,7 @@ class AgentWorker(asyncio.Protocol):
             if self.serve_connection is None:
                 connected.close()
             else:
-                self.serve_connection(connected, packet[NUMBER_STRUCT.size :])
+                self.serve_connection(connected, decode_packet(packet)[2])
 
     # Requests
 
@@ -218,25 +212,10 @@ class AgentWorker(asyncio.Protocol):
         self._received_at = time.monotonic()
         self._received += data
         for frame in take_frames(self._received):
-            self._handle_frame(frame)
-
-    def _handle_frame(self, frame: Frame) -> None:
-        if frame.type == FrameType.CLOSED:
-            self._peer_uids.pop(frame.number, None)
-        elif frame.type == FrameType.MARK:
-            if (mark := self._marks.pop(frame.number, None)) is not None:
-                mark.set()
-        elif frame.number in self._peer_uids:
-            self.answer_request(
-                AgentRequest(
-                    head=frame.head,
-                    body=frame.body,
-                    is_urgent=frame.type == FrameType.URGENT_REQUEST,
-                    arrived_at=frame.arrived_at,
-                    peer_uid=self._peer_uids[frame.number],
-                ),
-                functools.partial(self._send_response, frame.number),
-            )
+            if frame.type == FrameType.MARK:
+                self._marks.popleft().set()
+            else:
+                self.answer_request(frame, functools.partial(self._send_response, frame.number))
 
     def _send_response(self, number: int, response: bytes) -> None:
         self._send(encode_frame(FrameType.RESPONSE, number, body=response))
@@ -262,13 +241,10 @@ class AgentWorker(asyncio.Protocol):
         """
         if self._stream is None:
             return True
-        number = self._take_number()
-        mark = self._marks[number] = asyncio.Event()
-        self._send(encode_frame(FrameType.MARK, number))
-        try:
-            return await wait_for_event(within_s, mark)
-        finally:
-            self._marks.pop(number, None)
+        mark = asyncio.Event()
+        self._marks.append(mark)
+        self._send(encode_frame(FrameType.MARK))
+        return await wait_for_event(within_s, mark)
 
     def pause_reading(self) -> None:
         """Leaves further heartbeats to the process."""

@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from hangwatch.server.http import agent_worker
-from hangwatch.server.http.agent_worker_pool import make_worker_pool
+from hangwatch.server.ingest import agent_worker
+from hangwatch.server.ingest.agent_worker import AgentWorker
 from hangwatch.server.ingest.worker_frames import FrameType, encode_frame
 
 
@@ -23,13 +23,15 @@ def test_process_with_a_backlog_is_not_replaced() -> None:
 
     async def wait_with_backlog() -> None:
         ours, theirs = socket.socketpair()
-        worker = make_worker_pool([], lambda: 0, lambda request, send: None).workers[0]
+        worker = AgentWorker(
+            heartbeat_paths=[], count_hosts=lambda: 0, answer_request=lambda request, send: None
+        )
         with theirs:
             loop = asyncio.get_running_loop()
             transport, _ = await loop.create_connection(lambda: worker, sock=ours)
             end = asyncio.create_task(worker._wait_for_end())
             for _ in range(20):
-                theirs.send(encode_frame(FrameType.CLOSED, 1))
+                theirs.send(encode_frame(FrameType.REQUEST, 1))
                 await asyncio.sleep(0.05)
             assert not end.done()
             worker.pause_reading()
