@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group
-from hangwatch.model.ranks import format_ranks
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 
 from ..http.app_state import AppState
+from ..monitor import views
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,73 +25,31 @@ class GroupPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRow:
-    name: str
-    desc: str
-    backend: str
-    ranks: str
-    size: int
+    group: Group
     positions: tuple[GroupPosition, ...]  # the most advanced first
-    unreported_ranks: str  # members that have not reported the group
+    unreported_ranks: frozenset[int]  # members that have not reported the group
 
     @property
     def sort_key(self) -> tuple[bool, int, str, str]:
         """Groups whose members are at different positions come first, then large ones."""
         is_together = len(self.positions) < 2 and not self.unreported_ranks
-        return is_together, -self.size, self.desc, self.name
-
-
-@dataclass(slots=True)
-class _GroupStreams:
-    """A group's streams by member."""
-
-    group: Group
-    streams: dict[int, CallStream] = field(default_factory=dict)
+        return is_together, -len(self.group.ranks), self.group.desc, self.group.name
 
 
 def get_group_rows(live: AppState, attempt: Attempt) -> list[GroupRow]:
     """The process groups, those whose members are at different positions first."""
-    return live.cache.get_or_compute(("groups", attempt.key), lambda: build_group_rows(attempt))
+    return live.cache.get_or_compute(("groups", attempt.key), lambda: _build_group_rows(attempt))
 
 
-def build_group_rows(attempt: Attempt) -> list[GroupRow]:
-    rows = [_build_group_row(collected) for collected in _collect_streams(attempt)]
+def _build_group_rows(attempt: Attempt) -> list[GroupRow]:
+    groups = views.list_groups(attempt)
+    rows = [_build_group_row(attempt.streams_by_group[key]) for key in groups]
     return sorted(rows, key=lambda row: row.sort_key)
 
 
-def _collect_streams(attempt: Attempt) -> list[_GroupStreams]:
-    candidates: dict[tuple[object, ...], list[_GroupStreams]] = {}
-    for rank, process in attempt.processes.items():
-        for stream in process.streams.values():
-            if stream.kind is StreamKind.COLLECTIVE:
-                similar = candidates.setdefault(_get_partial_key(stream.group), [])
-                _find_group(similar, stream.group).streams[rank] = stream
-    return [collected for similar in candidates.values() for collected in similar]
-
-
-def _get_partial_key(group: Group) -> tuple[object, ...]:
-    """Not `Group.key`: hashing thousands of ranks for each of thousands of members takes seconds."""
-    return (
-        group.world_size,
-        group.generation,
-        group.name,
-        len(group.ranks),
-        group.ranks[:2],
-        group.ranks[-1:],
-    )
-
-
-def _find_group(similar: list[_GroupStreams], group: Group) -> _GroupStreams:
-    for collected in similar:
-        known_ranks = collected.group.ranks
-        if known_ranks is group.ranks or known_ranks == group.ranks:
-            return collected
-    added = _GroupStreams(group)
-    similar.append(added)
-    return added
-
-
-def _build_group_row(collected: _GroupStreams) -> GroupRow:
-    group, streams = collected.group, collected.streams
+def _build_group_row(streams: Mapping[int, CallStream]) -> GroupRow:
+    """``streams`` are the group's streams by member."""
+    group = next(iter(streams.values())).group
     ranks_by_entered: dict[int, list[int]] = {}
     for rank, stream in sorted(streams.items()):
         ranks_by_entered.setdefault(stream.entered, []).append(rank)
@@ -105,15 +63,5 @@ def _build_group_row(collected: _GroupStreams) -> GroupRow:
         )
         for entered, ranks in sorted(ranks_by_entered.items(), reverse=True)
     )
-    unreported_ranks = ""
-    if len(streams) < len(group.ranks):
-        unreported_ranks = format_ranks(set(group.ranks) - streams.keys())
-    return GroupRow(
-        name=group.name,
-        desc=group.desc,
-        backend=group.backend,
-        ranks=format_ranks(group.ranks),
-        size=len(group.ranks),
-        positions=positions,
-        unreported_ranks=unreported_ranks,
-    )
+    unreported_ranks = frozenset(group.ranks).difference(streams)
+    return GroupRow(group=group, positions=positions, unreported_ranks=unreported_ranks)
