@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
+from pydantic import BaseModel
 
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.report.documents import build_incident_document
@@ -16,7 +16,7 @@ from ..http.api import make_incidents_response
 from ..http.app_state import AppState
 from ..http.json_responses import make_json_response
 from ..http.listing import PageOf100
-from ..http.rendering import make_linker, wants_json
+from ..http.rendering import wants_json
 from ..incidents.records import IncidentRecord
 from .incident_page import build_page_values
 from .paging import PageNumber, compute_page_bounds
@@ -31,15 +31,15 @@ PERIODS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IncidentFilter:
-    """Empty values select everything. The fields' names are those of the address and of the form."""
+class IncidentsQuery(BaseModel):
+    """Empty values select everything."""
 
-    job: str
-    status: Literal["open", "resolved", ""]
-    kind: VerdictKind | Literal[""]
-    since: Literal["1h", "24h", "7d", "30d", ""]
-    rank: str
+    job: str = ""
+    status: Literal["open", "resolved", ""] = ""
+    kind: VerdictKind | Literal[""] = ""
+    since: Literal["1h", "24h", "7d", "30d", ""] = ""
+    rank: Annotated[str, Query(pattern="^[0-9]{0,9}$")] = ""
+    page: PageNumber = 1
 
     @property
     def is_active(self) -> bool:
@@ -51,24 +51,11 @@ def build_router(live: AppState) -> APIRouter:
 
     @routes.get("/incidents")
     async def show_incidents(
-        request: Request,
-        listed: PageOf100,
-        job: str = "",
-        status: Literal["open", "resolved", ""] = "",
-        kind: VerdictKind | Literal[""] = "",
-        since: Literal["1h", "24h", "7d", "30d", ""] = "",
-        rank: Annotated[str, Query(pattern="^[0-9]{0,9}$")] = "",
-        page: PageNumber = 1,
+        request: Request, listed: PageOf100, query: Annotated[IncidentsQuery, Query()]
     ) -> Response:
-        incident_filter = IncidentFilter(job=job, status=status, kind=kind, since=since, rank=rank)
         if wants_json(request):
-            return make_incidents_response(listed, _find_matching_records(live, incident_filter))
-        link = make_linker(request)
-
-        def build_values() -> dict[str, Any]:
-            return {**_build_list_values(live, incident_filter, page), "link": link}
-
-        return serve_page(live, request, "incidents.html", build_values)
+            return make_incidents_response(listed, _find_matching_records(live, query))
+        return serve_page(live, request, "incidents.html", lambda: _build_values(live, query))
 
     @routes.get("/incidents/{id}")
     async def show_incident(
@@ -77,22 +64,21 @@ def build_router(live: AppState) -> APIRouter:
         if wants_json(request):
             return make_json_response(build_incident_document(live.get_incident(id).incident))
 
-        def build_values() -> dict[str, Any]:
-            return build_page_values(live, id, ranks, dump)
-
-        return serve_page(live, request, "incident.html", build_values)
+        return serve_page(
+            live, request, "incident.html", lambda: build_page_values(live, id, ranks, dump)
+        )
 
     return routes
 
 
-def _find_matching_records(live: AppState, incident_filter: IncidentFilter) -> list[IncidentRecord]:
+def _find_matching_records(live: AppState, query: IncidentsQuery) -> list[IncidentRecord]:
     """Newest first."""
-    rank = int(incident_filter.rank) if incident_filter.rank else None
-    records = live.find_incidents(incident_filter.job or None, incident_filter.status or None, rank)
-    if incident_filter.kind:
-        records = [record for record in records if record.incident.kind is incident_filter.kind]
-    if incident_filter.since:
-        earliest = live.watch.clock.date(live.now()) - PERIODS[incident_filter.since]
+    rank = int(query.rank) if query.rank else None
+    records = live.find_incidents(query.job or None, query.status or None, rank)
+    if query.kind:
+        records = [record for record in records if record.incident.kind is query.kind]
+    if query.since:
+        earliest = live.watch.clock.date(live.now()) - PERIODS[query.since]
         records = [
             record
             for record in records
@@ -102,11 +88,9 @@ def _find_matching_records(live: AppState, incident_filter: IncidentFilter) -> l
     return list(records)
 
 
-def _build_list_values(
-    live: AppState, incident_filter: IncidentFilter, page: int
-) -> dict[str, Any]:
-    records = _find_matching_records(live, incident_filter)
-    bounds = compute_page_bounds(len(records), page, INCIDENTS_PER_PAGE)
+def _build_values(live: AppState, query: IncidentsQuery) -> dict[str, Any]:
+    records = _find_matching_records(live, query)
+    bounds = compute_page_bounds(len(records), query.page, INCIDENTS_PER_PAGE)
     past_jobs = {record.incident.job for record in live.watch.incidents.records.values()}
     current_jobs = {attempt.job for attempt in live.list_latest_attempts()}
     return {
@@ -115,5 +99,5 @@ def _build_list_values(
         "jobs": sorted(past_jobs | current_jobs),
         "kinds": [kind.value for kind in VerdictKind],
         "periods": list(PERIODS),
-        "filter": incident_filter,
+        "filter": query,
     }

@@ -19,7 +19,7 @@ from ..http.performance_board import (
     build_operation_plots,
     get_ranked_groups,
 )
-from ..http.rendering import make_linker, wants_json
+from ..http.rendering import wants_json
 from ..performance.schema import GroupPerformance
 from ..performance.views import RankedGroup, describe_group_performance, list_stragglers
 from .paging import PageNumber, compute_page_bounds
@@ -60,12 +60,9 @@ def build_router(live: AppState) -> APIRouter:
     ) -> Response:
         if wants_json(request):
             return _list_groups(live, listed, job or None, group)
-        link = make_linker(request)
-
-        def build_values() -> Mapping[str, Any]:
-            return {**_build_page_values(live, job, group, page), "link": link}
-
-        return serve_page(live, request, "performance.html", build_values)
+        return serve_page(
+            live, request, "performance.html", lambda: _build_page_values(live, job, group, page)
+        )
 
     return routes
 

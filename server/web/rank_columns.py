@@ -1,5 +1,4 @@
-"""The columns of the table of ranks. Head, cells, sorting and the text filter all derive from
-`RANK_COLUMNS`.
+"""The columns of the table of ranks. Head, cells and sorting all derive from `RANK_COLUMNS`.
 
 A new column is an entry of that list. If its cells need markup, `templates/_rank_cells.html` gets a
 case for it; other cells show `RankColumn.text`.
@@ -47,11 +46,21 @@ class RankRow(NamedTuple):
         return self.rank in self.overview.culprits
 
     @property
-    def waiting_s(self) -> float:
+    def host(self) -> str:
+        process = self.process
+        return "" if process is None else process.host
+
+    @property
+    def step(self) -> int | None:
+        process = self.process
+        return None if process is None else process.step
+
+    @property
+    def waiting_s(self) -> float | None:
         """How long it has waited in its current call; 0 if it does not wait."""
         process = self.process
         if process is None:
-            return 0.0
+            return None
         return rank_states.compute_waiting_s(process, self.now) or 0.0
 
     @property
@@ -64,6 +73,20 @@ class RankRow(NamedTuple):
     def streams(self) -> Iterable[CallStream]:
         process = self.process
         return () if process is None else process.streams.values()
+
+    def is_in_group(self, name: str) -> bool:
+        return any(stream.group.name == name for stream in self.streams)
+
+    def contains_text(self, text: str) -> bool:
+        """Whether its host, its phase, or one of its calls with the group's description contains
+        ``text``, which is in lower case.
+        """
+        process = self.process
+        if process is None:
+            return False
+        phase = "" if process.phase is None else process.phase.name
+        calls = (f"{stream.op} {stream.group.desc}" for stream in self.streams)
+        return any(text in searched.lower() for searched in (process.host, phase, *calls))
 
     @property
     def current_stream(self) -> CallStream | None:
@@ -103,18 +126,14 @@ class RankColumn:
     text: Callable[[RankRow], str]
     sort_key: Callable[[RankRow], float | str] | None = None  # None: not sortable
     is_largest_first: bool = False  # the order that the first click on its title gives
-    filter_texts: Callable[[RankRow], Iterable[str]] | None = None  # searched by the text filter
     css_class: str = ""  # "wide": hidden on a narrow screen; "number": aligned to the right
-
-    @property
-    def default_sort(self) -> str:
-        return f"-{self.key}" if self.is_largest_first else self.key
 
     def toggle_sort(self, sort: str) -> str:
         """The value of ?sort= after a click on the title."""
-        if sort != self.default_sort:
-            return self.default_sort
-        return self.key if self.is_largest_first else f"-{self.key}"
+        first, second = self.key, f"-{self.key}"
+        if self.is_largest_first:
+            first, second = second, first
+        return second if sort == first else first
 
     def describe_order(self, sort: str) -> str:
         """The value of aria-sort: empty if the table is not sorted by this column."""
@@ -123,18 +142,31 @@ class RankColumn:
         return "descending" if sort.startswith("-") else "ascending"
 
 
-def _get_host(row: RankRow) -> str:
-    return "" if row.process is None else row.process.host
+def _make_number_column(
+    key: str,
+    title: str,
+    get_number: Callable[[RankRow], float | None],
+    format_number: Callable[[float], str],
+    css_class: str,
+) -> RankColumn:
+    """A column that is sorted by its numbers, the largest first; unknown numbers come last."""
 
+    def format_cell(row: RankRow) -> str:
+        number = get_number(row)
+        return UNKNOWN if number is None else format_number(number)
 
-def _format_step(row: RankRow) -> str:
-    process = row.process
-    return UNKNOWN if process is None or process.step is None else str(process.step)
+    def get_order(row: RankRow) -> float:
+        number = get_number(row)
+        return -1.0 if number is None else number
 
-
-def _get_step_order(row: RankRow) -> float:
-    process = row.process
-    return -1.0 if process is None or process.step is None else process.step
+    return RankColumn(
+        key=key,
+        title=title,
+        text=format_cell,
+        sort_key=get_order,
+        is_largest_first=True,
+        css_class=css_class,
+    )
 
 
 def _get_state_order(row: RankRow) -> float:
@@ -143,23 +175,13 @@ def _get_state_order(row: RankRow) -> float:
     return -concern - len(STATE_CONCERN) if row.is_culprit else -concern
 
 
-def _format_waiting(row: RankRow) -> str:
-    waiting_s = row.waiting_s
+def _format_waiting(waiting_s: float) -> str:
     return format_coarse_age(waiting_s) if waiting_s >= MIN_SHOWN_WAIT_S else UNKNOWN
 
 
-def _get_waiting_order(row: RankRow) -> float:
-    return -1.0 if row.process is None else row.waiting_s
-
-
-def _format_last_seen(row: RankRow) -> str:
-    age_s = row.last_seen_s
+def _format_last_seen(age_s: float) -> str:
     text = format_coarse_age(age_s)
-    return f"{text} ago" if age_s is not None and age_s >= 1 else text
-
-
-def _get_last_seen_order(row: RankRow) -> float:
-    return -1.0 if row.last_seen_s is None else row.last_seen_s
+    return f"{text} ago" if age_s >= 1 else text
 
 
 def _format_call(row: RankRow) -> str:
@@ -167,62 +189,26 @@ def _format_call(row: RankRow) -> str:
     return stream.op if stream is not None and stream.op else UNKNOWN
 
 
-def _list_call_texts(row: RankRow) -> list[str]:
-    phase = "" if row.process is None or row.process.phase is None else row.process.phase.name
-    return [phase, *(f"{stream.op} {stream.group.desc}" for stream in row.streams)]
-
-
 RANK_COLUMNS = (
     RankColumn(
-        key="rank",
-        title="Rank",
-        text=lambda row: str(row.rank),
-        sort_key=lambda row: row.rank,
+        key="rank", title="Rank", text=lambda row: str(row.rank), sort_key=lambda row: row.rank
     ),
     RankColumn(
-        key="state",
-        title="State",
-        text=lambda row: row.state.value,
-        sort_key=_get_state_order,
+        key="state", title="State", text=lambda row: row.state.value, sort_key=_get_state_order
     ),
     RankColumn(
         key="host",
         title="Host",
-        text=lambda row: _get_host(row) or UNKNOWN,
-        sort_key=_get_host,
-        filter_texts=lambda row: [_get_host(row)],
+        text=lambda row: row.host or UNKNOWN,
+        sort_key=lambda row: row.host,
         css_class="wide",
     ),
-    RankColumn(
-        key="step",
-        title="Step",
-        text=_format_step,
-        sort_key=_get_step_order,
-        is_largest_first=True,
-        css_class="wide number",
-    ),
-    RankColumn(
-        key="waiting",
-        title="Waiting",
-        text=_format_waiting,
-        sort_key=_get_waiting_order,
-        is_largest_first=True,
-        css_class="number",
-    ),
-    RankColumn(
-        key="call",
-        title="Call",
-        text=_format_call,
-        filter_texts=_list_call_texts,
-        css_class="call",
-    ),
-    RankColumn(
-        key="heard",  # public: saved addresses contain it
-        title="Last seen",
-        text=_format_last_seen,
-        sort_key=_get_last_seen_order,
-        is_largest_first=True,
-        css_class="wide number",
+    _make_number_column("step", "Step", lambda row: row.step, str, "wide number"),
+    _make_number_column("waiting", "Waiting", lambda row: row.waiting_s, _format_waiting, "number"),
+    RankColumn(key="call", title="Call", text=_format_call, css_class="call"),
+    # The key is public: saved addresses contain it.
+    _make_number_column(
+        "heard", "Last seen", lambda row: row.last_seen_s, _format_last_seen, "wide number"
     ),
 )
 SORTABLE_COLUMNS = {column.key: column for column in RANK_COLUMNS if column.sort_key is not None}

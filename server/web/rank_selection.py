@@ -6,72 +6,61 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from fastapi import Query
+from pydantic import BaseModel
 
 from hangwatch.model.ranks import RankState
 
 from .overview import AttemptOverview
-from .rank_columns import RANK_COLUMNS, SORTABLE_COLUMNS, RankRow
+from .paging import PageNumber
+from .rank_columns import SORT_PATTERN, SORTABLE_COLUMNS, RankRow
+from .serving import TextQuery
 
 RankSpan = tuple[int, int]  # first and last
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankFilter:
-    """The view's state: ``sort`` is the key of a column, with ``-`` before it for the largest
-    first. Empty texts select everything.
+class RanksQuery(BaseModel):
+    """The state of the view, as the address gives it. Empty texts select everything."""
+
+    job: str = ""
+    attempt: Annotated[int | None, Query(ge=0)] = None
+    state: RankState | Literal[""] = ""
+    group: str = ""
+    q: TextQuery = ""
+    # The key of a column, with ``-`` before it for the largest first.
+    sort: Annotated[str, Query(pattern=SORT_PATTERN)] = "rank"
+    view: Literal["ranks", "groups"] = "ranks"  # the table
+    by: TextQuery = "host"  # what the map is divided by
+    page: PageNumber = 1
+
+
+def select_ranks(overview: AttemptOverview, now: float, query: RanksQuery) -> list[int]:
+    """The ranks of a view, in its order. The text selects ranks if it looks like ``0, 4-7``; else
+    those of which a text contains it.
     """
 
-    state: RankState | None = None
-    group: str = ""
-    query: str = ""
-    sort: str = "rank"
+    def make_row(rank: int) -> RankRow:
+        return RankRow(overview, rank, now)
 
-
-def select_ranks(overview: AttemptOverview, now: float, rank_filter: RankFilter) -> list[int]:
-    """The ranks of a view, in its order."""
     ranks = list(overview.states)
-    if rank_filter.state is not None:
-        ranks = [rank for rank in ranks if overview.states[rank] is rank_filter.state]
-    if rank_filter.group:
-        ranks = [r for r in ranks if _is_in_group(RankRow(overview, r, now), rank_filter.group)]
-    query = rank_filter.query.strip()
-    if query:
-        ranks = _match_query(overview, now, ranks, query)
-    return _sort_ranks(overview, now, ranks, rank_filter.sort)
-
-
-def _is_in_group(row: RankRow, group: str) -> bool:
-    return any(stream.group.name == group for stream in row.streams)
-
-
-def _match_query(
-    overview: AttemptOverview, now: float, ranks: Sequence[int], query: str
-) -> list[int]:
-    """Selects by rank if the query looks like ``0, 4-7``, else by a part of a column's text."""
-    spans = parse_rank_spans(query)
+    if query.state:
+        ranks = [rank for rank in ranks if overview.states[rank] is query.state]
+    if query.group:
+        ranks = [rank for rank in ranks if make_row(rank).is_in_group(query.group)]
+    text = query.q.strip()
+    spans = parse_rank_spans(text)
     if spans is not None:
-        return filter_ranks(ranks, spans)
-    text = query.lower()
-    return [r for r in ranks if _contains_text(RankRow(overview, r, now), text)]
-
-
-def _contains_text(row: RankRow, text: str) -> bool:
-    for column in RANK_COLUMNS:
-        if column.filter_texts is None:
-            continue
-        if any(text in searched.lower() for searched in column.filter_texts(row)):
-            return True
-    return False
-
-
-def _sort_ranks(overview: AttemptOverview, now: float, ranks: list[int], sort: str) -> list[int]:
-    key, is_reversed = sort.removeprefix("-"), sort.startswith("-")
+        ranks = filter_ranks(ranks, spans)
+    elif text:
+        ranks = [rank for rank in ranks if make_row(rank).contains_text(text.lower())]
+    key, is_reversed = query.sort.removeprefix("-"), query.sort.startswith("-")
     if key == "rank":  # their order already
         return ranks[::-1] if is_reversed else ranks
     sort_key = SORTABLE_COLUMNS[key].sort_key
     assert sort_key is not None
-    order = {rank: sort_key(RankRow(overview, rank, now)) for rank in ranks}
+    order = {rank: sort_key(make_row(rank)) for rank in ranks}
     return sorted(ranks, key=order.__getitem__, reverse=is_reversed)
 
 

@@ -15,15 +15,22 @@ from hangwatch.tracking.attempt import Attempt
 
 from ..http import stream
 from ..http.app_state import AppState
-from ..http.rendering import render_page, wants_events
+from ..http.rendering import make_linker, render_page, wants_events
 
 TextQuery = Annotated[str, Query(max_length=500)]
 
 
 def serve_page(
-    live: AppState, request: Request, template: str, values: Callable[[], Mapping[str, Any]]
+    live: AppState, request: Request, template: str, build_values: Callable[[], Mapping[str, Any]]
 ) -> Response:
-    """The page; or its updates as server-sent events, which the page requests at its own address."""
+    """The page; or its updates as server-sent events, which the page requests at its own address.
+    Templates have the values and ``link``: see `make_linker`.
+    """
+    link = make_linker(request)
+
+    def values() -> dict[str, Any]:
+        return {**build_values(), "link": link}
+
     if not wants_events(request):
         return render_page(template, **values())
     address = f"{request.url.path}?{request.url.query}"
