@@ -34,14 +34,9 @@ def strip_verdict(verdict: Verdict) -> Verdict:
     return replace(
         verdict,
         began_at=0.0,
-        group=None if verdict.group is None else _strip_group(verdict.group),
         calls=tuple(_strip_call_class(call_class) for call_class in verdict.calls),
         divergence=None if divergence is None else _strip_divergence(divergence),
     )
-
-
-def _strip_group(group: Group) -> Group:
-    return Group(name=group.name, desc=group.desc, ranks=group.ranks, backend=group.backend)
 
 
 def _strip_call_class(call_class: CallClass) -> CallClass:
@@ -52,7 +47,6 @@ def _strip_call_class(call_class: CallClass) -> CallClass:
 def _strip_divergence(divergence: Divergence) -> Divergence:
     return replace(
         divergence,
-        group=_strip_group(divergence.group),
         rows=tuple(_strip_aligned_pair(row) for row in divergence.rows),
     )
 

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from hangwatch.model.calls import Call, Signature, Site
+from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.incidents import Resolution
 from hangwatch.model.kind_spec import Severity
@@ -554,6 +554,27 @@ def test_stacks_list_culprits_first_and_merge_waiting_ranks(scene: IncidentScena
     scene.attempt.processes[2].samples = ()
     scene.observe_verdicts(MISSING_VERDICT)
     assert [s.ranks for s in case.incident.stacks][:2] == [(2,), (2,)]
+
+
+def test_stack_is_of_the_thread_that_makes_the_calls_of_the_group(scene: IncidentScenario) -> None:
+    identity = heartbeat.StreamIdentity(
+        kind=StreamKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-3", world=4
+    )
+    stream = heartbeat.StreamUpdate(uid=7, entered=6, completed=6, identity=identity)
+    update = heartbeat.ProcessUpdate(key="102-1", sequences=(stream,))
+    beat = heartbeat.Heartbeat(host="node1", agent="a1", number=2, processes=(update,))
+    scene.fleet.apply_heartbeat(beat, scene.now)
+    process = scene.attempt.processes[2]
+    frames = (Frame(function="step", file="/u/train.py", line=41),)
+    main = ThreadStack(
+        thread="MainThread", frames=frames, main=True, call_recency=0, called_uids=(1,)
+    )
+    worker = ThreadStack(thread="Thread-1", frames=frames, call_recency=1, called_uids=(7,))
+    process.samples = (
+        StackSample(request="r", source="py-spy", taken_at=scene.now, threads=(main, worker)),
+    )
+    [case] = scene.observe_verdicts(replace(MISSING_VERDICT, group=process.streams[7].group))
+    assert [stack.thread for stack in case.incident.stacks] == ["Thread-1", "MainThread"]
 
 
 def test_first_exception_is_included(scene: IncidentScenario) -> None:
