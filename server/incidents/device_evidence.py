@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator, Sequence
 
 from hangwatch.model.device import DevicePosition
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.call_stream import CallStream
 
 MAX_POSITIONS_SHOWN = 256
 
@@ -17,56 +17,41 @@ def collect_device_positions(attempt: Attempt, verdict: Verdict) -> tuple[Device
     """The positions of the members of the verdict's group, and of the groups that its waits are in.
     Of many members, the culprits and those that have completed least.
     """
-    positions = [
-        _make_position(rank, stream, attempt.last_seen_at)
-        for rank, stream in _iter_streams(attempt, verdict)
-    ]
     culprits = frozenset(verdict.culprits)
-    positions.sort(key=lambda p: (p.rank not in culprits, p.completed, p.rank, p.group))
-    shown = positions[:MAX_POSITIONS_SHOWN]
+    shown = heapq.nsmallest(
+        MAX_POSITIONS_SHOWN,
+        _iter_positions(attempt, verdict),
+        key=lambda p: (p.rank not in culprits, p.completed, p.rank, p.group),
+    )
     return tuple(sorted(shown, key=lambda p: (p.group, p.rank not in culprits, p.rank)))
 
 
-def _iter_streams(attempt: Attempt, verdict: Verdict) -> Iterator[tuple[int, CallStream]]:
+def _iter_positions(attempt: Attempt, verdict: Verdict) -> Iterator[DevicePosition]:
     names = {wait.group for wait in verdict.waits}
     if verdict.group is not None:
         names.add(verdict.group.name)
-    if not names:
-        return
     for (_, name, _, _), members in attempt.streams_by_group.items():
-        if name in names:
-            for rank, stream in members.items():
-                if stream.device is not None:
-                    yield rank, stream
-
-
-def _make_position(rank: int, stream: CallStream, now: float) -> DevicePosition:
-    device = stream.device
-    assert device is not None
-    return DevicePosition(
-        rank=rank,
-        group=stream.group.name,
-        enqueued=device.enqueued,
-        started=device.started,
-        completed=device.completed,
-        source=device.source,
-        age_s=round(max(0.0, now - device.read_at), 3),
-    )
+        if name not in names:
+            continue
+        for rank, stream in members.items():
+            if (device := stream.device) is not None:
+                yield DevicePosition(
+                    rank=rank,
+                    group=name,
+                    enqueued=device.enqueued,
+                    started=device.started,
+                    completed=device.completed,
+                    source=device.source,
+                    age_s=round(max(0.0, attempt.last_seen_at - device.read_at), 3),
+                )
 
 
 def keep_known_positions(
     before: Sequence[DevicePosition], now: Iterable[DevicePosition]
 ) -> tuple[DevicePosition, ...]:
     """``now``, but unchanged positions keep their age; ``before`` if nothing is known any more."""
-    earlier = {(position.rank, position.group): position for position in before}
-    current = []
-    for position in now:
-        previous = earlier.get((position.rank, position.group))
-        if previous is not None and previous.counters == position.counters:
-            current.append(previous)
-        else:
-            current.append(position)
-    return tuple(current) or tuple(before)
+    earlier = {(p.rank, p.group, p.counters): p for p in before}
+    return tuple(earlier.get((p.rank, p.group, p.counters), p) for p in now) or tuple(before)
 
 
 def add_device_advice(verdict: Verdict, attempt: Attempt) -> str:

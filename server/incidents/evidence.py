@@ -6,15 +6,16 @@ that an incident only counts as changed when its document changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
+from typing import NamedTuple
 
-from hangwatch.model.calls import Call, Signature
+from hangwatch.model.calls import Call
 from hangwatch.model.groups import Group
 from hangwatch.model.incidents import MergedStack, ProcessSnapshot
 from hangwatch.model.threads import Frame, ThreadStack
-from hangwatch.model.verdicts import AlignedPair, CallClass, Divergence, Verdict
+from hangwatch.model.verdicts import AlignedPair, Verdict
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process, StackSample
 
@@ -28,58 +29,42 @@ CLOCK_SLACK_S = 0.5
 DateConverter = Callable[[float], datetime]
 
 
+class _Caller(NamedTuple):
+    rank: int
+    sample: StackSample
+    thread: ThreadStack | None  # that makes the calls; None if the sample has no thread
+
+
 def strip_verdict(verdict: Verdict) -> Verdict:
     """The verdict without what changes from one diagnosis to the next although the job does not."""
     divergence = verdict.divergence
+    if divergence is not None:
+        divergence = replace(divergence, rows=tuple(_strip_row(row) for row in divergence.rows))
     return replace(
         verdict,
         began_at=0.0,
-        calls=tuple(_strip_call_class(call_class) for call_class in verdict.calls),
-        divergence=None if divergence is None else _strip_divergence(divergence),
+        calls=tuple(
+            replace(call_class, call=replace(_strip_call(call_class.call), raised=False))
+            for call_class in verdict.calls
+        ),
+        divergence=divergence,
     )
 
 
-def _strip_call_class(call_class: CallClass) -> CallClass:
-    call = replace(_strip_call(call_class.call), raised=False)
-    return replace(call_class, call=call)
-
-
-def _strip_divergence(divergence: Divergence) -> Divergence:
-    return replace(
-        divergence,
-        rows=tuple(_strip_aligned_pair(row) for row in divergence.rows),
-    )
-
-
-def _strip_aligned_pair(row: AlignedPair) -> AlignedPair:
+def _strip_row(row: AlignedPair) -> AlignedPair:
     first, second = row.calls
-    return replace(row, calls=(_strip_aligned_call(first), _strip_aligned_call(second)))
-
-
-def _strip_aligned_call(call: Call | None) -> Call | None:
-    if call is None:
-        return None
-    stripped = _strip_call(call)
-    signature = replace(stripped.signature, splits=None)
-    return replace(stripped, signature=signature, peer=None)
+    return replace(row, calls=(first and _strip_call(first), second and _strip_call(second)))
 
 
 def _strip_call(call: Call) -> Call:
-    signature = call.signature
-    return Call(
-        seq=call.seq,
-        signature=Signature(
-            op=signature.op,
-            shapes=signature.shapes,
-            dtype=signature.dtype,
-            reduce_op=signature.reduce_op,
-            root=signature.root,
-            splits=signature.splits,
-            detail=signature.detail,
-        ),
-        site=call.site,
-        peer=call.peer,
-        raised=call.raised,
+    return replace(
+        call,
+        signature=replace(call.signature, numel=0, agree=0),
+        chain=0,
+        entered_s=0.0,
+        duration_s=None,
+        blocking=None,
+        thread=0,
     )
 
 
@@ -133,77 +118,65 @@ def _strip_frame(frame: Frame) -> Frame:
     return replace(frame, handler=None, polls=None)
 
 
-def find_newest_sample(process: Process | None, since: float) -> StackSample | None:
+def collect_stacks(
+    attempt: Attempt, verdict: Verdict, since: float, convert_date: DateConverter
+) -> list[MergedStack]:
+    """The culprits' stacks, then those of the waiting ranks, merged where equal."""
+    culprits = list(_find_callers(attempt, verdict.culprits, verdict.group, since))
+    victims = _find_callers(attempt, verdict.waiting, verdict.group, since)
+    stacks = _merge_calling_stacks(culprits, convert_date)
+    if len(verdict.culprits) <= MAX_DETAILED_CULPRITS:
+        for found in culprits:
+            stacks += _collect_other_threads(found, convert_date)
+    return stacks + _merge_calling_stacks(victims, convert_date)
+
+
+def _find_callers(
+    attempt: Attempt, ranks: Iterable[int], group: Group | None, since: float
+) -> Iterator[_Caller]:
+    """The ranks that were sampled since then, with the thread that makes the calls of ``group``."""
+    for rank in ranks:
+        process = attempt.processes.get(rank)
+        sample = None if process is None else _find_newest_sample(process, since)
+        if process is not None and sample is not None:
+            yield _Caller(rank, sample, process.find_caller(sample, group, since))
+
+
+def _find_newest_sample(process: Process, since: float) -> StackSample | None:
     """The newest sample taken since then: one with stacks, else the newest failure."""
-    if process is None:
-        return None
     recent = [s for s in process.samples if s.taken_at >= since - CLOCK_SLACK_S]
     with_threads = (s for s in reversed(recent) if s.threads)
     return next(with_threads, recent[-1] if recent else None)
 
 
-def collect_stacks(
-    attempt: Attempt,
-    verdict: Verdict,
-    since: float,
-    convert_date: DateConverter,
-) -> list[MergedStack]:
-    """The culprits' stacks, then those of the waiting ranks, merged where equal."""
-    culprits = verdict.culprits
-    stacks = merge_calling_stacks(attempt, culprits, verdict.group, since, convert_date)
-    if len(culprits) <= MAX_DETAILED_CULPRITS:
-        for rank in culprits:
-            process = attempt.processes.get(rank)
-            sample = find_newest_sample(process, since)
-            if process is not None and sample is not None:
-                caller = process.find_caller(sample, verdict.group, since)
-                stacks += _collect_other_threads(rank, sample, caller, convert_date)
-    culprit_set = set(culprits)
-    victims = [rank for rank in verdict.waiting if rank not in culprit_set]
-    return stacks + merge_calling_stacks(attempt, victims, verdict.group, since, convert_date)
-
-
-def _collect_other_threads(
-    rank: int, sample: StackSample, caller: ThreadStack | None, convert_date: DateConverter
-) -> list[MergedStack]:
+def _collect_other_threads(found: _Caller, convert_date: DateConverter) -> list[MergedStack]:
     """The child processes that a rank waits for come before its own other threads; of the latter,
     the one that holds the GIL comes first.
     """
     others = [
         thread
-        for thread in sample.threads
-        if thread is not caller and thread.thread != RECORDER_THREAD_NAME
+        for thread in found.sample.threads
+        if thread is not found.thread and thread.thread != RECORDER_THREAD_NAME
     ]
     others.sort(key=lambda thread: (thread.pid is None, not thread.holds_gil))
     return [
-        make_stack([rank], sample, thread, convert_date) for thread in others[:MAX_THREADS_SHOWN]
+        make_stack([found.rank], found.sample, thread, convert_date)
+        for thread in others[:MAX_THREADS_SHOWN]
     ]
 
 
-def merge_calling_stacks(
-    attempt: Attempt,
-    ranks: Iterable[int],
-    group: Group | None,
-    since: float,
-    convert_date: DateConverter,
+def _merge_calling_stacks(
+    callers: Iterable[_Caller], convert_date: DateConverter
 ) -> list[MergedStack]:
-    """The threads that make the calls of ``group``, with one entry for all ranks whose stacks are
-    equal; the most frequent first.
-    """
-    classes: dict[object, tuple[list[int], StackSample, ThreadStack | None]] = {}
-    for rank in ranks:
-        process = attempt.processes.get(rank)
-        if process is None or not process.samples:
-            continue
-        sample = find_newest_sample(process, since)
-        if sample is None:
-            continue
-        caller = process.find_caller(sample, group, since)
-        merge_key = (sample.source, sample.error, caller and (caller.thread, caller.frames))
-        classes.setdefault(merge_key, ([], sample, caller))[0].append(rank)
-    ordered = sorted(classes.values(), key=lambda entry: -len(entry[0]))
+    """One entry for all ranks whose stacks are equal; the most frequent first."""
+    classes: dict[object, list[_Caller]] = {}
+    for found in callers:
+        sample, thread = found.sample, found.thread
+        merge_key = (sample.source, sample.error, thread and (thread.thread, thread.frames))
+        classes.setdefault(merge_key, []).append(found)
     return [
-        make_stack(members, sample, caller, convert_date) for members, sample, caller in ordered
+        make_stack([f.rank for f in equal], equal[0].sample, equal[0].thread, convert_date)
+        for equal in sorted(classes.values(), key=len, reverse=True)
     ]
 
 

@@ -9,7 +9,6 @@ from hangwatch.diagnosis.hardware import InvolvedHost, list_involved_hosts
 from hangwatch.model.hardware import (
     HostObservation,
     MissingEvidence,
-    Observation,
     UnavailableSource,
     Weight,
 )
@@ -18,8 +17,6 @@ from hangwatch.tracking.attempt import Attempt
 
 MAX_OBSERVATIONS_SHOWN = 256
 MAX_GAPS_SHOWN = 16
-
-_Key = tuple[str, str, str, str, object, object]
 
 
 def update_hardware(incident: Incident, attempt: Attempt, since: float) -> Incident:
@@ -61,27 +58,17 @@ def keep_known_hardware(
     before: Sequence[HostObservation], now: Sequence[HostObservation]
 ) -> tuple[HostObservation, ...]:
     """``now``, and what was observed earlier and is not any more. What did not change keeps its age."""
-    earlier = {_get_key(entry.host, entry.observation): entry for entry in before}
-    current = {_get_key(entry.host, entry.observation): entry for entry in now}
-    kept = [entry for key, entry in earlier.items() if key not in current]
-    merged = [_choose_entry(earlier.get(key), entry) for key, entry in current.items()] + kept
-    return tuple(merged[:MAX_OBSERVATIONS_SHOWN])
+    earlier, current = ({_get_key(entry): entry for entry in entries} for entries in (before, now))
+    kept = {
+        key: entry
+        for key, entry in earlier.items()
+        if key not in current or current[key].observation.now == entry.observation.now
+    }
+    return tuple({**current, **kept}.values())[:MAX_OBSERVATIONS_SHOWN]
 
 
-def _choose_entry(before: HostObservation | None, now: HostObservation) -> HostObservation:
-    if before is None or before.observation.now != now.observation.now:
-        return now
-    return before
-
-
-def _get_key(host: str, observation: Observation) -> _Key:
+def _get_key(entry: HostObservation) -> tuple[object, ...]:
     """All of an observation but its age, and the growing value of a counter."""
-    now = None if observation.is_counter else observation.now
-    return (
-        host,
-        observation.source,
-        observation.about,
-        observation.what,
-        observation.before,
-        now,
-    )
+    seen = entry.observation
+    now = None if seen.is_counter else seen.now
+    return (entry.host, seen.source, seen.about, seen.what, seen.before, now)
