@@ -149,8 +149,7 @@ class Settings(BaseSettings):
         if isinstance(value, str):  # a comma may be part of a URL: split only before another URL
             value = [part for part in re.split(r"\s+|,\s*(?=\w+://)", value) if part]
         for url in value if isinstance(value, (list, tuple)) else ():
-            if problem := channels.find_url_problem(str(url)):
-                raise ValueError(problem)
+            channels.make_channel(str(url))  # raises ValueError for one that is invalid
         return value
 
     @field_validator("abort_kinds", mode="before")
@@ -164,8 +163,8 @@ class Settings(BaseSettings):
     @field_validator("alert_command")
     @classmethod
     def _check_alert_command(cls, value: str | None) -> str | None:
-        if value is not None and (problem := channels.find_command_problem(value)):
-            raise ValueError(problem)
+        if value is not None:
+            channels.check_command(value)
         return value
 
     @field_validator(*_TEXT_SHAPES)

@@ -52,17 +52,10 @@ class Alerter:
         first_retry_delay_s: float = FIRST_RETRY_DELAY_S,
         retry_limit_s: float = RETRY_LIMIT_S,
     ) -> None:
-        self._url_of, self._out = url_of, out
-        self._queues = {
-            channel.key: _ChannelQueue(
-                channel=channel,
-                delivered=delivered,
-                print_line=self.print_line,
-                first_retry_delay_s=first_retry_delay_s,
-                retry_limit_s=retry_limit_s,
-            )
-            for channel in channels
-        }
+        self._url_of, self._delivered, self._out = url_of, delivered, out
+        self._first_retry_delay_s, self._retry_limit_s = first_retry_delay_s, retry_limit_s
+        self._stopping = threading.Event()
+        self._queues = {channel.key: _ChannelQueue(channel=channel) for channel in channels}
 
     @property
     def counts(self) -> dict[str, DeliveryCounts]:
@@ -77,135 +70,125 @@ class Alerter:
 
     def announce(self, incident: Incident, event: str, now: datetime) -> None:
         """Prints the alert and sends it to all channels."""
-        url = self._url_of(incident.id)
-        message = compose_message(incident, event, url, now)
+        message = self._compose_message(incident, event, now)
         recovery = recovery_text.format_recovery(message.body) if event != RESOLVED else ""
-        self.print_line(
-            f"{message.title} {recovery} {url}" if recovery else f"{message.title} {url}"
-        )
+        self.print_line(" ".join(filter(None, (message.title, recovery, message.url))))
         for delivery in self.list_deliveries(incident, event):
-            self._queues[delivery.channel].add_message(message, delivery)
+            self._queue_message(self._queues[delivery.channel], message, delivery)
 
     def resume_delivery(self, incident: Incident, delivery: Delivery, now: datetime) -> bool:
         """Sends what an earlier server could not deliver. False if the channel no longer exists."""
         waiting = self._queues.get(delivery.channel)
         if waiting is not None:
-            waiting.add_message(
-                compose_message(incident, delivery.event, self._url_of(incident.id), now), delivery
-            )
+            message = self._compose_message(incident, delivery.event, now)
+            self._queue_message(waiting, message, delivery)
         return waiting is not None
 
     def close(self) -> None:
         """Waits shortly for messages that are being sent. The others stay undelivered."""
+        self._stopping.set()
         for waiting in self._queues.values():
-            waiting.stop()
+            waiting.messages.put(None)
         for waiting in self._queues.values():
-            waiting.join(CLOSE_TIMEOUT_S)
+            if waiting.thread is not None:
+                waiting.thread.join(CLOSE_TIMEOUT_S)
 
     def print_line(self, line: str) -> None:
         """``line`` may quote a job, which must not control the operator's terminal."""
         print(f"hangwatch: {clean_text(line)}", file=self._out or sys.stderr, flush=True)
 
+    def _compose_message(self, incident: Incident, event: str, now: datetime) -> AlertMessage:
+        return compose_message(incident, event, self._url_of(incident.id), now)
 
-@dataclass(slots=True, kw_only=True)
-class _ChannelQueue:
-    """One channel's messages, and the thread that sends them."""
-
-    channel: Channel
-    delivered: Callable[[Delivery], None]
-    print_line: Callable[[str], None]
-    first_retry_delay_s: float
-    retry_limit_s: float
-    counts: DeliveryCounts = field(default_factory=DeliveryCounts)
-    _waiting: queue.Queue[tuple[AlertMessage, Delivery] | None] = field(
-        default_factory=lambda: queue.Queue(MAX_QUEUED_MESSAGES)
-    )
-    _stopping: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
-
-    def add_message(self, message: AlertMessage, delivery: Delivery) -> None:
-        if self._thread is None:
-            # A daemon: a channel that never answers must not keep the server from ending.
-            self._thread = threading.Thread(
-                target=self._send_messages, name=f"alerts to {self.channel.name}", daemon=True
-            )
-            self._thread.start()
-        try:
-            self._waiting.put_nowait((message, delivery))
-        except queue.Full:
-            self.counts.failed += 1
+    def _queue_message(
+        self, waiting: _ChannelQueue, message: AlertMessage, delivery: Delivery
+    ) -> None:
+        name = waiting.channel.name
+        if waiting.messages.qsize() >= MAX_QUEUED_MESSAGES:
+            waiting.counts.failed += 1
             self.print_line(
-                f"alert channel {self.channel.name} is behind by {MAX_QUEUED_MESSAGES} messages:"
+                f"alert channel {name} is behind by {MAX_QUEUED_MESSAGES} messages:"
                 f" {message.title!r} was not sent there"
             )
-            self.delivered(delivery)
+            self._delivered(delivery)
+            return
+        waiting.messages.put((message, delivery))
+        if waiting.thread is None:
+            # A daemon: a channel that never answers must not keep the server from ending.
+            waiting.thread = threading.Thread(
+                target=self._send_messages, args=(waiting,), name=f"alerts to {name}", daemon=True
+            )
+            waiting.thread.start()
 
-    def stop(self) -> None:
-        self._stopping.set()
-        if self._thread is not None and self._waiting.empty():
-            self._waiting.put(None)
+    def _send_messages(self, waiting: _ChannelQueue) -> None:
+        while (queued := waiting.messages.get()) is not None and not self._stopping.is_set():
+            message, delivery = queued
+            try:
+                self._send_with_retries(waiting.channel, message)
+            except Exception as error:  # of any library; the other messages are still to be sent
+                if self._stopping.is_set():
+                    return
+                waiting.counts.failed += 1
+                self.print_line(
+                    f"alert channel {waiting.channel.name} did not accept {message.title!r}"
+                    f" ({error}): check --alert, try --test-alert"
+                )
+            else:
+                waiting.counts.sent += 1
+            self._delivered(delivery)
 
-    def join(self, timeout: float) -> None:
-        if self._thread is not None:
-            self._thread.join(timeout)
+    def _send_with_retries(self, channel: Channel, message: AlertMessage) -> None:
+        def report_first_failure(state: tenacity.RetryCallState) -> None:
+            if state.attempt_number == 1 and state.outcome is not None:
+                self.print_line(
+                    f"alert channel {channel.name} failed ({state.outcome.exception()}); it is"
+                    " tried again"
+                )
 
-    def _send_messages(self) -> None:
-        while (queued := self._waiting.get()) is not None and not self._stopping.is_set():
-            self._send_with_retries(*queued)
-
-    def _send_with_retries(self, message: AlertMessage, delivery: Delivery) -> None:
         tries = tenacity.Retrying(
             retry=tenacity.retry_if_exception(
                 lambda error: not (isinstance(error, ChannelError) and error.final)
             ),
-            wait=tenacity.wait_exponential(self.first_retry_delay_s, MAX_RETRY_DELAY_S)
-            + tenacity.wait_random(0, self.first_retry_delay_s),
-            stop=tenacity.stop_after_delay(self.retry_limit_s)
+            wait=tenacity.wait_exponential(self._first_retry_delay_s, MAX_RETRY_DELAY_S)
+            + tenacity.wait_random(0, self._first_retry_delay_s),
+            stop=tenacity.stop_after_delay(self._retry_limit_s)
             | tenacity.stop_when_event_set(self._stopping),
             sleep=tenacity.sleep_using_event(self._stopping),
-            before_sleep=lambda state: self._report_first_failure(state, message),
+            before_sleep=report_first_failure,
             reraise=True,
         )
-        try:
-            tries(self.channel.send_message, message)
-        except (
-            Exception
-        ) as error:  # whatever a library raises, the other messages are still to be sent
-            if self._stopping.is_set():
-                return
-            self.counts.failed += 1
-            self.print_line(
-                f"alert channel {self.channel.name} did not accept {message.title!r} ({error}): check"
-                " --alert, try --test-alert"
-            )
-        else:
-            self.counts.sent += 1
-        self.delivered(delivery)
+        tries(channel.send_message, message)
 
-    def _report_first_failure(self, state: tenacity.RetryCallState, message: AlertMessage) -> None:
-        if state.attempt_number == 1 and state.outcome is not None:
-            self.print_line(
-                f"alert channel {self.channel.name} failed ({state.outcome.exception()}); it is"
-                " tried again"
-            )
+
+@dataclass(slots=True, kw_only=True)
+class _ChannelQueue:
+    """One channel's messages, and the thread that sends them once there is one."""
+
+    channel: Channel
+    counts: DeliveryCounts = field(default_factory=DeliveryCounts)
+    messages: queue.SimpleQueue[tuple[AlertMessage, Delivery] | None] = field(
+        default_factory=queue.SimpleQueue
+    )
+    thread: threading.Thread | None = None
 
 
 def send_test_messages(channels: Sequence[Channel], base_url: str) -> list[tuple[str, str | None]]:
     """Sends each channel one message. Returns each channel's name, and the error if it failed."""
-    url = f"{base_url}/incidents"
     title = (
         "TEST job example: rank 3 has not entered all_reduce, for which 7 ranks wait [train.py:41"
         " in step]"
     )
-    text = f"This is a test of hangwatch's alerts; nothing hangs.\n{url}"
+    message = AlertMessage(
+        id="test",
+        event="test",
+        title=title,
+        advice="This is a test of hangwatch's alerts; nothing hangs.",
+        body={"id": "test", "url": f"{base_url}/incidents"},
+    )
     results: list[tuple[str, str | None]] = []
     for channel in channels:
         try:
-            channel.send_message(
-                AlertMessage(
-                    id="test", event="test", title=title, text=text, body={"id": "test", "url": url}
-                )
-            )
+            channel.send_message(message)
         except Exception as error:  # whatever a library raises
             results.append((channel.name, str(error) or type(error).__name__))
         else:

@@ -18,39 +18,25 @@ from .message import AlertMessage
 _MAX_HEADER, _MAX_SECTION, _MAX_FIELD = 150, 2900, 300
 _ADAPTIVE_CARD = "application/vnd.microsoft.card.adaptive"
 _COLOURS = {"resolved": "Good", "test": "Accent"}  # of the title in Teams; otherwise Attention
+_LINK_LABEL = "Open the incident"
 _ICONS = {"resolved": "✅", "test": "🧪"}
 
 
 def build_slack_message(message: AlertMessage) -> dict[str, Any]:
     """``text`` is what notifications show."""
-    icon = _ICONS.get(message.event, "🛑")
     label, _, sentence = message.title.partition(" job ")
+    header = _make_plain_text(f"{_ICONS.get(message.event, '🛑')} {label}", _MAX_HEADER)
     blocks: list[dict[str, Any]] = [
-        {
-            "type": "header",
-            "text": _make_plain_text(f"{icon} {label or message.title}", _MAX_HEADER),
-        },
-        {
-            "type": "section",
-            "text": _make_plain_text(
-                f"job {sentence}" if sentence else message.title, _MAX_SECTION
-            ),
-        },
+        {"type": "header", "text": header},
+        {"type": "section", "text": _make_plain_text(f"job {sentence}", _MAX_SECTION)},
     ]
-    facts = list(_iter_facts(message))
-    if facts:
-        fields = [_make_plain_text(f"{name}: {value}", _MAX_FIELD) for name, value in facts]
+    fields = [_make_plain_text(f"{name}: {v}", _MAX_FIELD) for name, v in _iter_facts(message)]
+    if fields:
         blocks.append({"type": "section", "fields": fields})
-    advice = _get_advice(message)
-    if advice:
-        blocks.append({"type": "section", "text": _make_plain_text(advice, _MAX_SECTION)})
-    if message.url:
-        button = {
-            "type": "button",
-            "text": _make_plain_text("Open the incident", 75),
-            "url": message.url,
-        }
-        blocks.append({"type": "actions", "elements": [button]})
+    if message.advice:
+        blocks.append({"type": "section", "text": _make_plain_text(message.advice, _MAX_SECTION)})
+    button = {"type": "button", "text": _make_plain_text(_LINK_LABEL, 75), "url": message.url}
+    blocks.append({"type": "actions", "elements": [button]})
     text = message.title.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return {"text": truncate_end(text, _MAX_SECTION), "blocks": blocks}
 
@@ -61,31 +47,23 @@ def _make_plain_text(text: str, limit: int) -> dict[str, Any]:
 
 def build_teams_message(message: AlertMessage) -> dict[str, Any]:
     """For an incoming webhook, or a workflow that posts what it receives."""
+    colour = _COLOURS.get(message.event, "Attention")
     body: list[dict[str, Any]] = [
-        _make_text_block(
-            message.title,
-            weight="Bolder",
-            size="Medium",
-            color=_COLOURS.get(message.event, "Attention"),
-        )
+        _make_text_block(message.title, weight="Bolder", size="Medium", color=colour)
     ]
     facts = [{"title": name, "value": _escape(value)} for name, value in _iter_facts(message)]
     if facts:
         body.append({"type": "FactSet", "facts": facts})
-    advice = _get_advice(message)
-    if advice:
-        body.append(_make_text_block(advice))
-    card: dict[str, Any] = {
+    if message.advice:
+        body.append(_make_text_block(message.advice))
+    card = {
         "$schema": "http://adaptivecards.io/schemas/adaptive-card.json",
         "type": "AdaptiveCard",
         "version": "1.4",
         "msteams": {"width": "Full"},
         "body": body,
+        "actions": [{"type": "Action.OpenUrl", "title": _LINK_LABEL, "url": message.url}],
     }
-    if message.url:
-        card["actions"] = [
-            {"type": "Action.OpenUrl", "title": "Open the incident", "url": message.url}
-        ]
     attachment = {"contentType": _ADAPTIVE_CARD, "contentUrl": None, "content": card}
     return {"type": "message", "attachments": [attachment]}
 
@@ -110,9 +88,3 @@ def _iter_facts(message: AlertMessage) -> Iterator[tuple[str, str]]:
         yield "Line", format_site(body["site"])
     if body.get("kind"):
         yield "Kind", str(body["kind"])
-
-
-def _get_advice(message: AlertMessage) -> str:
-    """The message's text without the link, which the card has as a button."""
-    lines = [line for line in message.text.splitlines() if line != message.url]
-    return "\n".join(lines)

@@ -5,7 +5,6 @@ any that apprise supports. Each sends one message or raises an error that gives 
 from __future__ import annotations
 
 import base64
-import hashlib
 import hmac
 import json
 import logging
@@ -15,13 +14,13 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 from .chat import make_chat_channel
-from .message import POST_TIMEOUT_S, AlertMessage, Channel, ChannelError, derive_key, post_content
+from .message import AlertMessage, Channel, ChannelError, post_content
 from .pagers import make_pager_channel
 
 COMMAND_TIMEOUT_S = 30.0
@@ -29,125 +28,98 @@ _SECRET_PREFIX = "whsec_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Webhook:
+class Webhook(Channel):
     """A POST of JSON. With a secret, it is signed as https://www.standardwebhooks.com specifies."""
 
-    url: str = field(repr=False)
+    address: str = field(repr=False)
     secret: str | None = field(default=None, repr=False)
-    timeout_s: float = POST_TIMEOUT_S
-    wall_clock: Callable[[], float] = time.time
 
     @property
     def name(self) -> str:
-        parts = urlsplit(self.url)  # for many services, path and user info are secrets
+        parts = urlsplit(self.address)  # for many services, path and user info are secrets
         return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
 
-    @property
-    def key(self) -> str:
-        return derive_key(self.url)
-
     def send_message(self, message: AlertMessage) -> None:
-        content = json.dumps(
-            {"event": message.event, "text": f"{message.title}\n{message.text}", **message.body}
-        ).encode()
+        content = json.dumps(message.document).encode()
         headers = {
             "Content-Type": "application/json",
             "Webhook-Id": message.id,
-            "Webhook-Timestamp": str(int(self.wall_clock())),
+            "Webhook-Timestamp": str(int(time.time())),
         }
         if self.secret is not None:
             headers["Webhook-Signature"] = sign_webhook(
                 self.secret, message.id, headers["Webhook-Timestamp"], content
             )
-        post_content(self.url, headers=headers, timeout_s=self.timeout_s, content=content)
+        post_content(self.address, headers=headers, content=content)
 
 
 def sign_webhook(secret: str, id: str, timestamp: str, content: bytes) -> str:
     """The Standard Webhooks signature. A secret that begins with ``whsec_`` is base64; any other is
     used unchanged.
     """
-    key = (
-        base64.b64decode(secret.removeprefix(_SECRET_PREFIX))
-        if secret.startswith(_SECRET_PREFIX)
-        else secret.encode()
-    )
-    digest = hmac.new(
-        key, b".".join((id.encode(), timestamp.encode(), content)), hashlib.sha256
-    ).digest()
+    key = secret.encode()
+    if secret.startswith(_SECRET_PREFIX):
+        key = base64.b64decode(secret.removeprefix(_SECRET_PREFIX))
+    digest = hmac.digest(key, f"{id}.{timestamp}.".encode() + content, "sha256")
     return "v1," + base64.b64encode(digest).decode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AppriseService:
+class AppriseService(Channel):
     """A service that apprise supports, given by its URL: Slack, Teams, PagerDuty, e-mail, Telegram,
     DingTalk, Feishu, WeCom and others.
     """
 
-    url: str = field(repr=False)
+    address: str = field(repr=False)
 
     @property
     def name(self) -> str:
-        service = _load_apprise().Apprise.instantiate(self.url)
+        service = _load_apprise().Apprise.instantiate(self.address)
         safe_url = service.url(privacy=True) if service else ""
         return str(safe_url).partition("?")[0] or "an alert service"
 
-    @property
-    def key(self) -> str:
-        return derive_key(self.url)
-
     def send_message(self, message: AlertMessage) -> None:
         apprise = _load_apprise()
-        resolved_type = (
-            apprise.NotifyType.INFO
-            if message.body.get("resolution") in ("ended", "aborted")
-            else apprise.NotifyType.SUCCESS
-        )
-        kind = resolved_type if message.event == "resolved" else apprise.NotifyType.FAILURE
+        kind = apprise.NotifyType.FAILURE
+        if message.event == "resolved":
+            has_ended = message.body.get("resolution") in ("ended", "aborted")
+            kind = apprise.NotifyType.INFO if has_ended else apprise.NotifyType.SUCCESS
         service = apprise.Apprise()
-        service.add(self.url)
+        service.add(self.address)
         with apprise.LogCapture(level=logging.WARNING) as captured_log:
             done = service.notify(title=message.title, body=message.text, notify_type=kind)
             reason = captured_log.getvalue().strip() if captured_log else ""
         if not done:
-            raise ChannelError(
-                reason.splitlines()[-1] if reason else "the service did not accept it"
-            )
+            raise ChannelError((reason or "the service did not accept it").splitlines()[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommandChannel:
+class CommandChannel(Channel):
     """A program of the operator. It gets the message as JSON on stdin and the text in
     HANGWATCH_TEXT.
     """
 
-    command_line: str = field(repr=False)
+    address: str = field(repr=False)  # its command line
     timeout_s: float = COMMAND_TIMEOUT_S
 
     @property
     def name(self) -> str:
-        return f"command {shlex.split(self.command_line)[0]}"
-
-    @property
-    def key(self) -> str:
-        return derive_key(self.command_line)
+        return f"command {shlex.split(self.address)[0]}"
 
     def send_message(self, message: AlertMessage) -> None:
-        payload = json.dumps(
-            {"event": message.event, "text": f"{message.title}\n{message.text}", **message.body}
-        )
         # Settings of this server, including the token, may be in the environment. They are not
         # passed on.
-        inherited = {
+        environment = {
             name: value for name, value in os.environ.items() if not name.startswith("HANGWATCH_")
         }
-        event_variables = {
+        environment |= {
             "HANGWATCH_EVENT": message.event,
             "HANGWATCH_TITLE": message.title,
             "HANGWATCH_TEXT": message.text,
         }
         try:
             done = subprocess.run(
-                shlex.split(self.command_line), input=payload, env={**inherited, **event_variables}, capture_output=True, text=True, errors="replace",
+                shlex.split(self.address), input=json.dumps(message.document), env=environment, capture_output=True, text=True, errors="replace",
                 timeout=self.timeout_s, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
@@ -162,60 +134,50 @@ class CommandChannel:
 
 
 def make_channels(urls: Sequence[str], secret: str | None, command: str | None) -> list[Channel]:
-    """A channel for each setting."""
-    channels = [_make_channel(url, secret) for url in urls]
+    """A channel for each setting. Raises ValueError for a URL that `make_channel` refuses."""
+    channels = [make_channel(url, secret) for url in urls]
     if command is not None:
-        channels.append(CommandChannel(command_line=command))
+        channels.append(CommandChannel(address=command))
     return channels
 
 
-def _make_channel(url: str, secret: str | None) -> Channel:
-    native = make_chat_channel(url) or make_pager_channel(url)
-    if native is not None:
-        return native
-    return Webhook(url=url, secret=secret) if _is_webhook(url) else AppriseService(url=url)
-
-
-def find_url_problem(url: str) -> str | None:
-    """Why an alert URL is invalid, without its secrets; None if it is valid."""
-    scheme = url.partition("://")[0]
+def make_channel(url: str, secret: str | None = None) -> Channel:
+    """The channel for a URL. Raises ValueError, without the URL's secrets, if it is invalid."""
     if not re.match(r"[\w+-]+://\S", url):
-        return (
+        raise ValueError(
             "should be URLs: https://HOST/PATH for a webhook, or one of those at"
             " https://github.com/caronc/apprise/wiki"
         )
-    if scheme in ("http", "https"):
-        return (
-            None
-            if urlsplit(url).hostname
-            else "should be URLs, and one that begins with http:// or https:// names no host"
-        )
-    if make_chat_channel(url) or make_pager_channel(url):
-        return None
-    if not _is_known_service(url):
-        return (
+    if channel := make_chat_channel(url) or make_pager_channel(url):
+        return channel
+    # Before webhooks: some services have HTTP URLs, and require their own message format.
+    if _load_apprise().Apprise.instantiate(url, suppress_exceptions=True) is not None:
+        return AppriseService(address=url)
+    scheme = url.partition("://")[0]
+    if scheme not in ("http", "https"):
+        raise ValueError(
             f"should be URLs that apprise supports, and {scheme}:// is not: see"
             " https://github.com/caronc/apprise/wiki"
         )
-    return None
+    if not urlsplit(url).hostname:
+        raise ValueError(
+            "should be URLs, and one that begins with http:// or https:// names no host"
+        )
+    return Webhook(address=url, secret=secret)
 
 
-def find_command_problem(line: str) -> str | None:
-    """Why an alert command is invalid; None if it is valid."""
+def check_command(line: str) -> None:
+    """Raises ValueError if an alert command is invalid."""
     try:
         arguments = shlex.split(line)
     except ValueError as error:
-        return f"is not a valid command: {error}"
+        raise ValueError(f"is not a valid command: {error}") from None
     if not arguments:
-        return "should begin with a program, and is empty"
+        raise ValueError("should begin with a program, and is empty")
     if shutil.which(arguments[0]) is None:
-        return f"should begin with an executable program, and {arguments[0]!r} is not one"
-    return None
-
-
-def _is_webhook(url: str) -> bool:
-    """Any HTTP URL except those of chat services, which require their own message format."""
-    return urlsplit(url).scheme in ("http", "https") and not _is_known_service(url)
+        raise ValueError(
+            f"should begin with an executable program, and {arguments[0]!r} is not one"
+        )
 
 
 def _load_apprise() -> Any:
@@ -229,7 +191,3 @@ def _load_apprise() -> Any:
     if not log.handlers:
         log.addHandler(logging.NullHandler())
     return apprise
-
-
-def _is_known_service(url: str) -> bool:
-    return _load_apprise().Apprise.instantiate(url, suppress_exceptions=True) is not None

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from .cards import build_slack_message, build_teams_message
-from .message import AlertMessage, ChannelError, derive_key, post_content
+from .message import AlertMessage, Channel, ChannelError, post_content
 
 _SLACK_API = "https://slack.com/api"
 _SLACK_WEBHOOK_HOST = "hooks.slack.com"
@@ -27,25 +27,18 @@ _TRANSIENT_ERRORS = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlackWebhook:
+class SlackWebhook(Channel):
     """An incoming webhook of Slack: https://hooks.slack.com/services/T/B/X."""
 
-    url: str = field(repr=False)
-
-    @property
-    def name(self) -> str:
-        return "Slack"
-
-    @property
-    def key(self) -> str:
-        return derive_key(self.url)
+    name = "Slack"
+    address: str = field(repr=False)
 
     def send_message(self, message: AlertMessage) -> None:
-        post_content(self.url, json=build_slack_message(message))
+        post_content(self.address, json=build_slack_message(message))
 
 
 @dataclass(slots=True, kw_only=True)
-class SlackBot:
+class SlackBot(Channel):
     """A bot with the right chat:write: slack://xoxb-TOKEN/CHANNEL.
 
     Threads are remembered while the server runs: after a restart, the next message on an incident
@@ -63,8 +56,8 @@ class SlackBot:
         return f"Slack {self.channel}"
 
     @property
-    def key(self) -> str:
-        return derive_key(f"slack://{self.token}/{self.channel}")
+    def address(self) -> str:
+        return f"slack://{self.token}/{self.channel}"
 
     def send_message(self, message: AlertMessage) -> None:
         content: dict[str, Any] = {"channel": self.channel, **build_slack_message(message)}
@@ -88,32 +81,24 @@ class SlackBot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TeamsWebhook:
+class TeamsWebhook(Channel):
     """A webhook or workflow of Microsoft Teams."""
 
-    url: str = field(repr=False)
-
-    @property
-    def name(self) -> str:
-        return "Teams"
-
-    @property
-    def key(self) -> str:
-        return derive_key(self.url)
+    name = "Teams"
+    address: str = field(repr=False)
 
     def send_message(self, message: AlertMessage) -> None:
-        post_content(self.url, json=build_teams_message(message))
+        post_content(self.address, json=build_teams_message(message))
 
 
-def make_chat_channel(url: str) -> SlackWebhook | SlackBot | TeamsWebhook | None:
+def make_chat_channel(url: str) -> Channel | None:
     """The channel for a URL of Slack or Teams; None if it is another one."""
     if bot := _SLACK_BOT.fullmatch(url):
-        channel = unquote(bot["channel"])
-        return SlackBot(token=bot["token"], channel=channel)
+        return SlackBot(token=bot["token"], channel=unquote(bot["channel"]))
     parts = urlsplit(url)
     if parts.scheme != "https":
         return None
     host = parts.hostname or ""
     if host == _SLACK_WEBHOOK_HOST:
-        return SlackWebhook(url=url)
-    return TeamsWebhook(url=url) if _TEAMS_HOSTS.search(host) else None
+        return SlackWebhook(address=url)
+    return TeamsWebhook(address=url) if _TEAMS_HOSTS.search(host) else None

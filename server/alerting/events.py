@@ -35,14 +35,9 @@ def take_due_event(
         event = None if record.is_resolution_announced else RESOLVED
         record.is_resolution_announced = True
         return event
-    if (
-        not hangs_on
-        or not repeat_after
-        or (
-            record.alerted_at is not None
-            and (now - record.alerted_at).total_seconds() < repeat_after
-        )
-    ):
+    at = record.alerted_at
+    is_due = at is None or (now - at).total_seconds() >= repeat_after
+    if not (hangs_on and repeat_after and is_due):
         return None
     record.alerted_at, record.reminders = now, record.reminders + 1
     return f"{REMINDER}-{record.reminders}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
@@ -27,58 +28,66 @@ class AlertMessage:
     id: str
     event: str  # opened, reminder, planned, aborting, aborted, resolved, test
     title: str
-    text: str
+    advice: str
     body: dict[str, Any]  # the incident, for programs
+
+    @property
+    def url(self) -> str:
+        """The page of the incident."""
+        return str(self.body["url"])
+
+    @property
+    def text(self) -> str:
+        """What follows the title."""
+        return f"{self.advice}\n{self.url}" if self.advice else self.url
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The whole message, for programs."""
+        return {"event": self.event, "text": f"{self.title}\n{self.text}", **self.body}
 
     @property
     def incident_id(self) -> str:
         """The same for all messages on one incident."""
-        return str(self.body.get("id", self.id))
+        return str(self.body["id"])
 
     @property
     def is_test(self) -> bool:
         """It must not page anyone."""
         return self.event == "test"
 
-    @property
-    def url(self) -> str:
-        return str(self.body.get("url", ""))
 
+class Channel(abc.ABC):
+    """A receiver of alerts. Its ``name`` can be shown to users, as it contains no secret."""
 
-class Channel(Protocol):
-    """``name`` can be shown to users. ``key`` identifies the channel in the database. Neither
-    contains a secret.
-    """
+    __slots__ = ()
 
     @property
+    @abc.abstractmethod
     def name(self) -> str: ...
 
     @property
-    def key(self) -> str: ...
+    @abc.abstractmethod
+    def address(self) -> str:
+        """The URL or the command in the settings, which may contain secrets."""
 
+    @property
+    def key(self) -> str:
+        """Identifies the channel in the database."""
+        return hashlib.sha256(self.address.encode()).hexdigest()[:16]
+
+    @abc.abstractmethod
     def send_message(self, message: AlertMessage) -> None:
         """Sends one message, in the caller's thread. Raises ChannelError."""
 
 
-def derive_key(address: str) -> str:
-    return hashlib.sha256(address.encode()).hexdigest()[:16]
-
-
 def post_content(
-    url: str,
-    *,
-    headers: Mapping[str, str] | None = None,
-    timeout_s: float = POST_TIMEOUT_S,
-    **content: Any,
+    url: str, *, headers: Mapping[str, str] | None = None, **content: Any
 ) -> httpx.Response:
     """Posts ``json`` or ``content``. Raises ChannelError, without the URL, if it is not accepted."""
     try:
         response = httpx.post(
-            url,
-            headers=dict(headers or {}),
-            timeout=timeout_s,
-            verify=url.startswith("https:"),
-            **content,
+            url, headers=headers, timeout=POST_TIMEOUT_S, verify=url.startswith("https:"), **content
         )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ChannelError(f"{type(error).__name__}: {error}") from None

@@ -19,7 +19,7 @@ from .events import ABORTED, ABORTING, OPENED, PLANNED, REMINDER, RESOLVED
 from .message import AlertMessage
 
 MAX_RANKS_LENGTH = 60  # characters
-_RESOLVED_TITLES = {
+_RESOLVED_TITLES: dict[Resolution | None, str] = {
     Resolution.ENDED: "ENDED WITH ITS JOB",
     Resolution.ABORTED: "ENDED BY HANGWATCH",
 }
@@ -42,13 +42,12 @@ def compose_message(incident: Incident, event: str, url: str, now: datetime) -> 
     lines = [
         incident.advice if kind == OPENED else "",
         recovery_text.format_recovery(body) if kind != RESOLVED else "",
-        url,
     ]
     return AlertMessage(
         id=f"{incident.id}.{event}",
         event=kind,
         title=clean_text(f"{_format_label(incident, kind, now)} {format_sentence(incident)}"),
-        text="\n".join(clean_text(line) for line in lines if line),
+        advice="\n".join(clean_text(line) for line in lines if line),
         body=body,
     )
 
@@ -57,15 +56,12 @@ def _format_label(incident: Incident, kind: str, now: datetime) -> str:
     """What happened to the incident, in upper case."""
     age_s = ((incident.resolved_at or now) - incident.opened_at).total_seconds()
     age = format_coarse_age(age_s)
-    recovery = incident.recovery
-    ranks = truncate_end(name_ranks(recovery.ranks if recovery else []), MAX_RANKS_LENGTH)
-    resolved = "RESOLVED"
-    if incident.resolution is not None:
-        resolved = _RESOLVED_TITLES.get(incident.resolution, resolved)
+    ranks = name_ranks(incident.recovery.ranks if incident.recovery else [])
+    ranks = truncate_end(ranks, MAX_RANKS_LENGTH)
     labels = {
         OPENED: incident.severity.value.upper(),
         REMINDER: f"STILL OPEN after {age}:",
-        RESOLVED: f"{resolved} after {age}:",
+        RESOLVED: f"{_RESOLVED_TITLES.get(incident.resolution, 'RESOLVED')} after {age}:",
         PLANNED: f"ABORT PLANNED of {ranks}:",
         ABORTING: f"ABORTING {ranks}:",
         ABORTED: f"ABORTED {ranks}:",

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from hangwatch.report.sites import format_site
 from hangwatch.report.text import name_ranks, truncate_end
 
-from .message import AlertMessage, derive_key, post_content
+from .message import AlertMessage, Channel, post_content
 
 _PAGERDUTY_URLS = {"us": "https://events.pagerduty.com", "eu": "https://events.eu.pagerduty.com"}
 _OPSGENIE_URLS = {"us": "https://api.opsgenie.com", "eu": "https://api.eu.opsgenie.com"}
@@ -26,22 +26,19 @@ _MAX_SUMMARY, _MAX_ALERT, _MAX_DESCRIPTION = 1024, 130, 10_000  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PagerDuty:
+class PagerDuty(Channel):
     """A service with an Events API v2 integration: pagerduty://INTEGRATION_KEY[?region=eu]."""
 
+    name = "PagerDuty"
     routing_key: str = field(repr=False)
     api_url: str = _PAGERDUTY_URLS["us"]
 
     @property
-    def name(self) -> str:
-        return "PagerDuty"
-
-    @property
-    def key(self) -> str:
-        return derive_key(f"pagerduty://{self.routing_key}")
+    def address(self) -> str:
+        return f"pagerduty://{self.routing_key}"
 
     def send_message(self, message: AlertMessage) -> None:
-        content: dict[str, Any] = {
+        content = {
             "routing_key": self.routing_key,
             "event_action": "resolve" if message.event == "resolved" else "trigger",
             "dedup_key": message.incident_id,
@@ -54,26 +51,22 @@ class PagerDuty:
                 "class": str(message.body.get("kind", message.event)),
                 "custom_details": _make_details(message),
             },
+            "links": [{"href": message.url, "text": "Open the incident"}],
         }
-        if message.url:
-            content["links"] = [{"href": message.url, "text": "Open the incident"}]
         post_content(f"{self.api_url}/v2/enqueue", json=content)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opsgenie:
+class Opsgenie(Channel):
     """An API integration: opsgenie://API_KEY[?region=eu]."""
 
+    name = "Opsgenie"
     api_key: str = field(repr=False)
     api_url: str = _OPSGENIE_URLS["us"]
 
     @property
-    def name(self) -> str:
-        return "Opsgenie"
-
-    @property
-    def key(self) -> str:
-        return derive_key(f"opsgenie://{self.api_key}")
+    def address(self) -> str:
+        return f"opsgenie://{self.api_key}"
 
     def send_message(self, message: AlertMessage) -> None:
         headers = {"Authorization": f"GenieKey {self.api_key}"}
@@ -105,7 +98,7 @@ def _make_details(message: AlertMessage) -> dict[str, str]:
     return details
 
 
-def make_pager_channel(url: str) -> PagerDuty | Opsgenie | None:
+def make_pager_channel(url: str) -> Channel | None:
     """The channel for a URL of PagerDuty or Opsgenie; None if it is another one."""
     found = _PAGER_URL.fullmatch(url)
     if found is None:

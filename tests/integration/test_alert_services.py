@@ -100,7 +100,7 @@ def test_long_texts_are_within_the_limits_of_slack() -> None:
 
 
 def test_teams_card_has_verdict_and_facts(service: Service) -> None:
-    TeamsWebhook(url=service.url).send_message(make_message())
+    TeamsWebhook(address=service.url).send_message(make_message())
     (attachment,) = service.requests[0].parse_json()["attachments"]
     card = attachment["content"]
     title, facts, advice = card["body"]
@@ -117,7 +117,7 @@ def test_text_of_a_job_makes_no_link_in_teams() -> None:
 
 
 def test_slack_webhook(service: Service) -> None:
-    SlackWebhook(url=service.url).send_message(make_message())
+    SlackWebhook(address=service.url).send_message(make_message())
     (request,) = service.requests
     assert request.parse_json() == build_slack_message(make_message())
 

@@ -187,7 +187,7 @@ def test_failing_channel_is_retried_without_affecting_others(
 def test_abandoned_alerts_are_logged_and_counted() -> None:
     with (
         WebhookReceiver(500) as hook,
-        run_alerter([Webhook(url=hook.url)], retry_limit_s=2.0) as (alerter, done, out),
+        run_alerter([Webhook(address=hook.url)], retry_limit_s=2.0) as (alerter, done, out),
     ):
         alerter.announce(make_incident(), OPENED, MOMENT)
         await_condition(lambda: len(done) == 1)
@@ -199,7 +199,7 @@ def test_abandoned_alerts_are_logged_and_counted() -> None:
 def test_alert_in_flight_at_shutdown_stays_undelivered() -> None:
     with (
         WebhookReceiver(500) as hook,
-        run_alerter([Webhook(url=hook.url)]) as (alerter, done, _),
+        run_alerter([Webhook(address=hook.url)]) as (alerter, done, _),
     ):
         alerter.announce(make_incident(), OPENED, MOMENT)
         await_condition(lambda: len(hook.requests) > 0)
@@ -224,7 +224,7 @@ def test_an_email_is_sent_by_its_url(mailbox: tuple[Mailbox, str]) -> None:
 
 
 def test_unreachable_mail_server_is_reported() -> None:
-    channel = AppriseService(url="mailto://me:hush@127.0.0.1:1/?to=a@b.example&mode=insecure")
+    channel = AppriseService(address="mailto://me:hush@127.0.0.1:1/?to=a@b.example&mode=insecure")
     with pytest.raises(ChannelError) as raised:
         channel.send_message(compose_message(make_incident(), OPENED, "http://here", MOMENT))
     assert str(raised.value)
@@ -243,9 +243,9 @@ def test_command_gets_no_secrets_and_failure_is_explained(
     with pytest.raises(
         ChannelError, match=r"status 3: \['HANGWATCH_EVENT', 'HANGWATCH_TEXT', 'HANGWATCH_TITLE'\]"
     ):
-        CommandChannel(command_line=f'{sys.executable} -c "{code}"').send_message(message)
+        CommandChannel(address=f'{sys.executable} -c "{code}"').send_message(message)
     with pytest.raises(ChannelError, match=r"longer than 0\.2 s"):
-        CommandChannel(command_line="sleep 60", timeout_s=0.2).send_message(message)
+        CommandChannel(address="sleep 60", timeout_s=0.2).send_message(message)
 
 
 def test_each_incident_is_announced_once_reminded_and_closed_once() -> None:
@@ -318,7 +318,7 @@ def test_a_channel_has_one_thread() -> None:
     before = {thread.name for thread in threading.enumerate()}
     with (
         WebhookReceiver() as hook,
-        run_alerter([Webhook(url=hook.url)]) as (alerter, done, _),
+        run_alerter([Webhook(address=hook.url)]) as (alerter, done, _),
     ):
         for _number in range(3):
             alerter.announce(make_incident(), OPENED, MOMENT)
