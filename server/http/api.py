@@ -220,7 +220,7 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
             body.ranks,
             "no job has reported yet: there is nothing to dump",
         )
-        if len(live.watch.commands.user_requests) + len(body.ranks) > MAX_PENDING_DUMP_RANKS:
+        if live.watch.commands.unsent_count + len(body.ranks) > MAX_PENDING_DUMP_RANKS:
             raise Problem(
                 429,
                 f"stacks of at most {MAX_PENDING_DUMP_RANKS} ranks can be requested at a time",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from hangwatch.diagnosis import EvidenceRequest
 from hangwatch.protocol.commands import Command, CommandKind
@@ -21,18 +22,33 @@ MIN_REPEAT_INTERVAL_S = 1.0  # seconds between two requests for the same thing
 MAX_CALLS_REQUESTED = 128
 
 _STACKS, _HARDWARE = -1, -2  # instead of a stream
-_Subject = tuple[
-    str, str, int
-]  # host, process key (empty: the host itself), stream uid or the above
+_Subject = tuple[str, int]  # process key (empty: the host itself), stream uid or the above
 
 
-@dataclass(slots=True, kw_only=True)
-class _QueuedCommand:
-    command: Command
-    agent: str
+@dataclass(slots=True)
+class _RequestedEvidence:
+    command_id: str
     at: float
-    sent: bool = False
-    answered: bool = False
+    is_answered: bool = False
+
+
+@dataclass(slots=True)
+class _AgentCommands:
+    """The commands for one node agent."""
+
+    # By id, until they are sent: each command, and when it was queued.
+    unsent: dict[str, tuple[Command, float]] = field(default_factory=dict)
+    evidence: dict[_Subject, _RequestedEvidence] = field(default_factory=dict)  # the last request
+
+    def drop_older(self, oldest_at: float) -> None:
+        self.unsent = {
+            command_id: (command, at)
+            for command_id, (command, at) in self.unsent.items()
+            if at > oldest_at
+        }
+        self.evidence = {
+            subject: last for subject, last in self.evidence.items() if last.at > oldest_at
+        }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,12 +56,7 @@ class CommandQueue:
     """Queued and unanswered commands. Times are the monotonic clock's."""
 
     clock: Clock
-    evidence_requests: dict[_Subject, _QueuedCommand] = field(default_factory=dict)
-    user_requests: list[_QueuedCommand] = field(default_factory=list)
-    # By agent and id: there may be as many as a job has ranks.
-    aborts: dict[str, dict[str, _QueuedCommand]] = field(default_factory=dict)
-    # Those that may have commands; most have none.
-    _agents: set[str] = field(default_factory=set)
+    _agents: dict[str, _AgentCommands] = field(default_factory=dict)  # most have none
     _arrivals: dict[str, asyncio.Event] = field(default_factory=dict)  # of agents that wait
     _is_closed: bool = False
 
@@ -57,58 +68,44 @@ class CommandQueue:
             process = attempt.processes.get(request.rank)
             if process is None or (process.exit is not None and not request.hardware):
                 continue
-            subject = _choose_subject(process, request)
-            last = self.evidence_requests.get(subject)
+            subject, commands = _choose_subject(process, request), self._get_commands(process)
+            last = commands.evidence.get(subject)
             if last is not None:
-                repeat_after_s = MIN_REPEAT_INTERVAL_S if last.answered else REQUEST_EXPIRES_S
-                if not last.sent or now - last.at < repeat_after_s:
+                repeat_after_s = MIN_REPEAT_INTERVAL_S if last.is_answered else REQUEST_EXPIRES_S
+                if last.command_id in commands.unsent or now - last.at < repeat_after_s:
                     continue
-            command = Command(
-                id=ulid(self.clock.wall()),
-                ask=_choose_kind(request),
-                key=process.key,
+            command_id = self.queue_command(
+                process,
+                _choose_kind(request),
+                now,
                 uid=0 if request.stacks else request.stream_uid,
                 from_seq=request.from_seq,
                 most=MAX_CALLS_REQUESTED,
                 since_s=round(max(0.0, now - request.since), 3) if request.hardware else 0.0,
             )
-            self.evidence_requests[subject] = _QueuedCommand(
-                command=command, agent=process.agent, at=now
-            )
-            self._announce(process.agent)
+            commands.evidence[subject] = _RequestedEvidence(command_id, now)
 
-    def request_stacks(self, process: Process, native: bool, now: float) -> str:
-        """Queues a user's request for the stacks of a process. Returns the command's id."""
-        return self.queue_command(
-            process,
-            Command(
-                id=ulid(self.clock.wall()),
-                ask=CommandKind.STACKS,
-                key=process.key,
-                native=native,
-            ),
-            now,
-        )
-
-    def queue_command(self, process: Process, command: Command, now: float) -> str:
-        """Queues a user's command for a process. Returns the command's id."""
-        self.user_requests.append(_QueuedCommand(command=command, agent=process.agent, at=now))
-        self._announce(process.agent)
-        return command.id
-
-    def queue_abort(self, process: Process, now: float) -> str:
-        """Queues a command to end a process. Returns the command's id."""
-        command = Command(id=ulid(self.clock.wall()), ask=CommandKind.ABORT, key=process.key)
-        self.aborts.setdefault(process.agent, {})[command.id] = _QueuedCommand(
-            command=command, agent=process.agent, at=now
-        )
-        self._announce(process.agent)
-        return command.id
-
-    def _announce(self, agent: str) -> None:
-        self._agents.add(agent)
-        if (arrival := self._arrivals.get(agent)) is not None:
+    def queue_command(self, process: Process, kind: CommandKind, now: float, **details: Any) -> str:
+        """Queues a command for a process; ``details`` are further fields of `Command`. Returns the
+        command's id.
+        """
+        command = Command(id=ulid(self.clock.wall()), ask=kind, key=process.key, **details)
+        self._get_commands(process).unsent[command.id] = command, now
+        if (arrival := self._arrivals.get(process.agent)) is not None:
             arrival.set()
+        return command.id
+
+    def _get_commands(self, process: Process) -> _AgentCommands:
+        return self._agents.setdefault(process.agent, _AgentCommands())
+
+    @property
+    def unsent_count(self) -> int:
+        return sum(len(commands.unsent) for commands in self._agents.values())
+
+    @property
+    def busy_agent_count(self) -> int:
+        """The number of agents that have commands to get or to answer."""
+        return len(self._agents)
 
     @property
     def waiting_count(self) -> int:
@@ -117,7 +114,8 @@ class CommandQueue:
 
     async def wait_for_commands(self, agent: str, seconds: float) -> None:
         """Waits up to ``seconds`` until there is a command for an agent that was not sent yet."""
-        if self._is_closed or self._list_unsent(agent) or agent in self.aborts:
+        commands = self._agents.get(agent)
+        if self._is_closed or (commands is not None and commands.unsent):
             return
         arrival = self._arrivals.setdefault(agent, asyncio.Event())
         try:
@@ -132,71 +130,51 @@ class CommandQueue:
         for arrival in self._arrivals.values():
             arrival.set()
 
-    def withdraw_abort(self, agent: str, id: str) -> bool:
-        """Removes an abort command that was not sent yet. Returns False if it was sent."""
-        return self.aborts.get(agent, {}).pop(id, None) is not None
+    def withdraw_command(self, agent: str, id: str) -> bool:
+        """Removes a command that was not sent yet. Returns False if it was sent."""
+        commands = self._agents.get(agent)
+        return commands is not None and commands.unsent.pop(id, None) is not None
 
     def take_unsent(self, agent: str) -> tuple[Command, ...]:
         """The commands that were not sent to a node agent yet; they count as sent from now on."""
-        unsent = self._list_unsent(agent)
-        for queued in unsent:
-            queued.sent = True
-        if unsent:
-            self.user_requests = [queued for queued in self.user_requests if not queued.sent]
-        unsent += self.aborts.pop(agent, {}).values()
-        return tuple(queued.command for queued in unsent)
+        commands = self._agents.get(agent)
+        if commands is None:
+            return ()
+        unsent = tuple([command for command, _ in commands.unsent.values()])
+        commands.unsent.clear()
+        return unsent
 
-    def _list_unsent(self, agent: str) -> list[_QueuedCommand]:
-        """Without aborts."""
-        if agent not in self._agents:
-            return []
-        requests = (*self.evidence_requests.values(), *self.user_requests)
-        return [queued for queued in requests if queued.agent == agent and not queued.sent]
-
-    def mark_answered(self, ids: set[str]) -> None:
-        if not ids:
-            return
-        for queued in self.evidence_requests.values():
-            if queued.command.id in ids:
-                queued.answered = True
+    def mark_answered(self, agent: str, ids: set[str]) -> None:
+        commands = self._agents.get(agent)
+        if ids and commands is not None:
+            for last in commands.evidence.values():
+                last.is_answered |= last.command_id in ids
 
     def has_open_request(self, agent: str) -> bool:
         """Whether evidence is requested from an agent, so that it should report more often."""
-        return agent in self._agents and any(
-            queued.agent == agent and not queued.answered
-            for queued in self.evidence_requests.values()
+        commands = self._agents.get(agent)
+        return commands is not None and not all(
+            last.is_answered for last in commands.evidence.values()
         )
 
     def awaits_stacks(self, process: Process) -> bool:
         """Whether the stacks of a process were requested and have not arrived."""
-        queued = self.evidence_requests.get((process.host, process.key, _STACKS))
-        return queued is not None and not queued.answered
+        commands = self._agents.get(process.agent)
+        last = None if commands is None else commands.evidence.get((process.key, _STACKS))
+        return last is not None and not last.is_answered
 
     def drop_expired(self, now: float, report_interval_s: float) -> None:
         """Drops commands that are too old. A node agent gets them within ``report_interval_s``."""
-        oldest_at = now - REQUEST_EXPIRES_S - report_interval_s
-        self.evidence_requests = {
-            subject: queued
-            for subject, queued in self.evidence_requests.items()
-            if queued.at > oldest_at
-        }
-        self.user_requests = [queued for queued in self.user_requests if queued.at > oldest_at]
-        for agent, aborts in list(self.aborts.items()):
-            recent = {
-                command_id: queued for command_id, queued in aborts.items() if queued.at > oldest_at
-            }
-            if recent:
-                self.aborts[agent] = recent
-            else:
-                del self.aborts[agent]
-        requests = (*self.evidence_requests.values(), *self.user_requests)
-        self._agents = {queued.agent for queued in requests} | self.aborts.keys()
+        for agent, commands in list(self._agents.items()):
+            commands.drop_older(now - REQUEST_EXPIRES_S - report_interval_s)
+            if not commands.unsent and not commands.evidence:
+                del self._agents[agent]
 
 
 def _choose_subject(process: Process, request: EvidenceRequest) -> _Subject:
     if request.hardware:
-        return (process.host, "", _HARDWARE)
-    return (process.host, process.key, _STACKS if request.stacks else request.stream_uid)
+        return "", _HARDWARE
+    return process.key, _STACKS if request.stacks else request.stream_uid
 
 
 def _choose_kind(request: EvidenceRequest) -> CommandKind:

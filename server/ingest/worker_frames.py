@@ -52,14 +52,14 @@ def take_frames(received: bytearray) -> Iterator[Frame]:
     at = 0
     try:
         while len(received) - at >= FRAME_STRUCT.size:
-            type, number, uid, arrived_at, *sizes = FRAME_STRUCT.unpack_from(received, at)
+            kind, number, uid, arrived_at, *sizes = FRAME_STRUCT.unpack_from(received, at)
             head_at = at + FRAME_STRUCT.size
             body_at = head_at + sizes[0]
             if len(received) < body_at + sizes[1]:
                 break
             at = body_at + sizes[1]
             head, body = bytes(received[head_at:body_at]), bytes(received[body_at:at])
-            yield Frame(type, number, uid, arrived_at, head, body)
+            yield Frame(kind, number, uid, arrived_at, head, body)
     finally:
         del received[:at]
 

@@ -86,7 +86,7 @@ class HeartbeatApplier:
         answered = {sample.request for sample in beat.samples}
         answered.update(calls.request for calls in beat.calls)
         answered.update(reply.request for reply in beat.hardware)
-        self.commands.mark_answered(answered)
+        self.commands.mark_answered(beat.agent, answered)
         self.on_demand.apply_heartbeat(beat, now)
         if beat.aborts and self.aborter is not None:
             self.aborter.apply_replies(beat.aborts)

@@ -93,7 +93,7 @@ class ReportScheduler:
             requested = self.load.report_interval_s(REQUESTED_INTERVAL_S, agent_count)
             interval = min(interval, requested)
         elif self.commands.has_open_request(agent):
-            agent_count = len(self.commands.evidence_requests)
+            agent_count = self.commands.busy_agent_count
             requested = self.load.report_interval_s(REQUESTED_INTERVAL_S, agent_count)
             interval = min(interval, requested)
         elif (is_suspected := agent in self.suspected) or self.fleet.is_urgent(agent):

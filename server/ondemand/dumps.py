@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from hangwatch.model.incidents import MergedStack
 from hangwatch.protocol import heartbeat
+from hangwatch.protocol.commands import CommandKind
 from hangwatch.report.documents import build_stack_document, format_time
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import StackSample
@@ -84,7 +85,10 @@ class DumpRegistry:
                 dump.ranks[rank] = DumpedRank(rank=rank, status="failed", error=exit_detail)
             else:
                 dump.ranks[rank] = DumpedRank(rank=rank, status="pending")
-                dump.rank_of_command[self.command_queue.request_stacks(process, native, now)] = rank
+                command_id = self.command_queue.queue_command(
+                    process, CommandKind.STACKS, now, native=native
+                )
+                dump.rank_of_command[command_id] = rank
         self.records[dump.id] = dump
         while len(self.records) > MAX_KEPT_DUMPS:
             del self.records[next(iter(self.records))]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from hangwatch.protocol.commands import Command, CommandKind
+from hangwatch.protocol.commands import CommandKind
 from hangwatch.protocol.live import RecordingReply
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
@@ -126,16 +126,15 @@ class RecordingRegistry:
         return record
 
     def _queue_start(self, process: Process, request: schema.RecordingRequest, now: float) -> str:
-        command = Command(
-            id=ulid(self.clock.wall()),
-            ask=CommandKind.RECORD,
-            key=process.key,
+        return self.command_queue.queue_command(
+            process,
+            CommandKind.RECORD,
+            now,
             seconds=request.seconds,
             rate=request.rate,
             native=request.native,
             gil=request.gil,
         )
-        return self.command_queue.queue_command(process, command, now)
 
     def stop_recording(self, record: RecordingRecord, attempt: Attempt, now: float) -> None:
         """Ends the ranks that are still recorded; what was sampled so far is kept."""
@@ -143,13 +142,7 @@ class RecordingRegistry:
             recorded, process = record.ranks[rank], attempt.processes.get(rank)
             if not recorded.is_active or process is None:
                 continue
-            command = Command(
-                id=ulid(self.clock.wall()),
-                ask=CommandKind.RECORD,
-                key=process.key,
-                ends=command_id,
-            )
-            self.command_queue.queue_command(process, command, now)
+            self.command_queue.queue_command(process, CommandKind.RECORD, now, ends=command_id)
             recorded.deadline = min(recorded.deadline, now + START_TIMEOUT_S)
 
     def apply_replies(self, replies: Sequence[RecordingReply], now: float) -> None:

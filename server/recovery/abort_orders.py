@@ -9,6 +9,7 @@ from typing import Any
 
 from hangwatch.model.recoveries import RankAbort, Recovery
 from hangwatch.protocol import heartbeat
+from hangwatch.protocol.commands import CommandKind
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
 
@@ -44,7 +45,7 @@ class AbortOrders:
 
     def order_aborts(self, case: IncidentRecord, processes: Iterable[Process], now: float) -> None:
         for process in processes:
-            command_id = self.commands.queue_abort(process, now)
+            command_id = self.commands.queue_command(process, CommandKind.ABORT, now)
             self._orders[command_id] = _AbortOrder(
                 incident=case.incident.id,
                 agent=process.agent,
@@ -65,7 +66,7 @@ class AbortOrders:
         for command_id, order in list(self._orders.items()):
             if order.incident != case.incident.id:
                 continue
-            if self.commands.withdraw_abort(order.agent, command_id):
+            if self.commands.withdraw_command(order.agent, command_id):
                 del self._orders[command_id]
                 self._record_result(case, order.rank, result="left")
 

@@ -308,7 +308,7 @@ class TestCommandQueue:
         ]
         command_queue.request_evidence(job, wants, 105.0)
         assert command_queue.take_unsent("a") == ()
-        command_queue.mark_answered({first[0].id})
+        command_queue.mark_answered("a", {first[0].id})
         command_queue.request_evidence(job, wants, 105.0)
         assert [c.ask.value for c in command_queue.take_unsent("a")] == ["stacks"]
         command_queue.request_evidence(job, wants, 100.0 + REQUEST_EXPIRES_S)
