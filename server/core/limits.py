@@ -16,7 +16,7 @@ from .problems import Problem
 LARGE_RANKS = 4000  # from this number on, reading all ranks takes long
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Limit:
     """``name`` is the label of ``hangwatch_limit_refusals``; ``covers`` completes "at most N UNIT"."""
 
@@ -47,94 +47,54 @@ class Limit:
 
 
 HEAD = Limit(
-    name="request_head",
-    most=16 << 10,
-    unit="bytes",
-    covers="of a request's URL, headers and trailers together",
-    status=431,
+    "request_head", 16 << 10, "bytes", "of a request's URL, headers and trailers together", 431
 )
 PIPELINED = Limit(
-    name="pipelined_requests",
-    most=64,
-    unit="requests",
-    covers="sent on a connection before the first is answered",
-    status=429,
+    "pipelined_requests", 64, "requests", "sent on a connection before the first is answered", 429
 )
-BODY = Limit(
-    name="request_body", most=16 << 20, unit="bytes", covers="of a request's body, as sent"
-)
-LOGIN_FORM = Limit(name="login_form", most=4096, unit="bytes", covers="of a login form")
-UNPACKED_BODY = Limit(
-    name="unpacked_body", most=64 << 20, unit="bytes", covers="of a body, decompressed"
-)
+BODY = Limit("request_body", 16 << 20, "bytes", "of a request's body, as sent")
+LOGIN_FORM = Limit("login_form", 4096, "bytes", "of a login form")
+UNPACKED_BODY = Limit("unpacked_body", 64 << 20, "bytes", "of a body, decompressed")
 NAME = Limit(
-    name="name",
-    most=256,
-    unit="printable characters",
-    covers="of a job's, a host's, an agent's or a process's name",
-    status=422,
+    "name",
+    256,
+    "printable characters",
+    "of a job's, a host's, an agent's or a process's name",
+    422,
 )
-RANK = Limit(name="rank", most=1 << 18, unit="ranks", covers="of a job", status=422)
-STRING = Limit(
-    name="string",
-    most=64 << 10,
-    unit="characters",
-    covers="of a text in a heartbeat",
-    status=422,
-)
-LIST = Limit(name="list", most=1 << 15, unit="items", covers="of a list in a heartbeat", status=422)
+RANK = Limit("rank", 1 << 18, "ranks", "of a job", 422)
+STRING = Limit("string", 64 << 10, "characters", "of a text in a heartbeat", 422)
+LIST = Limit("list", 1 << 15, "items", "of a list in a heartbeat", 422)
 HEARTBEAT_MEMBERS = Limit(
-    name="heartbeat_members",
-    most=1 << 21,
-    unit="members",
-    covers="of all different process groups of a heartbeat together",
+    "heartbeat_members",
+    1 << 21,
+    "members",
+    "of all different process groups of a heartbeat together",
 )
 ATTEMPT_MEMBERS = Limit(
-    name="attempt_members",
-    most=1 << 22,
-    unit="members",
-    covers="of the world and all process groups of a job's attempt together",
+    "attempt_members",
+    1 << 22,
+    "members",
+    "of the world and all process groups of a job's attempt together",
 )
-STREAMS = Limit(
-    name="streams", most=16384, unit="process groups and channels", covers="of a process"
-)
-JOBS_PER_AGENT = Limit(
-    name="jobs_per_agent", most=64, unit="jobs", covers="reported by one node agent", status=429
-)
+STREAMS = Limit("streams", 16384, "process groups and channels", "of a process")
+JOBS_PER_AGENT = Limit("jobs_per_agent", 64, "jobs", "reported by one node agent", 429)
 # In memory, including those of finished attempts:
-AGENTS = Limit(
-    name="agents", most=1 << 15, unit="node agents", covers="that report to a server", status=429
-)
-WAITING_AGENTS = Limit(
-    name="waiting_agents", most=512, unit="node agents", covers="that wait for commands", status=429
-)
-PROCESSES = Limit(
-    name="processes", most=1 << 18, unit="processes", covers="in a server's memory", status=429
-)
-ATTEMPTS = Limit(
-    name="attempts", most=2000, unit="attempts of jobs", covers="in a server's memory", status=429
-)
-ATTEMPTS_PER_JOB = Limit(
-    name="attempts_per_job",
-    most=256,
-    unit="attempts",
-    covers="of a job in a server's memory",
-    status=429,
-)
+AGENTS = Limit("agents", 1 << 15, "node agents", "that report to a server", 429)
+WAITING_AGENTS = Limit("waiting_agents", 512, "node agents", "that wait for commands", 429)
+PROCESSES = Limit("processes", 1 << 18, "processes", "in a server's memory", 429)
+ATTEMPTS = Limit("attempts", 2000, "attempts of jobs", "in a server's memory", 429)
+ATTEMPTS_PER_JOB = Limit("attempts_per_job", 256, "attempts", "of a job in a server's memory", 429)
 MEMBERS = Limit(
-    name="members",
-    most=1 << 23,
-    unit="members",
-    covers="of all worlds and process groups in a server's memory",
-    status=429,
+    "members", 1 << 23, "members", "of all worlds and process groups in a server's memory", 429
 )
 # The last resort: texts and lists that are each within their limits could add up to any amount.
 MEMORY = Limit(
-    name="memory",
-    most=4 << 30,
-    unit="bytes",
-    covers="of a server's memory, beyond which no new process or group is accepted",
-    status=429,
+    "memory",
+    4 << 30,
+    "bytes",
+    "of a server's memory, beyond which no new process or group is accepted",
+    429,
 )
 LIMITS = tuple(value for value in list(globals().values()) if isinstance(value, Limit))
 
