@@ -41,12 +41,8 @@ class Problem(Exception):
         **extra_members: Any,
     ) -> None:
         super().__init__(detail)
-        self.status, self.detail, self.headers, self.extra_members = (
-            status,
-            detail,
-            headers,
-            extra_members,
-        )
+        self.status, self.detail, self.headers = status, detail, headers
+        self.extra_members = extra_members
 
     @property
     def limits(self) -> tuple[str, ...]:
@@ -54,33 +50,21 @@ class Problem(Exception):
         name = self.extra_members.get("limit")
         return () if name is None else (name,)
 
+    def encode(self) -> bytes:
+        """The document, as JSON."""
+        members = {
+            "type": "about:blank",
+            "title": http.HTTPStatus(self.status).phrase,
+            "status": self.status,
+            "detail": self.detail,
+            **self.extra_members,
+        }
+        return json.dumps(
+            members, ensure_ascii=False, allow_nan=False, separators=(",", ":")
+        ).encode()
 
-def encode_problem(status: int, detail: str, **extra_members: Any) -> bytes:
-    members = {
-        "type": "about:blank",
-        "title": http.HTTPStatus(status).phrase,
-        "status": status,
-        "detail": detail,
-        **extra_members,
-    }
-    return json.dumps(members, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-
-
-def make_problem_response(
-    status: int, detail: str, headers: Mapping[str, str] | None = None, **extra_members: Any
-) -> Response:
-    return Response(
-        encode_problem(status, detail, **extra_members),
-        status_code=status,
-        headers=dict(headers or {}),
-        media_type=MEDIA_TYPE,
-    )
-
-
-def make_response(problem: Problem) -> Response:
-    return make_problem_response(
-        problem.status, problem.detail, problem.headers, **problem.extra_members
-    )
+    def make_response(self) -> Response:
+        return Response(self.encode(), self.status, self.headers, MEDIA_TYPE)
 
 
 def describe_validation_errors(errors: Any) -> list[dict[str, Any]]:

@@ -29,8 +29,9 @@ from hangwatch.protocol.signatures import (
     derive_job_token,
 )
 
-from ..core import limits, origin, problems
+from ..core import limits, origin
 from ..core.login_failures import LoginFailures
+from ..core.problems import Problem
 from .app_state import AppState
 from .rendering import make_stylesheet_response, render_page
 
@@ -55,7 +56,7 @@ class AgentGrant:
     def check_body(self, body: bytes) -> None:
         """Raises Problem if the body is not the one that was signed."""
         if self.signed is not None and not self.signed.has_body(body):
-            raise problems.Problem(401, "the request's body is not the one that was signed")
+            raise Problem(401, "the request's body is not the one that was signed")
 
     def make_headers(self, body: bytes) -> list[tuple[bytes, bytes]]:
         """The proof that the reply comes from a server that knows the token."""
@@ -77,21 +78,21 @@ class Authenticator:
     def check_request(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
         """The response that rejects a request; None if the request is allowed."""
         if self._token is None and not self._is_known_host(headers.get("host")):
-            return problems.make_problem_response(
+            return Problem(
                 421,
                 "without a token this server accepts only host names of its own machine, not"
                 f" {headers.get('host')!r}: open it as localhost, or start it with --token",
-            )
+            ).make_response()
         by_header = self._token is not None and has_token(headers, self._token)
         by_cookie = (
             self._token is not None and not by_header and has_session_cookie(headers, self._token)
         )
         if origin.is_cross_site(scope["method"], headers, self._public_url, by_cookie=by_cookie):
-            return problems.make_problem_response(
+            return Problem(
                 403,
                 "a page of another site may not send this request: use this server's pages, or send"
                 " the token as bearer",
-            )
+            ).make_response()
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if by_header or by_cookie or path in PUBLIC_PATHS:
             return None
@@ -198,7 +199,7 @@ def build_router(live: AppState) -> APIRouter:
             # The right token is accepted all the same: behind a proxy, all people have one address.
             if (wait := failures.wait_s(address, live.now())) > 0:
                 detail = f"too many wrong tokens from this address: try again in {wait:.0f} s"
-                raise problems.Problem(429, detail, headers={"Retry-After": f"{wait:.0f}"})
+                raise Problem(429, detail, headers={"Retry-After": f"{wait:.0f}"})
             failures.add_failure(address, live.now())
             return render_page(
                 "login.html", status_code=401, next=target, wrong=True, signed_out=True
@@ -244,18 +245,18 @@ def _redirect_to_login(scope: Scope, path: str) -> Response:
 
 
 def _reject_other_user() -> Response:
-    return problems.make_problem_response(
+    return Problem(
         403,
         "without a token this server answers only to the user who started it, and to root: start it"
         " with --token, and give the token to others",
-    )
+    ).make_response()
 
 
 def _reject_missing_token() -> Response:
-    return problems.make_problem_response(
+    return Problem(
         401,
         "this server requires its token: send it as 'Authorization: Bearer TOKEN', or put it in the"
         " URL as http://:TOKEN@HOST:PORT; the server printed it at startup unless it was given"
         " with --token",
-        {"WWW-Authenticate": 'Bearer realm="hangwatch"'},
-    )
+        headers={"WWW-Authenticate": 'Bearer realm="hangwatch"'},
+    ).make_response()

@@ -13,7 +13,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from hangwatch.protocol.local_peer import find_peer_uid
 
-from ..core import limits, problems, timeouts
+from ..core import limits, timeouts
+from ..core.problems import MEDIA_TYPE, Problem
 from ..ingest.agent_worker import AgentWorker
 from .access import PEER_UID
 
@@ -116,8 +117,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.refusals[limit.name] += 1
         cycle = self.cycle
         if cycle is None or not cycle.response_started:
-            problem = limit.make_problem()
-            self._write_problem(problem.status, problem.detail, **problem.extra_members)
+            self._write_problem(limit.make_problem())
         self.transport.close()
 
     def on_response_complete(self) -> None:
@@ -150,16 +150,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._timeout_s, self._deadline = 0.0, None
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_started:
-            self._write_problem(
-                408, f"the request's body did not arrive within {timeouts.BODY_S:g} s"
-            )
+            detail = f"the request's body did not arrive within {timeouts.BODY_S:g} s"
+            self._write_problem(Problem(408, detail))
         self.transport.close()
 
-    def _write_problem(self, status: int, detail: str, **extra_members: Any) -> None:
-        body = problems.encode_problem(status, detail, **extra_members)
+    def _write_problem(self, problem: Problem) -> None:
+        body, status = problem.encode(), problem.status
         head = (
             f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ncontent-type:"
-            f" {problems.MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            f" {MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
 

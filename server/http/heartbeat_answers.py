@@ -15,7 +15,6 @@ from fastapi.responses import Response
 from hangwatch.protocol import codec, heartbeat
 from hangwatch.protocol.heartbeat import URGENT_PRIORITY
 
-from ..core import problems
 from ..core.problems import Problem
 from ..ingest import decoding
 from ..ingest.heartbeat_checks import check_job, check_memory, parse_heartbeat
@@ -68,9 +67,9 @@ class HeartbeatAnswerer:
     def _make_refusal(self, error: Exception) -> Response:
         if isinstance(error, Problem):
             count_refusal(self.watch, error)
-            return problems.make_response(error)
+            return error.make_response()
         log.error("a heartbeat failed; please report this", exc_info=error)
-        return problems.make_problem_response(500, error_pages.INTERNAL_ERROR_DETAIL)
+        return Problem(500, error_pages.INTERNAL_ERROR_DETAIL).make_response()
 
 
 def prepare_heartbeat(

@@ -18,7 +18,7 @@ from hangwatch.protocol import codec
 from hangwatch.protocol.heartbeat import COMMANDS_PATH, URGENT_PRIORITY
 from hangwatch.protocol.signatures import may_report_job
 
-from ..core import limits, problems
+from ..core import limits
 from ..core.problems import Problem
 from ..ingest import decoding
 from ..monitor.report_intervals import POLL_S
@@ -91,12 +91,12 @@ class HeartbeatFastPath:
         try:
             body = await handle(headers, receive, self._watch, grant)
         except Problem as problem:
-            return await _send_refusal(problems.make_response(problem), scope, receive, send)
+            return await _send_refusal(problem.make_response(), scope, receive, send)
         except ClientDisconnect:
             return None
         except Exception:
             log.exception("a heartbeat failed; please report this")
-            refusal = problems.make_problem_response(500, error_pages.INTERNAL_ERROR_DETAIL)
+            refusal = Problem(500, error_pages.INTERNAL_ERROR_DETAIL).make_response()
             return await _send_refusal(refusal, scope, receive, send)
         headers_sent = [
             (b"content-length", b"%d" % len(body)),

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from hangwatch.mcp.answers import Document
 from hangwatch.mcp.tools import TOOLS, ToolError
 
-from ..core import problems
+from ..core.problems import Problem
 from .access import PEER_UID
 
 PATH = "/mcp"
@@ -38,13 +38,12 @@ class McpEndpoint:
         try:
             manager = await self._start()
         except ImportError as error:
-            response = problems.make_problem_response(
+            problem = Problem(
                 501,
                 "the Model Context Protocol needs the `mcp` package on the server"
                 f" ({error}): pip install 'hangwatch[mcp]'",
             )
-            await response(scope, receive, send)
-            return
+            return await problem.make_response()(scope, receive, send)
         await manager.asgi_app(scope, receive, send)
 
     async def stop(self) -> None:
