@@ -15,7 +15,6 @@ import ssl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
 from urllib.parse import quote
 
 import uvicorn
@@ -62,32 +61,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = load_settings(argv)
     except SettingsError as error:
         for line in str(error).splitlines():
-            print(f"hangwatch-server: {line}", file=sys.stderr)
-        print("hangwatch-server: see hangwatch-server --help", file=sys.stderr)
+            _print_message(line)
+        _print_message("see hangwatch-server --help")
         return USAGE
     handler = logging.StreamHandler()
     handler.setFormatter(_PlainFormatter("hangwatch: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger("uvicorn").setLevel(
-        logging.ERROR
-    )  # malformed requests are not the operator's concern
+    # Malformed requests are not the operator's concern.
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
     if TEST_ALERT_FLAG in argv:
         return _test_alerts(settings)
     try:
         return _serve(settings)
     except (StartError, StoreError) as error:
-        print(f"hangwatch-server: {error}", file=sys.stderr)
+        _print_message(str(error))
         return NOT_STARTED
+
+
+def _print_message(message: str) -> None:
+    print(f"hangwatch-server: {message}", file=sys.stderr, flush=True)
 
 
 def _test_alerts(settings: Settings) -> int:
     channels = settings.make_alert_channels()
     if not channels:
-        print(
-            "hangwatch-server: there is no alert channel to test: give --alert URL or"
-            " --alert-command",
-            file=sys.stderr,
-        )
+        _print_message("there is no alert channel to test: give --alert URL or --alert-command")
         return USAGE
     results = send_test_messages(
         channels,
@@ -120,7 +118,7 @@ def _serve(settings: Settings) -> int:
             or f"{scheme}://{_find_reachable_host(settings.host)}:{port}{settings.path_prefix}"
         )
         app, live = build_app(settings, store=store, base_url=base_url, token=token)
-        announce(settings, base_url, token, sys.stdout, sys.stderr)
+        announce(settings, base_url, token)
         protocol_class = make_protocol_class(
             live.watch.counters.refusals_by_limit,
             identifies_peers=token is None,
@@ -230,40 +228,25 @@ def kept_token(data_dir: Path) -> str:
     return token
 
 
-def announce(
-    settings: Settings, base_url: str, token: str | None, out: TextIO, messages: TextIO
-) -> None:
-    """Prints the line that training jobs need to ``out``, and messages for users to ``messages``."""
+def announce(settings: Settings, base_url: str, token: str | None) -> None:
+    """Prints the line that training jobs need to stdout, and messages for users to stderr."""
     print(
         f"hangwatch-server {__version__}: dashboard at {base_url}/ranks, incidents in"
         f" {settings.data_dir}",
-        file=messages,
+        file=sys.stderr,
         flush=True,
     )
     shown = ""
     if settings.on_hang == "abort":
         kinds = ", ".join(kind.value for kind in settings.abort_kinds)
-        print(
-            f"hangwatch-server: ranks are ended {settings.abort_after:g} s after an alert"
-            f" ({kinds})",
-            file=messages,
-            flush=True,
-        )
+        _print_message(f"ranks are ended {settings.abort_after:g} s after an alert ({kinds})")
     if settings.token is not None:  # the operator knows it, so it is not logged
-        print(
-            "hangwatch-server: jobs and people need the token that was given: HANGWATCH_TOKEN",
-            file=messages,
-            flush=True,
-        )
+        _print_message("jobs and people need the token that was given: HANGWATCH_TOKEN")
         if len(settings.token) < MIN_TOKEN_LENGTH:
-            print(
-                f"hangwatch-server: a token of less than {MIN_TOKEN_LENGTH} characters can be guessed",
-                file=messages,
-                flush=True,
-            )
+            _print_message(f"a token of less than {MIN_TOKEN_LENGTH} characters can be guessed")
     elif token is not None:
         shown = f":{quote(token, safe='')}@"
-    print(f"HANGWATCH_URL={base_url.replace('://', '://' + shown)}", file=out, flush=True)
+    print(f"HANGWATCH_URL={base_url.replace('://', '://' + shown)}", flush=True)
 
 
 def _is_loopback(listening: socket.socket) -> bool:
@@ -277,7 +260,3 @@ def _find_reachable_host(host: str) -> str:
         name = socket.getfqdn()
         return socket.gethostname() if name.startswith("localhost") else name
     return f"[{host}]" if ":" in host else host
-
-
-if __name__ == "__main__":
-    sys.exit(main())
