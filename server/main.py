@@ -87,10 +87,7 @@ def _test_alerts(settings: Settings) -> int:
     if not channels:
         _print_message("there is no alert channel to test: give --alert URL or --alert-command")
         return USAGE
-    results = send_test_messages(
-        channels,
-        settings.public_url or f"http://{_find_reachable_host(settings.host)}:{settings.port}",
-    )
+    results = send_test_messages(channels, _find_base_url(settings, settings.port))
     for name, problem in results:
         print(f"{name}: {problem or 'accepted the message'}")
     return FAILED if any(problem for _, problem in results) else 0
@@ -111,12 +108,7 @@ def _serve(settings: Settings) -> int:
         token = _reveal_secret(settings.token)
         if token is None and not _is_loopback(listening):
             token = kept_token(settings.data_dir)
-        port = listening.getsockname()[1]
-        scheme = "https" if settings.tls_cert else "http"
-        base_url = (
-            settings.public_url
-            or f"{scheme}://{_find_reachable_host(settings.host)}:{port}{settings.path_prefix}"
-        )
+        base_url = _find_base_url(settings, listening.getsockname()[1])
         app, live = build_app(settings, store=store, base_url=base_url, token=token)
         announce(settings, base_url, token)
         protocol_class = make_protocol_class(
@@ -254,9 +246,15 @@ def _is_loopback(listening: socket.socket) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def _find_reachable_host(host: str) -> str:
-    """The host name by which other machines reach a bound address."""
-    if host in ("0.0.0.0", "::", ""):
+def _find_base_url(settings: Settings, port: int) -> str:
+    """The address at which other machines reach this server."""
+    if settings.public_url:
+        return settings.public_url
+    host = settings.host
+    if host in ("0.0.0.0", "::"):
         name = socket.getfqdn()
-        return socket.gethostname() if name.startswith("localhost") else name
-    return f"[{host}]" if ":" in host else host
+        host = socket.gethostname() if name.startswith("localhost") else name
+    elif ":" in host:
+        host = f"[{host}]"
+    scheme = "https" if settings.tls_cert else "http"
+    return f"{scheme}://{host}:{port}{settings.path_prefix}"
