@@ -62,7 +62,8 @@ def open_sqlite(data_dir: Path) -> sa.Engine:
         descriptor = os.open(data_dir / DATABASE_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.fchmod(descriptor, 0o600)
         os.close(descriptor)
-    engine = sa.create_engine(f"sqlite:///{data_dir / DATABASE_FILE}", connect_args={"timeout": 5})
+    url = sa.URL.create("sqlite", database=str(data_dir / DATABASE_FILE))
+    engine = sa.create_engine(url, connect_args={"timeout": 5})
     sa.event.listen(engine, "connect", _configure_connection)
     sa.event.listen(engine, "begin", lambda db: db.exec_driver_sql("BEGIN IMMEDIATE"))
     return engine
@@ -91,7 +92,10 @@ def open_postgres(database: str) -> sa.Engine:
         raise StoreError("PostgreSQL needs its driver: pip install 'hangwatch[postgres]'") from None
 
 
-def migrate(engine: sa.Engine, place: str, is_shared: bool) -> None:
+def migrate(engine: sa.Engine) -> None:
+    """Upgrades the schema to this release's, completely or not at all. Raises StoreError."""
+    is_shared = engine.dialect.name == "postgresql"
+    place = engine.url.render_as_string(hide_password=True) if is_shared else engine.url.database
     config = Config()
     config.set_main_option("script_location", str(Path(migrations.__file__).parent))
     scripts = ScriptDirectory.from_config(config)

@@ -46,7 +46,7 @@ def format_timestamp(moment: datetime) -> str:
 def make_incident_row(record: IncidentRecord) -> Row:
     """The row of a record as it is now, for a later `Store.save_changes` in another thread."""
     incident = record.incident
-    memory = {
+    kept = {
         "members": record.members,
         "alerted": record.alerted_severity.value if record.alerted_severity else None,
         "closed": record.is_resolution_announced,
@@ -54,6 +54,8 @@ def make_incident_row(record: IncidentRecord) -> Row:
         "reminders": record.reminders,
         "told_at": record.alerted_at.isoformat() if record.alerted_at else None,
     }
+    body = msgspec.json.encode(build_incident_document(incident)).decode()
+    memory = json.dumps(kept)
     return {
         "id": incident.id,
         "job": incident.job,
@@ -61,8 +63,9 @@ def make_incident_row(record: IncidentRecord) -> Row:
         "kind": incident.kind.value,
         "status": incident.status,
         "opened_at": format_timestamp(incident.opened_at),
-        "body": msgspec.json.encode(build_incident_document(incident)).decode(),
-        "memory": json.dumps(memory),
+        "body": body,
+        "memory": memory,
+        "size": len(body) + len(memory),
     }
 
 
@@ -79,9 +82,9 @@ def make_attempt_row(attempt: AttemptView) -> Row:
     }
 
 
-def parse_incident_row(body: str, memory: str, *, is_own: bool = True) -> IncidentRecord:
-    kept = json.loads(memory)
-    incident = parse_incident(json.loads(body))
+def parse_incident_row(row: sa.Row[Any], *, is_own: bool = True) -> IncidentRecord:
+    kept = json.loads(row.memory)
+    incident = parse_incident(json.loads(row.body))
     return IncidentRecord(
         incident=incident,
         members={int(rank): str(key) for rank, key in kept["members"].items()},

@@ -4,9 +4,10 @@ servers share.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from ..core.job_views import AttemptView
 from ..incidents.records import IncidentRecord
 from ..incidents.registry import MAX_RECORDS_KEPT
-from .database import (
-    DATABASE_FILE,
-    StoreError,
-    lock_data_dir,
-    migrate,
-    open_postgres,
-    open_sqlite,
-)
+from .database import lock_data_dir, migrate, open_postgres, open_sqlite
 from .job_locks import JobLocks
 from .rows import (
     Changes,
@@ -57,42 +51,26 @@ class Store:
     """
 
     def __init__(self, data_dir: Path, database: str | None = None, name: str = "") -> None:
-        self._lock = lock_data_dir(data_dir)
         self.shared = database is not None
-        self._server = name if database is not None else ""
-        try:
-            self._engine = (
-                open_postgres(database) if database is not None else open_sqlite(data_dir)
-            )
-        except StoreError:
-            self._lock.close()
-            raise
+        self._server = name if self.shared else ""
+        with contextlib.ExitStack() as opened:
+            self._lock = opened.enter_context(lock_data_dir(data_dir))
+            self._engine = open_sqlite(data_dir) if database is None else open_postgres(database)
+            opened.callback(self._engine.dispose)
+            migrate(self._engine)
+            opened.pop_all()  # all of it stays open until `close`
         self.job_locks = JobLocks(self._engine) if self.shared else None
-        self._place = (
-            self._engine.url.render_as_string(hide_password=True)
-            if database is not None
-            else str(data_dir / DATABASE_FILE)
-        )
-        try:
-            migrate(self._engine, self._place, self.shared)
-        except BaseException:
-            self.close()
-            raise
 
     def load_incidents(self) -> list[IncidentRecord]:
         """This server's newest incidents, oldest first, open ones whatever their age."""
-        mine = sa.select(INCIDENTS.c.body, INCIDENTS.c.memory).where(
-            INCIDENTS.c.server == self._server
+        newest = (
+            sa.select(INCIDENTS)
+            .where(INCIDENTS.c.server == self._server)
+            .order_by(INCIDENTS.c.status != "open", INCIDENTS.c.id.desc())
+            .limit(MAX_RECORDS_KEPT)
         )
-        newest = mine.order_by(INCIDENTS.c.status != "open", INCIDENTS.c.id.desc()).limit(
-            MAX_RECORDS_KEPT
-        )
-        with self._engine.connect() as db:
-            rows = db.execute(newest).all()
-        return sorted(
-            (parse_incident_row(row.body, row.memory) for row in rows),
-            key=lambda record: record.incident.id,
-        )
+        records = [parse_incident_row(row) for row in self._read_rows(newest)]
+        return sorted(records, key=lambda record: record.incident.id)
 
     def load_other_servers(
         self, known_revisions: Mapping[str, int]
@@ -100,22 +78,19 @@ class Store:
         """The newest incidents of other servers, with their revisions, unless ``known_revisions``
         has the current one.
         """
-        theirs = sa.select(INCIDENTS.c.id, INCIDENTS.c.revision).where(
-            INCIDENTS.c.server != self._server
+        newest = (
+            sa.select(INCIDENTS.c.id, INCIDENTS.c.revision)
+            .where(INCIDENTS.c.server != self._server)
+            .order_by(INCIDENTS.c.id.desc())
+            .limit(MAX_RECORDS_KEPT)
         )
-        with self._engine.connect() as db:
-            newest = db.execute(
-                theirs.order_by(INCIDENTS.c.id.desc()).limit(MAX_RECORDS_KEPT)
-            ).all()
-            changed = [row.id for row in newest if known_revisions.get(row.id) != row.revision]
-            rows = (
-                db.execute(sa.select(INCIDENTS).where(INCIDENTS.c.id.in_(changed))).all()
-                if changed
-                else []
-            )
-        return [
-            (parse_incident_row(row.body, row.memory, is_own=False), row.revision) for row in rows
+        changed = [
+            row.id for row in self._read_rows(newest) if known_revisions.get(row.id) != row.revision
         ]
+        if not changed:
+            return []
+        rows = self._read_rows(sa.select(INCIDENTS).where(INCIDENTS.c.id.in_(changed)))
+        return [(parse_incident_row(row, is_own=False), row.revision) for row in rows]
 
     def load_attempts(
         self, job: str | None = None, max_count: int = MAX_RECORDS_KEPT
@@ -126,38 +101,35 @@ class Store:
             .order_by(ATTEMPTS.c.opened_at.desc(), ATTEMPTS.c.job, ATTEMPTS.c.number.desc())
             .limit(max_count)
         )
-        with self._engine.connect() as db:
-            query = newest if job is None else newest.where(ATTEMPTS.c.job == job)
-            rows = db.execute(query).all()
-        return [parse_attempt_row(row) for row in rows]
+        query = newest if job is None else newest.where(ATTEMPTS.c.job == job)
+        return [parse_attempt_row(row) for row in self._read_rows(query)]
 
     def load_latest_attempts(self) -> list[AttemptView]:
         """The latest attempt of each of this server's jobs."""
-        last = sa.select(ATTEMPTS.c.job, sa.func.max(ATTEMPTS.c.number).label("number"))
-        last_of = last.where(ATTEMPTS.c.server == self._server).group_by(ATTEMPTS.c.job).subquery()
-        same = sa.and_(
-            ATTEMPTS.c.job == last_of.c.job,
-            ATTEMPTS.c.number == last_of.c.number,
-            ATTEMPTS.c.server == self._server,
+        c = ATTEMPTS.c
+        latest = (
+            sa.select(c.job, sa.func.max(c.number)).where(c.server == self._server).group_by(c.job)
         )
-        with self._engine.connect() as db:
-            rows = db.execute(
-                sa.select(ATTEMPTS).join(last_of, same).order_by(ATTEMPTS.c.heard_at)
-            ).all()
-        return [parse_attempt_row(row) for row in rows]
+        query = (
+            sa.select(ATTEMPTS)
+            .where(c.server == self._server, sa.tuple_(c.job, c.number).in_(latest))
+            .order_by(c.heard_at)
+        )
+        return [parse_attempt_row(row) for row in self._read_rows(query)]
 
     def load_aborted_ids(self, job: str) -> set[str]:
         """The incidents of a job for which ranks were ended since its last successful attempt."""
-        mine, wells = INCIDENTS.c, ATTEMPTS.c
-        well = sa.and_(wells.server == self._server, wells.job == job, wells.state == "finished")
-        with self._engine.connect() as db:
-            last = db.execute(sa.select(sa.func.max(wells.number)).where(well)).scalar()
-            since = sa.and_(
-                mine.server == self._server,
-                mine.job == job,
-                mine.attempt > (-1 if last is None else last),
-            )
-            rows = db.execute(sa.select(mine.id, mine.memory).where(since)).all()
+        last_success = sa.select(sa.func.coalesce(sa.func.max(ATTEMPTS.c.number), -1)).where(
+            ATTEMPTS.c.server == self._server,
+            ATTEMPTS.c.job == job,
+            ATTEMPTS.c.state == "finished",
+        )
+        since = sa.select(INCIDENTS.c.id, INCIDENTS.c.memory).where(
+            INCIDENTS.c.server == self._server,
+            INCIDENTS.c.job == job,
+            INCIDENTS.c.attempt > last_success.scalar_subquery(),
+        )
+        rows = self._read_rows(since)
         return {row.id for row in rows if json.loads(row.memory).get("aborted")}
 
     def adopt_job(self, job: str) -> JobHistory:
@@ -170,7 +142,7 @@ class Store:
                 .where(_is_of_family(INCIDENTS, job), INCIDENTS.c.server != self._server)
                 .where(INCIDENTS.c.status == "open")
                 .values(server=self._server, revision=INCIDENTS.c.revision + 1)
-                .returning(INCIDENTS.c.id, INCIDENTS.c.body, INCIDENTS.c.memory)
+                .returning(INCIDENTS)
             ).all()
             ids = [row.id for row in incidents]
             deliveries = db.execute(
@@ -186,7 +158,7 @@ class Store:
             ).all()
         latest = {row.job: row for row in attempts}
         return JobHistory(
-            incidents=[parse_incident_row(row.body, row.memory) for row in incidents],
+            incidents=[parse_incident_row(row) for row in incidents],
             deliveries=[_parse_delivery(row) for row in deliveries],
             attempts=[parse_attempt_row(row) for row in latest.values()],
         )
@@ -198,28 +170,13 @@ class Store:
             .where(DELIVERIES.c.server == self._server)
             .order_by(DELIVERIES.c.incident)
         )
-        with self._engine.connect() as db:
-            return [_parse_delivery(row) for row in db.execute(mine)]
+        return [_parse_delivery(row) for row in self._read_rows(mine)]
 
     def save_changes(self, changes: Changes) -> None:
         with self._engine.begin() as db:
-            for incident in changes.incidents:
-                size = len(incident["body"]) + len(incident["memory"])
-                self._upsert_row(
-                    db,
-                    INCIDENTS,
-                    {**incident, "size": size},
-                    {"revision": INCIDENTS.c.revision + 1},
-                )
-            for attempt in changes.attempts:
-                self._upsert_row(db, ATTEMPTS, attempt, {"opened_at": ATTEMPTS.c.opened_at})
-            for due in changes.deliveries:
-                self._upsert_row(
-                    db,
-                    DELIVERIES,
-                    {"incident": due.incident, "event": due.event, "channel": due.channel},
-                    {},
-                )
+            self._upsert_rows(db, INCIDENTS, changes.incidents)
+            self._upsert_rows(db, ATTEMPTS, changes.attempts)
+            self._upsert_rows(db, DELIVERIES, [asdict(due) for due in changes.deliveries])
 
     def delete_delivery(self, done: Delivery) -> None:
         """Deletes an alert that its channel accepted, or will never accept."""
@@ -267,17 +224,25 @@ class Store:
         self._engine.dispose()
         self._lock.close()
 
-    def _upsert_row(self, db: sa.Connection, table: sa.Table, values: Row, also: Row) -> None:
-        insert = postgresql.insert if self.shared else sqlite.insert
-        keys = [column.name for column in table.primary_key]
-        new = insert(table).values({**values, "server": self._server})
-        rest = {name: value for name, value in values.items() if name not in keys}
-        changed = {**rest, **also}
-        db.execute(
-            new.on_conflict_do_update(index_elements=keys, set_=changed)
+    def _read_rows(self, query: sa.Select[Any]) -> Sequence[sa.Row[Any]]:
+        with self._engine.connect() as db:
+            return db.execute(query).all()
+
+    def _upsert_rows(self, db: sa.Connection, table: sa.Table, rows: list[Row]) -> None:
+        """Inserts rows of this server, or updates them; their owner and their start stay."""
+        if not rows:
+            return
+        insert = (postgresql.insert if self.shared else sqlite.insert)(table)
+        kept = {*table.primary_key.columns.keys(), "server", "opened_at"}
+        changed: Row = {name: insert.excluded[name] for name in rows[0] if name not in kept}
+        if "revision" in table.c:
+            changed["revision"] = table.c.revision + 1
+        statement = (
+            insert.on_conflict_do_update(index_elements=table.primary_key, set_=changed)
             if changed
-            else new.on_conflict_do_nothing()
+            else insert.on_conflict_do_nothing()
         )
+        db.execute(statement, [{**row, "server": self._server} for row in rows])
 
 
 def _is_of_family(table: sa.Table, job: str) -> sa.ColumnElement[bool]:
