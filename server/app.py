@@ -39,7 +39,7 @@ from .http.app_state import AppState
 from .http.heartbeat_answers import HeartbeatAnswerer
 from .http.rendering import SECURITY_HEADERS
 from .ingest.agent_worker import AgentWorker
-from .monitor.watch import Watch, WatchOptions, build_watch
+from .monitor.watch import Watch, WatchOptions
 from .settings import Settings
 from .storage.rows import Delivery
 from .storage.store import Store
@@ -108,7 +108,7 @@ def _build_watch(settings: Settings, store: Store, base_url: str, clock: Clock) 
         abort_rules=settings.abort_rules,
     )
     events = EventLog(run_id=ulid(clock.wall()))
-    return build_watch(options, clock=clock, store=store, alerter=alerter, events=events)
+    return Watch(options, clock=clock, store=store, alerter=alerter, events=events)
 
 
 @contextlib.asynccontextmanager

@@ -13,8 +13,7 @@ from ..core.clock import Clock
 from ..core.job_views import AttemptView
 from ..incidents.registry import IncidentRegistry
 from ..storage.persistence import PersistenceWorker
-from ..storage.store import JobHistory, Store
-from .job_claims import JobClaims
+from ..storage.store import JobHistory
 from .retention import Retention
 
 
@@ -43,20 +42,6 @@ class JobHandover:
             if record.is_live and get_family(record.incident.job) == family:
                 record.is_own = False
                 self.persistence.forget_incident(record.incident.id)
-
-
-def build_job_claims(handover: JobHandover, store: Store) -> JobClaims | None:
-    """None for a server with a database of its own."""
-    if store.job_locks is None:
-        return None
-    return JobClaims(
-        clock=handover.clock,
-        store=store,
-        locks=store.job_locks,
-        fleet=handover.fleet,
-        adopt_job=handover.adopt_job,
-        give_up_job=handover.give_up_job,
-    )
 
 
 def restore_former_attempts(fleet: Fleet, attempts: Iterable[AttemptView], clock: Clock) -> None:

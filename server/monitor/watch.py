@@ -6,7 +6,7 @@ attempts, run in other threads; heartbeats are queued meanwhile, so that the sta
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hangwatch.model.limits import Limits
 from hangwatch.tracking.attempt import Attempt
@@ -37,7 +37,7 @@ from .diagnoser import Diagnoser
 from .diagnosis_loop import DiagnosisLoop
 from .heartbeat_applier import HeartbeatApplier, OnDemandEvidence
 from .job_claims import JobClaims
-from .job_handover import JobHandover, build_job_claims, restore_former_attempts
+from .job_handover import JobHandover, restore_former_attempts
 from .report_intervals import ReportIntervals
 from .report_scheduler import ReportScheduler
 from .retention import Retention
@@ -57,236 +57,148 @@ class WatchOptions:
     abort_rules: Rules | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """The parts of the live state that HTTP routes and pages use."""
+    """The live state. Its attributes are the parts that HTTP routes and pages use."""
 
-    clock: Clock
-    store: Store
-    alerter: Alerter
-    events: EventLog
-    fleet: Fleet
-    agents: AgentRegistry
-    incidents: IncidentRegistry
-    commands: CommandQueue
-    on_demand: OnDemandEvidence
-    performance: PerformanceTotals
-    counters: Counters
-    load: Load
-    intervals: ReportIntervals
-    persistence: PersistenceWorker
-    heartbeats: HeartbeatApplier
-    heartbeat_queue: HeartbeatQueue
-    states: StatePublisher
-    diagnoser: Diagnoser
-    loop: DiagnosisLoop
-    job_claims: JobClaims | None  # of servers that share a database
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SharedState:
-    """The objects that several parts of the live state read and change."""
-
-    clock: Clock
-    store: Store
-    alerter: Alerter
-    events: EventLog
-    incidents: IncidentRegistry
-    commands: CommandQueue
-    fleet: Fleet = field(default_factory=Fleet)
-    agents: AgentRegistry = field(default_factory=AgentRegistry)
-    performance: PerformanceTotals = field(default_factory=PerformanceTotals)
-    counters: Counters = field(default_factory=Counters)
-    load: Load = field(default_factory=Load)
-
-
-def build_watch(
-    options: WatchOptions, *, clock: Clock, store: Store, alerter: Alerter, events: EventLog
-) -> Watch:
-    """Builds the live state and restores incidents and former attempts from the database."""
-    shared = _SharedState(
-        clock=clock,
-        store=store,
-        alerter=alerter,
-        events=events,
-        incidents=IncidentRegistry(clock=clock),
-        commands=CommandQueue(clock=clock),
-    )
-    shared.incidents.load_records(store.load_incidents())
-    restore_former_attempts(shared.fleet, store.load_latest_attempts(), clock)
-    announcer = _build_announcer(options, shared)
-    heartbeats = _build_heartbeat_applier(options, shared, announcer)
-    heartbeat_queue = HeartbeatQueue(heartbeats.apply_heartbeat, shared.load)
-    reader = AttemptReader(heartbeat_queue)
-    loop = _build_diagnosis_loop(options, shared, announcer, heartbeats, reader)
-    return Watch(
-        clock=clock,
-        store=store,
-        alerter=alerter,
-        events=events,
-        fleet=shared.fleet,
-        agents=shared.agents,
-        incidents=shared.incidents,
-        commands=shared.commands,
-        on_demand=heartbeats.on_demand,
-        performance=shared.performance,
-        counters=shared.counters,
-        load=shared.load,
-        intervals=heartbeats.intervals,
-        persistence=announcer.persistence,
-        heartbeats=heartbeats,
-        heartbeat_queue=heartbeat_queue,
-        states=loop.states,
-        diagnoser=loop.diagnoser,
-        loop=loop,
-        job_claims=build_job_claims(
-            JobHandover(
+    def __init__(
+        self,
+        options: WatchOptions,
+        *,
+        clock: Clock,
+        store: Store,
+        alerter: Alerter,
+        events: EventLog,
+    ) -> None:
+        """Restores incidents and former attempts from the database."""
+        self.clock, self.store, self.alerter, self.events = clock, store, alerter, events
+        self.fleet, self.agents = Fleet(), AgentRegistry()
+        self.performance, self.counters, self.load = PerformanceTotals(), Counters(), Load()
+        self.incidents = IncidentRegistry(clock=clock)
+        self.incidents.load_records(store.load_incidents())
+        restore_former_attempts(self.fleet, store.load_latest_attempts(), clock)
+        self.commands = CommandQueue(clock=clock)
+        self.on_demand = OnDemandEvidence(
+            dumps=DumpRegistry(clock=clock, command_queue=self.commands),
+            recordings=RecordingRegistry(clock=clock, command_queue=self.commands),
+            traces=TraceRegistry(clock=clock),
+        )
+        self.intervals = ReportIntervals(
+            configured_limits=options.limits, load=self.load, agents=self.agents
+        )
+        self.persistence = PersistenceWorker(
+            store=store,
+            clock=clock,
+            alert_sender=alerter,
+            incidents=self.incidents,
+            retention_days=options.retention_days,
+            retention_mb=options.retention_mb,
+            keep=lambda: announcer.list_pinned(),
+        )
+        announcer = IncidentAnnouncer(
+            clock=clock,
+            fleet=self.fleet,
+            incidents=self.incidents,
+            commands=self.commands,
+            persistence=self.persistence,
+            events=events,
+            repeat_after_s=options.repeat_after_s,
+        )
+        aborter = None
+        if options.abort_rules is not None:
+            aborter = Aborter(
+                rules=options.abort_rules,
                 clock=clock,
-                fleet=shared.fleet,
-                incidents=shared.incidents,
-                persistence=announcer.persistence,
-                retention=loop.retention,
-            ),
-            store,
-        ),
-    )
+                store=store,
+                incidents=self.incidents,
+                fleet=self.fleet,
+                orders=AbortOrders(clock=clock, incidents=self.incidents, commands=self.commands),
+                persistence=self.persistence,
+                is_evidence_complete=announcer.is_evidence_complete,
+            )
+        report_scheduler = ReportScheduler(
+            fleet=self.fleet,
+            commands=self.commands,
+            traces=self.on_demand.traces,
+            load=self.load,
+        )
+        self.heartbeats = HeartbeatApplier(
+            clock=clock,
+            fleet=self.fleet,
+            agents=self.agents,
+            counters=self.counters,
+            performance=self.performance,
+            commands=self.commands,
+            on_demand=self.on_demand,
+            aborter=aborter,
+            report_scheduler=report_scheduler,
+            intervals=self.intervals,
+        )
+        self.heartbeat_queue = HeartbeatQueue(self.heartbeats.apply_heartbeat, self.load)
+        reader = AttemptReader(self.heartbeat_queue)
+        backoff = DiagnosisBackoff(options.limits.stall_after_s)
+        self.diagnoser = Diagnoser(
+            clock=clock,
+            incidents=self.incidents,
+            commands=self.commands,
+            report_scheduler=report_scheduler,
+            intervals=self.intervals,
+            backoff=backoff,
+            reader=reader,
+            counters=self.counters,
+        )
+        self.states = StatePublisher(
+            clock=clock,
+            fleet=self.fleet,
+            incidents=self.incidents,
+            persistence=self.persistence,
+            events=events,
+            backoff=backoff,
+            reader=reader,
+            intervals=self.intervals,
+        )
+        retention = Retention(
+            fleet=self.fleet,
+            agents=self.agents,
+            on_attempt_dropped=self._forget_attempt,
+            on_agent_dropped=self._forget_agent,
+        )
+        self.loop = DiagnosisLoop(
+            clock=clock,
+            fleet=self.fleet,
+            incidents=self.incidents,
+            commands=self.commands,
+            heartbeats=self.heartbeats,
+            diagnoser=self.diagnoser,
+            announcer=announcer,
+            states=self.states,
+            retention=retention,
+            report_scheduler=report_scheduler,
+            aborter=aborter,
+        )
+        self.job_claims: JobClaims | None = None  # of servers that share a database
+        if store.job_locks is not None:
+            handover = JobHandover(
+                clock=clock,
+                fleet=self.fleet,
+                incidents=self.incidents,
+                persistence=self.persistence,
+                retention=retention,
+            )
+            self.job_claims = JobClaims(
+                clock=clock,
+                store=store,
+                locks=store.job_locks,
+                fleet=self.fleet,
+                adopt_job=handover.adopt_job,
+                give_up_job=handover.give_up_job,
+            )
 
+    def _forget_attempt(self, attempt: Attempt) -> None:
+        self.states.forget_attempt(attempt)
+        self.diagnoser.forget_attempt(attempt.key)
+        self.performance.attempts.pop(attempt.key, None)
+        self.persistence.forget_attempt(attempt.key)
 
-def _build_announcer(options: WatchOptions, shared: _SharedState) -> IncidentAnnouncer:
-    """Builds the announcer of incidents and the worker that stores them."""
-    persistence = PersistenceWorker(
-        store=shared.store,
-        clock=shared.clock,
-        alert_sender=shared.alerter,
-        incidents=shared.incidents,
-        retention_days=options.retention_days,
-        retention_mb=options.retention_mb,
-        keep=lambda: announcer.list_pinned(),
-    )
-    announcer = IncidentAnnouncer(
-        clock=shared.clock,
-        fleet=shared.fleet,
-        incidents=shared.incidents,
-        commands=shared.commands,
-        persistence=persistence,
-        events=shared.events,
-        repeat_after_s=options.repeat_after_s,
-    )
-    return announcer
-
-
-def _build_heartbeat_applier(
-    options: WatchOptions, shared: _SharedState, announcer: IncidentAnnouncer
-) -> HeartbeatApplier:
-    clock, commands = shared.clock, shared.commands
-    on_demand = OnDemandEvidence(
-        dumps=DumpRegistry(clock=clock, command_queue=commands),
-        recordings=RecordingRegistry(clock=clock, command_queue=commands),
-        traces=TraceRegistry(clock=clock),
-    )
-    aborter = None
-    if options.abort_rules is not None:
-        aborter = _build_aborter(options.abort_rules, shared, announcer)
-    return HeartbeatApplier(
-        clock=clock,
-        fleet=shared.fleet,
-        agents=shared.agents,
-        counters=shared.counters,
-        performance=shared.performance,
-        commands=commands,
-        on_demand=on_demand,
-        aborter=aborter,
-        report_scheduler=ReportScheduler(
-            fleet=shared.fleet, commands=commands, traces=on_demand.traces, load=shared.load
-        ),
-        intervals=ReportIntervals(
-            configured_limits=options.limits, load=shared.load, agents=shared.agents
-        ),
-    )
-
-
-def _build_aborter(rules: Rules, shared: _SharedState, announcer: IncidentAnnouncer) -> Aborter:
-    clock, incidents = shared.clock, shared.incidents
-    return Aborter(
-        rules=rules,
-        clock=clock,
-        store=shared.store,
-        incidents=incidents,
-        fleet=shared.fleet,
-        orders=AbortOrders(clock=clock, incidents=incidents, commands=shared.commands),
-        persistence=announcer.persistence,
-        is_evidence_complete=announcer.is_evidence_complete,
-    )
-
-
-def _build_diagnosis_loop(
-    options: WatchOptions,
-    shared: _SharedState,
-    announcer: IncidentAnnouncer,
-    heartbeats: HeartbeatApplier,
-    reader: AttemptReader,
-) -> DiagnosisLoop:
-    backoff = DiagnosisBackoff(options.limits.stall_after_s)
-    diagnoser = Diagnoser(
-        clock=shared.clock,
-        incidents=shared.incidents,
-        commands=shared.commands,
-        report_scheduler=heartbeats.report_scheduler,
-        intervals=heartbeats.intervals,
-        backoff=backoff,
-        reader=reader,
-        counters=shared.counters,
-    )
-    states = StatePublisher(
-        clock=shared.clock,
-        fleet=shared.fleet,
-        incidents=shared.incidents,
-        persistence=announcer.persistence,
-        events=shared.events,
-        backoff=backoff,
-        reader=reader,
-        intervals=heartbeats.intervals,
-    )
-    return DiagnosisLoop(
-        clock=shared.clock,
-        fleet=shared.fleet,
-        incidents=shared.incidents,
-        commands=shared.commands,
-        heartbeats=heartbeats,
-        diagnoser=diagnoser,
-        announcer=announcer,
-        states=states,
-        retention=_build_retention(
-            shared, states, diagnoser, announcer.persistence, heartbeats.report_scheduler
-        ),
-        report_scheduler=heartbeats.report_scheduler,
-        aborter=heartbeats.aborter,
-    )
-
-
-def _build_retention(
-    shared: _SharedState,
-    states: StatePublisher,
-    diagnoser: Diagnoser,
-    persistence: PersistenceWorker,
-    report_scheduler: ReportScheduler,
-) -> Retention:
-    """Builds the retention of the fleet, and has the other parts forget what it drops."""
-    performance = shared.performance
-
-    def drop_attempt(attempt: Attempt) -> None:
-        states.forget_attempt(attempt)
-        diagnoser.forget_attempt(attempt.key)
-        performance.attempts.pop(attempt.key, None)
-        persistence.forget_attempt(attempt.key)
-
-    def drop_agent(agent_id: str) -> None:
-        report_scheduler.forget_agent(agent_id)
-        performance.forget_agent(agent_id)
-
-    return Retention(
-        fleet=shared.fleet,
-        agents=shared.agents,
-        on_attempt_dropped=drop_attempt,
-        on_agent_dropped=drop_agent,
-    )
+    def _forget_agent(self, agent_id: str) -> None:
+        self.heartbeats.report_scheduler.forget_agent(agent_id)
+        self.performance.forget_agent(agent_id)
