@@ -22,15 +22,15 @@ REPLY_TIMEOUT_S = 30.0  # for a node agent: it runs py-spy on two processes at a
 MAX_KEPT_DUMPS = 50
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class DumpedRank:
     rank: int
-    status: Literal["pending", "done", "failed"]
+    status: Literal["pending", "done", "failed"] = "pending"
     error: str | None = None
     stacks: tuple[MergedStack, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Dump:
     """The stacks of some ranks, as far as they have arrived."""
 
@@ -38,113 +38,87 @@ class Dump:
     job: str
     attempt: int
     native: bool
-    status: Literal["pending", "done"]
+    requested_at: float  # on the monotonic clock
     created_at: datetime
-    ranks: tuple[DumpedRank, ...]
+    ranks: list[DumpedRank] = field(default_factory=list)
+    ranks_by_command: dict[str, DumpedRank] = field(default_factory=dict)
 
-
-@dataclass(slots=True, kw_only=True)
-class _DumpRecord:
-    id: str
-    job: str
-    attempt: int
-    native: bool
-    requested_at: float
-    created_at: datetime
-    ranks: dict[int, DumpedRank]
-    rank_of_command: dict[str, int]
+    @property
+    def status(self) -> Literal["pending", "done"]:
+        return "pending" if any(rank.status == "pending" for rank in self.ranks) else "done"
 
 
 @dataclass(slots=True, kw_only=True)
 class DumpRegistry:
     clock: Clock
     command_queue: CommandQueue
-    records: dict[str, _DumpRecord] = field(default_factory=dict)
+    records: dict[str, Dump] = field(default_factory=dict)
 
     def request_dump(
         self, attempt: Attempt, ranks: Sequence[int], native: bool, now: float
     ) -> Dump:
         """Requests the stacks of ``ranks``, each of which must be in ``attempt.processes``."""
-        dump = _DumpRecord(
+        dump = Dump(
             id=ulid(self.clock.wall()),
             job=attempt.job,
             attempt=attempt.number,
             native=native,
             requested_at=now,
             created_at=self.clock.date(now),
-            ranks={},
-            rank_of_command={},
         )
         for rank in dict.fromkeys(ranks):
-            process = attempt.processes[rank]
-            if process.exit is not None:
-                exit_detail = (
-                    f"the process of rank {rank} (pid {process.identity.pid} on {process.host}) has"
-                    " exited: it has no stack"
-                )
-                dump.ranks[rank] = DumpedRank(rank=rank, status="failed", error=exit_detail)
-            else:
-                dump.ranks[rank] = DumpedRank(rank=rank, status="pending")
+            process, dumped = attempt.processes[rank], DumpedRank(rank=rank)
+            dump.ranks.append(dumped)
+            if process.exit is None:
                 command_id = self.command_queue.queue_command(
                     process, CommandKind.STACKS, now, native=native
                 )
-                dump.rank_of_command[command_id] = rank
+                dump.ranks_by_command[command_id] = dumped
+            else:
+                dumped.status = "failed"
+                dumped.error = (
+                    f"the process of rank {rank} (pid {process.identity.pid} on {process.host}) has"
+                    " exited: it has no stack"
+                )
         self.records[dump.id] = dump
         while len(self.records) > MAX_KEPT_DUMPS:
             del self.records[next(iter(self.records))]
-        return _describe_dump(dump)
+        return dump
 
     def apply_samples(self, samples: Sequence[heartbeat.StackReply], now: float) -> None:
         """Applies the replies of a heartbeat."""
         for reply in samples:
             for dump in self.records.values():
-                rank = dump.rank_of_command.get(reply.request)
-                if rank is not None:
-                    dump.ranks[rank] = self._build_dumped_rank(rank, reply, now)
+                dumped = dump.ranks_by_command.get(reply.request)
+                if dumped is not None:
+                    self._apply_reply(dumped, reply, now)
 
     def find_dump(self, id: str, now: float) -> Dump | None:
         dump = self.records.get(id)
         if dump is None:
             return None
         if now - dump.requested_at > REPLY_TIMEOUT_S:
-            timeout_detail = (
-                f"its node agent did not reply within {REPLY_TIMEOUT_S:.0f} s: check that the hangwatch"
-                " agent runs on its host"
-            )
-            for rank, state in dump.ranks.items():
-                if state.status == "pending":
-                    dump.ranks[rank] = DumpedRank(rank=rank, status="failed", error=timeout_detail)
-        return _describe_dump(dump)
+            for dumped in dump.ranks:
+                if dumped.status == "pending":
+                    dumped.status = "failed"
+                    dumped.error = (
+                        f"its node agent did not reply within {REPLY_TIMEOUT_S:.0f} s: check that the"
+                        " hangwatch agent runs on its host"
+                    )
+        return dump
 
-    def _build_dumped_rank(self, rank: int, reply: heartbeat.StackReply, now: float) -> DumpedRank:
+    def _apply_reply(self, dumped: DumpedRank, reply: heartbeat.StackReply, now: float) -> None:
         sample = StackSample.from_reply(reply, now)
         caller = sample.calling_thread
         caller_first = sorted(sample.threads, key=lambda t: t is not caller)
-        error = reply.error
-        if error is None and not caller_first:
-            error = "the dump holds no thread"
-        return DumpedRank(
-            rank=rank,
-            status="done" if caller_first else "failed",
-            error=error,
-            stacks=tuple(
-                evidence.make_stack([rank], sample, thread, self.clock.date)
-                for thread in caller_first
-            ),
+        dumped.status = "done" if caller_first else "failed"
+        dumped.error = reply.error
+        if dumped.error is None and not caller_first:
+            dumped.error = "the dump holds no thread"
+        dumped.stacks = tuple(
+            evidence.make_stack([dumped.rank], sample, thread, self.clock.date)
+            for thread in caller_first
         )
-
-
-def _describe_dump(dump: _DumpRecord) -> Dump:
-    pending = any(r.status == "pending" for r in dump.ranks.values())
-    return Dump(
-        id=dump.id,
-        job=dump.job,
-        attempt=dump.attempt,
-        native=dump.native,
-        status="pending" if pending else "done",
-        created_at=dump.created_at,
-        ranks=tuple(dump.ranks.values()),
-    )
 
 
 def build_dump_document(dump: Dump) -> dict[str, Any]:
