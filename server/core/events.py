@@ -7,6 +7,7 @@ Format: https://html.spec.whatwg.org/multipage/server-sent-events.html
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -19,6 +20,11 @@ from .waiting import wait_for_event
 MAX_KEPT_EVENTS = 4096
 MAX_KEPT_BYTES = 32 << 20  # the events of a large job have 100,000 ranks
 KEEP_ALIVE_S = 15.0  # without events: then a comment is sent, so that proxies keep the connection
+
+
+def encode_event(kind: str, data: object) -> str:
+    """An event without an id: a reader that reconnects cannot resume after it."""
+    return f"event: {kind}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,11 @@ for each reader; here an event is encoded once for all readers, and ``alive`` re
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from fastapi.responses import StreamingResponse
 
+from ..core.events import encode_event
 from ..core.problems import Problem
 from .app_state import AppState
 from .rendering import render_parts
@@ -65,11 +65,11 @@ async def follow_page(
                 ("page", key), lambda: _encode_parts(render_parts(template, **values()))
             )
         except Problem as problem:  # the page's subject no longer exists
-            yield _encode_event("gone", {"detail": problem.detail})
+            yield encode_event("gone", {"detail": problem.detail})
             return
         changed_events = [text for name, text in now.items() if sent.get(name) != text]
         if not changed_events and loop.time() - last_sent_at >= ALIVE_INTERVAL_S:
-            changed_events = [_encode_event("alive", {})]
+            changed_events = [encode_event("alive", {})]
         if changed_events:
             last_sent_at = loop.time()
             yield "".join(changed_events)
@@ -78,8 +78,4 @@ async def follow_page(
 
 
 def _encode_parts(parts: Mapping[str, str]) -> dict[str, str]:
-    return {name: _encode_event("part", {"id": name, "html": html}) for name, html in parts.items()}
-
-
-def _encode_event(kind: str, data: object) -> str:
-    return f"event: {kind}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
+    return {name: encode_event("part", {"id": name, "html": html}) for name, html in parts.items()}

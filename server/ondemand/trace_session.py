@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from hangwatch.model.calls import Site
 from hangwatch.protocol.live import CallKind, TracedCall
+from hangwatch.report.documents import build_site_document
 from hangwatch.tracking.process import Process
 
 MAX_PENDING_EVENTS = 20_000  # for a client that reads more slowly than calls are made
@@ -121,16 +121,10 @@ class TraceSession:
             "peer": None if stream is None else stream.peer,
             "group": None if group is None else {"name": group.name, "desc": group.desc},
             "seq": call.seq,
-            "site": _describe_site(kind.site),
+            "site": build_site_document(kind.site),
             "async": None if kind.blocking is None else not kind.blocking,
             "within_s": call.within_s,
             "pending": call.pending,
             "raised": call.raised,
             "values": None if call.values is None else dataclasses.asdict(call.values),
         }
-
-
-def _describe_site(site: Site | None) -> dict[str, Any] | None:
-    if site is None:
-        return None
-    return {"file": site.file, "line": site.line, "function": site.function}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
+from ..core.events import encode_event
 from ..core.waiting import wait_for_event
 from .trace_session import TraceSession
 from .tracing import TraceRegistry
@@ -27,7 +26,7 @@ async def stream_events(
             last_sent_at = clock.monotonic()
             yield _encode_chunk(session)
         if session.is_done or is_closed():
-            yield _encode_event("end", {"reason": _get_end_reason(session, is_closed())})
+            yield encode_event("end", {"reason": _get_end_reason(session, is_closed())})
             return
         if clock.monotonic() - last_sent_at >= KEEPALIVE_INTERVAL_S:
             last_sent_at = clock.monotonic()
@@ -44,8 +43,4 @@ def _get_end_reason(session: TraceSession, is_closed: bool) -> str:
 
 def _encode_chunk(session: TraceSession) -> str:
     count = min(len(session.events), MAX_EVENTS_PER_CHUNK)
-    return "".join(_encode_event(*session.events.popleft()) for _ in range(count))
-
-
-def _encode_event(name: str, data: dict[str, Any]) -> str:
-    return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
+    return "".join(encode_event(*session.events.popleft()) for _ in range(count))
