@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hangwatch.model.threads import Frame
 
@@ -21,20 +22,24 @@ _WRAPPER = re.compile(r"<locals>|^(wrapper|inner|wrapped|decorate_context)$|_cal
 CountedStacks = Iterable[tuple[tuple[Frame, ...], int]]  # outermost frame first, samples
 
 
+class LineSamples(NamedTuple):
+    line: int
+    samples: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileNode:
     """A function of the user's code. With ``library``, the library function that the user's line
-    above calls; ``leaf_frame`` is then the most frequent innermost frame.
+    above calls; ``ends`` is then the most frequent innermost frame.
     """
 
     function: str
     file: str
     library: bool
     samples: int  # in it, and in what it calls
-    own_samples: int  # of these, in its own lines
-    # The most frequent lines, and the number of samples in each.
-    lines: tuple[tuple[int, int], ...] = ()
-    leaf_frame: Frame | None = None
+    own: int  # of these, in its own lines
+    lines: tuple[LineSamples, ...] = ()  # the most frequent ones
+    ends: Frame | None = None
     children: tuple[ProfileNode, ...] = ()
 
 
@@ -91,17 +96,17 @@ def _build_nodes(node: _NodeBuilder, min_samples: float) -> tuple[ProfileNode, .
 
 
 def _build_node(builder: _NodeBuilder, min_samples: float) -> ProfileNode:
-    leaf_frame = None
+    ends = None
     if builder.leaf_frames:
-        leaf_frame = max(builder.leaf_frames, key=lambda frame: builder.leaf_frames[frame])
+        ends = max(builder.leaf_frames, key=lambda frame: builder.leaf_frames[frame])
     return ProfileNode(
         function=builder.first_frame.function,
         file=builder.first_frame.file,
         library=builder.library,
         samples=builder.samples,
-        own_samples=builder.own_samples,
-        lines=tuple(builder.lines.most_common(_MAX_LINES)),
-        leaf_frame=leaf_frame,
+        own=builder.own_samples,
+        lines=tuple(LineSamples(*counted) for counted in builder.lines.most_common(_MAX_LINES)),
+        ends=ends,
         children=_build_nodes(builder, min_samples),
     )
 

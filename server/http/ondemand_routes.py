@@ -232,7 +232,7 @@ def _find_finished_recording(live: AppState, id: str) -> RecordingRecord:
             f"recording {id} is still in progress: see /api/v1/recordings/{id}",
             headers={"Retry-After": "2"},
         )
-    if not record.has_profile:
+    if not record.profile_bytes:
         raise Problem(
             409, f"recording {id} failed on every rank: /api/v1/recordings/{id} shows why"
         )
@@ -240,7 +240,7 @@ def _find_finished_recording(live: AppState, id: str) -> RecordingRecord:
 
 
 def _format_title(recording: RecordingRecord) -> str:
-    sampled = [number for number, rank in recording.ranks.items() if rank.profile]
+    sampled = [rank.rank for rank in recording.ranks if rank.profile]
     moment = f"{recording.created_at:%Y-%m-%d %H:%M:%S} UTC"
     return (
         f"job {recording.job}, {name_ranks(sampled)}: {recording.request.seconds} s at {recording.request.rate} Hz,"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 
-from hangwatch.stacks.call_tree import ProfileNode, build_call_tree, find_hottest_functions
+from hangwatch.protocol.live import RecordingReply
+from hangwatch.stacks.call_tree import build_call_tree, find_hottest_functions
 from hangwatch.stacks.profile import Profile, ThreadProfile, unpack_profile
 
-from ..core.api_model import Frame
 from . import schema
 from .recordings import RankRecording, RecordingRecord
 
@@ -19,7 +19,7 @@ def describe_recording(record: RecordingRecord) -> schema.Recording:
         attempt=record.attempt,
         status="pending" if record.is_pending else "done",
         created_at=record.created_at,
-        ranks=[_get_rank_document(rank) for rank in record.ranks.values()],
+        ranks=[_describe_rank(rank) for rank in record.ranks],
         **record.request.model_dump(include={"seconds", "rate", "native", "gil"}),
     )
 
@@ -27,40 +27,39 @@ def describe_recording(record: RecordingRecord) -> schema.Recording:
 def unpack_profiles(record: RecordingRecord) -> list[tuple[int, Profile]]:
     """The valid profiles, by rank. `describe_recording` reports the invalid ones."""
     profiles: list[tuple[int, Profile]] = []
-    for rank in record.ranks.values():
+    for rank in record.ranks:
         if rank.profile:
             with contextlib.suppress(ValueError):
                 profiles.append((rank.rank, unpack_profile(rank.profile)))
     return profiles
 
 
-def _get_rank_document(rank: RankRecording) -> schema.RecordedRank:
-    if rank.document is None or rank.document.status != rank.status:
-        rank.document = _describe_rank_recording(rank)
+def _describe_rank(rank: RankRecording) -> schema.RecordedRank:
+    reply = rank.reply
+    if reply is None or not reply.profile:
+        return schema.RecordedRank(rank=rank.rank, status=rank.status, error=rank.error)
+    if rank.document is None:
+        rank.document = _describe_profile(rank.rank, reply)
     return rank.document
 
 
-def _describe_rank_recording(rank: RankRecording) -> schema.RecordedRank:
-    if rank.reply is None or not rank.profile:
-        return schema.RecordedRank.model_validate(
-            {"rank": rank.rank, "status": rank.status, "error": rank.error}
-        )
+def _describe_profile(rank: int, reply: RecordingReply) -> schema.RecordedRank:
     try:
-        profile = unpack_profile(rank.profile)
+        profile = unpack_profile(reply.profile)
     except ValueError as error:
         detail = (
             f"its node agent's reply is not understood ({error}): install the same release of"
             " hangwatch on both sides"
         )
-        return schema.RecordedRank(rank=rank.rank, status="failed", error=detail)
-    note = rank.reply.note
+        return schema.RecordedRank(rank=rank, status="failed", error=detail)
+    note = reply.note
     if not note and profile.dropped_samples:
         note = f"{profile.dropped_samples} samples of rare stacks were dropped"
     return schema.RecordedRank(
-        rank=rank.rank,
+        rank=rank,
         status="done",
         note=note,
-        seconds=rank.reply.seconds,
+        seconds=reply.seconds,
         threads=[_describe_thread(thread) for thread in profile.shown_threads],
         resting=len(profile.threads) - len(profile.shown_threads),
     )
@@ -73,27 +72,14 @@ def _describe_thread(thread: ThreadProfile) -> schema.ThreadTime:
         )
         for frame, samples in find_hottest_functions(thread.stacks)
     ]
+    tree = [
+        schema.FunctionTime.model_validate(node, from_attributes=True)
+        for node in build_call_tree(thread.stacks)
+    ]
     return schema.ThreadTime(
         thread=thread.thread,
         main=thread.is_main,
         samples=thread.sample_count,
         hottest=hottest,
-        tree=[_describe_node(node) for node in build_call_tree(thread.stacks)],
-    )
-
-
-def _describe_node(node: ProfileNode) -> schema.FunctionTime:
-    leaf = node.leaf_frame
-    ends = None
-    if leaf is not None:
-        ends = Frame(function=leaf.function, file=leaf.file, line=leaf.line)
-    return schema.FunctionTime(
-        function=node.function,
-        file=node.file,
-        library=node.library,
-        samples=node.samples,
-        own=node.own_samples,
-        lines=[schema.LineTime(line=line, samples=samples) for line, samples in node.lines],
-        ends=ends,
-        children=[_describe_node(child) for child in node.children],
+        tree=tree,
     )

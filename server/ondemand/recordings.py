@@ -21,23 +21,22 @@ OVERHEAD_S = 25.0
 NATIVE_OVERHEAD_S = 60.0
 MAX_KEPT_RECORDINGS = 20
 MAX_KEPT_BYTES = 64 << 20  # of profiles
-ACTIVE_STATUSES = ("waiting", "recording")
 
 
 @dataclass(slots=True, kw_only=True)
 class RankRecording:
     rank: int
     agent: str = ""
-    status: str = "waiting"  # or recording, done, failed
+    status: schema.RecordingStatus = "waiting"
     deadline: float = 0.0
     reply: RecordingReply | None = None
     error: str | None = None
-    # Made on the first request after a change of status, since building a profile takes a while.
+    # Of the profile. Made on the first request, since that takes a while.
     document: schema.RecordedRank | None = None
 
     @property
     def is_active(self) -> bool:
-        return self.status in ACTIVE_STATUSES
+        return self.status in ("waiting", "recording")
 
     @property
     def profile(self) -> str:
@@ -56,20 +55,17 @@ class RecordingRecord:
     attempt: int
     request: schema.RecordingRequest
     created_at: datetime
-    ranks: dict[int, RankRecording] = field(default_factory=dict)
-    rank_of_command: dict[str, int] = field(default_factory=dict)
+    ranks: list[RankRecording] = field(default_factory=list)
+    ranks_by_command: dict[str, RankRecording] = field(default_factory=dict)
 
     @property
     def is_pending(self) -> bool:
-        return any(rank.is_active for rank in self.ranks.values())
-
-    @property
-    def has_profile(self) -> bool:
-        return any(rank.profile for rank in self.ranks.values())
+        return any(rank.is_active for rank in self.ranks)
 
     @property
     def profile_bytes(self) -> int:
-        return sum(len(rank.profile) for rank in self.ranks.values())
+        """0 if there is no profile."""
+        return sum(len(rank.profile) for rank in self.ranks)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,7 +83,7 @@ class RecordingRegistry:
         agents = {attempt.processes[rank].agent for rank in ranks}
         for record in self.records.values():
             self._expire_ranks(record, now)
-            if any(rank.is_active and rank.agent in agents for rank in record.ranks.values()):
+            if any(rank.is_active and rank.agent in agents for rank in record.ranks):
                 return record.id
         return None
 
@@ -107,9 +103,9 @@ class RecordingRegistry:
         ranks_per_agent: dict[str, int] = {}
         for rank in dict.fromkeys(request.ranks):
             process = attempt.processes[rank]
-            record.ranks[rank] = recorded = RankRecording(rank=rank, agent=process.agent)
+            recorded = RankRecording(rank=rank, agent=process.agent)
+            record.ranks.append(recorded)
             if process.exit is not None:
-                recorded.agent = ""
                 recorded.fail(
                     f"the process of rank {rank} (pid {process.identity.pid} on {process.host}) has"
                     " exited"
@@ -120,7 +116,7 @@ class RecordingRegistry:
             longest_s = position * _compute_max_duration_s(request)
             recorded.deadline = now + START_TIMEOUT_S + longest_s
             command_id = self._queue_start(process, request, now)
-            record.rank_of_command[command_id] = rank
+            record.ranks_by_command[command_id] = recorded
         self.records[record.id] = record
         self._drop_oldest()
         return record
@@ -138,8 +134,8 @@ class RecordingRegistry:
 
     def stop_recording(self, record: RecordingRecord, attempt: Attempt, now: float) -> None:
         """Ends the ranks that are still recorded; what was sampled so far is kept."""
-        for command_id, rank in record.rank_of_command.items():
-            recorded, process = record.ranks[rank], attempt.processes.get(rank)
+        for command_id, recorded in record.ranks_by_command.items():
+            process = attempt.processes.get(recorded.rank)
             if not recorded.is_active or process is None:
                 continue
             self.command_queue.queue_command(process, CommandKind.RECORD, now, ends=command_id)
@@ -149,9 +145,9 @@ class RecordingRegistry:
         """Applies the replies of a heartbeat. A repeated reply is ignored."""
         for reply in replies:
             for record in self.records.values():
-                rank = record.rank_of_command.get(reply.request)
-                if rank is not None:
-                    _apply_reply(record, record.ranks[rank], reply, now)
+                recorded = record.ranks_by_command.get(reply.request)
+                if recorded is not None and recorded.is_active:
+                    _apply_reply(record, recorded, reply, now)
         if replies:
             self._drop_oldest()
 
@@ -162,7 +158,7 @@ class RecordingRegistry:
         return record
 
     def _expire_ranks(self, record: RecordingRecord, now: float) -> None:
-        for rank in record.ranks.values():
+        for rank in record.ranks:
             if rank.is_active and now > rank.deadline:
                 action = "begin" if rank.status == "waiting" else "end"
                 rank.fail(
@@ -186,8 +182,6 @@ def _compute_max_duration_s(request: schema.RecordingRequest) -> float:
 def _apply_reply(
     record: RecordingRecord, recorded: RankRecording, reply: RecordingReply, now: float
 ) -> None:
-    if not recorded.is_active:
-        return
     if reply.begun:
         recorded.status = "recording"
         recorded.deadline = now + _compute_max_duration_s(record.request)

@@ -12,6 +12,8 @@ from ..core.api_model import ApiModel, Frame
 
 MAX_RECORDED_RANKS = 64  # of one recording
 
+RecordingStatus = Literal["waiting", "recording", "done", "failed"]  # of one rank
+
 
 class RecordingRequest(ApiModel):
     """``job`` may be omitted if only one is known."""
@@ -81,7 +83,7 @@ class ThreadTime(ApiModel):
 
 class RecordedRank(ApiModel):
     rank: int
-    status: Literal["waiting", "recording", "done", "failed"]
+    status: RecordingStatus
     error: str | None = None
     note: str = ""  # in what way the recording falls short of the request
     seconds: float = 0.0  # how long it was sampled

@@ -12,7 +12,6 @@ from hangwatch.report.profiles import format_recording
 from hangwatch.server.http import recording_files
 from hangwatch.server.ondemand import schema
 from hangwatch.stacks.call_tree import (
-    ProfileNode,
     build_call_tree,
     find_hottest_functions,
     layout_bars,
@@ -87,7 +86,7 @@ def test_too_many_stacks_lose_the_rarest(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_libraries_fold_and_user_frames_stay(profile: Profile) -> None:
     (module,) = build_call_tree(profile.threads[0].stacks)
     (train,) = module.children
-    assert (train.function, train.samples, train.own_samples, train.lines) == (
+    assert (train.function, train.samples, train.own, train.lines) == (
         "train",
         100,
         10,
@@ -95,10 +94,8 @@ def test_libraries_fold_and_user_frames_stay(profile: Profile) -> None:
     )
     backward, forward = train.children
     assert (backward.function, backward.library, backward.samples) == ("Tensor.backward", True, 60)
-    assert (
-        backward.leaf_frame is not None and backward.leaf_frame.function == "_engine_run_backward"
-    )
-    assert (forward.function, forward.library, forward.own_samples) == (
+    assert backward.ends is not None and backward.ends.function == "_engine_run_backward"
+    assert (forward.function, forward.library, forward.own) == (
         "forward",
         False,
         30,
@@ -159,14 +156,6 @@ def test_profile_files(profile: Profile) -> None:
 
 
 def test_profile_text(profile: Profile) -> None:
-    def convert_node(node: ProfileNode) -> schema.FunctionTime:
-        return schema.FunctionTime(
-            function=node.function, file=node.file, library=node.library, samples=node.samples, own=node.own_samples,
-            lines=[schema.LineTime(line=line, samples=n) for line, n in node.lines],
-            ends=node.leaf_frame and {"function": node.leaf_frame.function, "file": node.leaf_frame.file, "line": node.leaf_frame.line},
-            children=[convert_node(c) for c in node.children],
-        )  # fmt: skip
-
     main = profile.threads[0]
     hot = [
         schema.HotFunction(function=f.function, file=f.file, line=f.line, samples=n)
@@ -177,7 +166,10 @@ def test_profile_text(profile: Profile) -> None:
         main=True,
         samples=100,
         hottest=hot,
-        tree=[convert_node(n) for n in build_call_tree(main.stacks)],
+        tree=[
+            schema.FunctionTime.model_validate(node, from_attributes=True)
+            for node in build_call_tree(main.stacks)
+        ],
     )
     ranks = [
         {"rank": 1, "seconds": 1.0, "threads": [thread.model_dump()], "resting": 2},
