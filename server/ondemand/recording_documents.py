@@ -20,7 +20,7 @@ def describe_recording(record: RecordingRecord) -> schema.Recording:
         status="pending" if record.is_pending else "done",
         created_at=record.created_at,
         ranks=[_describe_rank(rank) for rank in record.ranks],
-        **record.request.model_dump(include={"seconds", "rate", "native", "gil"}),
+        **record.request.options,
     )
 
 

@@ -9,7 +9,6 @@ from datetime import datetime
 from hangwatch.protocol.commands import CommandKind
 from hangwatch.protocol.live import RecordingReply
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.process import Process
 
 from ..core.clock import Clock, ulid
 from ..ingest.command_queue import CommandQueue
@@ -115,22 +114,13 @@ class RecordingRegistry:
             ranks_per_agent[process.agent] = position
             longest_s = position * _compute_max_duration_s(request)
             recorded.deadline = now + START_TIMEOUT_S + longest_s
-            command_id = self._queue_start(process, request, now)
+            command_id = self.command_queue.queue_command(
+                process, CommandKind.RECORD, now, **request.options
+            )
             record.ranks_by_command[command_id] = recorded
         self.records[record.id] = record
         self._drop_oldest()
         return record
-
-    def _queue_start(self, process: Process, request: schema.RecordingRequest, now: float) -> str:
-        return self.command_queue.queue_command(
-            process,
-            CommandKind.RECORD,
-            now,
-            seconds=request.seconds,
-            rate=request.rate,
-            native=request.native,
-            gil=request.gil,
-        )
 
     def stop_recording(self, record: RecordingRecord, attempt: Attempt, now: float) -> None:
         """Ends the ranks that are still recorded; what was sampled so far is kept."""

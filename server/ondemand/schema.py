@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import AwareDatetime, ConfigDict, Field, model_validator
 
@@ -31,6 +31,11 @@ class RecordingRequest(ApiModel):
         default=False,
         description="sample only threads that hold the GIL, instead of all threads",
     )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How to record: seconds, rate, native, gil."""
+        return self.model_dump(exclude={"job", "ranks"})
 
     @model_validator(mode="after")
     def _check_sample_count(self) -> RecordingRequest:
