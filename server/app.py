@@ -80,6 +80,7 @@ def build_app(
         lifespan=lambda _: _run_tasks(live, mcp),
         docs_url=None,
         redoc_url=None,
+        responses=openapi.ERROR_RESPONSES,
     )
     mcp = mcp_endpoint.McpEndpoint(app, token)
     rendering.set_path_prefix(settings.path_prefix)
