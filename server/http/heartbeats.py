@@ -26,12 +26,7 @@ from ..monitor.watch import Watch
 from . import error_pages
 from .access import AgentGrant, Authenticator
 from .app_state import AppState
-from .heartbeat_answers import (
-    REPLY_HEADERS,
-    count_refusal,
-    encode_reply,
-    prepare_heartbeat,
-)
+from .heartbeat_answers import REPLY_HEADERS, count_refusal, encode_reply, prepare_heartbeat
 from .heartbeat_bodies import SIZE_REMEDY, check_content_coding, decode_body
 from .rendering import SECURITY_HEADERS
 
@@ -39,14 +34,11 @@ log = logging.getLogger("hangwatch")
 
 PATH = "/api/v1/heartbeats"
 PROOF_PATH = "/api/v1/proof"
-_POLL_CONTENT = {
-    "application/json": {
-        "schema": {
-            "type": "object",
-            "required": ["agent"],
-            "properties": {"agent": {"type": "string"}},
-        }
-    }
+_HEARTBEAT_SCHEMA = {"$ref": "#/components/schemas/HeartbeatBody"}
+_POLL_SCHEMA = {
+    "type": "object",
+    "required": ["agent"],
+    "properties": {"agent": {"type": "string"}},
 }
 _Handler = Callable[[Mapping[str, str], Receive, Watch, "AgentGrant"], Coroutine[None, None, bytes]]
 _HEADERS = [(name.lower().encode(), value.encode()) for name, value in REPLY_HEADERS.items()]
@@ -115,38 +107,29 @@ async def _send_refusal(refusal: Response, scope: Scope, receive: Receive, send:
 def build_router(live: AppState) -> APIRouter:
     routes = APIRouter(tags=["agents"])
 
+    async def answer_request(request: Request, handle: _Handler) -> Response:
+        body = await handle(request.headers, request.receive, live.watch, AgentGrant())
+        return Response(body, media_type="application/json")
+
     @routes.post(
         PATH,
         summary="A node agent's report; the reply says what it should do next",
-        openapi_extra={
-            "requestBody": {
-                "required": True,
-                "content": {
-                    "application/json": {"schema": {"$ref": "#/components/schemas/HeartbeatBody"}}
-                },
-            }
-        },
+        openapi_extra=_describe_body(_HEARTBEAT_SCHEMA),
     )
     async def post_heartbeat(request: Request) -> Response:
         """For ``/docs``, and for applications without `HeartbeatFastPath`."""
-        return Response(
-            await _handle_heartbeat(request.headers, request.receive, live.watch, AgentGrant()),
-            media_type="application/json",
-        )
+        return await answer_request(request, _handle_heartbeat)
 
     @routes.post(
         COMMANDS_PATH,
         summary="Waits for commands for a node agent",
-        openapi_extra={"requestBody": {"required": True, "content": _POLL_CONTENT}},
+        openapi_extra=_describe_body(_POLL_SCHEMA),
     )
     async def post_poll(request: Request) -> Response:
         """The reply comes as soon as there is a command, or without one after `poll_s` seconds of the
         reply to a heartbeat.
         """
-        return Response(
-            await _handle_poll(request.headers, request.receive, live.watch, AgentGrant()),
-            media_type="application/json",
-        )
+        return await answer_request(request, _handle_poll)
 
     @routes.get(
         PROOF_PATH,
@@ -157,6 +140,11 @@ def build_router(live: AppState) -> APIRouter:
         return {}
 
     return routes
+
+
+def _describe_body(schema: Mapping[str, object]) -> dict[str, object]:
+    """Of a route that decodes its body itself, for ``/openapi.json``."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _decode_headers(raw_headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
