@@ -6,12 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import HistogramMetricFamily, Metric
 
 from hangwatch.performance.distributions import BUCKETS_PER_OCTAVE, DurationHistogram
 from hangwatch.tracking.attempt import Attempt
@@ -19,13 +14,14 @@ from hangwatch.tracking.attempt import Attempt
 from ..performance.job_totals import JobTotals
 from ..performance.views import list_stragglers
 from .app_state import AppState
+from .metric_families import HISTOGRAMS, JOB, make_metric
 from .performance_board import get_ranked_groups
 
 BUCKET_EXPONENTS = range(4, 26, 2)  # powers of two of microseconds: from 16 µs to 17 s
 
 
 def collect_metrics(
-    live: AppState, jobs: Iterable[Attempt], labels: Mapping[str, str], label_name: str
+    live: AppState, jobs: Iterable[Attempt], labels: Mapping[str, str]
 ) -> Iterator[Metric]:
     """Metrics of jobs under their ``labels``, which several may share."""
     totals_by_job: dict[str, JobTotals] = {}
@@ -37,37 +33,31 @@ def collect_metrics(
         stragglers = list_stragglers(get_ranked_groups(live, attempt))
         shares = [straggler.waited_share or 0.0 for straggler in stragglers]
         waited_ratios[job] = max([waited_ratios.get(job, 0.0), *shares])
-    calls = CounterMetricFamily("hangwatch_calls", "Calls by all ranks", labels=[label_name, "op"])
-    size = CounterMetricFamily(
-        "hangwatch_call_bytes",
-        "Sizes of all ranks' calls, as nccl-tests count them",
-        labels=[label_name, "op"],
-    )
-    latency = HistogramMetricFamily(
-        "hangwatch_call_seconds",
-        "From entry to completion, of calls whose completion is known",
-        labels=[label_name, "op"],
-    )
-    spread = HistogramMetricFamily(
-        "hangwatch_arrival_spread_seconds",
-        "From the first to the last arrival at a call of a group, of those compared",
-        labels=[label_name],
-    )
-    ratio = GaugeMetricFamily(
-        "hangwatch_straggler_waited_ratio",
-        "Share of the time in which ranks wait for a straggler, or 0",
-        labels=[label_name],
-    )
-    for job, job_totals in totals_by_job.items():
-        for op, totals in job_totals.operations.items():
-            calls.add_metric([job, op], totals.calls)
-            size.add_metric([job, op], totals.bytes)
-            if totals.latency.counts:
-                latency.add_metric([job, op], _build_buckets(totals.latency), None)
-        if job_totals.spread.counts:
-            spread.add_metric([job], _build_buckets(job_totals.spread), None)
-        ratio.add_metric([job], waited_ratios[job])
-    yield from (calls, size, latency, spread, ratio)
+    totals_by_op = {
+        (job, op): totals
+        for job, job_totals in totals_by_job.items()
+        for op, totals in job_totals.operations.items()
+    }
+    calls = {key: totals.calls for key, totals in totals_by_op.items()}
+    yield make_metric("hangwatch_calls", calls, JOB, "op")
+    sizes = {key: totals.bytes for key, totals in totals_by_op.items()}
+    yield make_metric("hangwatch_call_bytes", sizes, JOB, "op")
+    latencies = [(key, totals.latency) for key, totals in totals_by_op.items()]
+    yield _make_histogram("hangwatch_call_seconds", latencies, JOB, "op")
+    spreads = [((job,), job_totals.spread) for job, job_totals in totals_by_job.items()]
+    yield _make_histogram("hangwatch_arrival_spread_seconds", spreads, JOB)
+    yield make_metric("hangwatch_straggler_waited_ratio", waited_ratios, JOB)
+
+
+def _make_histogram(
+    name: str, histograms: Iterable[tuple[tuple[str, ...], DurationHistogram]], *labels: str
+) -> Metric:
+    """One of `HISTOGRAMS`, by label values, without those that are empty."""
+    family = HistogramMetricFamily(name, HISTOGRAMS[name], labels=labels)
+    for label_values, histogram in histograms:
+        if histogram.counts:
+            family.add_metric(label_values, _build_buckets(histogram), None)
+    return family
 
 
 def _build_buckets(distribution: DurationHistogram) -> list[tuple[str, float]]:
