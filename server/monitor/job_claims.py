@@ -7,7 +7,6 @@ does not answer, they try the next, which takes the job over if no other server 
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,25 +25,10 @@ from ..storage.store import JobHistory, Store
 log = logging.getLogger("hangwatch")
 
 PING_INTERVAL_S = 2.0  # well within the session's timeout
-RETRY_INTERVAL_S = 0.5  # between two attempts to lock a job of another server
+RETRY_INTERVAL_S = 0.5  # between two attempts to lock jobs
 RETRY_AFTER_S = 1
 NOT_HERE_STATUSES = (421, 503)  # another server has the job, or may have it
 UNUSED_S = 60.0  # a job without processes is given up after that
-
-
-class _State(enum.Enum):
-    PENDING = enum.auto()
-    HELD = enum.auto()
-    FOREIGN = enum.auto()  # another server has it
-
-
-@dataclass(slots=True)
-class _Claim:
-    state: _State
-    changed_at: float
-    is_adopted: bool = False
-    refused_at: float = float("-inf")
-    used_at: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +43,11 @@ class JobClaims:
     fleet: Fleet
     adopt_job: Callable[[JobHistory], None]
     give_up_job: Callable[[str], None]
-    _claims: dict[str, _Claim] = field(default_factory=dict)
+    _used_at: dict[str, float] = field(default_factory=dict)  # when a host last reported it here
+    _held: set[str] = field(default_factory=set)
+    _adopted: set[str] = field(default_factory=set)  # those of them whose history was loaded
+    _foreign: set[str] = field(default_factory=set)  # another server has them
+    _wanted: set[str] = field(default_factory=set)  # of hosts that were refused since the last look
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _is_database_lost: bool = False
 
@@ -75,19 +63,12 @@ class JobClaims:
             self._check_job(jobs[0])  # whatever else runs there follows
 
     def _check_job(self, job: str) -> None:
-        now = self.clock.monotonic()
-        claim = self._claims.get(job)
-        if claim is None:
-            claim = self._claims[job] = _Claim(_State.PENDING, now)
-            self._wake.set()
-        claim.used_at = now
-        if claim.state is _State.HELD:
+        self._used_at[job] = self.clock.monotonic()
+        if job in self._held:
             return
-        if claim.state is _State.FOREIGN and now - claim.changed_at >= RETRY_INTERVAL_S:
-            claim.state = _State.PENDING
-            claim.refused_at = now
-            self._wake.set()
-        if claim.state is _State.FOREIGN or claim.refused_at == now:
+        self._wanted.add(job)
+        self._wake.set()
+        if job in self._foreign:
             raise Problem(421, f"another server of this database has job {job!r}")
         raise Problem(
             503,
@@ -102,54 +83,49 @@ class JobClaims:
                 await wait_for_event(PING_INTERVAL_S, self._wake)
                 self._wake.clear()
                 await self._update_claims()
+                await asyncio.sleep(RETRY_INTERVAL_S)
         finally:
             self.locks.close()
 
     async def _update_claims(self) -> None:
-        wanted = [job for job, claim in self._claims.items() if claim.state is not _State.FOREIGN]
+        wanted, self._wanted = self._wanted, set()
         try:
-            held = await asyncio.to_thread(self.locks.hold_locks, wanted)
-            await self._apply_locks(wanted, held)
+            locked = await asyncio.to_thread(self.locks.hold_locks, self._held | wanted)
+            await self._apply_locks(wanted, locked)
             self._is_database_lost = False
         except sa.exc.SQLAlchemyError as error:
-            self._grant_pending(error)
+            # Without the database no server can take a job over, and a hang must be reported still.
+            if not self._is_database_lost:
+                log.error(
+                    "jobs are accepted without asking the other servers, as the database fails: %s",
+                    getattr(error, "orig", error),
+                )
+            self._is_database_lost = True
+            self._held |= wanted
+            self._foreign -= wanted
 
-    async def _apply_locks(self, wanted: list[str], held: set[str]) -> None:
-        now = self.clock.monotonic()
-        for job in wanted:
-            claim = self._claims[job]
-            if job not in held:
-                was_held = claim.state is _State.HELD
-                self._claims[job] = _Claim(_State.FOREIGN, now, used_at=claim.used_at)
-                if was_held:
-                    log.warning("another server has taken job %s over", job)
-                    self.give_up_job(job)
-                continue
-            if not claim.is_adopted:
-                self.adopt_job(await asyncio.to_thread(self.store.adopt_job, job))
-                claim.is_adopted = True
-            claim.state = _State.HELD
-        for job in self._find_unused(now):
+    async def _apply_locks(self, wanted: set[str], locked: set[str]) -> None:
+        self._foreign = (self._foreign | self._held | wanted) - locked
+        for job in self._held - locked:
+            log.warning("another server has taken job %s over", job)
+            self.give_up_job(job)
+        self._held &= locked
+        self._adopted &= locked
+        for job in locked - self._adopted:
+            self.adopt_job(await asyncio.to_thread(self.store.adopt_job, job))
+            self._adopted.add(job)
+            self._held.add(job)
+        for job in self._find_unused():
             await asyncio.to_thread(self.locks.release_lock, job)
-            del self._claims[job]
+            del self._used_at[job]
+            for jobs in (self._held, self._adopted, self._foreign):
+                jobs.discard(job)
 
-    def _find_unused(self, now: float) -> list[str]:
+    def _find_unused(self) -> list[str]:
         running = {get_family(key.job) for key in self.fleet.attempts}
+        oldest_at = self.clock.monotonic() - UNUSED_S
         return [
             job
-            for job, claim in self._claims.items()
-            if now - claim.used_at > UNUSED_S and job not in running
+            for job, used_at in self._used_at.items()
+            if used_at < oldest_at and job not in running
         ]
-
-    def _grant_pending(self, error: sa.exc.SQLAlchemyError) -> None:
-        """Without the database no server can take a job over, and a hang must be reported still."""
-        if not self._is_database_lost:
-            log.error(
-                "jobs are accepted without asking the other servers, as the database fails: %s",
-                getattr(error, "orig", error),
-            )
-        self._is_database_lost = True
-        now = self.clock.monotonic()
-        for claim in self._claims.values():
-            if claim.state is _State.PENDING:
-                claim.state, claim.changed_at = _State.HELD, now
