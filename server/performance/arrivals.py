@@ -88,22 +88,13 @@ class PendingCalls:
 
 def convert_arrivals(call: PendingCall, clocks: Mapping[str, tuple[float, float]]) -> list[Arrival]:
     """The arrivals on this server's clock. A single agent needs no known clock."""
-    offsets: dict[str, float] = {}
-    errors: dict[str, float] = {}
-    for agent in call.agents:
-        low, high = clocks.get(agent, (0.0, 0.0))
-        offsets[agent] = (low + high) / 2
-        errors[agent] = (high - low) / 2
-    return [
-        Arrival(
-            rank,
-            reported.entered_us / 1e6 + offsets[reported.agent],
-            errors[reported.agent],
-            reported.agent,
-            reported.since_previous_us / 1e6 if reported.since_previous_us >= 0 else math.inf,
-        )
-        for rank, reported in call.arrivals.items()
-    ]
+    arrivals: list[Arrival] = []
+    for rank, reported in call.arrivals.items():
+        low, high = clocks.get(reported.agent, (0.0, 0.0))
+        arrived_at = reported.entered_us / 1e6 + (low + high) / 2
+        since_s = reported.since_previous_us / 1e6 if reported.since_previous_us >= 0 else math.inf
+        arrivals.append(Arrival(rank, arrived_at, (high - low) / 2, reported.agent, since_s))
+    return arrivals
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from hangwatch.performance.stragglers import Arrival, CallSkew
 from hangwatch.protocol import heartbeat
 
 from .arrivals import ArrivalComparison, ClockBounds, PendingCall, PendingCalls, convert_arrivals
-from .period_history import PeriodHistory
+from .period_history import PeriodHistory, PeriodTotals
 
 MAX_SIZE_CLASS_ROWS = 96  # operations and size classes of a group
 MAX_HISTORIES = 12  # operations of a group with a history
@@ -22,12 +22,23 @@ OTHER_OPS = "(others)"  # operations beyond these limits
 
 
 @dataclass(slots=True)
-class SizeClassTotals:
-    """The calls of one operation and size class, of all members together."""
+class OperationTotals:
+    """The calls of one operation, of all ranks together."""
 
     calls: int = 0
     bytes: int = 0
     latency: DurationHistogram = field(default_factory=DurationHistogram)
+
+    def add_report(self, reported: heartbeat.CallTotals) -> None:
+        self.calls += reported.calls
+        self.bytes += reported.bytes
+        self.latency.merge_counts(reported.latency, reported.longest_us)
+
+
+@dataclass(slots=True)
+class SizeClassTotals(OperationTotals):
+    """The calls of one operation and size class in a group."""
+
     # From each member's arrival to the last one's.
     wait: DurationHistogram = field(default_factory=DurationHistogram)
     # From the last arrival to completion, and the sizes of the calls of which that is known.
@@ -57,12 +68,10 @@ class GroupTotals:
         self.reporting_ranks.add(rank)
         self.missed_calls += part.missed
         for reported in part.totals:
-            row = self._get_size_class(reported.op, reported.size)
-            row.calls += reported.calls
-            row.bytes += reported.bytes
-            row.latency.merge_counts(reported.latency, reported.longest_us)
-            history = self._get_history(reported.op, now)
-            history.add_calls(reported.calls, reported.latency, reported.longest_us)
+            self._get_size_class(reported.op, reported.size).add_report(reported)
+            period = self._get_period(reported.op, now)
+            period.calls += reported.calls
+            period.latency.merge_counts(reported.latency, reported.longest_us)
 
     def add_samples(
         self,
@@ -92,7 +101,7 @@ class GroupTotals:
         arrivals = convert_arrivals(call, clocks)
         skew = stragglers.measure_skew(seq, arrivals)
         self.arrivals.add_skew(skew)
-        self._get_history(call.op, now).add_spread(skew.spread_s)
+        self._get_period(call.op, now).spread.add_duration(1e6 * skew.spread_s)
         row = self._get_size_class(call.op, call.size_class)
         _add_waits(row, arrivals, skew)
         _add_transfer(row, call)
@@ -104,13 +113,11 @@ class GroupTotals:
             key = OTHER_OPS, 0
         return self.size_classes.setdefault(key, SizeClassTotals())
 
-    def _get_history(self, op: str, now: float) -> PeriodHistory:
+    def _get_period(self, op: str, now: float) -> PeriodTotals:
         op = op[:MAX_OP_LENGTH]
         if op not in self.histories and len(self.histories) >= MAX_HISTORIES:
             op = OTHER_OPS
-        history = self.histories.setdefault(op, PeriodHistory())
-        history.close_period(now)
-        return history
+        return self.histories.setdefault(op, PeriodHistory()).get_current(now)
 
 
 def _add_waits(row: SizeClassTotals, arrivals: Sequence[Arrival], skew: CallSkew) -> None:

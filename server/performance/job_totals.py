@@ -9,18 +9,9 @@ from hangwatch.model.operators import OPERATIONS
 from hangwatch.performance.distributions import DurationHistogram
 from hangwatch.protocol import heartbeat
 
-from .group_totals import OTHER_OPS, GroupTotals
+from .group_totals import OTHER_OPS, GroupTotals, OperationTotals
 
 MAX_GROUPS = 2048  # of an attempt
-
-
-@dataclass(slots=True)
-class OperationTotals:
-    """One operation in all groups of a job."""
-
-    calls: int = 0
-    bytes: int = 0
-    latency: DurationHistogram = field(default_factory=DurationHistogram)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,16 +20,13 @@ class JobTotals:
 
     groups: dict[GroupKey, GroupTotals] = field(default_factory=dict)
     ignored_reports: int = 0  # of groups beyond `MAX_GROUPS`
-    operations: dict[str, OperationTotals] = field(default_factory=dict)
+    operations: dict[str, OperationTotals] = field(default_factory=dict)  # in all groups
     spread: DurationHistogram = field(default_factory=DurationHistogram)
 
     def add_report(self, part: heartbeat.StreamPerformance) -> None:
         for reported in part.totals:
             op = reported.op if reported.op in OPERATIONS else OTHER_OPS
-            totals = self.operations.setdefault(op, OperationTotals())
-            totals.calls += reported.calls
-            totals.bytes += reported.bytes
-            totals.latency.merge_counts(reported.latency, reported.longest_us)
+            self.operations.setdefault(op, OperationTotals()).add_report(reported)
 
     def merge_operations(self, other: JobTotals) -> None:
         """Adds another job's operations and spread."""

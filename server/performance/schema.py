@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from pydantic import AwareDatetime, Field
+from typing import Annotated
+
+from pydantic import AfterValidator, AwareDatetime, Field
 
 from ..core.api_model import ApiModel, GroupName
+
+Rounded = Annotated[float, AfterValidator(lambda value: float(f"{value:.3g}"))]  # to 3 digits
 
 
 class Durations(ApiModel):
     """A distribution of durations. The error of a quantile is at most 4.4 %."""
 
     count: int
-    p50_s: float
-    p95_s: float
-    max_s: float
+    p50_s: Rounded
+    p95_s: Rounded
+    max_s: Rounded
 
 
 class CallStats(ApiModel):
@@ -37,11 +41,11 @@ class CallStats(ApiModel):
         description="from a rank's entry to the last rank's entry: a lower bound on the latency",
     )
     transfer: Durations | None = Field(None, description="from the last rank's entry to completion")
-    algbw_gbs: float | None = Field(
+    algbw_gbs: Rounded | None = Field(
         None,
         description="algorithm bandwidth as in nccl-tests, GB/s: mean size / median of `transfer`",
     )
-    busbw_gbs: float | None = Field(None, description="bus bandwidth as in nccl-tests, GB/s")
+    busbw_gbs: Rounded | None = Field(None, description="bus bandwidth as in nccl-tests, GB/s")
 
 
 class LateRanks(ApiModel):
@@ -55,7 +59,7 @@ class LateRanks(ApiModel):
         )
     )
     share: float = Field(description="share of all recently compared calls")
-    lag_s: float = Field(description="delay after the other ranks: the median over these calls")
+    lag_s: Rounded = Field(description="delay after the other ranks: the median over these calls")
     waited_share: float | None = Field(
         None,
         description=(

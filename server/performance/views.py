@@ -16,9 +16,9 @@ from hangwatch.report.text import group_name, name_ranks
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.api_model import GroupName
-from .group_totals import GroupTotals, SizeClassTotals
+from .group_totals import GroupTotals
 from .job_totals import JobTotals
-from .period_history import PeriodPoint
+from .period_history import PeriodPoint, compute_p50_p95
 from .schema import (
     Arrivals,
     CallStats,
@@ -109,9 +109,7 @@ def describe_group_performance(
     return GroupPerformance(
         job=attempt.job,
         attempt=attempt.number,
-        group=GroupName(
-            name=group.name, desc=group.desc, ranks=list(group.ranks), backend=group.backend
-        ),
+        group=GroupName.model_validate(group, from_attributes=True),
         reported=len(totals.reporting_ranks),
         missed_calls=totals.missed_calls,
         straggler=ranked.straggler,
@@ -134,7 +132,7 @@ def _describe_arrivals(totals: GroupTotals) -> Arrivals:
         recent=len(arrivals.recent_skews),
         undecided=arrivals.undecided_calls,
         uncertainty_s=round(arrivals.error_s, 6),
-        spread=summarize_durations(arrivals.spread),
+        spread=_summarize_durations(arrivals.spread),
         last=[_describe_late_ranks(late, totals.queued) for late in shown],
     )
 
@@ -147,50 +145,30 @@ def _iter_call_stats(totals: GroupTotals) -> Iterator[CallStats]:
         totals.size_classes.items(), key=lambda item: (-item[1].bytes, -item[1].calls, item[0])
     )
     for (op, size_class), row in ordered:
-        algorithm_gbs, bus_gbs = _compute_row_bandwidths(op, members, row)
+        mean_bytes = row.transferred_bytes / max(1, row.transfer.total_count)
+        bandwidths = compute_bandwidths(op, members, mean_bytes, row.transfer.quantile(0.5))
+        algorithm_gbs, bus_gbs = bandwidths or (None, None)
         yield CallStats(
             op=op,
             size_from=size_class_min_bytes(size_class),
             calls=round(row.calls / reporting_ranks),
             bytes=round(row.bytes / reporting_ranks),
-            latency=summarize_durations(row.latency),
-            wait=summarize_durations(row.wait),
-            transfer=summarize_durations(row.transfer),
+            latency=_summarize_durations(row.latency),
+            wait=_summarize_durations(row.wait),
+            transfer=_summarize_durations(row.transfer),
             algbw_gbs=algorithm_gbs,
             busbw_gbs=bus_gbs,
         )
 
 
-def _compute_row_bandwidths(
-    op: str, members: int, row: SizeClassTotals
-) -> tuple[float | None, float | None]:
-    """(algorithm, bus) bandwidth in GB/s, None where it is not defined."""
-    count = row.transfer.total_count
-    if not count:
-        return None, None
-    mean_bytes = row.transferred_bytes / count
-    bandwidths = compute_bandwidths(op, members, mean_bytes, row.transfer.quantile(0.5))
-    if bandwidths is None:
-        return None, None
-    algorithm_gbs, bus_gbs = bandwidths
-    return _round_to_3_digits(algorithm_gbs), _round_to_3_digits(bus_gbs)
-
-
-def _round_to_3_digits(value: float) -> float:
-    return float(f"{value:.3g}")
-
-
-def summarize_durations(durations: DurationHistogram) -> Durations | None:
+def _summarize_durations(durations: DurationHistogram) -> Durations | None:
     """None for an empty histogram."""
-    p50, p95 = durations.quantile(0.5), durations.quantile(0.95)
-    if p50 is None or p95 is None:
+    quantiles = compute_p50_p95(durations)
+    if quantiles is None:
         return None
-    return Durations(
-        count=durations.total_count,
-        p50_s=_round_to_3_digits(p50),
-        p95_s=_round_to_3_digits(p95),
-        max_s=_round_to_3_digits(durations.longest_us / 1e6),
-    )
+    p50_s, p95_s = quantiles
+    max_s = durations.longest_us / 1e6
+    return Durations(count=durations.total_count, p50_s=p50_s, p95_s=p95_s, max_s=max_s)
 
 
 def _describe_late_ranks(late: stragglers.LatenessStats, queued: bool) -> LateRanks:
@@ -198,7 +176,7 @@ def _describe_late_ranks(late: stragglers.LatenessStats, queued: bool) -> LateRa
         ranks=sorted(late.ranks),
         calls=late.late_calls,
         share=round(late.share, 3),
-        lag_s=_round_to_3_digits(late.lag_s),
+        lag_s=late.lag_s,
         waited_share=None if queued else round(late.waited_share, 3),
     )
 
