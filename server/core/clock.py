@@ -27,6 +27,10 @@ class Clock:
         moment = self.wall() - timedelta(seconds=self.monotonic() - at)
         return moment.replace(microsecond=moment.microsecond // 1000 * 1000)
 
+    def monotonic_at(self, moment: datetime) -> float:
+        """What the monotonic clock showed at that moment."""
+        return self.monotonic() - (self.wall() - moment).total_seconds()
+
 
 def ulid(wall: datetime) -> str:
     """A new ULID: 48 bits of milliseconds and 80 random bits in Crockford's base 32, so that ids sort

@@ -38,11 +38,8 @@ def relate_verdict(incident: Incident, verdict: Verdict, gathering: bool) -> Rel
     is so new that its evidence is still being collected.
     """
     if verdict.kind in _ALONE or incident.kind in _ALONE:
-        return (
-            Relation.SAME
-            if verdict.kind is incident.kind and _has_same_location(incident, verdict)
-            else Relation.NONE
-        )
+        is_same = verdict.kind is incident.kind and _has_same_location(incident, verdict)
+        return Relation.SAME if is_same else Relation.NONE
     if verdict.kind is incident.kind:
         if (same := _relate_same_kind(incident, verdict)) is not Relation.NONE:
             return same
@@ -70,11 +67,8 @@ def _relate_same_kind(incident: Incident, verdict: Verdict) -> Relation:
         # The calls of a group stay different after a divergence: later differences have the same
         # cause.
         return Relation.CONSEQUENCE if _has_same_group(incident, verdict) else Relation.NONE
-    return (
-        Relation.SAME
-        if incident.culprits and set(incident.culprits) == set(verdict.culprits)
-        else Relation.NONE
-    )
+    is_same = incident.culprits and set(incident.culprits) == set(verdict.culprits)
+    return Relation.SAME if is_same else Relation.NONE
 
 
 def _relate_to_warning(incident: Incident, verdict: Verdict) -> Relation:
@@ -89,11 +83,8 @@ def _relate_to_end(incident: Incident, verdict: Verdict, gathering: bool) -> Rel
         return Relation.REFINES if gathering and _share_ranks(incident, verdict) else Relation.NONE
     # Nodes report at different times, so the first death may only be known later. Deaths after the
     # loss of a node are its consequences.
-    return (
-        Relation.REFINES
-        if gathering and verdict.kind in _ENDS and not KINDS[incident.kind].is_unreachable
-        else Relation.CONSEQUENCE
-    )
+    may_be_first = verdict.kind in _ENDS and not KINDS[incident.kind].is_unreachable
+    return Relation.REFINES if gathering and may_be_first else Relation.CONSEQUENCE
 
 
 def _relate_to_hang(incident: Incident, verdict: Verdict, gathering: bool) -> Relation:
@@ -104,12 +95,9 @@ def _relate_to_hang(incident: Incident, verdict: Verdict, gathering: bool) -> Re
     if verdict.kind in _ROOTS:
         if not verdict.waiting and not KINDS[verdict.kind].blocks_culprits:
             return Relation.NONE  # a separate bug that blocks no rank
-        return (
-            Relation.REFINES if gathering and incident.kind not in _ROOTS else Relation.CONSEQUENCE
-        )
-    if incident.kind in _ROOTS or verdict.severity is Severity.WARNING or not gathering:
+    elif verdict.severity is Severity.WARNING:
         return Relation.CONSEQUENCE
-    return Relation.REFINES
+    return Relation.REFINES if gathering and incident.kind not in _ROOTS else Relation.CONSEQUENCE
 
 
 def _has_same_group(incident: Incident, verdict: Verdict) -> bool:
@@ -120,11 +108,8 @@ def _has_same_group(incident: Incident, verdict: Verdict) -> bool:
 
 
 def _has_same_position(incident: Incident, verdict: Verdict) -> bool:
-    if (
-        incident.seq is None
-        or incident.seq != verdict.seq
-        or not _has_same_group(incident, verdict)
-    ):
+    is_same_call = incident.seq is not None and incident.seq == verdict.seq
+    if not (is_same_call and _has_same_group(incident, verdict)):
         return False
     # Each pair of ranks in a group counts its point-to-point calls separately: only the two ranks
     # distinguish one pair from another.

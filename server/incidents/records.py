@@ -8,6 +8,7 @@ from datetime import datetime
 from hangwatch.model.incidents import Incident
 from hangwatch.model.kind_spec import Severity
 from hangwatch.model.ranks import AttemptKey
+from hangwatch.model.recoveries import Recovery
 from hangwatch.tracking.attempt import Attempt
 
 
@@ -66,6 +67,12 @@ class IncidentRecord:
         if recovery is None or recovery.announced_at is None:
             return False
         return self.is_open or any(end.result != "left" for end in recovery.ends)
+
+    @property
+    def recovery(self) -> Recovery:
+        """The recovery of an incident that has one."""
+        assert self.incident.recovery is not None
+        return self.incident.recovery
 
     def belongs_to(self, attempt: Attempt) -> bool:
         """A restored incident belongs to the attempt that has one of its processes: after a restart

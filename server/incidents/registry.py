@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hangwatch.model.incidents import Incident, Resolution
 from hangwatch.model.ranks import AttemptKey, Lifecycle
@@ -63,14 +64,12 @@ class IncidentRegistry:
         """Adds the incidents of an earlier server, or of another one. Their onset and opening
         precede the start of this server.
         """
-        now = self.clock.monotonic()
         loaded = list(records)
         for record in loaded:
-            wall = self.clock.wall()
             record.is_restored = True
-            record.last_seen_at = now
-            record.opened_at = now - (wall - record.incident.opened_at).total_seconds()
-            record.onset_at = now - (wall - record.incident.onset_at).total_seconds()
+            record.last_seen_at = self.clock.monotonic()
+            record.opened_at = self.clock.monotonic_at(record.incident.opened_at)
+            record.onset_at = self.clock.monotonic_at(record.incident.onset_at)
         self._store_records(loaded)
 
     def list_open(self, attempt: Attempt) -> list[IncidentRecord]:
@@ -89,8 +88,7 @@ class IncidentRegistry:
             for record in self.records.values()
             if record.is_own
             and record.incident.resolution in (Resolution.ENDED, Resolution.ABORTED)
-            and record.incident.job == attempt.job
-            and record.incident.attempt == attempt.number
+            and record.attempt_key == attempt.key
         ]
         return sorted(ended, key=lambda record: record.opened_at)
 
@@ -99,9 +97,10 @@ class IncidentRegistry:
         records = self.list_open(attempt)
         confirmed = [verdict for verdict in verdicts if verdict.is_confirmed]
         for verdict in self._match_verdicts(records, attempt, confirmed, now):
-            just_opened = [record for record in records if record.opened_at == now]
             is_explained = any(
-                relate_verdict(record.incident, verdict, gathering=False) for record in just_opened
+                record.opened_at == now
+                and relate_verdict(record.incident, verdict, gathering=False)
+                for record in records
             )
             if not is_explained:
                 records.append(self._open_incident(attempt, verdict, now))
@@ -128,12 +127,9 @@ class IncidentRegistry:
             and not record.belongs_to(attempt)
             and record.attempt_key not in current
         ]
-        if not older:
-            return
-        has_started = any(
-            process.lifecycle >= Lifecycle.INITIALISED for process in attempt.processes.values()
-        )
-        if not has_started:
+        if not older or all(
+            process.lifecycle < Lifecycle.INITIALISED for process in attempt.processes.values()
+        ):
             return
         for record in older:
             # After a restart of the server, the host of an older incident may not have reported yet.
@@ -163,6 +159,10 @@ class IncidentRegistry:
 
     def record_recovery(self, record: IncidentRecord, recovery: Recovery) -> None:
         self._replace_incident(record, replace(record.incident, recovery=recovery))
+
+    def update_recovery(self, record: IncidentRecord, **changes: Any) -> None:
+        """Changes the recovery of an incident that has one."""
+        self.record_recovery(record, replace(record.recovery, **changes))
 
     def resolve_incident(self, record: IncidentRecord, why: Resolution, at: float) -> None:
         """Resolves an incident as of ``at``, monotonic."""
@@ -199,28 +199,20 @@ class IncidentRegistry:
         related_by_id: dict[str, list[tuple[Relation, Verdict]]] = {}
         for record in records:
             gathering = now - record.opened_at < EVIDENCE_WINDOW_S and not record.is_aborted
-            related_by_id[record.incident.id] = [
-                (relate_verdict(record.incident, verdict, gathering), verdict)
-                for verdict in verdicts
-            ]
+            related = [(relate_verdict(record.incident, v, gathering), v) for v in verdicts]
+            related_by_id[record.incident.id] = related
         for record in records:
             related = related_by_id[record.incident.id]
             record.alert_summary = summarize_alerts(record.incident.kind, related, now)
-            same = [
-                verdict
-                for relation, verdict in related
-                if relation is Relation.SAME and verdict in unmatched
-            ]
-            if same:
-                unmatched.remove(same[0])
-                self._refine_incident(record, attempt, same[0], now)
+            same = (v for relation, v in related if relation is Relation.SAME and v in unmatched)
+            if (verdict := next(same, None)) is not None:
+                unmatched.remove(verdict)
+                self._refine_incident(record, attempt, verdict, now)
         for record in records:
-            close = [
-                (relation, verdict)
-                for relation, verdict in related_by_id[record.incident.id]
-                if relation and verdict in unmatched
-            ]
-            for relation, verdict in sorted(close, key=lambda pair: -pair[0]):
+            related = related_by_id[record.incident.id]
+            for relation, verdict in sorted(related, key=lambda pair: -pair[0]):
+                if relation is Relation.NONE or verdict not in unmatched:
+                    continue
                 unmatched.remove(verdict)
                 if relation is Relation.REFINES and record.last_seen_at < now:
                     self._refine_incident(record, attempt, verdict, now)
@@ -229,14 +221,6 @@ class IncidentRegistry:
 
     def _open_incident(self, attempt: Attempt, verdict: Verdict, now: float) -> IncidentRecord:
         onset = min(now, verdict.began_at) if verdict.began_at > 0 else now
-        blank = Verdict(
-            kind=verdict.kind,
-            severity=verdict.severity,
-            culprits=(),
-            waiting=(),
-            summary=verdict.summary,
-            advice=verdict.advice,
-        )
         incident = Incident(
             id=ulid(self.clock.wall()),
             job=attempt.job,
@@ -244,10 +228,11 @@ class IncidentRegistry:
             status="open",
             onset_at=self.clock.date(onset),
             opened_at=self.clock.date(now),
-            verdict=blank,
+            verdict=verdict,
         )
         record = IncidentRecord(incident=incident, opened_at=now, onset_at=onset, last_seen_at=now)
         record.alert_summary = summarize_alerts(verdict.kind, [(Relation.SAME, verdict)], now)
+        self.changed.add(incident.id)
         self._refine_incident(record, attempt, verdict, now)
         self._store_records([record])
         return record

@@ -89,7 +89,7 @@ class HeartbeatApplier:
         self.commands.mark_answered(beat.agent, answered)
         self.on_demand.apply_heartbeat(beat, now)
         if beat.aborts and self.aborter is not None:
-            self.aborter.apply_replies(beat.aborts)
+            self.aborter.orders.apply_replies(beat.aborts)
 
     def _build_reply(
         self, beat: heartbeat.Heartbeat, urgent: bool, needs_resync: bool, now: float

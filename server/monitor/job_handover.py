@@ -46,11 +46,10 @@ class JobHandover:
 
 def restore_former_attempts(fleet: Fleet, attempts: Iterable[AttemptView], clock: Clock) -> None:
     """The next attempt's number follows that of the last one."""
-    now, wall = clock.monotonic(), clock.wall()
     for stored in attempts:
         fleet.former_attempts[stored.job] = FormerAttempt(
             number=stored.attempt,
             restart=stored.restart,
-            last_seen_at=now - (wall - stored.last_seen_at).total_seconds(),
+            last_seen_at=clock.monotonic_at(stored.last_seen_at),
             is_finished=stored.state in ("finished", "failed"),
         )

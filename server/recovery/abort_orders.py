@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hangwatch.model.recoveries import RankAbort, Recovery
+from hangwatch.model.recoveries import RankAbort
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.commands import CommandKind
 from hangwatch.tracking.attempt import Attempt
@@ -22,14 +22,17 @@ from ..ingest.command_queue import REQUEST_EXPIRES_S, CommandQueue
 REPLY_DELAY_LIMIT_S = 1.0
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _AbortOrder:
     incident: str
-    agent: str
-    rank: int
-    pid: int
-    host: str
+    process: Process
+    agent: str  # the node agent that has the command
     ordered_at: float
+
+    def is_fulfilled(self, attempt: Attempt) -> bool:
+        """The process has exited, or another one has its rank."""
+        process = attempt.processes.get(self.process.rank)
+        return process is None or process.key != self.process.key or process.exit is not None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,28 +50,21 @@ class AbortOrders:
         for process in processes:
             command_id = self.commands.queue_command(process, CommandKind.ABORT, now)
             self._orders[command_id] = _AbortOrder(
-                incident=case.incident.id,
-                agent=process.agent,
-                rank=process.rank,
-                pid=process.identity.pid,
-                host=process.host,
-                ordered_at=now,
+                incident=case.incident.id, process=process, agent=process.agent, ordered_at=now
             )
 
     def list_ordered_ranks(self, case: IncidentRecord) -> set[int]:
         """The ranks whose orders have no result yet."""
-        return {order.rank for order in self._orders.values() if order.incident == case.incident.id}
+        return {order.process.rank for _, order in self._list_orders(case)}
 
     def withdraw(self, case: IncidentRecord) -> None:
         """Withdraws the orders that were not sent yet: the job makes progress, or is no longer
         reported.
         """
-        for command_id, order in list(self._orders.items()):
-            if order.incident != case.incident.id:
-                continue
+        for command_id, order in self._list_orders(case):
             if self.commands.withdraw_command(order.agent, command_id):
                 del self._orders[command_id]
-                self._record_result(case, order.rank, result="left")
+                self._record_result(case, order.process.rank, result="left")
 
     def apply_replies(self, replies: Iterable[heartbeat.AbortReply]) -> None:
         """Records the results that a node agent reports."""
@@ -82,7 +78,7 @@ class AbortOrders:
                 continue
             self._record_result(
                 case,
-                order.rank,
+                order.process.rank,
                 result="ended" if reply.signal else "gone",
                 signal=reply.signal,
                 ended_at=self.clock.date(self.clock.monotonic()),
@@ -90,9 +86,17 @@ class AbortOrders:
 
     def collect_results(self, case: IncidentRecord, attempt: Attempt, now: float) -> None:
         """Records results without a reply: exits of ordered ranks, and orders that expired."""
-        self._close_unanswered_orders(case, attempt, now)
+        for command_id, order in self._list_orders(case):
+            is_fulfilled = order.is_fulfilled(attempt)
+            # After an exit, the agent's reply may still arrive.
+            limit_s = REPLY_DELAY_LIMIT_S if is_fulfilled else REQUEST_EXPIRES_S
+            if now - order.ordered_at > limit_s:
+                del self._orders[command_id]
+                if not is_fulfilled:
+                    error = f"its node agent has not answered for {REQUEST_EXPIRES_S:g} s"
+                    self._record_failure(case, order, error)
         ordered_ranks = self.list_ordered_ranks(case)
-        for end in get_recovery(case).ends:
+        for end in case.recovery.ends:
             process = attempt.processes.get(end.rank)
             if end.result != "ordered" or end.rank in ordered_ranks:
                 continue
@@ -107,64 +111,29 @@ class AbortOrders:
                 ended_at=self.clock.date(process.exited_at or now),
             )
 
-    def _close_unanswered_orders(self, case: IncidentRecord, attempt: Attempt, now: float) -> None:
-        for command_id, order in list(self._orders.items()):
-            if order.incident != case.incident.id:
-                continue
-            age_s = now - order.ordered_at
-            process = attempt.processes.get(order.rank)
-            has_ended = (
-                process is None or process.identity.pid != order.pid or process.exit is not None
-            )
-            if has_ended and age_s <= REPLY_DELAY_LIMIT_S:
-                continue  # the agent's reply may still arrive
-            if not has_ended and age_s <= REQUEST_EXPIRES_S:
-                continue
-            if not has_ended:
-                error = f"its node agent has not answered for {REQUEST_EXPIRES_S:g} s"
-                self._record_failure(case, order, error)
-            del self._orders[command_id]
+    def _list_orders(self, case: IncidentRecord) -> list[tuple[str, _AbortOrder]]:
+        """The orders of an incident, with the ids of their commands."""
+        return [item for item in self._orders.items() if item[1].incident == case.incident.id]
 
     def _record_failure(
         self, case: IncidentRecord, order: _AbortOrder, error: str, signal: int | None = None
     ) -> None:
-        recovery = get_recovery(case)
-        is_listed = any(end.rank == order.rank and end.result == "ordered" for end in recovery.ends)
-        if not is_listed:  # beyond the number of orders that the recovery lists
+        process, ends = order.process, case.recovery.ends
+        if not any(end.rank == process.rank and end.result == "ordered" for end in ends):
+            # It is beyond the number of orders that the recovery lists.
             end = RankAbort(
-                rank=order.rank,
-                host=order.host,
-                pid=order.pid,
-                ordered_at=recovery.ends[-1].ordered_at,
+                rank=process.rank,
+                host=process.host,
+                pid=process.identity.pid,
+                ordered_at=ends[-1].ordered_at,
             )
-            update_recovery(self.incidents, case, ends=(*recovery.ends, end))
-        self._record_result(case, order.rank, result="failed", signal=signal, error=error)
+            self.incidents.update_recovery(case, ends=(*ends, end))
+        self._record_result(case, process.rank, result="failed", signal=signal, error=error)
 
     def _record_result(self, case: IncidentRecord, rank: int, **changes: Any) -> None:
         """Sets the result of the open order to end a rank."""
         ends = tuple(
             replace(end, **changes) if end.rank == rank and end.result == "ordered" else end
-            for end in get_recovery(case).ends
+            for end in case.recovery.ends
         )
-        update_recovery(self.incidents, case, ends=ends)
-
-
-def get_recovery(case: IncidentRecord) -> Recovery:
-    """The recovery of an incident that has one."""
-    assert case.incident.recovery is not None
-    return case.incident.recovery
-
-
-def update_recovery(incidents: IncidentRegistry, case: IncidentRecord, **changes: Any) -> None:
-    incidents.record_recovery(case, replace(get_recovery(case), **changes))
-
-
-def get_latest_round(recovery: Recovery) -> Sequence[RankAbort]:
-    """The orders that were given last: those to end the culprits, or then the other ranks."""
-    ordered_at = recovery.ends[-1].ordered_at
-    return [end for end in recovery.ends if end.ordered_at == ordered_at]
-
-
-def count_rounds(recovery: Recovery) -> int:
-    """How many times orders were given: for the culprits, then for the other ranks."""
-    return len({end.ordered_at for end in recovery.ends})
+        self.incidents.update_recovery(case, ends=ends)

@@ -8,12 +8,13 @@ to wait.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from hangwatch.model.incidents import Incident
 from hangwatch.model.kind_spec import Abort, Role, Severity
 from hangwatch.model.kinds import KINDS, VerdictKind, select_kinds
+from hangwatch.model.recoveries import RecoveryScope
 from hangwatch.protocol.commands import allows_abort
 from hangwatch.report.text import name_ranks
 from hangwatch.tracking.attempt import Attempt
@@ -70,13 +71,13 @@ class Step(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """``ranks`` are to be ended at ``due_at`` or later. If ``whole`` is true, they are all ranks of
+    """``ranks`` are to be ended at ``due_at`` or later. If ``scope`` is "job", they are all ranks of
     the job that can be reached.
     """
 
     step: Step
     ranks: tuple[int, ...] = ()
-    whole: bool = False
+    scope: RecoveryScope = "culprits"
     due_at: float = 0.0
     why: str = ""
 
@@ -87,45 +88,42 @@ _NOTHING = Decision(step=Step.NOTHING)
 def decide(facts: Facts, rules: Rules, now: float) -> Decision:
     """Decides what to do about an incident at time ``now``."""
     incident, standing = facts.incident, facts.standing
-    if (
-        incident.status != "open"
-        or incident.severity is not Severity.ALERT
-        or incident.kind not in rules.kinds
-    ):
+    is_covered = incident.severity is Severity.ALERT and incident.kind in rules.kinds
+    if not (incident.is_open and is_covered):
         return _NOTHING
     if standing is None or now - standing.at > facts.recent_s:
         return _NOTHING
-    waiting = {
-        rank for rank in standing.waiting if rank in facts.members and facts.members[rank].is_alive
-    }
-    ranks, whole = _choose_ranks(facts, standing)
+    alive = {rank for rank, member in facts.members.items() if member.is_alive}
+    waiting = alive & standing.waiting
+    ranks, scope = _choose_ranks(incident, standing, alive)
     if not ranks or not (waiting or _are_culprits_blocked(facts, ranks)):
         return _NOTHING
     involved = [facts.members[rank] for rank in {*ranks, *waiting}]
     since = now if facts.planned_at is None else facts.planned_at
     due_at = max(since, facts.aborted_at, *(m.last_advanced_at for m in involved)) + rules.after
     if why := _find_veto(facts, rules):
-        return Decision(step=Step.WITHHOLD, ranks=ranks, whole=whole, why=why)
+        return Decision(step=Step.WITHHOLD, ranks=ranks, scope=scope, why=why)
     all_report = all(now - m.last_seen_at <= facts.recent_s for m in involved)
     is_due = facts.planned_at is not None and now >= due_at
     step = Step.END if is_due and all_report and facts.is_stored else Step.WAIT
-    return Decision(step=step, ranks=ranks, whole=whole, due_at=due_at)
+    return Decision(step=step, ranks=ranks, scope=scope, due_at=due_at)
 
 
-def _choose_ranks(facts: Facts, standing: AlertSummary) -> tuple[tuple[int, ...], bool]:
-    """The ranks to end, and whether they are the whole job: the culprits that are still accused,
-    or, if no culprit is named or can be ended, all ranks that can be ended.
+def _choose_ranks(
+    incident: Incident, standing: AlertSummary, alive: Set[int]
+) -> tuple[tuple[int, ...], RecoveryScope]:
+    """The ranks to end: the culprits that are still accused or, if no culprit is named or can be
+    ended, all ranks of the job that can be ended.
     """
-    incident = facts.incident
-    candidates = {rank for rank, member in facts.members.items() if member.is_alive}
+    candidates = set(alive)
     if incident.recovery is not None:
         candidates -= {end.rank for end in incident.recovery.ends if end.result == "failed"}
     if KINDS[incident.kind].is_unreachable:
         candidates -= set(incident.culprits)
     culprits = candidates & set(incident.culprits)
     if culprits:
-        return tuple(sorted(culprits & standing.accused)), False
-    return tuple(sorted(candidates)), True
+        return tuple(sorted(culprits & standing.accused)), "culprits"
+    return tuple(sorted(candidates)), "job"
 
 
 def _are_culprits_blocked(facts: Facts, ranks: tuple[int, ...]) -> bool:
@@ -175,8 +173,7 @@ def build_members(attempt: Attempt) -> dict[int, Member]:
 
 def parse_kinds(names: Sequence[str]) -> tuple[VerdictKind, ...]:
     """Raises ValueError for a kind for which no rank is ever ended."""
-    kinds_by_name = {kind.value: kind for kind in POSSIBLE_KINDS}
-    if unknown := [name for name in names if name not in kinds_by_name]:
-        possible = ", ".join(sorted(kinds_by_name))
+    if unknown := [name for name in names if name not in POSSIBLE_KINDS]:
+        possible = ", ".join(sorted(POSSIBLE_KINDS))
         raise ValueError(f"cannot contain {', '.join(unknown)}; possible kinds: {possible}")
-    return tuple(kinds_by_name[name] for name in names)
+    return tuple(VerdictKind(name) for name in names)

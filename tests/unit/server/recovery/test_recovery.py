@@ -156,7 +156,7 @@ def test_whole_job_is_ended_without_live_culprit() -> None:
     whole = decide(
         make_facts(make_incident(VerdictKind.NO_PROGRESS, ()), waiting=(0, 1, 2, 3)), RULES, NOW
     )
-    assert (whole.step, whole.ranks, whole.whole) == (Step.END, (0, 1, 2, 3), True)
+    assert (whole.step, whole.ranks, whole.scope) == (Step.END, (0, 1, 2, 3), "job")
     dead = change_rank(2, make_facts(make_incident(VerdictKind.DEAD_RANK)), is_alive=False)
     assert decide_step(dead) == (Step.END, (0, 1, 3))
     assert decide_step(change_rank(3, dead, last_advanced_at=NOW - 1.0))[0] is Step.WAIT, (
