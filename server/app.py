@@ -98,7 +98,7 @@ def build_app(
 def _build_watch(settings: Settings, store: Store, base_url: str, clock: Clock) -> Watch:
     alerter = Alerter(
         settings.make_alert_channels(),
-        lambda id: f"{base_url}/incidents/{id}",
+        base_url,
         functools.partial(_mark_delivered, store),
     )
     options = WatchOptions(

@@ -45,14 +45,14 @@ class Alerter:
     def __init__(
         self,
         channels: Sequence[Channel],
-        url_of: Callable[[str], str],
+        base_url: str,
         delivered: Callable[[Delivery], None],
         *,
         out: TextIO | None = None,
         first_retry_delay_s: float = FIRST_RETRY_DELAY_S,
         retry_limit_s: float = RETRY_LIMIT_S,
     ) -> None:
-        self._url_of, self._delivered, self._out = url_of, delivered, out
+        self._base_url, self._delivered, self._out = base_url, delivered, out
         self._first_retry_delay_s, self._retry_limit_s = first_retry_delay_s, retry_limit_s
         self._stopping = threading.Event()
         self._queues = {channel.key: _ChannelQueue(channel=channel) for channel in channels}
@@ -98,7 +98,7 @@ class Alerter:
         print(f"hangwatch: {clean_text(line)}", file=self._out or sys.stderr, flush=True)
 
     def _compose_message(self, incident: Incident, event: str, now: datetime) -> AlertMessage:
-        return compose_message(incident, event, self._url_of(incident.id), now)
+        return compose_message(incident, event, f"{self._base_url}/incidents/{incident.id}", now)
 
     def _queue_message(
         self, waiting: _ChannelQueue, message: AlertMessage, delivery: Delivery

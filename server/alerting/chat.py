@@ -5,7 +5,6 @@ in the thread of the first one.
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -49,7 +48,7 @@ class SlackBot(Channel):
     channel: str
     api_url: str = _SLACK_API
     # By incident: the time stamp of its first message, which identifies its thread.
-    _threads: OrderedDict[str, str] = field(default_factory=OrderedDict)
+    _threads: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -76,8 +75,8 @@ class SlackBot(Channel):
             raise ChannelError(f"it answered {error}", final=error not in _TRANSIENT_ERRORS)
         if thread is None and answer.get("ts"):
             self._threads[message.incident_id] = str(answer["ts"])
-            while len(self._threads) > _MAX_THREADS:
-                self._threads.popitem(last=False)
+            if len(self._threads) > _MAX_THREADS:
+                del self._threads[next(iter(self._threads))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,7 +90,7 @@ def run_alerter(
     out = io.StringIO()
     alerter = Alerter(
         channels,
-        lambda id: f"http://here/incidents/{id}",
+        "http://here",
         done.append,
         out=out,
         first_retry_delay_s=0.01,
