@@ -5,7 +5,7 @@ spend their time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
@@ -25,6 +25,7 @@ from ..ondemand.trace_stream import stream_events
 from ..ondemand.tracing import MAX_SESSIONS, MAX_TRACED_RANKS
 from . import recording_files, stream
 from .app_state import AppState, require_single_attempt
+from .recording_files import RankProfiles
 from .rendering import make_attachment
 
 MAX_TRACE_S = 86_400
@@ -110,13 +111,12 @@ def _check_traceable(live: AppState, attempt: Attempt, ranks: Sequence[int], gro
             f"{name_ranks(ended)} of job {attempt.job!r} {'has' if len(ended) == 1 else 'have'}"
             " ended and will make no calls",
         )
-    sequences = [
-        s
+    groups = {
+        (stream.group.name, stream.group.desc)
         for rank in ranks
-        for s in attempt.processes[rank].streams.values()
-        if s.kind is not StreamKind.SETUP
-    ]
-    groups = {(s.group.name, s.group.desc) for s in sequences}
+        for stream in attempt.processes[rank].streams.values()
+        if stream.kind is not StreamKind.SETUP
+    }
     if group and not any(group in names for names in groups):
         known = ", ".join(sorted({group_name(name, desc) for name, desc in groups})) or "none yet"
         raise Problem(404, f"unknown group {group!r} of {name_ranks(ranks)}; known groups: {known}")
@@ -171,6 +171,11 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
 
 
 def _add_file_routes(routes: APIRouter, live: AppState) -> None:
+    async def render_recording(id: str, render: Callable[[str, RankProfiles, int], str]) -> str:
+        record = _find_finished_recording(live, id)
+        title, rate = _format_title(record), record.request.rate
+        return await asyncio.to_thread(lambda: render(title, unpack_profiles(record), rate))
+
     @routes.get(
         "/recordings/{id}/flamegraph.svg",
         operation_id="flamegraph_api_v1_recordings__id__flamegraph_svg_get",
@@ -180,16 +185,8 @@ def _add_file_routes(routes: APIRouter, live: AppState) -> None:
         responses={200: {"content": {"image/svg+xml": {}}}},
     )
     async def download_flamegraph(id: str) -> Response:
-        record = _find_finished_recording(live, id)
-
-        def render_svg() -> str:
-            return recording_files.render_flamegraph(
-                _format_title(record), unpack_profiles(record), record.request.rate
-            )
-
-        return make_attachment(
-            f"hangwatch-{id}.svg", await asyncio.to_thread(render_svg), "image/svg+xml"
-        )
+        image = await render_recording(id, recording_files.render_flamegraph)
+        return make_attachment(f"hangwatch-{id}.svg", image, "image/svg+xml")
 
     @routes.get(
         "/recordings/{id}/speedscope.json",
@@ -199,18 +196,8 @@ def _add_file_routes(routes: APIRouter, live: AppState) -> None:
         response_class=Response,
     )
     async def download_speedscope(id: str) -> Response:
-        record = _find_finished_recording(live, id)
-
-        def render_json() -> str:
-            return recording_files.render_speedscope(
-                _format_title(record), unpack_profiles(record), record.request.rate
-            )
-
-        return make_attachment(
-            f"hangwatch-{id}.speedscope.json",
-            await asyncio.to_thread(render_json),
-            "application/json",
-        )
+        document = await render_recording(id, recording_files.render_speedscope)
+        return make_attachment(f"hangwatch-{id}.speedscope.json", document, "application/json")
 
 
 def _find_recording(live: AppState, id: str) -> RecordingRecord:
@@ -241,8 +228,7 @@ def _find_finished_recording(live: AppState, id: str) -> RecordingRecord:
 
 def _format_title(recording: RecordingRecord) -> str:
     sampled = [rank.rank for rank in recording.ranks if rank.profile]
-    moment = f"{recording.created_at:%Y-%m-%d %H:%M:%S} UTC"
     return (
-        f"job {recording.job}, {name_ranks(sampled)}: {recording.request.seconds} s at {recording.request.rate} Hz,"
-        f" {moment}"
+        f"job {recording.job}, {name_ranks(sampled)}: {recording.request.seconds} s at"
+        f" {recording.request.rate} Hz, {recording.created_at:%Y-%m-%d %H:%M:%S} UTC"
     )

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from hangwatch.model.threads import Frame
 from hangwatch.stacks.call_tree import ProfileBar, layout_bars
 from hangwatch.stacks.profile import Profile, profiles_to_speedscope
 
-from . import rendering
+from .flame_graph import WIDTH_PX, FlameBar, render_flame_graph
 
-IMAGE_WIDTH_PX = 1200
-FRAME_HEIGHT_PX = 18  # of one frame
 MIN_BAR_WIDTH_PX = 0.5  # narrower bars are omitted
 MAX_STACK_DEPTH = 250
 
@@ -32,53 +30,36 @@ def render_flamegraph(title: str, profiles: RankProfiles, rate: int) -> str:
     bars: list[ProfileBar] = []
     x = 0.0
     for label, thread in threads:
-        width = thread.sample_count / total
+        samples = thread.sample_count
         root = Frame(function=label, file="", line=0)
         bars.append(
             ProfileBar(
-                x=x, width=width, depth=0, frame=root, samples=thread.sample_count, is_user=False
+                x=x, width=samples / total, depth=0, frame=root, samples=samples, is_user=False
             )
         )
-        bars += layout_bars(
-            ((frames[:MAX_STACK_DEPTH], count) for frames, count in thread.stacks),
-            x,
-            1,
-            total,
-            MIN_BAR_WIDTH_PX / IMAGE_WIDTH_PX,
-        )
-        x += width
-    height = FRAME_HEIGHT_PX * (max((bar.depth for bar in bars), default=0) + 1) + 40
-    return rendering.render_text(
-        "recording.svg",
-        title=title,
-        bars=list(_iter_template_bars(bars, rate)),
-        bar=FRAME_HEIGHT_PX,
-        width=IMAGE_WIDTH_PX,
-        height=height,
+        stacks = ((frames[:MAX_STACK_DEPTH], count) for frames, count in thread.stacks)
+        bars += layout_bars(stacks, x, 1, total, MIN_BAR_WIDTH_PX / WIDTH_PX)
+        x += samples / total
+    return render_flame_graph(title, [_label_bar(bar, rate) for bar in bars])
+
+
+def _label_bar(bar: ProfileBar, rate: int) -> FlameBar:
+    frame = bar.frame
+    label = frame.function
+    if frame.file:
+        label += f" {frame.file}"
+    if frame.line:
+        label += f":{frame.line}"
+    return FlameBar(
+        x=bar.x,
+        width=bar.width,
+        depth=bar.depth,
+        text=frame.function,
+        label=f"{label}, {bar.samples / rate:.2f} s",
+        is_user=bar.is_user,
     )
-
-
-def _iter_template_bars(bars: Sequence[ProfileBar], rate: int) -> Iterator[dict[str, object]]:
-    for bar in bars:
-        frame = bar.frame
-        label = frame.function
-        if frame.file:
-            label += f" {frame.file}"
-        if frame.line:
-            label += f":{frame.line}"
-        yield {
-            "x": round(IMAGE_WIDTH_PX * bar.x, 2),
-            "y": 32 + FRAME_HEIGHT_PX * bar.depth,
-            "width": round(IMAGE_WIDTH_PX * bar.width, 2),
-            "name": frame.function,
-            "label": f"{label}, {bar.samples / rate:.2f} s",
-            "user": bar.is_user,
-        }
 
 
 def render_speedscope(title: str, profiles: RankProfiles, rate: int) -> str:
-    return json.dumps(
-        profiles_to_speedscope(
-            title, ((f"rank {rank}", profile) for rank, profile in profiles), rate
-        )
-    )
+    by_name = ((f"rank {rank}", profile) for rank, profile in profiles)
+    return json.dumps(profiles_to_speedscope(title, by_name, rate))

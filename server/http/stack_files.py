@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse, Response
 
 from hangwatch.model.incidents import MergedStack
-from hangwatch.model.threads import Frame
 from hangwatch.report import terminal
 from hangwatch.report.documents import build_incident_document
 from hangwatch.report.text import name_ranks
@@ -24,11 +22,9 @@ from hangwatch.stacks.stack_tree import (
     stacks_to_speedscope,
 )
 
-from . import rendering
 from .app_state import AppState
-
-BAR_HEIGHT_PX = 18  # of one frame in a flame graph
-CHART_WIDTH_PX = 1200  # of the whole flame graph
+from .flame_graph import FlameBar, render_flame_graph
+from .rendering import make_attachment
 
 
 def select_calling_stacks(stacks: Sequence[MergedStack]) -> list[MergedStack]:
@@ -69,15 +65,13 @@ def build_router(live: AppState) -> APIRouter:
     )
     async def download_speedscope(id: str) -> Response:
         incident = live.get_incident(id).incident
-        entries = [e for e in incident.stacks if e.frames]
-        labels = [f"{name_ranks(e.ranks)}, {e.thread or 'no thread'}" for e in entries]
-        made = stacks_to_speedscope(
-            incident.summary,
-            zip(labels, (frames for _, frames in convert_stacks(entries)), strict=True),
-        )
-        return rendering.make_attachment(
-            f"hangwatch-{id}.speedscope.json", json.dumps(made), "application/json"
-        )
+        stacks = [
+            (f"{name_ranks(stack.ranks)}, {stack.thread or 'no thread'}", stack.frames)
+            for stack in incident.stacks
+            if stack.frames
+        ]
+        document = json.dumps(stacks_to_speedscope(incident.summary, stacks))
+        return make_attachment(f"hangwatch-{id}.speedscope.json", document, "application/json")
 
     @routes.get(
         "/stacks.folded",
@@ -89,9 +83,8 @@ def build_router(live: AppState) -> APIRouter:
         lines = format_folded_stacks(
             convert_stacks(select_calling_stacks(live.get_incident(id).incident.stacks))
         )
-        return rendering.make_attachment(
-            f"hangwatch-{id}.folded", "".join(f"{line}\n" for line in lines), "text/plain"
-        )
+        text = "".join(f"{line}\n" for line in lines)
+        return make_attachment(f"hangwatch-{id}.folded", text, "text/plain")
 
     @routes.get(
         "/stacks.svg",
@@ -104,44 +97,26 @@ def build_router(live: AppState) -> APIRouter:
         incident = live.get_incident(id).incident
         tree = merge_stacks(convert_stacks(select_calling_stacks(incident.stacks)))
         bars = list(_iter_bars(tree, 0.0, 0, max(1, sum(len(b.ranks) for b in tree))))
-        height = BAR_HEIGHT_PX * (max((b.depth for b in bars), default=0) + 1) + 40
-        picture = rendering.render_text(
-            "flamegraph.svg",
-            incident=incident,
-            bars=bars,
-            bar=BAR_HEIGHT_PX,
-            width=CHART_WIDTH_PX,
-            height=height,
-        )
-        return rendering.make_attachment(f"hangwatch-{id}.svg", picture, "image/svg+xml")
+        image = render_flame_graph(incident.summary, bars)
+        return make_attachment(f"hangwatch-{id}.svg", image, "image/svg+xml")
 
     return routes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlameBar:
-    x: float
-    width: float
-    depth: int
-    frame: Frame
-    ranks: tuple[int, ...]
-    user: bool
 
 
 def _iter_bars(
     branches: tuple[Branch, ...], x: float, depth: int, total_ranks: int
 ) -> Iterator[FlameBar]:
     for branch in branches:
-        width = CHART_WIDTH_PX * len(branch.ranks) / total_ranks
-        for n, frame in enumerate(branch.frames):
-            user = not is_library(frame.file)
+        width = len(branch.ranks) / total_ranks
+        for level, frame in enumerate(branch.frames, depth):
+            text = f"{frame.function} {frame.file}:{frame.line}"
             yield FlameBar(
-                x=round(x, 2),
-                width=round(width, 2),
-                depth=depth + n,
-                frame=frame,
-                ranks=branch.ranks,
-                user=user,
+                x=x,
+                width=width,
+                depth=level,
+                text=text,
+                label=f"{text}, {name_ranks(branch.ranks)}",
+                is_user=not is_library(frame.file),
             )
         yield from _iter_bars(branch.branches, x, depth + len(branch.frames), total_ranks)
         x += width
