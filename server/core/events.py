@@ -73,13 +73,10 @@ class EventLog:
         """
         last_sent = self._parse_position(last_id)
         yield "retry: 2000\n\n"
-        if last_sent is None:
-            last_sent = self.last_number
-            yield f"id: {self.run_id}-{last_sent}\nevent: reset\ndata: {{}}\n\n"
         while not self.is_closed:
             changed = self._changed
-            if self.recent_events and self.recent_events[0].number > last_sent + 1:
-                # The reader is too slow: unread events were dropped.
+            first_kept = self.recent_events[0].number if self.recent_events else 0
+            if last_sent is None or last_sent + 1 < first_kept:  # some were dropped
                 last_sent = self.last_number
                 yield f"id: {self.run_id}-{last_sent}\nevent: reset\ndata: {{}}\n\n"
             for event in [e for e in self.recent_events if e.number > last_sent]:
@@ -93,14 +90,13 @@ class EventLog:
                 yield ": still here\n\n"
 
     def _parse_position(self, last_id: str | None) -> int | None:
-        """The number of the reader's last event; None if later events may have been dropped."""
+        """The number of the reader's last event; None if this server's run has no such event."""
         if not last_id:
             return self.last_number
         run_id, _, number = last_id.rpartition("-")
         if run_id != self.run_id or not number.isdecimal() or int(number) > self.last_number:
             return None
-        has_dropped = self.recent_events and self.recent_events[0].number > int(number) + 1
-        return None if has_dropped else int(number)
+        return int(number)
 
     def _wake_readers(self) -> None:
         self._changed.set()

@@ -18,8 +18,8 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 def is_cross_site(
     method: str, headers: Mapping[str, str], public_url: str | None, *, by_cookie: bool
 ) -> bool:
-    """Whether a request that changes something comes from a page of another site. ``known`` is the
-    address behind a proxy.
+    """Whether a request that changes something comes from a page of another site.
+    ``public_url`` is the address behind a proxy.
 
     Browsers say so by themselves; what is no browser says nothing and has no cookie to lend.
     https://words.filippo.io/csrf/
