@@ -24,7 +24,7 @@ from ..core.job_views import AttemptView
 from ..core.waiting import wait_for_event
 from ..incidents.records import IncidentRecord
 from ..incidents.registry import IncidentRegistry
-from .rows import Changes, Delivery, Row, make_attempt_row, make_incident_row
+from .rows import Delivery, Row, make_attempt_row, make_incident_row
 from .store import Store
 
 log = logging.getLogger("hangwatch")
@@ -132,7 +132,8 @@ class PersistenceWorker:
         if not records and not attempts:
             return
         self._writing = set(records)
-        changes = Changes(
+        write = asyncio.to_thread(
+            self.store.save_changes,
             incidents=[make_incident_row(record) for record in records.values()],
             attempts=list(attempts.values()),
             deliveries=[
@@ -141,7 +142,7 @@ class PersistenceWorker:
                 for due in self.alert_sender.list_deliveries(incident, event)
             ],
         )
-        writing = asyncio.ensure_future(asyncio.to_thread(self.store.save_changes, changes))
+        writing = asyncio.ensure_future(write)
         await asyncio.wait({writing}, timeout=ALERT_DELAY_LIMIT_S if alerts else None)
         for incident, event in alerts:
             self.alert_sender.announce(incident, event, self.clock.wall())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -27,15 +27,6 @@ class Delivery:
     incident: str
     event: str
     channel: str  # its key
-
-
-@dataclass(slots=True, kw_only=True)
-class Changes:
-    """What one `Store.save_changes` writes, all or nothing."""
-
-    incidents: list[Row] = field(default_factory=list)  # see `make_incident_row`
-    attempts: list[Row] = field(default_factory=list)  # see `make_attempt_row`
-    deliveries: list[Delivery] = field(default_factory=list)
 
 
 def format_timestamp(moment: datetime) -> str:

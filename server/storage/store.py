@@ -20,14 +20,7 @@ from ..incidents.records import IncidentRecord
 from ..incidents.registry import MAX_RECORDS_KEPT
 from .database import lock_data_dir, migrate, open_postgres, open_sqlite
 from .job_locks import JobLocks
-from .rows import (
-    Changes,
-    Delivery,
-    Row,
-    format_timestamp,
-    parse_attempt_row,
-    parse_incident_row,
-)
+from .rows import Delivery, Row, format_timestamp, parse_attempt_row, parse_incident_row
 from .tables import ATTEMPTS, DELIVERIES, INCIDENTS
 
 
@@ -172,11 +165,17 @@ class Store:
         )
         return [_parse_delivery(row) for row in self._read_rows(mine)]
 
-    def save_changes(self, changes: Changes) -> None:
+    def save_changes(
+        self,
+        incidents: Sequence[Row] = (),
+        attempts: Sequence[Row] = (),
+        deliveries: Sequence[Delivery] = (),
+    ) -> None:
+        """Writes all or nothing of `make_incident_row`, `make_attempt_row` and alerts to be sent."""
         with self._engine.begin() as db:
-            self._upsert_rows(db, INCIDENTS, changes.incidents)
-            self._upsert_rows(db, ATTEMPTS, changes.attempts)
-            self._upsert_rows(db, DELIVERIES, [asdict(due) for due in changes.deliveries])
+            self._upsert_rows(db, INCIDENTS, incidents)
+            self._upsert_rows(db, ATTEMPTS, attempts)
+            self._upsert_rows(db, DELIVERIES, [asdict(due) for due in deliveries])
 
     def delete_delivery(self, done: Delivery) -> None:
         """Deletes an alert that its channel accepted, or will never accept."""
@@ -228,7 +227,7 @@ class Store:
         with self._engine.connect() as db:
             return db.execute(query).all()
 
-    def _upsert_rows(self, db: sa.Connection, table: sa.Table, rows: list[Row]) -> None:
+    def _upsert_rows(self, db: sa.Connection, table: sa.Table, rows: Sequence[Row]) -> None:
         """Inserts rows of this server, or updates them; their owner and their start stay."""
         if not rows:
             return

@@ -22,7 +22,7 @@ from hangwatch.report.documents import build_incident_document
 from hangwatch.server.core.job_views import AttemptView
 from hangwatch.server.incidents.records import IncidentRecord
 from hangwatch.server.storage.database import DATABASE_FILE, StoreError
-from hangwatch.server.storage.rows import Changes, Delivery, make_attempt_row, make_incident_row
+from hangwatch.server.storage.rows import Delivery, make_attempt_row, make_incident_row
 from hangwatch.server.storage.store import Store
 from hangwatch.server.storage.tables import METADATA
 from tests.harness.postgres import clear_database
@@ -90,10 +90,10 @@ def test_saved_incidents_are_restored(opener: StoreOpener) -> None:
         alerted_at=MOMENT,
         reminders=2,
     )
-    store.save_changes(Changes(incidents=[make_incident_row(case)]))
+    store.save_changes(incidents=[make_incident_row(case)])
     case.incident = replace(case.incident, status="resolved", resolved_at=MOMENT)
     case.is_resolution_announced = True
-    store.save_changes(Changes(incidents=[make_incident_row(case)]))
+    store.save_changes(incidents=[make_incident_row(case)])
     store.close()
     [kept] = opener().load_incidents()
     assert kept == case
@@ -102,17 +102,15 @@ def test_saved_incidents_are_restored(opener: StoreOpener) -> None:
 def test_attempts_are_restored_with_start_time(opener: StoreOpener) -> None:
     store = opener()
     store.save_changes(
-        Changes(
-            attempts=[
-                make_attempt_row(make_attempt(0, "failed")),
-                make_attempt_row(make_attempt(1)),
-            ]
-        )
+        attempts=[
+            make_attempt_row(make_attempt(0, "failed")),
+            make_attempt_row(make_attempt(1)),
+        ]
     )
     later = make_attempt(
         1, "stalled", opened_at=MOMENT + timedelta(days=1), last_seen_at=MOMENT + timedelta(days=2)
     )
-    store.save_changes(Changes(attempts=[make_attempt_row(later)]))
+    store.save_changes(attempts=[make_attempt_row(later)])
     assert [(a.attempt, a.state, a.opened_at, a.hosts) for a in store.load_attempts("run7")] == [
         (1, "stalled", MOMENT, ["n"]),
         (0, "failed", MOMENT, ["n"]),
@@ -127,7 +125,7 @@ def test_message_is_pending_until_delivered(opener: StoreOpener) -> None:
         Delivery(incident="i", event="opened", channel="a"),
         Delivery(incident="i", event="opened", channel="b"),
     )
-    store.save_changes(Changes(deliveries=[one, two]))
+    store.save_changes(deliveries=[one, two])
     store.delete_delivery(one)
     store.delete_delivery(one)
     store.close()
@@ -138,10 +136,8 @@ def test_retention_by_age_and_size_keeps_live_data(opener: StoreOpener) -> None:
     store = opener()
     cases = [IncidentRecord(incident=make_incident(n, advice="x" * 10_000)) for n in range(10)]
     store.save_changes(
-        Changes(
-            incidents=[make_incident_row(c) for c in cases],
-            attempts=[make_attempt_row(make_attempt(0))],
-        )
+        incidents=[make_incident_row(c) for c in cases],
+        attempts=[make_attempt_row(make_attempt(0))],
     )
     ids = [c.incident.id for c in cases]
     assert store.prune_incidents(MOMENT + timedelta(days=3), 1e9, keep=[ids[1]]) == [ids[2], ids[0]]
@@ -152,9 +148,7 @@ def test_retention_by_age_and_size_keeps_live_data(opener: StoreOpener) -> None:
 
 def test_newer_schema_is_reported_and_not_changed(opener: StoreOpener) -> None:
     store = opener()
-    store.save_changes(
-        Changes(incidents=[make_incident_row(IncidentRecord(incident=make_incident()))])
-    )
+    store.save_changes(incidents=[make_incident_row(IncidentRecord(incident=make_incident()))])
     with store._engine.begin() as db:
         db.execute(sa.text("UPDATE alembic_version SET version_num = '99'"))
     store.close()
@@ -179,26 +173,18 @@ def test_servers_share_history_and_keep_own_state(opener: StoreOpener) -> None:
         pytest.skip("one server a file")
     two = opener("two")
     one.save_changes(
-        Changes(
-            incidents=[make_incident_row(IncidentRecord(incident=make_incident(1)))],
-            attempts=[make_attempt_row(make_attempt(0))],
-        )
+        incidents=[make_incident_row(IncidentRecord(incident=make_incident(1)))],
+        attempts=[make_attempt_row(make_attempt(0))],
     )
     two.save_changes(
-        Changes(
-            incidents=[make_incident_row(IncidentRecord(incident=make_incident(2)))],
-            attempts=[make_attempt_row(make_attempt(0))],
-        )
+        incidents=[make_incident_row(IncidentRecord(incident=make_incident(2)))],
+        attempts=[make_attempt_row(make_attempt(0))],
     )
     [(seen, revision)] = two.load_other_servers({})
     assert (seen.incident.id, seen.is_own) == (make_incident(1).id, False)
     assert two.load_other_servers({seen.incident.id: revision}) == []
     one.save_changes(
-        Changes(
-            incidents=[
-                make_incident_row(IncidentRecord(incident=make_incident(1, status="resolved")))
-            ]
-        )
+        incidents=[make_incident_row(IncidentRecord(incident=make_incident(1, status="resolved")))]
     )
     [(seen, _)] = two.load_other_servers({seen.incident.id: revision})
     assert seen.incident.status == "resolved"
