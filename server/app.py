@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hangwatch import __version__
 
 from .alerting.alerter import Alerter
+from .alerting.message import Delivery
 from .core import limits, origin
 from .core.clock import Clock, ulid
 from .core.events import EventLog
@@ -41,7 +42,6 @@ from .http.rendering import SECURITY_HEADERS
 from .ingest.agent_worker import AgentWorker
 from .monitor.watch import Watch, WatchOptions
 from .settings import Settings
-from .storage.rows import Delivery
 from .storage.store import Store
 from .web import incident_report, pages
 from .web import performance_pages as performance_routes

@@ -19,9 +19,8 @@ from hangwatch.model.kind_spec import Severity
 from hangwatch.report import recovery as recovery_text
 from hangwatch.report.text import clean_text
 
-from ..storage.rows import Delivery
 from .events import RESOLVED
-from .message import AlertMessage, Channel, ChannelError
+from .message import AlertMessage, Channel, ChannelError, Delivery
 from .messages import compose_message
 
 # The delay between two attempts to send a message doubles, with jitter.

@@ -57,6 +57,15 @@ class AlertMessage:
         return self.event == "test"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """An alert that a channel has not accepted yet, as the database keeps it."""
+
+    incident: str
+    event: str
+    channel: str  # its key
+
+
 class Channel(abc.ABC):
     """A receiver of alerts. Its ``name`` can be shown to users, as it contains no secret."""
 

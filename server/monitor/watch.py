@@ -88,7 +88,7 @@ class Watch:
         self.persistence = PersistenceWorker(
             store=store,
             clock=clock,
-            alert_sender=alerter,
+            alerter=alerter,
             incidents=self.incidents,
             retention_days=options.retention_days,
             retention_mb=options.retention_mb,

@@ -11,20 +11,21 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
-from typing import Protocol
+from datetime import timedelta
 
 import sqlalchemy as sa
 
 from hangwatch.model.incidents import Incident
 from hangwatch.model.ranks import AttemptKey
 
+from ..alerting.alerter import Alerter
+from ..alerting.message import Delivery
 from ..core.clock import Clock
 from ..core.job_views import AttemptView
 from ..core.waiting import wait_for_event
 from ..incidents.records import IncidentRecord
 from ..incidents.registry import IncidentRegistry
-from .rows import Delivery, Row, make_attempt_row, make_incident_row
+from .rows import Row, make_attempt_row, make_incident_row
 from .store import Store
 
 log = logging.getLogger("hangwatch")
@@ -36,23 +37,13 @@ PRUNE_INTERVAL_S = 600.0
 ALERT_DELAY_LIMIT_S = 2.0  # how long an alert waits for a slow database
 
 
-class AlertSender(Protocol):
-    """Sends alerts to all channels."""
-
-    def list_deliveries(self, incident: Incident, event: str) -> list[Delivery]: ...
-
-    def announce(self, incident: Incident, event: str, now: datetime) -> None: ...
-
-    def resume_delivery(self, incident: Incident, delivery: Delivery, now: datetime) -> bool: ...
-
-
 @dataclass(slots=True, kw_only=True)
 class PersistenceWorker:
     """``keep`` lists the incidents that are never deleted, whatever their age."""
 
     store: Store
     clock: Clock
-    alert_sender: AlertSender
+    alerter: Alerter
     incidents: IncidentRegistry
     retention_days: float
     retention_mb: float
@@ -75,7 +66,7 @@ class PersistenceWorker:
         """Sends the alerts that the previous server could not deliver."""
         for delivery in deliveries:
             record = self.incidents.records.get(delivery.incident)
-            if record is None or not self.alert_sender.resume_delivery(
+            if record is None or not self.alerter.resume_delivery(
                 record.incident, delivery, self.clock.wall()
             ):
                 self.store.delete_delivery(delivery)
@@ -139,13 +130,13 @@ class PersistenceWorker:
             deliveries=[
                 due
                 for incident, event in alerts
-                for due in self.alert_sender.list_deliveries(incident, event)
+                for due in self.alerter.list_deliveries(incident, event)
             ],
         )
         writing = asyncio.ensure_future(write)
         await asyncio.wait({writing}, timeout=ALERT_DELAY_LIMIT_S if alerts else None)
         for incident, event in alerts:
-            self.alert_sender.announce(incident, event, self.clock.wall())
+            self.alerter.announce(incident, event, self.clock.wall())
         try:
             await writing
             self.is_saved = True

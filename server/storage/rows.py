@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -18,15 +17,6 @@ from ..core.job_views import AttemptView
 from ..incidents.records import IncidentRecord
 
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delivery:
-    """An alert that a channel has not accepted yet."""
-
-    incident: str
-    event: str
-    channel: str  # its key
 
 
 def format_timestamp(moment: datetime) -> str:

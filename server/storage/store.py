@@ -15,12 +15,13 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
+from ..alerting.message import Delivery
 from ..core.job_views import AttemptView
 from ..incidents.records import IncidentRecord
 from ..incidents.registry import MAX_RECORDS_KEPT
 from .database import lock_data_dir, migrate, open_postgres, open_sqlite
 from .job_locks import JobLocks
-from .rows import Delivery, Row, format_timestamp, parse_attempt_row, parse_incident_row
+from .rows import Row, format_timestamp, parse_attempt_row, parse_incident_row
 from .tables import ATTEMPTS, DELIVERIES, INCIDENTS
 
 
@@ -179,13 +180,9 @@ class Store:
 
     def delete_delivery(self, done: Delivery) -> None:
         """Deletes an alert that its channel accepted, or will never accept."""
-        c = DELIVERIES.c
+        row = sa.and_(*(DELIVERIES.c[name] == value for name, value in asdict(done).items()))
         with self._engine.begin() as db:
-            db.execute(
-                sa.delete(DELIVERIES).where(
-                    c.incident == done.incident, c.event == done.event, c.channel == done.channel
-                )
-            )
+            db.execute(sa.delete(DELIVERIES).where(row))
 
     def prune_incidents(
         self, before: datetime, max_bytes: float, keep: Collection[str] = ()

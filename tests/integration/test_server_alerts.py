@@ -35,10 +35,9 @@ from hangwatch.server.alerting.channels import (
 )
 from hangwatch.server.alerting.chat import SlackWebhook
 from hangwatch.server.alerting.events import OPENED, RESOLVED, take_due_event
-from hangwatch.server.alerting.message import AlertMessage, Channel, ChannelError
+from hangwatch.server.alerting.message import AlertMessage, Channel, ChannelError, Delivery
 from hangwatch.server.alerting.messages import compose_message
 from hangwatch.server.incidents.records import IncidentRecord
-from hangwatch.server.storage.rows import Delivery
 from tests.harness.processes import clean_environment
 from tests.simulation.http_receiver import WebhookReceiver
 from tests.simulation.waiting import wait_until

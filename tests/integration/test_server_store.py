@@ -19,10 +19,11 @@ from hangwatch.model.incidents import Incident
 from hangwatch.model.kind_spec import Severity
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.report.documents import build_incident_document
+from hangwatch.server.alerting.message import Delivery
 from hangwatch.server.core.job_views import AttemptView
 from hangwatch.server.incidents.records import IncidentRecord
 from hangwatch.server.storage.database import DATABASE_FILE, StoreError
-from hangwatch.server.storage.rows import Delivery, make_attempt_row, make_incident_row
+from hangwatch.server.storage.rows import make_attempt_row, make_incident_row
 from hangwatch.server.storage.store import Store
 from hangwatch.server.storage.tables import METADATA
 from tests.harness.postgres import clear_database
