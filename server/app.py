@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import logging
 from collections.abc import AsyncIterator
 
-import sqlalchemy as sa
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, Response
 from starlette.datastructures import MutableHeaders
@@ -19,7 +16,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hangwatch import __version__
 
 from .alerting.alerter import Alerter
-from .alerting.message import Delivery
 from .core import limits, origin
 from .core.clock import Clock, ulid
 from .core.events import EventLog
@@ -45,8 +41,6 @@ from .settings import Settings
 from .storage.store import Store
 from .web import incident_report, pages
 from .web import performance_pages as performance_routes
-
-log = logging.getLogger("hangwatch")
 
 NOT_READY_AFTER_S = 10.0  # seconds without a round of diagnosis after which the server is not ready
 
@@ -96,11 +90,7 @@ def build_app(
 
 
 def _build_watch(settings: Settings, store: Store, base_url: str, clock: Clock) -> Watch:
-    alerter = Alerter(
-        settings.make_alert_channels(),
-        base_url,
-        functools.partial(_mark_delivered, store),
-    )
+    alerter = Alerter(settings.make_alert_channels(), base_url, store.delete_delivery)
     options = WatchOptions(
         limits=settings.diagnosis_limits,
         repeat_after_s=settings.repeat_interval,
@@ -132,16 +122,6 @@ async def _run_tasks(live: AppState, mcp: mcp_endpoint.McpEndpoint) -> AsyncIter
     await asyncio.gather(*tasks, return_exceptions=True)
     await watch.persistence.save_changes()
     await asyncio.to_thread(watch.alerter.close)
-
-
-def _mark_delivered(store: Store, delivery: Delivery) -> None:
-    try:
-        store.delete_delivery(delivery)
-    except sa.exc.SQLAlchemyError as error:
-        log.error(
-            "cannot record that an alert was sent, so it may be sent again: %s",
-            getattr(error, "orig", error),
-        )
 
 
 def _add_routes(app: FastAPI, live: AppState) -> None:

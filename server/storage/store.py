@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -23,6 +24,8 @@ from .database import lock_data_dir, migrate, open_postgres, open_sqlite
 from .job_locks import JobLocks
 from .rows import Row, format_timestamp, parse_attempt_row, parse_incident_row
 from .tables import ATTEMPTS, DELIVERIES, INCIDENTS
+
+log = logging.getLogger("hangwatch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,10 +182,16 @@ class Store:
             self._upsert_rows(db, DELIVERIES, [asdict(due) for due in deliveries])
 
     def delete_delivery(self, done: Delivery) -> None:
-        """Deletes an alert that its channel accepted, or will never accept."""
+        """Deletes an alert that its channel accepted, or will never accept. Logs a failure."""
         row = sa.and_(*(DELIVERIES.c[name] == value for name, value in asdict(done).items()))
-        with self._engine.begin() as db:
-            db.execute(sa.delete(DELIVERIES).where(row))
+        try:
+            with self._engine.begin() as db:
+                db.execute(sa.delete(DELIVERIES).where(row))
+        except sa.exc.SQLAlchemyError as error:
+            log.error(
+                "cannot record that an alert was sent, so it may be sent again: %s",
+                getattr(error, "orig", error),
+            )
 
     def prune_incidents(
         self, before: datetime, max_bytes: float, keep: Collection[str] = ()
