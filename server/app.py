@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, Response
+from fastapi.staticfiles import StaticFiles
 from starlette.datastructures import MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -176,12 +176,7 @@ def _add_operations_routes(app: FastAPI, live: AppState) -> None:
     async def show_docs() -> Response:
         return pages.render_docs(app)
 
-    @app.get("/static/{name:path}", include_in_schema=False)
-    async def serve_static_file(name: str) -> Response:
-        response = pages.find_static_file(name)
-        if response is None:
-            raise HTTPException(404)
-        return response
+    app.mount("/static", StaticFiles(directory=pages.STATIC_DIR))
 
 
 class _SecurityHeadersMiddleware:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, FastAPI
-from fastapi.responses import FileResponse, RedirectResponse, Response
+from fastapi.responses import RedirectResponse, Response
 
 from ..http.app_state import AppState
 from ..http.rendering import SERVER_DIR, render_page
@@ -33,13 +33,3 @@ def render_docs(app: FastAPI) -> Response:
         for method, operation in methods.items()
     ]
     return render_page("docs.html", operations=operations)
-
-
-def find_static_file(name: str) -> Response | None:
-    """A file below the static folder, by its exact relative path; None if there is none."""
-    paths = {
-        path.relative_to(STATIC_DIR).as_posix(): path
-        for path in STATIC_DIR.rglob("*")
-        if path.is_file()
-    }
-    return FileResponse(paths[name]) if name in paths else None
