@@ -135,16 +135,18 @@ def _add_group_route(routes: APIRouter, live: AppState) -> None:
     ) -> Response:
         rows = [(a, key) for a in live.find_attempts(job) for key in views.list_groups(a, rank)]
 
-        def make_cursor(row: tuple[Attempt, GroupKey]) -> str:
-            its, (generation, group, ranks, world) = row
-            return f"{its.job}/{its.number}/{generation}/{group}/{format_ranks(ranks[:1])}/{world}"
-
         return page.make_response(
             rows,
-            make_cursor,
+            lambda row: make_group_cursor(*row),
             lambda row: views.describe_group(*row),
             lambda row: len(row[0].streams_by_group[row[1]]),
         )
+
+
+def make_group_cursor(attempt: Attempt, key: GroupKey) -> str:
+    generation, name, ranks, world_size = key
+    first_rank = format_ranks(ranks[:1])
+    return f"{attempt.job}/{attempt.number}/{generation}/{name}/{first_rank}/{world_size}"
 
 
 def make_incidents_response(page: PageRequest, records: Sequence[IncidentRecord]) -> Response:

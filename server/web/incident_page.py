@@ -19,7 +19,6 @@ from hangwatch.report.hardware import describe_observation
 from hangwatch.report.text import group_name
 from hangwatch.stacks.frames import is_library
 from hangwatch.stacks.stack_tree import merge_stacks
-from hangwatch.tracking.call_stream import CallStream
 
 from ..http.app_state import AppState
 from ..http.stack_files import convert_stacks, select_calling_stacks
@@ -112,7 +111,15 @@ def build_graph_labels(
     """Names for the graph: ``group_names`` by group, and ``ops`` by (rank, call). Calls outside the
     incident have a name only while the job is known.
     """
-    waiting = _list_pending_streams(live, incident, waiters)
+    attempt = live.watch.fleet.attempts.get(AttemptKey(incident.job, incident.attempt))
+    processes = {} if attempt is None else attempt.processes
+    waiting = [
+        (rank, stream)
+        for rank in waiters
+        if rank in processes
+        for stream in processes[rank].streams.values()
+        if stream.is_pending
+    ]
     group_names = {
         stream.group.name: group_name(stream.group.name, stream.group.desc) for _, stream in waiting
     }
@@ -123,21 +130,6 @@ def build_graph_labels(
         call = call_class.call
         ops.update({(rank, call.seq): call.signature.op for rank in call_class.ranks})
     return {"group_names": group_names, "ops": ops}
-
-
-def _list_pending_streams(
-    live: AppState, incident: Incident, ranks: Iterable[int]
-) -> list[tuple[int, CallStream]]:
-    attempt = live.watch.fleet.attempts.get(AttemptKey(incident.job, incident.attempt))
-    if attempt is None:
-        return []
-    return [
-        (rank, stream)
-        for rank in ranks
-        if rank in attempt.processes
-        for stream in attempt.processes[rank].streams.values()
-        if stream.is_pending
-    ]
 
 
 def label_boxes(incident: Incident, picture: GraphPicture) -> list[str]:
@@ -163,12 +155,9 @@ def find_user_lines(incident: Incident) -> dict[int, str]:
 
 def find_differing_fields(calls: Sequence[JsonObject]) -> frozenset[str]:
     """The fields in which the incident's calls differ."""
-    differing: set[str] = set()
-    for name in COMPARED_FIELDS:
-        values = {repr(call[name]) for call in calls}
-        if len(values) > 1:
-            differing.add(name)
-    return frozenset(differing)
+    return frozenset(
+        name for name in COMPARED_FIELDS if len({repr(call[name]) for call in calls}) > 1
+    )
 
 
 def merge_dump_stacks(dump: Dump) -> list[tuple[MergedStack, bool]]:

@@ -7,10 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
-from hangwatch.model.ranks import format_ranks
-from hangwatch.tracking.attempt import Attempt
-
-from ..http.api import JobName
+from ..http.api import JobName, make_group_cursor
 from ..http.app_state import AppState
 from ..http.listing import Page, PageOf100, PageRequest
 from ..http.performance_board import (
@@ -77,16 +74,9 @@ def _list_groups(live: AppState, listed: PageRequest, job: str | None, group: st
     to_date = live.watch.clock.date
     return listed.make_response(
         rows,
-        _make_cursor,
+        lambda row: make_group_cursor(row[0], row[1].totals.group.key),
         lambda row: describe_group_performance(*row, to_date).model_dump(mode="json"),
     )
-
-
-def _make_cursor(row: tuple[Attempt, RankedGroup]) -> str:
-    attempt, ranked = row
-    generation, name, ranks, world_size = ranked.totals.group.key
-    first_rank = format_ranks(ranks[:1])
-    return f"{attempt.job}/{attempt.number}/{generation}/{name}/{first_rank}/{world_size}"
 
 
 def _matches_group(ranked: RankedGroup, group: str) -> bool:

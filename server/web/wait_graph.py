@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hangwatch.model.incidents import Incident
+from hangwatch.model.verdicts import Wait
 
 MAX_SINGLE_CULPRITS = 8  # more culprits than this share boxes
 MAX_CLASSES = 24
@@ -17,14 +18,6 @@ class WaitLabel(NamedTuple):
 
     group: str
     seq: int
-
-
-class RankWait(NamedTuple):
-    """``rank`` waits for ``awaited``."""
-
-    rank: int
-    awaited: int
-    label: WaitLabel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +38,10 @@ class WaitClassGraph:
 
 def build_graph(incident: Incident) -> WaitClassGraph:
     """The wait-for graph, its ranks merged into the coarsest classes that wait alike."""
-    waits = {RankWait(w.rank, w.on_rank, WaitLabel(w.group, w.seq)) for w in incident.verdict.waits}
     unlisted = _find_unlisted_waiters(incident)
-    waits |= _assume_waits(incident, unlisted)
+    waits = {*incident.verdict.waits, *_assume_waits(incident, unlisted)}
     culprits = set(incident.culprits)
-    ranks = sorted({wait.rank for wait in waits} | {wait.awaited for wait in waits} | culprits)
+    ranks = sorted({wait.rank for wait in waits} | {wait.on_rank for wait in waits} | culprits)
     class_of = _partition_ranks(ranks, culprits, waits)
     members: dict[int, list[int]] = {}
     for rank in ranks:
@@ -75,23 +67,23 @@ def _find_unlisted_waiters(incident: Incident) -> list[int]:
     return sorted((in_call & set(incident.waiting)) - listed)
 
 
-def _assume_waits(incident: Incident, unlisted: list[int]) -> set[RankWait]:
+def _assume_waits(incident: Incident, unlisted: list[int]) -> list[Wait]:
     """The first unlisted waiter stands for all of them: they wait for the culprits in the incident's
     own call.
     """
-    label = WaitLabel(incident.group.name if incident.group else "", incident.seq or 0)
-    return {
-        RankWait(rank, culprit, label)
+    group = incident.group.name if incident.group else ""
+    return [
+        Wait(rank=rank, on_rank=culprit, group=group, seq=incident.seq or 0)
         for rank in unlisted[:1]
         for culprit in incident.culprits[:MAX_SINGLE_CULPRITS]
-    }
+    ]
 
 
 def _build_class_graph(
     members: Mapping[int, list[int]],
     class_of: Mapping[int, int],
     culprits: set[int],
-    waits: Collection[RankWait],
+    waits: Collection[Wait],
 ) -> WaitClassGraph:
     """The largest classes and the edges between them; culprits first."""
     ordered = sorted(
@@ -101,10 +93,10 @@ def _build_class_graph(
     shown = ordered[:MAX_CLASSES]
     index_of = {number: index for index, number in enumerate(shown)}
     labels: dict[tuple[int, int], dict[WaitLabel, None]] = {}
-    for rank, awaited, label in sorted(waits):
-        start, end = index_of.get(class_of[rank]), index_of.get(class_of[awaited])
+    for wait in sorted(waits, key=lambda w: (w.rank, w.on_rank, w.group, w.seq)):
+        start, end = index_of.get(class_of[wait.rank]), index_of.get(class_of[wait.on_rank])
         if start is not None and end is not None:
-            labels.setdefault((start, end), {})[label] = None
+            labels.setdefault((start, end), {})[WaitLabel(wait.group, wait.seq)] = None
     classes = tuple(
         WaitClass(ranks=tuple(members[n]), is_culprit=culprits.issuperset(members[n]))
         for n in shown
@@ -115,12 +107,12 @@ def _build_class_graph(
 
 
 def _partition_ranks(
-    ranks: list[int], culprits: set[int], waits: Collection[RankWait]
+    ranks: list[int], culprits: set[int], waits: Collection[Wait]
 ) -> dict[int, int]:
     """The number of each rank's class. Refines a first partition until all ranks of a class wait for
     the same classes.
     """
-    waits_of: dict[int, list[RankWait]] = {rank: [] for rank in ranks}
+    waits_of: dict[int, list[Wait]] = {rank: [] for rank in ranks}
     for wait in waits:
         waits_of[wait.rank].append(wait)
     are_separate = len(culprits) <= MAX_SINGLE_CULPRITS
@@ -131,7 +123,7 @@ def _partition_ranks(
         keys = {
             rank: (
                 class_of[rank],
-                frozenset((class_of[wait.awaited], wait.label) for wait in waits_of[rank]),
+                frozenset((class_of[w.on_rank], w.group, w.seq) for w in waits_of[rank]),
             )
             for rank in ranks
         }
