@@ -5,7 +5,7 @@ Pure: the time is passed in, in seconds on the caller's monotonic clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hangwatch.model.ranks import AttemptKey
@@ -20,7 +20,6 @@ from .attempt_choice import (
     is_owned_by_other,
 )
 from .channels import disconnect_channel
-from .clock_gaps import ClockGaps
 from .host_hardware import make_host_hardware
 from .process import Process
 from .process_parts import ReportTimes
@@ -30,14 +29,13 @@ from .process_updates import (
     apply_process_update,
     apply_terse_update,
 )
-from .tracked_process import DivergedStream, TrackedProcess
+from .reporting_agent import ProcessLocation, ReportingAgent
+from .tracked_process import TrackedProcess
 
 # An attempt with a successor counts as finished after this long without a heartbeat.
 SUCCEEDED_SILENT_S = 3.0
 FORMER_ATTEMPTS_KEPT = 1000  # one per job
 FORGOTTEN_PROCESSES_KEPT = 1 << 17  # dropped processes that heartbeats may still mention
-
-ProcessLocation = tuple[str, str]  # (host, process key)
 
 
 @dataclass(slots=True)
@@ -47,13 +45,7 @@ class Fleet:
     attempts: dict[AttemptKey, Attempt] = field(default_factory=dict)
     processes: dict[ProcessLocation, TrackedProcess] = field(default_factory=dict)
     former_attempts: dict[str, FormerAttempt] = field(default_factory=dict)  # by job
-    # By agent: the number of its last heartbeat.
-    _last_heartbeats: dict[str, int] = field(default_factory=dict)
-    # By agent: the entries of `processes` that it reports.
-    _processes_by_agent: dict[str, dict[ProcessLocation, TrackedProcess]] = field(
-        default_factory=dict
-    )
-    _clock_gaps: ClockGaps = field(default_factory=ClockGaps)
+    _agents: dict[str, ReportingAgent] = field(default_factory=dict)  # by id
     # Processes of dropped attempts that were alive by their last report. Serves as an ordered set.
     _forgotten_processes: dict[ProcessLocation, None] = field(default_factory=dict)
 
@@ -86,7 +78,7 @@ class Fleet:
 
     def list_jobs(self, agent: str) -> set[str]:
         """The jobs whose processes the agent reports."""
-        return {tracked.attempt.job for tracked in self._list_processes(agent)}
+        return {tracked.attempt.job for tracked in self.list_processes(agent)}
 
     def count_members(self) -> int:
         """The members of all different worlds and process groups in memory."""
@@ -98,10 +90,12 @@ class Fleet:
 
         A repeated heartbeat, or one that arrives after a later one of the same agent, is ignored.
         """
-        if beat.number <= self._last_heartbeats.get(beat.agent, 0):
+        if (agent := self._agents.get(beat.agent)) is None:
+            agent = self._agents[beat.agent] = ReportingAgent()
+        if beat.number <= agent.last_number:
             return True
-        self._last_heartbeats[beat.agent] = beat.number
-        now = self._clock_gaps.estimate_sent_at(beat, now)
+        agent.last_number = beat.number
+        now = agent.estimate_sent_at(beat, now)
         self._mark_seen(beat, now)
         all_known = True
         for update in beat.processes:
@@ -118,7 +112,7 @@ class Fleet:
             if (tracked := self.processes.get((beat.host, key))) is not None:
                 tracked.process.finished_reporting = True
         if not beat.brief:
-            for tracked in self._list_processes(beat.agent):
+            for tracked in agent.processes.values():
                 tracked.attempt.update_suspects(tracked.process)
         return all_known
 
@@ -134,8 +128,10 @@ class Fleet:
             if (tracked := self.processes.get((beat.host, hardware.key))) is not None:
                 tracked.attempt.hardware[beat.host] = make_host_hardware(hardware, now)
 
-    def _list_processes(self, agent: str) -> Iterable[TrackedProcess]:
-        return self._processes_by_agent.get(agent, {}).values()
+    def list_processes(self, agent: str) -> Iterable[TrackedProcess]:
+        """The processes that a node agent reports."""
+        known = self._agents.get(agent)
+        return () if known is None else known.processes.values()
 
     def _mark_seen(self, beat: heartbeat.Heartbeat, now: float) -> None:
         """Updates the times at which the agent's live processes were last seen.
@@ -143,7 +139,7 @@ class Fleet:
         A heartbeat holds only changes: what it does not mention is as reported before, or further
         along if the heartbeat is brief.
         """
-        for tracked in self._list_processes(beat.agent):
+        for tracked in self.list_processes(beat.agent):
             process, attempt = tracked.process, tracked.attempt
             if process.exit is None:
                 reports = process.reports
@@ -157,7 +153,7 @@ class Fleet:
 
     def mark_refused(self, agent: str, now: float) -> None:
         """Records that an agent is alive although its heartbeat was refused."""
-        for tracked in self._list_processes(agent):
+        for tracked in self.list_processes(agent):
             tracked.process.reports.last_refused_at = now
 
     def forget_attempt(self, attempt: Attempt) -> None:
@@ -188,7 +184,7 @@ class Fleet:
 
     def _drop_process(self, process: Process) -> None:
         location = (process.host, process.key)
-        self._processes_by_agent.get(process.agent, {}).pop(location, None)
+        self._leave_agent(process)
         self.processes.pop(location, None)
         if process.is_alive:
             self._forgotten_processes[location] = None
@@ -202,30 +198,11 @@ class Fleet:
 
     def is_urgent(self, agent: str) -> bool:
         """Whether the agent's next report may decide a diagnosis."""
-        return any(tracked.is_urgent for tracked in self._list_processes(agent))
-
-    def iter_mutual_waits(self, agent: str) -> Iterator[TrackedProcess]:
-        """The agent's processes that seem to wait for a rank that waits for them, and have no stack
-        sample since their last call that could confirm it.
-        """
-        return (tracked for tracked in self._list_processes(agent) if tracked.needs_wait_sample)
-
-    def iter_divergences(self, agent: str) -> Iterator[DivergedStream]:
-        """The agent's streams whose calls should be requested after a recent divergence, one for
-        each side of it.
-        """
-        for tracked in self._list_processes(agent):
-            yield from tracked.iter_new_sides()
-
-    def has_finished(self, agent: str) -> bool:
-        """Whether all processes that a node agent reported have exited or are forgotten."""
-        return all(tracked.process.exit is not None for tracked in self._list_processes(agent))
+        return any(tracked.is_urgent for tracked in self.list_processes(agent))
 
     def forget_agent(self, agent: str) -> None:
-        """Drops the per-agent state (heartbeat number, clock gap) of an agent that has left."""
-        self._last_heartbeats.pop(agent, None)
-        self._processes_by_agent.pop(agent, None)
-        self._clock_gaps.forget_agent(agent)
+        """Drops what is known of an agent that has left, except its processes."""
+        self._agents.pop(agent, None)
 
     def _apply_full_update(
         self, beat: heartbeat.Heartbeat, update: heartbeat.ProcessUpdate, now: float
@@ -246,12 +223,16 @@ class Fleet:
             tracked = self._register_process(beat, update.key, update.identity, now)
         process = tracked.process
         if process.agent != beat.agent:
-            self._processes_by_agent.get(process.agent, {}).pop(location, None)
-            self._processes_by_agent.setdefault(beat.agent, {})[location] = tracked
+            self._leave_agent(process)
+            self._agents[beat.agent].processes[location] = tracked
             process.agent = beat.agent
             process.owner = get_owner(beat)
             tracked.attempt.owners.add(process.owner)
         return apply_process_update(tracked, update, now)
+
+    def _leave_agent(self, process: Process) -> None:
+        if (agent := self._agents.get(process.agent)) is not None:
+            agent.processes.pop((process.host, process.key), None)
 
     def _register_process(
         self,

@@ -70,22 +70,14 @@ class TrackedProcess:
         last_advanced_at = process.last_advanced_at
         return all(sample.taken_at < last_advanced_at for sample in process.samples)
 
-    def iter_new_sides(self) -> Iterator[DivergedStream]:
-        """Its streams whose calls should be requested after a recent divergence. Each stream stands
-        for its side of the divergence, and is returned once.
+    def iter_new_sides(self) -> Iterator[tuple[CallStream, int]]:
+        """Its streams whose calls should be requested after a recent divergence, and the sequence
+        number from which on the calls differ. Each stream stands for its side of the divergence, and
+        is returned once.
         """
         if not self.attempt.diverged_groups:
             return
         for stream in self.process.streams.values():
             state = stream.group_state
             if state is not None and state.register_side(stream, self.attempt.last_seen_at):
-                yield DivergedStream(self, stream, state.diverged_seq)
-
-
-@dataclass(frozen=True, slots=True)
-class DivergedStream:
-    """A stream of a process in a group whose members' calls differ from ``seq`` on."""
-
-    tracked: TrackedProcess
-    stream: CallStream
-    seq: int
+                yield stream, state.diverged_seq

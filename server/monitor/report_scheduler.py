@@ -67,21 +67,19 @@ class ReportScheduler:
         """Requests evidence from an agent of a large attempt without waiting for the diagnosis: the
         next one may start seconds later, and the agent's next heartbeat may be as late.
         """
-        for tracked in self.fleet.iter_mutual_waits(agent):
-            attempt = tracked.attempt
-            attempt.has_urgent_changes = True
-            if is_large(attempt.rank_count):
-                request = EvidenceRequest(rank=tracked.process.rank, stacks=True)
-                self.commands.request_evidence(attempt, [request], now)
-        for diverged in self.fleet.iter_divergences(agent):
-            attempt = diverged.tracked.attempt
-            if is_large(attempt.rank_count):
-                request = EvidenceRequest(
-                    rank=diverged.tracked.process.rank,
-                    stream_uid=diverged.stream.uid,
-                    from_seq=max(1, diverged.seq - MAX_CALLS_REQUESTED + 1),
+        for tracked in self.fleet.list_processes(agent):
+            attempt, rank = tracked.attempt, tracked.process.rank
+            requests: list[EvidenceRequest] = []
+            if tracked.needs_wait_sample:
+                attempt.has_urgent_changes = True
+                requests.append(EvidenceRequest(rank=rank, stacks=True))
+            for stream, seq in tracked.iter_new_sides():
+                from_seq = max(1, seq - MAX_CALLS_REQUESTED + 1)
+                requests.append(
+                    EvidenceRequest(rank=rank, stream_uid=stream.uid, from_seq=from_seq)
                 )
-                self.commands.request_evidence(attempt, [request], now)
+            if requests and is_large(attempt.rank_count):
+                self.commands.request_evidence(attempt, requests, now)
 
     def schedule_next(self, agent: str, usual_s: float, now: float) -> NextReport:
         """When an agent should report next if hosts usually report every ``usual_s`` seconds."""

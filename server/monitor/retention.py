@@ -88,7 +88,9 @@ class Retention:
     def _drop_silent_agents(self, now: float) -> None:
         """Drops silent agents whose ranks have all exited, or that are silent for very long."""
         for agent_id, silent_s in self.agents.update_silent(now):
-            if silent_s > FINISHED_KEPT_S or self.fleet.has_finished(agent_id):
+            processes = self.fleet.list_processes(agent_id)
+            has_finished = all(tracked.process.exit is not None for tracked in processes)
+            if silent_s > FINISHED_KEPT_S or has_finished:
                 self.agents.forget_silent(agent_id)
                 self.fleet.forget_agent(agent_id)
                 self.on_agent_dropped(agent_id)

@@ -1,19 +1,25 @@
-"""Estimates when a heartbeat was sent, from the times of the heartbeats before it. Pure."""
+"""What is known of a node agent. Pure."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.clocks import MAX_CLOCK_DRIFT
 
+from .tracked_process import TrackedProcess
 
-class ClockGaps:
-    """The smallest difference seen between the time of receipt and each agent's clock."""
+ProcessLocation = tuple[str, str]  # (host, process key)
 
-    __slots__ = ("_smallest_gaps",)
 
-    def __init__(self) -> None:
-        # By agent: the smallest gap in seconds, and when it was updated.
-        self._smallest_gaps: dict[str, tuple[float, float]] = {}
+@dataclass(slots=True)
+class ReportingAgent:
+    """A node agent with the processes that it reports."""
+
+    processes: dict[ProcessLocation, TrackedProcess] = field(default_factory=dict)
+    last_number: int = 0  # of its heartbeats
+    # The smallest difference seen between the time of receipt and the agent's clock, and when.
+    _smallest_gap: tuple[float, float] | None = None
 
     def estimate_sent_at(self, beat: heartbeat.Heartbeat, received_at: float) -> float:
         """When a heartbeat was sent, on the server's clock.
@@ -24,10 +30,7 @@ class ClockGaps:
         if beat.sent_s is None:
             return received_at
         gap = received_at - beat.sent_s
-        smallest, updated_at = self._smallest_gaps.get(beat.agent, (gap, received_at))
+        smallest, updated_at = self._smallest_gap or (gap, received_at)
         smallest = min(gap, smallest + MAX_CLOCK_DRIFT * (received_at - updated_at))
-        self._smallest_gaps[beat.agent] = (smallest, received_at)
+        self._smallest_gap = smallest, received_at
         return beat.sent_s + smallest
-
-    def forget_agent(self, agent: str) -> None:
-        self._smallest_gaps.pop(agent, None)
