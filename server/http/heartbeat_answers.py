@@ -78,7 +78,7 @@ def prepare_heartbeat(
     """What decodes a heartbeat once it is its turn. Raises Problem if the server is overloaded."""
     refusal = watch.load.make_refusal(is_urgent)
     if refusal is not None:
-        watch.heartbeats.refuse_heartbeat(decoding.decode_agent_id(body))
+        watch.heartbeats.refuse_heartbeat(decoding.decode_head(body).agent)
         raise refusal
     return lambda: _decode_heartbeat(watch, body, grant)
 

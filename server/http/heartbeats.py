@@ -169,7 +169,7 @@ async def _handle_poll(
     headers: Mapping[str, str], receive: Receive, watch: Watch, grant: AgentGrant
 ) -> bytes:
     """Waits for commands. Raises Problem or ClientDisconnect."""
-    agent = decoding.decode_agent_id(await _read_body(headers, receive, grant))
+    agent = decoding.decode_head(await _read_body(headers, receive, grant)).agent
     if agent is None:
         raise Problem(422, 'the body must name the node agent: {"agent": ID}')
     jobs = watch.fleet.list_jobs(agent)

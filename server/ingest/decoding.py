@@ -36,35 +36,21 @@ def decode_heartbeat(body: bytes) -> Heartbeat:
         return HeartbeatBody.model_validate_json(body).root
 
 
-def decode_agent_id(body: bytes) -> str | None:
-    """The id of the node agent that sent a heartbeat; None if the body is not a heartbeat."""
-    return _decode_head(body).agent
+@functools.cache
+def _heartbeat_decoder() -> msgspec.json.Decoder[Heartbeat]:
+    return msgspec.json.Decoder(Heartbeat)
 
 
-def decode_version(body: bytes) -> int:
-    """The protocol version of a heartbeat; 1 if it has none."""
-    return _decode_head(body).version
-
-
-class _Head(msgspec.Struct):
-    """The fields that are read of a heartbeat that is not decoded as a whole."""
+class HeartbeatHead(msgspec.Struct):
+    """What is read of a heartbeat that is not decoded as a whole."""
 
     agent: str | None = None
     version: int = 1
 
 
-def _decode_head(body: bytes) -> _Head:
+def decode_head(body: bytes) -> HeartbeatHead:
+    """Without an agent if the body is not a heartbeat."""
     try:
-        return _head_decoder().decode(body)
+        return msgspec.json.decode(body, type=HeartbeatHead)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return _Head()
-
-
-@functools.cache
-def _head_decoder() -> msgspec.json.Decoder[_Head]:
-    return msgspec.json.Decoder(_Head)
-
-
-@functools.cache
-def _heartbeat_decoder() -> msgspec.json.Decoder[Heartbeat]:
-    return msgspec.json.Decoder(Heartbeat)
+        return HeartbeatHead()

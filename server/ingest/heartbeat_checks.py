@@ -32,7 +32,7 @@ def parse_heartbeat(body: bytes) -> heartbeat.Heartbeat:
     try:
         beat = decoding.decode_heartbeat(body)
     except ValidationError as error:
-        _check_version(decoding.decode_version(body))
+        _check_version(decoding.decode_head(body).version)
         errors = describe_validation_errors(
             error.errors(include_input=False, include_url=False, include_context=False)
         )
