@@ -36,7 +36,7 @@ from .http.app_state import AppState
 from .http.heartbeat_answers import HeartbeatAnswerer
 from .http.rendering import SECURITY_HEADERS
 from .ingest.agent_worker import AgentWorker
-from .monitor.watch import Watch, WatchOptions
+from .monitor.watch import Watch
 from .settings import Settings
 from .storage.store import Store
 from .web import incident_report, pages
@@ -57,7 +57,10 @@ def build_app(
     authenticator = access.Authenticator(
         token, own_name=settings.host, public_url=settings.public_url
     )
-    watch = _build_watch(settings, store, base_url, clock or Clock())
+    clock = clock or Clock()
+    alerter = Alerter(settings.make_alert_channels(), base_url, store.delete_delivery)
+    events = EventLog(run_id=ulid(clock.wall()))
+    watch = Watch(settings, clock=clock, store=store, alerter=alerter, events=events)
     agent_worker = AgentWorker(
         heartbeat_paths=heartbeats.list_paths(settings.path_prefix),
         count_hosts=lambda: watch.agents.reporting_count,
@@ -87,19 +90,6 @@ def build_app(
     app.add_middleware(origin.PathPrefixMiddleware, prefix=settings.path_prefix)
     app.add_middleware(_SecurityHeadersMiddleware)
     return heartbeats.HeartbeatFastPath(app, live, authenticator, settings.path_prefix), live
-
-
-def _build_watch(settings: Settings, store: Store, base_url: str, clock: Clock) -> Watch:
-    alerter = Alerter(settings.make_alert_channels(), base_url, store.delete_delivery)
-    options = WatchOptions(
-        limits=settings.diagnosis_limits,
-        repeat_after_s=settings.repeat_interval,
-        retention_days=settings.retention_days,
-        retention_mb=settings.retention_mb,
-        abort_rules=settings.abort_rules,
-    )
-    events = EventLog(run_id=ulid(clock.wall()))
-    return Watch(options, clock=clock, store=store, alerter=alerter, events=events)
 
 
 @contextlib.asynccontextmanager

@@ -6,9 +6,6 @@ attempts, run in other threads; heartbeats are queued meanwhile, so that the sta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from hangwatch.model.limits import Limits
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
@@ -25,7 +22,7 @@ from ..ondemand.tracing import TraceRegistry
 from ..performance.aggregation import PerformanceTotals
 from ..recovery.abort_orders import AbortOrders
 from ..recovery.aborter import Aborter
-from ..recovery.policy import Rules
+from ..settings import Settings
 from ..storage.persistence import PersistenceWorker
 from ..storage.store import Store
 from .agent_registry import AgentRegistry
@@ -44,25 +41,12 @@ from .retention import Retention
 from .state_publisher import StatePublisher
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchOptions:
-    """``repeat_after_s`` is the time between reminders of a job that still hangs; 0 for none.
-    Without ``abort_rules`` no rank is ended.
-    """
-
-    limits: Limits
-    repeat_after_s: float = 0.0
-    retention_days: float = 90.0
-    retention_mb: float = 1024.0
-    abort_rules: Rules | None = None
-
-
 class Watch:
     """The live state. Its attributes are the parts that HTTP routes and pages use."""
 
     def __init__(
         self,
-        options: WatchOptions,
+        settings: Settings,
         *,
         clock: Clock,
         store: Store,
@@ -83,15 +67,15 @@ class Watch:
             traces=TraceRegistry(clock=clock),
         )
         self.intervals = ReportIntervals(
-            configured_limits=options.limits, load=self.load, agents=self.agents
+            configured_limits=settings.diagnosis_limits, load=self.load, agents=self.agents
         )
         self.persistence = PersistenceWorker(
             store=store,
             clock=clock,
             alerter=alerter,
             incidents=self.incidents,
-            retention_days=options.retention_days,
-            retention_mb=options.retention_mb,
+            retention_days=settings.retention_days,
+            retention_mb=settings.retention_mb,
             keep=lambda: announcer.list_pinned(),
         )
         announcer = IncidentAnnouncer(
@@ -101,12 +85,12 @@ class Watch:
             commands=self.commands,
             persistence=self.persistence,
             events=events,
-            repeat_after_s=options.repeat_after_s,
+            repeat_after_s=settings.repeat_interval,
         )
         aborter = None
-        if options.abort_rules is not None:
+        if (rules := settings.abort_rules) is not None:
             aborter = Aborter(
-                rules=options.abort_rules,
+                rules=rules,
                 clock=clock,
                 store=store,
                 incidents=self.incidents,
@@ -135,7 +119,7 @@ class Watch:
         )
         self.heartbeat_queue = HeartbeatQueue(self.heartbeats.apply_heartbeat, self.load)
         reader = AttemptReader(self.heartbeat_queue)
-        backoff = DiagnosisBackoff(options.limits.stall_after_s)
+        backoff = DiagnosisBackoff(settings.stall_after)
         self.diagnoser = Diagnoser(
             clock=clock,
             incidents=self.incidents,
