@@ -34,8 +34,6 @@ RankNumber = Annotated[int | None, Query(ge=0, description="only this rank")]
 def build_router(live: AppState) -> APIRouter:
     routes = APIRouter(prefix="/api/v1")
     _add_job_routes(routes, live)
-    _add_rank_route(routes, live)
-    _add_group_route(routes, live)
     _add_incident_routes(routes, live)
     _add_dump_routes(routes, live)
 
@@ -84,8 +82,6 @@ def _add_job_routes(routes: APIRouter, live: AppState) -> None:
             rows, lambda a: f"{a.server or ''}/{a.job}/{a.attempt}", lambda a: a
         )
 
-
-def _add_rank_route(routes: APIRouter, live: AppState) -> None:
     @routes.get(
         "/ranks",
         operation_id="ranks_api_v1_ranks_get",
@@ -121,8 +117,6 @@ def _add_rank_route(routes: APIRouter, live: AppState) -> None:
             lambda row: views.count_members(row[0], row[1]) if members else 0,
         )
 
-
-def _add_group_route(routes: APIRouter, live: AppState) -> None:
     @routes.get(
         "/groups",
         operation_id="groups_api_v1_groups_get",
@@ -134,7 +128,6 @@ def _add_group_route(routes: APIRouter, live: AppState) -> None:
         page: PageOf1000, job: JobName = None, rank: RankNumber = None
     ) -> Response:
         rows = [(a, key) for a in live.find_attempts(job) for key in views.list_groups(a, rank)]
-
         return page.make_response(
             rows,
             lambda row: make_group_cursor(*row),
@@ -194,17 +187,12 @@ def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
     async def download_bundle(id: str) -> Response:
         record = live.get_incident(id)
         attempt = live.watch.fleet.attempts.get(record.attempt_key)
-        ranks = (
-            bundle.describe_ranks(
-                attempt, live.get_rank_states(attempt), record.incident, live.now()
-            )
-            if attempt
-            else []
-        )
-        name = f"hangwatch-{record.incident.id}.zip"
-        return make_attachment(
-            name, bundle.build_archive(record.incident, ranks), "application/zip"
-        )
+        ranks: list[RankView] = []
+        if attempt is not None:
+            states = live.get_rank_states(attempt)
+            ranks = bundle.describe_ranks(attempt, states, record.incident, live.now())
+        archive = bundle.build_archive(record.incident, ranks)
+        return make_attachment(f"hangwatch-{id}.zip", archive, "application/zip")
 
 
 def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
@@ -217,11 +205,8 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
         response_model=schema.Dump,
     )
     async def request_dump(body: schema.DumpRequest) -> Response:
-        attempt = require_single_attempt(
-            live.find_attempts(body.job),
-            body.ranks,
-            "no job has reported yet: there is nothing to dump",
-        )
+        none_detail = "no job has reported yet: there is nothing to dump"
+        attempt = require_single_attempt(live.find_attempts(body.job), body.ranks, none_detail)
         if live.watch.commands.unsent_count + len(body.ranks) > MAX_PENDING_DUMP_RANKS:
             raise Problem(
                 429,

@@ -36,6 +36,7 @@ class PlotLine:
 class Plot:
     """A duration over time: from 0 to ``max_s`` seconds, over the last ``span_s`` seconds."""
 
+    op: str
     title: str
     max_s: float
     span_s: float
@@ -50,76 +51,57 @@ class Plot:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperationPlots:
-    """The plots of one operation of a group."""
-
-    op: str
-    plots: tuple[Plot, ...]
-
-
-def build_operation_plots(ranked_group: RankedGroup) -> list[OperationPlots]:
-    """The plots of each operation whose calls have latencies or arrival spreads."""
-    operations = []
+def build_plots(ranked_group: RankedGroup) -> list[Plot]:
+    """The latencies and the arrival spreads of each operation that has some."""
+    plots: list[Plot] = []
     for op, history in ranked_group.totals.histories.items():
         points = history.list_points()
-        plots = [
-            plot
-            for title, pairs in (
-                ("latency", [(p.started_at, p.latency_p50_p95) for p in points]),
-                ("arrival spread", [(p.started_at, p.spread_p50_p95) for p in points]),
-            )
-            if (plot := _build_plot(title, pairs, points)) is not None
-        ]
-        if plots:
-            operations.append(OperationPlots(op=op, plots=tuple(plots)))
-    return operations
+        for title, quantiles in (
+            ("latency", [point.latency_p50_p95 for point in points]),
+            ("arrival spread", [point.spread_p50_p95 for point in points]),
+        ):
+            if any(quantiles):
+                plots.append(_build_plot(op, title, points, quantiles))
+    return plots
 
 
 def _build_plot(
+    op: str,
     title: str,
-    pairs: Sequence[tuple[float, tuple[float, float] | None]],
     points: Sequence[PeriodPoint],
-) -> Plot | None:
-    plotted = [(at, pair) for at, pair in pairs if pair is not None]
-    if not plotted:
-        return None
-    begin, end = points[0].started_at, points[-1].started_at
-    span = max(PERIOD_S, end - begin)
-    longest = max(1e-6, *(p95 for _, (_, p95) in plotted))
-    lines = tuple(
-        _build_line(
-            name,
-            [
-                (
-                    (at - begin) / span * PLOT_WIDTH_PX,
-                    TOP_MARGIN_PX
-                    + (1 - pair[which] / longest)
-                    * (PLOT_HEIGHT_PX - TOP_MARGIN_PX - BOTTOM_MARGIN_PX),
-                )
-                for at, pair in plotted
-            ],
-            span,
-        )
-        for which, name in ((1, "p95"), (0, "p50"))
-    )
-    return Plot(title=title, max_s=longest, span_s=span, lines=lines)
+    quantiles: Sequence[tuple[float, float] | None],
+) -> Plot:
+    """``quantiles`` are the p50 and p95 of each point, of at least one of them."""
+    begin = points[0].started_at
+    span_s = max(PERIOD_S, points[-1].started_at - begin)
+    max_s = max(1e-6, *(pair[1] for pair in quantiles if pair is not None))
+    height = PLOT_HEIGHT_PX - TOP_MARGIN_PX - BOTTOM_MARGIN_PX
+
+    def build_line(name: str, index: int) -> PlotLine:
+        places = [
+            (
+                (point.started_at - begin) / span_s * PLOT_WIDTH_PX,
+                TOP_MARGIN_PX + (1 - pair[index] / max_s) * height,
+            )
+            for point, pair in zip(points, quantiles, strict=True)
+            if pair is not None
+        ]
+        return _connect_places(name, places, max_gap=1.5 * PERIOD_S / span_s * PLOT_WIDTH_PX)
+
+    lines = (build_line("p95", 1), build_line("p50", 0))
+    return Plot(op=op, title=title, max_s=max_s, span_s=span_s, lines=lines)
 
 
-def _build_line(name: str, points: Sequence[tuple[float, float]], span: float) -> PlotLine:
+def _connect_places(name: str, places: Sequence[tuple[float, float]], max_gap: float) -> PlotLine:
     """A line that is interrupted at periods without calls."""
-    step = 1.5 * PERIOD_S / span * PLOT_WIDTH_PX
     runs: list[list[tuple[float, float]]] = []
-    for place in points:
-        if runs and place[0] - runs[-1][-1][0] <= step:
+    for place in places:
+        if runs and place[0] - runs[-1][-1][0] <= max_gap:
             runs[-1].append(place)
         else:
             runs.append([place])
     path = " ".join(
         "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in run) for run in runs if len(run) > 1
     )
-    return PlotLine(
-        name=name,
-        path=path,
-        dots=tuple((round(run[0][0], 1), round(run[0][1], 1)) for run in runs if len(run) == 1),
-    )
+    dots = tuple((round(run[0][0], 1), round(run[0][1], 1)) for run in runs if len(run) == 1)
+    return PlotLine(name=name, path=path, dots=dots)

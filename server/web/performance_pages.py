@@ -13,7 +13,7 @@ from ..http.listing import Page, PageOf100, PageRequest
 from ..http.performance_board import (
     PLOT_HEIGHT_PX,
     PLOT_WIDTH_PX,
-    build_operation_plots,
+    build_plots,
     get_ranked_groups,
 )
 from ..http.rendering import wants_json
@@ -101,7 +101,7 @@ def _build_page_values(live: AppState, job: str, group: str, page: int) -> Mappi
         "group_filter": group,
         "bounds": bounds,
         "groups": [
-            (describe_group_performance(attempt, ranked, to_date), build_operation_plots(ranked))
+            (describe_group_performance(attempt, ranked, to_date), build_plots(ranked))
             for ranked in bounds.slice_rows(matching)
         ],
         "plot_width": PLOT_WIDTH_PX,
