@@ -33,12 +33,30 @@ from ..core import limits, origin
 from ..core.login_failures import LoginFailures
 from ..core.problems import Problem
 from .app_state import AppState
-from .rendering import make_stylesheet_response, render_page
+from .rendering import STYLESHEET_PATH, render_page
 
 COOKIE_NAME = "hangwatch"
 # In a connection's scope: the user at its other end on this machine, see `protocol.local_peer`.
 PEER_UID = "hangwatch.peer_uid"
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/login", "/login/style.css"})
+
+_CROSS_SITE = Problem(
+    403,
+    "a page of another site may not send this request: use this server's pages, or send the token as"
+    " bearer",
+)
+_OTHER_USER = Problem(
+    403,
+    "without a token this server answers only to the user who started it, and to root: start it"
+    " with --token, and give the token to others",
+)
+_NO_TOKEN = Problem(
+    401,
+    "this server requires its token: send it as 'Authorization: Bearer TOKEN', or put it in the"
+    " URL as http://:TOKEN@HOST:PORT; the server printed it at startup unless it was given with"
+    " --token",
+    headers={"WWW-Authenticate": 'Bearer realm="hangwatch"'},
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,32 +95,28 @@ class Authenticator:
 
     def check_request(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
         """The response that rejects a request; None if the request is allowed."""
-        if self._token is None and not self._is_known_host(headers.get("host")):
+        token, host = self._token, headers.get("host")
+        if token is None and not self._is_known_host(host):
             return Problem(
                 421,
                 "without a token this server accepts only host names of its own machine, not"
-                f" {headers.get('host')!r}: open it as localhost, or start it with --token",
+                f" {host!r}: open it as localhost, or start it with --token",
             ).make_response()
-        by_header = self._token is not None and has_token(headers, self._token)
-        by_cookie = (
-            self._token is not None and not by_header and has_session_cookie(headers, self._token)
-        )
+        by_header = token is not None and has_token(headers, token)
+        by_cookie = token is not None and not by_header and has_session_cookie(headers, token)
         if origin.is_cross_site(scope["method"], headers, self._public_url, by_cookie=by_cookie):
-            return Problem(
-                403,
-                "a page of another site may not send this request: use this server's pages, or send"
-                " the token as bearer",
-            ).make_response()
+            return _CROSS_SITE.make_response()
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if by_header or by_cookie or path in PUBLIC_PATHS:
             return None
-        if self._token is None:
-            return None if scope.get(PEER_UID) in (0, os.geteuid()) else _reject_other_user()
-        return (
-            _redirect_to_login(scope, path)
-            if _is_browser_request(scope, headers)
-            else _reject_missing_token()
-        )
+        if token is None:
+            is_own_user = scope.get(PEER_UID) in (0, os.geteuid())
+            return None if is_own_user else _OTHER_USER.make_response()
+        if scope["method"] in ("GET", "HEAD") and "text/html" in headers.get("accept", ""):
+            query = scope["query_string"].decode("latin-1")
+            target = quote(path + (f"?{query}" if query else ""), safe="/")
+            return RedirectResponse(f"/login?next={target}", status_code=303)
+        return _NO_TOKEN.make_response()
 
     def check_agent(self, scope: Scope, headers: Mapping[str, str]) -> AgentGrant | Response:
         """What the sender of a heartbeat may send, or the response that rejects it."""
@@ -111,7 +125,7 @@ class Authenticator:
             return self.check_request(scope, headers) or AgentGrant()
         credential = self._make_credential(self._token, signed.job)
         if not credential.verify_request(signed):
-            return _reject_missing_token()
+            return _NO_TOKEN.make_response()
         return AgentGrant(signed=signed, credential=credential)
 
     @staticmethod
@@ -132,27 +146,22 @@ class AuthMiddleware:
         self._app, self._authenticator = app, authenticator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = (
-            self._authenticator.check_request(scope, Headers(scope=scope))
-            if scope["type"] == "http"
-            else None
-        )
-        await (answer or self._app)(scope, receive, send)
+        refusal = None
+        if scope["type"] == "http":
+            refusal = self._authenticator.check_request(scope, Headers(scope=scope))
+        await (refusal or self._app)(scope, receive, send)
 
 
 def has_token(headers: Mapping[str, str], token: str) -> bool:
     """Whether a request carries the token itself."""
     scheme, _, value = headers.get("authorization", "").partition(" ")
-    value = value.strip()
-    if scheme.lower() == "bearer" and _constant_time_equal(value, token):
-        return True
+    given = value.strip()
     if scheme.lower() == "basic":
         try:
-            _, _, password = base64.b64decode(value, validate=True).decode().partition(":")
+            _, _, given = base64.b64decode(given, validate=True).decode().partition(":")
         except (binascii.Error, UnicodeDecodeError):
             return False
-        return _constant_time_equal(password, token)
-    return False
+    return scheme.lower() in ("bearer", "basic") and _constant_time_equal(given, token)
 
 
 def has_session_cookie(headers: Mapping[str, str], token: str) -> bool:
@@ -181,7 +190,7 @@ def build_router(live: AppState) -> APIRouter:
 
     @routes.get("/login/style.css")
     async def serve_stylesheet() -> Response:
-        return make_stylesheet_response()
+        return Response(STYLESHEET_PATH.read_bytes(), media_type="text/css")
 
     @routes.post("/login")
     async def submit_login(request: Request) -> Response:
@@ -206,16 +215,14 @@ def build_router(live: AppState) -> APIRouter:
             )
         answer = RedirectResponse(target, status_code=303)
         if live.token is not None:
-            secure = request.url.scheme == "https" or live.base_url.startswith("https:")
-            path = request.scope.get("root_path") or "/"
             answer.set_cookie(
                 COOKIE_NAME,
                 derive_session_value(live.token),
                 max_age=30 * 86400,
-                path=path,
+                path=request.scope.get("root_path") or "/",
                 httponly=True,
                 samesite="lax",
-                secure=secure,
+                secure=request.url.scheme == "https" or live.base_url.startswith("https:"),
             )
         return answer
 
@@ -232,31 +239,3 @@ def _sanitize_redirect(target: str) -> str:
     """
     plain = target.startswith("/") and not target.startswith(("//", "/\\")) and target.isprintable()
     return target if plain else "/"
-
-
-def _is_browser_request(scope: Scope, headers: Mapping[str, str]) -> bool:
-    return scope["method"] in ("GET", "HEAD") and "text/html" in headers.get("accept", "")
-
-
-def _redirect_to_login(scope: Scope, path: str) -> Response:
-    query = scope["query_string"].decode("latin-1")
-    target = path + (f"?{query}" if query else "")
-    return RedirectResponse(f"/login?next={quote(target, safe='/')}", status_code=303)
-
-
-def _reject_other_user() -> Response:
-    return Problem(
-        403,
-        "without a token this server answers only to the user who started it, and to root: start it"
-        " with --token, and give the token to others",
-    ).make_response()
-
-
-def _reject_missing_token() -> Response:
-    return Problem(
-        401,
-        "this server requires its token: send it as 'Authorization: Bearer TOKEN', or put it in the"
-        " URL as http://:TOKEN@HOST:PORT; the server printed it at startup unless it was given"
-        " with --token",
-        headers={"WWW-Authenticate": 'Bearer realm="hangwatch"'},
-    ).make_response()

@@ -47,27 +47,23 @@ class AppState:
         """
         if job is None:
             return self.list_latest_attempts()
-        latest = [a for a in self.list_latest_attempts() if a.job == job]
-        if not latest:
+        fleet = self.watch.fleet
+        latest = fleet.latest_attempt(job)
+        if latest is None:
             names = ", ".join(a.job for a in self.list_latest_attempts()) or "none has reported yet"
             raise Problem(404, f"unknown job {job!r}; known jobs: {names}")
-        if number is None:
-            return latest
-        attempts = self.watch.fleet.attempts
-        attempt = attempts.get(AttemptKey(job, number))
+        attempt = latest if number is None else fleet.attempts.get(AttemptKey(job, number))
         if attempt is None:
-            numbers = ", ".join(str(key.number) for key in sorted(attempts) if key.job == job)
-            raise Problem(
-                404, f"job {job!r} has no attempt {number} in memory; there are: {numbers}"
-            )
+            numbers = ", ".join(str(key.number) for key in sorted(fleet.attempts) if key.job == job)
+            detail = f"job {job!r} has no attempt {number} in memory; there are: {numbers}"
+            raise Problem(404, detail)
         return [attempt]
 
     def get_rank_states(self, attempt: Attempt) -> dict[int, RankState]:
         """The state of each rank; of a large attempt as of the last round, at most seconds ago."""
-        if is_large(attempt.rank_count):
-            states = self.watch.states.rank_states.get(attempt.key)
-            if states is not None:
-                return states
+        states = self.watch.states.rank_states.get(attempt.key)
+        if states is not None and is_large(attempt.rank_count):
+            return states
         return rank_states.compute_states(
             attempt,
             self.watch.incidents.list_open(attempt),
@@ -76,9 +72,7 @@ class AppState:
         )
 
     def describe_job(self, attempt: Attempt) -> JobView:
-        view = None
-        if is_large(attempt.rank_count):
-            view = self.watch.states.large_jobs.get(attempt.key)
+        view = self.watch.states.large_jobs.get(attempt.key)
         if view is None:
             cases, now = self.watch.incidents.list_open(attempt), self.now()
             counts = rank_states.count_states(
@@ -93,8 +87,7 @@ class AppState:
         rate = None if pace is None or pace.steps_per_s is None else round(pace.steps_per_s, 3)
         paced = replace(job, steps_per_s=rate)
         opened = views.sort_by_severity(self.watch.incidents.list_open(attempt))
-        is_running = paced.state not in ("lost", "failed", "finished")
-        if opened and is_running:
+        if opened and job.state not in ("lost", "failed", "finished"):
             summary = views.format_verdict(opened[0])
         else:
             summary, _ = self.describe_status(attempt, paced)
@@ -114,16 +107,14 @@ class AppState:
         self, job: str | None = None, status: str | None = None, rank: int | None = None
     ) -> Sequence[IncidentRecord]:
         """The incidents of a job, with a status, or that concern a rank; the newest first."""
-
-        def matches(record: IncidentRecord) -> bool:
-            incident = record.incident
-            if job is not None and incident.job != job:
-                return False
-            if status is not None and incident.status != status:
-                return False
-            return rank is None or rank in incident.culprits or rank in incident.waiting
-
-        matching = [record for record in self.watch.incidents.records.values() if matches(record)]
+        matching = [
+            record
+            for record in self.watch.incidents.records.values()
+            for incident in [record.incident]
+            if (job is None or incident.job == job)
+            and (status is None or incident.status == status)
+            and (rank is None or rank in incident.culprits or rank in incident.waiting)
+        ]
         return sorted(matching, key=lambda record: record.incident.id, reverse=True)
 
     def get_incident(self, id: str) -> IncidentRecord:

@@ -220,9 +220,8 @@ def _find_finished_recording(live: AppState, id: str) -> RecordingRecord:
             headers={"Retry-After": "2"},
         )
     if not record.profile_bytes:
-        raise Problem(
-            409, f"recording {id} failed on every rank: /api/v1/recordings/{id} shows why"
-        )
+        detail = f"recording {id} failed on every rank: /api/v1/recordings/{id} shows why"
+        raise Problem(409, detail)
     return record
 
 

@@ -100,19 +100,15 @@ _ENVIRONMENT.globals.update(version=__version__, state_shapes=STATE_SHAPES)
 def set_path_prefix(prefix: str) -> None:
     """Sets the path prefix of the links in all pages."""
     _ENVIRONMENT.globals["root"] = prefix
-    _ENVIRONMENT.globals["ui"] = _ENVIRONMENT.get_template(
-        "_ui.html"
-    ).make_module()  # macros, available in every block
+    # Macros, available in every block.
+    _ENVIRONMENT.globals["ui"] = _ENVIRONMENT.get_template("_ui.html").make_module()
 
 
 set_path_prefix("")
 
 
 def render_page(template: str, *, status_code: int = 200, **values: object) -> HTMLResponse:
-    return HTMLResponse(
-        _ENVIRONMENT.get_template(template).render(**{"signed_out": False, **values}),
-        status_code=status_code,
-    )
+    return HTMLResponse(render_text(template, **{"signed_out": False, **values}), status_code)
 
 
 def render_parts(template: str, **values: object) -> dict[str, str]:
@@ -140,10 +136,6 @@ def make_attachment(name: str, content: str | bytes, media_type: str) -> Respons
     )
 
 
-def make_stylesheet_response() -> Response:
-    return Response(STYLESHEET_PATH.read_bytes(), media_type="text/css")
-
-
 def wants_json(request: Request) -> bool:
     """The request accepts JSON and not HTML; browsers and plain curl get the page."""
     accepted = request.headers.get("accept", "")
@@ -158,13 +150,11 @@ def make_linker(request: Request) -> Callable[..., str]:
     """Returns a function that builds URLs of the same view with some parameters changed. They start
     at the first page.
     """
-    path, kept_parameters = (
-        request.url.path,
-        {k: v for k, v in request.query_params.items() if k not in ("page", "after")},
-    )
+    path = request.url.path
+    kept = {k: v for k, v in request.query_params.items() if k not in ("page", "after")}
 
     def build_link(**changes: object) -> str:
-        query = {k: v for k, v in {**kept_parameters, **changes}.items() if v not in (None, "")}
+        query = {k: v for k, v in {**kept, **changes}.items() if v not in (None, "")}
         return f"{path}?{urlencode(query)}" if query else path
 
     return build_link
