@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.responses import PlainTextResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.datastructures import MutableHeaders
@@ -127,46 +127,39 @@ def _add_routes(app: FastAPI, live: AppState) -> None:
         access,
     ):
         app.include_router(part.build_router(live))
-    _add_operations_routes(app, live)
-
-
-def _add_operations_routes(app: FastAPI, live: AppState) -> None:
-    @app.get("/healthz", tags=["operations"], summary="Whether the process responds")
-    async def healthz() -> dict[str, str]:
-        return {"status": "ok"}
-
-    @app.get(
-        "/readyz",
-        tags=["operations"],
-        summary="Whether the diagnosis runs and incidents can be stored",
-    )
-    async def readyz() -> dict[str, str]:
-        watch = live.watch
-        if live.now() - watch.loop.last_round_at > NOT_READY_AFTER_S:
-            raise Problem(503, "the diagnosis does not run; the server's stderr says why")
-        if not watch.persistence.is_saved:
-            raise Problem(
-                503,
-                "incidents cannot be written: check the disk of the data folder, or the database",
-            )
-        return {"status": "ready"}
-
-    @app.get(
-        "/metrics",
-        tags=["operations"],
-        summary="Metrics for Prometheus",
-        response_class=PlainTextResponse,
-    )
-    async def prometheus() -> Response:
-        return Response(
-            metrics.format_exposition(live), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
+    app.include_router(_build_operations_router(live))
 
     @app.get("/docs", include_in_schema=False)
     async def show_docs() -> Response:
         return pages.render_docs(app)
 
     app.mount("/static", StaticFiles(directory=pages.STATIC_DIR))
+
+
+def _build_operations_router(live: AppState) -> APIRouter:
+    routes = APIRouter(tags=["operations"])
+
+    @routes.get("/healthz", summary="Whether the process responds")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @routes.get("/readyz", summary="Whether the diagnosis runs and incidents can be stored")
+    async def readyz() -> dict[str, str]:
+        watch = live.watch
+        if live.now() - watch.loop.last_round_at > NOT_READY_AFTER_S:
+            raise Problem(503, "the diagnosis does not run; the server's stderr says why")
+        if not watch.persistence.is_saved:
+            remedy = "check the disk of the data folder, or the database"
+            raise Problem(503, f"incidents cannot be written: {remedy}")
+        return {"status": "ready"}
+
+    @routes.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)
+    async def prometheus() -> Response:
+        return Response(
+            metrics.format_exposition(live), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
+
+    return routes
 
 
 class _SecurityHeadersMiddleware:
