@@ -176,7 +176,7 @@ def listen(host: str, port: int) -> socket.socket:
         made.listen(BACKLOG)
     except OSError as error:
         made.close()
-        remedy = {
+        explanations = {
             errno.EADDRINUSE: (
                 f"port {port} of {host} is in use: is another hangwatch-server running? "
                 "Stop it, or choose another with --port (0 takes a free one)"
@@ -186,11 +186,8 @@ def listen(host: str, port: int) -> socket.socket:
                 f"{host} is not an address of this machine: choose one with --host, such as 0.0.0.0"
             ),
         }
-        raise StartError(
-            remedy.get(
-                error.errno or 0, f"cannot listen on {host}:{port}: {error.strerror or error}"
-            )
-        ) from None
+        other = f"cannot listen on {host}:{port}: {error.strerror or error}"
+        raise StartError(explanations.get(error.errno or 0, other)) from None
     return made
 
 
@@ -211,8 +208,8 @@ def kept_token(data_dir: Path) -> str:
         ) from None
     token = secrets.token_urlsafe()
     try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(token + "\n")
+        path.touch(mode=0o600)
+        path.write_text(f"{token}\n")
     except OSError as error:
         raise StartError(
             f"{path} cannot be written: {error.strerror}; give a token with --token"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 from pathlib import Path
 from typing import IO, Any
 
@@ -57,12 +56,12 @@ def lock_data_dir(data_dir: Path) -> IO[str]:
 
 
 def open_sqlite(data_dir: Path) -> sa.Engine:
+    path = data_dir / DATABASE_FILE
     # SQLite gives its other files the permissions of the database.
     with contextlib.suppress(OSError):  # the first connection reports the error
-        descriptor = os.open(data_dir / DATABASE_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.fchmod(descriptor, 0o600)
-        os.close(descriptor)
-    url = sa.URL.create("sqlite", database=str(data_dir / DATABASE_FILE))
+        path.touch(mode=0o600)
+        path.chmod(0o600)
+    url = sa.URL.create("sqlite", database=str(path))
     engine = sa.create_engine(url, connect_args={"timeout": 5})
     sa.event.listen(engine, "connect", _configure_connection)
     sa.event.listen(engine, "begin", lambda db: db.exec_driver_sql("BEGIN IMMEDIATE"))

@@ -53,9 +53,8 @@ class PersistenceWorker:
     _changed_records: dict[str, IncidentRecord] = field(default_factory=dict)
     _writing: set[str] = field(default_factory=set)
     _attempts: dict[AttemptKey, Row] = field(default_factory=dict)
-    _known: dict[AttemptKey, tuple[str, float]] = field(
-        default_factory=dict
-    )  # attempts: the state last written, and when
+    # Of attempts: the state last written, and when.
+    _known: dict[AttemptKey, tuple[str, float]] = field(default_factory=dict)
     _queued_alerts: list[tuple[Incident, str]] = field(default_factory=list)
     _revisions: dict[str, int] = field(default_factory=dict)  # of other servers' incidents
     _urgent: asyncio.Event = field(default_factory=asyncio.Event)
@@ -83,10 +82,8 @@ class PersistenceWorker:
 
     def is_stored(self, record: IncidentRecord) -> bool:
         """The current state of the incident is in the database, and its alerts are being sent."""
-        return (
-            record.incident.id not in self._changed_records
-            and record.incident.id not in self._writing
-        )
+        incident_id = record.incident.id
+        return incident_id not in self._changed_records and incident_id not in self._writing
 
     def record_attempt(self, seen: AttemptView) -> None:
         key = AttemptKey(seen.job, seen.attempt)

@@ -89,14 +89,12 @@ class Store:
         rows = self._read_rows(sa.select(INCIDENTS).where(INCIDENTS.c.id.in_(changed)))
         return [(parse_incident_row(row, is_own=False), row.revision) for row in rows]
 
-    def load_attempts(
-        self, job: str | None = None, max_count: int = MAX_RECORDS_KEPT
-    ) -> list[AttemptView]:
+    def load_attempts(self, job: str | None = None) -> list[AttemptView]:
         """The newest attempts, of every server that shares the database."""
         newest = (
             sa.select(ATTEMPTS)
             .order_by(ATTEMPTS.c.opened_at.desc(), ATTEMPTS.c.job, ATTEMPTS.c.number.desc())
-            .limit(max_count)
+            .limit(MAX_RECORDS_KEPT)
         )
         query = newest if job is None else newest.where(ATTEMPTS.c.job == job)
         return [parse_attempt_row(row) for row in self._read_rows(query)]

@@ -19,9 +19,8 @@ INCIDENTS = sa.Table(
     sa.Column("memory", sa.Text, nullable=False),  # state that only the server uses
     sa.Column("server", sa.String, nullable=False, server_default=""),  # the server that owns it
     sa.Column("revision", sa.Integer, nullable=False, server_default="0"),  # the number of updates
-    sa.Column(
-        "size", sa.Integer, nullable=False, server_default="0"
-    ),  # characters of body and memory
+    # Characters of body and memory:
+    sa.Column("size", sa.Integer, nullable=False, server_default="0"),
 )
 
 ATTEMPTS = sa.Table(
