@@ -28,7 +28,7 @@ from ..incidents.registry import IncidentRegistry
 from ..storage.persistence import PersistenceWorker
 from ..storage.store import Store
 from .abort_orders import AbortOrders
-from .policy import Decision, Facts, Rules, Step, build_members, decide
+from .policy import Decision, Facts, Rules, Step, decide
 
 log = logging.getLogger("hangwatch")
 
@@ -145,7 +145,7 @@ class Aborter:
         return Facts(
             incident=case.incident,
             standing=case.alert_summary,
-            members=build_members(attempt),
+            processes=attempt.processes,
             is_stored=is_stored,
             history=history,
             planned_at=None if recovery is None else self.clock.monotonic_at(recovery.planned_at),

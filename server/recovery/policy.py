@@ -17,7 +17,7 @@ from hangwatch.model.kinds import KINDS, VerdictKind, select_kinds
 from hangwatch.model.recoveries import RecoveryScope
 from hangwatch.protocol.commands import allows_abort
 from hangwatch.report.text import name_ranks
-from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.process import Process
 
 from ..incidents.records import AlertSummary
 
@@ -37,23 +37,14 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """The last reported state of one rank. Times are the monotonic clock's."""
-
-    is_alive: bool = True
-    last_seen_at: float
-    last_advanced_at: float  # when it last made a call, or a call of it was seen completed
-    is_in_call: bool = False  # in a call that is not completed
-    on_hang: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """An open incident, and everything else that the decision depends on."""
+    """An open incident, and everything else that the decision depends on. Times are the monotonic
+    clock's.
+    """
 
     incident: Incident
     standing: AlertSummary | None  # at the last diagnosis
-    members: Mapping[int, Member]
+    processes: Mapping[int, Process]  # by rank, of those that were reported
     is_stored: bool  # the evidence is complete and written, and the alert was sent
     history: int = 0  # earlier incidents of this job for which ranks were ended
     planned_at: float | None = None  # when the recovery was planned
@@ -93,17 +84,17 @@ def decide(facts: Facts, rules: Rules, now: float) -> Decision:
         return _NOTHING
     if standing is None or now - standing.at > facts.recent_s:
         return _NOTHING
-    alive = {rank for rank, member in facts.members.items() if member.is_alive}
+    alive = {rank for rank, process in facts.processes.items() if process.is_alive}
     waiting = alive & standing.waiting
     ranks, scope = _choose_ranks(incident, standing, alive)
     if not ranks or not (waiting or _are_culprits_blocked(facts, ranks)):
         return _NOTHING
-    involved = [facts.members[rank] for rank in {*ranks, *waiting}]
+    involved = [facts.processes[rank] for rank in {*ranks, *waiting}]
     since = now if facts.planned_at is None else facts.planned_at
-    due_at = max(since, facts.aborted_at, *(m.last_advanced_at for m in involved)) + rules.after
+    due_at = max(since, facts.aborted_at, *(p.last_advanced_at for p in involved)) + rules.after
     if why := _find_veto(facts, rules):
         return Decision(step=Step.WITHHOLD, ranks=ranks, scope=scope, why=why)
-    all_report = all(now - m.last_seen_at <= facts.recent_s for m in involved)
+    all_report = all(now - p.reports.last_seen_at <= facts.recent_s for p in involved)
     is_due = facts.planned_at is not None and now >= due_at
     step = Step.END if is_due and all_report and facts.is_stored else Step.WAIT
     return Decision(step=step, ranks=ranks, scope=scope, due_at=due_at)
@@ -132,19 +123,25 @@ def _are_culprits_blocked(facts: Facts, ranks: tuple[int, ...]) -> bool:
     """
     spec = KINDS[facts.incident.kind]
     return spec.blocks_culprits or (
-        spec.role is Role.ROOT and all(facts.members[rank].is_in_call for rank in ranks)
+        spec.role is Role.ROOT
+        and all(
+            any(stream.is_pending for stream in facts.processes[rank].streams.values())
+            for rank in ranks
+        )
     )
 
 
 def _find_veto(facts: Facts, rules: Rules) -> str:
-    refusing = [
-        rank for rank, m in facts.members.items() if m.is_alive and not allows_abort(m.on_hang)
-    ]
-    if refusing:
-        given = facts.members[refusing[0]].on_hang
+    refusals = {
+        rank: process.identity.on_hang
+        for rank, process in facts.processes.items()
+        if process.is_alive and not allows_abort(process.identity.on_hang)
+    }
+    if refusals:
+        given = next(iter(refusals.values()))
         state = f"HANGWATCH_ON_HANG={given}" if given else "no HANGWATCH_ON_HANG"
         return (
-            f"{state} in the environment of {name_ranks(refusing)} does not allow it: start the job"
+            f"{state} in the environment of {name_ranks(refusals)} does not allow it: start the job"
             " with HANGWATCH_ON_HANG=abort"
         )
     if facts.history >= rules.limit:
@@ -155,20 +152,6 @@ def _find_veto(facts: Facts, rules: Rules) -> str:
             " HANGWATCH_JOB"
         )
     return ""
-
-
-def build_members(attempt: Attempt) -> dict[int, Member]:
-    """The state of each rank that has reported, by rank."""
-    return {
-        rank: Member(
-            is_alive=process.is_alive,
-            last_seen_at=process.reports.last_seen_at,
-            last_advanced_at=process.last_advanced_at,
-            is_in_call=any(stream.is_pending for stream in process.streams.values()),
-            on_hang=process.identity.on_hang,
-        )
-        for rank, process in attempt.processes.items()
-    }
 
 
 def parse_kinds(names: Sequence[str]) -> tuple[VerdictKind, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from hangwatch.model.calls import Call, Signature, StreamKind
+from hangwatch.model.groups import Group
 from hangwatch.model.incidents import Incident, Resolution
 from hangwatch.model.kind_spec import Severity
 from hangwatch.model.kinds import VerdictKind
@@ -30,14 +31,15 @@ from hangwatch.server.incidents.records import AlertSummary, IncidentRecord
 from hangwatch.server.recovery.policy import (
     Decision,
     Facts,
-    Member,
     Rules,
     Step,
-    build_members,
     decide,
 )
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
+from hangwatch.tracking.call_stream import CallStream
+from hangwatch.tracking.process import Process
+from hangwatch.tracking.process_parts import ReportTimes
 from tests.simulation.scripted_job import ScriptedJob
 from tests.unit.incident_documents import make_incident as build_incident
 
@@ -54,6 +56,32 @@ def make_incident(
     return replace(build_incident(**fields), recovery=recovery)
 
 
+def make_process(
+    rank: int,
+    *,
+    is_alive: bool = True,
+    last_seen_at: float = NOW - 0.3,
+    last_advanced_at: float = NOW - 100.0,
+    is_in_call: bool = False,
+    on_hang: str = "abort",
+) -> Process:
+    world = Group(name="0", desc="default_pg", ranks=(0, 1, 2, 3))
+    stream = CallStream(
+        uid=1, kind=StreamKind.COLLECTIVE, group=world, entered=1, completed=0 if is_in_call else 1
+    )
+    return Process(
+        key=f"{rank}-1",
+        host="n",
+        identity=heartbeat.ProcessIdentity(
+            job="run7", rank=rank, world_size=4, pid=rank, start_ticks=1, on_hang=on_hang
+        ),
+        started_at=0.0,
+        reports=ReportTimes(last_seen_at=last_seen_at, last_progress_at=last_advanced_at),
+        exit=None if is_alive else ExitInfo(signal=9),
+        streams={stream.uid: stream},
+    )
+
+
 def make_facts(
     incident: Incident | None = None, *, waiting: tuple[int, ...] = (0, 1, 3), **more: Any
 ) -> Facts:
@@ -62,10 +90,9 @@ def make_facts(
     standing = AlertSummary(
         at=NOW, accused=frozenset(incident.culprits), waiting=frozenset(waiting)
     )
-    usual = Member(last_seen_at=NOW - 0.3, last_advanced_at=NOW - 100.0, on_hang="abort")
     given = {
         "standing": standing,
-        "members": dict.fromkeys(range(4), usual),
+        "processes": {rank: make_process(rank) for rank in range(4)},
         "is_stored": True,
         "planned_at": NOW - 31.0,
         "recent_s": 2.0,
@@ -75,7 +102,7 @@ def make_facts(
 
 def change_rank(rank: int, base: Facts | None = None, **more: Any) -> Facts:
     base = base or make_facts()
-    return replace(base, members={**base.members, rank: replace(base.members[rank], **more)})
+    return replace(base, processes={**base.processes, rank: make_process(rank, **more)})
 
 
 def decide_step(given: Facts, rules: Rules = RULES) -> tuple[Step, tuple[int, ...]]:
@@ -163,7 +190,7 @@ def test_whole_job_is_ended_without_live_culprit() -> None:
         "one that is to be ended still moves"
     )
     gone = replace(
-        dead, members={rank: replace(m, is_alive=False) for rank, m in dead.members.items()}
+        dead, processes={rank: make_process(rank, is_alive=False) for rank in dead.processes}
     )
     assert decide_step(gone) == (Step.NOTHING, ()), "the launcher has done it"
     one_left = change_rank(2, make_facts(make_incident(culprits=(1, 2))), is_alive=False)
@@ -199,9 +226,9 @@ def test_two_ranks_that_make_different_calls_and_hang_are_both_ended() -> None:
     hung = make_facts(
         make_incident(VerdictKind.MISMATCH, (0, 1), waiting=[]),
         standing=standing,
-        members={
-            rank: replace(member, on_hang="abort")
-            for rank, member in build_members(job.latest_attempt).items()
+        processes={
+            rank: replace(process, identity=replace(process.identity, on_hang="abort"))
+            for rank, process in job.latest_attempt.processes.items()
         },
         planned_at=job.now - 35.0,
     )
