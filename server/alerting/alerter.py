@@ -30,10 +30,17 @@ MAX_QUEUED_MESSAGES = 500  # for one channel
 CLOSE_TIMEOUT_S = 1.0  # for messages that are being sent when the server stops
 
 
-@dataclass(slots=True)
-class DeliveryCounts:
+@dataclass(slots=True, kw_only=True)
+class ChannelQueue:
+    """One channel's messages, and the thread that sends them once there is one."""
+
+    channel: Channel
     sent: int = 0
     failed: int = 0
+    messages: queue.SimpleQueue[tuple[AlertMessage, Delivery] | None] = field(
+        default_factory=queue.SimpleQueue
+    )
+    thread: threading.Thread | None = None
 
 
 class Alerter:
@@ -54,12 +61,12 @@ class Alerter:
         self._base_url, self._delivered, self._out = base_url, delivered, out
         self._first_retry_delay_s, self._retry_limit_s = first_retry_delay_s, retry_limit_s
         self._stopping = threading.Event()
-        self._queues = {channel.key: _ChannelQueue(channel=channel) for channel in channels}
+        self._queues = {channel.key: ChannelQueue(channel=channel) for channel in channels}
 
     @property
-    def counts(self) -> dict[str, DeliveryCounts]:
-        """By channel, under its name."""
-        return {waiting.channel.name: waiting.counts for waiting in self._queues.values()}
+    def queues_by_name(self) -> dict[str, ChannelQueue]:
+        """By the name of the channel."""
+        return {waiting.channel.name: waiting for waiting in self._queues.values()}
 
     def list_deliveries(self, incident: Incident, event: str) -> list[Delivery]:
         """One delivery for each channel. Warnings are only printed."""
@@ -100,11 +107,11 @@ class Alerter:
         return compose_message(incident, event, f"{self._base_url}/incidents/{incident.id}", now)
 
     def _queue_message(
-        self, waiting: _ChannelQueue, message: AlertMessage, delivery: Delivery
+        self, waiting: ChannelQueue, message: AlertMessage, delivery: Delivery
     ) -> None:
         name = waiting.channel.name
         if waiting.messages.qsize() >= MAX_QUEUED_MESSAGES:
-            waiting.counts.failed += 1
+            waiting.failed += 1
             self.print_line(
                 f"alert channel {name} is behind by {MAX_QUEUED_MESSAGES} messages:"
                 f" {message.title!r} was not sent there"
@@ -119,7 +126,7 @@ class Alerter:
             )
             waiting.thread.start()
 
-    def _send_messages(self, waiting: _ChannelQueue) -> None:
+    def _send_messages(self, waiting: ChannelQueue) -> None:
         while (queued := waiting.messages.get()) is not None and not self._stopping.is_set():
             message, delivery = queued
             try:
@@ -127,13 +134,13 @@ class Alerter:
             except Exception as error:  # of any library; the other messages are still to be sent
                 if self._stopping.is_set():
                     return
-                waiting.counts.failed += 1
+                waiting.failed += 1
                 self.print_line(
                     f"alert channel {waiting.channel.name} did not accept {message.title!r}"
                     f" ({error}): check --alert, try --test-alert"
                 )
             else:
-                waiting.counts.sent += 1
+                waiting.sent += 1
             self._delivered(delivery)
 
     def _send_with_retries(self, channel: Channel, message: AlertMessage) -> None:
@@ -157,18 +164,6 @@ class Alerter:
             reraise=True,
         )
         tries(channel.send_message, message)
-
-
-@dataclass(slots=True, kw_only=True)
-class _ChannelQueue:
-    """One channel's messages, and the thread that sends them once there is one."""
-
-    channel: Channel
-    counts: DeliveryCounts = field(default_factory=DeliveryCounts)
-    messages: queue.SimpleQueue[tuple[AlertMessage, Delivery] | None] = field(
-        default_factory=queue.SimpleQueue
-    )
-    thread: threading.Thread | None = None
 
 
 def send_test_messages(channels: Sequence[Channel], base_url: str) -> list[tuple[str, str | None]]:

@@ -136,10 +136,10 @@ def _collect_server(watch: Watch) -> Iterator[Metric]:
     yield make_metric("hangwatch_store_failures", watch.persistence.failures)
     refusals = {limit.name: counters.refusals_by_limit[limit.name] for limit in LIMITS}
     yield make_metric("hangwatch_limit_refusals", refusals, "limit")
-    alerts = watch.alerter.counts.items()
-    sent = {channel: counts.sent for channel, counts in alerts}
+    alerts = watch.alerter.queues_by_name.items()
+    sent = {name: queue.sent for name, queue in alerts}
     yield make_metric("hangwatch_alerts_sent", sent, "channel")
-    failed = {channel: counts.failed for channel, counts in alerts}
+    failed = {name: queue.failed for name, queue in alerts}
     yield make_metric("hangwatch_alerts_failed", failed, "channel")
 
 
