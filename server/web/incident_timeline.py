@@ -23,27 +23,28 @@ class TimelineEntry:
 
 
 def build_timeline(incident: Incident) -> list[TimelineEntry]:
+    started = ""
+    if incident.waiting:
+        started = (
+            f": {truncate_end(name_ranks(incident.waiting), MAX_RANKS_LENGTH)} started waiting"
+        )
+    recovery_document = {"recovery": build_recovery_document(incident.recovery)}
     events = [
-        *_iter_opening_events(incident),
+        (incident.onset_at, f"Onset{started}"),
+        (incident.opened_at, f"Incident opened: {incident.severity.value} {incident.kind.value}"),
         *_iter_stack_events(incident),
-        *_iter_recovery_events(incident),
-        *_iter_resolution_events(incident),
+        *((parse_time(at), text) for at, text in recovery.iter_recovery_events(recovery_document)),
     ]
+    if incident.resolved_at is not None:
+        reason = "the job made progress or ended"
+        if incident.resolution:
+            reason = terminal.RESOLUTIONS[incident.resolution]
+        events.append((incident.resolved_at, f"Resolved: {reason}"))
     events.sort(key=lambda event: event[0])
     return [
         TimelineEntry(at=at, after_s=(at - incident.onset_at).total_seconds(), text=text)
         for at, text in events
     ]
-
-
-def _iter_opening_events(incident: Incident) -> Iterator[tuple[datetime, str]]:
-    waiting = ""
-    if incident.waiting:
-        waiting = (
-            f": {truncate_end(name_ranks(incident.waiting), MAX_RANKS_LENGTH)} started waiting"
-        )
-    yield incident.onset_at, f"Onset{waiting}"
-    yield incident.opened_at, f"Incident opened: {incident.severity.value} {incident.kind.value}"
 
 
 def _iter_stack_events(incident: Incident) -> Iterator[tuple[datetime, str]]:
@@ -58,18 +59,3 @@ def _iter_stack_events(incident: Incident) -> Iterator[tuple[datetime, str]]:
         )
         what = "Stacks taken of" if is_success else "Failed to take stacks of"
         yield min(stack.taken_at for stack in stacks), f"{what} {ranks} ({source})"
-
-
-def _iter_recovery_events(incident: Incident) -> Iterator[tuple[datetime, str]]:
-    document = {"recovery": build_recovery_document(incident.recovery)}
-    for at, text in recovery.iter_recovery_events(document):
-        yield parse_time(at), text
-
-
-def _iter_resolution_events(incident: Incident) -> Iterator[tuple[datetime, str]]:
-    if incident.resolved_at is None:
-        return
-    reason = "the job made progress or ended"
-    if incident.resolution:
-        reason = terminal.RESOLUTIONS[incident.resolution]
-    yield incident.resolved_at, f"Resolved: {reason}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.ranks import RankState
@@ -117,16 +117,33 @@ class RankRow(NamedTuple):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _get_state_order(row: RankRow) -> float:
+    """The worst state first, and culprits before all others."""
+    concern = STATE_CONCERN[row.state]
+    return -concern - len(STATE_CONCERN) if row.is_culprit else -concern
+
+
+@dataclass(frozen=True, slots=True)
 class RankColumn:
     """One column. ``text`` gives the cell's text; `templates/_rank_cells.html` may add markup."""
 
     key: str  # names the column in ?sort=
     title: str
-    text: Callable[[RankRow], str]
-    sort_key: Callable[[RankRow], float | str] | None = None  # None: not sortable
+    get_value: Callable[[RankRow], float | str | None]  # None or empty: unknown
+    format_value: Callable[[Any], str] = str
+    get_order: Callable[[RankRow], float] | None = None  # None: sorted by the values
+    is_sortable: bool = True
     is_largest_first: bool = False  # the order that the first click on its title gives
     css_class: str = ""  # "wide": hidden on a narrow screen; "number": aligned to the right
+
+    def text(self, row: RankRow) -> str:
+        value = self.get_value(row)
+        return UNKNOWN if value is None or value == "" else self.format_value(value)
+
+    def sort_key(self, row: RankRow) -> float | str:
+        """Unknown numbers are smaller than all others."""
+        value = self.get_value(row) if self.get_order is None else self.get_order(row)
+        return -1.0 if value is None else value
 
     def toggle_sort(self, sort: str) -> str:
         """The value of ?sort= after a click on the title."""
@@ -142,39 +159,6 @@ class RankColumn:
         return "descending" if sort.startswith("-") else "ascending"
 
 
-def _make_number_column(
-    key: str,
-    title: str,
-    get_number: Callable[[RankRow], float | None],
-    format_number: Callable[[float], str],
-    css_class: str,
-) -> RankColumn:
-    """A column that is sorted by its numbers, the largest first; unknown numbers come last."""
-
-    def format_cell(row: RankRow) -> str:
-        number = get_number(row)
-        return UNKNOWN if number is None else format_number(number)
-
-    def get_order(row: RankRow) -> float:
-        number = get_number(row)
-        return -1.0 if number is None else number
-
-    return RankColumn(
-        key=key,
-        title=title,
-        text=format_cell,
-        sort_key=get_order,
-        is_largest_first=True,
-        css_class=css_class,
-    )
-
-
-def _get_state_order(row: RankRow) -> float:
-    """The worst state first, and culprits before all others."""
-    concern = STATE_CONCERN[row.state]
-    return -concern - len(STATE_CONCERN) if row.is_culprit else -concern
-
-
 def _format_waiting(waiting_s: float) -> str:
     return format_coarse_age(waiting_s) if waiting_s >= MIN_SHOWN_WAIT_S else UNKNOWN
 
@@ -184,32 +168,36 @@ def _format_last_seen(age_s: float) -> str:
     return f"{text} ago" if age_s >= 1 else text
 
 
-def _format_call(row: RankRow) -> str:
-    stream = row.current_stream
-    return stream.op if stream is not None and stream.op else UNKNOWN
-
-
 RANK_COLUMNS = (
+    RankColumn("rank", "Rank", lambda row: row.rank),
+    RankColumn("state", "State", lambda row: row.state.value, get_order=_get_state_order),
+    RankColumn("host", "Host", lambda row: row.host, css_class="wide"),
     RankColumn(
-        key="rank", title="Rank", text=lambda row: str(row.rank), sort_key=lambda row: row.rank
+        "step", "Step", lambda row: row.step, is_largest_first=True, css_class="wide number"
     ),
     RankColumn(
-        key="state", title="State", text=lambda row: row.state.value, sort_key=_get_state_order
+        "waiting",
+        "Waiting",
+        lambda row: row.waiting_s,
+        _format_waiting,
+        is_largest_first=True,
+        css_class="number",
     ),
     RankColumn(
-        key="host",
-        title="Host",
-        text=lambda row: row.host or UNKNOWN,
-        sort_key=lambda row: row.host,
-        css_class="wide",
+        "call",
+        "Call",
+        lambda row: None if (stream := row.current_stream) is None else stream.op,
+        is_sortable=False,
+        css_class="call",
     ),
-    _make_number_column("step", "Step", lambda row: row.step, str, "wide number"),
-    _make_number_column("waiting", "Waiting", lambda row: row.waiting_s, _format_waiting, "number"),
-    RankColumn(key="call", title="Call", text=_format_call, css_class="call"),
-    # The key is public: saved addresses contain it.
-    _make_number_column(
-        "heard", "Last seen", lambda row: row.last_seen_s, _format_last_seen, "wide number"
+    RankColumn(
+        "heard",  # public: saved addresses contain it
+        "Last seen",
+        lambda row: row.last_seen_s,
+        _format_last_seen,
+        is_largest_first=True,
+        css_class="wide number",
     ),
 )
-SORTABLE_COLUMNS = {column.key: column for column in RANK_COLUMNS if column.sort_key is not None}
+SORTABLE_COLUMNS = {column.key: column for column in RANK_COLUMNS if column.is_sortable}
 SORT_PATTERN = f"^-?({'|'.join(SORTABLE_COLUMNS)})$"

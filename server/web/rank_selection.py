@@ -58,9 +58,8 @@ def select_ranks(overview: AttemptOverview, now: float, query: RanksQuery) -> li
     key, is_reversed = query.sort.removeprefix("-"), query.sort.startswith("-")
     if key == "rank":  # their order already
         return ranks[::-1] if is_reversed else ranks
-    sort_key = SORTABLE_COLUMNS[key].sort_key
-    assert sort_key is not None
-    order = {rank: sort_key(make_row(rank)) for rank in ranks}
+    column = SORTABLE_COLUMNS[key]
+    order = {rank: column.sort_key(make_row(rank)) for rank in ranks}
     return sorted(ranks, key=order.__getitem__, reverse=is_reversed)
 
 
