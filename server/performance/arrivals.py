@@ -41,6 +41,7 @@ class ReportedArrival(NamedTuple):
 class PendingCall:
     """One call that some members have reported."""
 
+    seq: int
     op: str
     size_class: int
     size_bytes: int  # -1: the members reported different sizes
@@ -58,16 +59,12 @@ class PendingCalls:
     member_count: int
     calls: dict[int, PendingCall] = field(default_factory=dict)
 
-    def add_sample(
-        self, rank: int, agent: str, sample: heartbeat.CallSample
-    ) -> tuple[int, PendingCall] | None:
-        """Records the arrival of a member. Returns the sequence number and the call once all members
-        have reported it.
-        """
+    def add_sample(self, rank: int, agent: str, sample: heartbeat.CallSample) -> PendingCall | None:
+        """Records the arrival of a member. Returns the call once all members have reported it."""
         seq, entered_us, since_previous_us, duration_us, op, size_class, size_bytes = sample
         call = self.calls.get(seq)
         if call is None:
-            call = self.calls[seq] = PendingCall(op, size_class, size_bytes)
+            call = self.calls[seq] = PendingCall(seq, op, size_class, size_bytes)
             self._drop_oldest()
         if op != call.op:  # a mismatch: the diagnosis reports it
             self.calls.pop(seq, None)
@@ -78,7 +75,7 @@ class PendingCalls:
         if len(call.arrivals) < self.member_count:
             return None
         self.calls.pop(seq, None)
-        return seq, call
+        return call
 
     def _drop_oldest(self) -> None:
         affordable = min(MAX_PENDING_CALLS, MAX_PENDING_ARRIVALS // self.member_count)

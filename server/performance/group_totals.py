@@ -86,20 +86,14 @@ class GroupTotals:
         """
         spreads_s: list[float] = []
         for sample in samples:
-            completed = self._pending.add_sample(rank, agent, sample)
-            if completed is None:
-                continue
-            seq, call = completed
-            agents = call.agents
-            if len(agents) == 1 or agents <= clocks.keys():
-                spreads_s.append(self._compare_arrivals(seq, call, clocks, now))
+            call = self._pending.add_sample(rank, agent, sample)
+            if call is not None and (len(call.agents) == 1 or call.agents <= clocks.keys()):
+                spreads_s.append(self._compare_arrivals(call, clocks, now))
         return spreads_s
 
-    def _compare_arrivals(
-        self, seq: int, call: PendingCall, clocks: ClockBounds, now: float
-    ) -> float:
+    def _compare_arrivals(self, call: PendingCall, clocks: ClockBounds, now: float) -> float:
         arrivals = convert_arrivals(call, clocks)
-        skew = stragglers.measure_skew(seq, arrivals)
+        skew = stragglers.measure_skew(call.seq, arrivals)
         self.arrivals.add_skew(skew)
         self._get_period(call.op, now).spread.add_duration(1e6 * skew.spread_s)
         row = self._get_size_class(call.op, call.size_class)

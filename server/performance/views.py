@@ -47,7 +47,7 @@ class RankedGroup:
         """Sorts groups with a straggler of their own first, then by waiting time and by calls."""
         worst = self.totals.arrivals.straggler
         has_cause_elsewhere = self.straggler is not None and self.straggler.because_of is not None
-        waited_share = worst.waited_share if self.straggler and worst else 0.0
+        waited_share = 0.0 if worst is None else worst.waited_share
         calls = sum(row.calls for row in self.totals.size_classes.values())
         return self.straggler is None, has_cause_elsewhere, -waited_share, -calls
 
@@ -65,10 +65,8 @@ def rank_groups(job: JobTotals) -> list[RankedGroup]:
     causes = stragglers.find_straggler_causes(late_by_group)
     ranked: list[RankedGroup] = []
     for number, group in enumerate(groups):
-        straggler = None
-        if number in late_by_group:
-            late, _ = late_by_group[number]
-            straggler = _describe_straggler(late, group, causes.get(number))
+        late = group.arrivals.straggler
+        straggler = None if late is None else _describe_straggler(late, group, causes.get(number))
         ranked.append(RankedGroup(group, straggler))
     return sorted(ranked, key=lambda one: one.sort_key)
 
