@@ -82,11 +82,7 @@ class EventLog:
             for event in [e for e in self.recent_events if e.number > last_sent]:
                 yield event.format_sse(self.run_id)
                 last_sent = event.number
-            if (
-                last_sent == self.last_number
-                and not self.is_closed
-                and not await wait_for_event(KEEP_ALIVE_S, changed)
-            ):
+            if not await wait_for_event(KEEP_ALIVE_S, changed):  # set by whatever came since
                 yield ": still here\n\n"
 
     def _parse_position(self, last_id: str | None) -> int | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import http
-import json
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from fastapi.responses import Response
 
 MEDIA_TYPE = "application/problem+json"
@@ -59,9 +59,7 @@ class Problem(Exception):
             "detail": self.detail,
             **self.extra_members,
         }
-        return json.dumps(
-            members, ensure_ascii=False, allow_nan=False, separators=(",", ":")
-        ).encode()
+        return msgspec.json.encode(members)
 
     def make_response(self) -> Response:
         return Response(self.encode(), self.status, self.headers, MEDIA_TYPE)
