@@ -9,7 +9,7 @@ from hangwatch.model.threads import Frame
 from hangwatch.stacks.call_tree import ProfileBar, layout_bars
 from hangwatch.stacks.profile import Profile, profiles_to_speedscope
 
-from .flame_graph import WIDTH_PX, FlameBar, render_flame_graph
+from .flame_graph import WIDTH_PX, render_flame_graph
 
 MIN_BAR_WIDTH_PX = 0.5  # narrower bars are omitted
 MAX_STACK_DEPTH = 250
@@ -40,24 +40,19 @@ def render_flamegraph(title: str, profiles: RankProfiles, rate: int) -> str:
         stacks = ((frames[:MAX_STACK_DEPTH], count) for frames, count in thread.stacks)
         bars += layout_bars(stacks, x, 1, total, MIN_BAR_WIDTH_PX / WIDTH_PX)
         x += samples / total
-    return render_flame_graph(title, [_label_bar(bar, rate) for bar in bars])
-
-
-def _label_bar(bar: ProfileBar, rate: int) -> FlameBar:
-    frame = bar.frame
-    label = frame.function
-    if frame.file:
-        label += f" {frame.file}"
-    if frame.line:
-        label += f":{frame.line}"
-    return FlameBar(
-        x=bar.x,
-        width=bar.width,
-        depth=bar.depth,
-        text=frame.function,
-        label=f"{label}, {bar.samples / rate:.2f} s",
-        is_user=bar.is_user,
+    return render_flame_graph(
+        title,
+        [
+            (bar, bar.frame.function, f"{_format_frame(bar.frame)}, {bar.samples / rate:.2f} s")
+            for bar in bars
+        ],
     )
+
+
+def _format_frame(frame: Frame) -> str:
+    file = f" {frame.file}" if frame.file else ""
+    line = f":{frame.line}" if frame.line else ""
+    return f"{frame.function}{file}{line}"
 
 
 def render_speedscope(title: str, profiles: RankProfiles, rate: int) -> str:

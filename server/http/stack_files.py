@@ -13,6 +13,7 @@ from hangwatch.model.incidents import MergedStack
 from hangwatch.report import terminal
 from hangwatch.report.documents import build_incident_document
 from hangwatch.report.text import name_ranks
+from hangwatch.stacks.call_tree import ProfileBar
 from hangwatch.stacks.frames import is_library
 from hangwatch.stacks.stack_tree import (
     Branch,
@@ -23,7 +24,7 @@ from hangwatch.stacks.stack_tree import (
 )
 
 from .app_state import AppState
-from .flame_graph import FlameBar, render_flame_graph
+from .flame_graph import LabelledBar, render_flame_graph
 from .rendering import make_attachment
 
 
@@ -53,10 +54,8 @@ def build_router(live: AppState) -> APIRouter:
     )
     async def show_text(id: str) -> Response:
         document = build_incident_document(live.get_incident(id).incident)
-        return PlainTextResponse(
-            "\n".join(terminal.format_incident(document, datetime.now(timezone.utc), full=True))
-            + "\n"
-        )
+        lines = terminal.format_incident(document, datetime.now(timezone.utc), full=True)
+        return PlainTextResponse("\n".join(lines) + "\n")
 
     @routes.get(
         "/stacks.speedscope.json",
@@ -105,18 +104,20 @@ def build_router(live: AppState) -> APIRouter:
 
 def _iter_bars(
     branches: tuple[Branch, ...], x: float, depth: int, total_ranks: int
-) -> Iterator[FlameBar]:
+) -> Iterator[LabelledBar]:
+    """Ranks are counted as samples are in a profile."""
     for branch in branches:
         width = len(branch.ranks) / total_ranks
         for level, frame in enumerate(branch.frames, depth):
             text = f"{frame.function} {frame.file}:{frame.line}"
-            yield FlameBar(
+            bar = ProfileBar(
                 x=x,
                 width=width,
                 depth=level,
-                text=text,
-                label=f"{text}, {name_ranks(branch.ranks)}",
+                frame=frame,
+                samples=len(branch.ranks),
                 is_user=not is_library(frame.file),
             )
+            yield bar, text, f"{text}, {name_ranks(branch.ranks)}"
         yield from _iter_bars(branch.branches, x, depth + len(branch.frames), total_ranks)
         x += width
