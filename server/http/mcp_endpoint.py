@@ -35,8 +35,11 @@ class McpEndpoint:
         self._task: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._started is None:  # nothing is awaited until it is set: requests may come together
+            self._started = asyncio.get_running_loop().create_future()
+            self._task = asyncio.create_task(self._run(self._started))
         try:
-            manager = await self._start()
+            manager = await asyncio.shield(self._started)
         except ImportError as error:
             problem = Problem(
                 501,
@@ -50,15 +53,6 @@ class McpEndpoint:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _start(self) -> Any:
-        """The running session manager. Raises ImportError if the package is not installed."""
-        if (
-            self._started is None
-        ):  # nothing is awaited until it is set: requests may come at the same time
-            self._started = asyncio.get_running_loop().create_future()
-            self._task = asyncio.create_task(self._run(self._started))
-        return await asyncio.shield(self._started)
 
     def _build_manager(self) -> Any:
         from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
@@ -89,13 +83,11 @@ class McpEndpoint:
         params = {name: str(value) for name, value in query.items() if value is not None}
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             response = await client.get(f"/api/v1/{path}", params=params, headers=headers)
-        document = response.json()
+        document: Document = response.json()
         if not response.is_success:
-            raise ToolError(
-                str(document.get("detail") or f"the API answers {response.status_code}")
-            )
-        found: Document = document
-        return found
+            detail = document.get("detail") or f"the API answers {response.status_code}"
+            raise ToolError(str(detail))
+        return document
 
     async def _call_api(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._api({**scope, PEER_UID: os.geteuid()}, receive, send)

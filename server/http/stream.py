@@ -55,15 +55,18 @@ async def follow_page(
     """The events of one viewer of the page at ``key``: ``part`` with an id and HTML, ``alive``, or
     ``gone`` at the end.
     """
+
+    def encode_parts() -> dict[str, str]:
+        parts = render_parts(template, **values()).items()
+        return {name: encode_event("part", {"id": name, "html": html}) for name, html in parts}
+
     loop = asyncio.get_running_loop()
     sent: dict[str, str] = {}
     last_sent_at = loop.time()
     yield f"retry: {RETRY_MS}\n\n"
     while not live.watch.events.is_closed:
         try:
-            now = live.cache.get_or_compute(
-                ("page", key), lambda: _encode_parts(render_parts(template, **values()))
-            )
+            now = live.cache.get_or_compute(("page", key), encode_parts)
         except Problem as problem:  # the page's subject no longer exists
             yield encode_event("gone", {"detail": problem.detail})
             return
@@ -75,7 +78,3 @@ async def follow_page(
             yield "".join(changed_events)
         sent = now
         await asyncio.sleep(POLL_INTERVAL_S - loop.time() % POLL_INTERVAL_S)
-
-
-def _encode_parts(parts: Mapping[str, str]) -> dict[str, str]:
-    return {name: encode_event("part", {"id": name, "html": html}) for name, html in parts.items()}
