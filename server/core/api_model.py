@@ -1,6 +1,6 @@
 """The base class of the HTTP schema, and the components that several resources share.
 
-Each resource has a schema of its own: `server.core.job_views` for jobs, `server.http.incident_schema`
+Each resource has a schema of its own: `server.core.job_views` for jobs, `server.http.schema`
 for incidents, and those of recordings and performance beside their code.
 """
 

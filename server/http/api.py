@@ -19,11 +19,10 @@ from ..core.problems import Problem
 from ..incidents.records import IncidentRecord
 from ..monitor import views
 from ..ondemand.dumps import build_dump_document
-from . import bundle, incident_schema, schema, stream
+from . import bundle, schema, stream
 from .app_state import AppState, require_single_attempt
-from .json_responses import make_json_response
 from .listing import Page, PageOf100, PageOf1000, PageRequest
-from .rendering import make_attachment
+from .rendering import make_attachment, make_json_response
 
 MAX_PENDING_DUMP_RANKS = 65536  # in dumps that are not complete
 
@@ -156,7 +155,7 @@ def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
         operation_id="incidents_api_v1_incidents_get",
         tags=["incidents"],
         summary="Incidents, the newest first",
-        response_model=Page[incident_schema.Incident],
+        response_model=Page[schema.Incident],
     )
     async def list_incidents(
         page: PageOf100,
@@ -171,7 +170,7 @@ def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
         operation_id="incident_api_v1_incidents__id__get",
         tags=["incidents"],
         summary="One incident with its evidence",
-        response_model=incident_schema.Incident,
+        response_model=schema.Incident,
     )
     async def show_incident(id: str) -> Response:
         return make_json_response(build_incident_document(live.get_incident(id).incident))

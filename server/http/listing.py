@@ -11,7 +11,7 @@ from starlette.datastructures import URL
 
 from ..core.api_model import ApiModel
 from ..core.problems import Problem
-from .json_responses import make_json_response
+from .rendering import make_json_response
 
 T = TypeVar("T")
 S = TypeVar("S")

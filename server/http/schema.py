@@ -1,7 +1,9 @@
-"""The HTTP schema of dumps: it validates requests, and describes responses in ``/openapi.json``.
+"""The HTTP schema of incidents and dumps: it validates requests, and describes responses in
+``/openapi.json``.
 
-Jobs, ranks and groups are described by `server.core.job_views`, whose objects are encoded as they
-are; `incident_schema` has the schema of incidents.
+Responses are encoded from the documents of `hangwatch.report.documents`, and a test checks that these
+match the schema. Parts that the documents have as they are in `hangwatch.model` are described from there.
+Jobs, ranks and groups are described by `server.core.job_views`, whose objects are encoded as they are.
 """
 
 from __future__ import annotations
@@ -10,8 +12,166 @@ from typing import Literal
 
 from pydantic import AwareDatetime, ConfigDict, Field
 
-from ..core.api_model import ApiModel
-from .incident_schema import Stack
+from hangwatch.model.calls import Site
+from hangwatch.model.device import DevicePosition
+from hangwatch.model.hardware import MissingEvidence, Weight
+from hangwatch.model.incidents import IncidentStatus, Resolution
+from hangwatch.model.kind_spec import Severity
+from hangwatch.model.kinds import VerdictKind
+from hangwatch.model.ranks import ExceptionInfo
+from hangwatch.model.recoveries import Recovery
+
+from ..core.api_model import ApiModel, Frame, GroupName
+
+
+class Stack(ApiModel):
+    """One stack, innermost frame first, or the ``error`` why there is none."""
+
+    ranks: list[int]
+    thread: str | None = None
+    source: str
+    taken_at: AwareDatetime
+    frames: list[Frame] = Field(default=[])
+    native: bool = False
+    error: str | None = None
+
+
+class UnfinishedCall(ApiModel):
+    """The first collective of a group that had not completed when the watchdog wrote the file."""
+
+    group: str
+    desc: str
+    seq: int
+    op: str
+    shapes: list[list[int]] = Field(default=[])
+    state: str
+    waited_s: float
+    timeout_s: float | None = None
+    timed_out: bool
+
+
+class FlightFile(ApiModel):
+    """A rank's Flight Recorder file, on its host."""
+
+    path: str
+    calls: list[UnfinishedCall] = Field(default=[])
+    error: str | None = None  # why it could not be read
+
+
+class Process(ApiModel):
+    rank: int
+    host: str | None = None
+    pid: int | None = None
+    state: str = "?"
+    exit_status: int | None = None
+    signal: int | None = None
+    exception: ExceptionInfo | None = None
+    flight_file: FlightFile | None = None  # written by its watchdog
+
+
+class HostObservation(ApiModel):
+    """A value that one of the hosts concerned reports: a counter that grew, or a state."""
+
+    host: str
+    source: str  # such as "infiniband"
+    about: str  # the part of the host: "mlx5_0/1", "GPU 3"
+    what: str  # "link_downed"
+    before: int | float | str | None = None
+    now: int | float | str | None = None
+    weight: Weight  # whether it can stop a job by itself
+    age_s: float  # of the value or event, when it became evidence
+
+
+class CallClass(ApiModel):
+    """The ranks that made the same call."""
+
+    ranks: list[int]
+    seq: int
+    op: str
+    shapes: list[list[int]] = Field(default=[])
+    dtype: str | None = None
+    reduce_op: str | None = None
+    root: int | None = None  # the rank within the group, as torch reports it
+    peer: int | None = None
+    splits: list[list[int]] | None = None
+    detail: str | None = None
+    site: Site | None = None
+
+
+class AlignedCall(ApiModel):
+    op: str
+    shapes: list[list[int]] = Field(default=[])
+    dtype: str | None = None
+    reduce_op: str | None = None
+    root: int | None = None  # the rank within the group, as torch reports it
+    detail: str | None = None
+    raised: bool = False  # it ended with an exception
+    site: Site | None = None
+
+
+class AlignedRow(ApiModel):
+    """One call of each side, or null if that side made no corresponding call."""
+
+    seq: list[int | None]
+    calls: list[AlignedCall | None]
+    omitted: int = 0  # rows before this one, in which both sides agree
+
+
+class Side(ApiModel):
+    ranks: list[int]
+
+
+class Divergence(ApiModel):
+    """The last calls of two sides of a group, aligned: a call that one side added, omitted or made
+    in another order has a row of its own.
+    """
+
+    group: GroupName
+    since_seq: int | None = None  # the first call that only one side made, if that is certain
+    note: str = ""
+    sides: list[Side]
+    rows: list[AlignedRow]
+
+
+class Wait(ApiModel):
+    """``rank`` waits for rank ``for``."""
+
+    rank: int
+    for_: int = Field(alias="for")
+    group: str
+    seq: int
+
+
+class Incident(ApiModel):
+    """One root cause, regardless of how many ranks wait."""
+
+    id: str
+    job: str
+    attempt: int
+    kind: VerdictKind
+    severity: Severity
+    status: IncidentStatus
+    onset_at: AwareDatetime
+    opened_at: AwareDatetime
+    resolved_at: AwareDatetime | None = None
+    resolution: Resolution | None = None  # why it was resolved
+    summary: str
+    advice: str
+    culprits: list[int]
+    waiting: list[int]
+    group: GroupName | None = None
+    seq: int | None = None
+    fields: list[str] = Field(default=[])
+    site: Site | None = None
+    calls: list[CallClass] = Field(default=[])
+    divergence: Divergence | None = None
+    waits: list[Wait] = Field(default=[])
+    processes: list[Process] = Field(default=[])
+    device: list[DevicePosition] = Field(default=[])
+    hardware: list[HostObservation] = Field(default=[])
+    hardware_missing: list[MissingEvidence] = Field(default=[])
+    stacks: list[Stack] = Field(default=[])
+    recovery: Recovery | None = None  # if --on-hang abort applies to it
 
 
 class DumpRequest(ApiModel):

@@ -14,9 +14,8 @@ from hangwatch.report.documents import build_incident_document
 
 from ..http.api import make_incidents_response
 from ..http.app_state import AppState
-from ..http.json_responses import make_json_response
 from ..http.listing import PageOf100
-from ..http.rendering import wants_json
+from ..http.rendering import make_json_response, wants_json
 from ..incidents.records import IncidentRecord
 from .incident_page import build_page_values
 from .paging import PageNumber, compute_page_bounds

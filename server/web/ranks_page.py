@@ -10,10 +10,9 @@ from fastapi.responses import Response
 from hangwatch.tracking.attempt import Attempt
 
 from ..http.app_state import AppState
-from ..http.json_responses import make_json_response
 from ..http.listing import PageOf100, PageRequest
 from ..http.performance_board import get_ranked_groups
-from ..http.rendering import wants_json
+from ..http.rendering import make_json_response, wants_json
 from ..monitor import views
 from ..performance.views import list_stragglers
 from .group_table import get_group_rows

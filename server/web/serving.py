@@ -15,7 +15,7 @@ from hangwatch.tracking.attempt import Attempt
 
 from ..http import stream
 from ..http.app_state import AppState
-from ..http.rendering import make_linker, render_page, wants_events
+from ..http.rendering import make_linker, render_page
 
 TextQuery = Annotated[str, Query(max_length=500)]
 
@@ -31,7 +31,7 @@ def serve_page(
     def values() -> dict[str, Any]:
         return {**build_values(), "link": link}
 
-    if not wants_events(request):
+    if not request.headers.get("accept", "").startswith("text/event-stream"):
         return render_page(template, **values())
     address = f"{request.url.path}?{request.url.query}"
     return stream.make_stream_response(live, stream.follow_page(live, address, template, values))

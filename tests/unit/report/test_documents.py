@@ -22,7 +22,7 @@ from hangwatch.report.documents import (
     build_incident_event,
     build_verdict_document,
 )
-from hangwatch.server.http import incident_schema
+from hangwatch.server.http import schema
 
 MOMENT = datetime(2026, 1, 1, 12, 30, 5, 250000, tzinfo=timezone.utc)
 SITE = Site(file="/home/me/train.py", line=41, function="step")
@@ -181,7 +181,7 @@ def test_analyze_and_server_give_the_same_fields() -> None:
 
 def test_documents_have_exactly_the_fields_of_the_http_schema() -> None:
     document = build_incident_document(INCIDENT)
-    described = incident_schema.Incident.model_validate(document).model_dump(mode="json")
+    described = schema.Incident.model_validate(document).model_dump(mode="json")
     assert described == document
     assert list(described) == list(document)
     assert json.loads(json.dumps(document)) == document
@@ -216,7 +216,7 @@ def test_documents_of_older_releases_have_default_values() -> None:
         "later": "an unknown field of a newer release",
     }
     document = build_incident_document(parse_incident(old))
-    expected = incident_schema.Incident.model_validate(old).model_dump(mode="json")
+    expected = schema.Incident.model_validate(old).model_dump(mode="json")
     assert document == expected
 
 
