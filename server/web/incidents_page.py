@@ -18,7 +18,7 @@ from ..http.listing import PageOf100
 from ..http.rendering import make_json_response, wants_json
 from ..incidents.records import IncidentRecord
 from .incident_page import build_page_values
-from .paging import PageNumber, compute_page_bounds
+from .paging import PageNumber, slice_page
 from .serving import TextQuery, serve_page
 
 INCIDENTS_PER_PAGE = 50
@@ -89,12 +89,10 @@ def _find_matching_records(live: AppState, query: IncidentsQuery) -> list[Incide
 
 def _build_values(live: AppState, query: IncidentsQuery) -> dict[str, Any]:
     records = _find_matching_records(live, query)
-    bounds = compute_page_bounds(len(records), query.page, INCIDENTS_PER_PAGE)
     past_jobs = {record.incident.job for record in live.watch.incidents.records.values()}
     current_jobs = {attempt.job for attempt in live.list_latest_attempts()}
     return {
-        "incidents": [record.incident for record in bounds.slice_rows(records)],
-        "bounds": bounds,
+        "shown": slice_page(records, query.page, INCIDENTS_PER_PAGE),
         "jobs": sorted(past_jobs | current_jobs),
         "kinds": [kind.value for kind in VerdictKind],
         "periods": list(PERIODS),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 from fastapi import Query
 
@@ -13,33 +13,30 @@ Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PageBounds:
-    """Where a page begins and ends: ``start`` is included, ``end`` is not."""
+class RowPage(Generic[Row]):
+    """One page of a list of ``row_count`` rows. ``start`` of them are on the pages before it."""
 
+    rows: Sequence[Row]
     number: int
     page_count: int
     start: int
-    end: int
     row_count: int
 
-    def slice_rows(self, rows: Sequence[Row]) -> Sequence[Row]:
-        return rows[self.start : self.end]
 
+def slice_page(rows: Sequence[Row], number: int, page_size: int) -> RowPage[Row]:
+    """Page ``number`` of the rows, or the last page if there are fewer.
 
-def compute_page_bounds(row_count: int, number: int, page_size: int) -> PageBounds:
-    """The bounds of page ``number``, or of the last page if there are fewer.
-
-    >>> bounds = compute_page_bounds(230, 9, 100)
-    >>> bounds.number, bounds.start, bounds.end
-    (3, 200, 230)
+    >>> page = slice_page(range(230), 9, 100)
+    >>> page.number, page.rows
+    (3, range(200, 230))
     """
-    page_count = max(1, -(-row_count // page_size))
+    page_count = max(1, -(-len(rows) // page_size))
     number = min(number, page_count)
     start = (number - 1) * page_size
-    return PageBounds(
+    return RowPage(
+        rows=rows[start : start + page_size],
         number=number,
         page_count=page_count,
         start=start,
-        end=min(row_count, start + page_size),
-        row_count=row_count,
+        row_count=len(rows),
     )

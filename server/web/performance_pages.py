@@ -19,7 +19,7 @@ from ..http.performance_board import (
 from ..http.rendering import wants_json
 from ..performance.schema import GroupPerformance
 from ..performance.views import RankedGroup, describe_group_performance, list_stragglers
-from .paging import PageNumber, compute_page_bounds
+from .paging import PageNumber, slice_page
 from .serving import choose_attempt, serve_page
 
 GROUPS_PER_PAGE = 8
@@ -89,7 +89,7 @@ def _build_page_values(live: AppState, job: str, group: str, page: int) -> Mappi
         return {"job": None}
     all_groups = get_ranked_groups(live, attempt)
     matching = [ranked for ranked in all_groups if _matches_group(ranked, group)]
-    bounds = compute_page_bounds(len(matching), page, GROUPS_PER_PAGE)
+    shown = slice_page(matching, page, GROUPS_PER_PAGE)
     to_date = live.watch.clock.date
     return {
         "job": attempt.job,
@@ -99,10 +99,10 @@ def _build_page_values(live: AppState, job: str, group: str, page: int) -> Mappi
         "compared": sum(ranked.totals.arrivals.compared_calls for ranked in all_groups),
         "ignored_reports": live.watch.performance.get_job(attempt).ignored_reports,
         "group_filter": group,
-        "bounds": bounds,
+        "shown": shown,
         "groups": [
             (describe_group_performance(attempt, ranked, to_date), build_plots(ranked))
-            for ranked in bounds.slice_rows(matching)
+            for ranked in shown.rows
         ],
         "plot_width": PLOT_WIDTH_PX,
         "plot_height": PLOT_HEIGHT_PX,

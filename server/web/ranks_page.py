@@ -7,8 +7,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
-from hangwatch.tracking.attempt import Attempt
-
 from ..http.app_state import AppState
 from ..http.listing import PageOf100, PageRequest
 from ..http.performance_board import get_ranked_groups
@@ -17,7 +15,7 @@ from ..monitor import views
 from ..performance.views import list_stragglers
 from .group_table import get_group_rows
 from .overview import AttemptOverview, get_map_layout, get_overview
-from .paging import compute_page_bounds
+from .paging import slice_page
 from .rank_columns import RANK_COLUMNS, RankRow
 from .rank_selection import RanksQuery, select_ranks
 from .serving import choose_attempt, serve_page
@@ -68,7 +66,8 @@ def _build_page_values(live: AppState, query: RanksQuery) -> dict[str, Any]:
         "layout": get_map_layout(live, attempt, query.by),
     }
     if query.view == "groups":
-        return values | _build_group_table(live, attempt, query.page)
+        rows = get_group_rows(live, attempt)
+        return values | {"shown": slice_page(rows, query.page, GROUPS_PER_PAGE)}
     return values | _build_rank_table(live, overview, query)
 
 
@@ -76,12 +75,11 @@ def _build_rank_table(
     live: AppState, overview: AttemptOverview, query: RanksQuery
 ) -> dict[str, Any]:
     now = live.now()
-    ranks = select_ranks(overview, now, query)
-    bounds = compute_page_bounds(len(ranks), query.page, RANKS_PER_PAGE)
+    shown = slice_page(select_ranks(overview, now, query), query.page, RANKS_PER_PAGE)
     return {
         "columns": RANK_COLUMNS,
-        "bounds": bounds,
-        "rows": [RankRow(overview, rank, now) for rank in bounds.slice_rows(ranks)],
+        "shown": shown,
+        "rows": [RankRow(overview, rank, now) for rank in shown.rows],
         "incident_ids": _map_ranks_to_incidents(overview),
     }
 
@@ -93,9 +91,3 @@ def _map_ranks_to_incidents(overview: AttemptOverview) -> dict[int, str]:
         ids.update(dict.fromkeys(incident.waiting, incident.id))
         ids.update(dict.fromkeys(incident.culprits, incident.id))
     return ids
-
-
-def _build_group_table(live: AppState, attempt: Attempt, page: int) -> dict[str, Any]:
-    groups = get_group_rows(live, attempt)
-    bounds = compute_page_bounds(len(groups), page, GROUPS_PER_PAGE)
-    return {"bounds": bounds, "groups": bounds.slice_rows(groups)}
