@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from hangwatch.model.calls import Call, Site
+from hangwatch.model.calls import Call, Signature, Site
 from hangwatch.model.device import DevicePosition
 from hangwatch.model.groups import Group
 from hangwatch.model.hardware import HostObservation, MissingEvidence
@@ -95,6 +95,17 @@ def build_site_document(site: Site | None) -> JsonObject | None:
     return {"file": site.file, "line": site.line, "function": site.function}
 
 
+def build_signature_document(signature: Signature) -> JsonObject:
+    """What all descriptions of a call begin with."""
+    return {
+        "op": signature.op,
+        "shapes": [list(shape) for shape in signature.shapes],
+        "dtype": signature.dtype,
+        "reduce_op": signature.reduce_op,
+        "root": signature.root,
+    }
+
+
 def build_call_documents(classes: Iterable[CallClass]) -> list[JsonObject]:
     """The calls that the ranks of a group made, equal ones as one."""
     return [_build_call_class(call_class) for call_class in classes]
@@ -107,11 +118,7 @@ def _build_call_class(call_class: CallClass) -> JsonObject:
     return {
         "ranks": list(call_class.ranks),
         "seq": call.seq,
-        "op": signature.op,
-        "shapes": [list(shape) for shape in signature.shapes],
-        "dtype": signature.dtype,
-        "reduce_op": signature.reduce_op,
-        "root": signature.root,
+        **build_signature_document(signature),
         "peer": call.peer,
         "splits": None if splits is None else [list(sizes) for sizes in splits],
         "detail": signature.detail,
@@ -142,11 +149,7 @@ def _build_aligned_row(row: AlignedPair) -> JsonObject:
 def _build_aligned_call(call: Call) -> JsonObject:
     signature = call.signature
     return {
-        "op": signature.op,
-        "shapes": [list(shape) for shape in signature.shapes],
-        "dtype": signature.dtype,
-        "reduce_op": signature.reduce_op,
-        "root": signature.root,
+        **build_signature_document(signature),
         "detail": signature.detail,
         "raised": call.raised,
         "site": build_site_document(call.site),

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from hangwatch.protocol.live import CallKind, TracedCall
-from hangwatch.report.documents import build_site_document
+from hangwatch.report.documents import build_signature_document, build_site_document
 from hangwatch.tracking.process import Process
 
 MAX_PENDING_EVENTS = 20_000  # for a client that reads more slowly than calls are made
@@ -64,16 +65,13 @@ class TraceSession:
     def have_all_exited(self) -> bool:
         return all(traced.process.exit is not None for traced in self.ranks.values())
 
-    def compute_end(self, traced: TracedRank) -> float | None:
-        """When the trace of a rank ends; None if that is not known (yet)."""
+    def compute_end(self, traced: TracedRank) -> float:
+        """When calls of a rank are no longer traced; some replies may be outstanding then. Infinite
+        if that is not known (yet).
+        """
         if traced.started_at is None or self.filter.seconds is None:
-            return None
+            return math.inf
         return traced.started_at + self.filter.seconds
-
-    def has_ended(self, traced: TracedRank, now: float) -> bool:
-        """Whether calls of the rank are no longer traced; some replies may be outstanding."""
-        end = self.compute_end(traced)
-        return end is not None and now >= end
 
     def add_event(self, name: str, **data: Any) -> None:
         self.events.append((name, data))
@@ -83,10 +81,6 @@ class TraceSession:
         if not self.excluded_ops.issuperset(ops):
             self.excluded_ops.update(ops)
             self.add_event("others", ops=sorted(self.excluded_ops))
-
-    def finish_rank(self, traced: TracedRank) -> None:
-        traced.is_done = True
-        self.changed.set()
 
     def fail_rank(self, traced: TracedRank, detail: str) -> None:
         traced.is_done = True
@@ -109,15 +103,10 @@ class TraceSession:
         wanted_group = self.filter.group
         if wanted_group and (group is None or wanted_group not in (group.name, group.desc)):
             return None
-        signature = kind.signature
         return {
             "rank": traced.rank,
             "at": at.isoformat(timespec="microseconds").replace("+00:00", "Z"),
-            "op": signature.op,
-            "shapes": [list(shape) for shape in signature.shapes],
-            "dtype": signature.dtype,
-            "reduce_op": signature.reduce_op,
-            "root": signature.root,
+            **build_signature_document(kind.signature),
             "peer": None if stream is None else stream.peer,
             "group": None if group is None else {"name": group.name, "desc": group.desc},
             "seq": call.seq,

@@ -76,7 +76,7 @@ class TraceRegistry:
         traced.requested_at = now
         has_exited = traced.process.exit is not None
         traced.is_last_request = traced.started_at is not None and (
-            has_exited or session.has_ended(traced, now)
+            has_exited or now >= session.compute_end(traced)
         )
         return Command(
             id=traced.request,
@@ -148,8 +148,7 @@ class TraceRegistry:
         clock_origin = self.clock.wall() - timedelta(seconds=self.clock.monotonic())
         for call in reply.calls:
             entered_at = traced.clock_offset_s + sent_at - call.entered_s
-            is_after_end = end is not None and entered_at > end
-            if is_after_end or not 0 <= call.kind < len(reply.kinds):
+            if entered_at > end or not 0 <= call.kind < len(reply.kinds):
                 continue
             date = clock_origin + timedelta(seconds=entered_at)
             document = session.describe_call(traced, call, reply.kinds[call.kind], date)
@@ -176,7 +175,7 @@ class TraceRegistry:
                 f" hangwatch agent runs on {process.host}",
             )
             return
-        if session.has_ended(traced, now - REPLY_TIMEOUT_S):
+        if now - REPLY_TIMEOUT_S >= session.compute_end(traced):
             session.fail_rank(
                 traced, "its last calls did not arrive: its node agent has stopped reporting"
             )
@@ -186,4 +185,5 @@ class TraceRegistry:
         exited_at = process.exited_at or now
         is_overdue = now - max(traced.requested_at, traced.added_at) >= EXIT_GRACE_S
         if now - exited_at >= EXIT_GRACE_S and is_overdue:
-            session.finish_rank(traced)
+            traced.is_done = True
+            session.changed.set()
