@@ -42,14 +42,17 @@ def get_group_rows(live: AppState, attempt: Attempt) -> list[GroupRow]:
 
 
 def _build_group_rows(attempt: Attempt) -> list[GroupRow]:
-    groups = views.list_groups(attempt)
-    rows = [_build_group_row(attempt.streams_by_group[key]) for key in groups]
+    rows = [_build_group_row(group, streams) for group, streams in list_group_streams(attempt)]
     return sorted(rows, key=lambda row: row.sort_key)
 
 
-def _build_group_row(streams: Mapping[int, CallStream]) -> GroupRow:
-    """``streams`` are the group's streams by member."""
-    group = next(iter(streams.values())).group
+def list_group_streams(attempt: Attempt) -> list[tuple[Group, Mapping[int, CallStream]]]:
+    """Each process group, and its streams by member."""
+    listed = [attempt.streams_by_group[key] for key in views.list_groups(attempt)]
+    return [(next(iter(streams.values())).group, streams) for streams in listed]
+
+
+def _build_group_row(group: Group, streams: Mapping[int, CallStream]) -> GroupRow:
     ranks_by_entered: dict[int, list[int]] = {}
     for rank, stream in sorted(streams.items()):
         ranks_by_entered.setdefault(stream.entered, []).append(rank)

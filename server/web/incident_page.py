@@ -69,7 +69,6 @@ def build_page_values(live: AppState, id: str, ranks: str, dump_id: str) -> dict
         "hardware": [
             (entry, describe_observation(entry.observation)) for entry in incident.hardware
         ],
-        "hardware_missing": incident.hardware_missing,
         "timeline": build_timeline(incident),
         **_build_dump_values(live, dump_id),
         "proposed_ranks": ", ".join(map(str, proposed)),

@@ -8,16 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import pack_ranks
 from hangwatch.model.incidents import Incident
 from hangwatch.model.ranks import RankState
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.process import Process
 
 from ..core.job_views import JobView
 from ..http.app_state import AppState
 from ..monitor import rank_states, views
+from .group_table import list_group_streams
 
 STATE_CONCERN = {state: order for order, state in enumerate(RankState)}
 MAX_MAP_CELLS = 65_536
@@ -107,27 +106,18 @@ def get_map_layout(live: AppState, attempt: Attempt, by: str) -> MapLayout:
 
 def _build_map_layout(attempt: Attempt, by: str) -> MapLayout:
     expected = rank_states.list_expected_ranks(attempt)[:MAX_MAP_CELLS]
-    descriptions = {
-        s.group.desc
-        for p in attempt.processes.values()
-        for s in p.streams.values()
-        if s.kind is StreamKind.COLLECTIVE
-    }
+    groups = list_group_streams(attempt)
+    descriptions = {group.desc for group, _ in groups}
     choices = ("host", *sorted(descriptions - {"", "host"})[:MAX_MAP_GROUPINGS])
     by = by if by in choices else "host"
+    labels = dict.fromkeys(expected, "not reporting")
+    for rank, process in attempt.processes.items():
+        labels[rank] = process.host if by == "host" else f"not in {by}"
+    for group, streams in reversed(groups):  # a rank of several of these groups is in the first
+        if group.desc == by != "host":
+            labels |= dict.fromkeys(streams, f"{by} {group.name}")
     blocks: dict[str, list[int]] = {}
     for rank in expected:
-        blocks.setdefault(_label_block(attempt.processes.get(rank), by), []).append(rank)
+        blocks.setdefault(labels[rank], []).append(rank)
     listed = [[label, pack_ranks(ranks)] for label, ranks in blocks.items()]
     return MapLayout(ranks=pack_ranks(expected), blocks=json.dumps(listed), by=by, choices=choices)
-
-
-def _label_block(process: Process | None, by: str) -> str:
-    if process is None:
-        return "not reporting"
-    if by == "host":
-        return process.host
-    for stream in process.streams.values():
-        if stream.kind is StreamKind.COLLECTIVE and stream.group.desc == by:
-            return f"{by} {stream.group.name}"
-    return f"not in {by}"
