@@ -7,7 +7,7 @@ series is bounded for a fleet of any size.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -34,6 +34,10 @@ OTHERS = "(others)"  # the label of all older jobs together
 BUCKET_EXPONENTS = range(4, 26, 2)  # powers of two of microseconds: from 16 µs to 17 s
 REPORTING_WITHIN_S = 60.0  # since the last heartbeat of an agent that is counted
 
+LabelledAttempts = Sequence[
+    tuple[Attempt, str]
+]  # with the labels of their jobs, which may be shared
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Collector(Collector):
@@ -41,38 +45,35 @@ class _Collector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         live = self.live
-        jobs = live.list_latest_attempts()
-        labels = {
-            attempt.job: attempt.job if place < MAX_JOBS_SHOWN else OTHERS
-            for place, attempt in enumerate(jobs)
-        }
-        yield _count_ranks(live, jobs, labels)
-        yield from _collect_progress(live, jobs, labels)
-        yield from _collect_incidents(live, labels)
-        yield from _collect_performance(live, jobs, labels)
+        jobs = [
+            (attempt, attempt.job if place < MAX_JOBS_SHOWN else OTHERS)
+            for place, attempt in enumerate(live.list_latest_attempts())
+        ]
+        yield _count_ranks(live, jobs)
+        yield from _collect_progress(live, jobs)
+        yield from _collect_incidents(live, jobs)
+        yield from _collect_performance(live, jobs)
         yield from _collect_agents(live.watch, live.now())
         yield from _collect_server(live.watch)
 
 
-def _count_ranks(live: AppState, jobs: Iterable[Attempt], labels: Mapping[str, str]) -> Metric:
+def _count_ranks(live: AppState, jobs: LabelledAttempts) -> Metric:
     counts: Counter[tuple[str, str]] = Counter()
-    for attempt in jobs:
+    for attempt, job in jobs:
         by_state = Counter(live.get_rank_states(attempt).values())
-        counts.update({(labels[attempt.job], state.value): by_state[state] for state in RankState})
+        counts.update({(job, state.value): by_state[state] for state in RankState})
     return make_metric("hangwatch_ranks", counts, JOB, "state")
 
 
-def _collect_progress(
-    live: AppState, jobs: Iterable[Attempt], labels: Mapping[str, str]
-) -> Iterator[Metric]:
+def _collect_progress(live: AppState, jobs: LabelledAttempts) -> Iterator[Metric]:
+    now = live.now()
     steps: dict[str, float] = {}
     paces: dict[str, float] = {}
     ages: dict[str, float] = {}
     calls: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
     overflows: Counter[str] = Counter()
-    for attempt in jobs:
-        job, now = labels[attempt.job], live.now()
+    for attempt, job in jobs:
         processes = list(attempt.processes.values())
         process_ages = [now - p.reports.agent_seen_at for p in processes if p.is_alive]
         ages[job] = max([ages.get(job, 0.0), *process_ages])
@@ -98,7 +99,8 @@ def _collect_progress(
     yield make_metric("hangwatch_overflows", overflows, JOB)
 
 
-def _collect_incidents(live: AppState, labels: Mapping[str, str]) -> Iterator[Metric]:
+def _collect_incidents(live: AppState, jobs: LabelledAttempts) -> Iterator[Metric]:
+    labels = {attempt.job: job for attempt, job in jobs}
     counts: Counter[tuple[str, str, str]] = Counter()
     ages = dict.fromkeys(labels.values(), 0.0)
     for record in live.watch.incidents.records.values():
@@ -112,14 +114,10 @@ def _collect_incidents(live: AppState, labels: Mapping[str, str]) -> Iterator[Me
     yield make_metric("hangwatch_stall_seconds", ages, JOB)
 
 
-def _collect_performance(
-    live: AppState, jobs: Iterable[Attempt], labels: Mapping[str, str]
-) -> Iterator[Metric]:
-    """Metrics of jobs under their ``labels``, which several may share."""
+def _collect_performance(live: AppState, jobs: LabelledAttempts) -> Iterator[Metric]:
     totals_by_job: dict[str, JobTotals] = {}
     waited_ratios: dict[str, float] = {}
-    for attempt in jobs:
-        job = labels[attempt.job]
+    for attempt, job in jobs:
         job_totals = totals_by_job.setdefault(job, JobTotals())
         job_totals.merge_operations(live.watch.performance.get_job(attempt))
         stragglers = list_stragglers(get_ranked_groups(live, attempt))
