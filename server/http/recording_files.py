@@ -9,7 +9,7 @@ from hangwatch.model.threads import Frame
 from hangwatch.stacks.call_tree import ProfileBar, layout_bars
 from hangwatch.stacks.profile import Profile, profiles_to_speedscope
 
-from .flame_graph import WIDTH_PX, render_flame_graph
+from .rendering import FLAME_GRAPH_WIDTH_PX, render_flame_graph
 
 MIN_BAR_WIDTH_PX = 0.5  # narrower bars are omitted
 MAX_STACK_DEPTH = 250
@@ -38,7 +38,7 @@ def render_flamegraph(title: str, profiles: RankProfiles, rate: int) -> str:
             )
         )
         stacks = ((frames[:MAX_STACK_DEPTH], count) for frames, count in thread.stacks)
-        bars += layout_bars(stacks, x, 1, total, MIN_BAR_WIDTH_PX / WIDTH_PX)
+        bars += layout_bars(stacks, x, 1, total, MIN_BAR_WIDTH_PX / FLAME_GRAPH_WIDTH_PX)
         x += samples / total
     return render_flame_graph(
         title,

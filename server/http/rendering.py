@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from urllib.parse import urlencode
@@ -25,12 +25,14 @@ from hangwatch.report.text import (
     truncate_end,
     truncate_start,
 )
+from hangwatch.stacks.call_tree import ProfileBar
 from hangwatch.stacks.frames import is_library
 
 from ..monitor.views import format_verdict
 
 SERVER_DIR = Path(__file__).parents[1] / "web"
 STYLESHEET_PATH = SERVER_DIR / "static" / "hangwatch.css"
+FLAME_GRAPH_WIDTH_PX = 1200  # of the whole image
 SECURITY_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none';"
@@ -95,7 +97,7 @@ _ENVIRONMENT.filters.update(
     size_text=format_size,
     speed_text=format_bandwidth,
 )
-_ENVIRONMENT.globals.update(version=__version__, state_shapes=STATE_SHAPES)
+_ENVIRONMENT.globals.update(version=__version__, state_shapes=STATE_SHAPES, signed_out=False)
 
 
 def set_path_prefix(prefix: str) -> None:
@@ -109,7 +111,7 @@ set_path_prefix("")
 
 
 def render_page(template: str, *, status_code: int = 200, **values: object) -> HTMLResponse:
-    return HTMLResponse(render_text(template, **{"signed_out": False, **values}), status_code)
+    return HTMLResponse(render_text(template, **values), status_code)
 
 
 def render_parts(template: str, **values: object) -> dict[str, str]:
@@ -124,8 +126,16 @@ def render_parts(template: str, **values: object) -> dict[str, str]:
 
 
 def render_text(template: str, **values: object) -> str:
-    """Renders a template that is not a page, such as an image."""
+    """The text of a page, an image or a file."""
     return _ENVIRONMENT.get_template(template).render(**values)
+
+
+def render_flame_graph(title: str, bars: Sequence[tuple[ProfileBar, str, str]]) -> str:
+    """An SVG with a bar for each frame below the bar of its caller. Each has a text and a tooltip."""
+    rows = 1 + max((bar.depth for bar, _, _ in bars), default=0)
+    return render_text(
+        "flamegraph.svg", title=title, bars=bars, rows=rows, width=FLAME_GRAPH_WIDTH_PX
+    )
 
 
 def make_json_response(document: object, status_code: int = 200) -> Response:

@@ -24,8 +24,7 @@ from hangwatch.stacks.stack_tree import (
 )
 
 from .app_state import AppState
-from .flame_graph import LabelledBar, render_flame_graph
-from .rendering import make_attachment
+from .rendering import make_attachment, render_flame_graph
 
 
 def select_calling_stacks(stacks: Sequence[MergedStack]) -> list[MergedStack]:
@@ -104,8 +103,8 @@ def build_router(live: AppState) -> APIRouter:
 
 def _iter_bars(
     branches: tuple[Branch, ...], x: float, depth: int, total_ranks: int
-) -> Iterator[LabelledBar]:
-    """Ranks are counted as samples are in a profile."""
+) -> Iterator[tuple[ProfileBar, str, str]]:
+    """With texts and tooltips. Ranks are counted as samples are in a profile."""
     for branch in branches:
         width = len(branch.ranks) / total_ranks
         for level, frame in enumerate(branch.frames, depth):
