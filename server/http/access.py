@@ -14,7 +14,7 @@ import hmac
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import parse_qs, quote, urlsplit
+from urllib.parse import parse_qsl, quote, urlsplit
 
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
@@ -200,11 +200,9 @@ def build_router(live: AppState) -> APIRouter:
             if len(body) > limits.LOGIN_FORM.most:
                 raise limits.LOGIN_FORM.make_problem()
         address = request.client.host if request.client else ""
-        form_fields = parse_qs(body.decode("utf-8", "replace"))
-        target = _sanitize_redirect(form_fields.get("next", ["/"])[0])
-        if live.token is not None and not _constant_time_equal(
-            form_fields.get("token", [""])[0].strip(), live.token
-        ):
+        form = dict(parse_qsl(body.decode("utf-8", "replace")))
+        given, target = form.get("token", "").strip(), _sanitize_redirect(form.get("next", "/"))
+        if live.token is not None and not _constant_time_equal(given, live.token):
             # The right token is accepted all the same: behind a proxy, all people have one address.
             if (wait := failures.wait_s(address, live.now())) > 0:
                 detail = f"too many wrong tokens from this address: try again in {wait:.0f} s"

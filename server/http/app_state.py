@@ -35,10 +35,8 @@ class AppState:
 
     def list_latest_attempts(self) -> list[Attempt]:
         """The latest attempt of each job, the newest first."""
-        latest: dict[str, Attempt] = {}
-        for attempt in self.watch.fleet.attempts.values():
-            if attempt.job not in latest or latest[attempt.job].number < attempt.number:
-                latest[attempt.job] = attempt
+        by_number = sorted(self.watch.fleet.attempts.values(), key=lambda a: a.number)
+        latest = {attempt.job: attempt for attempt in by_number}
         return sorted(latest.values(), key=lambda a: -a.opened_at)
 
     def find_attempts(self, job: str | None, number: int | None = None) -> list[Attempt]:
@@ -64,12 +62,11 @@ class AppState:
         states = self.watch.states.rank_states.get(attempt.key)
         if states is not None and is_large(attempt.rank_count):
             return states
-        return rank_states.compute_states(
-            attempt,
+        cases, lost_after_s = (
             self.watch.incidents.list_open(attempt),
-            self.now(),
             self.watch.intervals.lost_after_s,
         )
+        return rank_states.compute_states(attempt, cases, self.now(), lost_after_s)
 
     def describe_job(self, attempt: Attempt) -> JobView:
         view = self.watch.states.large_jobs.get(attempt.key)

@@ -27,12 +27,10 @@ def describe_ranks(
     """All ranks. For a large job: the culprits and the first waiting ranks, without the members of
     their groups.
     """
-    if len(states) <= MAX_DETAILED_RANKS:
-        return [views.describe_rank(attempt, rank, state, now) for rank, state in states.items()]
-    involved = (*incident.culprits, *incident.waiting)[: MAX_DETAILED_RANKS // 4]
+    involved, is_whole = (*incident.culprits, *incident.waiting), len(states) <= MAX_DETAILED_RANKS
     return [
-        views.describe_rank(attempt, rank, states[rank], now, members=False)
-        for rank in involved
+        views.describe_rank(attempt, rank, states[rank], now, members=is_whole)
+        for rank in (states if is_whole else involved[: MAX_DETAILED_RANKS // 4])
         if rank in states
     ]
 

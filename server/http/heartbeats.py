@@ -59,21 +59,14 @@ class HeartbeatFastPath:
         self, app: ASGIApp, live: AppState, authenticator: Authenticator, prefix: str = ""
     ) -> None:
         self._app, self._watch, self._authenticator = app, live.watch, authenticator
-        handlers: dict[tuple[str, str], _Handler] = {
-            ("POST", PATH): _handle_heartbeat,
-            ("POST", COMMANDS_PATH): _handle_poll,
-            ("GET", PROOF_PATH): _handle_proof_request,
-        }
-        self._routes = {
-            (method, before + path): handle
-            for (method, path), handle in handlers.items()
-            for before in ("", prefix)
-        }
+        self._routes: dict[tuple[str, str], _Handler] = {}
+        for before in ("", prefix):
+            self._routes["POST", before + PATH] = _handle_heartbeat
+            self._routes["POST", before + COMMANDS_PATH] = _handle_poll
+            self._routes["GET", before + PROOF_PATH] = _handle_proof_request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        handle = None
-        if scope["type"] == "http":
-            handle = self._routes.get((scope["method"], scope["path"]))
+        handle = self._routes.get((scope.get("method", ""), scope.get("path", "")))
         if handle is None:
             return await self._app(scope, receive, send)
         headers = _decode_headers(scope["headers"])

@@ -35,9 +35,10 @@ NameQuery = Annotated[str, Query(max_length=256)]
 
 def build_router(live: AppState) -> APIRouter:
     routes = APIRouter(prefix="/api/v1")
-    _add_trace_routes(routes, live)
-    _add_recording_routes(routes, live)
-    _add_file_routes(routes, live)
+    _add_trace_route(routes, live)
+    recordings = APIRouter(prefix="/recordings", tags=["recordings"])
+    _add_recording_routes(recordings, live)
+    routes.include_router(recordings)
     return routes
 
 
@@ -51,7 +52,7 @@ def find_attempt(live: AppState, job: str | None, ranks: Sequence[int]) -> Attem
     return require_single_attempt(attempts, ranks, "no job has reported yet")
 
 
-def _add_trace_routes(routes: APIRouter, live: AppState) -> None:
+def _add_trace_route(routes: APIRouter, live: AppState) -> None:
     @routes.get(
         "/trace",
         operation_id="trace_api_v1_trace_get",
@@ -124,9 +125,8 @@ def _check_traceable(live: AppState, attempt: Attempt, ranks: Sequence[int], gro
 
 def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
     @routes.post(
-        "/recordings",
+        "",
         operation_id="ask_api_v1_recordings_post",
-        tags=["recordings"],
         status_code=202,
         summary="Records where ranks spend their time, sampled with py-spy",
     )
@@ -147,9 +147,8 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
         return describe_recording(record)
 
     @routes.post(
-        "/recordings/{id}/stop",
+        "/{id}/stop",
         operation_id="stop_api_v1_recordings__id__stop_post",
-        tags=["recordings"],
         status_code=202,
         summary="Ends a recording early and keeps what was sampled",
     )
@@ -161,25 +160,21 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
         return await asyncio.to_thread(describe_recording, record)
 
     @routes.get(
-        "/recordings/{id}",
+        "/{id}",
         operation_id="recording_api_v1_recordings__id__get",
-        tags=["recordings"],
         summary="The progress and the results of a recording",
     )
     async def show_recording(id: str) -> schema.Recording:
         return await asyncio.to_thread(describe_recording, _find_recording(live, id))
 
-
-def _add_file_routes(routes: APIRouter, live: AppState) -> None:
     async def render_recording(id: str, render: Callable[[str, RankProfiles, int], str]) -> str:
         record = _find_finished_recording(live, id)
         title, rate = _format_title(record), record.request.rate
         return await asyncio.to_thread(lambda: render(title, unpack_profiles(record), rate))
 
     @routes.get(
-        "/recordings/{id}/flamegraph.svg",
+        "/{id}/flamegraph.svg",
         operation_id="flamegraph_api_v1_recordings__id__flamegraph_svg_get",
-        tags=["recordings"],
         summary="A recording as a flame graph",
         response_class=Response,
         responses={200: {"content": {"image/svg+xml": {}}}},
@@ -189,9 +184,8 @@ def _add_file_routes(routes: APIRouter, live: AppState) -> None:
         return make_attachment(f"hangwatch-{id}.svg", image, "image/svg+xml")
 
     @routes.get(
-        "/recordings/{id}/speedscope.json",
+        "/{id}/speedscope.json",
         operation_id="for_speedscope_api_v1_recordings__id__speedscope_json_get",
-        tags=["recordings"],
         summary="A recording for speedscope",
         response_class=Response,
     )
