@@ -62,10 +62,8 @@ class AppState:
         states = self.watch.states.rank_states.get(attempt.key)
         if states is not None and is_large(attempt.rank_count):
             return states
-        cases, lost_after_s = (
-            self.watch.incidents.list_open(attempt),
-            self.watch.intervals.lost_after_s,
-        )
+        cases = self.watch.incidents.list_open(attempt)
+        lost_after_s = self.watch.intervals.lost_after_s
         return rank_states.compute_states(attempt, cases, self.now(), lost_after_s)
 
     def describe_job(self, attempt: Attempt) -> JobView:

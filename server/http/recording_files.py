@@ -30,16 +30,10 @@ def render_flamegraph(title: str, profiles: RankProfiles, rate: int) -> str:
     bars: list[ProfileBar] = []
     x = 0.0
     for label, thread in threads:
-        samples = thread.sample_count
         root = Frame(function=label, file="", line=0)
-        bars.append(
-            ProfileBar(
-                x=x, width=samples / total, depth=0, frame=root, samples=samples, is_user=False
-            )
-        )
-        stacks = ((frames[:MAX_STACK_DEPTH], count) for frames, count in thread.stacks)
-        bars += layout_bars(stacks, x, 1, total, MIN_BAR_WIDTH_PX / FLAME_GRAPH_WIDTH_PX)
-        x += samples / total
+        stacks = (((root, *frames[:MAX_STACK_DEPTH]), count) for frames, count in thread.stacks)
+        bars += layout_bars(stacks, x, 0, total, MIN_BAR_WIDTH_PX / FLAME_GRAPH_WIDTH_PX)
+        x += thread.sample_count / total
     return render_flame_graph(
         title,
         [
