@@ -196,20 +196,18 @@ class IncidentRegistry:
         concern no open incident.
         """
         unmatched = list(verdicts)
-        related_by_id: dict[str, list[tuple[Relation, Verdict]]] = {}
+        all_related = []
         for record in records:
             gathering = now - record.opened_at < EVIDENCE_WINDOW_S and not record.is_aborted
             related = [(relate_verdict(record.incident, v, gathering), v) for v in verdicts]
-            related_by_id[record.incident.id] = related
-        for record in records:
-            related = related_by_id[record.incident.id]
+            all_related.append((record, related))
+        for record, related in all_related:
             record.alert_summary = summarize_alerts(record.incident.kind, related, now)
             same = (v for relation, v in related if relation is Relation.SAME and v in unmatched)
             if (verdict := next(same, None)) is not None:
                 unmatched.remove(verdict)
                 self._refine_incident(record, attempt, verdict, now)
-        for record in records:
-            related = related_by_id[record.incident.id]
+        for record, related in all_related:
             for relation, verdict in sorted(related, key=lambda pair: -pair[0]):
                 if relation is Relation.NONE or verdict not in unmatched:
                     continue
