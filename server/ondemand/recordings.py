@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -99,7 +100,7 @@ class RecordingRegistry:
             request=request,
             created_at=self.clock.date(now),
         )
-        ranks_per_agent: dict[str, int] = {}
+        ranks_per_agent: Counter[str] = Counter()
         for rank in dict.fromkeys(request.ranks):
             process = attempt.processes[rank]
             recorded = RankRecording(rank=rank, agent=process.agent)
@@ -110,9 +111,8 @@ class RecordingRegistry:
                     " exited"
                 )
                 continue
-            position = ranks_per_agent.get(process.agent, 0) + 1
-            ranks_per_agent[process.agent] = position
-            longest_s = position * _compute_max_duration_s(request)
+            ranks_per_agent[process.agent] += 1
+            longest_s = ranks_per_agent[process.agent] * _compute_max_duration_s(request)
             recorded.deadline = now + START_TIMEOUT_S + longest_s
             command_id = self.command_queue.queue_command(
                 process, CommandKind.RECORD, now, **request.options

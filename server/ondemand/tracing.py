@@ -163,27 +163,21 @@ class TraceRegistry:
     def expire_ranks(self, session: TraceSession, now: float) -> None:
         """Ends the trace of ranks whose replies are overdue."""
         for traced in session.ranks.values():
-            if not traced.is_done:
-                self._expire_rank(session, traced, now)
-
-    def _expire_rank(self, session: TraceSession, traced: TracedRank, now: float) -> None:
-        process = traced.process
-        if traced.started_at is None and now - traced.added_at >= REPLY_TIMEOUT_S:
-            session.fail_rank(
-                traced,
-                f"its node agent did not reply within {REPLY_TIMEOUT_S:.0f} s: check that the"
-                f" hangwatch agent runs on {process.host}",
-            )
-            return
-        if now - REPLY_TIMEOUT_S >= session.compute_end(traced):
-            session.fail_rank(
-                traced, "its last calls did not arrive: its node agent has stopped reporting"
-            )
-            return
-        if process.exit is None:
-            return
-        exited_at = process.exited_at or now
-        is_overdue = now - max(traced.requested_at, traced.added_at) >= EXIT_GRACE_S
-        if now - exited_at >= EXIT_GRACE_S and is_overdue:
-            traced.is_done = True
-            session.changed.set()
+            process = traced.process
+            if traced.is_done:
+                continue
+            if traced.started_at is None and now - traced.added_at >= REPLY_TIMEOUT_S:
+                session.fail_rank(
+                    traced,
+                    f"its node agent did not reply within {REPLY_TIMEOUT_S:.0f} s: check that the"
+                    f" hangwatch agent runs on {process.host}",
+                )
+            elif now - REPLY_TIMEOUT_S >= session.compute_end(traced):
+                session.fail_rank(
+                    traced, "its last calls did not arrive: its node agent has stopped reporting"
+                )
+            elif process.exit is not None:
+                exited_at = process.exited_at or now
+                if now - max(exited_at, traced.requested_at, traced.added_at) >= EXIT_GRACE_S:
+                    traced.is_done = True
+                    session.changed.set()
