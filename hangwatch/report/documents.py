@@ -37,7 +37,7 @@ def build_verdict_document(verdict: Verdict) -> JsonObject:
         "seq": verdict.seq,
         "fields": list(verdict.differing_fields),
         "site": build_site_document(verdict.site),
-        "calls": build_call_documents(verdict.calls),
+        "calls": [_build_call_class(call_class) for call_class in verdict.calls],
         "divergence": build_divergence_document(verdict.divergence),
         "waits": build_wait_documents(verdict.waits),
     }
@@ -104,11 +104,6 @@ def build_signature_document(signature: Signature) -> JsonObject:
         "reduce_op": signature.reduce_op,
         "root": signature.root,
     }
-
-
-def build_call_documents(classes: Iterable[CallClass]) -> list[JsonObject]:
-    """The calls that the ranks of a group made, equal ones as one."""
-    return [_build_call_class(call_class) for call_class in classes]
 
 
 def _build_call_class(call_class: CallClass) -> JsonObject:

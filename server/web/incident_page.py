@@ -8,14 +8,9 @@ from typing import Any
 
 from hangwatch.model.incidents import Incident, MergedStack
 from hangwatch.model.ranks import AttemptKey
-from hangwatch.report import recovery
-from hangwatch.report.documents import (
-    JsonObject,
-    build_call_documents,
-    build_divergence_document,
-    build_recovery_document,
-)
+from hangwatch.report.documents import JsonObject, build_incident_document
 from hangwatch.report.hardware import describe_observation
+from hangwatch.report.recovery import format_recovery
 from hangwatch.report.text import group_name
 from hangwatch.stacks.frames import is_library
 from hangwatch.stacks.stack_tree import merge_stacks
@@ -40,26 +35,20 @@ def build_page_values(live: AppState, id: str, ranks: str, dump_id: str) -> dict
     incident = live.get_incident(id).incident
     spans = parse_rank_spans(ranks)
     picture = draw_graph(build_graph(incident))
-    calls = build_call_documents(incident.verdict.calls)
+    document = build_incident_document(replace(incident, stacks=()))
     ended_at = incident.resolved_at or live.watch.clock.date(live.now())
     proposed = (incident.culprits or incident.waiting)[:MAX_PROPOSED_RANKS]
     return {
         "incident": incident,
-        "calls": calls,
-        "divergence": build_divergence_document(incident.verdict.divergence),
+        "calls": document["calls"],
+        "divergence": document["divergence"],
         "culprit_frame": views.find_culprit_frame(incident),
-        "recovery": recovery.format_recovery(
-            {
-                "status": incident.status,
-                "resolution": None if incident.resolution is None else incident.resolution.value,
-                "recovery": build_recovery_document(incident.recovery),
-            }
-        ),
+        "recovery": format_recovery(document),
         "open_s": (ended_at - incident.onset_at).total_seconds(),
         "picture": picture,
         "box_labels": label_boxes(incident, picture),
         **build_graph_labels(live, incident, {arrow.waiter for arrow in picture.arrows}),
-        "differing": find_differing_fields(calls),
+        "differing": find_differing_fields(document["calls"]),
         "compared": COMPARED_FIELDS,
         "ranks": ranks,
         "is_invalid_filter": bool(ranks.strip()) and spans is None,
