@@ -13,7 +13,6 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -55,10 +54,9 @@ class StartError(Exception):
     """The server cannot start. The message says why and what to do."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+def main() -> int:
     try:
-        settings = load_settings(argv)
+        settings = load_settings(sys.argv[1:])
     except SettingsError as error:
         for line in str(error).splitlines():
             _print_message(line)
@@ -69,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     # Malformed requests are not the operator's concern.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
-    if TEST_ALERT_FLAG in argv:
+    if TEST_ALERT_FLAG in sys.argv:
         return _test_alerts(settings)
     try:
         return _serve(settings)
@@ -197,10 +195,8 @@ def kept_token(data_dir: Path) -> str:
     """
     path = data_dir / TOKEN_FILE
     try:
-        if kept := path.read_text().strip():
+        if path.exists() and (kept := path.read_text().strip()):
             return kept
-    except FileNotFoundError:
-        pass  # the first start
     except OSError as error:
         raise StartError(
             f"{path} cannot be read: {error.strerror}; make it readable, or give a token with"

@@ -10,8 +10,6 @@ import msgspec
 from fastapi.responses import Response
 
 MEDIA_TYPE = "application/problem+json"
-
-
 PROBLEM_SCHEMA = {
     "type": "object",
     "required": ["type", "title", "status", "detail"],

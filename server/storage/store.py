@@ -197,26 +197,26 @@ class Store:
         """Deletes incidents that were opened before a time, and the oldest ones beyond
         ``max_bytes`` in all, except those in ``keep``. Returns the deleted ids.
         """
-        mine = INCIDENTS.c.server == self._server
+        newest = (
+            sa.select(INCIDENTS.c.id, INCIDENTS.c.opened_at, INCIDENTS.c.size)
+            .where(INCIDENTS.c.server == self._server)
+            .order_by(INCIDENTS.c.id.desc())
+        )
+        oldest = format_timestamp(before)
+        deleted, total = [], 0
         with self._engine.begin() as db:
-            sizes = sa.select(INCIDENTS.c.id, INCIDENTS.c.opened_at, INCIDENTS.c.size)
-            rows = db.execute(sizes.where(mine).order_by(INCIDENTS.c.id.desc()))
-            deleted, total = [], 0.0
-            for row in rows:
-                total += row.size
-                if row.id not in keep and (
-                    datetime.fromisoformat(row.opened_at) < before or total > max_bytes
-                ):
+            for row in db.execute(newest):
+                is_surplus = row.opened_at < oldest or total + row.size > max_bytes
+                if is_surplus and row.id not in keep:
                     deleted.append(row.id)
-                    total -= row.size
+                else:
+                    total += row.size
             for start in range(0, len(deleted), 500):
                 part = deleted[start : start + 500]
                 db.execute(sa.delete(DELIVERIES).where(DELIVERIES.c.incident.in_(part)))
                 db.execute(sa.delete(INCIDENTS).where(INCIDENTS.c.id.in_(part)))
-            old = sa.and_(
-                ATTEMPTS.c.server == self._server, ATTEMPTS.c.heard_at < format_timestamp(before)
-            )
-            db.execute(sa.delete(ATTEMPTS).where(old))
+            mine = ATTEMPTS.c.server == self._server
+            db.execute(sa.delete(ATTEMPTS).where(mine, ATTEMPTS.c.heard_at < oldest))
             if deleted and not self.shared:
                 # Returns the space to the file system. The pragma yields one row for each page,
                 # but SQLAlchemy assumes that it yields none.
