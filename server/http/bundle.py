@@ -27,10 +27,11 @@ def describe_ranks(
     """All ranks. For a large job: the culprits and the first waiting ranks, without the members of
     their groups.
     """
-    involved, is_whole = (*incident.culprits, *incident.waiting), len(states) <= MAX_DETAILED_RANKS
+    is_large = len(states) > MAX_DETAILED_RANKS
+    involved = (*incident.culprits, *incident.waiting)[: MAX_DETAILED_RANKS // 4]
     return [
-        views.describe_rank(attempt, rank, states[rank], now, members=is_whole)
-        for rank in (states if is_whole else involved[: MAX_DETAILED_RANKS // 4])
+        views.describe_rank(attempt, rank, states[rank], now, members=not is_large)
+        for rank in (involved if is_large else states)
         if rank in states
     ]
 
