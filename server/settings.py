@@ -46,6 +46,9 @@ _TEXT_SHAPES = {
         "should look like https://watch.example/hangwatch",
     ),
     "root_path": (r"(/[\w.~-]+)*/?", "should look like /hangwatch"),
+    "host": (r".+", "should be an address of this machine, such as 0.0.0.0"),
+    "name": (r".+", "should not be empty"),
+    "alert_secret": (r"(?s).{16,}", "should have 16 characters or more"),
     "token": (r"[!-~]+", "should be one or more printable ASCII characters without spaces"),
 }
 
@@ -70,7 +73,7 @@ class Settings(BaseSettings):
         use_attribute_docstrings=True,
     )
 
-    host: str = Field("127.0.0.1", min_length=1)
+    host: str = "127.0.0.1"
     """address to listen on; 0.0.0.0 for every interface"""
     port: int = Field(8642, ge=0, le=65535)
     """port to listen on; 0 takes a free one"""
@@ -80,7 +83,7 @@ class Settings(BaseSettings):
     """database for incidents in place of that folder: postgresql://USER:PASSWORD@HOST/NAME; several
     servers may share it
     """
-    name: str = Field(default_factory=socket.gethostname, min_length=1)
+    name: str = Field(default_factory=socket.gethostname)
     """name of this server in a database that several servers share (default: the host's name)"""
     retention_days: FiniteFloat = Field(90.0, gt=0)
     """days after which an incident is deleted"""
@@ -110,7 +113,7 @@ class Settings(BaseSettings):
     """receiver of alerts: a webhook's URL, or one of apprise's for Slack, Teams, PagerDuty, mailto://
     and a hundred others; may be given several times
     """
-    alert_secret: SecretStr | None = Field(None, min_length=16)
+    alert_secret: SecretStr | None = None
     """secret with which webhooks are signed, so that a receiver can verify their origin"""
     alert_command: str | None = None
     """command to run for each alert, without a shell; receives it as JSON on stdin"""

@@ -87,6 +87,8 @@ def test_data_dir_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--database", "mysql://x/y"], "--database.*postgresql://"),
         (["--public-url", "watch.example"], "--public-url"),
         (["--root-path", "x"], "--root-path"),
+        (["--host", ""], "--host.*address of this machine"),
+        (["--alert-secret", "short"], "--alert-secret.*16 characters or more"),
         (["--tls-key", "x"], "--tls-cert"),
         (["--retention-days", "0"], "--retention-days"),
         (["--slow-limit", "5", "--stall-after", "10"], "--slow-limit"),
