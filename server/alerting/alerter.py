@@ -7,7 +7,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TextIO
@@ -64,9 +64,8 @@ class Alerter:
         self._queues = {channel.key: ChannelQueue(channel=channel) for channel in channels}
 
     @property
-    def queues_by_name(self) -> dict[str, ChannelQueue]:
-        """By the name of the channel."""
-        return {waiting.channel.name: waiting for waiting in self._queues.values()}
+    def queues(self) -> Collection[ChannelQueue]:
+        return self._queues.values()
 
     def list_deliveries(self, incident: Incident, event: str) -> list[Delivery]:
         """One delivery for each channel. Warnings are only printed."""

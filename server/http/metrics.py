@@ -189,10 +189,12 @@ def _collect_server(watch: Watch) -> Iterator[Metric]:
     yield make_metric("hangwatch_store_failures", watch.persistence.failures)
     refusals = {limit.name: counters.refusals_by_limit[limit.name] for limit in LIMITS}
     yield make_metric("hangwatch_limit_refusals", refusals, "limit")
-    alerts = watch.alerter.queues_by_name.items()
-    sent = {name: queue.sent for name, queue in alerts}
+    sent: Counter[str] = Counter()
+    failed: Counter[str] = Counter()
+    for queue in watch.alerter.queues:  # two channels may have the same name
+        sent[queue.channel.name] += queue.sent
+        failed[queue.channel.name] += queue.failed
     yield make_metric("hangwatch_alerts_sent", sent, "channel")
-    failed = {name: queue.failed for name, queue in alerts}
     yield make_metric("hangwatch_alerts_failed", failed, "channel")
 
 
