@@ -20,7 +20,7 @@ from ..incidents.records import IncidentRecord
 from ..monitor import views
 from ..ondemand.dumps import build_dump_document
 from . import bundle, schema, stream
-from .app_state import AppState, require_single_attempt
+from .app_state import AppState
 from .listing import Page, PageOf100, PageOf1000, PageRequest
 from .rendering import make_attachment, make_json_response
 
@@ -204,8 +204,7 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
         response_model=schema.Dump,
     )
     async def request_dump(body: schema.DumpRequest) -> Response:
-        none_detail = "no job has reported yet: there is nothing to dump"
-        attempt = require_single_attempt(live.find_attempts(body.job), body.ranks, none_detail)
+        attempt = live.choose_attempt(body.job, body.ranks)
         if live.watch.commands.unsent_count + len(body.ranks) > MAX_PENDING_DUMP_RANKS:
             raise Problem(
                 429,

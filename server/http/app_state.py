@@ -98,6 +98,24 @@ class AppState:
             self.now(),
         )
 
+    def choose_attempt(self, job: str | None, ranks: Sequence[int]) -> Attempt:
+        """The latest attempt of the job, which must have all of ``ranks``. Without a name, there must
+        be only one job, or only one that is not finished. Raises Problem.
+        """
+        attempts = self.find_attempts(job)
+        if job is None:
+            attempts = [attempt for attempt in attempts if not attempt.is_finished] or attempts
+        if len(attempts) != 1:
+            names = ", ".join(attempt.job for attempt in attempts)
+            detail = f"name one of these jobs: {names}" if names else "no job has reported yet"
+            raise Problem(422, detail)
+        [attempt] = attempts
+        if unknown := sorted(set(ranks) - attempt.processes.keys()):
+            known, missing = format_ranks(attempt.processes), format_ranks(unknown)
+            detail = f"job {attempt.job!r} has no rank {missing}; it has {known}"
+            raise Problem(404, detail, ranks=unknown[:100])
+        return attempt
+
     def find_incidents(
         self, job: str | None = None, status: str | None = None, rank: int | None = None
     ) -> Sequence[IncidentRecord]:
@@ -118,22 +136,3 @@ class AppState:
         if record is None:
             raise Problem(404, f"unknown incident {id!r}; /incidents lists all known ones")
         return record
-
-
-def require_single_attempt(
-    attempts: Sequence[Attempt], ranks: Sequence[int], none_detail: str
-) -> Attempt:
-    """The only one of ``attempts``, which must have all of ``ranks``. Raises Problem; with
-    ``none_detail`` if there is no attempt.
-    """
-    if len(attempts) != 1:
-        names = ", ".join(a.job for a in attempts)
-        raise Problem(422, f"name one of these jobs: {names}" if attempts else none_detail)
-    if unknown := sorted(set(ranks) - set(attempts[0].processes)):
-        ranks_of_job = format_ranks(attempts[0].processes)
-        raise Problem(
-            404,
-            f"job {attempts[0].job!r} has no rank {format_ranks(unknown)}; it has {ranks_of_job}",
-            ranks=unknown[:100],
-        )
-    return attempts[0]

@@ -110,7 +110,7 @@ def build_router(live: AppState) -> APIRouter:
         openapi_extra=_describe_body(_HEARTBEAT_SCHEMA),
     )
     async def post_heartbeat(request: Request) -> Response:
-        """For ``/docs``, and for applications without `HeartbeatFastPath`."""
+        # `HeartbeatFastPath` answers first: the routes of node agents are for ``/docs``.
         return await answer_request(request, _handle_heartbeat)
 
     @routes.post(

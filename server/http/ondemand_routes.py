@@ -24,7 +24,7 @@ from ..ondemand.trace_session import TraceFilter
 from ..ondemand.trace_stream import stream_events
 from ..ondemand.tracing import MAX_SESSIONS, MAX_TRACED_RANKS
 from . import recording_files, stream
-from .app_state import AppState, require_single_attempt
+from .app_state import AppState
 from .recording_files import RankProfiles
 from .rendering import make_attachment
 
@@ -40,16 +40,6 @@ def build_router(live: AppState) -> APIRouter:
     _add_recording_routes(recordings, live)
     routes.include_router(recordings)
     return routes
-
-
-def find_attempt(live: AppState, job: str | None, ranks: Sequence[int]) -> Attempt:
-    """The latest attempt of the job, which must have all of ``ranks``. Without a name, there must be
-    only one job, or only one that is not finished. Raises Problem.
-    """
-    attempts = live.find_attempts(job)
-    if job is None:
-        attempts = [attempt for attempt in attempts if not attempt.is_finished] or attempts
-    return require_single_attempt(attempts, ranks, "no job has reported yet")
 
 
 def _add_trace_route(routes: APIRouter, live: AppState) -> None:
@@ -79,7 +69,7 @@ def _add_trace_route(routes: APIRouter, live: AppState) -> None:
             float | None, Query(gt=0, le=MAX_TRACE_S, description="end after this time")
         ] = None,
     ) -> StreamingResponse:
-        attempt = find_attempt(live, job, rank)
+        attempt = live.choose_attempt(job, rank)
         _check_traceable(live, attempt, rank, group)
 
         async def stream_calls() -> AsyncIterator[str]:
@@ -133,7 +123,7 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
     async def request_recording(
         wanted: schema.RecordingRequest, response: Response
     ) -> schema.Recording:
-        attempt = find_attempt(live, wanted.job, wanted.ranks)
+        attempt = live.choose_attempt(wanted.job, wanted.ranks)
         registry = live.watch.on_demand.recordings
         other = registry.find_conflict(attempt, wanted.ranks, live.now())
         if other is not None:
