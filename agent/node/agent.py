@@ -104,16 +104,16 @@ class NodeAgent:
         # The two other reasons to mark a heartbeat as urgent, once it is sent.
         self._has_urgent_changes = False
         self._is_server_waiting = False
-        self._is_stop_requested = False
+        self.is_stop_requested = False
 
     def request_stop(self) -> None:
         """Makes `run_loop` return soon, after a last heartbeat. May be called in a signal handler."""
-        self._is_stop_requested = True
+        self.is_stop_requested = True
         self._wakeup.wake()
 
     def run_loop(self) -> None:
         """Runs until all ranks have exited and that was reported, or until `request_stop`."""
-        while not self._is_stop_requested:
+        while not self.is_stop_requested:
             now_ns = self._clock()
             if now_ns >= self._scan_due_ns:
                 self._scan_processes(now_ns)

@@ -75,21 +75,28 @@ def _run_agent(folder: Path, url: str, linger_s: float) -> int:
     log = AgentLog()
     failed = True
     try:
-        agent = NodeAgent(
-            folder,
-            parse_targets(url, os.environ.get("HANGWATCH_TOKEN", "")),
-            PySpy(path=locate_pyspy()),
-            log,
-            timing=AgentTiming(linger_s=linger_s),
-            early_pidfds=early_pidfds,
-            owner=daemon.read_owner(folder),
-        )
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: agent.request_stop())
+        targets = parse_targets(url, os.environ.get("HANGWATCH_TOKEN", ""))
         log.info(f"node agent {os.getpid()} watches {folder}")
         # Most objects live for one scan only: collecting them would be a tenth of the agent's work.
         gc.set_threshold(50_000)
-        agent.run_loop()
+        while True:
+            agent = NodeAgent(
+                folder,
+                targets,
+                PySpy(path=locate_pyspy()),
+                log,
+                timing=AgentTiming(linger_s=linger_s),
+                early_pidfds=early_pidfds,
+                owner=daemon.read_owner(folder),
+            )
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_, agent=agent: agent.request_stop())
+            agent.run_loop()
+            # While this agent ends, it holds the lock. Ranks that have started meanwhile, such as
+            # those of a restarted job, rely on it: they may have exited before they look again.
+            early_pidfds = {} if agent.is_stop_requested else open_rank_pidfds(folder)
+            if not early_pidfds:
+                break
         failed = False
     except TargetError as error:
         log.warning(str(error))

@@ -151,6 +151,24 @@ def test_exits_after_its_ranks_and_removes_files(agent_testbed: AgentTestbed) ->
     ]
 
 
+def test_rank_that_starts_while_the_agent_ends_is_reported(agent_testbed: AgentTestbed) -> None:
+    target = agent_testbed.start_rank(0, "wait", "exit", "0")
+    agent = agent_testbed.start_agent()
+    agent_testbed.wait_until_reported(0)
+    agent_testbed.receiver.last_reply_delay_s = 1.5
+    target.communicate(b"\n")
+    wait_for_value(
+        lambda: agent_testbed.receiver.heartbeats[-1].get("gone"), "the agent's last heartbeat"
+    )
+    next_target = agent_testbed.start_rank(1, "wait", "exit", "0")
+    agent_testbed.wait_until_reported(1)
+    assert agent.poll() is None, "nobody else has started an agent"
+    next_target.communicate(b"\n")
+    wait_for_value(lambda: agent_testbed.receiver.find_exit_update(1), "the end of rank 1")
+    assert agent.wait(15) == 0
+    assert not agent_testbed.folder.exists()
+
+
 def test_daemonizes_and_replaces_killed_agent(agent_testbed: AgentTestbed) -> None:
     target = agent_testbed.start_rank(0, "sleep")
     code = (

@@ -25,6 +25,7 @@ class HeartbeatReceiver(HttpReceiver):
         self.status = 200
         self.retry_after = 0
         self.interval_s = 0.1
+        self.last_reply_delay_s = 0.0  # of the reply to an agent's last heartbeat
         self.changes_within_s: float | None = None
         self.details_s: float | None = None
         self._lock = threading.Lock()
@@ -52,6 +53,8 @@ class HeartbeatReceiver(HttpReceiver):
             self.heartbeats.append(_name_stream_fields(request.parse_json()))
             commands, self.commands = self.commands, []
             resync, self.resync = self.resync, False
+        if self.heartbeats[-1].get("gone"):
+            time.sleep(self.last_reply_delay_s)
         return make_json_reply(
             {
                 "interval_s": self.interval_s,
