@@ -142,7 +142,7 @@ def _collect_performance(live: AppState, jobs: LabelledAttempts) -> Iterator[Met
 def _make_histogram(
     name: str, histograms: Iterable[tuple[tuple[str, ...], DurationHistogram]], *labels: str
 ) -> Metric:
-    """One of `HISTOGRAMS`, by label values, without those that are empty."""
+    """One of `HISTOGRAMS`, by label values. Empty ones are left out."""
     family = HistogramMetricFamily(name, HISTOGRAMS[name], labels=labels)
     for label_values, histogram in histograms:
         if histogram.counts:

@@ -34,7 +34,7 @@ from hangwatch.server.ingest.worker_frames import (
 )
 
 READ_BYTES = 1 << 16
-RESERVED_FILES = 128  # of those that a process may have open: the server has the same limit
+RESERVED_FILES = 128  # not used for connections: the server has the same limit
 EVENTS_PER_POLL = 256
 SCAN_INTERVAL_S = 1.0  # for connections whose time is up
 # Between two polls. What arrives meanwhile is handled together: at 500 heartbeats a second, each takes

@@ -64,7 +64,7 @@ class RecordingRecord:
 
     @property
     def profile_bytes(self) -> int:
-        """0 if there is no profile."""
+        """0 without a profile."""
         return sum(len(rank.profile) for rank in self.ranks)
 
 

@@ -38,7 +38,7 @@ MAX_ORDERS_LISTED = 256
 # The next check of an incident waits this many times as long as the check took, ...
 BACKOFF_FACTOR = 20.0
 MAX_CHECK_INTERVAL_S = 1.0  # ... or until the plan is due, but not longer than this
-_UNDECIDED = ("", "planned", "withheld")  # states in which no rank is to be ended yet
+_UNDECIDED = ("", "planned", "withheld")  # states before it is decided to end ranks
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Aborter:
     persistence: PersistenceWorker
     is_evidence_complete: Callable[[IncidentRecord, Attempt], bool]
     _aborted_at: dict[AttemptKey, float] = field(default_factory=dict)
-    # By incident; infinite for those for which no rank will be ended.
+    # By incident; infinite if none of its ranks will be ended.
     _next_check_at: dict[str, float] = field(default_factory=dict)
     _is_failing: bool = False
 

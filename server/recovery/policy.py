@@ -44,7 +44,7 @@ class Facts:
 
     incident: Incident
     standing: AlertSummary | None  # at the last diagnosis
-    processes: Mapping[int, Process]  # by rank, of those that were reported
+    processes: Mapping[int, Process]  # by rank; only ranks that have reported
     is_stored: bool  # the evidence is complete and written, and the alert was sent
     history: int = 0  # earlier incidents of this job for which ranks were ended
     planned_at: float | None = None  # when the recovery was planned
