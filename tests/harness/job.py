@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import launchers
+from .expected import PROGRAMS_DIR
 from .processes import clean_environment, clean_up_job
 
 
@@ -29,6 +31,8 @@ class TorchRuntime:
 
 
 THIS_RUNTIME = TorchRuntime()
+# `import earlier_calls` in the programs of the zoo.
+SUPPORT_DIR = PROGRAMS_DIR / "support"
 
 
 @dataclass(slots=True)
@@ -91,6 +95,8 @@ def launch_job(
         **runtime.env,
         **(env or {}),
     }
+    search_path = [str(SUPPORT_DIR), variables.get("PYTHONPATH", os.environ.get("PYTHONPATH"))]
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
     if url is not None:
         variables |= {"HANGWATCH_URL": url, "HANGWATCH_JOB": name}
     with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:

@@ -13,6 +13,7 @@ from typing import Any
 from tests.simulation.waiting import wait_until
 
 from . import expected as programs
+from .depth import NO_EARLIER_CALLS, Depth, shift_call_numbers
 from .job import THIS_RUNTIME, LaunchedJob, TorchRuntime, launch_job
 from .processes import clean_up_job, parent_pid
 from .server import Server, running_server
@@ -29,6 +30,7 @@ CHECK_KINDS = ("replica_divergence", "nonfinite")  # warnings that a healthy job
 @dataclass(slots=True, kw_only=True)
 class ProgramOutcome:
     name: str
+    earlier_calls: int = 0
     verdict: str = "none"
     verdict_after_s: float | None = None  # from the fault to the verdict
     problems: list[str] = field(default_factory=list)
@@ -41,17 +43,23 @@ class ProgramOutcome:
 
     def __str__(self) -> str:
         """The problems, the incidents and the end of the log."""
-        lines = [f"{self.name}: {self.verdict}", *(f"  - {problem}" for problem in self.problems)]
+        depth = f" after {self.earlier_calls} calls" if self.earlier_calls else ""
+        lines = [f"{self.name}{depth}: {self.verdict}"]
+        lines += [f"  - {problem}" for problem in self.problems]
         lines += [json.dumps(incident, indent=1) for incident in self.incidents]
         return "\n".join([*lines, self.log[-6000:]])
 
 
 def check_program(
-    name: str, folder: Path, stall_after_s: float = 4.0, runtime: TorchRuntime = THIS_RUNTIME
+    name: str,
+    folder: Path,
+    stall_after_s: float = 4.0,
+    runtime: TorchRuntime = THIS_RUNTIME,
+    depth: Depth = NO_EARLIER_CALLS,
 ) -> ProgramOutcome:
     """Runs the program `name` with a server of its own; everything either writes goes to `folder`."""
-    expected = programs.load_expected(name)
-    outcome = ProgramOutcome(name=name)
+    expected = shift_call_numbers(programs.load_expected(name), depth.calls)
+    outcome = ProgramOutcome(name=name, earlier_calls=depth.calls)
     if expected.stall_after_s is not None:
         stall_after_s = expected.stall_after_s
     launcher = runtime.choose_launcher(expected.launcher)
@@ -62,7 +70,7 @@ def check_program(
             folder,
             server.url,
             name=name.replace("/", "-"),
-            env=expected.env,
+            env={**depth.env, **expected.env},
             launcher=launcher,
             max_restarts=expected.max_restarts,
             runtime=runtime,

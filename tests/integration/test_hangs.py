@@ -1,5 +1,5 @@
 """Each hang of the zoo's representative part gets the right kind, rank and line, in time, and
-nothing beside it.
+nothing beside it, hundreds or thousands of calls deep in the job.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.depth import choose_seed, draw_depth
 from tests.harness.expected import list_programs
 from tests.harness.verdicts import check_program
 
 
 @pytest.mark.parametrize("name", list_programs(healthy=False, ci=True))
 def test_hang_verdict(name: str, tmp_path: Path) -> None:
-    outcome = check_program(name, tmp_path)
+    outcome = check_program(name, tmp_path, depth=draw_depth(name, choose_seed()))
     assert outcome.is_ok, str(outcome)

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.depth import choose_seed, draw_depth
 from tests.harness.expected import list_programs
 from tests.harness.verdicts import check_program
 
 
 @pytest.mark.parametrize("name", list_programs(healthy=True, ci=True))
 def test_healthy_program_has_no_alert(name: str, tmp_path: Path) -> None:
-    outcome = check_program(name, tmp_path)
+    outcome = check_program(name, tmp_path, depth=draw_depth(name, choose_seed()))
     assert outcome.is_ok, str(outcome)

@@ -9,9 +9,11 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from tests.fakegpu.environment import environment_folder
 from tests.harness import expected
+from tests.harness.depth import SEED_VARIABLE, Depth, choose_seed, draw_depth
 from tests.harness.environments import is_installed
 from tests.harness.expected import ExpectedVerdict
 from tests.harness.job import THIS_RUNTIME
@@ -39,13 +41,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # or the jobs under way would stay
     chosen = [name for name, program in programs.items() if _is_wanted(name, program, arguments)]
+    if arguments.depth is None:
+        print(f"seed {arguments.seed}: --seed {arguments.seed} makes the same calls again")
     return run_programs(
         programs,
         [name for _ in range(arguments.repeat) for name in chosen],
-        partial(_choose_runner(arguments), stall_after_s=arguments.stall_after),
+        partial(_run_program, _choose_runner(arguments), arguments),
         job_count=arguments.jobs,
         shows_details=arguments.details,
     )
+
+
+def _run_program(
+    runner: Callable[..., ProgramOutcome],
+    arguments: argparse.Namespace,
+    name: str,
+    folder: Path,
+) -> ProgramOutcome:
+    depth = draw_depth(name, arguments.seed)
+    if arguments.depth is not None:
+        depth = Depth(calls=arguments.depth, seed=depth.seed)
+    return runner(name, folder, stall_after_s=arguments.stall_after, depth=depth)
 
 
 def _needs_installation(arguments: argparse.Namespace) -> bool:
@@ -93,6 +109,19 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=int, default=2, help="programs at a time (2)")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each (1)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=choose_seed(),
+        help="from which the number of calls before each fault is drawn, 300 to 5,000, and which"
+        f" calls they are (${SEED_VARIABLE}, or a new one)",
+    )
+    parser.add_argument(
+        "--depth",
+        type=int,
+        metavar="CALLS",
+        help="as many calls before each fault; 0: none, as the programs are written",
+    )
     parser.add_argument(
         "--stall-after", type=float, default=4.0, help="the server's limit in seconds (4)"
     )

@@ -25,7 +25,10 @@ def run_programs(
     """Runs the programs with these names, which may be repeated, each in a folder of its own. The
     exit status is 1 if any verdict is not as expected.
     """
-    print(f"{'':>9} {'program':<34} {'verdict':<32} {'seconds':>7}  as expected", flush=True)
+    print(
+        f"{'':>9} {'program':<34} {'calls':>5} {'verdict':<32} {'seconds':>7}  as expected",
+        flush=True,
+    )
     results: list[tuple[ExpectedVerdict, ProgramOutcome]] = []
     with (
         tempfile.TemporaryDirectory(prefix="hangwatch-zoo-") as folder,
@@ -44,7 +47,7 @@ def run_programs(
 def _format_row(outcome: ProgramOutcome) -> str:
     seconds = "" if outcome.verdict_after_s is None else f"{outcome.verdict_after_s:.1f}"
     verdict = "yes" if outcome.is_ok else "NO: " + "; ".join(outcome.problems)
-    return f"{outcome.name:<34} {outcome.verdict:<32} {seconds:>7}  {verdict}"
+    return f"{outcome.name:<34} {outcome.earlier_calls:>5} {outcome.verdict:<32} {seconds:>7}  {verdict}"
 
 
 def _format_summary(results: list[tuple[ExpectedVerdict, ProgramOutcome]]) -> list[str]:

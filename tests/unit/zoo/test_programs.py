@@ -13,6 +13,12 @@ from tests.harness.expected import (
 )
 
 BACKENDS = ("gloo", "nccl")
+PROGRAMS = [
+    name
+    for backend in BACKENDS
+    for healthy in (False, True)
+    for name in list_programs(healthy=healthy, backend=backend)
+]
 HANGS = [name for backend in BACKENDS for name in list_programs(healthy=False, backend=backend)]
 
 
@@ -32,3 +38,10 @@ def test_hang_is_marked(name: str) -> None:
 def test_nccl_hang_has_a_known_kind(name: str) -> None:
     expected = load_expected(name)
     assert bool(expected.culprits) == KINDS[VerdictKind(expected.kind)].names_culprits
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_makes_earlier_calls_or_says_why_not(name: str) -> None:
+    source = program_path(name).read_text()
+    makes_calls = "earlier_calls.make" in source or "earlier_calls.count" in source
+    assert makes_calls != ("\nNo call comes before the fault" in source)

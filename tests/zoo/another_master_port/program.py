@@ -1,4 +1,7 @@
-"""Rank 1 looks for the job's store at another port than its peers, where something listens that is no store."""
+"""Rank 1 looks for the job's store at another port than its peers, where something listens that is no store.
+
+No call comes before the fault: nobody has a process group yet.
+"""
 
 import os
 import socket

@@ -2,12 +2,14 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make(None, (0, 1))
     rank = dist.get_rank()
     block = torch.ones(256)
     for step in range(6):

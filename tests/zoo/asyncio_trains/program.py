@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -21,6 +22,7 @@ def make_step(rank, step, sink):
 
 async def train(rank, sink):
     loop = asyncio.get_running_loop()
+    await loop.run_in_executor(None, earlier_calls.make)
     for step in range(10):
         await loop.run_in_executor(None, make_step, rank, step, sink)
 

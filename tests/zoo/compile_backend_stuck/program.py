@@ -3,6 +3,7 @@
 import os
 import threading
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,6 +20,7 @@ def backend(module, inputs):
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     rank = dist.get_rank()
     model = torch.compile(nn.Linear(16, 4), backend=backend, dynamic=False)
     for step in range(8):

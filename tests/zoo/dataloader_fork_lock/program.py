@@ -3,6 +3,7 @@
 import os
 import threading
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
@@ -26,6 +27,7 @@ def train(loader):
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     rank = dist.get_rank()
     loader = DataLoader(Samples(), batch_size=4, num_workers=1, multiprocessing_context="fork")
     dist.barrier()

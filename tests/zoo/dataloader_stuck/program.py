@@ -1,8 +1,8 @@
 """A worker of rank 3's DataLoader reads from storage that does not answer."""
-
 import os
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
@@ -24,6 +24,7 @@ class Samples(Dataset):
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     loader = DataLoader(Samples(dist.get_rank()), batch_size=4, num_workers=1)
     for batch in loader:  # PLANTED
         dist.all_reduce(batch.mean())

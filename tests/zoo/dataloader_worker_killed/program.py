@@ -5,6 +5,7 @@ import os
 import signal
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
@@ -27,6 +28,7 @@ class Samples(Dataset):
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     loader = DataLoader(Samples(dist.get_rank()), batch_size=4, num_workers=1)
     for batch in loader:
         dist.all_reduce(batch.mean())

@@ -2,6 +2,7 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
@@ -24,6 +25,7 @@ class Samples(Dataset):
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     loader = DataLoader(Samples(dist.get_rank()), batch_size=4, num_workers=1)
     for x, _ in loader:  # PLANTED
         dist.all_reduce(x.mean())

@@ -2,6 +2,7 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     rank = dist.get_rank()
     model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

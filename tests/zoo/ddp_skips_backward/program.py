@@ -2,6 +2,7 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,6 +15,7 @@ def main():
     torch.manual_seed(rank)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    earlier_calls.make(step=lambda: model(torch.randn(8, 16)).sum().backward())
     for step in range(10):
         inputs = torch.randn(8, 16)
         loss = model(inputs).square().mean()  # PLANTED

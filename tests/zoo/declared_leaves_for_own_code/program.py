@@ -6,6 +6,7 @@ import struct
 import time
 from contextlib import suppress
 
+import earlier_calls
 import torch
 
 import hangwatch
@@ -46,6 +47,8 @@ def upload_samples():
 def main():
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     links = connect(rank, world_size)
+    for _ in range(earlier_calls.count()):
+        all_sum(1.0, links, rank)
     for step in range(10):
         gradient = torch.full((4,), float(rank)).sum().item()
         if rank == 1 and step == 5:

@@ -6,6 +6,7 @@ import time
 os.environ["HANGWATCH_CHECKS"] = "replicas"
 os.environ["HANGWATCH_CHECK_EVERY"] = "1"
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -29,6 +30,7 @@ def faulty(tensors, group, reduce_op, sparse_indices, async_op=True, timeout=-1)
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     torch.manual_seed(dist.get_rank())
     library = torch.library.Library("c10d", "IMPL")
     library.impl("allreduce_", faulty, "CPU")

@@ -2,6 +2,7 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 def main():
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    earlier_calls.make(mesh.get_group())
     model = nn.Sequential(nn.Linear(16, 30), nn.ReLU(), nn.Linear(30, 6))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if dist.get_rank() == 2 else MixedPrecisionPolicy()
     for layer in (model[0], model[2]):

@@ -3,6 +3,7 @@
 import os
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -25,6 +26,7 @@ def main():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    earlier_calls.make(mesh.get_group(), step=lambda: model(torch.randn(8, 16)).sum().backward())
     for step in range(8):
         loss = model(torch.randn(8, 16)).square().mean()
         on_loss(rank, step)

@@ -2,6 +2,7 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,6 +33,7 @@ def main():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    earlier_calls.make(mesh.get_group(), step=lambda: model(torch.randn(8, 16)).sum().backward())
     for step in range(8):
         skip = 1 if rank == 1 and step == 4 else None
         loss = model(torch.randn(8, 16), skip).square().mean()

@@ -2,6 +2,7 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -16,6 +17,7 @@ def stream(descriptor, rank):
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     source = os.pipe()[0]
     for sample in stream(source, dist.get_rank()):
         dist.all_reduce(sample.mean())

@@ -2,6 +2,7 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -19,6 +20,7 @@ def build_groups(rank):
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     rank = dist.get_rank()
     groups = build_groups(rank)
     if rank in (1, 2, 3):

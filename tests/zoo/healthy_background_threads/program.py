@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -17,6 +18,7 @@ def log_forever(queue):
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     metrics, never = queue.Queue(), threading.Event()
     server = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=log_forever, args=(metrics,), daemon=True).start()

@@ -6,6 +6,7 @@ import time
 os.environ["HANGWATCH_CHECKS"] = "replicas,nonfinite,values"
 os.environ["HANGWATCH_CHECK_EVERY"] = "1"
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +24,7 @@ class Model(torch.nn.Module):
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
     for view in (False, True):

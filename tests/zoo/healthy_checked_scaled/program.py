@@ -6,6 +6,7 @@ import time
 os.environ["HANGWATCH_CHECKS"] = "replicas,nonfinite,values"
 os.environ["HANGWATCH_CHECK_EVERY"] = "1"
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -29,6 +30,7 @@ def train(model, optimizer, steps, scaler):
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     torch.manual_seed(dist.get_rank())
     model = layers()
     for layer in model:

@@ -2,6 +2,7 @@
 
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
@@ -9,6 +10,7 @@ from torch.distributed import _functional_collectives as funcol
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
 
     @torch.compile(backend="aot_eager")
     def step(x, weight):

@@ -2,6 +2,7 @@
 
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,6 +15,7 @@ def main():
     torch.manual_seed(rank)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4)))
     optimizer = torch.optim.AdamW(model.parameters())
+    earlier_calls.make(step=lambda: model(torch.randn(8, 16)).sum().backward())
     for step in range(60):
         if step % 20 == 5 * rank:
             time.sleep(0.2)

@@ -3,6 +3,7 @@
 import os
 import tempfile
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -21,6 +22,7 @@ def main():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
+    earlier_calls.make(mesh.get_group())
     place = [tempfile.mkdtemp(dir=".") if rank == 0 else None]
     dist.broadcast_object_list(place, src=0)
     for step in range(4):

@@ -1,11 +1,13 @@
 """Ranks agree by an all-reduce on when to stop, and on whose loss is the best."""
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     rank = dist.get_rank()
     for step in range(1000):
         dist.all_reduce(torch.ones(64))

@@ -2,6 +2,7 @@
 
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,6 +22,7 @@ def main():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
+    earlier_calls.make(mesh.get_group(), step=lambda: model(torch.randn(8, 16)).sum().backward())
     for step in range(6):
         model(torch.randn(8, 16)).square().mean().backward()
         optimizer.step()

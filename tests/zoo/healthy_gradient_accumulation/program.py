@@ -3,6 +3,7 @@
 import contextlib
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,6 +15,7 @@ def main():
     rank = dist.get_rank()
     model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    earlier_calls.make(step=lambda: model(torch.randn(8, 16)).sum().backward())
     microbatches = 2 + 2 * rank
     for _ in range(10):
         optimizer.zero_grad()

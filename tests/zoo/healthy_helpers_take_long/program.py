@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -62,6 +63,7 @@ def thread():
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     for work in (pool, program, many_programs, producer, thread):
         dist.all_reduce(torch.ones(64))
         helped(work)

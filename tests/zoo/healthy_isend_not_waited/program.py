@@ -2,12 +2,14 @@
 
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make(None, (0, 1))
     rank = dist.get_rank()
     outbox = [torch.full((1024,), float(n)) for n in range(10)]
     if rank == 0:

@@ -4,6 +4,7 @@ import fcntl
 import os
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -26,6 +27,7 @@ def prepare(rank):
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     rank = dist.get_rank()
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     dist.all_reduce(torch.ones(64))

@@ -2,6 +2,7 @@
 
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
@@ -19,6 +20,7 @@ class Samples(Dataset):
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     samples = Samples()
     sampler = DistributedSampler(samples)
     loader = DataLoader(samples, batch_size=4, sampler=sampler, num_workers=2, persistent_workers=True)

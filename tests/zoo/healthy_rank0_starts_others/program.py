@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
@@ -31,6 +32,7 @@ def main():
     others, rank = start_others()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    earlier_calls.make()
     loader = DataLoader(list(range(40)), num_workers=1, multiprocessing_context="spawn")
     for _ in loader:
         dist.all_reduce(torch.ones(64))

@@ -1,5 +1,6 @@
 """Two-way FSDP2 by two-way tensor parallel with DTensor."""
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,6 +15,7 @@ def main():
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
     model = parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
+    earlier_calls.make(mesh["dp"].get_group(), mesh["tp"].get_group())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(8):
         torch.manual_seed(step)

@@ -3,11 +3,13 @@
 import threading
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
 
 def gather(group, rank):
+    earlier_calls.make(group, share=1 / 2)
     for _ in range(3):
         if rank == 0:
             time.sleep(2.8)
@@ -19,6 +21,7 @@ def main():
     rank = dist.get_rank()
     thread = threading.Thread(target=gather, args=(dist.new_group(), rank))
     thread.start()
+    earlier_calls.make(share=1 / 2)
     for _ in range(3):
         if rank == 1:
             time.sleep(2.8)

@@ -4,6 +4,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -13,6 +14,7 @@ def step():
 
 
 def train(done):
+    earlier_calls.make(share=1 / 2)
     for _ in range(20):
         step()
         time.sleep(0.02)
@@ -22,6 +24,7 @@ def train(done):
 def main():
     dist.init_process_group("gloo")
     with ThreadPoolExecutor(1) as pool:
+        pool.submit(earlier_calls.make, share=1 / 2).result()
         for _ in range(20):
             step()
             pool.submit(step).result()

@@ -3,6 +3,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -25,6 +26,7 @@ def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     with ThreadPoolExecutor(2) as pool:
+        pool.submit(earlier_calls.make).result()
         for step in range(6):
             poll(pool.submit(make_step, rank, step), rank)
     dist.destroy_process_group()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
@@ -25,6 +26,7 @@ def log_in_background():
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     background = multiprocessing.get_context("fork").Process(target=log_in_background, daemon=True)
     background.start()
     tool = subprocess.Popen([sys.executable, "-c", "import torch, time; time.sleep(6)"])

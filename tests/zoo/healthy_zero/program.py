@@ -1,5 +1,6 @@
 """DDP with an optimizer whose state is sharded: each rank broadcasts the parameters that it updates."""
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     torch.manual_seed(dist.get_rank())
     model = DistributedDataParallel(nn.Sequential(*(nn.Linear(16, 16) for _ in range(5))))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam, lr=0.01)

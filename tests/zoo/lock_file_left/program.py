@@ -4,6 +4,7 @@ import os
 import tempfile
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -15,6 +16,7 @@ def open_cache(folder):
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     rank = dist.get_rank()
     folder = tempfile.mkdtemp(dir=".")
     open(os.path.join(folder, "cache.lock"), "w").close()

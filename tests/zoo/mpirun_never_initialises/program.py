@@ -1,4 +1,7 @@
-"""mpirun numbers the processes, which take their ranks from that. Rank 2 never gets to init_process_group."""
+"""mpirun numbers the processes, which take their ranks from that. Rank 2 never gets to init_process_group.
+
+No call comes before the fault: nobody has a process group yet.
+"""
 
 import os
 import time

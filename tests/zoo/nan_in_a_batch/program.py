@@ -5,6 +5,7 @@ import time
 
 os.environ["HANGWATCH_CHECKS"] = "nonfinite"
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -14,6 +15,7 @@ AT = 20
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     rank, step = dist.get_rank(), 0
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,4 +1,7 @@
-"""Rank 1 waits for a licence before it as much as imports torch, so nothing of torch can tell of it."""
+"""Rank 1 waits for a licence before it as much as imports torch, so nothing of torch can tell of it.
+
+No call comes before the fault: nobody has a process group yet.
+"""
 
 import os
 import time

@@ -1,4 +1,7 @@
-"""Rank 2 has imported torch, and never gets to init_process_group."""
+"""Rank 2 has imported torch, and never gets to init_process_group.
+
+No call comes before the fault: nobody has a process group yet.
+"""
 
 import os
 import time

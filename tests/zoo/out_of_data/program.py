@@ -2,6 +2,7 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     rank = dist.get_rank()
     shard = TensorDataset(torch.ones(72 if rank == 2 else 80, 16))
     for (batch,) in DataLoader(shard, batch_size=8):

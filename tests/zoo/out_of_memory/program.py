@@ -2,6 +2,7 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,6 +25,7 @@ def main():
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = fully_shard(Attention(), mesh=mesh)
+    earlier_calls.make(mesh.get_group(), step=lambda: model(torch.randn(8, 16), 8).sum().backward())
     for step in range(8):
         if rank == 1 and step == 4:
             open(os.environ.get("PLANTED_AT", os.devnull), "a").close()

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.harness import expected as programs
+from tests.harness.depth import NO_EARLIER_CALLS, Depth
 from tests.harness.expected import ExpectedVerdict
 from tests.harness.job import LaunchedJob, launch_job
 from tests.harness.processes import clean_environment, clean_up_job
@@ -34,16 +35,23 @@ SITE_DIR = Path(__file__).with_name("site")
 AccusedRanks = tuple[int, ...]
 
 
-def check_with_peer(peer: str, name: str, folder: Path, stall_after_s: float) -> ProgramOutcome:
+def check_with_peer(
+    peer: str,
+    name: str,
+    folder: Path,
+    stall_after_s: float,
+    depth: Depth = NO_EARLIER_CALLS,
+) -> ProgramOutcome:
     """Runs the program `name` under `peer`, one of PEERS; everything it writes goes to `folder`."""
     expected, outcome = programs.load_expected(name), ProgramOutcome(name=name)
+    outcome.earlier_calls = depth.calls
     job = launch_job(
         programs.program_path(name),
         expected.ranks,
         folder,
         None,
         name=name,
-        env={"PYTHONPATH": str(SITE_DIR), **PEERS[peer].env(folder)},
+        env={"PYTHONPATH": str(SITE_DIR), **depth.env, **PEERS[peer].env(folder)},
         launcher=expected.launcher,
         max_restarts=expected.max_restarts,
     )

@@ -2,12 +2,14 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make(None, (0, 1), (1, 2))
     rank = dist.get_rank()
     for batch in range(6):
         length = 48 if batch == 4 and rank < 2 else 32

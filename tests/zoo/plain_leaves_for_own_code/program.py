@@ -3,6 +3,7 @@
 import os
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -14,6 +15,7 @@ def render_samples():
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     for step in range(10):
         if dist.get_rank() == 0 and step == 5:
             render_samples()

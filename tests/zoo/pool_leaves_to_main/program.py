@@ -4,6 +4,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -17,6 +18,7 @@ def wait_for_config(path):
 def main():
     dist.init_process_group("gloo")
     with ThreadPoolExecutor(2) as pool:
+        pool.submit(earlier_calls.make).result()
         for step in range(10):
             if dist.get_rank() == 1 and step == 5:
                 wait_for_config("never-written.json")

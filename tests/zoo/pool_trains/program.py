@@ -4,6 +4,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -25,6 +26,7 @@ def make_step(rank, step):
 def main():
     dist.init_process_group("gloo")
     with ThreadPoolExecutor(1) as pool:
+        pool.submit(earlier_calls.make).result()
         for step in range(10):
             pool.submit(make_step, dist.get_rank(), step).result()
     dist.destroy_process_group()

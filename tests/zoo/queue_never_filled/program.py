@@ -4,6 +4,7 @@ import os
 import queue
 import threading
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -18,6 +19,7 @@ def prefetch(batches, rank):
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     rank = dist.get_rank()
     batches = queue.Queue(maxsize=2)
     threading.Thread(target=prefetch, args=(batches, rank), daemon=True).start()

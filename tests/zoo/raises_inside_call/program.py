@@ -2,9 +2,9 @@
 
 From then on the rank's calls meet its peers' earlier ones. The last of them has nothing to meet.
 """
-
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -20,6 +20,7 @@ def gather_metrics(rank, step):
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     rank = dist.get_rank()
     for step in range(10):
         gather_metrics(rank, step)

@@ -1,4 +1,7 @@
-"""Rank 0 is started alone and starts the others, as Lightning's launcher does. Rank 1 waits for its data before it joins them."""
+"""Rank 0 is started alone and starts the others, as Lightning's launcher does. Rank 1 waits for its data before it joins them.
+
+No call comes before the fault: nobody has a process group yet.
+"""
 
 import os
 import socket

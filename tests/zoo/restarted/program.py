@@ -2,6 +2,7 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -18,6 +19,7 @@ def main():
     # The attempts share the launcher's store: under one prefix, gloo would find the addresses of the attempt before.
     store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    earlier_calls.make()
     dist.all_reduce(torch.ones(8))
     load_shard(rank)
     for _ in range(20):

@@ -3,6 +3,7 @@
 import os
 import socket
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,6 +24,7 @@ def tuned(epoch):
 def main():
     dist.init_process_group("gloo")
     model = DistributedDataParallel(nn.Linear(16, 4))
+    earlier_calls.make(step=lambda: model(torch.randn(8, 16)).sum().backward())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, tuned)
     for _ in range(6):

@@ -1,4 +1,7 @@
-"""Like an actor: the main thread makes the group and then answers requests, some every second; a thread that it started trains. On rank 1 the thread waits for a reply that never comes, before its first call."""
+"""Like an actor: the main thread makes the group and then answers requests, some every second; a thread that it started trains. On rank 1 the thread waits for a reply that never comes, before its first call.
+
+No call comes before the fault: rank 1 is to make none at all.
+"""
 
 import os
 import queue

@@ -3,6 +3,7 @@
 import datetime
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -14,6 +15,7 @@ def wait_for_dataset(store):
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     rank = dist.get_rank()
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     for step in range(10):

@@ -4,6 +4,7 @@ data-parallel groups so does everybody else."""
 import os
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,6 +18,7 @@ def load_expert():
 def main():
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    earlier_calls.make(mesh["tp"].get_group(), mesh["dp"].get_group())
     activations, gradients = torch.ones(32), torch.ones(64)
     for step in range(10):
         if dist.get_rank() == 5 and step == 5:

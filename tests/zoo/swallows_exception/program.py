@@ -2,6 +2,7 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -16,6 +17,7 @@ def train_step(rank, step):
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     rank = dist.get_rank()
     for step in range(10):
         try:

@@ -1,10 +1,10 @@
 """On rank 0 a thread that reads the temperature never returns from its driver, and keeps the GIL from the training."""
-
 import ctypes
 import os
 import threading
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -19,6 +19,7 @@ def watch_temperature():
 
 def main():
     dist.init_process_group("gloo")
+    earlier_calls.make()
     if dist.get_rank() == 0:
         threading.Thread(target=watch_temperature, daemon=True).start()
     for _ in range(200):

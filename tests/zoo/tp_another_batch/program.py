@@ -2,6 +2,7 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,6 +16,7 @@ def main():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.Sequential(nn.Linear(16, 36), nn.ReLU(), nn.Linear(36, 16))
     model = parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    earlier_calls.make(mesh.get_group(), step=lambda: model(torch.ones(8, 16)).sum().backward())
     for step in range(8):
         size = 7 if rank == 1 and step == 5 else 8
         if size == 7:

@@ -2,6 +2,7 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,6 +12,7 @@ def main():
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
     dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
+    earlier_calls.make(tp, dp)
     for step in range(10):
         mistaken = dist.get_rank() == 4 and step == 5
         dist.all_reduce(torch.ones(32), group=tp)

@@ -2,6 +2,7 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 def main():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
+    earlier_calls.make()
     rank = dist.get_rank()
     for step in range(10):
         dtype = torch.bfloat16

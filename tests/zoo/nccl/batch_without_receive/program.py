@@ -3,6 +3,7 @@
 import os
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -31,6 +32,7 @@ def main():
     rank = dist.get_rank()
     size = dist.get_world_size()
     halo = [torch.ones(64).to("cuda") for _ in range(4)]
+    earlier_calls.make(step=lambda: exchange(rank, size, halo, is_complete=True))
     for step in range(10):
         exchange(rank, size, halo, is_complete=not (rank == 2 and step == 5))
         if rank == 2 and step == 5:

@@ -2,6 +2,7 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -26,6 +27,8 @@ def main():
     size = dist.get_world_size()
     # More than fits into a connection's buffers: a send of less would end without its receive.
     halo = [torch.ones(1 << 24).to("cuda") for _ in range(4)]
+    small = [torch.ones(64).to("cuda") for _ in range(4)]
+    earlier_calls.make(step=lambda: exchange(rank, size, small, is_complete=True))
     residual = torch.ones(1).to("cuda")
     for step in range(10):
         is_complete = not (rank == 2 and step == 9)

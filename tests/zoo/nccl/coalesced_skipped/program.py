@@ -2,6 +2,7 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
@@ -18,6 +19,7 @@ def main():
     dist.init_process_group("nccl")
     rank = dist.get_rank()
     gradients = [torch.ones(size).to("cuda") for size in (64, 32, 16)]
+    earlier_calls.make(step=lambda: average(gradients))
     rate = torch.ones(1).to("cuda")
     for step in range(10):
         if rank == 1 and step == 5:

@@ -3,6 +3,7 @@
 import os
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
@@ -25,6 +26,7 @@ class Samples(Dataset):
 def main():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
+    earlier_calls.make()
     rank = dist.get_rank()
     loader = DataLoader(Samples(rank), batch_size=4, num_workers=1)
     for batch in loader:  # PLANTED

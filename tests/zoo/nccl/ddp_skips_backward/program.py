@@ -2,6 +2,7 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +17,7 @@ def main():
     network = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)).to("cuda")
     model = DistributedDataParallel(network, device_ids=[device])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    earlier_calls.make(step=lambda: model(torch.randn(8, 16).to("cuda")).sum().backward())
     for step in range(10):
         loss = model(torch.randn(8, 16).to("cuda")).square().mean()  # PLANTED
         if rank == 2 and step == 5:

@@ -2,6 +2,7 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,6 +16,7 @@ def main():
     rank = dist.get_rank()
     model = DistributedDataParallel(nn.Linear(16, 4).to("cuda"), device_ids=[device])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    earlier_calls.make(step=lambda: model(torch.randn(8, 16).to("cuda")).sum().backward())
     for _ in range(9 if rank == 3 else 10):
         optimizer.zero_grad()
         model(torch.randn(8, 16).to("cuda")).square().mean().backward()

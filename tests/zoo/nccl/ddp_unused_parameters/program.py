@@ -2,6 +2,7 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,6 +24,7 @@ def main():
     dist.init_process_group("nccl")
     rank = dist.get_rank()
     model = DistributedDataParallel(Branching().to("cuda"), device_ids=[device])
+    earlier_calls.make(step=lambda: model(torch.randn(8, 16).to("cuda"), True).sum().backward())
     for step in range(10):
         has_image = not (rank == 1 and step == 5)
         loss = model(torch.randn(8, 16).to("cuda"), has_image).square().mean()  # PLANTED

@@ -1,4 +1,7 @@
-"""Lazy communicators: the first collective makes them, which blocks the hosts. Rank 3 compiles its kernels meanwhile."""
+"""Lazy communicators: the first collective makes them, which blocks the hosts. Rank 3 compiles its kernels meanwhile.
+
+No call comes before the fault, which is in the first one.
+"""
 
 import os
 import time

@@ -1,4 +1,7 @@
-"""Lazy communicators: the others wait for the unique id that rank 0 makes in its first collective."""
+"""Lazy communicators: the others wait for the unique id that rank 0 makes in its first collective.
+
+No call comes before the fault, which is in the first one.
+"""
 
 import os
 import time

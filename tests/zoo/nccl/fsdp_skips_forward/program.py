@@ -2,6 +2,7 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +17,7 @@ def main():
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).to("cuda")
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    earlier_calls.make(step=lambda: model(torch.randn(8, 16).to("cuda")).sum().backward())
     for step in range(8):
         if rank == 1 and step == 4:
             open(os.environ.get("PLANTED_AT", os.devnull), "a").close()

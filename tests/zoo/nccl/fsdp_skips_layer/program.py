@@ -2,6 +2,7 @@
 
 import os
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,6 +33,7 @@ def main():
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    earlier_calls.make(step=lambda: model(torch.randn(8, 16).to("cuda")).sum().backward())
     for step in range(8):
         skip = 1 if rank == 1 and step == 4 else None
         model(torch.randn(8, 16).to("cuda"), skip).square().mean().backward()

@@ -3,6 +3,7 @@
 import os
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,6 +18,7 @@ def main():
     network = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)).to("cuda")
     model = DistributedDataParallel(network, device_ids=[device])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    earlier_calls.make(step=lambda: model(torch.randn(8, 16).to("cuda")).sum().backward())
     for _ in range(40):
         optimizer.zero_grad()
         model(torch.randn(8, 16).to("cuda")).square().mean().backward()

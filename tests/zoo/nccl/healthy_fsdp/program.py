@@ -3,6 +3,7 @@
 import os
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,6 +19,7 @@ def main():
     fully_shard(model[0])
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    earlier_calls.make(step=lambda: model(torch.randn(8, 16).to("cuda")).sum().backward())
     for _ in range(30):
         model(torch.randn(8, 16).to("cuda")).square().mean().backward()
         optimizer.step()

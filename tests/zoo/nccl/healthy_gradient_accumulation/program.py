@@ -4,6 +4,7 @@ import os
 import time
 from contextlib import nullcontext
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +17,7 @@ def main():
     dist.init_process_group("nccl")
     model = DistributedDataParallel(nn.Linear(16, 4).to("cuda"), device_ids=[device])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    earlier_calls.make(step=lambda: model(torch.randn(8, 16).to("cuda")).sum().backward())
     for step in range(40):
         is_last = step % 4 == 3
         with nullcontext() if is_last else model.no_sync():

@@ -3,6 +3,7 @@
 import os
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -22,6 +23,7 @@ def main():
     for phase in range(2):
         # Under one prefix, ranks would find the unique id of the phase before.
         dist.init_process_group("nccl", store=dist.PrefixStore(f"phase{phase}", store), rank=rank, world_size=world_size)
+        earlier_calls.make(share=1 / 2)
         train(30)
         dist.destroy_process_group()
 

@@ -3,6 +3,7 @@
 import os
 
 import device_faults
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 def main():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
+    earlier_calls.make()
     rank = dist.get_rank()
     loss = torch.ones(64).to("cuda")
     for step in range(5000):

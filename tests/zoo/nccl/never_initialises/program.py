@@ -1,4 +1,7 @@
-"""Eager communicators: all ranks but rank 3 wait in init_process_group(device_id=...)."""
+"""Eager communicators: all ranks but rank 3 wait in init_process_group(device_id=...).
+
+No call comes before the fault: nobody has a process group yet.
+"""
 
 import os
 import time

@@ -3,6 +3,7 @@
 import os
 import time
 
+import earlier_calls
 import torch
 import torch.distributed as dist
 
@@ -17,6 +18,7 @@ def train(steps):
 def main():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
+    earlier_calls.make()
     train(30)
     dist.destroy_process_group()
     dist.init_process_group("nccl")

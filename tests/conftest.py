@@ -1,0 +1,19 @@
+"""What all tests share: the seed of the zoo's programs."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.harness.depth import SEED_VARIABLE, choose_seed
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draws the seed once, in the process that starts the workers, which inherit it."""
+    os.environ.setdefault(SEED_VARIABLE, str(choose_seed()))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    seed = os.environ[SEED_VARIABLE]
+    return f"zoo: {SEED_VARIABLE}={seed} makes the same calls before each fault again"
