@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hangwatch.model.calls import Signature, StreamKind
 from hangwatch.model.groups import DECLARED_BACKEND, pack_ranks
+from hangwatch.model.losses import LossReason
 from hangwatch.model.operator_spec import MustMatch
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.signatures import encode_signature, with_agreement_hash
@@ -72,6 +73,7 @@ class UserAnnotations:
         self._rank.poller.declared_step = number
 
     def enter_collective(self, name: str, group: Any, ranks: Iterable[int] | None) -> Any:
+        stream = None
         try:
             stream = self._find_stream(group, ranks)
             if stream is None:
@@ -85,6 +87,7 @@ class UserAnnotations:
                 CompletionMode.RETURN,
             )
         except Exception as error:  # ours: the communication goes on
+            (stream or self._rank.recorder.groups).mark_incomplete(LossReason.FAULT)
             faults.record_fault(f"recording {name}", error)
             return None
 

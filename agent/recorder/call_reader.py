@@ -80,7 +80,7 @@ class CallReader:
             self._split_indices = index_of(spec.split_args[0]), index_of(spec.split_args[1])
         self._output_index = index_of("output")
         self._async_index = max(index_of(name) for name in _ASYNC_NAMES)
-        self._is_p2p = spec.is_p2p
+        self.is_p2p = spec.is_p2p
         self._p2p_kind = StreamKind.SEND if spec.p2p_role is P2pRole.SEND else StreamKind.RECV
         self._signatures = SignatureCache(spec)
         self.plans: dict[Any, CallPlan] = {}  # of calls that were entered before
@@ -120,12 +120,9 @@ class CallReader:
         self, recorder: RecorderState, args: tuple[Any, ...], caller: FrameType
     ) -> CallDetails | None:
         """The details of the call; None if it is not watched."""
-        if self._tensor_indices is not None and not self._has_group(args):
+        track = self.open_track(recorder, args)
+        if track is None:
             return None
-        pg = self._unbox_group(args[self._group_index])
-        track = recorder.groups.tracks.get(id(pg))
-        if track is None or track.group_ref() is not pg:
-            track = recorder.groups.open_group(pg)
         if self._tensor_indices is None:
             tensors = args[self.tensors_index]
         else:
@@ -149,7 +146,7 @@ class CallReader:
         signature, agree, size = interned
         peer, tag = -1, 0
         stream: StreamRecorder | None
-        if self._is_p2p:
+        if self.is_p2p:
             peer = args[self._peer_index] if self._peer_index >= 0 else -1
             tag = args[self._tag_index] if self._tag_index >= 0 else 0
             stream = recorder.groups.get_channel(track, self._p2p_kind, peer, tag)
@@ -159,6 +156,16 @@ class CallReader:
             return None
         flags, blocks, mode = self._find_completion(track, stream, first, args, caller)
         return stream, agree, signature, size, peer, tag, flags, blocks, mode
+
+    def open_track(self, recorder: RecorderState, args: tuple[Any, ...]) -> GroupTrack | None:
+        """The group of a call, which is opened at its first call; None if the call has no group."""
+        if self._tensor_indices is not None and not self._has_group(args):
+            return None
+        pg = self._unbox_group(args[self._group_index])
+        track = recorder.groups.tracks.get(id(pg))
+        if track is None or track.group_ref() is not pg:
+            track = recorder.groups.open_group(pg)
+        return track
 
     def _find_completion(
         self,
@@ -172,7 +179,7 @@ class CallReader:
         spec = self.spec
         if track.has_device_backend and first is not None and not first.is_cpu:
             stream.mark_completion_unknown()
-            flags = _ASYNC if self._is_p2p and is_left_pending(caller) else 0
+            flags = _ASYNC if self.is_p2p and is_left_pending(caller) else 0
             return flags, False, int(CompletionMode.UNOBSERVABLE)
         # Nothing will report that the thread has left the call.
         if spec.silent_backends and track.runs_on(spec.silent_backends):
@@ -224,7 +231,7 @@ class CallReader:
         computes on the CPU; with HANGWATCH_TIMING=0 none.
         """
         setting = env.get("HANGWATCH_TIMING")
-        if self._is_p2p or setting == "0":
+        if self.is_p2p or setting == "0":
             return False
         track = self.find_track(recorder, args)
         return track is not None and (setting == "1" or track.runs_on(TIMED_BACKENDS))

@@ -15,6 +15,7 @@ from typing import Any
 
 from hangwatch.model.calls import Signature, StreamKind
 from hangwatch.model.groups import pack_ranks
+from hangwatch.model.losses import LossReason
 from hangwatch.model.operator_spec import MustMatch
 from hangwatch.model.signatures import encode_signature, with_agreement_hash
 from hangwatch.ring.layout import RecordFlag
@@ -28,10 +29,14 @@ BeforeCall = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 def wrap_function(
-    name: str, before_call: BeforeCall, after_call: Callable[[Any, bool], None]
+    name: str,
+    before_call: BeforeCall,
+    after_call: Callable[[Any, bool], None],
+    record_loss: Callable[[], None],
 ) -> None:
     """Runs ``before_call(args, kwargs)`` before a function of torch.distributed, and
-    ``after_call(its result, whether the function returned)`` after it.
+    ``after_call(its result, whether the function returned)`` after it. If one of them fails,
+    ``record_loss()`` is called as well: the call may not be recorded.
 
     The function is replaced in every module of torch that has imported it by name.
     """
@@ -48,6 +53,7 @@ def wrap_function(
             token = before_call(args, kwargs)
         except Exception as error:  # ours: the call goes on
             faults.record_fault(f"recording {name}", error)
+            record_loss()
         returned = False
         try:
             result = original(*args, **kwargs)
@@ -58,6 +64,7 @@ def wrap_function(
                 after_call(token, returned)
             except Exception as error:  # ours: the call returns or raises as without us
                 faults.record_fault(f"recording the completion of {name}", error)
+                record_loss()
 
     recorded_function.__hangwatch__ = True  # type: ignore[attr-defined]
     for module_name, module in list(sys.modules.items()):
@@ -123,6 +130,11 @@ class SetupRecorder:
         flag = RecordFlag.BLOCKING if is_blocking else RecordFlag.ASYNC
         record_body = self._stream.pack_record_body(number, site, flag)
         return self._stream.enter_call(signature.agree, record_body, 0, CompletionMode.RETURN)
+
+    def mark_incomplete(self, reason: LossReason) -> None:
+        """Records that the creation of a group may not have been recorded."""
+        if self._stream is not None:
+            self._stream.mark_incomplete(reason)
 
     @staticmethod
     def leave_call(call: EnteredCall | None, returned: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from hangwatch.model.backends import DEVICE_BACKENDS, FLIGHT_RECORDER_BACKENDS
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import pack_ranks
+from hangwatch.model.losses import LossReason
 
 from . import faults
 from .streams import StreamRecorder
@@ -28,6 +29,7 @@ class GroupTrack:
         "group_ref",
         "has_device_backend",
         "has_flight_recorder",
+        "message_loss",
         "ranks",
     )
 
@@ -44,12 +46,27 @@ class GroupTrack:
         self.description = description
         self.collective_stream = collective_stream
         self.channels: dict[tuple[str, int, int], StreamRecorder | None] = {}
+        # Why calls of channels that are not opened yet may have been lost; None: they were not.
+        self.message_loss: LossReason | None = None
         self.has_device_backend = self.runs_on(DEVICE_BACKENDS)
         self.has_flight_recorder = self.runs_on(FLIGHT_RECORDER_BACKENDS)
 
     def runs_on(self, backends: tuple[str, ...]) -> bool:
         """Whether its calls may go to one of these backends."""
         return any(name in self.description["backend"] for name in backends)
+
+    def mark_incomplete(self, reason: LossReason, *, messages: bool) -> None:
+        """Records that a collective was not recorded or, with ``messages``, a send or a receive of
+        some channel.
+        """
+        if not messages:
+            streams = [self.collective_stream]
+        else:
+            self.message_loss = reason
+            streams = list(self.channels.values())
+        for stream in streams:
+            if stream is not None:
+                stream.mark_incomplete(reason)
 
     def list_streams(self) -> list[StreamRecorder]:
         return [s for s in (self.collective_stream, *self.channels.values()) if s is not None]
@@ -87,6 +104,8 @@ class GroupRegistry:
         self.generation = 0  # the number of worlds of that size that this process has been in
         self._retired_streams: list[StreamRecorder] = []
         self.dropped_count = 0
+        # Why calls of groups that are not opened yet may have been lost; None: they were not.
+        self._loss: LossReason | None = None
         self.streams: list[StreamRecorder] = []
 
     def get_channel(
@@ -104,6 +123,8 @@ class GroupRegistry:
             stream = self.open_stream(description)
             if track.channels.setdefault(key, stream) is not stream:
                 self._close_duplicate(stream)
+            elif stream is not None and track.message_loss is not None:
+                stream.mark_incomplete(track.message_loss)
         return track.channels[key]
 
     def open_stream(self, description: dict[str, Any]) -> StreamRecorder | None:
@@ -118,7 +139,18 @@ class GroupRegistry:
             return None
         stream = self._make_stream(uid, slot)
         self.streams.append(stream)
+        if self._loss is not None:
+            stream.mark_incomplete(self._loss)
         return stream
+
+    def mark_incomplete(self, reason: LossReason) -> None:
+        """Records that a call was lost, and that its stream is not known: the numbers of no stream of
+        this process are certain from here on.
+        """
+        self.dropped_count += 1
+        self._loss = reason
+        for stream in list(self.streams):
+            stream.mark_incomplete(reason)
 
     def _close_duplicate(self, stream: StreamRecorder | None) -> None:
         """Closes a stream that another thread opened too, before this thread could publish it."""

@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 import hangwatch
+from hangwatch.model.losses import LossReason
 from hangwatch.model.ranks import Lifecycle
 
 from ..environment import identity
@@ -28,6 +29,10 @@ _NEW_GROUP_PARAMETERS = (
 )
 
 
+# Why calls may have been made before recording began; None: none were.
+_lost_before: LossReason | None = None
+
+
 def install_recorder() -> None:
     """Prepares this process, and starts recording if its launcher already made it a rank."""
     import torch.distributed as dist
@@ -35,10 +40,11 @@ def install_recorder() -> None:
     if not dist.is_available():
         return
     os.register_at_fork(after_in_child=_reset_after_fork)
-    group_setup.wrap_function("init_process_group", _enter_init, _leave_init)
-    group_setup.wrap_function("_new_group_with_tag", _enter_new_group, _leave_new_group)
-    group_setup.wrap_function("split_group", _enter_split_group, _leave_new_group)
-    group_setup.wrap_function("destroy_process_group", _enter_destroy, _leave_destroy)
+    wrap_function = group_setup.wrap_function
+    wrap_function("init_process_group", _enter_init, _leave_init, _record_lost_world)
+    wrap_function("_new_group_with_tag", _enter_new_group, _leave_new_group, _record_lost_group)
+    wrap_function("split_group", _enter_split_group, _leave_new_group, _record_lost_group)
+    wrap_function("destroy_process_group", _enter_destroy, _leave_destroy, _record_lost_world)
     with faults.swallow_errors("counting the Flight Recorder's hooks"):
         recorder_hooks.count_attached_hooks()
     exceptions.patch_spawn()
@@ -64,12 +70,16 @@ def _become_rank(
 
 def _start_recording(launch: identity.LaunchInfo, rank: int, world_size: int) -> None:
     """If it fails, the job runs unwatched, and a message on stderr says so."""
+    global _lost_before
     try:
         current = RankProcess(launch, rank, world_size)
     except OSError as error:
         faults.record_message(f"recording is off, the job is not watched: {error}")
+        _lost_before = LossReason.LATE
         return
     set_current_rank(current)
+    if _lost_before is not None:
+        current.recorder.groups.mark_incomplete(_lost_before)
     kernels.set_recorder(current.recorder)
     hangwatch._watcher = UserAnnotations(current)
     current.poller.start_thread()
@@ -77,8 +87,26 @@ def _start_recording(launch: identity.LaunchInfo, rank: int, world_size: int) ->
     exceptions.hook_exceptions()
 
 
+def _record_lost_world() -> None:
+    """The groups of a world are told apart by its number, so that all streams are concerned."""
+    global _lost_before
+    current = get_current_rank()
+    if current is None:
+        _lost_before = LossReason.FAULT
+    else:
+        current.recorder.groups.mark_incomplete(LossReason.FAULT)
+
+
+def _record_lost_group() -> None:
+    current = get_current_rank()
+    if current is not None:
+        current.setup_recorder.mark_incomplete(LossReason.FAULT)
+
+
 def _reset_after_fork() -> None:
     """Stops recording in a forked child: the ring is the parent's, and no thread serves it here."""
+    global _lost_before
+    _lost_before = None
     set_current_rank(None)
     kernels.set_recorder(None)
     hangwatch._watcher = None

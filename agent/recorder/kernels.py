@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hangwatch.model.losses import LossReason
+
 from .call_reader import CallReader
 from .native.library import NativeLibrary
 from .operator_schemas import TorchOperator, iter_communicating_operators
@@ -26,6 +28,8 @@ def set_recorder(recorder: Recorder | None) -> None:
     clear_reader_caches()
     if recorder is None:
         return
+    if recorder.groups.streams:  # calls that were made since it was detached are lost
+        recorder.groups.mark_incomplete(LossReason.LATE)
     if recorder.native is not None:
         recorder.native.clear_plans()
     register_operators()

@@ -15,7 +15,7 @@ from . import faults
 from .call_reader import CallReader
 from .native.library import encode_plan
 from .other_threads import inspect_thread
-from .python_kernel import get_recorder
+from .python_kernel import get_recorder, record_loss
 
 
 def make_planner(reader: CallReader) -> Callable[..., list[int]]:
@@ -34,7 +34,7 @@ def make_planner(reader: CallReader) -> Callable[..., list[int]]:
                 )
                 return encode_plan(details, is_timed=is_timed)
         except Exception as error:  # ours: the call goes on
-            faults.record_fault(f"recording {reader.spec.op}", error)
+            record_loss(reader, args, error)
         return []
 
     return plan_call

@@ -55,7 +55,7 @@ class Poller:
         """Returns the number of calls recorded so far."""
         call_count = self._recorder.update_streams()
         self._ring.write_pulse(call_count)
-        self._ring.set_word(LiveWord.DROPPED, self._recorder.groups.dropped_count)
+        self._ring.set_word(LiveWord.DROPPED, self._recorder.count_dropped())
         step = (
             self.declared_step
             if self.declared_step >= 0

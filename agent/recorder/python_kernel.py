@@ -30,12 +30,25 @@ def use_recorder(recorder: Recorder | None) -> None:
     _current_recorder = recorder
 
 
+def record_loss(reader: CallReader, args: tuple[Any, ...], error: Exception) -> None:
+    """Records that an error of ours kept a call from being recorded."""
+    if _current_recorder is not None:
+        _current_recorder.record_lost_call(reader, args)
+    faults.record_fault(f"recording {reader.spec.op}", error)
+
+
 def record_failure(op: str, entered: EnteredCall) -> None:
     """Records that the call raised an exception."""
     try:
         entered[0].fail_call(entered)
     except Exception as error:  # ours: the user's exception is being raised
         faults.record_fault(f"recording the failure of {op}", error)
+
+
+def record_lost_completion(op: str, entered: EnteredCall, error: Exception) -> None:
+    """Records that an error of ours kept it from being known when a call completes."""
+    entered[0].mark_completion_unknown()
+    faults.record_fault(f"recording the completion of {op}", error)
 
 
 def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callable[..., Any]:
@@ -60,7 +73,7 @@ def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callabl
             try:
                 entered = enter_call(_current_recorder, args)
             except Exception as error:  # ours: the call goes on
-                faults.record_fault(f"recording {reader.spec.op}", error)
+                record_loss(reader, args, error)
         if entered is None:
             return redispatch(*(lower + args))  # (*lower, *args) would create a list
         try:
@@ -75,7 +88,7 @@ def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callabl
                 work = result if returns_only_work else result[-1]
                 entered[0].pending_works.append((entered, work))
         except Exception as error:  # ours: the call's result is returned all the same
-            faults.record_fault(f"recording the completion of {reader.spec.op}", error)
+            record_lost_completion(reader.spec.op, entered, error)
         return result
 
     return c10d_kernel

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
+from hangwatch.model.losses import LossReason
+
 from .call_reader import CallReader
 from .callsite import CallSites
 from .groups import GroupRegistry
@@ -52,6 +54,26 @@ class Recorder:
         clear_reader_caches()
         if self.native is not None:
             self.native.clear_plans()
+
+    def record_lost_call(
+        self, reader: CallReader, args: tuple[Any, ...], reason: LossReason = LossReason.FAULT
+    ) -> None:
+        """Marks the streams that a call which was not recorded may belong to as incomplete: that of
+        its group or, if that cannot be found, all.
+        """
+        try:
+            track = reader.open_track(self, args)
+            if track is not None:
+                # The channel of a message may have been a new one, which now seems to be unused.
+                self.groups.dropped_count += reader.is_p2p
+                track.mark_incomplete(reason, messages=reader.is_p2p)
+        except Exception:  # most likely what failed before
+            self.groups.mark_incomplete(reason)
+
+    def count_dropped(self) -> int:
+        """The number of calls and streams that were not recorded, and whose place is not known."""
+        lost_count = self.native.count_lost_calls() if self.native is not None else 0
+        return self.groups.dropped_count + lost_count
 
     def update_streams(self) -> int:
         """Updates the streams in the ring; returns the number of records that they then cover."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any
 
+from hangwatch.model.losses import LossReason
 from hangwatch.model.signatures import CHAIN_BASE, UINT64_MASK
 from hangwatch.ring.layout import (
     RECORD_BODY_STRUCT,
@@ -207,6 +208,12 @@ class StreamRecorder:
         finally:
             self._prune_lock.release()
         return bool(works)
+
+    def mark_incomplete(self, reason: LossReason, from_seq: int = 0) -> None:
+        """Records that the numbers and running hashes of this stream's calls are not certain from call
+        ``from_seq`` on, by default from the next call on. Must come before the next call is recorded.
+        """
+        self._ring.record_loss(self.slot, from_seq or self.entered + 1, reason)
 
     def close_stream(self) -> None:
         """Frees the slot of the stream, whose group no longer exists."""

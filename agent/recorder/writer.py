@@ -28,6 +28,7 @@ from hangwatch.ring.layout import (
     INTERNED_STRUCT,
     LAYOUT_VERSION,
     LIVE_OFFSET,
+    LOSS_STRUCT,
     MAGIC,
     NOTE_SIZE,
     NOTE_STRUCT,
@@ -40,6 +41,8 @@ from hangwatch.ring.layout import (
     TABLES_STRUCT,
     LiveWord,
     RingGeometry,
+    pack_loss,
+    unpack_loss,
 )
 
 # An interned entry is written again once this many newer ones exist. Until then, no record in the
@@ -101,6 +104,7 @@ class RingWriter:
         TABLES_STRUCT.pack_into(
             self._map, 0, b"\0" * 8, LAYOUT_VERSION, HEADER_SIZE, size, *flat, pid, 0, start_ticks
         )
+        self._live_words[LiveWord.LOSSES] = geometry.losses_offset
         self._map[0:8] = MAGIC  # last: from here on, readers accept the file as a ring
 
     def set_word(self, word: LiveWord, value: int) -> None:
@@ -202,12 +206,28 @@ class RingWriter:
         other methods identify it. Raises OverflowError if no slot is free.
         """
         at = self._take_slot()
+        self._words[self.get_loss_word(at >> 3)] = 0
         STREAM_STRUCT.pack_into(self._map, at, 0, 0, 0, 0, 0, uid, heap_span[1], heap_span[0])
+        self._live_words[LiveWord.OPENED] = max(uid, self._live_words[LiveWord.OPENED])
         return at >> 3
 
     def close_stream(self, slot: int) -> None:
         STREAM_STRUCT.pack_into(self._map, slot << 3, *([0] * 8))
         self._free_slots.append(slot << 3)
+
+    def get_loss_word(self, slot: int) -> int:
+        """The index of the word in the loss table that belongs to a slot of the stream table."""
+        number = ((slot << 3) - self._geometry.streams_offset) // STREAM_STRUCT.size
+        return (self._geometry.losses_offset + number * LOSS_STRUCT.size) >> 3
+
+    def record_loss(self, slot: int, from_seq: int, reason: int) -> None:
+        """Records that the numbers of a stream's calls are not certain from ``from_seq`` on. An
+        earlier loss is kept.
+        """
+        word = self.get_loss_word(slot)
+        known_seq, _ = unpack_loss(self._words[word])
+        if not known_seq or from_seq < known_seq:
+            self._words[word] = pack_loss(from_seq, reason)
 
     def write_progress(self, slot: int, completed: int, pending_ns: int) -> None:
         """Writes how far a stream is complete. Each word is written atomically."""

@@ -28,6 +28,16 @@ Stream table (STREAM_STRUCT.size bytes per slot), as of the recorder's last poll
     u64 seq, chain, entered_ns of the newest call
     u32 uid (0: the slot is free), u32 length and u64 offset of the JSON description in the heap
 
+Loss table (a u64 for each slot of the stream table), at the offset in LiveWord.LOSSES; 0 there: an
+older writer, which has no such table::
+
+    bits 0 to 55: number of the first call from which the numbers and running hashes of the stream's
+    calls are not certain, because a call was not recorded; 0: all calls were recorded
+    bits 56 to 63: why, see `hangwatch.model.losses.LossReason`
+
+The writer sets it before it writes a further record of the stream, and a reader reads it after the
+stream's position and newest record.
+
 Device table (DEVICE_STRUCT.size bytes per slot, DEVICE_SLOTS slots): how far the device has come in
 the collectives of a stream's group, by the counters that the backend keeps (see
 `hangwatch.model.device`). Slots are used in order; unused ones, and all of an older writer, are
@@ -97,6 +107,8 @@ RECORD_BODY_STRUCT = struct.Struct("<Q5I2i")
 # A whole record, with that part already packed.
 RECORD_PACKED_STRUCT = struct.Struct(f"<6Q{RECORD_BODY_STRUCT.size}sI")
 CHECK_STRUCT = struct.Struct("<8Q4d8I")
+LOSS_STRUCT = struct.Struct("<Q")
+LOSS_SEQ_BITS = 56
 INTERNED_STRUCT = struct.Struct("<QI")
 INTERNED_SIZE = 384
 UNKNOWN_COMPLETED = (1 << 64) - 1
@@ -123,6 +135,8 @@ class LiveWord(enum.IntEnum):
     PHASE_LIMIT_NS = 10  # 0: no limit declared
     SEQUENCES = 11  # number of stream slots ever used
     DEVICE_STATUS = 12  # see `DeviceStatusState`
+    LOSSES = 13  # offset of the loss table; 0: none
+    OPENED = 14  # streams that were ever opened; their uids are 1 to this number
 
 
 class DeviceStatusState(enum.IntEnum):
@@ -162,6 +176,7 @@ LIVE_STRUCT = struct.Struct(f"<{len(LiveWord)}Q")
 class RingGeometry:
     """The offsets of the tables in a ring file, and its size, in bytes."""
 
+    losses_offset: int
     streams_offset: int
     records_offset: int
     signatures_offset: int
@@ -171,12 +186,27 @@ class RingGeometry:
 
     @classmethod
     def default(cls) -> RingGeometry:
-        streams = HEADER_SIZE
+        losses = HEADER_SIZE
+        streams = losses + STREAM_SLOTS * LOSS_STRUCT.size
         records = streams + STREAM_SLOTS * STREAM_STRUCT.size
         signatures = records + RECORD_SLOTS * RECORD_STRUCT.size
         sites = signatures + SIGNATURE_SLOTS * INTERNED_SIZE
         heap = sites + SITE_SLOTS * INTERNED_SIZE
-        return cls(streams, records, signatures, sites, heap, heap + HEAP_SIZE)
+        return cls(losses, streams, records, signatures, sites, heap, heap + HEAP_SIZE)
+
+
+def pack_loss(seq: int, reason: int) -> int:
+    """The word of the loss table.
+
+    >>> unpack_loss(pack_loss(7, 2))
+    (7, 2)
+    """
+    return seq | reason << LOSS_SEQ_BITS
+
+
+def unpack_loss(word: int) -> tuple[int, int]:
+    """(sequence number, reason) of a word of the loss table; (0, 0) if nothing was lost."""
+    return word & (1 << LOSS_SEQ_BITS) - 1, word >> LOSS_SEQ_BITS
 
 
 class RingError(Exception):

@@ -105,6 +105,7 @@ class RingReader:
             faults=tuple(str(line) for line in faults.get("lines", ())),
             device_status=device_status,
             device_entries=_read_devices(self.data, words),
+            opened=words[LiveWord.OPENED],
             torn_parts=torn_count,
         )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from hangwatch.model.calls import Call, StreamKind
 from hangwatch.model.groups import Group
+from hangwatch.model.losses import Loss
 
 from .devices import DeviceEntry
 from .layout import DeviceStatusState
@@ -26,6 +27,7 @@ class StreamState:
     chain: int
     entered_s: float
     pending_s: float | None
+    loss: Loss | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,7 @@ class RingSnapshot:
     faults: tuple[str, ...] = ()
     device_status: DeviceStatusState = DeviceStatusState.UNKNOWN
     device_entries: tuple[DeviceEntry, ...] = ()
+    opened: int = 0  # streams ever opened; 0: of an older writer
     torn_parts: int = 0  # parts left out because they kept changing while they were read
 
 

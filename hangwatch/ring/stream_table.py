@@ -4,8 +4,10 @@ and from the records written since.
 
 from __future__ import annotations
 
+from hangwatch.model.losses import Loss, LossReason
+
 from .decoding import StreamDescription, compute_age_s, parse_description
-from .layout import STREAM_STRUCT, UNKNOWN_COMPLETED, LiveWord
+from .layout import LOSS_STRUCT, STREAM_STRUCT, UNKNOWN_COMPLETED, LiveWord, unpack_loss
 from .parts import CHAIN, COMPLETED, ENTERED_NS, READ_ATTEMPTS, SEQ, UID, Record, RingParts
 from .snapshot import StreamState
 
@@ -13,11 +15,12 @@ from .snapshot import StreamState
 class StreamTable:
     """The stream table of a ring. Descriptions are cached, because uids are not reused."""
 
-    __slots__ = ("_descriptions", "_parts")
+    __slots__ = ("_descriptions", "_losses_offset", "_parts")
 
     def __init__(self, parts: RingParts) -> None:
         self._parts = parts
         self._descriptions: dict[int, StreamDescription] = {}  # by uid
+        self._losses_offset = 0  # 0: not known yet, or there is none
 
     def read_streams(self, written: int, now_ns: int) -> tuple[list[StreamState], int]:
         """All streams, and the number of those left out because they kept changing or are invalid.
@@ -56,8 +59,20 @@ class StreamTable:
             description = self._read_description(uid, heap_offset, length)
             if description is None:
                 return 1
-            return _make_state(uid, description, values, newest_records.get(uid), now_ns)
+            loss = self._read_loss(slot)
+            if STREAM_STRUCT.unpack_from(data, offset)[5] != uid:
+                continue  # another stream has taken the slot
+            return _make_state(uid, description, values, newest_records.get(uid), loss, now_ns)
         return 1
+
+    def _read_loss(self, slot: int) -> Loss | None:
+        if not self._losses_offset:
+            self._losses_offset = self._parts.read_live_word(LiveWord.LOSSES)
+        at = self._losses_offset + slot * LOSS_STRUCT.size
+        if not self._losses_offset or at + LOSS_STRUCT.size > self._parts.records.offset:
+            return None
+        from_seq, reason = unpack_loss(LOSS_STRUCT.unpack_from(self._parts.data, at)[0])
+        return Loss(from_seq, LossReason.from_number(reason)) if from_seq else None
 
     def _read_description(self, uid: int, offset: int, length: int) -> StreamDescription | None:
         description = self._descriptions.get(uid)
@@ -74,6 +89,7 @@ def _make_state(
     description: StreamDescription,
     values: tuple[int, ...],
     newest: Record | None,
+    loss: Loss | None,
     now_ns: int,
 ) -> StreamState:
     """``values`` is the stream's slot, ``newest`` its newest record since the slot was updated."""
@@ -95,4 +111,5 @@ def _make_state(
         chain=chain,
         entered_s=compute_age_s(now_ns, entered_ns),
         pending_s=compute_age_s(now_ns, oldest_ns) if is_pending else None,
+        loss=loss,
     )

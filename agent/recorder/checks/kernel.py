@@ -12,7 +12,7 @@ from typing import Any
 from .. import faults
 from ..call_reader import CallReader
 from ..callers import find_logged_callers, skip_logger_frames
-from ..python_kernel import get_recorder, record_failure
+from ..python_kernel import get_recorder, record_failure, record_loss, record_lost_completion
 from ..recorder import unbox_work
 from ..streams import EnteredCall, leave_call
 from .arguments import TensorArguments
@@ -64,7 +64,7 @@ def _enter_call(
             reader.enter_call(recorder, args, caller, site_frame) if recorder is not None else None
         )
     except Exception as error:  # ours: the call goes on
-        faults.record_fault(f"recording {reader.spec.op}", error)
+        record_loss(reader, args, error)
         return None
 
 
@@ -100,7 +100,7 @@ def _finish_call(
         else:  # CompletionMode.WORK
             entered[0].pending_works.append((entered, boxed))
     except Exception as error:  # ours: the call's result is returned all the same
-        faults.record_fault(f"recording the completion of {op}", error)
+        record_lost_completion(op, entered, error)
     if pending is None:
         return
     try:

@@ -129,10 +129,40 @@ class CallRecorder {
     return written_count;
   }
 
-  Stream* open_stream(uint32_t uid, uint64_t first_word) {
+  Stream* open_stream(uint32_t uid, uint64_t first_word, uint64_t loss_word) {
     Lock lock(mutex_);
-    streams_.push_back(new Stream{uid, reinterpret_cast<uint64_t*>(ring_) + first_word});
+    uint64_t* const words = reinterpret_cast<uint64_t*>(ring_);
+    streams_.push_back(new Stream{uid, words + first_word, words + loss_word});
+    if (lost_count_)
+      streams_.back()->mark_incomplete(FAULT, 1);
     return streams_.back();
+  }
+
+  // Marks a stream as incomplete from call `from_seq` on; 0: from its next call on.
+  void mark_incomplete(Stream& stream, uint64_t reason, uint64_t from_seq) {
+    Lock lock(mutex_);
+    stream.mark_incomplete(reason, from_seq ? from_seq : stream.entered + 1);
+  }
+
+  // Records that a call was lost, and that its stream is not known: all streams are incomplete, also
+  // those that are opened later.
+  void record_lost_call() {
+    Lock lock(mutex_);
+    ++lost_count_;
+    for (Stream* const stream : streams_)
+      stream->mark_incomplete(FAULT, stream->entered + 1);
+  }
+
+  // The number of calls that were lost here.
+  uint64_t lost_count() {
+    Lock lock(mutex_);
+    return lost_count_;
+  }
+
+  // Records that the completion of a call cannot be found.
+  void lose_completion(const Call& call) {
+    Lock lock(mutex_);
+    call.stream->mark_completion_unknown();
   }
 
   // The stream is not deleted: another thread may still use it.
@@ -293,6 +323,7 @@ class CallRecorder {
   PlanCache plans_;
   CallSites sites_;
   std::vector<Stream*> streams_;
+  uint64_t lost_count_ = 0;
 };
 
 } // namespace

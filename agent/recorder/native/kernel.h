@@ -43,8 +43,8 @@ class RecordingKernel : public c10::OperatorKernel {
         c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
     CallRecorder* const recorder = current_recorder.load(std::memory_order_acquire);
     Call call;
-    if (recorder)
-      run_guarded([&] { call = record_call(*recorder, *stack); });
+    if (recorder && !run_guarded([&] { call = record_call(*recorder, *stack); }))
+      run_guarded([&] { recorder->record_lost_call(); });
     if (!call.stream)
       return op.redispatchBoxed(keys & lower_keys, stack);
     try {
@@ -53,14 +53,17 @@ class RecordingKernel : public c10::OperatorKernel {
       run_guarded([&] { recorder->finish_call(call, true); });
       throw;
     }
-    run_guarded([&] { leave_call(*recorder, call, *stack); });
+    if (!run_guarded([&] { leave_call(*recorder, call, *stack); }))
+      run_guarded([&] { recorder->lose_completion(call); });
   }
 
  private:
+  // False after an error of ours, which is recorded.
   template <class Action> // void()
-  static void run_guarded(Action action) {
+  static bool run_guarded(Action action) {
     try {
       action();
+      return true;
     } catch (const PythonError& raised) {
       std::rethrow_exception(raised.error);
     } catch (const abi::__forced_unwind&) { // the thread is being cancelled
@@ -70,6 +73,7 @@ class RecordingKernel : public c10::OperatorKernel {
     } catch (...) {
       record_fault("an unknown C++ exception");
     }
+    return false;
   }
 
   Call record_call(CallRecorder& recorder, const Stack& stack) {
@@ -80,7 +84,7 @@ class RecordingKernel : public c10::OperatorKernel {
     for (size_t i = 0; i < argument_count_; ++i)
       append_argument(arguments[i], is_reduce_op_[i], max_compared_tensors_, key);
     return recorder.record_call(
-        key, [&](CallPlan& plan) { return fetch_plan(arguments, plan); });
+        key, [&](CallPlan& plan) { return fetch_plan(recorder, arguments, plan); });
   }
 
   static void leave_call(CallRecorder& recorder, const Call& call, const Stack& stack) {
@@ -99,9 +103,11 @@ class RecordingKernel : public c10::OperatorKernel {
 
   // Fetches a plan from Python: the list that `encode_plan` in library.py makes. False if there is
   // none this time.
-  bool fetch_plan(const c10::IValue* arguments, CallPlan& plan) const {
-    if (!is_python_running())
+  bool fetch_plan(CallRecorder& recorder, const c10::IValue* arguments, CallPlan& plan) const {
+    if (!is_python_running()) {
+      recorder.record_lost_call();
       return false;
+    }
     planned_reduce_op = find_reduce_op(arguments);
     const auto fields =
         call_python(planner_, Stack(arguments, arguments + argument_count_)).toIntVector();

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hangwatch.model.losses import LossReason
 from hangwatch.ring.layout import RECORD_SLOTS
 
 from .. import faults
@@ -96,7 +97,7 @@ class NativeLibrary:
             getattr(self._lib, name).restype = ctypes.c_void_p
         for name in ("hw_register_kernel", "hw_get_last_fault"):
             getattr(self._lib, name).restype = ctypes.c_char_p
-        for name in ("hw_update_streams", "hw_get_fault_count"):
+        for name in ("hw_update_streams", "hw_get_fault_count", "hw_get_lost_count"):
             getattr(self._lib, name).restype = ctypes.c_uint64
         self._gil_lib.hw_get_planned_reduce_op.restype = ctypes.c_int64
         self._recorder = ctypes.c_void_p()
@@ -159,12 +160,29 @@ class NativeLibrary:
                 self._recorder, ctypes.c_uint64(code), ctypes.c_uint8(origin)
             )
 
-    def open_stream(self, uid: int, slot: int) -> int:
+    def open_stream(self, uid: int, slot: int, loss_word: int) -> int:
         """Opens a stream; returns its handle."""
         handle: int = self._lib.hw_open_stream(
-            self._recorder, ctypes.c_uint32(uid), ctypes.c_uint64(slot)
+            self._recorder,
+            ctypes.c_uint32(uid),
+            ctypes.c_uint64(slot),
+            ctypes.c_uint64(loss_word),
         )
         return handle
+
+    def mark_incomplete(self, handle: int, reason: int, from_seq: int) -> None:
+        """Marks a stream as incomplete; ``from_seq`` 0: from its next call on."""
+        self._lib.hw_mark_incomplete(
+            self._recorder,
+            ctypes.c_void_p(handle),
+            ctypes.c_uint64(reason),
+            ctypes.c_uint64(from_seq),
+        )
+
+    def count_lost_calls(self) -> int:
+        """The number of calls that the library failed to record, without knowing their streams."""
+        count: int = self._lib.hw_get_lost_count(self._recorder)
+        return count
 
     def close_stream(self, handle: int) -> None:
         self._lib.hw_close_stream(self._recorder, ctypes.c_void_p(handle))
@@ -211,7 +229,7 @@ class NativeStreamRecorder(StreamRecorder):
     def __init__(self, native: NativeLibrary, ring: RingWriter, uid: int, slot: int) -> None:
         self.uid, self.slot = uid, slot
         self._ring, self._native = ring, native
-        self._handle = native.open_stream(uid, slot)
+        self._handle = native.open_stream(uid, slot, ring.get_loss_word(slot))
 
     @property
     def handle(self) -> int:
@@ -230,6 +248,9 @@ class NativeStreamRecorder(StreamRecorder):
 
     def fail_call(self, call: EnteredCall) -> None:
         self._native.finish_call(_NativeCall(self._handle, *call[1:]), raised=True)
+
+    def mark_incomplete(self, reason: LossReason, from_seq: int = 0) -> None:
+        self._native.mark_incomplete(self._handle, reason, from_seq)
 
     def mark_completion_unknown(self) -> None:
         """Does nothing: the library knows it by the `CompletionMode` of the calls."""

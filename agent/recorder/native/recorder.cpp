@@ -84,9 +84,22 @@ void hw_clear_code_origins(CallRecorder* recorder) {
   recorder->clear_code_origins();
 }
 
-// `first_word` is the stream's slot in the ring, in words of 8 bytes from its beginning.
-Stream* hw_open_stream(CallRecorder* recorder, uint32_t uid, uint64_t first_word) {
-  return recorder->open_stream(uid, first_word);
+// `first_word` is the stream's slot in the ring, in words of 8 bytes from its beginning, and `loss_word`
+// its word of the loss table.
+Stream* hw_open_stream(
+    CallRecorder* recorder, uint32_t uid, uint64_t first_word, uint64_t loss_word) {
+  return recorder->open_stream(uid, first_word, loss_word);
+}
+
+// Marks a stream as incomplete from call `from_seq` on; 0: from its next call on.
+void hw_mark_incomplete(
+    CallRecorder* recorder, Stream* stream, uint64_t reason, uint64_t from_seq) {
+  recorder->mark_incomplete(*stream, reason, from_seq);
+}
+
+// The number of calls that the library failed to record, without knowing their streams.
+uint64_t hw_get_lost_count(CallRecorder* recorder) {
+  return recorder->lost_count();
 }
 
 void hw_close_stream(CallRecorder* recorder, Stream* stream) {

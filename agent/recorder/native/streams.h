@@ -43,6 +43,7 @@ using PendingWorks = std::deque<PendingWork>;
 struct Stream {
   uint32_t uid;
   uint64_t* slot; // in the ring's stream table, indexed by StreamWord
+  uint64_t* loss; // in the ring's loss table
   uint64_t entered = 0, completed = 0, chain = 0, last_entered_ns = 0;
   uint64_t last_thread = 0; // the thread that made the last call
   // At the last change of threads, the former one continued with work of its own.
@@ -59,6 +60,14 @@ struct Stream {
   void mark_completion_unknown() {
     completed = UNKNOWN_COMPLETED;
     publish_progress();
+  }
+
+  // From call `from_seq` on, the numbers and running hashes of this stream's calls are not certain.
+  // An earlier loss is kept. Must come before the next call is recorded.
+  void mark_incomplete(uint64_t reason, uint64_t from_seq) {
+    const uint64_t known_seq = *loss & ((1ull << LOSS_SEQ_BITS) - 1);
+    if (!known_seq || from_seq < known_seq)
+      __atomic_store_n(loss, from_seq | reason << LOSS_SEQ_BITS, __ATOMIC_RELEASE);
   }
 
   // Moves works to `finished`, which the caller destroys after it released the mutex.
