@@ -8,7 +8,7 @@ decides at low cost whether a diagnosis can find anything at all.
 
 from __future__ import annotations
 
-from hangwatch.diagnosis.rules.mismatch import find_call_mismatches
+from hangwatch.diagnosis.rules.mismatch import choose_window, find_call_mismatches
 
 from .context import EvidenceRequest
 from .engine import Diagnosis, diagnose
@@ -19,6 +19,7 @@ __all__ = [
     "Diagnosis",
     "EvidenceRequest",
     "UnexplainedWait",
+    "choose_window",
     "diagnose",
     "find_call_mismatches",
     "is_quiet",

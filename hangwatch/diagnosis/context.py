@@ -19,7 +19,7 @@ from hangwatch.model.threads import ThreadStack
 from hangwatch.model.verdicts import CallClass, Verdict, Wait
 from hangwatch.stacks.frames import find_user_site
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.call_stream import CallStream
+from hangwatch.tracking.call_stream import CallStream, CallWindow
 from hangwatch.tracking.process import Process, StackSample
 from hangwatch.tracking.process_parts import FreezeReason
 
@@ -40,7 +40,8 @@ _MAX_WAITS_PER_RANK = 4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceRequest:
     """Evidence that the diagnosis needs from one rank's node agent: either its stacks, or what
-    changed on its host ``since`` then, or the calls of one stream from number ``from_seq`` on.
+    changed on its host ``since`` then, or the calls of one stream from number ``from_seq`` to number
+    ``to_seq`` at multiples of ``step``.
     """
 
     rank: int
@@ -49,6 +50,18 @@ class EvidenceRequest:
     since: float = field(default=0.0, compare=False)
     stream_uid: int = 0
     from_seq: int = 0
+    to_seq: int = 0
+    step: int = 1
+
+    @classmethod
+    def for_calls(cls, rank: int, stream: CallStream, window: CallWindow) -> EvidenceRequest:
+        return cls(
+            rank=rank,
+            stream_uid=stream.uid,
+            from_seq=window.first,
+            to_seq=window.last,
+            step=window.step,
+        )
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import CallClass, Divergence, Verdict
-from hangwatch.tracking.call_stream import CallStream
+from hangwatch.tracking.call_stream import CallStream, CallWindow
 from hangwatch.tracking.process import Process
 
 from . import messages
@@ -190,10 +190,9 @@ def _get_side_calls(
     rank = _select_representative(context, members, ranks, seq)
     stream = members[rank]
     last_seq = min(stream.entered, seq)
-    if stream.fetched_to < last_seq:
-        from_seq = max(1, last_seq - MAX_WINDOW_CALLS + 1)
-        request = EvidenceRequest(rank=rank, stream_uid=stream.uid, from_seq=from_seq)
-        context.requests.append(request)
+    if last_seq > 0 and not stream.has_answered(CallWindow(last_seq, last_seq)):
+        window = CallWindow(max(1, last_seq - MAX_WINDOW_CALLS + 1), last_seq)
+        context.requests.append(EvidenceRequest.for_calls(rank, stream, window))
     return select_window(stream.calls, last_seq)
 
 
@@ -202,7 +201,8 @@ def _select_representative(
 ) -> int:
     for rank in ranks:
         stream = members[rank]
-        if stream.fetched_to >= min(stream.entered, seq) > 0:
+        last_seq = min(stream.entered, seq)
+        if last_seq > 0 and stream.has_answered(CallWindow(last_seq, last_seq)):
             return rank
     for rank in ranks:
         process = context.attempt.processes.get(rank)

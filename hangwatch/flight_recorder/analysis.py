@@ -123,6 +123,6 @@ def _diagnose_undelivered(attempt: Attempt) -> list[Verdict]:
         group=first.group,
         seq=first.entered,
         summary=f"{sentence} ({position}){more_calls}",
-        advice=messages.LOWER_LAYERS_ADVICE,
+        advice=messages.format_lower_layers_advice(are_equal=False),
     )
     return [verdict]

@@ -71,6 +71,8 @@ def fill_collectives(
         _fill_stream(stream, records.members[rank], calls_block)
         if conflict:
             _add_running_hashes(stream, records.members[rank], conflict)
+        else:
+            _add_hashes_of_calls(stream, records.members[rank])
     if conflict:
         job.attempt.diverged_groups.add(group.key)
     completed_by_all = min((s.completed or 0 for s in records.streams.values()), default=0)
@@ -217,6 +219,7 @@ def _add_running_hashes(stream: CallStream, records: Sequence[FlightRecord], con
     alone serves.
     """
     running_hash = last_seq = 0
+    hashes = {conflict - 1: _get_common_hash(conflict - 1)}
     for record in _slice_records(records, conflict - CALLS_BEFORE, conflict + CALLS_AFTER):
         seq, agree = record.seq, record.signature.agree
         if seq < conflict:
@@ -232,7 +235,20 @@ def _add_running_hashes(stream: CallStream, records: Sequence[FlightRecord], con
         last_seq = seq
         call = stream.calls.get(seq) or Call(seq=seq, signature=record.signature, site=record.site)
         stream.add_call(replace(call, chain=running_hash))
-        stream.reported_hashes += ((seq, running_hash),)
+        hashes[seq] = running_hash
+    stream.reported_hashes = tuple(sorted(hashes.items()))
+
+
+def _add_hashes_of_calls(stream: CallStream, records: Sequence[FlightRecord]) -> None:
+    """Adds a hash for each of the newest calls, of a group in which no two ranks made different ones."""
+    hashes = {
+        record.seq: extend_chain(_get_common_hash(record.seq - 1), record.signature.agree)
+        for record in _slice_records(
+            records, stream.entered - CALLS_BEFORE, stream.entered + CALLS_AFTER
+        )
+        if not record.may_be_truncated
+    }
+    stream.reported_hashes = tuple(sorted(hashes.items()))
 
 
 def _slice_records(

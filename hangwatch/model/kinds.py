@@ -203,8 +203,8 @@ KINDS: dict[VerdictKind, KindSpec] = {
             " fell behind the others': a kernel that never ends, a stream that waits"
         ),
         remedy=(
-            "The code made the same calls on every rank, so look at what the culprit's device has to "
-            "do before the call: a kernel that does not end, a stream that waits for an event, or a "
+            "Every rank's host made its call, so look at what the culprit's device has to "
+            "do before it: a kernel that does not end, a stream that waits for an event, or a "
             "GPU that failed (`nvidia-smi`, Xid messages in `dmesg`). With "
             "`TORCH_NCCL_ENABLE_TIMING=1` exactly the stuck devices are named; without it, all that "
             "may be."
@@ -218,11 +218,12 @@ KINDS: dict[VerdictKind, KindSpec] = {
     ),
     VerdictKind.NO_PROGRESS: KindSpec(
         meaning=(
-            "every member made the same call, none completes it, and no device is known to lag:"
-            " network, device or driver"
+            "every member entered the call, none completes it, no difference between their calls is known,"
+            " and no device is known to lag: network, device or driver"
         ),
         remedy=(
-            "All members are in the same call, so no code is at fault as far as is known. "
+            "All members are in the call, so no code is at fault as far as is known; the summary says "
+            "whether their calls were compared and are the same. "
             "Check the network between the hosts, the device and its driver. On NCCL jobs, "
             "look at `NCCL_DEBUG=WARN` output and the fabric's counters."
         ),

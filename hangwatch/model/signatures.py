@@ -10,6 +10,7 @@ from .calls import Signature
 from .operator_spec import MustMatch
 
 UINT64_MASK = (1 << 64) - 1
+UNKNOWN_OP = "?"  # of a call whose signature is lost
 CHAIN_BASE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: odd, with evenly distributed bits
 
 

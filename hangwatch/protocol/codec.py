@@ -87,6 +87,8 @@ def _decode_command(data: dict[str, Any]) -> Command:
         native=bool(data.get("native", False)),
         uid=int(data.get("uid", 0)),
         from_seq=int(data.get("from_seq", 0)),
+        to_seq=int(data.get("to_seq", 0)),
+        step=max(1, int(data.get("step", 1))),
         most=min(2048, int(data.get("most", 64))),
         after=int(data.get("after", 0)),
         op=str(data.get("op", "")),

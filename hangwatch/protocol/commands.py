@@ -32,7 +32,9 @@ class Command:
     native: bool = False  # STACKS, RECORD: with native frames
     uid: int = 0  # CALLS: the stream
     from_seq: int = 0  # CALLS: omit calls before this sequence number
-    most: int = 64  # CALLS, TRACE: the maximum number of calls
+    to_seq: int = 0  # CALLS: and those after this one; 0: up to the newest
+    step: int = 1  # CALLS: only multiples of this power of two
+    most: int = 64  # CALLS, TRACE: the maximum number of calls; the newest are sent
     after: int = 0  # TRACE: index of the first record; -1: only new records
     op: str = ""  # TRACE: only this operation
     values: bool = False  # TRACE: include tensor statistics where the recorder has them

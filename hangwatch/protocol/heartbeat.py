@@ -165,12 +165,17 @@ class StackReply:
 
 @dataclass(frozen=True, kw_only=True)
 class CallsReply:
-    """The last calls of one stream, oldest first."""
+    """Calls of one stream, oldest first: those from ``from_seq`` to ``to_seq`` at multiples of ``step``
+    that the node agent still has.
+    """
 
     key: str
     request: str
     uid: int
     calls: tuple[Call, ...] = ()
+    from_seq: int = 0
+    to_seq: int = 0  # 0: of an agent that only knows requests for the newest calls
+    step: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

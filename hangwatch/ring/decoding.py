@@ -8,9 +8,7 @@ from typing import Any
 
 from hangwatch.model.calls import Signature, Site, StreamKind
 from hangwatch.model.groups import Group, unpack_ranks
-from hangwatch.model.signatures import decode_signature
-
-_UNKNOWN_OP = "?"
+from hangwatch.model.signatures import UNKNOWN_OP, decode_signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +72,8 @@ def parse_signature(data: dict[str, Any] | None) -> Signature:
     different.
     """
     if not data:
-        return Signature(op=_UNKNOWN_OP)
+        return Signature(op=UNKNOWN_OP)
     try:
         return decode_signature(data)
     except (KeyError, TypeError, ValueError, IndexError):
-        return Signature(op=_UNKNOWN_OP)
+        return Signature(op=UNKNOWN_OP)

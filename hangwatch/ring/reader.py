@@ -132,15 +132,27 @@ class RingReader:
         return self._decoder.make_call(seq, signature, site, **fields)
 
     def read_calls(
-        self, uid: int, now_ns: int, *, max_calls: int = 64, from_seq: int = 0
+        self,
+        uid: int,
+        now_ns: int,
+        *,
+        max_calls: int = 64,
+        from_seq: int = 0,
+        to_seq: int | None = None,
+        step: int = 1,
     ) -> list[Call]:
-        """The last calls of one stream that are still in the ring, oldest first."""
+        """The last calls of one stream that are still in the ring, oldest first: those up to number
+        ``to_seq`` at multiples of ``step``.
+        """
         calls: list[Call] = []
         for record in self._iter_newest_first():
             if record[UID] != uid:
                 continue
-            if record[SEQ] < from_seq:
+            seq = record[SEQ]
+            if seq < from_seq:
                 break
+            if seq % step or (to_seq is not None and seq > to_seq):
+                continue
             calls.append(self._decoder.decode_record(record, now_ns))
             if len(calls) >= max_calls:
                 break

@@ -10,7 +10,13 @@ from hangwatch.model.groups import Group, GroupKey, unpack_ranks
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
 
-from .call_stream import CallStream, GroupState, list_histories
+from .call_stream import (
+    MAX_URGENT_SUSPECTS,
+    CallStream,
+    DivergenceBounds,
+    GroupState,
+    list_histories,
+)
 from .channels import connect_channel, disconnect_channel
 from .checks import CheckResults
 from .hash_histories import Hashes, HashHistories
@@ -263,7 +269,8 @@ class Attempt:
         return any(self._group_states[key].awaits_calls for key in self.diverged_groups)
 
     def record_hashes(self, stream: CallStream, report: Hashes) -> None:
-        """Records running hashes of a group's calls and detects a divergence.
+        """Records running hashes of a group's calls and detects a divergence. ``report`` is sorted by
+        sequence number.
 
         Point-to-point streams have none: the two ends of a channel may make different calls.
         """
@@ -271,11 +278,41 @@ class Attempt:
         if not report or state is None:
             return
         report = self._histories.share_report(report)
-        stream.reported_hashes = self._histories.extend_history(stream.reported_hashes, report)
-        if state.match_hashes(report) or state.diverged:
+        stream.reported_hashes = self._histories.extend_history(
+            stream.reported_hashes, report, *state.pinned_seqs
+        )
+        if state.diverged:
+            # A later report changes nothing. In a large group, searching all members for each earlier
+            # one would take long: the diagnosis does it once for all.
+            is_large = len(state.key[2]) > MAX_URGENT_SUSPECTS
+            if is_large or report[0][0] >= state.pinned_seqs[1]:
+                return
+        elif state.match_hashes(report):
             return
-        if seq := find_first_conflict(state.members):
-            self.mark_diverged(state, seq)
+        self._update_divergence(state)
+
+    def record_requested_hashes(self, stream: CallStream, report: Hashes) -> None:
+        """Records running hashes that were requested. They may be older than those that are known, and
+        so many that no other rank shares the report.
+        """
+        state = stream.group_state
+        if not report or state is None:
+            return
+        stream.add_hashes(report)
+        self._update_divergence(state)
+        stream.thin_history()
+
+    def _update_divergence(self, state: GroupState) -> None:
+        """Finds where the members of a group began to differ, if they do."""
+        before = state.divergence
+        state.divergence = find_divergence(state.members)
+        if state.divergence is None or state.divergence == before:
+            return
+        state.narrowed_at = self.last_seen_at
+        if state.diverged:
+            self.has_urgent_changes = True
+        else:
+            self.mark_diverged(state, state.divergence.first_different)
 
 
 def find_first_conflict(members: dict[int, CallStream]) -> int:
@@ -283,6 +320,25 @@ def find_first_conflict(members: dict[int, CallStream]) -> int:
     pairs: set[tuple[int, int]] = set().union(*list_histories(members.values()))
     seen: dict[int, int] = {}
     return min([seq for seq, value in pairs if seen.setdefault(seq, value) != value], default=0)
+
+
+def find_divergence(members: dict[int, CallStream]) -> DivergenceBounds | None:
+    """Between which calls the members began to differ, by their running hashes; None if these do not
+    differ anywhere.
+    """
+    seq = find_first_conflict(members)
+    if not seq:
+        return None
+    # Equal hashes mean that all calls up to there are equal: the members with the same hash at
+    # ``seq`` are one side, and what one of them reported holds for all.
+    seqs_by_side: dict[int, set[int]] = {}
+    for history in list_histories(members.values()):
+        value = dict(history).get(seq)
+        if value is not None:
+            earlier = [other for other, _ in history if other < seq]
+            seqs_by_side.setdefault(value, set()).update(earlier)
+    common = set.intersection(*seqs_by_side.values())
+    return DivergenceBounds(last_equal=max(common, default=0), first_different=seq)
 
 
 def _make_identity_key(

@@ -11,7 +11,7 @@ from hangwatch.model.device import DeviceProgress
 from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.limits import MIN_WAIT_S
 
-from .hash_histories import Hashes
+from .hash_histories import Hashes, merge_hashes, thin_hashes
 
 CALLS_KEPT = 256  # per stream
 # Completed calls kept per stream while none were requested. A job whose calls each take a while
@@ -35,6 +35,39 @@ _UNCOUNTED_AFTER_S = 3.0
 # calls, and only within this time.
 MAX_REQUESTED_SIDES = 4
 SIDE_REQUEST_WINDOW_S = 15.0
+
+# Calls before the first difference that are kept with it: they show how it came about.
+CALLS_KEPT_BEFORE_DIFFERENCE = 64
+_MAX_WINDOWS_KEPT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CallWindow:
+    """The calls from ``first`` to ``last`` whose sequence number is a multiple of ``step``, a power of
+    two. What a node agent is asked for, and what it has answered.
+    """
+
+    first: int
+    last: int
+    step: int = 1
+
+    def covers(self, other: CallWindow) -> bool:
+        return self.first <= other.first and other.last <= self.last and other.step % self.step == 0
+
+
+@dataclass(frozen=True, slots=True)
+class DivergenceBounds:
+    """Between which calls the members of a group began to differ. Up to ``last_equal`` all sides are
+    known to have made equal calls; their running hashes differ at ``first_different``.
+    """
+
+    last_equal: int
+    first_different: int
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether call ``first_different`` is the first that differs."""
+        return self.first_different == self.last_equal + 1
 
 
 # Shared by all streams without a known call: an empty dictionary for each takes 64 bytes.
@@ -71,7 +104,8 @@ class CallStream:
     # Two calls that different threads made at the same time: the last call of each.
     concurrent_calls: tuple[Call, ...] = ()
     concurrent_at: float = 0.0
-    fetched_to: int = 0  # the highest sequence number among the calls fetched on request
+    # The requests that its node agent has answered, whether or not it still had the calls.
+    answered: tuple[CallWindow, ...] = ()
     # Of a group's collectives, where the backend reports it.
     device: DeviceProgress | None = None
     # When the device was last seen to begin or complete a collective of the group, or to have one to do
@@ -88,15 +122,45 @@ class CallStream:
         self.calls[call.seq] = call
 
     def drop_old_calls(self, finished_kept: int) -> None:
-        """Drops all finished calls but the newest ``finished_kept``. Unfinished ones are kept, as the
-        other members may wait in the first of them: only the oldest of more than `CALLS_KEPT` go.
+        """Drops all finished calls but the newest ``finished_kept`` and those around a divergence of the
+        group. Unfinished ones are kept, as the other members may wait in the first of them: only the
+        oldest of more than `CALLS_KEPT` go.
         """
         if len(self.calls) <= finished_kept:
             return
         seqs = sorted(self.calls)
+        pinned = [seq for seq in seqs if self._is_near_divergence(seq)][-CALLS_KEPT:]
+        if pinned:
+            seqs = sorted(set(seqs).difference(pinned))
         finished_count = sum(seq < self.first_unfinished for seq in seqs)
         dropped_count = max(0, finished_count - finished_kept, len(seqs) - CALLS_KEPT)
-        self.calls = {seq: self.calls[seq] for seq in seqs[dropped_count:]}
+        self.calls = {seq: self.calls[seq] for seq in sorted([*pinned, *seqs[dropped_count:]])}
+
+    def _is_near_divergence(self, seq: int) -> bool:
+        divergence = self.group_state.divergence if self.group_state is not None else None
+        if divergence is None:
+            return False
+        first = divergence.last_equal - CALLS_KEPT_BEFORE_DIFFERENCE
+        return first <= seq <= divergence.first_different
+
+    def add_hashes(self, report: Iterable[tuple[int, int]]) -> None:
+        """Adds running hashes of any age; all are kept until `thin_history`."""
+        self.reported_hashes = merge_hashes(self.reported_hashes, report)
+
+    def thin_history(self) -> None:
+        """Thins the running hashes, except those that delimit a divergence of the group."""
+        state = self.group_state
+        first, last = state.pinned_seqs if state is not None else (0, 0)
+        self.reported_hashes = thin_hashes(self.reported_hashes, first, last)
+
+    def add_answer(self, window: CallWindow) -> None:
+        """Records that the node agent has answered a request for these calls."""
+        others = [other for other in self.answered if not window.covers(other)]
+        self.answered = (*others, window)[-_MAX_WINDOWS_KEPT:]
+
+    def has_answered(self, window: CallWindow) -> bool:
+        """Whether the node agent has sent these calls, as far as it still had them."""
+        return any(answer.covers(window) for answer in self.answered)
 
     @property
     def is_pending(self) -> bool:
@@ -179,11 +243,22 @@ class GroupState:
     # proportional to the group's size.
     diverged: bool = False
     diverged_at: float = 0.0
+    # Where members began to differ, as far as that is known.
+    divergence: DivergenceBounds | None = None
+    narrowed_at: float = 0.0  # when that last became known better
     # The first sequence number at which hashes differ, as known when the divergence was found.
     diverged_seq: int = 0
     # By the hash at `diverged_seq`: the member whose calls were requested.
     streams_by_side: dict[int, CallStream] = field(default_factory=dict)
     has_uneven_splits: bool = False
+
+    @property
+    def pinned_seqs(self) -> tuple[int, int]:
+        """Between which sequence numbers running hashes are kept, however old; both 0 if nowhere."""
+        divergence = self.divergence
+        if divergence is None:
+            return 0, 0
+        return divergence.last_equal, divergence.first_different
 
     def match_hashes(self, report: Hashes) -> bool:
         """Whether no member has reported another hash at one of these sequence numbers. ``report`` is
@@ -204,7 +279,7 @@ class GroupState:
             self.latest_match = report
         capacity = REFERENCE_HASHES_KEPT[0] + REFERENCE_HASHES_KEPT[1] * len(self.key[2])
         if len(reference) > capacity:
-            for seq in list(reference)[: capacity // 2]:
+            for seq in sorted(reference)[: capacity // 2]:
                 self.forgotten_up_to = max(self.forgotten_up_to, seq)
                 del reference[seq]
         return all_match
@@ -246,9 +321,7 @@ class GroupState:
     @property
     def awaits_calls(self) -> bool:
         """Whether some requested calls have not arrived yet."""
-        return any(
-            stream.fetched_to < self.diverged_seq for stream in self.streams_by_side.values()
-        )
+        return any(not stream.answered for stream in self.streams_by_side.values())
 
     def remove_member(self, rank: int) -> None:
         """Removes a rank whose process was replaced: the new process counts calls from 1 again."""

@@ -10,6 +10,7 @@ from sys import intern
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.protocol import heartbeat
 
+from .call_stream import CallWindow
 from .device_updates import apply_device_statuses
 from .process import Process, StackSample
 from .process_parts import Phase, ProcessActivity, RecorderHealth
@@ -127,7 +128,16 @@ def apply_calls_reply(tracked: TrackedProcess, reply: heartbeat.CallsReply) -> N
     stream = tracked.process.streams.get(reply.uid)
     if stream is None:
         return
-    record_calls(tracked.attempt, tracked.process, stream, reply.calls, requested=True)
+    stream.add_answer(_get_answered_window(reply))
+    record_calls(tracked.attempt, tracked.process, stream, reply.calls)
     tracked.process.refresh_streams()
-    last_seq = max((call.seq for call in reply.calls), default=0)
-    stream.fetched_to = max(stream.fetched_to, last_seq)
+
+
+def _get_answered_window(reply: heartbeat.CallsReply) -> CallWindow:
+    """The window that it answers. Node agents of earlier versions do not say, and send all calls from
+    some number on.
+    """
+    if reply.to_seq:
+        return CallWindow(reply.from_seq, reply.to_seq, reply.step)
+    seqs = [call.seq for call in reply.calls]
+    return CallWindow(min(seqs, default=0), max(seqs, default=0))

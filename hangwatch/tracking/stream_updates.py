@@ -19,6 +19,7 @@ from .call_stream import (
     SMALL_JOB_RANKS,
     CallStream,
 )
+from .hash_histories import NEWEST_KEPT
 from .process import Process
 
 
@@ -78,10 +79,10 @@ def apply_stream_update(
         if entered and chain and (not pairs or pairs[-1][0] != entered):
             pairs = (*pairs, (entered, chain))
         attempt.record_hashes(stream, pairs)
-        if pairs and pairs[-1][1] == chain:
+        if stream.reported_hashes and stream.reported_hashes[-1][1] == chain:
             stream.chain = stream.reported_hashes[-1][1]  # the same number, shared by all ranks
     if calls:
-        record_calls(attempt, process, stream, calls, requested=stream.fetched_to > 0)
+        record_calls(attempt, process, stream, calls)
     if concurrent_calls and not stream.concurrent_calls:
         stream.concurrent_calls = concurrent_calls
         stream.concurrent_at = now - concurrent_calls[-1].entered_s
@@ -118,23 +119,25 @@ def _record_blocked_interval(process: Process, stream: CallStream, seq: int, now
 
 
 def record_calls(
-    attempt: Attempt, process: Process, stream: CallStream, calls: tuple[Call, ...], requested: bool
+    attempt: Attempt, process: Process, stream: CallStream, calls: tuple[Call, ...]
 ) -> None:
-    """Records calls with their arguments.
-
-    ``requested`` means that calls of this stream were requested, to compare them with those of
-    other members: then completed calls are kept too.
+    """Records calls with their arguments. If calls of this stream were requested, to compare them with
+    those of other members, completed ones are kept too.
     """
-    pairs = []
+    pairs: dict[int, int] = {}
     for call in calls:
         stream.add_call(attempt.intern_call(call))
         # The hash of the newest call came with the stream's position.
         if call.chain and (call.seq, call.chain) != (stream.entered, stream.chain):
-            pairs.append((call.seq, call.chain))
+            pairs[call.seq] = call.chain
     attempt.track_calls(process, stream, calls)
     if pairs:
-        attempt.record_hashes(stream, tuple(pairs))
-    if requested:
+        report = tuple(sorted(pairs.items()))
+        if len(report) > NEWEST_KEPT:
+            attempt.record_requested_hashes(stream, report)
+        else:
+            attempt.record_hashes(stream, report)
+    if stream.answered:
         stream.drop_old_calls(CALLS_KEPT)
     elif process.is_alive and (
         stream.completed is not None or attempt.rank_count > SMALL_JOB_RANKS

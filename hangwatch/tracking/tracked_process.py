@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hangwatch.model.limits import STOPPED_STATES
 
 from .attempt import Attempt
-from .call_stream import MAX_URGENT_SUSPECTS, CallStream
+from .call_stream import MAX_URGENT_SUSPECTS, CallStream, DivergenceBounds
 from .process import IDLE_AFTER_S, Process
 
 
@@ -70,14 +70,15 @@ class TrackedProcess:
         last_advanced_at = process.last_advanced_at
         return all(sample.taken_at < last_advanced_at for sample in process.samples)
 
-    def iter_new_sides(self) -> Iterator[tuple[CallStream, int]]:
-        """Its streams whose calls should be requested after a recent divergence, and the sequence
-        number from which on the calls differ. Each stream stands for its side of the divergence, and
-        is returned once.
+    def iter_new_sides(self) -> Iterator[tuple[CallStream, DivergenceBounds]]:
+        """Its streams whose calls should be requested after a recent divergence, and where that is.
+        Each stream stands for its side of the divergence, and is returned once.
         """
         if not self.attempt.diverged_groups:
             return
         for stream in self.process.streams.values():
             state = stream.group_state
-            if state is not None and state.register_side(stream, self.attempt.last_seen_at):
-                yield stream, state.diverged_seq
+            if state is None or state.divergence is None:
+                continue
+            if state.register_side(stream, self.attempt.last_seen_at):
+                yield stream, state.divergence

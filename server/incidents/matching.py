@@ -64,9 +64,14 @@ def _relate_same_kind(incident: Incident, verdict: Verdict) -> Relation:
     if _has_same_position(incident, verdict):
         return Relation.SAME
     if spec.is_call_error:
+        if not _has_same_group(incident, verdict):
+            return Relation.NONE
         # The calls of a group stay different after a divergence: later differences have the same
-        # cause.
-        return Relation.CONSEQUENCE if _has_same_group(incident, verdict) else Relation.NONE
+        # cause. But where it began may be found later.
+        is_exact = bool(incident.verdict.calls)
+        if is_exact or incident.seq is None or verdict.seq is None or verdict.seq > incident.seq:
+            return Relation.CONSEQUENCE
+        return Relation.REFINES
     is_same = incident.culprits and set(incident.culprits) == set(verdict.culprits)
     return Relation.SAME if is_same else Relation.NONE
 

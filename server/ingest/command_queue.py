@@ -19,7 +19,7 @@ from ..core.waiting import wait_for_event
 
 REQUEST_EXPIRES_S = 10.0  # seconds after which an unanswered request may be repeated
 MIN_REPEAT_INTERVAL_S = 1.0  # seconds between two requests for the same thing
-MAX_CALLS_REQUESTED = 128
+_MAX_CALLS_REQUESTED = 128
 
 _STACKS, _HARDWARE = -1, -2  # instead of a stream
 _Subject = tuple[str, int]  # process key (empty: the host itself), stream uid or the above
@@ -29,6 +29,7 @@ _Subject = tuple[str, int]  # process key (empty: the host itself), stream uid o
 class _RequestedEvidence:
     command_id: str
     at: float
+    request: EvidenceRequest
     is_answered: bool = False
 
 
@@ -66,12 +67,16 @@ class CommandQueue:
         """Queues the evidence that a diagnosis requests, unless it was requested recently."""
         for request in requests:
             process = attempt.processes.get(request.rank)
-            if process is None or (process.exit is not None and not request.hardware):
+            if process is None or not _can_answer(process, request):
                 continue
             subject, commands = _choose_subject(process, request), self._get_commands(process)
             last = commands.evidence.get(subject)
             if last is not None:
-                repeat_after_s = MIN_REPEAT_INTERVAL_S if last.is_answered else REQUEST_EXPIRES_S
+                repeat_after_s = REQUEST_EXPIRES_S
+                if last.is_answered:
+                    # Other calls of the same stream are another request.
+                    is_repeated = request == last.request
+                    repeat_after_s = MIN_REPEAT_INTERVAL_S if is_repeated else 0.0
                 if last.command_id in commands.unsent or now - last.at < repeat_after_s:
                     continue
             command_id = self.queue_command(
@@ -80,10 +85,12 @@ class CommandQueue:
                 now,
                 uid=0 if request.stacks else request.stream_uid,
                 from_seq=request.from_seq,
-                most=MAX_CALLS_REQUESTED,
+                to_seq=request.to_seq,
+                step=request.step,
+                most=_MAX_CALLS_REQUESTED,
                 since_s=round(max(0.0, now - request.since), 3) if request.hardware else 0.0,
             )
-            commands.evidence[subject] = _RequestedEvidence(command_id, now)
+            commands.evidence[subject] = _RequestedEvidence(command_id, now, request)
 
     def queue_command(self, process: Process, kind: CommandKind, now: float, **details: Any) -> str:
         """Queues a command for a process; ``details`` are further fields of `Command`. Returns the
@@ -169,6 +176,13 @@ class CommandQueue:
             commands.drop_older(now - REQUEST_EXPIRES_S - report_interval_s)
             if not commands.unsent and not commands.evidence:
                 del self._agents[agent]
+
+
+def _can_answer(process: Process, request: EvidenceRequest) -> bool:
+    """Whether its node agent can have the evidence: it still has the calls of a process that ended."""
+    if process.exit is None or request.hardware:
+        return True
+    return not request.stacks and not process.finished_reporting
 
 
 def _choose_subject(process: Process, request: EvidenceRequest) -> _Subject:

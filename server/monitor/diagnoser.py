@@ -136,9 +136,11 @@ class Diagnoser:
         now = self.clock.monotonic()
         groups = {key for key in attempt.diverged_groups if not is_large(len(key[2]))}
         requests = [
-            EvidenceRequest(rank=rank, stream_uid=uid, from_seq=seq)
+            EvidenceRequest.for_calls(
+                rank, attempt.streams_by_group[mismatch.group.key][rank], window
+            )
             for mismatch in find_call_mismatches(attempt.streams_by_group, groups)
-            for rank, uid, seq in mismatch.calls_to_fetch
+            for rank, window in mismatch.calls_to_fetch
         ]
         self.commands.request_evidence(attempt, requests, now)
         if not requests and not attempt.awaits_calls:

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from hangwatch.diagnosis import EvidenceRequest
+from hangwatch.diagnosis import EvidenceRequest, choose_window
 from hangwatch.tracking.fleet import Fleet
 
 from ..core.limits import is_large
 from ..core.load import Load
-from ..ingest.command_queue import MAX_CALLS_REQUESTED, CommandQueue
+from ..ingest.command_queue import CommandQueue
 from ..ondemand.tracing import TraceRegistry
 
 REQUESTED_INTERVAL_S = 0.2  # between the heartbeats of an agent with an open request or a trace
@@ -73,11 +73,9 @@ class ReportScheduler:
             if tracked.needs_wait_sample:
                 attempt.has_urgent_changes = True
                 requests.append(EvidenceRequest(rank=rank, stacks=True))
-            for stream, seq in tracked.iter_new_sides():
-                from_seq = max(1, seq - MAX_CALLS_REQUESTED + 1)
-                requests.append(
-                    EvidenceRequest(rank=rank, stream_uid=stream.uid, from_seq=from_seq)
-                )
+            for stream, divergence in tracked.iter_new_sides():
+                window = choose_window(divergence)
+                requests.append(EvidenceRequest.for_calls(rank, stream, window))
             if requests and is_large(attempt.rank_count):
                 self.commands.request_evidence(attempt, requests, now)
 

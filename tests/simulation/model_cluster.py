@@ -52,6 +52,9 @@ class ModelCluster:
     silent_hosts: tuple[str, ...] = ()  # whose agents send nothing from now on
     # For which a host without requests may omit the positions of ranks that make progress.
     details_s: float | None = None
+    # Calls of a stream that a ring has room for; whether the agents keep those that they have read.
+    ring_calls: int | None = None
+    logs_calls: bool = True
     fleet: Fleet = field(default_factory=Fleet)
     known_agents: set[str] = field(default_factory=set)
     agents: dict[str, ModelAgent] = field(default_factory=dict)
@@ -62,7 +65,7 @@ class ModelCluster:
     _order: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
-        self._rings = ModelRings(self.job, self.run)
+        self._rings = ModelRings(self.job, self.run, self.ring_calls)
         for n, host in enumerate(sorted(set(self.job.hosts.values()))):
             self.agents[host] = ModelAgent(host, f"{self.run}-{host}", send_at=0.13 * n)
 
@@ -129,11 +132,15 @@ class ModelCluster:
             return
         subject = (request.rank, -1 if request.stacks else request.stream_uid)
         last = self.requested.get(subject)
-        if last is not None and self.now - last[2] < (1.0 if last[3] else 10.0):
-            return
+        if last is not None:
+            asked = last[0].from_seq, last[0].to_seq, last[0].step
+            is_repeated = asked == (request.from_seq, request.to_seq, request.step)
+            repeat_after_s = (1.0 if is_repeated else 0.0) if last[3] else 10.0
+            if self.now - last[2] < repeat_after_s:
+                return
         command = Command(
             id=f"{next(self._order)}", ask=CommandKind.STACKS if request.stacks else CommandKind.CALLS, key=process.key,
-            uid=request.stream_uid, from_seq=request.from_seq,
+            uid=request.stream_uid, from_seq=request.from_seq, to_seq=request.to_seq, step=request.step,
         )  # fmt: skip
         self.requested[subject] = (command, process.host, self.now, False)
 
@@ -229,12 +236,23 @@ class ModelCluster:
             )
             agent.samples.append((taken, self.job.now))
         elif command.ask is CommandKind.CALLS:
-            calls = tuple(self._rings.list_calls(rank, command.uid, command.from_seq)[-64:])
-            agent.calls.append(
-                heartbeat.CallsReply(
-                    key=command.key, request=command.id, uid=command.uid, calls=calls
+            calls = [
+                call
+                for call in self._rings.list_calls(
+                    rank, command.uid, command.from_seq, self.logs_calls
                 )
+                if call.seq <= command.to_seq and call.seq % command.step == 0
+            ]
+            reply = heartbeat.CallsReply(
+                key=command.key,
+                request=command.id,
+                uid=command.uid,
+                calls=tuple(calls),
+                from_seq=command.from_seq,
+                to_seq=command.to_seq,
+                step=command.step,
             )
+            agent.calls.append(reply)
         agent.send_at = min(agent.send_at, self.job.now + EAGER_INTERVAL_S)
 
     def _ingest_heartbeat(self, beat: heartbeat.Heartbeat) -> heartbeat.HeartbeatReply:

@@ -42,6 +42,7 @@ class ModelAgent:
 class ModelRings:
     job: ModelJob
     run: str  # distinguishes the processes of several runs
+    ring_calls: int | None = None  # of a stream that a ring has room for
     _uids: dict[tuple[int, ModelStream], int] = field(default_factory=dict)
 
     def get_process_key(self, rank: ModelRank) -> str:
@@ -53,9 +54,13 @@ class ModelRings:
                 return rank
         return None
 
-    def list_calls(self, rank: ModelRank, uid: int, first_seq: int = 1) -> list[Call]:
+    def list_calls(
+        self, rank: ModelRank, uid: int, first_seq: int = 1, are_logged: bool = False
+    ) -> list[Call]:
         """The calls of one stream from ``first_seq`` on. Raises StopIteration for an unknown uid."""
         stream = next(s for s in rank.calls if self._get_stream_uid(rank, s) == uid)
+        if self.ring_calls is not None and not are_logged:
+            first_seq = max(first_seq, len(rank.calls[stream]) - self.ring_calls + 1)
         return self.job.list_recorded_calls(rank.number, stream, first_seq)
 
     def compose_update(
@@ -114,6 +119,8 @@ class ModelRings:
         ops: dict[int, str] = {}
         for stream, calls in rank.calls.items():
             first = agent.cursor.get((key, stream), 0)
+            if self.ring_calls is not None:
+                first = max(first, len(calls) - self.ring_calls)
             if len(calls) > first:
                 uid = self._get_stream_uid(rank, stream)
                 chains[uid] = {seq: c.chain for seq, c in enumerate(calls[first:], first + 1)}

@@ -234,7 +234,12 @@ class ScriptedJob:
             for request in requests:
                 streams = self.ranks[request.rank].streams.values()
                 stream = next(s for s in streams if s.uid == request.stream_uid)
-                calls = tuple(c for c in stream.list_calls(self.now) if c.seq >= request.from_seq)
+                calls = tuple(
+                    call
+                    for call in stream.list_calls(self.now)
+                    if request.from_seq <= call.seq <= request.to_seq
+                    and call.seq % request.step == 0
+                )
                 self.apply_heartbeat(
                     calls=(
                         wire.CallsReply(
@@ -242,6 +247,9 @@ class ScriptedJob:
                             request="c",
                             uid=request.stream_uid,
                             calls=calls,
+                            from_seq=request.from_seq,
+                            to_seq=request.to_seq,
+                            step=request.step,
                         ),
                     )
                 )

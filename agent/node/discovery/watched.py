@@ -21,6 +21,7 @@ from ...environment import run_dir
 from ...environment.identity import LaunchInfo
 from ..reporting import updates
 from ..reporting.acked import AckedState, UnackedHistory
+from ..reporting.call_log import CallLog, LoggedCall
 from ..reporting.call_tally import ProcessTally
 from ..reporting.ring_metadata import parse_identity
 from ..system import processes
@@ -55,6 +56,7 @@ class WatchedProcess:
     exited_at_ns: int = 0
     faults: dict[str, str] = field(default_factory=dict)  # the latest message for each topic
     history: UnackedHistory = field(default_factory=UnackedHistory)
+    call_log: CallLog = field(default_factory=CallLog)
     tally: ProcessTally = field(default_factory=ProcessTally)
     acked: AckedState | None = None
     exit_acked_ns: int = 0  # when the server acknowledged its exit
@@ -109,6 +111,7 @@ class WatchedProcess:
             return
         self._ring_problem = ""
         self.faults.pop("ring", None)
+        self.call_log.add_records(delta.records)
         self.snapshot = snapshot
         self.is_flooded = len(delta.records) * FLOOD_DIVISOR > self.reader.record_capacity
         try:
@@ -244,6 +247,37 @@ class WatchedProcess:
             checked_calls = [call for call in checked_calls if call.seq < calls[0].seq]
         return checked_calls + calls
 
+    def read_window(
+        self, now_ns: int, uid: int, first: int, last: int, step: int = 1
+    ) -> list[Call]:
+        """The calls of one stream from number ``first`` to ``last`` at multiples of ``step``, oldest
+        first: those that are still in the ring, and older ones that were read from it or are in its
+        check table.
+        """
+        reader = self.reader
+        if reader is None:
+            return []
+        try:
+            found = {
+                logged.seq: _decode_logged_call(reader, logged, now_ns)
+                for logged in self.call_log.list_calls(uid, first, last, step)
+            }
+            for call in checks.read_checked_calls(reader, uid, now_ns, from_seq=first):
+                if call.seq <= last and call.seq % step == 0:
+                    found[call.seq] = call
+            in_ring = reader.read_calls(
+                uid,
+                now_ns,
+                max_calls=reader.record_capacity,
+                from_seq=first,
+                to_seq=last,
+                step=step,
+            )
+            found.update((call.seq, call) for call in in_ring)
+        except Exception:  # the ring is corrupt: `read_state` reports it
+            return []
+        return [found[seq] for seq in sorted(found)]
+
     def mark_acked(self, acked: AckedState | None, now_ns: int) -> None:
         self.acked = acked
         if acked is not None:
@@ -261,6 +295,18 @@ class WatchedProcess:
             os.close(self.pidfd)
             self.pidfd = None
         self.reader = self.snapshot = None
+
+
+def _decode_logged_call(reader: RingReader, logged: LoggedCall, now_ns: int) -> Call:
+    return reader.make_call(
+        logged.seq,
+        logged.signature,
+        logged.site,
+        chain=logged.chain,
+        entered_s=max(0, now_ns - logged.entered_ns) / 1e9,
+        thread=logged.thread,
+        raised=logged.raised,
+    )
 
 
 def list_live_pids(watched: Iterable[WatchedProcess]) -> tuple[int, ...]:

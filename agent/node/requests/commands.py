@@ -22,6 +22,7 @@ from .aborts import AbortTracker
 from .live import LiveRequests
 
 _MAX_REMEMBERED_COMMANDS = 1024
+_NO_LIMIT = 1 << 63  # no sequence number is as high
 
 
 class CommandExecutor:
@@ -69,10 +70,29 @@ class CommandExecutor:
     def _read_calls(self, command: Command, process: WatchedProcess | None, now_ns: int) -> None:
         calls: list[Call] = []
         if process is not None:
-            calls = process.read_calls(now_ns, command.uid, command.from_seq, command.most)
-        self._outbox.add_calls(
-            CallsReply(key=command.key, request=command.id, uid=command.uid, calls=tuple(calls))
+            calls = process.read_window(
+                now_ns,
+                command.uid,
+                command.from_seq,
+                command.to_seq or _NO_LIMIT,
+                command.step,
+            )
+        first, last = command.from_seq, command.to_seq
+        if len(calls) > command.most:
+            calls = calls[-command.most :]
+            first = calls[0].seq
+        if not last and calls:
+            last = calls[-1].seq
+        reply = CallsReply(
+            key=command.key,
+            request=command.id,
+            uid=command.uid,
+            calls=tuple(calls),
+            from_seq=first,
+            to_seq=last,
+            step=command.step,
         )
+        self._outbox.add_calls(reply)
 
     def _order_hardware(
         self, command: Command, watched: Mapping[str, WatchedProcess], now_ns: int

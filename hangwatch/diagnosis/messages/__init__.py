@@ -9,6 +9,7 @@ from .common import (
     format_call_short,
     format_exception,
     format_line,
+    format_lower_layers_advice,
     format_waiter_count,
     update_waiter_count,
 )
@@ -60,7 +61,6 @@ from .mismatches import (
 )
 from .waits import (
     DIFFERENT_MASTERS_ADVICE,
-    LOWER_LAYERS_ADVICE,
     NO_STACK_ADVICE,
     PHASE_HINT,
     SLOW_NOT_STUCK_ADVICE,
@@ -85,7 +85,6 @@ __all__ = [
     "COMMUNICATOR_ADVICE",
     "DIFFERENT_MASTERS_ADVICE",
     "GROUP_MISMATCH_ADVICE",
-    "LOWER_LAYERS_ADVICE",
     "MISMATCH_ADVICE",
     "NO_STACK_ADVICE",
     "PAIR_MISMATCH_ADVICE",
@@ -134,6 +133,7 @@ __all__ = [
     "format_idle_gpus",
     "format_job_report",
     "format_line",
+    "format_lower_layers_advice",
     "format_more_calls",
     "format_several_hosts",
     "format_single_host",

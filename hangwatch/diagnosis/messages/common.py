@@ -74,3 +74,10 @@ def update_waiter_count(summary: str, before: int, now: int) -> str:
 
 def format_waiter_count(count: int) -> str:
     return f"{count} rank waits" if count == 1 else f"{count} ranks wait"
+
+
+def format_lower_layers_advice(*, are_equal: bool) -> str:
+    """``are_equal``: the calls of all members were compared."""
+    if are_equal:
+        return "The calls match, so check the network, the devices and their drivers."
+    return "No difference between the calls is known: check the network, the devices and their drivers."

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from hangwatch.model.groups import Group
 
-from .common import describe_position, describe_ranks, format_waiter_count
+from .common import (
+    describe_position,
+    describe_ranks,
+    format_lower_layers_advice,
+    format_waiter_count,
+)
 
 _TIMING_HINT = (
     "TORCH_NCCL_ENABLE_TIMING=1 (from torch 2.15 on, with TORCH_DIST_USE_NCCL2=0) would show which"
@@ -85,10 +90,11 @@ def format_stuck_device_advice(ranks: tuple[int, ...], *, records_starts: bool) 
     return f"{advice} Any of them may be the one that is stuck: {_TIMING_HINT}"
 
 
-def format_stalled_device_advice(records_starts: bool) -> str:
-    if records_starts:
+def format_stalled_device_advice(*, records_starts: bool, are_equal: bool) -> str:
+    """``are_equal``: the calls of all members were compared."""
+    if records_starts and are_equal:
         return "Every device has begun the call, so check the network between them and its drivers."
-    return (
-        "The calls match, so check the network, the devices and their drivers. A device may be stuck"
-        f" before the call: {_TIMING_HINT}"
-    )
+    advice = format_lower_layers_advice(are_equal=are_equal)
+    if records_starts:
+        return advice
+    return f"{advice} A device may be stuck before the call: {_TIMING_HINT}"

@@ -33,13 +33,16 @@ def describe_mismatch(
     differing_fields: tuple[str, ...],
     group: Group,
     seq: int,
+    last_equal: int = 0,
 ) -> str:
-    """What the outliers called, and what the other ranks called."""
+    """What the outliers called, and what the other ranks called. Without calls, only that they differ
+    at some call after ``last_equal`` and up to ``seq``.
+    """
     outlier_calls = [c for c in calls if set(c.ranks) <= set(outliers)]
     other_calls = [c for c in calls if not set(c.ranks) <= set(outliers)]
     position = describe_position(group, seq)
     if not calls or (not other_calls and len(outlier_calls) < 2):
-        return f"{describe_ranks(outliers)} diverged from the other ranks at or before {position}"
+        return _describe_inexact_mismatch(outliers, group, position, seq, last_equal)
     all_calls = [c.call for c in calls]
 
     def describe_class(call_class: CallClass) -> str:
@@ -52,6 +55,23 @@ def describe_mismatch(
     if not theirs:
         theirs = f"{describe_ranks(outliers)} called something else"
     return f"{theirs} where {', '.join(map(describe_class, other_calls))} ({position})"
+
+
+def _describe_inexact_mismatch(
+    outliers: tuple[int, ...], group: Group, position: str, seq: int, last_equal: int
+) -> str:
+    """The running hashes differ, and which call was the first to differ, or what it was, is unknown."""
+    if len(outliers) == len(group.ranks):
+        subject = f"the calls of {describe_ranks(outliers)} differ from each other"
+    else:
+        subject = f"the calls of {describe_ranks(outliers)} differ from those of the other ranks"
+    if seq == last_equal + 1:
+        return f"{subject} at {position}; what was called there is not known"
+    since = f", and after call {last_equal}" if last_equal else ""
+    return (
+        f"{subject} at or before {position}{since}; the records of the calls in between could not be"
+        " fetched"
+    )
 
 
 def describe_pair_mismatch(

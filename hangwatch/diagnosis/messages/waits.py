@@ -19,7 +19,6 @@ SLOW_NOT_STUCK_ADVICE = f"That makes progress: slow rather than stuck. {PHASE_HI
 NO_STACK_ADVICE = (
     "Check what it does after that call; with a longer timeout there is time to sample its stack."
 )
-LOWER_LAYERS_ADVICE = "The calls match, so check the network, the devices and their drivers."
 DIFFERENT_MASTERS_ADVICE = "MASTER_ADDR and MASTER_PORT must be the same on every rank."
 
 

@@ -17,6 +17,7 @@ from hangwatch.diagnosis.graph.devices import DeviceGroup, DeviceHang
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.verdicts import Verdict, Wait
 
+from .agreement import check_agreement
 from .end_kinds import is_in_phase
 
 _MAX_WAITS_SHOWN = 64
@@ -74,7 +75,7 @@ def diagnose_stalled_devices(context: DiagnosisContext) -> None:
     limit_s = context.limits.stall_after_s
     if not first.records_starts:
         limit_s += UNTIMED_GRACE_S
-    verdict = make_stalled_verdict(view, first, waiting, due=age_s >= limit_s)
+    verdict = make_stalled_verdict(context, view, first, waiting, due=age_s >= limit_s)
     context.verdicts.append(verdict)
     context.explained_ranks |= waiting
     request_stacks(context, (), waiting, verdict.began_at)
@@ -139,13 +140,20 @@ def _list_waits(view: DeviceView, hang: DeviceHang, stuck: set[int]) -> tuple[Wa
 
 
 def make_stalled_verdict(
-    view: DeviceView, group: DeviceGroup, waiting: Iterable[int], *, due: bool
+    context: DiagnosisContext,
+    view: DeviceView,
+    group: DeviceGroup,
+    waiting: Iterable[int],
+    *,
+    due: bool,
 ) -> Verdict:
     """The verdict on a call that all devices of ``group`` are in and none completes."""
     first = group.ranks[0]
     stream = view.get_stream(group, first)
     seq = view.get_seq(group, first)
     position = messages.describe_position(stream.group, seq)
+    members = context.streams_by_group.get(stream.group.key, {})
+    agreement = check_agreement(context, members, group.ranks, seq)
     return Verdict(
         kind=VerdictKind.NO_PROGRESS,
         severity=KINDS[VerdictKind.NO_PROGRESS].severity,
@@ -156,9 +164,8 @@ def make_stalled_verdict(
         calls=view.get_call(group, first),
         began_at=view.get_unchanged_since(group.ranks),
         is_confirmed=due,
-        summary=(
-            f"all {len(group.ranks)} ranks made the same call and none finishes:"
-            f" {view.get_op(group, first)} ({position})"
+        summary=agreement.describe("none finishes", view.get_op(group, first), first, position),
+        advice=messages.format_stalled_device_advice(
+            records_starts=group.records_starts, are_equal=agreement.is_known
         ),
-        advice=messages.format_stalled_device_advice(group.records_starts),
     )

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from itertools import chain
 
 from hangwatch.diagnosis.alignment import MAX_WINDOW_CALLS
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.groups import Group, GroupKey
+from hangwatch.model.signatures import UNKNOWN_OP
 from hangwatch.model.verdicts import CallClass
-from hangwatch.tracking.attempt import find_first_conflict
-from hangwatch.tracking.call_stream import CallStream, list_histories
+from hangwatch.tracking.attempt import find_divergence
+from hangwatch.tracking.call_stream import CallStream, CallWindow, DivergenceBounds, list_histories
 
 _MAX_CALLS_TO_FETCH = 64
+_MAX_ASKED_PER_CLASS = 3  # for the same calls
+_MAX_PROBES = 64  # calls that are compared at a time to find where a divergence began
 COMPARED_FIELDS = ("op", "dtype", "shape", "reduce_op", "root")
 
 _CallClass = tuple[int, list[int]]  # a running hash, and the ranks that have it
@@ -22,11 +24,12 @@ _CallClass = tuple[int, list[int]]  # a running hash, and the ranks that have it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallMismatch:
-    """Where the members of a group made different calls: at ``seq``, for the first time.
+    """Where the members of a group made different calls: at ``seq``, for the first time. If that is not
+    exact, it was at some call after ``last_equal``, up to which all are known to have made equal ones.
 
     ``classes`` are the ranks with equal calls up to and including ``seq``, the largest class first.
-    ``calls_to_fetch`` are the calls without which the rest is uncertain: (rank, stream uid, from
-    seq).
+    ``calls`` are empty unless ``seq`` is exact. ``calls_to_fetch`` are the calls without which the rest
+    is uncertain, by rank.
     """
 
     group: Group
@@ -36,7 +39,13 @@ class CallMismatch:
     outliers: tuple[int, ...]
     calls: tuple[CallClass, ...] = ()
     differing_fields: tuple[str, ...] = ()
-    calls_to_fetch: tuple[tuple[int, int, int], ...] = ()
+    last_equal: int = 0
+    calls_to_fetch: tuple[tuple[int, CallWindow], ...] = ()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the calls up to the one before ``seq`` are known to be equal."""
+        return self.seq == self.last_equal + 1
 
 
 def find_call_mismatches(
@@ -47,21 +56,22 @@ def find_call_mismatches(
         return []
     mismatches: list[CallMismatch] = []
     for key, members in streams_by_group.items():
-        seq = find_first_conflict(members) if key in diverged_groups else None
-        if seq:
-            mismatches.append(_make_call_mismatch(key, members, seq, streams_by_group))
+        divergence = find_divergence(members) if key in diverged_groups else None
+        if divergence is not None:
+            mismatches.append(_make_call_mismatch(key, members, divergence, streams_by_group))
     return mismatches
 
 
 def _make_call_mismatch(
     key: GroupKey,
     members: dict[int, CallStream],
-    seq: int,
+    divergence: DivergenceBounds,
     streams_by_group: dict[GroupKey, dict[int, CallStream]],
 ) -> CallMismatch:
-    classes, unclassified = _classify_members(members, seq)
+    seq = divergence.first_different
+    classes, unclassified = classify_members(members, seq)
     calls: list[CallClass] = []
-    for _, ranks in classes:
+    for _, ranks in classes if divergence.is_exact else ():
         call = _find_call(members, ranks, seq)
         if call is not None:
             calls.append(CallClass(ranks=tuple(ranks), call=call))
@@ -70,15 +80,16 @@ def _make_call_mismatch(
         group=any_stream.group,
         kind=any_stream.kind,
         seq=seq,
+        last_equal=divergence.last_equal,
         classes=tuple(tuple(ranks) for _, ranks in classes),
         outliers=_find_outliers(key, seq, classes, streams_by_group),
         calls=tuple(calls),
         differing_fields=_compare_fields([c.call.signature for c in calls]),
-        calls_to_fetch=_list_calls_to_fetch(members, seq, classes, unclassified),
+        calls_to_fetch=_list_calls_to_fetch(members, divergence, classes, unclassified),
     )
 
 
-def _classify_members(
+def classify_members(
     members: dict[int, CallStream], seq: int
 ) -> tuple[list[_CallClass], list[int]]:
     """The classes of members with equal hashes, and the members past ``seq`` whose class is
@@ -126,45 +137,63 @@ def _classify_by_later_hash(
 
 
 def _list_calls_to_fetch(
-    members: dict[int, CallStream], seq: int, classes: list[_CallClass], unclassified: list[int]
-) -> tuple[tuple[int, int, int], ...]:
-    """The calls up to ``seq`` that are missing, with some from before the divergence, which show
-    how it came about.
+    members: dict[int, CallStream],
+    divergence: DivergenceBounds,
+    classes: list[_CallClass],
+    unclassified: list[int],
+) -> tuple[tuple[int, CallWindow], ...]:
+    """The calls that show where the divergence began, with some from before, which show how it came
+    about. If it may have begun at any of many calls, first some of these, whose hashes narrow it down.
     """
-    common_seqs = [s for s in _find_common_positions(members, classes) if s < seq]
-    first_different = max(common_seqs, default=0) + 1
-    from_seq = max(1, min(first_different, seq - MAX_WINDOW_CALLS // 2))
-    to_fetch: list[int] = []
+    seq = divergence.first_different
+    window = choose_window(divergence)
+    to_fetch: list[tuple[int, CallWindow]] = []
     for _, ranks in classes:
-        # One rank represents its class, since equal hashes mean equal calls.
-        known = [members[rank] for rank in ranks if members[rank].calls]
-        if any(_has_chained_calls(stream, first_different, seq) for stream in known):
+        # One rank represents its class, since equal hashes mean equal calls; the next one does if the
+        # calls of the first are lost.
+        if any(_knows_calls(members[rank], window, divergence.last_equal) for rank in ranks):
             continue
-        to_fetch += [rank for rank in ranks if members[rank].fetched_to < seq][:1]
-    to_fetch += [rank for rank in unclassified if members[rank].fetched_to < seq]
-    return tuple((rank, members[rank].uid, from_seq) for rank in to_fetch[:_MAX_CALLS_TO_FETCH])
+        asked = [rank for rank in ranks if members[rank].has_answered(window)]
+        if len(asked) < _MAX_ASKED_PER_CLASS:
+            to_fetch += [(rank, window) for rank in ranks if rank not in asked][:1]
+    at_seq = CallWindow(seq, seq)
+    for rank in unclassified:
+        if not members[rank].has_answered(at_seq):
+            to_fetch.append((rank, at_seq))
+    return tuple(to_fetch[:_MAX_CALLS_TO_FETCH])
 
 
-def _find_common_positions(members: dict[int, CallStream], classes: list[_CallClass]) -> set[int]:
-    """Positions at which every class has reported the same hash."""
-    hashes_by_class: list[dict[int, int]] = []
-    for _, ranks in classes:
-        histories = list_histories(members[rank] for rank in ranks)
-        hashes_by_class.append(dict(chain.from_iterable(histories)))
-    first, *others = hashes_by_class
-    return {
-        seq
-        for seq, running_hash in first.items()
-        if all(other.get(seq) == running_hash for other in others)
-    }
+def choose_window(divergence: DivergenceBounds) -> CallWindow:
+    """The next calls to compare between the sides of a divergence."""
+    first, last = divergence.last_equal + 1, divergence.first_different
+    if last - first < MAX_WINDOW_CALLS:
+        return CallWindow(max(1, min(first, last - MAX_WINDOW_CALLS // 2)), last)
+    step = 1
+    while (last - first) // step >= _MAX_PROBES:
+        step *= 2
+    return CallWindow(first, last, step)
 
 
-def _has_chained_calls(stream: CallStream, first: int, last: int) -> bool:
-    return all(seq in stream.calls and stream.calls[seq].chain for seq in range(first, last + 1))
+def _knows_calls(stream: CallStream, window: CallWindow, last_equal: int) -> bool:
+    """Whether the calls of a window that came after call ``last_equal`` are known; of a sparse window,
+    whether their hashes are.
+    """
+    if window.step > 1:
+        first = -(-window.first // window.step) * window.step
+        hashes = stream.hashes_by_seq
+        return all(seq in hashes for seq in range(first, window.last + 1, window.step))
+    calls = stream.calls
+    return bool(calls) and all(
+        seq in calls and calls[seq].chain for seq in range(last_equal + 1, window.last + 1)
+    )
 
 
 def _find_call(members: dict[int, CallStream], ranks: list[int], seq: int) -> Call | None:
-    return next((members[rank].calls[seq] for rank in ranks if seq in members[rank].calls), None)
+    for rank in ranks:
+        call = members[rank].calls.get(seq)
+        if call is not None and call.signature.op != UNKNOWN_OP:
+            return call
+    return None
 
 
 def _find_outliers(

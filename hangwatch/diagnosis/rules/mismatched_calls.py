@@ -33,7 +33,10 @@ from .pairwise import PairMismatch, find_pair_mismatches
 # is taken to have failed because of it.
 _MAX_CALLS_AFTER = 2
 _FAILED_SOON_S = 5.0
-_MAX_EVIDENCE_WAIT_S = 3.0  # the verdict is confirmed after this time even without all calls
+# The verdict is confirmed without calls that have not arrived this long after the divergence was
+# found, or after the ranks were last seen; later if a node agent has not reported since the request.
+_MAX_EVIDENCE_WAIT_S = 3.0
+_MAX_NARROWING_S, _MAX_REPLY_WAIT_S, _MAX_REPORT_WAIT_S = 4.5, 1.0, 15.0
 
 
 def diagnose_call_mismatches(context: DiagnosisContext) -> None:
@@ -44,9 +47,9 @@ def diagnose_call_mismatches(context: DiagnosisContext) -> None:
 
 
 def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -> None:
-    for rank, uid, seq in mismatch.calls_to_fetch:
-        context.requests.append(EvidenceRequest(rank=rank, stream_uid=uid, from_seq=seq))
     members = context.streams_by_group[mismatch.group.key]
+    for rank, window in mismatch.calls_to_fetch:
+        context.requests.append(EvidenceRequest.for_calls(rank, members[rank], window))
     failed = _find_failed_members(context, mismatch, members)
     is_harmless = _is_harmless(context, mismatch, members, failed)
     outliers = set(mismatch.outliers)
@@ -135,10 +138,8 @@ def _make_mismatch_verdict(
     kind = VerdictKind.GROUP_MISMATCH if is_setup else VerdictKind.MISMATCH
     reported_ranks = [rank for ranks in mismatch.classes for rank in ranks]
     entry_times = [members[rank].entered_at for rank in reported_ranks]
-    is_complete = (
-        len(mismatch.calls) == len(mismatch.classes)
-        and not mismatch.calls_to_fetch
-        and not _is_majority_undecided(context, mismatch, members)
+    is_complete = not mismatch.calls_to_fetch and not _is_majority_undecided(
+        context, mismatch, members
     )
     return Verdict(
         kind=kind,
@@ -151,22 +152,41 @@ def _make_mismatch_verdict(
         calls=mismatch.calls,
         waits=select_waits(context, waiting),
         began_at=min(entry_times, default=context.now),
-        is_confirmed=is_complete or _is_evidence_old(context, reported_ranks),
+        is_confirmed=is_complete or _is_evidence_overdue(context, mismatch, members),
         summary=messages.describe_mismatch(
             mismatch.outliers,
             mismatch.calls,
             mismatch.differing_fields,
             mismatch.group,
             mismatch.seq,
+            mismatch.last_equal,
         ),
         advice=messages.GROUP_MISMATCH_ADVICE if is_setup else messages.MISMATCH_ADVICE,
         site=_find_site_of(mismatch.calls, mismatch.outliers),
     )
 
 
-def _is_evidence_old(context: DiagnosisContext, reported_ranks: Iterable[int]) -> bool:
+def _is_evidence_overdue(
+    context: DiagnosisContext, mismatch: CallMismatch, members: dict[int, CallStream]
+) -> bool:
+    """Whether it was waited for long enough for what is missing: then what is certain is reported."""
+    reported_ranks = [rank for ranks in mismatch.classes for rank in ranks]
     report_times = [get_last_seen_at(context, rank) for rank in reported_ranks]
-    return context.now - max(report_times, default=context.now) > _MAX_EVIDENCE_WAIT_S
+    if context.now - max(report_times, default=context.now) > _MAX_EVIDENCE_WAIT_S:
+        return True
+    state = members[reported_ranks[0]].group_state
+    if state is None or not state.diverged:
+        return False
+    waited_s = context.now - state.diverged_at
+    if waited_s <= _MAX_EVIDENCE_WAIT_S or waited_s > _MAX_REPORT_WAIT_S:
+        return waited_s > _MAX_EVIDENCE_WAIT_S
+    if waited_s <= _MAX_NARROWING_S and context.now - state.narrowed_at <= _MAX_REPLY_WAIT_S:
+        return False  # each reply narrows the calls down
+    # The node agents of a large job report rarely, and get requests only then.
+    return all(
+        get_last_seen_at(context, rank) > state.diverged_at + _MAX_REPLY_WAIT_S
+        for rank, _ in mismatch.calls_to_fetch
+    )
 
 
 def _find_site_of(calls: Iterable[CallClass], ranks: Iterable[int]) -> Site | None:

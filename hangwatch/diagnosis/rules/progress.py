@@ -21,6 +21,8 @@ from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.call_stream import CallStream, GroupState
 
+from .agreement import check_agreement
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StuckCall:
@@ -33,7 +35,8 @@ class _StuckCall:
     members: Iterable[int]
     waiting: list[int]
     began_at: float
-    description: str
+    summary: str
+    advice: str
 
 
 def diagnose_no_progress(context: DiagnosisContext) -> None:
@@ -93,16 +96,16 @@ def _find_stuck_collectives(context: DiagnosisContext) -> Iterator[_StuckCall]:
         else:
             unfinished = f"{messages.describe_ranks(tuple(sorted(inside)))} cannot finish it"
         waiting = {*group_ranks, *context.graph.find_waiters_of(inside)}
+        agreement = check_agreement(context, group_state.members, group_ranks, stream.entered)
+        position = messages.describe_position(stream.group, stream.entered)
         yield _StuckCall(
             stream=stream,
             inside=inside,
             members=group_ranks,
             waiting=sorted(waiting - context.explained_ranks),
             began_at=max(group_state.members[rank].entered_at for rank in group_ranks),
-            description=(
-                f"all {len(group_ranks)} ranks made the same call and {unfinished}:"
-                f" {get_op_name(stream)}"
-            ),
+            summary=agreement.describe(unfinished, get_op_name(stream), inside[0], position),
+            advice=messages.format_lower_layers_advice(are_equal=agreement.is_known),
         )
 
 
@@ -133,13 +136,19 @@ def _find_stuck_channels(context: DiagnosisContext) -> Iterator[_StuckCall]:
             members=[rank],
             waiting=sorted(waiting - context.explained_ranks),
             began_at=max(stream.entered_at, peer_advanced_at),
-            description=messages.describe_unfinished_message(
-                rank,
-                get_op_name(stream),
-                f"rank {peer}",
-                is_receive=stream.kind is StreamKind.RECV,
-            ),
+            summary=_describe_stuck_message(rank, peer, stream),
+            advice=messages.format_lower_layers_advice(are_equal=False),
         )
+
+
+def _describe_stuck_message(rank: int, peer: int, stream: CallStream) -> str:
+    message = messages.describe_unfinished_message(
+        rank,
+        get_op_name(stream),
+        f"rank {peer}",
+        is_receive=stream.kind is StreamKind.RECV,
+    )
+    return f"{message} ({messages.describe_position(stream.group, stream.entered)})"
 
 
 def _make_verdict(context: DiagnosisContext, stuck_calls: list[_StuckCall]) -> Verdict:
@@ -149,7 +158,6 @@ def _make_verdict(context: DiagnosisContext, stuck_calls: list[_StuckCall]) -> V
     waiting = sorted({rank for stuck in stuck_calls for rank in stuck.waiting})
     context.explained_ranks |= set(waiting)
     age_s = max(_get_stuck_age_s(context, stuck) for stuck in stuck_calls)
-    position = messages.describe_position(group, seq)
     more_calls = messages.format_more_calls(len(stuck_calls) - 1)
     return Verdict(
         kind=VerdictKind.NO_PROGRESS,
@@ -161,8 +169,8 @@ def _make_verdict(context: DiagnosisContext, stuck_calls: list[_StuckCall]) -> V
         calls=get_newest_call(first.stream, first.inside[0]),
         began_at=min(stuck.began_at for stuck in stuck_calls),
         is_confirmed=age_s >= context.limits.stall_after_s,
-        summary=f"{first.description} ({position}){more_calls}",
-        advice=messages.LOWER_LAYERS_ADVICE,
+        summary=f"{first.summary}{more_calls}",
+        advice=first.advice,
     )
 
 

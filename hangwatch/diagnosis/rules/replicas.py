@@ -12,6 +12,7 @@ from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.operators import OPERATIONS
 from hangwatch.model.ranks import format_ranks
 from hangwatch.model.verdicts import CallClass, Verdict
+from hangwatch.tracking.call_stream import CallWindow
 from hangwatch.tracking.checks import ChecksumComparison, ReplicaChecksums
 
 _MAX_REPORT_WAIT_S = 2.0  # for members that have not reported yet
@@ -79,10 +80,10 @@ def _find_or_request_call(
     for stream in streams.values():
         if seq in stream.calls:
             return stream.calls[seq]
-    not_fetched = [rank for rank, stream in streams.items() if stream.fetched_to < seq]
+    window = CallWindow(seq, seq)
+    not_fetched = [rank for rank, stream in streams.items() if not stream.has_answered(window)]
     for rank in not_fetched[:_MAX_REQUESTED_RANKS]:
-        request = EvidenceRequest(rank=rank, stream_uid=streams[rank].uid, from_seq=seq)
-        context.requests.append(request)
+        context.requests.append(EvidenceRequest.for_calls(rank, streams[rank], window))
     return None
 
 

@@ -35,6 +35,7 @@ from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
 
 from .absence_verdict import make_absence_verdict
+from .agreement import check_agreement
 from .end_kinds import KIND_PRECEDENCE
 
 _MAX_SEARCHED_RANKS = 1000
@@ -68,7 +69,9 @@ def diagnose_timeout(
         complete_at = max(stream.entered_at for stream in members.values())
         if timed_out_at - complete_at < (timed_out_at - last.entered_at) / 2:
             return False  # the last member entered too late to blame the lower layers
-        context.verdicts.append(_make_no_progress_verdict(first, last, complete_at, due=due))
+        context.verdicts.append(
+            _make_no_progress_verdict(context, first, last, complete_at, due=due)
+        )
         context.explained_ranks |= failed | members.keys()
     context.explained_ranks |= context.graph.get_waiting_ranks()
     return True
@@ -227,19 +230,20 @@ def _add_last_site(context: DiagnosisContext, verdict: Verdict, timed_out_at: fl
 
 
 def _make_no_progress_verdict(
-    first: Process, last: CallStream, began_at: float, *, due: bool
+    context: DiagnosisContext, first: Process, last: CallStream, began_at: float, *, due: bool
 ) -> Verdict:
     ranks = last.group.ranks
     position = messages.describe_position(last.group, last.entered)
+    members = context.streams_by_group.get(last.group.key, {})
+    agreement = check_agreement(context, members, ranks, last.entered)
     verdict = make_unfinished_verdict(first, last, ranks, due=due)
     return replace(
         verdict,
         began_at=began_at,
-        summary=(
-            f"all {len(ranks)} ranks made the same call and it timed out on rank {first.rank}:"
-            f" {get_op_name(last)} ({position})"
+        summary=agreement.describe(
+            f"it timed out on rank {first.rank}", get_op_name(last), first.rank, position
         ),
-        advice=messages.LOWER_LAYERS_ADVICE,
+        advice=messages.format_lower_layers_advice(are_equal=agreement.is_known),
     )
 
 

@@ -50,7 +50,7 @@ def diagnose_watchdog_end(
         waiting.update(group.ranks)
         # Its end proves that the call did not just take long, so that no grace is needed.
         has_stalled = view.get_waited_s(group.ranks) >= context.limits.stall_after_s
-        verdict = make_stalled_verdict(view, group, waiting, due=due or has_stalled)
+        verdict = make_stalled_verdict(context, view, group, waiting, due=due or has_stalled)
     elif diagnose_timeout(context, first, failed, get_failure_time(first), due=due):
         return
     if verdict is None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from hangwatch.tracking.hash_histories import (
-    CHECKPOINTS_KEPT,
+    MAX_PAIRS,
     MAX_SHARED,
+    NEWEST_KEPT,
     SHARED_PER_RANK,
     Hashes,
     HashHistories,
+    thin_hashes,
 )
 
 
@@ -35,12 +37,45 @@ def test_different_reports_share_their_pairs() -> None:
     assert one[2] is other[0] == (3, 1_000_003)
 
 
-def test_old_hashes_are_dropped() -> None:
-    histories = make_histories(8)
+def extend_step_by_step(histories: HashHistories, last: int, count: int = 4) -> Hashes:
     history: Hashes = ()
-    for first in range(1, 1001, 4):
-        history = histories.extend_history(history, histories.share_report(make_report(first)))
-    assert [seq for seq, _ in history] == list(range(1001 - CHECKPOINTS_KEPT, 1001))
+    for first in range(1, last, count):
+        report = histories.share_report(make_report(first, count))
+        history = histories.extend_history(history, report)
+    return history
+
+
+def test_old_hashes_are_thinned() -> None:
+    history = extend_step_by_step(make_histories(8), 1000)
+    seqs = [seq for seq, _ in history]
+    assert len(seqs) <= MAX_PAIRS
+    assert seqs[-NEWEST_KEPT:] == list(range(1001 - NEWEST_KEPT, 1001))
+    assert {256, 512, 768, 896, 960} <= set(seqs)
+
+
+def test_ranks_far_apart_have_a_position_in_common() -> None:
+    histories = make_histories(8)
+    for behind, ahead in ((100, 140), (500, 900), (2000, 6000)):
+        one, other = (
+            {seq for seq, _ in extend_step_by_step(histories, last)} for last in (behind, ahead)
+        )
+        assert one & other
+
+
+def test_older_hashes_are_merged_by_position() -> None:
+    """What was requested is older than what is held, and may be more than a history has."""
+    histories = make_histories(8)
+    newest = histories.extend_history((), histories.share_report(make_report(88, 3)))
+    history = histories.extend_history(newest, histories.share_report(make_report(1, 89)))
+    assert list(history) == sorted(history)
+    assert set(newest) <= set(history)
+    assert len(history) <= MAX_PAIRS
+
+
+def test_pinned_hashes_are_kept() -> None:
+    history = make_report(1, 1000)
+    pinned = [seq for seq, _ in thin_hashes(history, 301, 309) if 301 <= seq <= 309]
+    assert pinned == list(range(301, 310))
 
 
 def test_long_small_job_keeps_little() -> None:

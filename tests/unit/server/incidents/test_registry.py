@@ -406,6 +406,15 @@ def test_wait_that_becomes_a_cycle_is_one_incident(scene: IncidentScenario) -> N
     assert len(scene.observe_verdicts(MISSING_VERDICT)) == 1
 
 
+def test_mismatch_is_refined_when_its_first_call_is_found(scene: IncidentScenario) -> None:
+    inexact = replace(SUM_MAX_VERDICT, seq=512, calls=(), differing_fields=())
+    scene.observe_verdicts(inexact)
+    [case] = scene.observe_verdicts(SUM_MAX_VERDICT)
+    assert (case.incident.seq, case.incident.verdict.differing_fields) == (3, ("reduce_op",))
+    [case] = scene.observe_verdicts(replace(SUM_MAX_VERDICT, seq=2))
+    assert case.incident.seq == 3, "another difference"
+
+
 def test_mismatch_without_hang_stays_open_beside_hang(scene: IncidentScenario) -> None:
     scene.observe_verdicts(SUM_MAX_VERDICT)
     assert [c.incident.kind for c in scene.observe_verdicts(SUM_MAX_VERDICT, MISSING_VERDICT)] == [

@@ -1,0 +1,100 @@
+"""A node agent keeps the calls that it has read from a ring, and answers requests for any of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hangwatch.agent.node.discovery.watched import WatchedProcess
+from hangwatch.agent.node.reporting.call_log import CALLS_KEPT, CallLog
+from hangwatch.agent.node.system.cpu_activity import CpuActivity
+from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
+from hangwatch.agent.recorder.writer import RingWriter
+from hangwatch.model.calls import Signature
+from hangwatch.model.signatures import encode_signature
+from hangwatch.ring.layout import RECORD_SLOTS, RecordFlag
+from hangwatch.ring.reader import RingReader
+
+UID = 1
+
+
+class QuickRank:
+    """A rank that makes calls, and the node agent's view of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ring = RingWriter(folder / "a.ring", pid=os.getpid(), start_ticks=1)
+        self.ring.write_identity({"job": "j", "rank": 1, "world_size": 4})
+        description = {"kind": "collective", "name": "0", "desc": "d", "ranks": "0-3"}
+        stream = self.ring.open_stream(UID, self.ring.write_description(description))
+        self.stream = StreamRecorder(self.ring, UID, stream, unbox=lambda work: work)
+        self.reader = RingReader(self.ring.map)
+        self.log = CallLog()
+        self.cursor = 0
+        self.watched = WatchedProcess(
+            pid=os.getpid(),
+            start_ticks=1,
+            proc="/proc",
+            activity=CpuActivity(last_busy_ns=0),
+            found_ns=0,
+            reader=self.reader,
+            call_log=self.log,
+        )
+
+    def make_calls(self, count: int, op: str = "all_reduce") -> None:
+        signature = self.ring.intern_signature(encode_signature(Signature(op=op, agree=7)))
+        for _ in range(count):
+            body = self.stream.pack_record_body(signature, 0, RecordFlag.BLOCKING, 8)
+            self.stream.enter_call(7, body, 0, CompletionMode.UNOBSERVABLE)
+
+    def read_ring(self) -> None:
+        delta = self.reader.read_delta(self.cursor)
+        self.cursor = delta.next_index
+        self.log.add_records(delta.records)
+
+    def list_seqs(self, first: int, last: int, step: int = 1) -> list[int]:
+        calls = self.watched.read_window(0, UID, first, last, step)
+        return [call.seq for call in calls]
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> QuickRank:
+    return QuickRank(tmp_path)
+
+
+def test_calls_that_the_ring_has_lost_are_sent(rank: QuickRank) -> None:
+    for op in ("broadcast", "all_reduce", "all_reduce", "all_reduce"):
+        rank.make_calls(RECORD_SLOTS // 2, op)
+        rank.read_ring()
+    calls = rank.watched.read_window(0, UID, 100, 110)
+    assert [call.seq for call in calls] == list(range(100, 111))
+    assert {call.signature.op for call in calls} == {"broadcast"}
+    whole = rank.watched.read_window(0, UID, 1, 4 * RECORD_SLOTS)
+    assert [call.seq for call in whole] == list(range(1, 2 * RECORD_SLOTS + 1))
+    assert all(call.chain for call in whole)
+
+
+def test_window_is_thinned_and_limited(rank: QuickRank) -> None:
+    rank.make_calls(RECORD_SLOTS)
+    rank.read_ring()
+    rank.make_calls(64)  # not read yet: only the ring has them
+    assert rank.list_seqs(1, 256, 64) == [64, 128, 192, 256]
+    newest = RECORD_SLOTS + 64
+    assert rank.list_seqs(newest - 1, newest + 10) == [newest - 1, newest]
+
+
+def test_records_are_logged_once(rank: QuickRank) -> None:
+    rank.make_calls(10)
+    rank.read_ring()
+    rank.cursor = 0  # the server requested a full resync
+    rank.read_ring()
+    assert len(rank.log) == 10
+
+
+def test_log_is_bounded(rank: QuickRank) -> None:
+    for _ in range(24):
+        rank.make_calls(RECORD_SLOTS // 2)
+        rank.read_ring()
+        assert len(rank.log) <= CALLS_KEPT * 5 // 4
+    assert rank.list_seqs(1, 24 * RECORD_SLOTS)[-1] == 12 * RECORD_SLOTS
