@@ -54,9 +54,11 @@ def ensure_run_dir(url: str) -> Path:
     for root in _list_roots():
         path = Path(root, f"hangwatch-{os.getuid()}", name)
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_folder(Path(root))
             _check_root(Path(root))
             for folder in (path.parent, path):
+                make_private_folder(folder)
+                _close_to_others(folder)
                 check_owner(folder)
             probe = path / f".probe-{os.getpid()}"
             probe.touch()
@@ -68,6 +70,37 @@ def ensure_run_dir(url: str) -> Path:
     raise RunDirError(
         f"no folder for the rings ({'; '.join(problems)}): set HANGWATCH_RUN_DIR to a writable one"
     )
+
+
+def make_private_folder(folder: Path) -> None:
+    """Creates a folder and its missing parents, which nobody but this user can read or change,
+    whatever the umask. A folder that exists stays as it is. Raises OSError.
+    """
+    if folder.is_dir():
+        return
+    if folder.parent != folder:
+        make_private_folder(folder.parent)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+
+
+def _close_to_others(folder: Path) -> None:
+    """Makes a folder of this user's private if it is not. Earlier releases left some that a group
+    can write, depending on the umask. Whatever other users put into it stays, and is an error.
+
+    Raises OSError if it belongs to another user or holds something that does.
+    """
+    status = os.lstat(folder)
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if not is_own or not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return
+    folder.chmod(0o700)
+    for entry in os.scandir(folder):
+        if entry.stat(follow_symlinks=False).st_uid != os.getuid():
+            raise PermissionError(f"{entry.path} belongs to another user: remove {folder}")
 
 
 def check_owner(folder: Path) -> None:

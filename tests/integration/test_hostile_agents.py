@@ -123,19 +123,43 @@ def test_run_dir_of_another_user_is_refused(tmp_path: Path) -> None:
         assert f"{testbed.folder} belongs to another user" in errors.decode()
 
 
-def test_run_dir_that_others_can_write_is_refused(
+def test_run_dir_that_others_can_write_is_closed_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HANGWATCH_RUN_DIR", str(tmp_path / "root"))
     (tmp_path / "root").mkdir()
     made = ensure_run_dir("http://127.0.0.1:1")
     made.chmod(0o777)
-    with pytest.raises(RunDirError, match="can be written by other users"):
-        ensure_run_dir("http://127.0.0.1:1")
-    made.chmod(0o700)
+    made.parent.chmod(0o775)
+    assert ensure_run_dir("http://127.0.0.1:1") == made
+    for folder in (made, made.parent):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    if os.getuid() == 0:  # another user's file in it
+        made.chmod(0o777)
+        (made / "planted").touch()
+        os.chown(made / "planted", 65534, 65534)
+        with pytest.raises(RunDirError, match="planted belongs to another user"):
+            ensure_run_dir("http://127.0.0.1:1")
+        (made / "planted").unlink()
     made.parent.parent.chmod(0o777)
     with pytest.raises(RunDirError, match="can be written by all"):
         ensure_run_dir("http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o007, 0o027, 0o077])
+def test_run_dir_does_not_depend_on_the_umask(
+    umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HANGWATCH_RUN_DIR", str(tmp_path / "missing" / "root"))
+    tmp_path.chmod(0o755)
+    former = os.umask(umask)
+    try:
+        made = [ensure_run_dir("http://127.0.0.1:1") for _ in range(2)]
+    finally:
+        os.umask(former)
+    assert made[0] == made[1]
+    for folder in (made[0], *made[0].parents[:3]):
+        assert folder.stat().st_mode & 0o777 == 0o700, folder
 
 
 def test_library_below_a_folder_that_all_can_write_is_not_loaded(tmp_path: Path) -> None:

@@ -122,6 +122,21 @@ def test_unreachable_server(dead_url: str, tmp_path: Path) -> None:
     assert dead_url in line
 
 
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o007])
+def test_job_is_watched_whatever_its_umask(umask: int, tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    (folder / "run").mkdir(parents=True)
+    with running_server(tmp_path / "server") as server:
+        former = os.umask(umask)
+        try:
+            ended = job.run_job(PROGRAM, 2, folder, server.url, env={"SECONDS_LONG": "4"})
+        finally:
+            os.umask(former)
+        assert ended.process.returncode == 0, ended.stderr
+        assert not list_own_messages(ended.stderr)
+        assert count_entered(server, "job") > 0
+
+
 def test_agent_killed(tmp_path: Path) -> None:
     with (
         running_server(tmp_path / "server") as server,

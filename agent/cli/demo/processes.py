@@ -14,6 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ...environment.run_dir import make_private_folder
+
 MARK_VARIABLE = "HANGWATCH_RUN_DIR"  # the demo's own folder: unique to its processes
 
 # Variables that a launcher or a watched job around the demo has set would change the demo's job.
@@ -31,8 +33,8 @@ class DemoSandbox:
         self._proc = proc
         self._started: list[subprocess.Popen[bytes]] = []
         rings, temporary = self.folder / "run", self.folder / "tmp"
-        rings.mkdir()
-        temporary.mkdir()  # torchrun leaves folders behind
+        make_private_folder(rings)
+        make_private_folder(temporary)  # torchrun leaves folders behind
         self._mark = f"{MARK_VARIABLE}={rings}".encode()
         kept = {k: v for k, v in env.items() if not k.startswith(_FOREIGN_PREFIXES)}
         self.env = kept | {

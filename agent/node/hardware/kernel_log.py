@@ -31,47 +31,57 @@ class _Pattern:
     what: str
     expression: re.Pattern[str]
     about: str
-    now: str = "{0}"  # the whole match
+    now: str = "{message}"  # what matched
     weight: Weight = Weight.FAULT
 
 
+# Each expression is written from the format string in the kernel's or the driver's source.
 _PATTERNS = (
     _Pattern(
         "xid",
-        re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)[^\n]*"),
-        "GPU {1}",
-        "{2}",
+        re.compile(r"NVRM: Xid \((?:PCI:)?(?P<bus_id>[^\s()]+)\): (?P<code>\d+).*"),
+        "GPU {bus_id}",
+        "{code}",
     ),
     _Pattern(
         "oom_kill",
-        re.compile(r"(?:Memory cgroup o|O)ut of memory: Killed process (\d+) \(([^)]*)\)"),
-        "process {1}",
-        "{2}",
+        re.compile(r"[Oo]ut of memory: Killed process (?P<pid>\d+) \((?P<name>[^)]*)\)"),
+        "process {pid}",
+        "{name}",
     ),
     _Pattern(
         "mlx5",
-        re.compile(
-            r"mlx5_core ([0-9a-f]{4}:[0-9a-f:]+\.\d)[^\n]*(?:health|[Ff]atal|timeout)[^\n]*"
-        ),
-        "{1}",
+        re.compile(r"mlx5_core (?P<bus_id>[\da-f]+:[\da-f:]+\.\d).*(?:health|[Ff]atal|timeout).*"),
+        "{bus_id}",
     ),
-    _Pattern("link_down", re.compile(r"(\S+?):? (?:NIC )?[Ll]ink (?:is )?[Dd]own"), "{1}"),
-    _Pattern("nfs_not_responding", re.compile(r"nfs: server (\S+) not responding[^\n]*"), "{1}"),
+    _Pattern(
+        "link_down",
+        re.compile(r"(?P<port>[^\s:]+):?(?: NIC)? [Ll]ink(?: is)? [Dd]own"),
+        "{port}",
+    ),
+    _Pattern(
+        "nfs_not_responding",
+        re.compile(r"\bnfs: server (?P<server>[^\s,]+) not responding.*"),
+        "{server}",
+    ),
     _Pattern(
         "hung_task",
-        re.compile(r"INFO: task (.+):(\d+) blocked for more than (\d+) seconds"),
-        "process {2}",
-        "{1}, for more than {3} s",
+        re.compile(r"\btask (?P<name>.+):(?P<pid>\d+) blocked for more than (?P<seconds>\d+) s"),
+        "process {pid}",
+        "{name}, for more than {seconds} s",
     ),
-    _Pattern("io_error", re.compile(r"I/O error, dev (\w+)[^\n]*"), "{1}"),
+    _Pattern("io_error", re.compile(r"\bI/O error, dev (?P<device>[^\s,]+).*"), "{device}"),
     _Pattern(
         "pcie_error",
-        re.compile(r"(\S+): (?:AER: |PCIe Bus Error: )[^\n]*(?:[Uu]ncorrect|Fatal)[^\n]*"),
-        "{1}",
+        re.compile(r"(?P<bus_id>\S+): (?:AER|PCIe Bus Error): .*(?:[Uu]ncorrect|Fatal).*"),
+        "{bus_id}",
     ),
-    _Pattern("machine_check", re.compile(r"mce: \[Hardware Error\][^\n]*"), "CPU"),
+    _Pattern("machine_check", re.compile(r"\bmce: \[Hardware Error\].*"), "CPU"),
     _Pattern(
-        "soft_lockup", re.compile(r"BUG: soft lockup - (CPU#\d+)[^\n]*"), "{1}", weight=Weight.HINT
+        "soft_lockup",
+        re.compile(r"\bsoft lockup - (?P<core>CPU#\d+).*"),
+        "{core}",
+        weight=Weight.HINT,
     ),
 )
 
@@ -94,12 +104,12 @@ def _match_message(message: str, age_s: float) -> Iterator[Observation]:
     for pattern in _PATTERNS:
         match = pattern.expression.search(message)
         if match is not None:
-            groups = (match[0], *match.groups(""))
+            groups = {"message": match[0], **match.groupdict("")}
             yield Observation(
                 source=SOURCE,
-                about=pattern.about.format(*groups),
+                about=pattern.about.format(**groups),
                 what=pattern.what,
-                now=pattern.now.format(*groups)[:200],
+                now=pattern.now.format(**groups)[:200],
                 weight=pattern.weight,
                 is_abnormal=True,
                 age_s=round(max(0.0, age_s), 1),

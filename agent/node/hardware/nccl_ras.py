@@ -26,8 +26,6 @@ CONNECT_TIMEOUT_S = 1.0
 QUERY_TIMEOUT_S = 4.0  # NCCL waits two seconds for processes that do not answer
 _MAX_REPORT_BYTES = 8 << 20
 _MAX_RANKS_SHOWN = 16
-# NCCL 2.28.9 leaves out a comma between two members of missing_ranks.
-_MISSING_COMMA = re.compile(r'([\d"el])(\s*\n\s*)("[^"\n]*"\s*:)')
 _LISTENING = "0A"  # TCP_LISTEN in include/net/tcp_states.h
 _NO_SERVER = "no process of the job listens at {}: NCCL is older than 2.24, or NCCL_RAS_ENABLE=0"
 
@@ -130,7 +128,7 @@ def request_report(address: str) -> str:
 
 
 def _parse_json(report: str) -> Mapping[str, Any]:
-    for text in (report, _MISSING_COMMA.sub(r"\1,\2\3", report)):
+    for text in (report, _insert_missing_commas(report)):
         try:
             document = json.loads(text)
         except ValueError:
@@ -138,6 +136,20 @@ def _parse_json(report: str) -> Mapping[str, Any]:
         if isinstance(document, dict):
             return document
     raise SourceUnavailableError("NCCL's report is not valid JSON")
+
+
+def _insert_missing_commas(report: str) -> str:
+    """The report with a comma between any two members of an object that lack one.
+
+    NCCL 2.28.9 prints each member on a line of its own, and none after the first member of an
+    element of missing_ranks. No string in the report spans lines.
+    """
+    lines = report.splitlines()
+    for i, following in enumerate(lines[1:]):
+        line = lines[i].rstrip()
+        if following.lstrip().startswith('"') and line and line[-1] not in ",:{[":
+            lines[i] = line + ","
+    return "\n".join(lines)
 
 
 def _read_json(document: Mapping[str, Any]) -> Iterator[Observation]:

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ...environment.run_dir import make_private_folder
 from . import cache, prebuilt
 
 COMPILE_TIMEOUT_S, CHECK_TIMEOUT_S = 600.0, 120.0
@@ -62,7 +63,7 @@ def build_recorder(env: Mapping[str, str]) -> Path:
             return found.path
     target = cache.get_library_path(env)
     try:
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(target.parent)
         with _hold_build_lock(target):
             try:
                 cache.verify_library(target)
