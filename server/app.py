@@ -42,8 +42,6 @@ from .storage.store import Store
 from .web import incident_report, pages
 from .web import performance_pages as performance_routes
 
-NOT_READY_AFTER_S = 10.0  # seconds without a round of diagnosis after which the server is not ready
-
 
 def build_app(
     settings: Settings,
@@ -97,19 +95,15 @@ async def _run_tasks(live: AppState, mcp: mcp_endpoint.McpEndpoint) -> AsyncIter
     """Runs everything that requests do not start, for as long as the application runs."""
     watch = live.watch
     watch.persistence.resume_deliveries(watch.store.load_deliveries())
-    tasks = [
-        asyncio.create_task(watch.loop.run()),
-        asyncio.create_task(watch.persistence.run()),
-        asyncio.create_task(watch.load.measure_lateness()),
-        asyncio.create_task(live.agent_worker.run()),
-    ]
+    live.tasks.start_task("diagnosis", watch.loop.run)
+    live.tasks.start_task("storage and alerts", watch.persistence.run)
+    live.tasks.start_task("load measurement", watch.load.measure_lateness)
+    live.tasks.start_task("node agents' connections", live.agent_worker.run)
     if watch.job_claims is not None:
-        tasks.append(asyncio.create_task(watch.job_claims.run()))
+        live.tasks.start_task("claims to jobs", watch.job_claims.run)
     yield
     await mcp.stop()
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await live.tasks.stop_tasks()
     await watch.persistence.save_changes()
     await asyncio.to_thread(watch.alerter.close)
 
@@ -139,18 +133,19 @@ def _add_routes(app: FastAPI, live: AppState) -> None:
 def _build_operations_router(live: AppState) -> APIRouter:
     routes = APIRouter(tags=["operations"])
 
-    @routes.get("/healthz", summary="Whether the process responds")
-    async def healthz() -> dict[str, str]:
-        return {"status": "ok"}
+    @routes.get(
+        "/healthz", summary="Whether the process responds; `down` names parts that do not work"
+    )
+    async def healthz() -> dict[str, str | dict[str, str]]:
+        down = live.list_down_parts()
+        return {"status": "degraded", "down": down} if down else {"status": "ok"}
 
     @routes.get("/readyz", summary="Whether the diagnosis runs and incidents can be stored")
     async def readyz() -> dict[str, str]:
-        watch = live.watch
-        if live.now() - watch.loop.last_round_at > NOT_READY_AFTER_S:
-            raise Problem(503, "the diagnosis does not run; the server's stderr says why")
-        if not watch.persistence.is_saved:
-            remedy = "check the disk of the data folder, or the database"
-            raise Problem(503, f"incidents cannot be written: {remedy}")
+        down = live.list_down_parts()
+        if down:
+            reasons = "; ".join(f"{part}: {reason}" for part, reason in down.items())
+            raise Problem(503, f"{reasons}. The server's stderr has the details", down=down)
         return {"status": "ready"}
 
     @routes.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+MAX_JOB_NAME = 200  # characters
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchInfo:
@@ -86,6 +88,12 @@ def _parse_lightning_rank(env: Mapping[str, str]) -> int | None:
 
 
 def _choose_job_name(env: Mapping[str, str], rendezvous: str) -> str:
+    """A name that the server accepts: of limited length, and printable."""
+    name = _find_job_name(env, rendezvous)[:MAX_JOB_NAME]
+    return "".join(c if c.isprintable() else "?" for c in name)
+
+
+def _find_job_name(env: Mapping[str, str], rendezvous: str) -> str:
     explicit_name = env.get("HANGWATCH_JOB")
     if explicit_name:
         return explicit_name
@@ -102,4 +110,6 @@ def _choose_job_name(env: Mapping[str, str], rendezvous: str) -> str:
 
 
 def _parse_number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() else None
+    """None for anything but a number that a launcher may set: the server refuses larger ones."""
+    is_number = text is not None and text.isascii() and text.isdigit() and len(text) <= 9
+    return int(text) if text is not None and is_number else None

@@ -41,6 +41,11 @@ class AnnotatedRank(Protocol):
     def set_lifecycle(self, state: Lifecycle) -> None: ...
 
 
+# The server refuses larger values.
+MAX_PHASE_LIMIT_S = 1e8
+MAX_STEP = 1 << 60
+
+
 class UserAnnotations:
     """Implements `hangwatch.phase`, `hangwatch.step` and `hangwatch.collective`. No error of ours
     reaches the script.
@@ -59,7 +64,9 @@ class UserAnnotations:
     def enter_phase(self, name: str, limit: float | None) -> Any:
         try:
             number = self._rank.ring.intern_site({"phase": name[:120]})
-            self._phases.append((number, monotonic_ns(), int(limit * 1e9) if limit else 0))
+            self._phases.append(
+                (number, monotonic_ns(), int(min(limit, MAX_PHASE_LIMIT_S) * 1e9) if limit else 0)
+            )
             self._write_phase()
         except Exception as error:  # ours: the phase itself goes on
             faults.record_fault("recording a phase", error)
@@ -70,7 +77,10 @@ class UserAnnotations:
             self._write_phase()
 
     def step(self, number: int) -> None:
-        self._rank.poller.declared_step = number
+        try:
+            self._rank.poller.declared_step = min(int(number), MAX_STEP)
+        except Exception as error:  # ours: the training goes on
+            faults.record_fault("recording a step", error)
 
     def enter_collective(self, name: str, group: Any, ranks: Iterable[int] | None) -> Any:
         stream = None

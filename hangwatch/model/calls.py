@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Annotated
+
+Hash64 = Annotated[int, "a hash of 64 bits"]
 
 
 class StreamKind(str, enum.Enum):
@@ -47,7 +50,7 @@ class Signature:
     # Anything else that must be equal, such as the ranks of a group that is being created.
     detail: str | None = None
     numel: int = 0
-    agree: int = 0
+    agree: Hash64 = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +60,7 @@ class Call:
     seq: int
     signature: Signature
     site: Site | None = None
-    chain: int = 0  # running hash of the stream after this call; 0 if unknown
+    chain: Hash64 = 0  # running hash of the stream after this call; 0 if unknown
     entered_s: float = 0.0  # its age in seconds when it was read
     duration_s: float | None = None  # None while it is not known to be complete
     blocking: bool | None = None  # the calling thread waits in it; None if torch does not say

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hangwatch.model.calls import Call, StreamKind
+from hangwatch.model.calls import Call, Hash64, StreamKind
 from hangwatch.model.flight_dumps import FlightFile
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo
 from hangwatch.model.threads import ThreadStack
@@ -74,11 +74,11 @@ class StreamUpdate(NamedTuple):
     completed: int | None = None
     entered_s: float = 0.0  # age of the newest call
     op: str = ""  # of the newest call
-    chain: int = 0
+    chain: Hash64 = 0
     # (sequence number, running hash) at the multiples of a power of two: the smallest power that
     # gives at most `MAX_CHECKPOINTS` since the last heartbeat. Multiples of a coarser step are also
     # multiples of a finer one, so any two ranks report positions in common.
-    checkpoints: tuple[tuple[int, int], ...] = ()
+    checkpoints: tuple[tuple[int, Hash64], ...] = ()
     pending_s: float | None = None  # age of the oldest unfinished call
     # Unfinished calls that are older than a second; of an exited process, its last calls.
     calls: tuple[Call, ...] = ()
@@ -140,7 +140,7 @@ class ProcessUpdate:
     faults: tuple[str, ...] = ()
     sequences: tuple[StreamUpdate, ...] = ()
     # Of sampled calls: (uid, seq, running hash after the call, CRC-32 of its result).
-    checksums: tuple[tuple[int, int, int, int], ...] = ()
+    checksums: tuple[tuple[int, int, Hash64, int], ...] = ()
     nonfinite: tuple[NonfiniteReport, ...] = ()
     # Calls with an Inf in 16-bit data or under loss scaling, as of the last of `nonfinite`.
     overflows: int = 0

@@ -140,7 +140,10 @@ class Alerter:
                 )
             else:
                 waiting.sent += 1
-            self._delivered(delivery)
+            try:
+                self._delivered(delivery)
+            except Exception as error:  # the thread goes on with the other messages
+                self.print_line(f"cannot record that {message.title!r} was sent: {error}")
 
     def _send_with_retries(self, channel: Channel, message: AlertMessage) -> None:
         def report_first_failure(state: tenacity.RetryCallState) -> None:

@@ -55,6 +55,10 @@ PIPELINED = Limit(
 BODY = Limit("request_body", 16 << 20, "bytes", "of a request's body, as sent")
 LOGIN_FORM = Limit("login_form", 4096, "bytes", "of a login form")
 UNPACKED_BODY = Limit("unpacked_body", 64 << 20, "bytes", "of a body, decompressed")
+# A request with more is refused before it is parsed. Hosts with many ranks and process groups send
+# up to a million values.
+VALUES = Limit("values", 1 << 21, "values", "in the JSON of a heartbeat", 413)
+OBJECTS = Limit("objects", 1 << 18, "objects", "in the JSON of a heartbeat", 413)
 NAME = Limit(
     "name",
     256,
@@ -62,6 +66,7 @@ NAME = Limit(
     "of a job's, a host's, an agent's or a process's name",
     422,
 )
+RESTART = Limit("restart", (1 << 31) - 1, "restarts", "of a job", 422)
 RANK = Limit("rank", 1 << 18, "ranks", "of a job", 422)
 STRING = Limit("string", 64 << 10, "characters", "of a text in a heartbeat", 422)
 LIST = Limit("list", 1 << 15, "items", "of a list in a heartbeat", 422)

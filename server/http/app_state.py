@@ -12,11 +12,14 @@ from ..core.job_views import JobView
 from ..core.limits import is_large
 from ..core.memo import ResultCache
 from ..core.problems import Problem
+from ..core.supervision import TaskSupervisor
 from ..incidents.records import IncidentRecord
 from ..ingest.agent_worker import AgentWorker
 from ..monitor import job_status, rank_states, views
 from ..monitor.watch import Watch
 from ..settings import Settings
+
+NOT_READY_AFTER_S = 10.0  # seconds without a round of diagnosis after which the server is not ready
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,10 +31,26 @@ class AppState:
     token: str | None
     watch: Watch
     agent_worker: AgentWorker
+    tasks: TaskSupervisor = field(default_factory=TaskSupervisor)
     cache: ResultCache = field(default_factory=ResultCache)
 
     def now(self) -> float:
         return self.watch.clock.monotonic()
+
+    def list_down_parts(self) -> dict[str, str]:
+        """The parts of the server that do not work, with reasons. It is shown without the token, so
+        nothing of a job is in it.
+        """
+        down = dict.fromkeys(self.tasks.list_down(), "it failed, and is started again")
+        round_age_s = self.now() - self.watch.loop.last_round_at
+        if round_age_s > NOT_READY_AFTER_S:
+            down.setdefault("diagnosis", f"it has not run for {round_age_s:.0f} s")
+        if not self.watch.persistence.is_saved:
+            reason = (
+                "incidents cannot be written: check the disk of the data folder, or the database"
+            )
+            down.setdefault("storage and alerts", reason)
+        return down
 
     def list_latest_attempts(self) -> list[Attempt]:
         """The latest attempt of each job, the newest first."""
@@ -90,6 +109,12 @@ class AppState:
 
     def describe_status(self, attempt: Attempt, job: JobView) -> tuple[str, str]:
         """The status of a job without an open incident, and advice."""
+        if attempt.key in self.watch.diagnoser.failed_attempts:
+            return (
+                "Unknown: the diagnosis of this job fails because of an error in hangwatch.",
+                "The server's stderr has the error: please report it. `hangwatch dump RANKS` shows"
+                " what the ranks do.",
+            )
         return job_status.describe_job_status(
             attempt,
             job,

@@ -8,8 +8,10 @@ from typing import Annotated
 
 from ..core import limits
 from ..core.problems import Problem
+from ..ingest.heartbeat_checks import check_volume, count_objects, count_values
 from .access import AgentGrant
 
+_PART_BYTES = 1 << 20  # decompressed at a time
 SIZE_REMEDY = "send the heartbeat in parts"
 
 
@@ -33,14 +35,25 @@ def decode_body(headers: Mapping[str, str], body: bytes, grant: AgentGrant) -> b
 
 
 def decompress_body(body: Annotated[bytes, "gzip"]) -> bytes:
-    """Raises Problem for anything but one gzip stream of bounded size."""
+    """Raises Problem for anything but one gzip stream of bounded size, and as soon as what is
+    decompressed has more values than a heartbeat may have: 63 KB can hold 64 MB of them.
+    """
     stream = zlib.decompressobj(wbits=31)
-    try:
-        plain = stream.decompress(body, limits.UNPACKED_BODY.most)
-    except zlib.error as error:
-        raise Problem(422, f"the body is not gzip: {error}") from None
-    if stream.unconsumed_tail:
-        raise limits.UNPACKED_BODY.make_problem(remedy=SIZE_REMEDY)
-    if not stream.eof:
-        raise Problem(422, "the gzip body is cut short")
-    return plain
+    parts: list[bytes] = []
+    size = objects = values = 0
+    while not stream.eof:
+        try:
+            part = stream.decompress(stream.unconsumed_tail or body, _PART_BYTES)
+        except zlib.error as error:
+            raise Problem(422, f"the body is not gzip: {error}") from None
+        if not (part or stream.eof):
+            raise Problem(422, "the gzip body is cut short")
+        body = b""
+        parts.append(part)
+        size += len(part)
+        objects += count_objects(part)
+        values += count_values(part)
+        if size > limits.UNPACKED_BODY.most:
+            raise limits.UNPACKED_BODY.make_problem(remedy=SIZE_REMEDY)
+        check_volume(objects, values)
+    return b"".join(parts)

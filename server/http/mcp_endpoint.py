@@ -70,7 +70,7 @@ class McpEndpoint:
     async def _run(self, started: asyncio.Future[Any]) -> None:
         try:
             manager = await asyncio.to_thread(self._build_manager)
-        except ImportError as error:
+        except Exception as error:  # each request reports it
             started.set_exception(error)
             return
         async with manager.run():

@@ -48,6 +48,7 @@ COUNTERS = {
     "hangwatch_diagnoses": "Rounds of diagnosis",
     "hangwatch_diagnosis_failures": "Rounds that failed because of an error in hangwatch",
     "hangwatch_diagnosis_seconds": "Time spent on diagnosis",
+    "hangwatch_task_failures": "Failures of background tasks, which were started again",
     "hangwatch_store_failures": "Failed writes of incidents",
     "hangwatch_limit_refusals": "Requests that exceeded a limit",
     "hangwatch_alerts_sent": "Messages that an alert channel accepted",

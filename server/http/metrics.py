@@ -55,6 +55,7 @@ class _Collector(Collector):
         yield from _collect_performance(live, jobs)
         yield from _collect_agents(live.watch, live.now())
         yield from _collect_server(live.watch)
+        yield make_metric("hangwatch_task_failures", live.tasks.count_failures(), "task")
 
 
 def _count_ranks(live: AppState, jobs: LabelledAttempts) -> Metric:
@@ -184,7 +185,7 @@ def _collect_server(watch: Watch) -> Iterator[Metric]:
     yield make_metric("hangwatch_resyncs", counters.resyncs)
     yield make_metric("hangwatch_incidents_opened", counters.opened)
     yield make_metric("hangwatch_diagnoses", counters.diagnoses)
-    yield make_metric("hangwatch_diagnosis_failures", counters.diagnosis_failures)
+    yield make_metric("hangwatch_diagnosis_failures", counters.failures.count)
     yield make_metric("hangwatch_diagnosis_seconds", counters.diagnosis_s)
     yield make_metric("hangwatch_store_failures", watch.persistence.failures)
     refusals = {limit.name: counters.refusals_by_limit[limit.name] for limit in LIMITS}

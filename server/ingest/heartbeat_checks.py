@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
-from pydantic import ValidationError
 
 from hangwatch.model.groups import count_ranks
 from hangwatch.model.ranks import AttemptKey
@@ -19,27 +18,28 @@ from hangwatch.tracking.fleet import Fleet
 
 from ..core import limits
 from ..core.memory import read_resident_bytes
-from ..core.problems import Problem, describe_validation_errors
+from ..core.problems import Problem
 from . import decoding
 
 # A shorter body holds no longer text or list: an item takes two bytes.
 _UNSUSPICIOUS_BYTES = min(limits.STRING.most, 2 * limits.LIST.most)
+# A text, or what begins, ends or continues a list or an object.
+_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
+_QUOTE, _COMMA, _OPENING = b'"'[0], b","[0], b"[{"
 _REMEDY = "run another hangwatch-server for the rest"
 
 
 def parse_heartbeat(body: bytes) -> heartbeat.Heartbeat:
     """A heartbeat that can be applied without errors. Raises Problem."""
+    if len(body) > _UNSUSPICIOUS_BYTES:
+        check_volume(count_objects(body), count_values(body))
+        _check_sizes(body)
     try:
         beat = decoding.decode_heartbeat(body)
-    except ValidationError as error:
+    except (ValueError, RecursionError) as error:
         _check_version(decoding.decode_head(body).version)
-        errors = describe_validation_errors(
-            error.errors(include_input=False, include_url=False, include_context=False)
-        )
-        raise Problem(422, "not a heartbeat; nothing of it was applied", errors=errors) from None
+        raise _make_refusal(error) from None
     _check_version(beat.version)
-    if len(body) > _UNSUSPICIOUS_BYTES:
-        _check_sizes(msgspec.json.decode(body))
     _check_names(beat)
     _check_ranks(beat)
     return beat
@@ -67,21 +67,58 @@ def check_job(beat: heartbeat.Heartbeat, allowed: str | None) -> None:
             )
 
 
-def _check_sizes(value: Any) -> None:
-    """Raises Problem for a text or a list beyond the limits."""
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, str):
-            if len(item) > limits.STRING.most:
-                raise limits.STRING.make_problem(f"a text of {len(item)} characters")
-        elif isinstance(item, list):
-            if len(item) > limits.LIST.most:
-                raise limits.LIST.make_problem(f"a list of {len(item)} items")
-            pending += item
-        elif isinstance(item, dict):
-            pending += item
-            pending += item.values()
+def count_objects(body: bytes) -> int:
+    """At least the number of objects in the JSON; more if its texts have braces."""
+    return body.count(b"{")
+
+
+def count_values(body: bytes) -> int:
+    """At least the number of values in the JSON; more if its texts have commas or brackets."""
+    return body.count(b",") + body.count(b"[") + body.count(b"{")
+
+
+def check_volume(objects: int, values: int) -> None:
+    """Raises Problem for so much JSON that parsing it could exhaust the memory."""
+    if objects > limits.OBJECTS.most:
+        raise limits.OBJECTS.make_problem(f"{objects} objects")
+    if values > limits.VALUES.most:
+        raise limits.VALUES.make_problem(f"{values} values")
+
+
+def _check_sizes(body: bytes) -> None:
+    """Raises Problem for a text or a list beyond the limits, without building either, and for
+    anything but JSON.
+    """
+    try:
+        msgspec.json.decode(body, type=msgspec.Raw)  # so that each text and list has an end
+    except (ValueError, RecursionError) as error:
+        raise _make_refusal(error) from None
+    counts: list[int] = []  # of each list around the token: its commas so far; of an object: -1
+    for token in _TOKEN.finditer(body):
+        first = body[token.start()]
+        if first == _QUOTE:
+            # Each character takes a byte or more.
+            if token.end() - token.start() > limits.STRING.most:
+                length = len(msgspec.json.decode(token[0], type=str))
+                if length > limits.STRING.most:
+                    raise limits.STRING.make_problem(f"a text of {length} characters")
+        elif first == _COMMA:
+            if counts and counts[-1] >= 0:
+                counts[-1] += 1
+                if counts[-1] >= limits.LIST.most:
+                    raise limits.LIST.make_problem(f"a list of over {limits.LIST.most} items")
+        elif first in _OPENING:
+            counts.append(0 if first == _OPENING[0] else -1)
+        else:
+            counts.pop()
+
+
+def _make_refusal(error: Exception) -> Problem:
+    return Problem(
+        422,
+        "not a heartbeat; nothing of it was applied",
+        errors=[{"at": "body", "message": str(error)[:200]}],
+    )
 
 
 def _check_names(beat: heartbeat.Heartbeat) -> None:
@@ -98,6 +135,8 @@ def _check_names(beat: heartbeat.Heartbeat) -> None:
 def _check_ranks(beat: heartbeat.Heartbeat) -> None:
     for process in beat.processes:
         identity = process.identity
+        if identity is not None and not 0 <= identity.restart <= limits.RESTART.most:
+            raise limits.RESTART.make_problem(f"{identity.restart} restarts of {process.key}")
         if identity is not None and not (
             0 <= identity.rank < limits.RANK.most and 0 <= identity.world_size <= limits.RANK.most
         ):

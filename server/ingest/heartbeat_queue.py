@@ -7,6 +7,7 @@ Urgent ones (by the header of RFC 9218) come first: they are few, and often deci
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from hangwatch.protocol import heartbeat
 
 from ..core.load import Load
 from .agent_worker import AgentWorker
+
+log = logging.getLogger("hangwatch")
 
 SLICE_S = 0.005  # for which heartbeats, or other numerous work, may block the event loop
 
@@ -124,12 +127,14 @@ class HeartbeatQueue:
             self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        while len(self) and not self._is_state_locked:
-            until = time.monotonic() + SLICE_S
-            while len(self) and time.monotonic() < until:
-                self._apply_next()
-            await asyncio.sleep(0)
-        self.load.waited_s, self._draining = 0.0, None
+        try:
+            while len(self) and not self._is_state_locked:
+                until = time.monotonic() + SLICE_S
+                while len(self) and time.monotonic() < until:
+                    self._apply_next()
+                await asyncio.sleep(0)
+        finally:
+            self.load.waited_s, self._draining = 0.0, None
 
     def _apply_next(self) -> None:
         if self._urgent:
@@ -146,4 +151,7 @@ class HeartbeatQueue:
             reply = self.ingest(queued.decode(), queued.is_urgent)
         except Exception as error:  # the others are applied all the same
             reply = error
-        queued.take_reply(reply)
+        try:
+            queued.take_reply(reply)
+        except Exception:  # its connection fails alone
+            log.exception("the reply to a heartbeat failed; please report this")

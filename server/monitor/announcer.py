@@ -14,6 +14,7 @@ from hangwatch.tracking.fleet import Fleet
 from ..alerting.events import take_due_event
 from ..core.clock import Clock
 from ..core.events import EventLog
+from ..core.supervision import FailureLog
 from ..incidents.records import IncidentRecord
 from ..incidents.registry import IncidentRegistry
 from ..ingest.command_queue import CommandQueue
@@ -33,32 +34,35 @@ class IncidentAnnouncer:
     commands: CommandQueue
     persistence: PersistenceWorker
     events: EventLog
+    failures: FailureLog
     repeat_after_s: float
 
     async def publish_changes(self, last_round_at: float) -> None:
         """Stores and publishes the incidents that changed in this round."""
         for record in self.incidents.take_changed():
-            if record.is_own:
-                is_new = record.opened_at >= last_round_at
-                self.persistence.mark_changed(record, urgent=is_new or not record.is_open)
-            # Encoded once, not for each reader: 100,000 ranks may be waiting.
-            event = msgspec.json.encode(build_incident_event(record.incident))
-            self.events.publish_event("incident", msgspec.Raw(event))
+            with self.failures.isolate(f"the display of incident {record.incident.id}"):
+                if record.is_own:
+                    is_new = record.opened_at >= last_round_at
+                    self.persistence.mark_changed(record, urgent=is_new or not record.is_open)
+                # Encoded once, not for each reader: 100,000 ranks may be waiting.
+                event = msgspec.json.encode(build_incident_event(record.incident))
+                self.events.publish_event("incident", msgspec.Raw(event))
             await asyncio.sleep(0)
 
     def send_due_alerts(self, now: float) -> None:
         """Sends an alert for each incident that opened, became more severe or was resolved."""
         wall = self.clock.wall()
         for record in self.incidents.records.values():
-            event = take_due_event(
-                record,
-                ready=self._is_ready(record, now),
-                hangs_on=self.is_job_running(record),
-                now=wall,
-                repeat_after=self.repeat_after_s,
-            )
-            if event:
-                self.persistence.queue_alert(record, event)
+            with self.failures.isolate(f"the alerts of incident {record.incident.id}"):
+                event = take_due_event(
+                    record,
+                    ready=self._is_ready(record, now),
+                    hangs_on=self.is_job_running(record),
+                    now=wall,
+                    repeat_after=self.repeat_after_s,
+                )
+                if event:
+                    self.persistence.queue_alert(record, event)
 
     def is_job_running(self, record: IncidentRecord) -> bool:
         attempt = self.fleet.attempts.get(record.attempt_key)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from ..core.supervision import FailureLog
+
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
@@ -15,7 +17,7 @@ class Counters:
     foreign_reports: int = 0  # of processes that another node agent reports
     resyncs: int = 0
     diagnoses: int = 0
-    diagnosis_failures: int = 0
+    failures: FailureLog = field(default_factory=FailureLog)  # in rounds of the diagnosis
     diagnosis_s: float = 0.0  # CPU time
     opened: int = 0  # incidents
     agents_cpu_s: float = 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -29,8 +28,6 @@ from .counters import Counters
 from .report_intervals import ReportIntervals
 from .report_scheduler import ReportScheduler
 
-log = logging.getLogger("hangwatch")
-
 # An attempt is still diagnosed for this long after its last heartbeat: other hosts may report late.
 DIAGNOSED_AFTER_END_S = 10.0
 MAX_CALLS_WAIT_S = 3.0  # for which the diagnosis of a large attempt is delayed for requested calls
@@ -50,8 +47,8 @@ class Diagnoser:
     counters: Counters
     # As of each attempt's last diagnosis.
     unexplained_waits: dict[AttemptKey, UnexplainedWait] = field(default_factory=dict)
+    failed_attempts: set[AttemptKey] = field(default_factory=set)
     _calls_requested_at: dict[AttemptKey, float] = field(default_factory=dict)
-    _has_failed: bool = False
 
     def is_due(self, attempt: Attempt, now: float) -> bool:
         return not attempt.is_finished or now - attempt.last_seen_at < DIAGNOSED_AFTER_END_S
@@ -71,10 +68,10 @@ class Diagnoser:
             self.backoff.record_changes(attempt, self.clock.monotonic())
         known_incidents = set(self.incidents.records)
         spent_s = 0.0
-        try:
+        self.failed_attempts.add(attempt.key)
+        with self.counters.failures.isolate(f"the diagnosis of job {attempt.job}"):
             spent_s = await self._run_diagnosis(attempt)
-        except Exception:  # one job's unexpected state must not stop the others' diagnosis
-            self.log_failure()
+            self.failed_attempts.discard(attempt.key)
         self.counters.diagnoses += 1
         self.counters.diagnosis_s += spent_s
         self.counters.opened += len(set(self.incidents.records) - known_incidents)
@@ -82,14 +79,8 @@ class Diagnoser:
     def forget_attempt(self, key: AttemptKey) -> None:
         self._calls_requested_at.pop(key, None)
         self.unexplained_waits.pop(key, None)
+        self.failed_attempts.discard(key)
         self.backoff.forget_attempt(key)
-
-    def log_failure(self) -> None:
-        """Logs the first failure of the diagnosis, and counts all of them."""
-        self.counters.diagnosis_failures += 1
-        if not self._has_failed:
-            log.exception("the diagnosis failed and will be retried; please report this")
-        self._has_failed = True
 
     async def _run_diagnosis(self, attempt: Attempt) -> float:
         """Returns the CPU seconds it took."""

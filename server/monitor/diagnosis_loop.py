@@ -52,10 +52,7 @@ class DiagnosisLoop:
         while True:
             started_at = time.perf_counter()
             reader.large_attempts_s = 0.0
-            try:
-                await self.run_round()
-            except Exception:  # the next round may succeed
-                self.diagnoser.log_failure()
+            await self.run_round()
             spent_s = time.perf_counter() - started_at - reader.large_attempts_s
             has_changes.clear()
             if await wait_for_event(ROUND_INTERVAL_S, has_changes):
@@ -63,21 +60,29 @@ class DiagnosisLoop:
                 await asyncio.sleep(max(MIN_PAUSE_S, 2 * spent_s))
 
     async def run_round(self) -> None:
-        """Diagnoses each current attempt and reports all changes."""
+        """Diagnoses each current attempt and reports all changes. What fails for one job or incident
+        does not stop the others.
+        """
         await self._diagnose_attempts()
         now = self.clock.monotonic()
-        self.incidents.resolve_finished_jobs(self.fleet, now)
+        isolate = self.diagnoser.counters.failures.isolate
+        with isolate("resolving the incidents of finished jobs"):
+            self.incidents.resolve_finished_jobs(self.fleet, now)
         if self.aborter is not None:
-            await self.aborter.advance_recoveries(self.heartbeats.intervals.recent_s)
+            with isolate("the recovery of jobs"):
+                await self.aborter.advance_recoveries(self.heartbeats.intervals.recent_s)
         await self.announcer.publish_changes(self.last_round_at)
         self.announcer.send_due_alerts(now)
         for attempt in list(self.fleet.attempts.values()):
-            await self.states.publish_changes(attempt)
-        self.commands.drop_expired(now, self.heartbeats.intervals.max_gap_s)
-        self.retention.drop_expired(now)
-        self._garbage.update(len(self.fleet.processes), now)
-        self.retention.start_dropping_processes()
-        self.report_scheduler.start_round(now)
+            with isolate(f"the display of job {attempt.job}"):
+                await self.states.publish_changes(attempt)
+        with isolate("dropping what is no longer needed"):
+            self.commands.drop_expired(now, self.heartbeats.intervals.max_gap_s)
+            self.retention.drop_expired(now)
+            self._garbage.update(len(self.fleet.processes), now)
+            self.retention.start_dropping_processes()
+        with isolate("scheduling reports"):
+            self.report_scheduler.start_round(now)
         self.last_round_at = now
 
     async def _diagnose_attempts(self) -> None:
@@ -85,6 +90,7 @@ class DiagnosisLoop:
         current = [a for a in self.fleet.attempts.values() if self.fleet.is_current(a, now)]
         current_keys = {attempt.key for attempt in current}
         for attempt in current:
-            if self.diagnoser.is_due(attempt, now):
-                await self.diagnoser.diagnose_attempt(attempt)
-                self.incidents.resolve_earlier_attempts(attempt, now, current_keys)
+            with self.diagnoser.counters.failures.isolate(f"the incidents of job {attempt.job}"):
+                if self.diagnoser.is_due(attempt, now):
+                    await self.diagnoser.diagnose_attempt(attempt)
+                    self.incidents.resolve_earlier_attempts(attempt, now, current_keys)

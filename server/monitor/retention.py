@@ -54,7 +54,7 @@ class Retention:
 
     def start_dropping_processes(self) -> None:
         """Starts to free the processes of dropped large attempts in the background."""
-        if self._large_dropped and self._dropping is None:
+        if self._large_dropped and (self._dropping is None or self._dropping.done()):
             self._dropping = asyncio.create_task(self._drop_processes())
 
     async def wait_until_dropped(self) -> None:

@@ -77,6 +77,7 @@ class Watch:
             retention_days=settings.retention_days,
             retention_mb=settings.retention_mb,
             keep=lambda: announcer.list_pinned(),
+            failed_work=self.counters.failures,
         )
         announcer = IncidentAnnouncer(
             clock=clock,
@@ -85,6 +86,7 @@ class Watch:
             commands=self.commands,
             persistence=self.persistence,
             events=events,
+            failures=self.counters.failures,
             repeat_after_s=settings.repeat_interval,
         )
         aborter = None

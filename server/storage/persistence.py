@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -22,6 +23,7 @@ from ..alerting.alerter import Alerter
 from ..alerting.message import Delivery
 from ..core.clock import Clock
 from ..core.job_views import AttemptView
+from ..core.supervision import FailureLog
 from ..core.waiting import wait_for_event
 from ..incidents.records import IncidentRecord
 from ..incidents.registry import IncidentRegistry
@@ -48,6 +50,7 @@ class PersistenceWorker:
     retention_days: float
     retention_mb: float
     keep: Callable[[], Collection[str]]
+    failed_work: FailureLog
     is_saved: bool = True  # the last write succeeded
     failures: int = 0
     _changed_records: dict[str, IncidentRecord] = field(default_factory=dict)
@@ -113,18 +116,24 @@ class PersistenceWorker:
                 self._report_failure(error)
 
     async def save_changes(self) -> None:
-        """Writes the changes, then sends the queued alerts. A write that fails is retried later."""
+        """Writes the changes, then sends the queued alerts. A write that fails is retried later, but
+        for rows that the database refuses: they are logged and dropped.
+        """
         records, self._changed_records = self._changed_records, {}
         attempts, self._attempts = self._attempts, {}
         alerts, self._queued_alerts = self._queued_alerts, []
         if not records and not attempts:
             return
         self._writing = set(records)
+        incidents: list[Row] = []
+        for record in records.values():
+            with self.failed_work.isolate(f"storing incident {record.incident.id}"):
+                incidents.append(make_incident_row(record))
         write = asyncio.to_thread(
-            self.store.save_changes,
-            incidents=[make_incident_row(record) for record in records.values()],
-            attempts=list(attempts.values()),
-            deliveries=[
+            self._write_rows,
+            incidents,
+            list(attempts.values()),
+            [
                 due
                 for incident, event in alerts
                 for due in self.alerter.list_deliveries(incident, event)
@@ -133,18 +142,49 @@ class PersistenceWorker:
         writing = asyncio.ensure_future(write)
         await asyncio.wait({writing}, timeout=ALERT_DELAY_LIMIT_S if alerts else None)
         for incident, event in alerts:
-            self.alerter.announce(incident, event, self.clock.wall())
+            with self.failed_work.isolate(f"the alert of incident {incident.id}"):
+                self.alerter.announce(incident, event, self.clock.wall())
         try:
             await writing
             self.is_saved = True
-        except sa.exc.SQLAlchemyError as error:
+        except Exception as error:
             self._changed_records = {**records, **self._changed_records}
             self._attempts = {**attempts, **self._attempts}
             self._report_failure(error)
         finally:
             self._writing = set()
 
-    def _report_failure(self, error: sa.exc.SQLAlchemyError) -> None:
+    def _write_rows(
+        self, incidents: list[Row], attempts: list[Row], deliveries: list[Delivery]
+    ) -> None:
+        """Writes everything together or, where the database refuses some row, each row by itself.
+
+        Raises SQLAlchemyError if the database does not work.
+        """
+        try:
+            self.store.save_changes(incidents, attempts, deliveries)
+            return
+        except Exception as error:
+            if not _is_refusal(error):
+                raise
+            log.error("rows are written one by one, as the database refuses some: %s", error)
+        for row in attempts:
+            self._write_row(f"attempt {row['number']} of job {row['job']}", attempts=[row])
+        for row in incidents:
+            own = [due for due in deliveries if due.incident == row["id"]]
+            self._write_row(f"incident {row['id']}", incidents=[row], deliveries=own)
+
+    def _write_row(self, what: str, **rows: list[Any]) -> None:
+        """Raises SQLAlchemyError if the database does not work."""
+        try:
+            self.store.save_changes(**rows)
+        except Exception as error:
+            if not _is_refusal(error):
+                raise
+            self.failed_work.count += 1
+            log.exception("%s cannot be stored and is dropped; please report this", what)
+
+    def _report_failure(self, error: Exception) -> None:
         self.failures += 1
         if self.is_saved:
             log.error(
@@ -168,3 +208,15 @@ class PersistenceWorker:
                 self.store.prune_incidents, before, self.retention_mb * 1e6, self.keep()
             )
             self.incidents.drop_incidents(set(deleted_ids))
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether the database refuses a value that is written, instead of failing altogether. Drivers
+    raise errors of their own, or Python's, for a value that does not fit its column.
+    """
+    if isinstance(error, (sa.exc.DataError, sa.exc.IntegrityError)):
+        return True
+    is_driver_error = isinstance(error, sa.exc.DBAPIError)
+    return isinstance(error, (sa.exc.StatementError, ArithmeticError, ValueError, TypeError)) and (
+        not is_driver_error
+    )

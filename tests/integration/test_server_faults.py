@@ -15,6 +15,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -320,3 +321,27 @@ def test_new_host_beyond_limit_is_refused(tmp_path: Path) -> None:
         )
         assert "at most 16384 process groups" in check_problem(answer, 413)
         assert os.path.exists(tmp_path / "data")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("restart", 2**63), ("restart", 2**31), ("pid", 2**64), ("started_s", 1e300)],
+)
+def test_number_out_of_bounds_stops_no_alert(tmp_path: Path, name: str, value: float) -> None:
+    with (
+        WebhookReceiver() as hook,
+        run_server(tmp_path, "--stall-after", STALL_AFTER_S, "--alert", hook.url) as server,
+        open_client(server) as client,
+    ):
+        bad = SimulatedJob(ranks=2, name="bad", host="bad")
+        document: dict[str, Any] = codec.encode_message(
+            JobReporter(client, bad).make_heartbeat(
+                0, 1, full=True, processes=bad.make_process_updates(0, full=True)
+            )
+        )
+        document["processes"][0]["identity"][name] = value
+        for _ in range(3):
+            assert client.post("/api/v1/heartbeats", json=document).status_code == 422
+        reporter = JobReporter(client, make_hung_job())
+        reporter.send_until(lambda: hook.requests, "the alert of the other job")
+        assert client.get("/readyz").status_code == 200

@@ -5,6 +5,7 @@ no memory. On a real server, over real sockets.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import socket
 import struct
@@ -193,3 +194,22 @@ def test_members_of_new_jobs_are_limited(server: Server, client: httpx.Client) -
     assert statuses[0] == 200
     assert statuses[-1] == limits.MEMBERS.status
     assert statuses.count(200) * 2 * (1 << 18) <= limits.MEMBERS.most
+
+
+@pytest.mark.parametrize(
+    "item", [b"1,", b"{},", b'{"key":"1-1"},', b"[],", b'"x",'], ids=lambda item: item.decode()
+)
+@pytest.mark.parametrize("field", ["processes", "gone", "samples"])
+def test_tiny_body_with_millions_of_items_costs_no_memory(
+    server: Server, client: httpx.Client, field: str, item: bytes
+) -> None:
+    for items in (400_000, 10_000_000 // len(item)):
+        document = b'{"host":"n","agent":"a","number":1,"%s":[' % field.encode()
+        packed = gzip.compress(document + item * items + item[:-1] + b"]}")
+        with bounded_growth(server):
+            for _ in range(3):
+                response = client.post(
+                    "/api/v1/heartbeats", content=packed, headers={"Content-Encoding": "gzip"}
+                )
+                assert response.status_code in (413, 422), response.text
+                assert len(response.content) < 2000

@@ -91,3 +91,13 @@ def test_environment_of_lightning_launcher() -> None:
     assert parse_environ(env | {"LOCAL_RANK": "2", "RANK": "6"}).rank == 6
     assert parse_environ({}, "10.0.0.1:23456").job == "10.0.0.1:23456"
     assert parse_environ({"HANGWATCH_JOB": "j"}, "10.0.0.1:23456").job == "j"
+
+
+def test_numbers_of_the_environment_that_the_server_would_refuse_are_left_out() -> None:
+    env = {"RANK": "1", "WORLD_SIZE": "2", "HANGWATCH_JOB": "run\n7" + "x" * 300}
+    for restarts in ("9223372036854775808", "²", "٣", "-1", "1e3", "9" * 5000):
+        launch = parse_environ(env | {"TORCHELASTIC_RESTART_COUNT": restarts})
+        assert (launch.restart, launch.rank, launch.world_size) == (0, 1, 2), restarts
+    assert launch.job.startswith("run?7x") and len(launch.job) == 200
+    assert parse_environ(env | {"TORCHELASTIC_RESTART_COUNT": "12"}).restart == 12
+    assert parse_environ(env | {"RANK": "9223372036854775808"}).rank is None

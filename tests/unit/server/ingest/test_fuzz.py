@@ -177,7 +177,7 @@ def test_fuzzed_heartbeat_is_refused_or_harmless(
     )
     codec.encode_message(live.watch.heartbeats.apply_heartbeat(beat))
     asyncio.run(live.watch.loop.run_round())
-    assert live.watch.counters.diagnosis_failures == 0
+    assert live.watch.counters.failures.count == 0
     for attempt in live.list_latest_attempts():
         msgspec.json.encode(live.describe_job(attempt))
     assert format_exposition(live)

@@ -96,7 +96,7 @@ def test_large_attempt_round_updates_states_and_job(live: AppState) -> None:
     (attempt,) = live.list_latest_attempts()
     assert live.describe_job(attempt).heard_of == 16
     assert set(live.get_rank_states(attempt)) == set(range(16))
-    assert live.watch.counters.diagnosis_failures == 0
+    assert live.watch.counters.failures.count == 0
 
 
 def test_only_host_with_stopped_process_is_polled_soon(

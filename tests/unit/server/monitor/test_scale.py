@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 from starlette.datastructures import URL
 
 from hangwatch.model.calls import Call, Signature, StreamKind
@@ -54,9 +53,6 @@ class TestHeartbeats:
     def test_read_as_they_were_written(self) -> None:
         body = json.dumps(codec.encode_message(HEARTBEAT)).encode()
         assert decoding.decode_heartbeat(body) == HEARTBEAT
-        assert decoding.HeartbeatBody.model_validate_json(body).root == HEARTBEAT, (
-            "as pydantic reads it"
-        )
 
     def test_decoded_messages_are_the_protocols_own_dataclasses(self) -> None:
         body = json.dumps(codec.encode_message(HEARTBEAT)).encode()
@@ -64,9 +60,7 @@ class TestHeartbeats:
         assert isinstance(update, heartbeat.ProcessUpdate)
         assert dataclasses.replace(update, step=5).step == 5
 
-    @pytest.mark.parametrize(
-        "field", ['"number":7.0', '"number":"7"', '"number":true', '"number":7,"unknown":NaN']
-    )
+    @pytest.mark.parametrize("field", ['"number":7.0', '"number":"7"', '"number":7,"unknown":NaN'])
     def test_compatible_types_are_accepted(self, field: str) -> None:
         assert (
             type(decoding.decode_heartbeat(b'{"host":"n","agent":"a",%s}' % field.encode()).number)
@@ -82,7 +76,7 @@ class TestHeartbeats:
         ],
     )  # fmt: skip
     def test_invalid_body_is_refused(self, body: bytes) -> None:
-        with pytest.raises(ValidationError):
+        with pytest.raises((ValueError, RecursionError)):
             decoding.decode_heartbeat(body)
 
 

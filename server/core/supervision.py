@@ -1,0 +1,105 @@
+"""Keeps the server running where part of it fails: a background task is started again, and other work
+goes on with the next item. Each failure is logged and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+
+log = logging.getLogger("hangwatch")
+
+MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 0.2, 10.0
+# A task counts as running again once it has not failed for this long.
+RECOVERED_AFTER_S = 15.0
+
+
+MAX_LOGGED_FAILURES = 100
+
+
+@dataclass(slots=True)
+class FailureLog:
+    """Errors of ours in work that consists of independent items: one must not stop the others."""
+
+    count: int = 0
+    _logged: set[str] = field(default_factory=set)
+
+    @contextlib.contextmanager
+    def isolate(self, work: str) -> Iterator[None]:
+        """Counts an exception in its body instead of raising it. The first of each kind of ``work``
+        is logged.
+        """
+        try:
+            yield
+        except Exception:
+            self.count += 1
+            if work not in self._logged and len(self._logged) < MAX_LOGGED_FAILURES:
+                self._logged.add(work)
+                log.exception("%s failed and will be tried again; please report this", work)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Part:
+    """A background task, and what became of it."""
+
+    task: asyncio.Task[None]
+    failures: int = 0
+    failed_at: float = float("-inf")
+
+
+@dataclass(slots=True)
+class TaskSupervisor:
+    """Runs functions that are expected to run until they are cancelled. Everything runs on the event
+    loop's thread.
+    """
+
+    _parts: dict[str, _Part] = field(default_factory=dict)
+
+    def start_task(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
+        """Runs ``run`` until `stop_tasks`, again and again if it fails or returns; ``name`` is shown
+        to operators.
+        """
+        task = asyncio.create_task(self._run_forever(name, run), name=name)
+        self._parts[name] = _Part(task=task)
+
+    async def stop_tasks(self) -> None:
+        for part in self._parts.values():
+            part.task.cancel()
+        await asyncio.gather(*(part.task for part in self._parts.values()), return_exceptions=True)
+
+    def list_down(self) -> list[str]:
+        """The parts that failed within the last seconds."""
+        oldest = time.monotonic() - RECOVERED_AFTER_S
+        return [
+            name
+            for name, part in self._parts.items()
+            if part.failed_at > oldest or part.task.done()
+        ]
+
+    def count_failures(self) -> dict[str, int]:
+        """Failures of each part since the server started."""
+        return {name: part.failures for name, part in self._parts.items()}
+
+    async def _run_forever(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
+        delay_s = MIN_RESTART_DELAY_S
+        while True:
+            started_at = time.monotonic()
+            try:
+                await run()
+                raise RuntimeError("it ended")
+            except Exception:
+                part = self._parts[name]
+                part.failures += 1
+                part.failed_at = time.monotonic()
+                log.exception(
+                    "%s failed and is started again; please report this (failure %d)",
+                    name,
+                    part.failures,
+                )
+            has_lasted = time.monotonic() - started_at > MAX_RESTART_DELAY_S
+            delay_s = MIN_RESTART_DELAY_S if has_lasted else min(MAX_RESTART_DELAY_S, 2 * delay_s)
+            await asyncio.sleep(delay_s)

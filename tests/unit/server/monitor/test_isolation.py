@@ -1,0 +1,146 @@
+"""What fails for one job, incident or row does not stop the others, and readiness reports it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from hangwatch.diagnosis import Diagnosis, diagnose
+from hangwatch.protocol import heartbeat
+from hangwatch.server.app import build_app
+from hangwatch.server.http.app_state import AppState
+from hangwatch.server.monitor import diagnoser
+from hangwatch.server.settings import Settings
+from hangwatch.server.storage.store import Store
+from hangwatch.tracking.reporting_agent import ReportingAgent
+from tests.simulation.simulated_job import make_hung_job
+from tests.simulation.waiting import wait_until
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[AppState]:
+    store = Store(tmp_path)
+    settings = Settings(data_dir=tmp_path, stall_after=1.0)
+    yield build_app(settings, store=store, base_url="http://here", token=None)[1]
+    store.close()
+
+
+def report_hung_job(live: AppState, name: str) -> None:
+    job = make_hung_job()
+    job.name, job.host = name, f"host-{name}"
+    beat = heartbeat.Heartbeat(
+        host=job.host,
+        agent=name,
+        number=1,
+        full=True,
+        processes=job.make_process_updates(0, full=True),
+    )
+    live.watch.heartbeats.apply_heartbeat(beat)
+
+
+def test_failed_diagnosis_of_one_job_does_not_stop_the_others(
+    live: AppState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_for_one(attempt: Any, *more: Any) -> Diagnosis:
+        if attempt.job == "bad":
+            raise OverflowError("date value out of range")
+        return diagnose(attempt, *more)
+
+    monkeypatch.setattr(diagnoser, "diagnose", fail_for_one)
+    for name in ("bad", "good"):
+        report_hung_job(live, name)
+    asyncio.run(live.watch.loop.run_round())
+    assert {record.incident.job for record in live.watch.incidents.records.values()} == {"good"}
+    assert live.watch.counters.failures.count == 1
+    assert "diagnosis" not in live.list_down_parts(), "the round itself was completed"
+    (bad,) = live.find_attempts("bad")
+    assert live.describe_job(bad).summary.startswith("Unknown: the diagnosis of this job fails")
+    monkeypatch.setattr(diagnoser, "diagnose", diagnose)
+    live.watch.heartbeats.has_changes.set()
+
+    def is_diagnosed() -> bool:
+        asyncio.run(live.watch.loop.run_round())
+        return bad.key not in live.watch.diagnoser.failed_attempts
+
+    assert wait_until(is_diagnosed, 30.0)
+    assert {record.incident.job for record in live.watch.incidents.records.values()} == {
+        "good",
+        "bad",
+    }
+
+
+def test_jump_of_an_agents_clock_stops_nothing(live: AppState) -> None:
+    job = make_hung_job()
+    for number, sent_s in enumerate((10.0, 9e8, 10.5, -9e8, 11.0), start=1):
+        beat = heartbeat.Heartbeat(
+            host="n",
+            agent="a",
+            number=number,
+            full=True,
+            sent_s=sent_s,
+            processes=job.make_process_updates(0, full=True),
+        )
+        live.watch.heartbeats.apply_heartbeat(beat)
+        asyncio.run(live.watch.loop.run_round())
+    assert live.watch.counters.failures.count == 0
+
+
+def test_heartbeat_after_a_clock_jump_counts_as_just_sent() -> None:
+    agent = ReportingAgent()
+
+    def estimate_delay(sent_s: float, received_at: float) -> float:
+        beat = heartbeat.Heartbeat(host="n", agent="a", number=1, sent_s=sent_s)
+        return received_at - agent.estimate_sent_at(beat, received_at)
+
+    assert estimate_delay(10.0, 100.0) == 0.0
+    assert estimate_delay(11.0, 106.0) == pytest.approx(5.0, abs=0.1), "it was under way for long"
+    assert estimate_delay(9e8, 107.0) == 0.0
+    assert estimate_delay(12.0, 108.0) == 0.0
+    assert estimate_delay(13.0, 112.0) == pytest.approx(3.0, abs=0.1)
+
+
+def test_row_that_the_database_refuses_is_dropped_alone(live: AppState) -> None:
+    for name in ("bad", "good"):
+        report_hung_job(live, name)
+    (bad,) = live.find_attempts("bad")
+    bad.restart = 1 << 63  # SQLite's integers have 64 bits with the sign
+    asyncio.run(live.watch.loop.run_round())
+    asyncio.run(live.watch.persistence.save_changes())
+    assert [attempt.job for attempt in live.watch.store.load_attempts()] == ["good"]
+    assert {record.incident.job for record in live.watch.store.load_incidents()} == {"bad", "good"}
+    assert live.watch.counters.failures.count == 1
+    assert live.watch.persistence.is_saved
+
+
+def test_readiness_reports_a_part_that_fails(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    app, live = build_app(
+        Settings(data_dir=tmp_path), store=store, base_url="http://here", token="secret"
+    )
+
+    async def fail() -> None:
+        raise RuntimeError("of a job: secret")
+
+    async def request_states() -> tuple[httpx.Response, httpx.Response]:
+        live.watch.loop.last_round_at = live.now()
+        live.tasks.start_task("storage and alerts", fail)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            while not live.tasks.list_down():
+                await asyncio.sleep(0.01)
+            answers = await client.get("/readyz"), await client.get("/healthz")
+        await live.tasks.stop_tasks()
+        return answers
+
+    ready, health = asyncio.run(request_states())
+    store.close()
+    assert ready.status_code == 503
+    assert "storage and alerts" in ready.json()["detail"]
+    assert "secret" not in ready.text
+    assert (health.status_code, health.json()["status"]) == (200, "degraded")
+    assert list(health.json()["down"]) == ["storage and alerts"]
