@@ -136,6 +136,8 @@ def _blame_swallowed_exception(
     if not ahead or not inside:
         return verdict
     inside_calls = _get_side_calls(context, members, inside, seq)
+    if not inside_calls:
+        return verdict
     exceptions: dict[int, CallPair] = {}
     for rank in ahead:
         calls = _get_side_calls(context, members, (rank,), seq)
@@ -190,6 +192,8 @@ def _get_side_calls(
     rank = _select_representative(context, members, ranks, seq)
     stream = members[rank]
     last_seq = min(stream.entered, seq)
+    if not stream.is_counted(last_seq):
+        return []
     if last_seq > 0 and not stream.has_answered(CallWindow(last_seq, last_seq)):
         window = CallWindow(max(1, last_seq - MAX_WINDOW_CALLS + 1), last_seq)
         context.requests.append(EvidenceRequest.for_calls(rank, stream, window))

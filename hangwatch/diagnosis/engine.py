@@ -38,6 +38,7 @@ from .advice import add_stack_advice
 from .context import DiagnosisContext, EvidenceRequest, get_suspicion_delay_s
 from .divergences import add_divergence
 from .hardware import add_hardware_advice, request_hardware
+from .losses import add_loss_notes, request_uncounted_stacks
 from .unexplained import UnexplainedWait, find_unexplained_wait
 
 # In this order: what a definite cause explains is not diagnosed again. A mismatch comes before the
@@ -60,6 +61,7 @@ RULES: tuple[Callable[[DiagnosisContext], None], ...] = (
     diagnose_replica_divergence,
     diagnose_nonfinite,
     sample_busy_ranks,
+    request_uncounted_stacks,
     request_hardware,
 )
 
@@ -91,7 +93,8 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
     for verdict in context.verdicts:
         with_divergence = add_divergence(context, verdict)
         with_stacks = add_stack_advice(context, with_divergence)
-        verdicts.append(add_hardware_advice(context, with_stacks))
+        with_hardware = add_hardware_advice(context, with_stacks)
+        verdicts.append(add_loss_notes(context, with_hardware))
     diagnosis = Diagnosis(
         verdicts=tuple(verdicts),
         requests=tuple(dict.fromkeys(context.requests)),

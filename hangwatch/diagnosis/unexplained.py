@@ -11,6 +11,8 @@ from hangwatch.diagnosis.context import DiagnosisContext, find_newest_sample, ge
 from hangwatch.stacks.frames import find_user_site
 from hangwatch.tracking.call_stream import CallStream
 
+from .losses import describe_losses
+
 _MAX_AWAITED_SHOWN = 3
 _get_began_at, _get_rank = attrgetter("began_at"), attrgetter("rank")
 
@@ -36,6 +38,7 @@ class _Wait:
     began_at: float
     stream: CallStream | None = None
     awaited: tuple[int, ...] = ()
+    may_await: tuple[int, ...] = ()  # counts do not show which of these it waits for
 
 
 def find_unexplained_wait(context: DiagnosisContext) -> UnexplainedWait | None:
@@ -61,7 +64,8 @@ def find_unexplained_wait(context: DiagnosisContext) -> UnexplainedWait | None:
         rank_count=len(ranks),
         description=_describe_wait(context, longest),
         reason=_find_reason(context, longest),
-        ranks_to_dump=longest.awaited[:_MAX_AWAITED_SHOWN] or (longest.rank,),
+        ranks_to_dump=(longest.awaited or longest.may_await)[:_MAX_AWAITED_SHOWN]
+        or (longest.rank,),
     )
 
 
@@ -94,6 +98,9 @@ def _iter_other_waits(context: DiagnosisContext, explained: Set[int]) -> Iterato
     for rank in graph.thread_waits.keys() - explained:
         for blocked in graph.thread_waits[rank]:
             yield _Wait(rank, blocked.began_at, blocked.stream, tuple(sorted(blocked.awaited)))
+    for rank in graph.uncounted_waits.keys() - explained:
+        for blocked in graph.uncounted_waits[rank]:
+            yield _Wait(rank, blocked.began_at, blocked.stream, may_await=tuple(blocked.awaited))
     for rank in graph.unsampled_ranks.keys() - explained:
         yield _Wait(rank, graph.unsampled_ranks[rank])
     for rank in graph.released_ranks - explained:
@@ -147,10 +154,13 @@ def _describe_place(context: DiagnosisContext, rank: int) -> str:
 
 
 def _find_reason(context: DiagnosisContext, wait: _Wait) -> str:
-    ranks: Collection[int] = {wait.rank, *wait.awaited}
+    ranks: Collection[int] = {wait.rank, *wait.awaited, *wait.may_await}
     silent = tuple(sorted(context.graph.silent_ranks.keys() & set(ranks)))
     if silent:
         return f"{messages.describe_ranks(silent)} {'do' if len(silent) > 1 else 'does'} not report"
+    if wait.may_await and wait.stream is not None:
+        notes = describe_losses(context.attempt, ranks, wait.stream.group)
+        return notes[0] if notes else "calls are not completely recorded"
     for verdict in context.verdicts:
         if not verdict.is_confirmed and not set(ranks).isdisjoint(verdict.culprits):
             return f"it may be {verdict.kind.value}, which is not certain yet"

@@ -30,7 +30,7 @@ class LossReason(enum.IntEnum):
 
 _DESCRIPTIONS = {
     LossReason.UNKNOWN: "its recorder lost calls",
-    LossReason.FAULT: "its recorder failed to record a call, see the recorder's faults",
+    LossReason.FAULT: "its recorder failed to record a call",
     LossReason.RAISED: "a call raised an exception, and whether it communicated is not known",
     LossReason.LATE: "its recorder was not active from the beginning",
 }

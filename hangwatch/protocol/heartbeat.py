@@ -136,8 +136,12 @@ class ProcessUpdate:
     ended_s: float = 0.0
     raised: ExceptionInfo | None = None
     raised_s: float = 0.0
-    dropped: int = 0
+    dropped: int = 0  # calls and streams that were not recorded, and whose place is not known
     faults: tuple[str, ...] = ()
+    opened: int = 0  # streams that it ever opened; 0: of an older recorder
+    # Of the streams that miss a call, once each: (uid, first uncertain call, number of the
+    # `hangwatch.model.losses.LossReason`).
+    losses: tuple[tuple[int, int, int], ...] = ()
     sequences: tuple[StreamUpdate, ...] = ()
     # Of sampled calls: (uid, seq, running hash after the call, CRC-32 of its result).
     checksums: tuple[tuple[int, int, Hash64, int], ...] = ()

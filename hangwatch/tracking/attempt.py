@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.groups import Group, GroupKey, unpack_ranks
+from hangwatch.model.losses import Loss
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
 
@@ -55,6 +56,10 @@ class Attempt:
     unable_ranks: set[int] = field(default_factory=set)
     # Ranks whose process has raised an exception or exited.
     ended_ranks: set[int] = field(default_factory=set)
+    # Ranks with a stream that misses a call.
+    lossy_ranks: set[int] = field(default_factory=set)
+    # Ranks that may have made calls in streams that are not known: see `Process.misses_streams`.
+    incomplete_ranks: set[int] = field(default_factory=set)
     # Ranks that reported the arguments of a send.
     sender_ranks: set[int] = field(default_factory=set)
     # Groups with a reported call that has split sizes. The dicts serve as ordered sets.
@@ -170,6 +175,9 @@ class Attempt:
     def add_stream(self, process: Process, stream: CallStream) -> None:
         """Adds a new stream of a process; a former holder of a rank joins no `GroupState`."""
         process.streams[stream.uid] = stream
+        process.added_streams += 1
+        if stream.loss is not None and self.processes.get(process.rank) is process:
+            self.lossy_ranks.add(process.rank)
         if stream.peer is not None:
             self.message_groups.add(stream.group.key)
             connect_channel(self.processes, process, stream)
@@ -183,6 +191,7 @@ class Attempt:
                 self.streams_by_group[key] = state.members
             state.members[process.rank] = stream
             stream.group_state = state
+            state.has_losses |= stream.loss is not None
 
     def assign_rank(self, process: Process | None, rank: int) -> None:
         """Makes ``process`` the holder of a rank, or leaves the rank without one for None."""
@@ -191,6 +200,8 @@ class Attempt:
         self.unable_ranks.discard(rank)
         self.ended_ranks.discard(rank)
         self.sender_ranks.discard(rank)
+        self.incomplete_ranks.discard(rank)
+        self.lossy_ranks.discard(rank)
         former = self.processes.pop(rank, None)
         if former is not None:
             # The former process's results must not be compared with the calls of its successor.
@@ -263,6 +274,33 @@ class Attempt:
         group_state.diverged_seq = seq
         self.diverged_groups.add(group_state.key)
 
+    def record_loss(self, process: Process, stream: CallStream, loss: Loss) -> None:
+        """Records that the numbers of a stream's calls are not certain from a call on. What was
+        concluded from them is revoked.
+        """
+        if stream.loss is not None and stream.loss.from_seq <= loss.from_seq:
+            return
+        stream.loss = loss
+        if self.processes.get(process.rank) is process:
+            self.lossy_ranks.add(process.rank)
+        state = stream.group_state
+        if state is None:
+            return
+        state.has_losses = True
+        stream.reported_hashes = tuple(
+            [pair for pair in stream.reported_hashes if pair[0] < loss.from_seq]
+        )
+        for seq in [seq for seq in state.reference_hashes if seq >= loss.from_seq]:
+            del state.reference_hashes[seq]
+        state.latest_match = ()
+        if not state.diverged:
+            return
+        state.divergence = find_divergence(state.members)
+        if state.divergence is None:
+            state.diverged = False
+            state.streams_by_side.clear()
+            self.diverged_groups.discard(state.key)
+
     @property
     def awaits_calls(self) -> bool:
         """Whether calls that were requested from members of a diverged group are outstanding."""
@@ -275,6 +313,7 @@ class Attempt:
         Point-to-point streams have none: the two ends of a channel may make different calls.
         """
         state = stream.group_state
+        report = self._select_counted(stream, report)
         if not report or state is None:
             return
         report = self._histories.share_report(report)
@@ -291,11 +330,19 @@ class Attempt:
             return
         self._update_divergence(state)
 
+    @staticmethod
+    def _select_counted(stream: CallStream, report: Hashes) -> Hashes:
+        """The running hashes that can be compared with those of other ranks."""
+        if stream.loss is None:
+            return report
+        return tuple([pair for pair in report if stream.is_counted(pair[0])])
+
     def record_requested_hashes(self, stream: CallStream, report: Hashes) -> None:
         """Records running hashes that were requested. They may be older than those that are known, and
         so many that no other rank shares the report.
         """
         state = stream.group_state
+        report = self._select_counted(stream, report)
         if not report or state is None:
             return
         stream.add_hashes(report)

@@ -10,6 +10,7 @@ from hangwatch.model.calls import Call, StreamKind
 from hangwatch.model.device import DeviceProgress
 from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.limits import MIN_WAIT_S
+from hangwatch.model.losses import Loss
 
 from .hash_histories import Hashes, merge_hashes, thin_hashes
 
@@ -104,6 +105,7 @@ class CallStream:
     # Two calls that different threads made at the same time: the last call of each.
     concurrent_calls: tuple[Call, ...] = ()
     concurrent_at: float = 0.0
+    loss: Loss | None = None  # of calls that were not recorded
     # The requests that its node agent has answered, whether or not it still had the calls.
     answered: tuple[CallWindow, ...] = ()
     # Of a group's collectives, where the backend reports it.
@@ -114,6 +116,10 @@ class CallStream:
     group_state: GroupState | None = None  # None for point-to-point calls and former processes
     # Of a send or a receive that names its peer: the peer's stream of the same channel.
     other_end: CallStream | None = None
+
+    def is_counted(self, seq: int) -> bool:
+        """Whether the number ``seq`` means the same call as on other ranks: nothing was lost before."""
+        return self.loss is None or seq < self.loss.from_seq
 
     def add_call(self, call: Call) -> None:
         if self.calls is _NO_CALLS:
@@ -251,6 +257,7 @@ class GroupState:
     # By the hash at `diverged_seq`: the member whose calls were requested.
     streams_by_side: dict[int, CallStream] = field(default_factory=dict)
     has_uneven_splits: bool = False
+    has_losses: bool = False  # some member's calls are not completely recorded
 
     @property
     def pinned_seqs(self) -> tuple[int, int]:
@@ -286,6 +293,8 @@ class GroupState:
 
     def has_member_behind(self, stream: CallStream) -> bool:
         """Whether some member is not known to have entered the newest call of ``stream``."""
+        if self.has_losses:
+            return True
         if stream.entered <= self.passed_by_all:
             return False
         if len(self.members) < len(self.key[2]):
@@ -326,4 +335,5 @@ class GroupState:
     def remove_member(self, rank: int) -> None:
         """Removes a rank whose process was replaced: the new process counts calls from 1 again."""
         self.members.pop(rank).group_state = None
+        self.has_losses = any(stream.loss is not None for stream in self.members.values())
         self.passed_by_all, self.laggard = 0, None

@@ -97,6 +97,8 @@ class Process:
     message_mark: MessageMark | None = None  # where the device's counters are reported
     flight_file: FlightFile | None = None  # written by its watchdog
     streams: dict[int, CallStream] = field(default_factory=dict)  # by uid
+    added_streams: int = 0  # the number of streams that were ever reported
+    opened_streams: int = 0  # the number that its recorder opened; 0 if it does not say
     newest_call_at: float = 0.0  # when it last entered a call
     open_calls: OpenCalls = field(default_factory=OpenCalls)
     samples: tuple[StackSample, ...] = ()  # newest last
@@ -109,6 +111,13 @@ class Process:
     @property
     def is_alive(self) -> bool:
         return self.exit is None
+
+    @property
+    def misses_streams(self) -> bool:
+        """Whether it may have made calls in streams that are not known. Otherwise, it has made no call
+        in a group without a stream.
+        """
+        return self.recorder.dropped > 0 or self.opened_streams > self.added_streams
 
     @property
     def last_advanced_at(self) -> float:

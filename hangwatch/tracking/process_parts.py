@@ -109,7 +109,7 @@ class MessageMark:
 class RecorderHealth:
     """What the recorder in a process failed to record. Immutable, so that processes share one."""
 
-    dropped: int = 0  # streams without room in the ring
+    dropped: int = 0  # calls and streams that were not recorded, and whose place is not known
     faults: tuple[str, ...] = ()  # messages about its own errors
 
 

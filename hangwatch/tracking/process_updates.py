@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from sys import intern
 
+from hangwatch.model.losses import Loss, LossReason
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.protocol import heartbeat
 
@@ -44,6 +45,11 @@ def apply_process_update(
         process.recorder = RecorderHealth(update.dropped, update.faults)
     process.device_setting = update.device_setting
     all_known = _apply_streams(tracked, update, now)
+    process.opened_streams = max(process.opened_streams, update.opened)
+    if process.misses_streams and tracked.holds_rank:
+        attempt.incomplete_ranks.add(process.rank)
+    else:
+        attempt.incomplete_ranks.discard(process.rank)
     if update.device:
         apply_device_statuses(attempt, process, update.device, now)
     if update.sequences or update.device:
@@ -85,9 +91,22 @@ def _refresh_streams(tracked: TrackedProcess) -> None:
 
 def _apply_streams(tracked: TrackedProcess, update: heartbeat.ProcessUpdate, now: float) -> bool:
     all_known = True
+    losses = _parse_losses(update)
+    for uid in losses.keys() & tracked.process.streams.keys():
+        tracked.attempt.record_loss(tracked.process, tracked.process.streams[uid], losses[uid])
     for stream_update in update.sequences:
-        all_known &= apply_stream_update(tracked.attempt, tracked.process, stream_update, now)
+        all_known &= apply_stream_update(
+            tracked.attempt, tracked.process, stream_update, losses, now
+        )
     return all_known
+
+
+def _parse_losses(update: heartbeat.ProcessUpdate) -> dict[int, Loss]:
+    """By stream uid."""
+    return {
+        uid: Loss(from_seq, LossReason.from_number(reason))
+        for uid, from_seq, reason in update.losses
+    }
 
 
 def _apply_phase(process: Process, update: heartbeat.ProcessUpdate, now: float) -> None:

@@ -5,10 +5,12 @@ Times are in seconds on the server's monotonic clock.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from sys import intern
 
 from hangwatch.model.calls import Call
 from hangwatch.model.limits import MIN_WAIT_S
+from hangwatch.model.losses import Loss
 from hangwatch.protocol import heartbeat
 
 from .attempt import Attempt
@@ -24,9 +26,15 @@ from .process import Process
 
 
 def apply_stream_update(
-    attempt: Attempt, process: Process, update: heartbeat.StreamUpdate, now: float
+    attempt: Attempt,
+    process: Process,
+    update: heartbeat.StreamUpdate,
+    losses: Mapping[int, Loss],
+    now: float,
 ) -> bool:
-    """Applies one update; False if the stream is unknown and the update does not identify it."""
+    """Applies one update; False if the stream is unknown and the update does not identify it.
+    ``losses`` are those that the same heartbeat reports, by uid.
+    """
     # Unpacked: a heartbeat has dozens of these, and reading a field by name takes longer.
     (
         uid,
@@ -52,6 +60,7 @@ def apply_stream_update(
             group=attempt.intern_group(identity),
             peer=identity.peer,
             tag=identity.tag,
+            loss=losses.get(uid),
         )
         attempt.add_stream(process, stream)
     entered_at = now - entered_s

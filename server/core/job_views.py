@@ -30,6 +30,16 @@ class RankDeviceView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LossView:
+    """From call ``since`` on, a rank's calls of a group are not completely recorded: its count and what
+    follows from it are not certain.
+    """
+
+    since: int
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroupView:
     """A rank's position in one of its process groups."""
 
@@ -40,6 +50,7 @@ class RankGroupView:
     completed: int | None = None
     op: str = ""
     device: RankDeviceView | None = None  # if the backend reports it
+    incomplete: LossView | None = None  # if calls were not recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +66,8 @@ class RankView:
     step: int | None = None
     last_seen_s: float | None = None
     waiting_s: float | None = None
+    # Calls and streams that were not recorded, and whose place is not known.
+    unrecorded: int = 0
     groups: Sequence[RankGroupView] = ()
 
 
@@ -64,6 +77,7 @@ class GroupMemberView:
     entered: int
     completed: int | None = None
     op: str = ""
+    incomplete: LossView | None = None  # if calls were not recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

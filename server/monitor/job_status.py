@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from hangwatch.diagnosis import UnexplainedWait
+from hangwatch.diagnosis import UnexplainedWait, messages
+from hangwatch.diagnosis.losses import describe_losses
 from hangwatch.model.ranks import RankState
 from hangwatch.report.text import format_age, name_ranks, truncate_end
 from hangwatch.tracking.attempt import Attempt
@@ -21,6 +22,16 @@ def describe_job_status(
     """The status of a job without an open incident and how it is known, and advice; the advice is
     empty for a healthy job. ``wait`` is one that no verdict explains.
     """
+    status, advice = _describe_job(attempt, job, stall_after_s, wait, now)
+    notes = describe_losses(attempt, attempt.lossy_ranks | attempt.incomplete_ranks)
+    if not notes or attempt.is_finished:
+        return status, advice
+    return f"{status} {messages.join_notes(notes)}", advice
+
+
+def _describe_job(
+    attempt: Attempt, job: JobView, stall_after_s: float, wait: UnexplainedWait | None, now: float
+) -> tuple[str, str]:
     world, reported = attempt.rank_count, len(attempt.processes)
     dead = job.states.get(RankState.DEAD, 0)
     if job.state == "failed":

@@ -10,6 +10,7 @@ from hangwatch.model.device import DeviceProgress
 from hangwatch.model.groups import GroupKey
 from hangwatch.model.incidents import Incident
 from hangwatch.model.kind_spec import Severity
+from hangwatch.model.losses import Loss
 from hangwatch.model.ranks import RankState
 from hangwatch.model.threads import Frame
 from hangwatch.report import terminal
@@ -22,6 +23,7 @@ from ..core.job_views import (
     GroupView,
     JobState,
     JobView,
+    LossView,
     RankDeviceView,
     RankGroupView,
     RankView,
@@ -63,6 +65,7 @@ def describe_rank(
         step=process.step,
         last_seen_s=round(max(0.0, now - process.reports.agent_seen_at), 3),
         waiting_s=None if waiting_s is None else round(waiting_s, 3),
+        unrecorded=process.recorder.dropped,
         groups=[
             RankGroupView(
                 name=s.group.name,
@@ -72,11 +75,16 @@ def describe_rank(
                 completed=s.completed,
                 op=s.op,
                 device=_describe_device(s.device, now),
+                incomplete=_describe_loss(s.loss),
             )
             for s in process.streams.values()
             if s.kind is StreamKind.COLLECTIVE
         ],
     )
+
+
+def _describe_loss(loss: Loss | None) -> LossView | None:
+    return None if loss is None else LossView(since=loss.from_seq, because=loss.reason.description)
 
 
 def _describe_device(device: DeviceProgress | None, now: float) -> RankDeviceView | None:
@@ -104,7 +112,13 @@ def describe_group(attempt: Attempt, key: GroupKey) -> GroupView:
         generation=first.group.generation,
         ranks=first.group.ranks,
         members=[
-            GroupMemberView(rank=r, entered=s.entered, completed=s.completed, op=s.op)
+            GroupMemberView(
+                rank=r,
+                entered=s.entered,
+                completed=s.completed,
+                op=s.op,
+                incomplete=_describe_loss(s.loss),
+            )
             for r, s in sorted(members.items())
         ],
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from hangwatch.diagnosis.losses import describe_losses
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.ranks import RankState
 from hangwatch.report.text import format_coarse_age
@@ -100,6 +101,11 @@ class RankRow(NamedTuple):
             return newest
         behind = [s for s in collective if s.device is not None and s.device.is_behind_host]
         return min(behind, key=lambda s: s.entered_at, default=newest)
+
+    @property
+    def loss_text(self) -> str:
+        """Which of its calls are not completely recorded; empty if all are."""
+        return "; ".join(describe_losses(self.overview.attempt, (self.rank,)))
 
     @property
     def device_text(self) -> str:

@@ -146,6 +146,11 @@ class ScriptedJob:
             uid=stream.uid, enqueued=len(stream.calls), started=started, completed=completed
         )
 
+    def lose_call(self, rank: int, key: str = "world") -> None:
+        """The recorder of the rank fails to record a call of the stream now, and knows it."""
+        stream = self.ranks[rank].streams[key]
+        stream.lost_from_seq = stream.lost_from_seq or len(stream.calls) + 1
+
     def complete_calls(self, rank: int, group: str = "world") -> None:
         stream = self.ranks[rank].streams[group]
         stream.completed = len(stream.calls)

@@ -43,6 +43,7 @@ class ScriptedStream:
     entered_at: list[float] = field(default_factory=list)
     # How far the device has come, where the backend counts that instead of completed calls.
     device: wire.DeviceStatus | None = None
+    lost_from_seq: int = 0  # calls from here on have uncertain numbers; 0: none was lost
 
     def list_calls(self, now: float) -> list[Call]:
         """The calls, with their ages at a time."""
@@ -70,3 +71,5 @@ class ScriptedRank:
     pulse_at: float | None = None
     is_reporting: bool = True  # its agent reports it
     streams: dict[str, ScriptedStream] = field(default_factory=dict)
+    dropped: int = 0  # calls that were not recorded in any stream
+    opened: int = 0  # streams ever opened, if not only the reported ones

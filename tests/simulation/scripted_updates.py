@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hangwatch.model.losses import LossReason
 from hangwatch.protocol import heartbeat as wire
 
 from .scripted_ranks import ScriptedRank, ScriptedStream
@@ -45,6 +46,13 @@ def make_process_update(
             replace(stream.device, enqueued=len(stream.calls))
             for stream in rank.streams.values()
             if stream.device is not None
+        ),
+        dropped=rank.dropped,
+        opened=max(rank.opened, len(rank.streams)),
+        losses=tuple(
+            (stream.uid, stream.lost_from_seq, int(LossReason.FAULT))
+            for stream in rank.streams.values()
+            if stream.lost_from_seq
         ),
     )
 

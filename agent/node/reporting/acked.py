@@ -26,6 +26,7 @@ class AckedStream:
     last_checked_seq: int = 0  # up to which running hashes were reported
     last_blocked_seq: int = 0  # the last unfinished call that was reported
     is_concurrency_reported: bool = False
+    lost_from_seq: int = 0  # see `Loss`; 0: no call was lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,6 +70,7 @@ def compose_stream_update(
         last_checked_seq=max(before.last_checked_seq, upto),
         last_blocked_seq=last_blocked_seq,
         is_concurrency_reported=before.is_concurrency_reported or bool(shared),
+        lost_from_seq=state.loss.from_seq if state.loss is not None else 0,
     )
     if (
         acked is not None

@@ -81,7 +81,7 @@ def make_terse_update(
 def _has_more_than_positions(update: ProcessUpdate) -> bool:
     if update.identity is not None or update.ended is not None:
         return True
-    if update.state not in "RSI" or update.checksums or update.nonfinite:
+    if update.state not in "RSI" or update.checksums or update.nonfinite or update.losses:
         return True
     return any(
         part.identity is not None or part.shared or (part.calls and part.completed is not None)

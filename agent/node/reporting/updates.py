@@ -52,6 +52,7 @@ def compose_update(
     """
     before = acked or AckedState()
     sequences: list[StreamUpdate] = []
+    losses: list[tuple[int, int, int]] = []
     after = dict(before.streams)
     for state in view.snapshot.streams if view.snapshot else ():
         ending = last_calls.get(state.uid, []) if view.exit and not before.includes_exit else None
@@ -60,6 +61,10 @@ def compose_update(
         )
         if stream_update is not None:
             sequences.append(stream_update)
+        loss, acked_stream = state.loss, before.streams.get(state.uid)
+        known_from_seq = acked_stream.lost_from_seq if acked_stream is not None else 0
+        if loss is not None and loss.from_seq != known_from_seq:
+            losses.append((state.uid, loss.from_seq, int(loss.reason)))
     device, device_entries = (
         compose_device_statuses(view.snapshot, before.device_entries, now_ns)
         if view.snapshot
@@ -82,6 +87,7 @@ def compose_update(
         is_known
         and not check_fields
         and not sequences
+        and not losses
         and not device
         and status_key == before.status_key
         and not (is_pulse_due and view.exit is None)
@@ -97,7 +103,7 @@ def compose_update(
         device_entries=device_entries,
     )
     update = _make_update(view, is_known, tuple(sequences), now_ns)
-    return replace(update, device=device, **check_fields), after_ack
+    return replace(update, device=device, losses=tuple(losses), **check_fields), after_ack
 
 
 def _make_status_key(view: ProcessView, now_ns: int) -> tuple[Any, ...]:
@@ -149,6 +155,7 @@ def _make_update(
         raised=raised,
         raised_s=exception_age_s(ring.exception, now_ns) if raised else 0.0,
         dropped=ring.dropped,
+        opened=ring.opened,
         faults=view.faults + ring.faults,
         sequences=sequences,
         device_setting=find_missing_setting(ring.device_status, view.identity.torch),

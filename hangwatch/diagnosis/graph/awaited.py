@@ -39,7 +39,7 @@ class WaitResolver:
         # By group, the members concerned if not all are, the call, and whether that is certain. The
         # group is identified by its state, since its key is as long as its list of members.
         self._awaited_cache: dict[
-            tuple[int, tuple[int, ...] | None, int, bool], Mapping[int, int]
+            tuple[int, tuple[int, ...] | None, int, bool, bool], Mapping[int, int]
         ] = {}
 
     def find_awaited_ranks(self, rank: int, stream: CallStream, certain: bool) -> Mapping[int, int]:
@@ -50,6 +50,8 @@ class WaitResolver:
         Otherwise it may be in any unfinished call, and needs at least the members that are furthest
         behind. Silent ranks may be anywhere: they are awaited if they were last seen behind, or if
         no other rank is awaited. All ranks in the same call of a group share one mapping.
+
+        Ranks that `find_uncounted_ranks` returns are awaited only if they can enter no call.
         """
         concerned = None
         if stream.kind is StreamKind.SETUP:
@@ -58,7 +60,8 @@ class WaitResolver:
             return self._find_awaited_peers(rank, stream)
         elif not certain and self._may_use_last_members(stream.group_state):
             return self._find_last_members(stream)
-        key = (id(stream.group_state), concerned, stream.entered, certain)
+        is_counted = stream.loss is None
+        key = (id(stream.group_state), concerned, stream.entered, certain, is_counted)
         awaited = self._awaited_cache.get(key)
         if awaited is None:
             awaited = self._find_awaited_members(stream, stream.group_state, concerned, certain)
@@ -68,6 +71,8 @@ class WaitResolver:
     def _may_use_last_members(self, group_state: GroupState | None) -> bool:
         """Whether the members that are furthest behind are all that a call may wait for."""
         if group_state is None or self._silent_ranks or self.unable_to_finish:
+            return False
+        if group_state.has_losses:
             return False
         return len(group_state.members) == len(group_state.key[2])
 
@@ -87,12 +92,67 @@ class WaitResolver:
 
     def _find_awaited_peers(self, rank: int, stream: CallStream) -> Mapping[int, int]:
         """The other ends of a send or a receive."""
+        uncounted = self.find_uncounted_ranks(rank, stream)
+        if uncounted:
+            return dict.fromkeys(self.unable_to_call.intersection(uncounted), stream.entered)
         if receives_from_any(stream):
             return _find_awaited_senders(self._attempt, rank, stream)
         awaited = _find_awaited_peer(self._attempt, rank, stream)
         if not awaited and stream.peer is not None and stream.peer in self._silent_ranks:
             return {stream.peer: stream.entered}
         return awaited
+
+    def find_uncounted_ranks(self, rank: int, stream: CallStream) -> Collection[int]:
+        """The ranks for which a call of ``rank`` may wait and of which counts do not show whether it
+        does, because calls of theirs, or its own, are not completely recorded.
+        """
+        if stream.kind in (StreamKind.COLLECTIVE, StreamKind.SETUP):
+            concerned = None
+            if stream.kind is StreamKind.SETUP:
+                concerned = get_new_group_ranks(stream, stream.entered)
+            uncounted = self._find_uncounted_members(stream, concerned)
+            return [member for member in uncounted if member != rank]
+        if stream.peer is None:
+            return ()
+        if not receives_from_any(stream):
+            other = stream.other_end
+            is_lost = other.loss is not None if other is not None else self._may_miss(stream.peer)
+            return (stream.peer,) if is_lost or stream.loss is not None else ()
+        senders = [member for member in stream.group.ranks if member != rank]
+        if stream.loss is not None:
+            return senders
+        return [member for member in senders if self._may_miss_message(member, stream)]
+
+    def _find_uncounted_members(
+        self, stream: CallStream, concerned: tuple[int, ...] | None
+    ) -> Collection[int]:
+        members = stream.group.ranks if concerned is None else concerned
+        if stream.loss is not None:
+            return members
+        state = stream.group_state
+        if state is None or not (state.has_losses or self._attempt.incomplete_ranks):
+            return ()
+        uncounted = []
+        for member in members:
+            other = state.members.get(member)
+            if other.loss is not None if other is not None else self._may_miss(member):
+                uncounted.append(member)
+        return uncounted
+
+    def _may_miss(self, rank: int) -> bool:
+        """Whether a rank may have made calls in a stream that it has not reported."""
+        return rank in self._attempt.incomplete_ranks
+
+    def _may_miss_message(self, sender: int, receiving: CallStream) -> bool:
+        """Whether sends of a rank to this receiver, or receives from it, may not be recorded."""
+        if self._may_miss(sender):
+            return True
+        process = self._attempt.processes.get(sender)
+        return process is not None and any(
+            other.loss is not None and other.peer is not None
+            for other in process.streams.values()
+            if other.group.key == receiving.group.key
+        )
 
     def _find_awaited_members(
         self,
@@ -112,6 +172,16 @@ class WaitResolver:
                 count = streams[member].entered if member in streams else 0
                 if count < entered:
                     behind[member] = count + 1
+        uncounted = self._find_uncounted_members(stream, concerned)
+        if uncounted:
+            kept = self.unable_to_call
+            if stream.loss is not None:
+                behind = dict.fromkeys(kept.intersection(members), entered)
+            for member in uncounted:
+                if member not in kept:
+                    behind.pop(member, None)
+                elif member not in self._silent_ranks:
+                    behind[member] = entered
         if behind and not certain:
             unknown = self._silent_ranks
             if behind.keys() - streams.keys() and group_state and has_completed_calls(group_state):

@@ -61,6 +61,9 @@ class WaitGraph:
     thread_waits: dict[int, list[BlockedCall]] = field(default_factory=dict)
     # By rank, a call that does not complete although every rank that it needs has entered it.
     stuck_streams: dict[int, CallStream] = field(default_factory=dict)
+    # By rank, the calls that block it and of which counts do not show whom they wait for, because
+    # calls are not completely recorded. ``awaited`` are the ranks for which they may wait.
+    uncounted_waits: dict[int, list[BlockedCall]] = field(default_factory=dict)
     # Ranks that may or may not wait.
     uncertain_ranks: set[int] = field(default_factory=set)
     # Ranks that only wait for devices which cannot come to a call that their hosts have made.
@@ -110,7 +113,7 @@ class WaitGraph:
                 del waits[-_FREED_AT_A_TIME:]
 
     def get_waiting_ranks(self) -> set[int]:
-        return {*self.blocked_calls, *self.stuck_streams}
+        return {*self.blocked_calls, *self.stuck_streams, *self.uncounted_waits}
 
     def iter_edges(self, rank: int) -> Iterator[WaitEdge]:
         for blocked in self.blocked_calls.get(rank, ()):

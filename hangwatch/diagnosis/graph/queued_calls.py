@@ -81,6 +81,8 @@ class QueuedCalls:
                 if receives_from_any(stream):
                     any_receivers.add((rank, id(stream.group)))
                     continue
+                if self._is_uncounted(stream):
+                    continue
                 met_count = 0 if stream.other_end is None else stream.other_end.entered
                 if met_count < stream.entered:
                     receiver = stream.peer if stream.kind is StreamKind.SEND else rank
@@ -93,6 +95,15 @@ class QueuedCalls:
             if newest.blocking is not False:
                 unmet[rank] = min(unmet.get(rank, inf), stream.entered_at)
         return unmet
+
+    def _is_uncounted(self, stream: CallStream) -> bool:
+        """Whether the two ends of a channel cannot be compared by counts."""
+        other = stream.other_end
+        if stream.loss is not None:
+            return True
+        if other is None:
+            return stream.peer in self._attempt.incomplete_ranks
+        return other.loss is not None
 
     def _propagate(self, held_since: dict[int, float]) -> dict[int, float]:
         """Adds the calls that are held up by those of other ranks, until there are no more."""
@@ -119,13 +130,15 @@ class QueuedCalls:
         if stream.kind is StreamKind.COLLECTIVE:
             state = stream.group_state
             for member, other in state.members.items() if state is not None else ():
-                if other is not stream and other.entered == stream.entered:
+                is_same = other.entered == stream.entered and other.loss is None
+                if other is not stream and is_same and stream.loss is None:
                     yield member, other
             return
         other_end = stream.other_end
         if (
             stream.peer is not None
             and other_end is not None
+            and not self._is_uncounted(stream)
             and other_end.entered == stream.entered
         ):
             yield stream.peer, other_end

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
+from hangwatch.stacks.frames import waits_for_communication
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import IDLE_AFTER_S, Process
@@ -54,6 +56,7 @@ def build_wait_graph(
         if not builder.is_ahead_of_device(rank, process):
             builder.add_rank(rank, process)
     builder.drop_unfounded_waits()
+    builder.resolve_uncounted_waits()
     return graph
 
 
@@ -116,6 +119,8 @@ class _GraphBuilder:
         other = stream.other_end
         return (
             other is not None
+            and stream.loss is None
+            and other.loss is None
             and other.entered >= stream.entered
             and stream.peer not in self.graph.silent_ranks
         )
@@ -135,12 +140,15 @@ class _GraphBuilder:
             advanced_at = process.last_advanced_at
             if advanced_at > self.before:
                 return
-        blocked_calls, stuck = self._find_waits(process, pending, is_certain, advanced_at)
+        blocked_calls, uncounted, stuck = self._find_waits(
+            process, pending, is_certain, advanced_at
+        )
         is_held_up = False
-        if not blocked_calls and not stuck and not is_certain:
+        if not blocked_calls and not uncounted and not stuck and not is_certain:
             blocked_calls = self._find_held_calls(rank, pending, advanced_at)
             is_held_up = bool(blocked_calls)
-        if not blocked_calls and not stuck and all(s.peer is None for s in pending):
+        is_waiting_somewhere = blocked_calls or uncounted or stuck
+        if not is_waiting_somewhere and all(s.peer is None for s in pending):
             return
         if not is_certain:
             is_waiting = is_process_waiting(process)
@@ -153,6 +161,8 @@ class _GraphBuilder:
             self.graph.held_up_ranks.add(rank)
         if blocked_calls:
             self.graph.blocked_calls[rank] = blocked_calls
+        elif uncounted:
+            self.graph.uncounted_waits[rank] = uncounted
         elif stuck:
             self.graph.stuck_streams[rank] = max(stuck, key=lambda s: s.entered_at)
         else:
@@ -198,25 +208,31 @@ class _GraphBuilder:
         pending: Collection[CallStream],
         is_certain: bool,
         advanced_at: float,
-    ) -> tuple[list[BlockedCall], list[CallStream]]:
-        """The pending calls that some rank has not entered, and those that all have and that do not
-        complete.
+    ) -> tuple[list[BlockedCall], list[BlockedCall], list[CallStream]]:
+        """The pending calls that some rank has not entered, those of which counts do not show it, and
+        those that all have entered and that do not complete.
         """
         rank = process.rank
         blocked_calls: list[BlockedCall] = []
+        uncounted_calls: list[BlockedCall] = []
         stuck: list[CallStream] = []
         for stream in pending:
             awaited = self.resolver.find_awaited_ranks(rank, stream, is_certain)
+            began_at = stream.entered_at if is_certain else max(stream.entered_at, advanced_at)
             if awaited:
-                began_at = stream.entered_at if is_certain else max(stream.entered_at, advanced_at)
                 blocked_calls.append(
                     BlockedCall(rank, stream, began_at, awaited, receives_from_any(stream))
+                )
+            elif uncounted := self.resolver.find_uncounted_ranks(rank, stream):
+                may_await = dict.fromkeys(uncounted, stream.entered)
+                uncounted_calls.append(
+                    BlockedCall(rank, stream, began_at, may_await, receives_from_any(stream))
                 )
             elif stream.completed is not None and (
                 stream.peer is None or is_waiting_on_channel(process, stream)
             ):
                 stuck.append(stream)
-        return blocked_calls, stuck
+        return blocked_calls, uncounted_calls, stuck
 
     def _find_held_calls(
         self, rank: int, streams: Collection[CallStream], advanced_at: float
@@ -254,6 +270,38 @@ class _GraphBuilder:
                     self._add_released(rank, pending)
                 else:
                     graph.uncertain_ranks.discard(rank)
+
+    def resolve_uncounted_waits(self) -> None:
+        """Where counts do not show whom a call waits for, stacks may: the ranks that are in code of
+        their own, if all others for which it may wait are seen to wait.
+        """
+        graph = self.graph
+        waiting = graph.get_waiting_ranks()
+        resolved: dict[int, list[BlockedCall]] = {}
+        for rank, calls in graph.uncounted_waits.items():
+            found = [call for call in map(partial(self._resolve_wait, waiting), calls) if call]
+            if found:
+                resolved[rank] = found
+        for rank, found in resolved.items():
+            del graph.uncounted_waits[rank]
+            graph.blocked_calls[rank] = found
+
+    def _resolve_wait(self, waiting: Collection[int], blocked: BlockedCall) -> BlockedCall | None:
+        absent: dict[int, int] = {}
+        for rank, seq in blocked.awaited.items():
+            if rank in waiting:
+                continue
+            process = self.attempt.processes.get(rank)
+            if process is None:
+                return None
+            since = max(blocked.began_at, process.last_advanced_at)
+            thread = get_calling_thread_since(process, since)
+            is_waiting = waits_for_communication(thread)
+            if is_waiting is None:
+                return None
+            if not is_waiting:
+                absent[rank] = seq
+        return replace(blocked, awaited=absent) if absent else None
 
     def _is_founded(self, rank: int) -> bool:
         """Whether all ranks that some call waits for wait themselves."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from .common import (
+    describe_loss,
+    describe_missed_streams,
     describe_position,
     describe_ranks,
     format_call,
@@ -11,6 +13,7 @@ from .common import (
     format_line,
     format_lower_layers_advice,
     format_waiter_count,
+    join_notes,
     update_waiter_count,
 )
 from .devices import (
@@ -105,8 +108,10 @@ __all__ = [
     "describe_failed_call",
     "describe_frozen_ranks",
     "describe_lone_exceptions",
+    "describe_loss",
     "describe_lost_node",
     "describe_mismatch",
+    "describe_missed_streams",
     "describe_not_entered",
     "describe_not_initialized",
     "describe_not_started",
@@ -145,5 +150,6 @@ __all__ = [
     "format_unwatched_advice",
     "format_waiter_count",
     "get_signal_name",
+    "join_notes",
     "update_waiter_count",
 ]

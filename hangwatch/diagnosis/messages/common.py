@@ -6,6 +6,7 @@ import re
 
 from hangwatch.model.calls import Call, Site
 from hangwatch.model.groups import Group
+from hangwatch.model.losses import Loss, LossReason
 from hangwatch.model.ranks import ExceptionInfo, format_ranks, iter_runs
 
 _MAX_RUNS_SHOWN = 24  # runs of consecutive ranks
@@ -31,6 +32,31 @@ def describe_position(group: Group | None, seq: int | None) -> str:
     name = group.desc if group.desc not in ("", "undefined") else f"group {group.name}"
     group_phrase = name if name.startswith("group ") else f"group {name}"
     return group_phrase if seq is None else f"call {seq} of {group_phrase}"
+
+
+def describe_loss(rank: int, group: Group, loss: Loss, faults: tuple[str, ...]) -> str:
+    """``rank 3's calls of group default_pg are not completely recorded since call 7, because …``;
+    ``faults`` are the messages of the rank's recorder.
+    """
+    fault = f" ({faults[0]})" if faults and loss.reason is LossReason.FAULT else ""
+    return (
+        f"rank {rank}'s calls of {describe_position(group, None)} are not completely recorded since"
+        f" call {loss.from_seq}, because {loss.reason.description}{fault}"
+    )
+
+
+def describe_missed_streams(ranks: tuple[int, ...], faults: tuple[str, ...]) -> str:
+    """``faults`` are the messages of the first rank's recorder."""
+    reason = f" ({faults[0]})" if faults else ""
+    return (
+        f"not all groups and channels of {describe_ranks(ranks)} are recorded{reason}, and a wait in"
+        " one of the others cannot be seen"
+    )
+
+
+def join_notes(notes: list[str]) -> str:
+    """Clauses as sentences."""
+    return " ".join(f"{note[0].upper()}{note[1:]}." for note in notes)
 
 
 def format_call(call: Call | None) -> str:

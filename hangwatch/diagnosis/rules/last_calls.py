@@ -49,6 +49,8 @@ def _iter_unknown_calls(context: DiagnosisContext, rank: int) -> Iterator[tuple[
 
 def _is_unknown(stream: CallStream, awaited: CallStream) -> bool:
     seq = awaited.entered
+    if not (awaited.is_counted(seq) and stream.is_counted(seq)):
+        return False
     if not seq or stream.entered <= seq:
         return False
     return seq not in stream.hashes_by_seq and not stream.has_answered(CallWindow(seq, seq))

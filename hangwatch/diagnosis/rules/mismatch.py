@@ -105,7 +105,7 @@ def classify_members(
         running_hash = hash_by_history[id(stream.reported_hashes)]
         if running_hash is not None:
             ranks_by_hash.setdefault(running_hash, []).append(rank)
-        elif stream.entered >= seq:
+        elif stream.entered >= seq and stream.is_counted(seq):
             unclassified.append(rank)
     if unclassified:
         _classify_by_later_hash(members, seq, ranks_by_hash, unclassified)

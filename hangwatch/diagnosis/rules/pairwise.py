@@ -59,6 +59,8 @@ def find_pair_mismatches(attempt: Attempt) -> list[PairMismatch]:
 
 def _compare_channel(rank: int, sending: CallStream, receiving: CallStream) -> PairMismatch | None:
     for seq in sorted(sending.calls):
+        if not (sending.is_counted(seq) and receiving.is_counted(seq)):
+            break
         sent, expected = sending.calls[seq], receiving.calls.get(seq)
         if expected is None or sending.peer is None:
             continue
@@ -111,7 +113,7 @@ def _collect_uneven_calls(
         if not stream.calls or rank not in group.ranks:
             continue
         for seq, call in stream.calls.items():
-            if call.signature.splits is not None:
+            if call.signature.splits is not None and stream.is_counted(seq):
                 calls_by_seq.setdefault(seq, {})[rank] = call
     return calls_by_seq
 

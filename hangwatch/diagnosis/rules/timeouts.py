@@ -118,6 +118,9 @@ class _TimeoutSearch:
         """The ranks that a call waited for, each with the number of the call that it had not
         entered.
         """
+        if self.resolver.find_uncounted_ranks(rank, stream):
+            self.is_uncertain = True
+            return {}
         newest = stream.calls.get(stream.entered)
         is_blocking = newest is not None and newest.blocking is True
         awaited = self.resolver.find_awaited_ranks(rank, stream, is_blocking)

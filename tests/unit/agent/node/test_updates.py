@@ -10,9 +10,11 @@ from hangwatch.agent.node.reporting.acked import AckedState, UnackedHistory
 from hangwatch.agent.node.reporting.outbox import Outbox
 from hangwatch.agent.node.reporting.ring_metadata import parse_exception, parse_identity
 from hangwatch.agent.node.reporting.stream_updates import select_checkpoints
+from hangwatch.agent.node.reporting.terse import is_progressing
 from hangwatch.agent.node.reporting.updates import ProcessView, compose_update
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.groups import Group
+from hangwatch.model.losses import Loss, LossReason
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol.hardware import HardwareReply
 from hangwatch.protocol.heartbeat import (
@@ -247,3 +249,18 @@ def test_hardware_replies_are_kept_until_delivered() -> None:
     box.mark_delivered(Heartbeat(host="n", agent="a", number=1, hardware=sent[:-1]))
     assert [reply.request for reply in box.pending_hardware(NOW_NS)] == ["9"]
     assert box
+
+
+def test_loss_is_reported_once_and_again_after_a_resync() -> None:
+    complete = make_stream_state(5, 5)
+    _, acked = compose_next_update(make_view(complete), None)
+    lossy = make_view(replace(complete, loss=Loss(6, LossReason.FAULT)))
+    update, after = compose_next_update(lossy, acked)
+    assert update is not None
+    assert (update.losses, update.sequences) == (((1, 6, 1),), ())
+    assert not is_progressing(lossy.snapshot, acked, update, after)
+    update, _ = compose_next_update(lossy, after)
+    assert update is None
+    update, _ = compose_next_update(lossy, None)
+    assert update is not None
+    assert update.losses == ((1, 6, 1),)

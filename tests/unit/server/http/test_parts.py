@@ -288,6 +288,7 @@ class TestStates:
                 "completed": 4,
                 "op": "all_reduce",
                 "device": None,
+                "incomplete": None,
             }
         ]
 

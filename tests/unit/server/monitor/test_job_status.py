@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hangwatch.diagnosis import UnexplainedWait
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.ranks import Lifecycle
@@ -20,8 +22,10 @@ STREAM = heartbeat.StreamUpdate(
 )
 
 
-def describe_silent_job(setting: str, wait: UnexplainedWait | None = None) -> tuple[str, str]:
-    """A job of one rank that has made no call for 90 s."""
+def describe_silent_job(
+    setting: str, wait: UnexplainedWait | None = None, **recorder: Any
+) -> tuple[str, str]:
+    """A job of one rank that has made no call for 90 s; ``recorder`` are further fields of the update."""
     fleet = Fleet()
     update = heartbeat.ProcessUpdate(
         key="1-1",
@@ -29,6 +33,7 @@ def describe_silent_job(setting: str, wait: UnexplainedWait | None = None) -> tu
         identity=heartbeat.ProcessIdentity(job="j", rank=0, world_size=1, pid=1, start_ticks=1),
         sequences=(STREAM,),
         device_setting=setting,
+        **recorder,
     )
     fleet.apply_heartbeat(
         heartbeat.Heartbeat(host="n", agent="a", number=1, processes=(update,)), 100.0
@@ -65,3 +70,18 @@ def test_unexplained_wait_is_described() -> None:
         " or works."
     )
     assert "hangwatch dump 2" in advice
+
+
+def test_calls_that_are_not_recorded_are_shown() -> None:
+    fault = "recording all_reduce: OSError: injected"
+    status, _ = describe_silent_job("", losses=((1, 4, 1),), faults=(fault,))
+    assert status.endswith(
+        " Rank 0's calls of group default_pg are not completely recorded since call 4, because its"
+        f" recorder failed to record a call ({fault})."
+    )
+    status, _ = describe_silent_job("", dropped=1, faults=("too many groups",))
+    assert "Not all groups and channels of rank 0 are recorded (too many groups)" in status
+    status, _ = describe_silent_job("", opened=2)
+    assert "Not all groups and channels of rank 0 are recorded, and a wait" in status
+    status, _ = describe_silent_job("", opened=1)
+    assert "recorded" not in status
