@@ -61,6 +61,7 @@ from .mismatches import (
     describe_mismatch,
     describe_pair_mismatch,
     describe_tag_mismatch,
+    format_new_tag_advice,
 )
 from .waits import (
     DIFFERENT_MASTERS_ADVICE,
@@ -140,6 +141,7 @@ __all__ = [
     "format_line",
     "format_lower_layers_advice",
     "format_more_calls",
+    "format_new_tag_advice",
     "format_several_hosts",
     "format_single_host",
     "format_slow_rank_advice",

@@ -74,6 +74,14 @@ def _describe_inexact_mismatch(
     )
 
 
+def format_new_tag_advice(new_tag: int | None) -> str:
+    """The advice where the two ranks have used only the other of the two tags before."""
+    return (
+        f"The two ranks have not used tag {new_tag} before, unlike the other one: either it is wrong,"
+        " or one of them uses its tags in a different order."
+    )
+
+
 def describe_pair_mismatch(
     outliers: tuple[int, ...], exchange: SplitExchange, op: str, group: Group, seq: int
 ) -> str:

@@ -142,8 +142,8 @@ def _add_tag_mismatch(
 ) -> Verdict:
     """Explains a deadlock by a receive that waits for one tag while its peer sent another.
 
-    One of the tags is wrong, and the verdict becomes a mismatch; unless both tags were used before:
-    then they are right, and one of the ranks uses them in a different order.
+    One of the tags is wrong, and the verdict becomes a mismatch; unless one of the tags was used
+    before: then that one may be right, and one of the ranks may use its tags in a different order.
     """
     blocking_streams = {id(blocked.stream) for blocked in blocked_calls}
     for edge in _iter_blocked_receives(blocked_calls):
@@ -203,11 +203,16 @@ def _explain_by_tags(
         for stream in _list_sends_to_receiver(context, edge)
     )
     if was_sent_tag_received or was_awaited_tag_sent:
+        were_both_used = was_sent_tag_received and was_awaited_tag_sent
         return replace(
             verdict,
             differing_fields=("tag",),
             summary=f"{verdict.summary}; {description}",
-            advice=messages.REORDERED_TAGS_ADVICE,
+            advice=messages.REORDERED_TAGS_ADVICE
+            if were_both_used
+            else messages.format_new_tag_advice(
+                receiving.tag if was_sent_tag_received else sending.tag
+            ),
         )
     culprits = tuple(sorted((receiver, sender)))
     waiting = {*verdict.culprits, *verdict.waiting} - set(culprits)

@@ -1035,17 +1035,22 @@ def test_a_receive_with_another_tag_than_the_send_is_a_mismatch(blocked: bool) -
     ]
 
 
-@pytest.mark.parametrize("before", [(1, 2), (1,), (2,)])
+@pytest.mark.parametrize(("before", "new_tag"), [((1, 2), None), ((1,), 2), ((2,), 1)])
 @pytest.mark.parametrize("blocked", [True, False])
 def test_previously_used_tags_are_matched_in_any_order(
-    before: tuple[int, ...], blocked: bool
+    before: tuple[int, ...], new_tag: int | None, blocked: bool
 ) -> None:
     verdict = diagnose_tag_mismatch(1, 2, before, blocked=blocked)
+    advice = (
+        messages.REORDERED_TAGS_ADVICE
+        if new_tag is None
+        else messages.format_new_tag_advice(new_tag)
+    )
     assert (verdict.kind, verdict.culprits, verdict.waiting, verdict.advice) == (
         VerdictKind.DEADLOCK,
         (0, 1),
         (2,),
-        messages.REORDERED_TAGS_ADVICE,
+        advice,
     )
     assert (
         f"rank 1 waits to receive tag 2 from rank 0, which {'sends' if blocked else 'sent'} tag 1"

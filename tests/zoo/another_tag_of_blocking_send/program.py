@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 def main():
     dist.init_process_group("gloo")
-    earlier_calls.make(None, (0, 1))
+    earlier_calls.make(None, (0, 1), first_tag=100)
     rank = dist.get_rank()
     block = torch.ones(256)
     for step in range(6):

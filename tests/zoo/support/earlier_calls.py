@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 COUNT = int(os.environ.get("EARLIER_CALLS", "0"))
 SHAPES = ((1,), (64,), (64,), (8, 48), (4096,))
-TAGS = (0, 0, 0, 1, 2)
+TAGS = (0, 0, 0, 1, 2)  # of messages, added to the first one
 READ_EVERY = 150  # calls: how often a job on a GPU reads a value, for which its host waits
 STEP_SHARE = 0.05  # of the calls are replaced by a training step, where the program has one
 
@@ -29,6 +29,7 @@ def make(
     *places: dist.ProcessGroup | Pair | None,
     share: float = 1.0,
     step: Callable[[], object] | None = None,
+    first_tag: int = 0,
 ) -> None:
     """Makes the drawn number of calls as fast as it can, in turn in all ``places``: this rank's own groups, or
     pairs of a sender and a receiver; None is the world, and the default. ``step`` is called now and then.
@@ -48,7 +49,7 @@ def make(
         if step is not None and kind < STEP_SHARE and not is_last:
             step()
         elif isinstance(place, tuple):
-            _exchange(place, variant, pending)
+            _exchange(place, variant, first_tag, pending)
         elif place is not dist.GroupMember.NON_GROUP_MEMBER:
             _communicate(place, 0 if is_last else kind, variant, pending)
         if number % READ_EVERY == READ_EVERY - 1:
@@ -72,10 +73,10 @@ def _device(group: dist.ProcessGroup | None) -> str:
     return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
-def _exchange(pair: Pair, variant: int, pending: list[dist.Work]) -> None:
+def _exchange(pair: Pair, variant: int, first_tag: int, pending: list[dist.Work]) -> None:
     """One message from the sender to the receiver; some are awaited later."""
     rank, device = dist.get_rank(), _device(None)
-    tag = TAGS[variant % len(TAGS)]
+    tag = first_tag + TAGS[variant % len(TAGS)]
     data = torch.ones(SHAPES[variant // 7 % len(SHAPES)], device=device)
     is_awaited_later = variant // 50 % 4 == 0 and device == "cpu"
     if rank not in pair:
