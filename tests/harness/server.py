@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,4 +158,31 @@ def running_server(
 ) -> Iterator[Server]:
     """Runs a server that reports stalls soon while the context lasts."""
     with run_server(folder, "--stall-after", str(stall_after_s), "--host", host) as server:
+        yield server
+
+
+class ServerPool:
+    """One server for each ``--stall-after``, started when it is first used, for jobs one after
+    another or at the same time.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._servers: dict[float, Server] = {}
+        self._running = contextlib.ExitStack()
+
+    def __enter__(self) -> ServerPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._running.close()
+
+    @contextlib.contextmanager
+    def use(self, stall_after_s: float) -> Iterator[Server]:
+        with self._lock:
+            server = self._servers.get(stall_after_s)
+            if server is None:
+                running = running_server(self._folder / f"server-{stall_after_s:g}", stall_after_s)
+                server = self._servers[stall_after_s] = self._running.enter_context(running)
         yield server

@@ -6,7 +6,10 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ from .job import THIS_RUNTIME, LaunchedJob, TorchRuntime, launch_job
 from .processes import clean_up_job, parent_pid
 from .server import Server, running_server
 
-START_S = 90.0  # until the fault, on a busy machine
+START_S = 150.0  # until the fault, on a busy machine
+POLL_S = 0.2
 HEALTHY_S = 120.0
 SETTLE_AFTER_VERDICT_S = 2.0
 STATUS_DELAY_S = 3.0  # of a job's status, behind the table of its ranks
@@ -56,26 +60,38 @@ def check_program(
     stall_after_s: float = 4.0,
     runtime: TorchRuntime = THIS_RUNTIME,
     depth: Depth = NO_EARLIER_CALLS,
+    *,
+    use_server: Callable[[float], AbstractContextManager[Server]] | None = None,
+    launch_turn: AbstractContextManager[object] | None = None,
 ) -> ProgramOutcome:
-    """Runs the program `name` with a server of its own; everything either writes goes to `folder`."""
+    """Runs the program `name` with a server of its own; everything either writes goes to `folder`.
+
+    ``use_server`` gives another server, by its ``--stall-after``, to which the job's name, that of
+    its folder, must be new. The job is launched, and comes to
+    its fault or its first calls, in its ``launch_turn``: the imports of its ranks keep all cores
+    busy.
+    """
     expected = shift_call_numbers(programs.load_expected(name), depth.calls)
     outcome = ProgramOutcome(name=name, earlier_calls=depth.calls)
     if expected.stall_after_s is not None:
         stall_after_s = expected.stall_after_s
     launcher = runtime.choose_launcher(expected.launcher)
-    with running_server(folder / "server", stall_after_s) as server:
-        job = launch_job(
-            programs.program_path(name),
-            expected.ranks,
-            folder,
-            server.url,
-            name=name.replace("/", "-"),
-            env={**depth.env, **expected.env},
-            launcher=launcher,
-            max_restarts=expected.max_restarts,
-            runtime=runtime,
-        )
+    with (use_server or partial(running_server, folder / "server"))(stall_after_s) as server:
+        log_start = len(server.read_log())
         try:
+            with launch_turn or nullcontext():
+                job = launch_job(
+                    programs.program_path(name),
+                    expected.ranks,
+                    folder,
+                    server.url,
+                    name=folder.name,
+                    env={**depth.env, **expected.env},
+                    launcher=launcher,
+                    max_restarts=expected.max_restarts,
+                    runtime=runtime,
+                )
+                wait_until(lambda: _has_begun(expected, job, server), START_S, POLL_S)
             if expected.healthy:
                 has_daemon = launcher in _INDIRECT_LAUNCHERS
                 _watch_healthy(expected, job, server, outcome, has_daemon)
@@ -83,12 +99,23 @@ def check_program(
                 _watch_hang(expected, job, server, outcome)
             outcome.incidents = _list_incidents(server, job.name)
         finally:
-            cleanup_problems = clean_up_job(job.run_dir)
-            job.process.wait()
+            cleanup_problems = clean_up_job(folder / "run")
+        job.process.wait()
         outcome.problems += cleanup_problems
         logs = [path.read_text(errors="replace") for path in job.run_dir.rglob("agent.log")]
-        outcome.log = "\n--- ".join([server.read_log(), job.stderr, *logs])
+        outcome.log = "\n--- ".join([server.read_log()[log_start:], job.stderr, *logs])
     return outcome
+
+
+def _has_begun(expected: programs.ExpectedVerdict, job: LaunchedJob, server: Server) -> bool:
+    """Whether the job has come to its fault, or a healthy one to its first calls, or has ended."""
+    if job.process.poll() is not None or job.planted_at is not None:
+        return True
+    return expected.healthy and any(
+        group["entered"]
+        for rank in server.get_items("ranks", job=job.name)
+        for group in rank["groups"]
+    )
 
 
 def _list_incidents(server: Server, job: str) -> list[dict[str, Any]]:
@@ -124,10 +151,7 @@ def _watch_hang(
     expected: programs.ExpectedVerdict, job: LaunchedJob, server: Server, outcome: ProgramOutcome
 ) -> None:
     name, limit_s = outcome.name, expected.verdict_deadline_s(server.stall_after_s)
-    if (
-        not wait_until(lambda: job.planted_at is not None, START_S)
-        or (fault := job.planted_at) is None
-    ):
+    if (fault := job.planted_at) is None:
         outcome.problems.append(
             f"the program never came to its fault (exit status {job.process.poll()})"
         )
@@ -146,7 +170,7 @@ def _watch_hang(
             outcome.verdict_after_s = elapsed_s
             break
         _check_status(server, job.name, outcome)
-        time.sleep(0.1)
+        time.sleep(POLL_S)
     outcome.problems += problems
     if outcome.verdict_after_s is not None and outcome.verdict_after_s > limit_s:
         outcome.problems.append(

@@ -7,6 +7,8 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ from tests.harness.depth import SEED_VARIABLE, Depth, choose_seed, draw_depth
 from tests.harness.environments import is_installed
 from tests.harness.expected import ExpectedVerdict
 from tests.harness.job import THIS_RUNTIME
+from tests.harness.server import ServerPool
 from tests.harness.verdicts import ProgramOutcome, check_program
 
 from . import nccl, peers
@@ -43,13 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [name for name, program in programs.items() if _is_wanted(name, program, arguments)]
     if arguments.depth is None:
         print(f"seed {arguments.seed}: --seed {arguments.seed} makes the same calls again")
-    return run_programs(
-        programs,
-        [name for _ in range(arguments.repeat) for name in chosen],
-        partial(_run_program, _choose_runner(arguments), arguments),
-        job_count=arguments.jobs,
-        shows_details=arguments.details,
-    )
+    with (
+        tempfile.TemporaryDirectory(prefix="hangwatch-zoo-") as folder,
+        ServerPool(Path(folder)) as servers,
+    ):
+        return run_programs(
+            programs,
+            [name for _ in range(arguments.repeat) for name in chosen],
+            partial(_run_program, _choose_runner(arguments, servers), arguments),
+            job_count=arguments.jobs,
+            shows_details=arguments.details,
+        )
 
 
 def _run_program(
@@ -70,11 +77,16 @@ def _needs_installation(arguments: argparse.Namespace) -> bool:
     )
 
 
-def _choose_runner(arguments: argparse.Namespace) -> Callable[..., ProgramOutcome]:
+def _choose_runner(
+    arguments: argparse.Namespace, servers: ServerPool
+) -> Callable[..., ProgramOutcome]:
     if arguments.peer:
         return partial(peers.check_with_peer, arguments.peer)
     runtime = THIS_RUNTIME if arguments.torch is None else nccl.nccl_runtime(arguments.torch)
-    return partial(check_program, runtime=runtime)
+    # One job imports torch at a time, while others wait: they would take each other's cores.
+    return partial(
+        check_program, runtime=runtime, use_server=servers.use, launch_turn=threading.Lock()
+    )
 
 
 def _load_programs(backend: str) -> dict[str, ExpectedVerdict]:
@@ -107,7 +119,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--ci", action="store_true", help="only the representative part that the tests run"
     )
-    parser.add_argument("--jobs", type=int, default=2, help="programs at a time (2)")
+    parser.add_argument("--jobs", type=int, default=4, help="programs at a time (4)")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each (1)")
     parser.add_argument(
         "--seed",

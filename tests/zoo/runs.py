@@ -34,7 +34,10 @@ def run_programs(
         tempfile.TemporaryDirectory(prefix="hangwatch-zoo-") as folder,
         ThreadPoolExecutor(job_count) as pool,
     ):
-        places = [(name, Path(folder, f"{number}-{name}")) for number, name in enumerate(runs)]
+        places = [
+            (name, Path(folder, f"{name.replace('/', '-')}-{number}"))
+            for number, name in enumerate(runs, 1)
+        ]
         for outcome in pool.map(lambda place: run_program(*place), places):
             results.append((programs[outcome.name], outcome))
             print(f"{len(results):>4}/{len(runs):<4} {_format_row(outcome)}", flush=True)
