@@ -15,5 +15,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
+    return _describe_seed()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Repeats the seed behind the failures: with ``-q`` there is no header."""
+    if terminalreporter.stats.get("failed"):
+        terminalreporter.write_line(_describe_seed())
+
+
+def _describe_seed() -> str:
     seed = os.environ[SEED_VARIABLE]
     return f"zoo: {SEED_VARIABLE}={seed} makes the same calls before each fault again"
