@@ -10,13 +10,18 @@ from collections.abc import Callable, Mapping
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hangwatch.model.backends import TIMED_BACKENDS
+from hangwatch.model.backends import REPORTING_BACKENDS
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.operator_spec import OperatorSpec, P2pRole
 from hangwatch.ring.layout import RecordFlag
 
 from .call_signatures import MAX_CACHED_CALLS, SignatureCache
-from .callers import ReduceOpReader, is_left_pending, make_reduce_op_reader
+from .callers import (
+    ReduceOpReader,
+    find_named_reduce_ops,
+    is_left_pending,
+    make_reduce_op_reader,
+)
 from .operator_schemas import find_group_index, find_tensor_indices
 from .streams import CompletionMode, EnteredCall, StreamRecorder
 from .tensor_lists import (
@@ -44,8 +49,8 @@ _ASYNC_NAMES = ("async_op", "asyncOp")  # torch 2.6 and 2.7 know only the latter
 _ASYNC, _BLOCKING = int(RecordFlag.ASYNC), int(RecordFlag.BLOCKING)
 
 # (stream, arguments of its `enter_call`: agreement hash, record body, blocked thread, completion
-# mode; the objects that must stay alive so that the ids in the plan's key stay unique)
-CallPlan = tuple[StreamRecorder, int, bytes, int, int, tuple[CodeType, Any]]
+# mode; the code whose id is in the plan's key, and unique as long as the code exists)
+CallPlan = tuple[StreamRecorder, int, bytes, int, int, CodeType]
 # (stream, agreement hash, number of the signature, bytes, peer, tag, flags, whether its thread
 # blocks, completion mode)
 CallDetails = tuple[StreamRecorder, int, int, int, int, int, int, bool, int]
@@ -197,10 +202,10 @@ class CallReader:
         caller: FrameType,
         site_frame: FrameType,
         key: Any,
-        kept_alive: Any,
+        reduce_op: Any,
     ) -> EnteredCall | None:
-        """`enter_call`, and plans the next call that has this ``key``; ``kept_alive`` must stay
-        alive for the ids in the key to stay unique.
+        """`enter_call`, and plans the next call that has this ``key``, unless the id of its reduce
+        op, which is in the key, may be reused.
         """
         plan = self._plan_call(recorder, args, caller, site_frame)
         if plan is None:
@@ -210,8 +215,10 @@ class CallReader:
         track = recorder.groups.tracks.get(id(pg))
         if track is None or track.has_device_backend or len(self.plans) >= MAX_CACHED_CALLS:
             return entered
+        if reduce_op is not None and id(reduce_op) not in find_named_reduce_ops():
+            return entered
         if recorder.sites.get_cached_site(site_frame):
-            self.plans[key] = (*plan, (site_frame.f_code, kept_alive))
+            self.plans[key] = (*plan, site_frame.f_code)
         return entered
 
     def find_track(self, recorder: RecorderState, args: tuple[Any, ...]) -> GroupTrack | None:
@@ -222,19 +229,22 @@ class CallReader:
         """The number of the reduce op; None where this torch offers no way to read it."""
         return self._read_reduce_op(args[self.reduce_op_index], caller)
 
-    def can_time_completion(
-        self, recorder: RecorderState, args: tuple[Any, ...], env: Mapping[str, str]
-    ) -> bool:
-        """Whether the call's Work can report the moment of its completion.
+    def choose_native_mode(
+        self, recorder: RecorderState, mode: int, args: tuple[Any, ...], env: Mapping[str, str]
+    ) -> int:
+        """How the native recorder detects the completion of a call with this `CompletionMode`.
 
-        By default that of a collective on gloo; with HANGWATCH_TIMING=1 that of any backend that
-        computes on the CPU; with HANGWATCH_TIMING=0 none.
+        It publishes the time of completion of collectives: by default on gloo; with
+        HANGWATCH_TIMING=1 on any backend that computes on the CPU; with HANGWATCH_TIMING=0 never.
         """
+        track = self.find_track(recorder, args) if mode == CompletionMode.WORK else None
+        if track is None:
+            return mode
         setting = env.get("HANGWATCH_TIMING")
-        if self.is_p2p or setting == "0":
-            return False
-        track = self.find_track(recorder, args)
-        return track is not None and (setting == "1" or track.runs_on(TIMED_BACKENDS))
+        is_timed = not self.is_p2p and setting != "0"
+        if track.runs_on(REPORTING_BACKENDS):
+            return CompletionMode.REPORTED_TIMED if is_timed else CompletionMode.REPORTED
+        return CompletionMode.TIMED if is_timed and setting == "1" else mode
 
     def clear_caches(self) -> None:
         """The interned data is about to be overwritten, or belongs to another ring, or a group is

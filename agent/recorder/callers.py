@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -49,6 +50,17 @@ def find_logged_callers() -> dict[int, CodeType]:
 
 
 @functools.cache
+def find_named_reduce_ops() -> dict[int, int]:
+    """By id: the numbers of the reduce ops that exist as long as the process does, such as
+    ``ReduceOp.SUM``. Others hold data of the job, such as the factor of a premultiplied sum.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    members = c10d.ReduceOp.RedOpType.__members__.values()
+    return {id(member): member.value for member in members}
+
+
+@functools.cache
 def make_reduce_op_reader() -> ReduceOpReader:
     """Makes a function that returns the number of a reduce op, from the boxed object and the
     calling frame; None where this torch has no way to read it (such as 2.6 and 2.9, in calls from C++).
@@ -57,12 +69,10 @@ def make_reduce_op_reader() -> ReduceOpReader:
     of torch.distributed's own functions, its argument ``op`` is read instead, in a tenth of that.
     """
     import torch
-    from torch.distributed import distributed_c10d as c10d
 
     names = [op for op, spec in OPERATIONS.items() if spec.reduce_op_arg]
     callers = {id(code): code for code in _find_codes(names) if "op" in code.co_varnames}
-    members = c10d.ReduceOp.RedOpType.__members__.values()
-    numbers: dict[int, int] = {id(member): member.value for member in members}
+    numbers = find_named_reduce_ops()
     can_read_boxed = hasattr(torch.classes.c10d.ReduceOp(), "op")
 
     def read_number(boxed: Any, caller: FrameType) -> int | None:
@@ -73,6 +83,19 @@ def make_reduce_op_reader() -> ReduceOpReader:
         return int(boxed.op()) if can_read_boxed else None
 
     return read_number
+
+
+def find_caller() -> FrameType:
+    """The frame that called the function that calls this one; in a thread of C++, where no Python
+    function did, that of the function itself.
+
+    It is to be passed on, not kept: a local variable that held its own frame would be a reference
+    cycle, which keeps the arguments of the call until a garbage collection.
+    """
+    try:
+        return sys._getframe(2)
+    except ValueError:
+        return sys._getframe(1)
 
 
 def skip_logger_frames(caller: FrameType) -> FrameType:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import inspect
 import os
+import threading
 from typing import Any
 
 import hangwatch
@@ -27,6 +28,9 @@ _NEW_GROUP_PARAMETERS = (
     "pg_tag",
     "use_local_synchronization",
 )
+_MAX_START_WAIT_S = 10.0
+
+_start_lock = threading.Lock()
 
 
 # Why calls may have been made before recording began; None: none were.
@@ -69,7 +73,20 @@ def _become_rank(
 
 
 def _start_recording(launch: identity.LaunchInfo, rank: int, world_size: int) -> None:
-    """If it fails, the job runs unwatched, and a message on stderr says so."""
+    """If it fails, the job runs unwatched, and a message on stderr says so.
+
+    Of several threads that become ranks at the same time, one starts, and the others wait for it.
+    """
+    if not _start_lock.acquire(timeout=_MAX_START_WAIT_S):
+        return
+    try:
+        if get_current_rank() is None:
+            _start_recording_once(launch, rank, world_size)
+    finally:
+        _start_lock.release()
+
+
+def _start_recording_once(launch: identity.LaunchInfo, rank: int, world_size: int) -> None:
     global _lost_before
     try:
         current = RankProcess(launch, rank, world_size)
@@ -105,8 +122,9 @@ def _record_lost_group() -> None:
 
 def _reset_after_fork() -> None:
     """Stops recording in a forked child: the ring is the parent's, and no thread serves it here."""
-    global _lost_before
+    global _lost_before, _start_lock
     _lost_before = None
+    _start_lock = threading.Lock()  # a thread that the child does not have may hold the other one
     set_current_rank(None)
     kernels.set_recorder(None)
     hangwatch._watcher = None

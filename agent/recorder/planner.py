@@ -13,6 +13,7 @@ from typing import Any
 
 from . import faults
 from .call_reader import CallReader
+from .callers import find_caller
 from .native.library import encode_plan
 from .other_threads import inspect_thread
 from .python_kernel import get_recorder, record_loss
@@ -25,14 +26,11 @@ def make_planner(reader: CallReader) -> Callable[..., list[int]]:
         try:
             recorder = get_recorder()
             if recorder is not None:
-                own_frame = sys._getframe()
-                # In a thread of C++, no Python function called this one.
-                caller = own_frame.f_back or own_frame
-                details = reader.read_call(recorder, args, caller)
-                is_timed = details is not None and reader.can_time_completion(
-                    recorder, args, os.environ
-                )
-                return encode_plan(details, is_timed=is_timed)
+                details = reader.read_call(recorder, args, find_caller())
+                if details is None:
+                    return encode_plan(None)
+                mode = reader.choose_native_mode(recorder, details[-1], args, os.environ)
+                return encode_plan((*details[:-1], mode))
         except Exception as error:  # ours: the call goes on
             record_loss(reader, args, error)
         return []

@@ -9,12 +9,14 @@ import sys
 from _thread import get_native_id
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 from . import faults
 from .call_reader import CallReader
 from .callers import find_logged_callers, find_quick_callers, skip_logger_frames
 from .recorder import Recorder
 from .streams import EnteredCall, leave_call
+from .watched_works import FRAME_KEY, get_holding_locals
 
 _current_recorder: Recorder | None = None
 
@@ -57,7 +59,7 @@ def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callabl
 
     enter_call = _make_enter_function(reader)
     redispatch = overload._handle.redispatch_boxed
-    returns_only_work = len(overload._schema.returns) == 1
+    returns_only_work, is_p2p = len(overload._schema.returns) == 1, reader.spec.is_p2p
     # A key set's own operators cost more than a look-up, its bound methods more than the function
     # behind them.
     bits_of: Callable[[Any], int] = DispatchKeySet.raw_repr.__func__  # type: ignore[attr-defined]  # pybind11's methods have it
@@ -68,10 +70,10 @@ def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callabl
             lower = lower_keysets[bits_of(keyset)]
         except KeyError:
             lower = lower_keysets[bits_of(keyset)] = (keyset & lower_keyset,)
-        entered = None
+        entered = frame_locals = None
         if _current_recorder is not None:
             try:
-                entered = enter_call(_current_recorder, args)
+                entered, frame_locals = enter_call(_current_recorder, args)
             except Exception as error:  # ours: the call goes on
                 record_loss(reader, args, error)
         if entered is None:
@@ -80,13 +82,21 @@ def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callabl
             result = redispatch(*(lower + args))
         except BaseException:
             record_failure(reader.spec.op, entered)
+            args = ()  # the exception keeps this frame, and must not keep the tensors
             raise
         try:
             if entered[5]:
                 leave_call(entered)
             else:  # CompletionMode.WORK, the most frequent one
                 work = result if returns_only_work else result[-1]
-                entered[0].pending_works.append((entered, work))
+                if frame_locals is not None and entered[4] and work is not None:
+                    # As `add_pending_call`, without its cost: most calls are such ones.
+                    frame_locals[FRAME_KEY] = work
+                    entered[0].pending_works.append((entered, ref(work)))
+                else:
+                    entered[0].add_pending_call(
+                        entered, work, frame_locals, backend_keeps_it=not is_p2p
+                    )
         except Exception as error:  # ours: the call's result is returned all the same
             record_lost_completion(reader.spec.op, entered, error)
         return result
@@ -96,8 +106,9 @@ def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callabl
 
 def _make_enter_function(
     reader: CallReader,
-) -> Callable[[Recorder, tuple[Any, ...]], EnteredCall | None]:
-    """Makes the function that records a call about to be made.
+) -> Callable[[Recorder, tuple[Any, ...]], tuple[EnteredCall | None, dict[str, Any] | None]]:
+    """Makes the function that records a call about to be made. It also returns the local variables
+    of the caller if that holds the Work until it returns.
 
     The kernel must call it directly, because it counts frames from there to the caller.
     """
@@ -109,7 +120,9 @@ def _make_enter_function(
     tensors_index, root_index = reader.tensors_index, reader.root_index
     has_reduce_op = reader.reduce_op_index >= 0
 
-    def enter_call(recorder: Recorder, args: tuple[Any, ...]) -> EnteredCall | None:
+    def enter_call(
+        recorder: Recorder, args: tuple[Any, ...]
+    ) -> tuple[EnteredCall | None, dict[str, Any] | None]:
         """Where the caller's local variables hold the group and the reduce op, which takes a
         fraction of the time of unboxing them, a call like an earlier one needs only one look-up.
         """
@@ -120,11 +133,13 @@ def _make_enter_function(
         code = id(caller.f_code)
         if code not in quick:
             site_frame = skip_logger_frames(caller) if code in logged else caller
-            return reader.enter_call(recorder, args, caller, site_frame)
+            entered = reader.enter_call(recorder, args, caller, site_frame)
+            return entered, get_holding_locals(caller)
         try:
             user = frame_of(4)
         except ValueError:  # a thread that began in torch's own function
-            return reader.enter_call(recorder, args, caller, caller)
+            entered = reader.enter_call(recorder, args, caller, caller)
+            return entered, get_holding_locals(caller)
         caller_locals = caller.f_locals
         pg = caller_locals["group"]
         tensors = args[tensors_index]
@@ -145,7 +160,8 @@ def _make_enter_function(
         try:
             stream, agree, record_body, blocked_thread, mode, _ = plans[key]
         except KeyError:
-            return reader.enter_planned(recorder, args, caller, user, key, reduce_op)
-        return stream.enter_call(agree, record_body, blocked_thread, mode)
+            entered = reader.enter_planned(recorder, args, caller, user, key, reduce_op)
+            return entered, caller_locals
+        return stream.enter_call(agree, record_body, blocked_thread, mode), caller_locals
 
     return enter_call

@@ -21,10 +21,11 @@ from hangwatch.ring.layout import (
 )
 
 from .other_threads import inspect_thread
+from .watched_works import WatchedWork, is_complete, watch_work
 from .writer import RingWriter
 
-# Works of unfinished calls, kept to poll them for completion. A finished one is dropped at the next
-# call or poll. Past this number the ones in the middle are dropped: the oldest and the newest are
+# Unfinished calls of a stream that are kept to find their completion. A finished one is dropped at
+# the next call or poll. Past this number the ones in the middle are dropped: the oldest and the newest are
 # enough to show how far the stream is complete.
 _MAX_PENDING_WORKS = 16
 _UINT32_MASK = 0xFFFFFFFF
@@ -38,8 +39,10 @@ class CompletionMode(enum.IntEnum):
     NEXT = 1  # its Work never reports completion: the call is complete once another one is made
     RETURN = 2  # it is complete when it returns
     UNOBSERVABLE = 3
-    # As WORK, and the Work of some calls reports the time of completion. Native recorder only.
-    TIMED = 4
+    # The others are the native recorder's, in place of WORK.
+    TIMED = 4  # as WORK, and the Work of some calls reports the time of completion
+    REPORTED = 5  # its Work reports it
+    REPORTED_TIMED = 6  # likewise, and the time of some calls is published
 
 
 _NEXT, _RETURN = int(CompletionMode.NEXT), int(CompletionMode.RETURN)
@@ -47,6 +50,10 @@ _NEXT, _RETURN = int(CompletionMode.NEXT), int(CompletionMode.RETURN)
 # A call in progress: (its stream, seq, index of its record, entered_ns, the thread that it blocks or
 # 0, its `CompletionMode`). A tuple, because a class would slow down every call.
 EnteredCall = tuple["StreamRecorder", int, int, int, int, int]
+
+
+# (an `EnteredCall`, its Work and what must be kept for it, as `watch_work` returns them)
+PendingCall = tuple[Any, ...]
 
 
 class StreamRecorder:
@@ -85,8 +92,8 @@ class StreamRecorder:
         )
         self._seq_counter = itertools.count(1)
         self._last_entered_ns = 0
-        # Unfinished calls, oldest first, each with its boxed Work or None.
-        self.pending_works: deque[tuple[EnteredCall, Any]] = deque()
+        # Unfinished calls, oldest first, each with its Work as `watch_work` returns it.
+        self.pending_works: deque[PendingCall] = deque()
         self._unbox_work = unbox
         self._prune_lock = allocate_lock()  # never waited for
         self._last_thread = 0  # the thread that made the last call
@@ -154,7 +161,7 @@ class StreamRecorder:
     def finish_call(self, call: EnteredCall) -> None:
         """Records that a call was complete when it returned."""
         self._ring.record_completion(call[2], monotonic_ns())
-        newest_work = self._find_newest_work() if self.pending_works else None
+        newest_work = self._find_observable_work() if self.pending_works else None
         if newest_work is not None:
             # Asynchronous calls before it are unfinished: it counts as complete with the last one.
             self.pending_works.append((call, newest_work))
@@ -163,9 +170,28 @@ class StreamRecorder:
             self.completed = self.entered
             self._ring.write_progress(self.slot, self.completed, 0)
 
-    def _find_newest_work(self) -> Any:
-        for _, work in reversed(tuple(self.pending_works)):
-            if work is not None:
+    def add_pending_call(
+        self,
+        call: EnteredCall,
+        boxed_work: Any,
+        frame_locals: dict[str, Any] | None,
+        *,
+        backend_keeps_it: bool,
+    ) -> None:
+        """Watches the Work of a call whose operator returned it; see `watch_work`."""
+        watched = watch_work(
+            boxed_work,
+            self._unbox_work,
+            frame_locals,
+            is_blocking=bool(call[4]),
+            backend_keeps_it=backend_keeps_it,
+        )
+        self.pending_works.append((call, *watched))
+
+    def _find_observable_work(self) -> WatchedWork:
+        """The newest Work that will show its completion; None if there is none."""
+        for _, work, *_ in reversed(tuple(self.pending_works)):
+            if self._is_complete(work) is not None:
                 return work
         return None
 
@@ -190,13 +216,14 @@ class StreamRecorder:
             return bool(works)
         try:
             while works:
-                call, work = works[0]
-                if not (self._is_complete(work) if work is not None else len(works) > 1):
+                call, work, *_ = works[0]
+                state = self._is_complete(work)
+                if not (len(works) > 1 if state is None else state):
                     break
                 works.popleft()
                 self._ring.record_completion(call[2], now_ns)
                 self.completed = call[1]
-            if len(works) > 1 and (last := works[-1])[1] is not None and self._is_complete(last[1]):
+            if len(works) > 1 and self._is_complete((last := works[-1])[1]):
                 # The works of some backends never report completion: a later one covers them.
                 while works.popleft() is not last:
                     pass
@@ -219,8 +246,8 @@ class StreamRecorder:
         """Frees the slot of the stream, whose group no longer exists."""
         self._ring.close_stream(self.slot)
 
-    def _is_complete(self, work: Any) -> bool:
-        return bool(self._unbox_work(work).is_completed())
+    def _is_complete(self, work: WatchedWork) -> bool | None:
+        return is_complete(work, self._unbox_work)
 
     def update_ring(self, now_ns: int) -> None:
         """Publishes the position of the stream. Called by the polling thread.

@@ -16,8 +16,8 @@ class BackendSpec:
     # Its Flight Recorder counts what the device has begun and completed; torch reports the counters
     # by `_dump_nccl_trace_json`.
     counts_device_progress: bool = False
-    # The Work of a collective on the CPU reports the moment of its completion.
-    reports_completion_time: bool = False
+    # The Work of a call on the CPU reports its completion, by `Work::finish`.
+    reports_completion: bool = False
     worker_threads: tuple[str, ...] = ()  # names of the threads that carry out its calls
 
 
@@ -33,7 +33,7 @@ BACKENDS: dict[str, BackendSpec] = {
     "hccl": _NCCL_LIKE,
     "mccl": BackendSpec(is_device=True),
     "gloo": BackendSpec(
-        reports_completion_time=True,
+        reports_completion=True,
         worker_threads=("pt_gloo_runloop",),  # c10::setThreadName in ProcessGroupGloo.cpp
     ),
 }
@@ -42,7 +42,7 @@ DEVICE_BACKENDS = tuple(name for name, spec in BACKENDS.items() if spec.is_devic
 FLIGHT_RECORDER_BACKENDS = tuple(
     name for name, spec in BACKENDS.items() if spec.counts_device_progress
 )
-TIMED_BACKENDS = tuple(name for name, spec in BACKENDS.items() if spec.reports_completion_time)
+REPORTING_BACKENDS = tuple(name for name, spec in BACKENDS.items() if spec.reports_completion)
 COALESCED_END_BACKENDS = tuple(
     name for name, spec in BACKENDS.items() if spec.records_coalesced_end
 )

@@ -4,17 +4,17 @@ environment enables checks.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Mapping
+from types import CodeType, FrameType
 from typing import Any
 
 from .. import faults
 from ..call_reader import CallReader
-from ..callers import find_logged_callers, skip_logger_frames
+from ..callers import find_caller, find_logged_callers, skip_logger_frames
 from ..python_kernel import get_recorder, record_failure, record_loss, record_lost_completion
 from ..recorder import unbox_work
 from ..streams import EnteredCall, leave_call
+from ..watched_works import get_holding_locals
 from .arguments import TensorArguments
 from .inspection import PendingCheck
 from .tensors import DispatchBypass
@@ -29,40 +29,35 @@ def make_checking_kernel(
     logged = find_logged_callers()
 
     def c10d_kernel(keyset: Any, *args: Any) -> Any:
-        try:
-            caller = sys._getframe(1)
-        except ValueError:  # a thread of C++: there is no Python frame
-            caller = sys._getframe()
-        entered = _enter_call(
-            reader,
-            args,
-            caller,
-            skip_logger_frames(caller) if id(caller.f_code) in logged else caller,
-        )
+        entered = _enter_call(reader, args, find_caller(), logged)
         if entered is None:
             return redispatch(keyset & lower_keyset, *args)
         pending = (
-            _check_inputs(reader, operator, entered, args, caller) if operator.is_examined else None
+            _check_inputs(reader, operator, entered, args, find_caller())
+            if operator.is_examined
+            else None
         )
         try:
             result = redispatch(keyset & lower_keyset, *args)
         except BaseException:
             record_failure(reader.spec.op, entered)
+            args, pending = (), None  # the exception keeps this frame, and must not keep tensors
             raise
-        _finish_call(reader.spec.op, entered, pending, result, caller)
+        _finish_call(reader, entered, pending, result, find_caller())
         return result
 
     return c10d_kernel
 
 
 def _enter_call(
-    reader: CallReader, args: tuple[Any, ...], caller: FrameType, site_frame: FrameType
+    reader: CallReader, args: tuple[Any, ...], caller: FrameType, logged: Mapping[int, CodeType]
 ) -> EnteredCall | None:
     try:
         recorder = get_recorder()
-        return (
-            reader.enter_call(recorder, args, caller, site_frame) if recorder is not None else None
-        )
+        if recorder is None:
+            return None
+        site_frame = skip_logger_frames(caller) if id(caller.f_code) in logged else caller
+        return reader.enter_call(recorder, args, caller, site_frame)
     except Exception as error:  # ours: the call goes on
         record_loss(reader, args, error)
         return None
@@ -91,16 +86,25 @@ def _check_inputs(
 
 
 def _finish_call(
-    op: str, entered: EnteredCall, pending: PendingCheck | None, result: Any, caller: FrameType
+    reader: CallReader,
+    entered: EnteredCall,
+    pending: PendingCheck | None,
+    result: Any,
+    caller: FrameType,
 ) -> None:
     try:
         boxed = result[-1] if type(result) is tuple else result
         if entered[5]:
             leave_call(entered)
         else:  # CompletionMode.WORK
-            entered[0].pending_works.append((entered, boxed))
+            entered[0].add_pending_call(
+                entered,
+                boxed,
+                get_holding_locals(caller),
+                backend_keeps_it=not reader.spec.is_p2p,
+            )
     except Exception as error:  # ours: the call's result is returned all the same
-        record_lost_completion(op, entered, error)
+        record_lost_completion(reader.spec.op, entered, error)
     if pending is None:
         return
     try:
@@ -108,4 +112,4 @@ def _finish_call(
         if recorder is not None and recorder.checker is not None:
             recorder.checker.check_result(pending, unbox_work(boxed), caller)
     except Exception as error:  # ours: the call's result is returned all the same
-        faults.record_fault(f"examining the result of {op}", error)
+        faults.record_fault(f"examining the result of {reader.spec.op}", error)

@@ -80,9 +80,17 @@ class CallRecorder {
   void leave_call(const Call& call, WorkPtr work) {
     Lock lock(mutex_);
     if (call.completion_mode == AT_RETURN)
-      complete_call(call);
-    else if (call.completion_mode != UNOBSERVABLE && call.stream->completed != UNKNOWN_COMPLETED)
-      call.stream->pending_works.push_back({call, std::move(work)});
+      return complete_call(call);
+    if (call.completion_mode == UNOBSERVABLE || call.stream->completed == UNKNOWN_COMPLETED)
+      return;
+    PendingWorks& works = call.stream->pending_works;
+    if (!work)
+      return works.push_back({call, Completion::UNKNOWN, nullptr});
+    if (!has_reporting_work(call.completion_mode))
+      return works.push_back({call, Completion::POLLED, std::move(work)});
+    works.push_back({call, Completion::TO_BE_REPORTED, nullptr});
+    lock.unlock();
+    report_events(*work, [this, call](WorkEvent event) { receive_event(call, event); });
   }
 
   // Records that a call was complete when it returned, or raised an exception.
@@ -96,8 +104,7 @@ class CallRecorder {
   // Makes the Work of some calls, the same on every rank, record its time of completion, on the
   // thread that completes it. The callback keeps no tensor alive.
   void time_completion(const Call& call, const WorkPtr& work) {
-    const bool is_sampled = compute_sampling_level(call.seq) >= MIN_TIMED_LEVEL;
-    if (!is_sampled || !work || call.stream->is_untimed.load(std::memory_order_relaxed))
+    if (!is_sampled(call) || !work || call.stream->is_untimed.load(std::memory_order_relaxed))
       return;
     try {
       if (auto future = work->getFuture())
@@ -228,14 +235,48 @@ class CallRecorder {
   void complete_call(const Call& call) {
     records_.record_completion(call.index, read_clock_ns());
     Stream& stream = *call.stream;
-    if (WorkPtr newest_work = stream.find_newest_work()) {
+    if (stream.has_unfinished_work()) {
       // Asynchronous calls before it are unfinished: it counts as complete with the last one.
-      stream.pending_works.push_back({call, std::move(newest_work)});
+      stream.pending_works.push_back({call, Completion::WITH_FORMER, nullptr});
     } else if (stream.completed != UNKNOWN_COMPLETED) {
       stream.pending_works.clear();
       stream.completed = stream.entered;
       stream.publish_progress();
     }
+  }
+
+  // Called by a Work, with its mutex locked.
+  void receive_event(const Call& call, WorkEvent event) noexcept {
+    const uint64_t now_ns = read_clock_ns();
+    Lock lock(mutex_);
+    Stream& stream = *call.stream;
+    PendingWork* const pending = stream.find_pending_work(call.index);
+    if (event == WorkEvent::DESTROYED) {
+      // A thread that was blocked in the call is so no longer. Another one gave up the Work without
+      // a wait, as of a message, and what became of the call is not known.
+      if (pending)
+        pending->completion = call.blocked_thread ? Completion::COMPLETE : Completion::UNKNOWN;
+    } else {
+      if (event == WorkEvent::COMPLETED && call.completion_mode == BY_TIMED_REPORTING_WORK &&
+          is_sampled(call))
+        records_.record_timed_completion(call.index, now_ns);
+      else
+        records_.record_completion(call.index, now_ns);
+      if (pending)
+        pending->completion = Completion::COMPLETE;
+    }
+    while (stream.is_oldest_known_complete()) {
+      const PendingWork& oldest = stream.pending_works.front();
+      if (oldest.completion == Completion::UNKNOWN)
+        records_.record_completion(oldest.call.index, now_ns);
+      stream.set_completed(oldest.call.seq);
+      stream.pending_works.pop_front(); // it holds no Work
+    }
+    stream.publish_progress();
+  }
+
+  static bool is_sampled(const Call& call) {
+    return compute_sampling_level(call.seq) >= MIN_TIMED_LEVEL;
   }
 
   void record_timed_completion(uint64_t index) {
@@ -251,16 +292,14 @@ class CallRecorder {
     if (stream.is_polling)
       return !works.empty();
     stream.is_polling = true;
-    while (!works.empty()) {
-      const bool is_complete =
-          works.front().work ? is_oldest_complete(stream, lock) : works.size() > 1;
-      if (!is_complete)
-        break;
-      records_.record_completion(works.front().call.index, now_ns);
-      stream.set_completed(works.front().call.seq);
+    while (!works.empty() && is_oldest_complete(stream, lock)) {
+      const PendingWork& oldest = works.front();
+      if (oldest.completion == Completion::POLLED || oldest.completion == Completion::UNKNOWN)
+        records_.record_completion(oldest.call.index, now_ns);
+      stream.set_completed(oldest.call.seq);
       stream.drop_oldest_work(finished);
     }
-    if (works.size() > 1 && works.back().work && is_newest_complete(stream, lock)) {
+    if (works.size() > 1 && is_newest_complete(stream, lock)) {
       // The works of some backends never report completion: a later one covers them.
       stream.set_completed(works.back().call.seq);
       stream.drop_all_works(finished);
@@ -270,10 +309,12 @@ class CallRecorder {
     return !works.empty();
   }
 
-  // These release the lock while they call torch, and are false if the work was removed meanwhile.
+  // These release the lock while they call torch, and are false if the call was removed meanwhile.
 
   static bool is_oldest_complete(const Stream& stream, Lock& lock) {
     const PendingWorks& works = stream.pending_works;
+    if (works.front().completion != Completion::POLLED)
+      return stream.is_oldest_known_complete();
     const uint64_t index = works.front().call.index;
     const bool is_completed = poll_work(works.front().work, lock);
     return is_completed && !works.empty() && works.front().call.index == index;
@@ -281,8 +322,11 @@ class CallRecorder {
 
   static bool is_newest_complete(const Stream& stream, Lock& lock) {
     const PendingWorks& works = stream.pending_works;
+    const PendingWork& newest = stream.find_newest_independent();
+    if (newest.completion != Completion::POLLED)
+      return newest.completion == Completion::COMPLETE;
     const uint64_t index = works.back().call.index;
-    const bool is_completed = poll_work(works.back().work, lock);
+    const bool is_completed = poll_work(newest.work, lock);
     return is_completed && !works.empty() && works.back().call.index == index;
   }
 

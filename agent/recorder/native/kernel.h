@@ -88,8 +88,9 @@ class RecordingKernel : public c10::OperatorKernel {
   }
 
   static void leave_call(CallRecorder& recorder, const Call& call, const Stack& stack) {
+    const int mode = call.completion_mode;
     WorkPtr work;
-    if (call.completion_mode == BY_WORK || call.completion_mode == BY_TIMED_WORK)
+    if (mode == BY_WORK || mode == BY_TIMED_WORK || has_reporting_work(mode))
       work = get_work(stack);
     if (call.completion_mode == BY_TIMED_WORK)
       recorder.time_completion(call, work);

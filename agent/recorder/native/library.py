@@ -17,7 +17,7 @@ from hangwatch.ring.layout import RECORD_SLOTS
 from .. import faults
 from ..call_reader import CallDetails
 from ..checks.settings import PYTHON_ONLY_REASON, load_check_settings
-from ..streams import CompletionMode, EnteredCall, StreamRecorder
+from ..streams import EnteredCall, StreamRecorder
 from ..writer import RingWriter
 from . import cache
 from .frames import FrameLayout, get_frame_layout
@@ -260,15 +260,14 @@ class NativeStreamRecorder(StreamRecorder):
         super().close_stream()
 
 
-def encode_plan(details: CallDetails | None, *, is_timed: bool) -> list[int]:
+def encode_plan(details: CallDetails | None) -> list[int]:
     """The plan of all calls of a kind, as the kernel expects it: the stream's handle (0: the calls are
     not recorded), the agreement hash as a signed number, and the remaining details.
     """
     if details is None:
         return [0] * 9
-    stream, agreement_hash, *rest, mode = details
+    stream, agreement_hash, *rest = details
     assert isinstance(stream, NativeStreamRecorder)
-    mode = CompletionMode.TIMED if is_timed and mode == CompletionMode.WORK else mode
     if agreement_hash >= _INT64_SIGN_BIT:
         agreement_hash -= 2 * _INT64_SIGN_BIT
-    return [stream.handle, agreement_hash, *map(int, rest), int(mode)]
+    return [stream.handle, agreement_hash, *map(int, rest)]

@@ -31,6 +31,7 @@ void hw_initialize_library(FrameLayout layout) {
   frame_layout = layout;
   pthread_atfork(nullptr, nullptr, [] {
     current_recorder = nullptr; // the ring is the parent's
+    ++fork_generation;
     this_thread_id = 0;
   });
 }

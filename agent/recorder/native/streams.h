@@ -4,6 +4,7 @@
 #pragma once
 
 #include "ring_format.h"
+#include "work_reports.h"
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -12,16 +13,20 @@
 
 namespace {
 
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-
 // How the completion of a call is detected: `CompletionMode` in streams.py.
 enum CompletionMode : int {
   BY_WORK = 0,
   AT_NEXT_CALL = 1,
   AT_RETURN = 2,
   UNOBSERVABLE = 3,
-  BY_TIMED_WORK = 4
+  BY_TIMED_WORK = 4,
+  BY_REPORTING_WORK = 5,
+  BY_TIMED_REPORTING_WORK = 6
 };
+
+bool has_reporting_work(int completion_mode) {
+  return completion_mode == BY_REPORTING_WORK || completion_mode == BY_TIMED_REPORTING_WORK;
+}
 
 constexpr size_t MAX_PENDING_WORKS = 16; // in a stream
 
@@ -34,9 +39,19 @@ struct Call { // a call in progress; it is recorded if it has a stream
   int completion_mode = UNOBSERVABLE;
 };
 
+// What is known of the completion of a call that has returned.
+enum class Completion {
+  POLLED, // its Work is asked; only this state holds the Work, and with it the tensors
+  TO_BE_REPORTED, // its Work will report it
+  UNKNOWN, // nothing shows it: the call is complete once another one is made
+  WITH_FORMER, // it is complete when the calls before it are
+  COMPLETE
+};
+
 struct PendingWork {
   Call call;
-  WorkPtr work; // null: it never reports completion
+  Completion completion;
+  WorkPtr work; // null unless it is polled
 };
 using PendingWorks = std::deque<PendingWork>;
 
@@ -87,10 +102,41 @@ struct Stream {
       drop_oldest_work(finished);
   }
 
-  WorkPtr find_newest_work() const {
-    for (auto pending = pending_works.rbegin(); pending != pending_works.rend(); ++pending)
-      if (pending->work)
-        return pending->work;
+  bool has_unfinished_work() const {
+    for (const PendingWork& pending : pending_works)
+      if (pending.completion == Completion::POLLED ||
+          pending.completion == Completion::TO_BE_REPORTED)
+        return true;
+    return false;
+  }
+
+  // Whether the oldest call is complete without a poll; false if there is none.
+  bool is_oldest_known_complete() const {
+    if (pending_works.empty())
+      return false;
+    switch (pending_works.front().completion) {
+      case Completion::COMPLETE:
+      case Completion::WITH_FORMER:
+        return true;
+      case Completion::UNKNOWN:
+        return pending_works.size() > 1;
+      default:
+        return false;
+    }
+  }
+
+  // The newest call whose completion does not depend on the calls before it. There must be a call.
+  const PendingWork& find_newest_independent() const {
+    auto pending = pending_works.rbegin();
+    while (pending->completion == Completion::WITH_FORMER && pending + 1 != pending_works.rend())
+      ++pending;
+    return *pending;
+  }
+
+  PendingWork* find_pending_work(uint64_t index) {
+    for (PendingWork& pending : pending_works)
+      if (pending.call.index == index)
+        return &pending;
     return nullptr;
   }
 

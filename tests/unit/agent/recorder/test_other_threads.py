@@ -4,15 +4,19 @@ import gc
 import subprocess
 import sys
 import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
 
 from hangwatch.agent.recorder import other_threads
 from tests.harness.processes import clean_environment
 
-# In Python 3.11 `sys._current_frames` in place of `get_current_frames` deadlocks here immediately,
+# In Python 3.11 `sys._current_frames` in place of `find_frame` deadlocks here immediately,
 # with the GIL held.
 _SAMPLING_SCRIPT = """
 import threading, time
-from hangwatch.agent.recorder.other_threads import get_current_frames
+from hangwatch.agent.recorder.other_threads import find_frame
 
 class LetsGoOfTheGil:
     def __init__(self):
@@ -24,7 +28,7 @@ class LetsGoOfTheGil:
 def look():
     for _ in range(3000):
         LetsGoOfTheGil()
-        get_current_frames()
+        find_frame(threading.main_thread().ident)
 
 def start():
     for _ in range(1500):
@@ -52,13 +56,63 @@ def test_sampling_never_stops_the_process() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_thread_is_sampled_and_gc_state_is_kept() -> None:
-    here = threading.get_ident()
-    assert other_threads.get_current_frames()[here].f_code.co_name == "get_current_frames"
-    assert gc.isenabled()
-    gc.disable()
+class Waiter:
+    """A thread that waits in a function with a local variable of its own."""
+
+    def __init__(self) -> None:
+        self.waits, self.may_return, self.has_returned = (threading.Event() for _ in range(3))
+        self.local_ref: weakref.ref[object] = weakref.ref(self)
+        self.thread = threading.Thread(target=self._run_thread, daemon=True)
+        self.thread.start()
+        assert self.waits.wait(10)
+
+    def _run_thread(self) -> None:
+        self._wait_with_local()
+        self.has_returned.set()
+
+    def _wait_with_local(self) -> None:
+        local = threading.Event()
+        self.local_ref = weakref.ref(local)
+        self.waits.set()
+        self.may_return.wait(10)
+
+
+@pytest.fixture(params=[True, False], ids=["gc on", "gc off"])
+def _gc_state(request: pytest.FixtureRequest) -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    (gc.enable if request.param else gc.disable)()
+    yield
+    assert gc.isenabled() == request.param
+    (gc.enable if was_enabled else gc.disable)()
+
+
+@pytest.mark.usefixtures("_gc_state")
+def test_frame_of_another_thread() -> None:
+    waiter = Waiter()
+    assert waiter.thread.ident is not None
+    frame = other_threads.find_frame(waiter.thread.ident)
+    names = []
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    assert "_wait_with_local" in names
+    waiter.may_return.set()
+    waiter.thread.join()
+    assert other_threads.find_frame(waiter.thread.ident) is None
+
+
+@pytest.mark.parametrize("inspect", [other_threads.find_frame, other_threads.inspect_thread])
+def test_inspection_keeps_no_local_variable_alive(inspect: Callable[[int], object]) -> None:
+    """All threads are sampled, so those that are not inspected count as well."""
+    inspected, other = Waiter(), Waiter()
+    threshold = gc.get_threshold()
+    gc.set_threshold(100_000)  # it stays enabled: then 3.11 takes its own path
     try:
-        assert here in other_threads.get_current_frames()
-        assert not gc.isenabled()
+        assert inspected.thread.ident is not None
+        inspect(inspected.thread.ident)
+        for waiter in (inspected, other):
+            waiter.may_return.set()
+            assert waiter.has_returned.wait(10)
+            assert waiter.local_ref() is None
     finally:
-        gc.enable()
+        gc.set_threshold(*threshold)
