@@ -98,7 +98,9 @@ def dropped(track: Track) -> None:
 
 @register_case
 def future(track: Track) -> None:
+    """The Work is dropped before the call is complete, as by a communication hook of DDP."""
     dist.all_reduce(track.make_tensor(), async_op=True).get_future().wait()
+    dist.barrier()
     dist.barrier()
 
 
