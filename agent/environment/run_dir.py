@@ -19,7 +19,9 @@ AGENT_LOG_NAME = "agent.log"
 # One line that the node agent wants the user to see; a rank prints it and removes the file.
 NOTICE_NAME = "notice"
 RING_SUFFIX = ".ring"
-STACKS_SUFFIX = ".stacks"  # faulthandler's output
+STACKS_SUFFIX = ".stacks"  # the stacks that a rank writes of itself
+NO_GIL_TEXT = "without GIL\n"  # in place of the stacks
+THREADS_SUFFIX = ".threads"  # the ids and names of its threads
 
 
 class RunDirError(OSError):

@@ -8,10 +8,12 @@ import threading
 from time import monotonic_ns
 from typing import Any
 
+from hangwatch.model.threads import RECORDER_THREAD_NAME
 from hangwatch.ring.layout import LiveWord
 
 from . import faults
 from .device_status import DeviceStatusReader
+from .fault_dumps import StackDumper
 from .recorder import Recorder
 from .supervisor import AgentSupervisor
 from .writer import RingWriter
@@ -22,11 +24,20 @@ POLL_INTERVAL_S = 0.1  # seconds
 class Poller:
     """A daemon thread that takes the GIL for some 20 microseconds ten times a second."""
 
-    def __init__(self, ring: RingWriter, recorder: Recorder, supervisor: AgentSupervisor) -> None:
+    def __init__(
+        self,
+        ring: RingWriter,
+        recorder: Recorder,
+        supervisor: AgentSupervisor,
+        stack_dumper: StackDumper,
+    ) -> None:
         self._ring, self._recorder, self._supervisor = ring, recorder, supervisor
+        self._stack_dumper = stack_dumper
         self._device_status = DeviceStatusReader(ring, recorder)
         self._stop_event = threading.Event()
-        self._thread = threading.Thread(target=self._run_loop, name="hangwatch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run_loop, name=RECORDER_THREAD_NAME, daemon=True
+        )
         self.steps_by_optimizer: dict[int, int] = {}  # by id(optimizer)
         self.declared_step = -1
 
@@ -42,14 +53,17 @@ class Poller:
         self._poll_once()
 
     def _run_loop(self) -> None:
+        self._stack_dumper.start_answering()
         while not self._stop_event.is_set():
             try:
                 call_count = self._poll_once()
+                self._stack_dumper.answer_request()
                 self._device_status.update_ring(call_count, monotonic_ns())
                 self._supervisor.ensure_agent()
             except Exception as error:  # ours: the thread goes on
                 faults.record_fault("polling", error)
             self._stop_event.wait(POLL_INTERVAL_S)
+        self._stack_dumper.stop_answering()
 
     def _poll_once(self) -> int:
         """Returns the number of calls recorded so far."""

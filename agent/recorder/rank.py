@@ -14,7 +14,7 @@ from hangwatch.ring.layout import CHECK_SLOTS, CHECK_STRUCT, LiveWord
 from ..environment import identity, run_dir
 from . import faults
 from .checks.settings import CheckSettings, load_check_settings
-from .fault_dumps import register_stack_dumps
+from .fault_dumps import StackDumper
 from .group_setup import SetupRecorder
 from .native.library import choose_recorder
 from .poller import Poller
@@ -46,15 +46,15 @@ class RankProcess:
         check_settings = load_check_settings(os.environ)
         check_table_bytes = CHECK_STRUCT.size * CHECK_SLOTS if check_settings.any_enabled else 0
         self.folder, self.ring = create_ring(self.key, pid, start_ticks, check_table_bytes)
-        self._stack_dump_info = register_stack_dumps(
-            self.folder / (self.key + run_dir.STACKS_SUFFIX)
-        )
+        self._stack_dumper = StackDumper(self.ring.path, self.ring)
         native, self._python_reason = choose_recorder(os.environ)
         self.recorder = Recorder(self.ring, native, _make_checker(self.ring, check_settings))
         self.write_identity()
         self.set_lifecycle(Lifecycle.STARTING)
         self.setup_recorder = SetupRecorder(self.recorder)
-        self.poller = Poller(self.ring, self.recorder, AgentSupervisor(self.folder))
+        self.poller = Poller(
+            self.ring, self.recorder, AgentSupervisor(self.folder), self._stack_dumper
+        )
         faults.add_listener(self._write_faults)
         self._write_faults()
 
@@ -76,7 +76,7 @@ class RankProcess:
                 "without": self._python_reason,
                 "master": self.master_address,
                 "on_hang": self.launch.on_hang,
-                **self._stack_dump_info,
+                **self._stack_dumper.registration,
             }
         )
 

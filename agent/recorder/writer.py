@@ -110,6 +110,9 @@ class RingWriter:
     def set_word(self, word: LiveWord, value: int) -> None:
         self._live_words[word] = value
 
+    def get_word(self, word: LiveWord) -> int:
+        return self._live_words[word]
+
     def write_identity(self, data: Mapping[str, Any]) -> None:
         self._write_note(IDENTITY_OFFSET, IDENTITY_SIZE, data)
 

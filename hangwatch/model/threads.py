@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+RECORDER_THREAD_NAME = "hangwatch"  # our own thread in the training process
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:

@@ -137,6 +137,11 @@ class LiveWord(enum.IntEnum):
     DEVICE_STATUS = 12  # see `DeviceStatusState`
     LOSSES = 13  # offset of the loss table; 0: none
     OPENED = 14  # streams that were ever opened; their uids are 1 to this number
+    RECORDER_THREAD = 15  # the operating system's id of the recorder's thread
+    # The number of the node agent's newest request for stacks. It is the only part of the file that
+    # the node agent writes.
+    STACKS_REQUEST = 16
+    STACKS_ANSWER = 17  # the number of the request whose stacks were written last
 
 
 class DeviceStatusState(enum.IntEnum):

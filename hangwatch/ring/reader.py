@@ -170,6 +170,12 @@ class RingReader:
                 calls.append(self._decoder.decode_record(record, now_ns))
         return {uid: calls[::-1] for uid, calls in calls_by_uid.items()}
 
+    def read_newest_call(self, now_ns: int) -> Call | None:
+        """The newest call of all streams; None if there is none in the ring."""
+        for record in self._iter_newest_first():
+            return self._decoder.decode_record(record, now_ns)
+        return None
+
     def read_callers(self) -> tuple[Caller, ...]:
         """The threads that made the calls in the ring; the one of the newest call comes first."""
         uids_by_thread: dict[int, list[int]] = {}

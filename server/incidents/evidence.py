@@ -14,13 +14,12 @@ from typing import NamedTuple
 from hangwatch.model.calls import Call
 from hangwatch.model.groups import Group
 from hangwatch.model.incidents import MergedStack, ProcessSnapshot
-from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.model.threads import RECORDER_THREAD_NAME, Frame, ThreadStack
 from hangwatch.model.verdicts import AlignedPair, Verdict
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process, StackSample
 
 MAX_THREADS_SHOWN = 16  # of one culprit
-RECORDER_THREAD_NAME = "hangwatch"  # our own thread in the training process
 MAX_DETAILED_CULPRITS = 8  # with more culprits than this, only calling threads are shown
 MAX_PROCESSES_SHOWN = 64
 # The age of a sample is measured on its host, so it may seem slightly older than the onset.

@@ -24,6 +24,7 @@ class TorchRuntime:
     python: str = sys.executable
     env: Mapping[str, str] = field(default_factory=dict)
     shares_gpu: bool = False
+    command_prefix: tuple[str, ...] = ()  # of the job's launcher
 
     def choose_launcher(self, launcher: str) -> str:
         """NCCL lets ranks share a GPU only if they are on different nodes."""
@@ -33,6 +34,8 @@ class TorchRuntime:
 THIS_RUNTIME = TorchRuntime()
 # `import earlier_calls` in the programs of the zoo.
 SUPPORT_DIR = PROGRAMS_DIR / "support"
+# Runs a command and its children where py-spy may not attach, as in most containers.
+PTRACE_REFUSED = (sys.executable, str(Path(__file__).with_name("ptrace_refused.py")))
 
 
 @dataclass(slots=True)
@@ -101,7 +104,7 @@ def launch_job(
         variables |= {"HANGWATCH_URL": url, "HANGWATCH_JOB": name}
     with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
         process = subprocess.Popen(
-            command,
+            [*runtime.command_prefix, *command],
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,

@@ -1,9 +1,11 @@
 """A rank as the node agent sees it: a ring, a few calls in it, and then a way to stay or to end.
 
 node_target.py RUN_DIR RANK COMMAND...   commands: sleep | exit N | raise | os_exit N | kill N |
-call | calls | native | wait
+call | calls | native | wait |
+block NAME | hold NAME (without and with the GIL, see blocking_calls.py) | block_all
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -13,13 +15,17 @@ import time
 from pathlib import Path
 
 from hangwatch.agent.environment import run_dir
-from hangwatch.agent.recorder.fault_dumps import register_stack_dumps
+from hangwatch.agent.recorder.fault_dumps import StackDumper
 from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.signatures import encode_signature
+from hangwatch.model.threads import RECORDER_THREAD_NAME
 from hangwatch.ring.layout import LiveWord, RecordFlag
+
+sys.path.append(str(Path(__file__).parent))  # the tests run it with PYTHONSAFEPATH
+import blocking_calls
 
 
 class TargetRank:
@@ -29,11 +35,11 @@ class TargetRank:
         self.ring = RingWriter(
             folder / (key + run_dir.RING_SUFFIX), pid=pid, start_ticks=run_dir.read_start_ticks(pid)
         )
-        stacks = register_stack_dumps(folder / (key + run_dir.STACKS_SUFFIX))
+        self.dumper = StackDumper(self.ring.path, self.ring)
         self.ring.write_identity(
             {
                 "job": "node-test", "restart": 0, "rank": rank, "world_size": 2, "local_rank": rank, "python": "3", "torch": "2",
-                "program": "node_target.py", "main_thread": threading.main_thread().ident, **stacks,
+                "program": "node_target.py", "main_thread": threading.main_thread().ident, **self.dumper.registration,
                 "on_hang": os.environ.get("HANGWATCH_ON_HANG", ""),
             }
         )  # fmt: skip
@@ -68,8 +74,11 @@ class TargetRank:
 
 
 def keep_pulse(target: TargetRank) -> None:
+    """What the recorder's thread does."""
+    target.dumper.start_answering()
     while True:
         target.ring.write_pulse(0)
+        target.dumper.answer_request()
         time.sleep(0.1)
 
 
@@ -77,9 +86,23 @@ def where_it_sleeps() -> None:
     time.sleep(120)
 
 
+def enter_blocking_call(name: str, keeps_gil: bool) -> None:
+    """Prints the result once the call has ended."""
+    result = blocking_calls.make_call(name, keeps_gil=keeps_gil)()
+    reason = os.strerror(ctypes.get_errno())
+    os.write(1, f"{name} returned {result} ({reason})\n".encode())
+
+
+def start_blocked_threads() -> None:
+    for name in blocking_calls.CALLS:
+        threading.Thread(target=enter_blocking_call, args=(name, False), daemon=True).start()
+
+
 def main() -> None:
     target = TargetRank(Path(sys.argv[1]), int(sys.argv[2]))
-    threading.Thread(target=keep_pulse, args=(target,), daemon=True).start()
+    threading.Thread(
+        target=keep_pulse, args=(target,), name=RECORDER_THREAD_NAME, daemon=True
+    ).start()
     for _ in range(5):
         target.make_call()
     print(json.dumps({"pid": os.getpid()}), flush=True)
@@ -95,6 +118,10 @@ def main() -> None:
             for _ in range(20):
                 target.make_call()
                 time.sleep(0.1)
+        elif command in ("block", "hold"):
+            enter_blocking_call(next(commands), command == "hold")
+        elif command == "block_all":
+            start_blocked_threads()
         elif command == "raise":
             target.ring.write_exception(
                 {

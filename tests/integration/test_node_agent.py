@@ -16,6 +16,7 @@ import pytest
 
 from hangwatch.protocol.heartbeat import PROTOCOL_VERSION
 from hangwatch.protocol.signatures import Credential, SignedRequest
+from tests.harness.job import PTRACE_REFUSED
 from tests.harness.processes import read_resident_mb
 from tests.simulation.waiting import wait_for_value
 
@@ -233,7 +234,7 @@ def test_stacks_of_a_running_and_of_a_stopped_rank(agent_testbed: AgentTestbed) 
 
 
 def test_faulthandler_is_used_if_ptrace_is_refused(agent_testbed: AgentTestbed) -> None:
-    agent_testbed.command_prefix = [sys.executable, str(TESTS_DIR / "node_refused.py")]
+    agent_testbed.command_prefix = list(PTRACE_REFUSED)
     target = agent_testbed.start_rank(0, "sleep")
     agent_testbed.start_agent()
     key = agent_testbed.wait_until_reported(0)["key"]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-REFUSED_COMMAND = [sys.executable, str(Path(__file__).parent / "node_refused.py")]
+from tests.harness.job import PTRACE_REFUSED
 
 
 def run_doctor(folder: Path, *under: str) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -37,7 +37,7 @@ def test_doctor_with_unreachable_server(tmp_path: Path) -> None:
 
 
 def test_doctor_with_refused_ptrace(tmp_path: Path) -> None:
-    exit_code, findings = run_doctor(tmp_path, *REFUSED_COMMAND)
+    exit_code, findings = run_doctor(tmp_path, *PTRACE_REFUSED)
     assert exit_code == 1
     assert findings["py-spy"]["ok"] is False
     assert "seccomp" in findings["py-spy"]["detail"]

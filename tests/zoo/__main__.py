@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from tests.harness import expected
 from tests.harness.depth import SEED_VARIABLE, Depth, choose_seed, draw_depth
 from tests.harness.environments import is_installed
 from tests.harness.expected import ExpectedVerdict
-from tests.harness.job import THIS_RUNTIME
+from tests.harness.job import PTRACE_REFUSED, THIS_RUNTIME
 from tests.harness.server import ServerPool
 from tests.harness.verdicts import ProgramOutcome, check_program
 
@@ -83,6 +84,8 @@ def _choose_runner(
     if arguments.peer:
         return partial(peers.check_with_peer, arguments.peer)
     runtime = THIS_RUNTIME if arguments.torch is None else nccl.nccl_runtime(arguments.torch)
+    if arguments.without_pyspy:
+        runtime = replace(runtime, command_prefix=PTRACE_REFUSED)
     # One job imports torch at a time, while others wait: they would take each other's cores.
     return partial(
         check_program, runtime=runtime, use_server=servers.use, launch_turn=threading.Lock()
@@ -141,6 +144,11 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--peer",
         choices=peers.PEERS,
         help="under this tool of PyTorch's, without hangwatch (analyze: its dumps)",
+    )
+    parser.add_argument(
+        "--without-pyspy",
+        action="store_true",
+        help="where ptrace is refused, as in most containers: the ranks write their own stacks",
     )
     parser.add_argument(
         "--details", action="store_true", help="the incidents and logs of those that fail"

@@ -23,12 +23,23 @@ _READY_S = 20.0
 _SLEEPER_CODE = """
 import sys
 sys.path[:] = [p for p in sys.path if p]
-import json, threading, time
+import json, os, threading, time
 from pathlib import Path
-from hangwatch.agent.recorder.fault_dumps import register_stack_dumps
-registration = register_stack_dumps(Path(sys.argv[1]))
+from hangwatch.agent.environment.run_dir import read_start_ticks
+from hangwatch.agent.recorder.fault_dumps import StackDumper
+from hangwatch.agent.recorder.writer import RingWriter
+path = Path(sys.argv[1])
+ring = RingWriter(path, pid=os.getpid(), start_ticks=read_start_ticks(os.getpid()))
+dumper = StackDumper(path, ring)
+def answer():
+    dumper.start_answering()
+    while True:
+        ring.write_pulse(0)
+        dumper.answer_request()
+        time.sleep(0.05)
+threading.Thread(target=answer, daemon=True).start()
 def hangwatch_doctor_sleeps():
-    print(json.dumps({**registration, "main_thread": threading.main_thread().ident}), flush=True)
+    print(json.dumps({**dumper.registration, "main_thread": threading.main_thread().ident}), flush=True)
     sys.stdin.read()
 hangwatch_doctor_sleeps()
 """
@@ -38,11 +49,11 @@ def check_stacks(path: str | None = None) -> Iterator[Finding]:
     """Checks py-spy (at ``path``, or where it is installed) and faulthandler."""
     path = path or locate_pyspy()
     with tempfile.TemporaryDirectory(prefix="hangwatch-doctor-") as folder:
-        output = Path(folder, "sleeper.stacks")
+        ring_path = Path(folder, f"sleeper{run_dir.RING_SUFFIX}")
         env = {k: v for k, v in os.environ.items() if k not in ("HANGWATCH_URL", "RANK")}
         env["PYTHONSAFEPATH"] = "1"
         with subprocess.Popen(
-            [sys.executable, "-c", _SLEEPER_CODE, str(output)],
+            [sys.executable, "-c", _SLEEPER_CODE, str(ring_path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=env,
@@ -53,7 +64,7 @@ def check_stacks(path: str | None = None) -> Iterator[Finding]:
                 pyspy_finding = check_pyspy(PySpy(path=path), sleeper.pid)
                 yield pyspy_finding
                 is_needed = not pyspy_finding.ok
-                yield check_faulthandler(sleeper.pid, registered, output, needed=is_needed)
+                yield check_faulthandler(sleeper.pid, registered, ring_path, needed=is_needed)
             except (OSError, ValueError) as error:
                 yield Finding(
                     name="stacks",
@@ -114,30 +125,30 @@ def _format_ptrace_facts() -> str:
 
 
 def check_faulthandler(
-    pid: int, registered: dict[str, Any], output: Path, *, needed: bool
+    pid: int, registered: dict[str, Any], ring_path: Path, *, needed: bool
 ) -> Finding:
-    """Takes the stacks of the process ``pid`` with faulthandler, as for a rank."""
+    """Lets the process ``pid`` write its own stacks with faulthandler, as a rank does."""
     name = "faulthandler"
     registration = faulthandler_dumps.FaulthandlerRegistration.from_identity(registered)
     remedy = "without it, py-spy must work" if needed else "py-spy works, so it is not needed"
-    if registration is None:
-        return Finding(
-            name=name,
-            ok=False if needed else None,
-            detail="no signal is free for it",
-            remedy=remedy,
-        )
     try:
-        threads = faulthandler_dumps.request_stacks(
-            pid, run_dir.read_start_ticks(pid), registration, output
+        dump = faulthandler_dumps.request_stacks(
+            pid, run_dir.read_start_ticks(pid), ring_path, registration
         )
     except faulthandler_dumps.FaultStacksError as error:
         return Finding(name=name, ok=False if needed else None, detail=str(error), remedy=remedy)
+    if registration.signal is None:
+        return Finding(
+            name=name,
+            ok=None,
+            detail="no signal is free for it: a rank that keeps the GIL in native code has no stack",
+            remedy=remedy,
+        )
     role = "replaces py-spy" if needed else "used where py-spy is not permitted"
     return Finding(
         name=name,
         ok=True,
-        detail=f"answers on signal {registration.signal} with {len(threads)} stack: {role}",
+        detail=f"a process writes the stacks of its {len(dump.threads)} threads: {role}",
     )
 
 

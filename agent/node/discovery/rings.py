@@ -34,6 +34,10 @@ class RingFile:
     def stacks_path(self) -> Path:
         return self.path.with_suffix(run_dir.STACKS_SUFFIX)
 
+    @property
+    def threads_path(self) -> Path:
+        return self.path.with_suffix(run_dir.THREADS_SUFFIX)
+
     def stat_file(self) -> os.stat_result | None:
         """The status of the file that has this name now: a process that calls exec() makes a new
         ring under the same name. None if there is no such file.
@@ -82,7 +86,7 @@ class RingFile:
         return snapshot
 
     def remove_files(self) -> None:
-        for path in (self.path, self.stacks_path):
+        for path in (self.path, self.stacks_path, self.threads_path):
             # It was removed already, or the disk is read-only: then the next agent tries again.
             with contextlib.suppress(OSError):
                 path.unlink()

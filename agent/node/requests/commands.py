@@ -14,7 +14,7 @@ from hangwatch.protocol.heartbeat import CallsReply, StackReply
 from ..discovery.watched import WatchedProcess, list_live_pids
 from ..hardware.monitor import HardwareMonitor, HardwareOrder
 from ..reporting.outbox import Outbox
-from ..stacks.callers import read_callers
+from ..stacks.callers import describe_newest_call, read_callers
 from ..stacks.faulthandler_dumps import FaulthandlerRegistration
 from ..stacks.sampler import SampleOrder, StackSampler
 from ..system.log import AgentLog
@@ -142,9 +142,10 @@ def make_sample_order(
         start_ticks=process.start_ticks,
         request_id=request_id,
         native=native,
+        ring_path=process.ring.path if process.ring else None,
         registration=find_faulthandler_registration(process),
-        stacks_path=process.ring.stacks_path if process.ring else None,
         callers=read_callers(process.reader) if request_id is not None else (),
+        newest_call=describe_newest_call(process.reader) if request_id is not None else "",
     )
 
 

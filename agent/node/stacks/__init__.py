@@ -1,1 +1,1 @@
-"""Stacks of ranks, by py-spy or faulthandler."""
+"""Stacks of ranks, by py-spy or by the ranks themselves."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -19,6 +20,19 @@ def read_callers(reader: RingReader | None) -> tuple[Caller, ...]:
         return reader.read_callers()
     except Exception:  # the ring is corrupt, which the reading of its state reports
         return ()
+
+
+def describe_newest_call(reader: RingReader | None) -> str:
+    """The newest call in a ring and its line; empty if it cannot be read."""
+    if reader is None:
+        return ""
+    try:
+        call = reader.read_newest_call(time.monotonic_ns())
+    except Exception:  # the ring is corrupt, which the reading of its state reports
+        return ""
+    if call is None:
+        return ""
+    return call.signature.op if call.site is None else f"{call.signature.op} at {call.site}"
 
 
 def mark_callers(

@@ -1,25 +1,41 @@
-"""Takes stacks with faulthandler, for hosts where py-spy lacks permission: the rank has registered
-it for a signal whose handler works without the GIL.
+"""Takes stacks that a rank writes itself, by faulthandler, for hosts where py-spy lacks permission.
+
+The recorder's thread in the rank writes them on request, which stops and interrupts nothing. It
+cannot run while another thread keeps the GIL in native code. Then, and only then, it gets a signal
+whose handler writes the stacks without the GIL. The signal goes to the recorder's thread alone,
+which waits for the GIL: a handler that ran in a thread of the job would end the system call that
+this thread is in.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import json
 import os
+import platform
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.ring.layout import LIVE_OFFSET, LiveWord
 
-from ..system import processes
+from ...environment import run_dir
+from ..system import processes, thread_waits
 
 ANSWER_TIMEOUT_S = 2.0
+_POLL_INTERVAL_S = 0.02
+# The recorder's thread runs ten times a second. If it has waited for the GIL for this long, then no
+# other thread runs Python either: such a thread would have given the GIL to it.
+_GIL_HELD_AFTER_S = 1.0
 _OUTPUT_SETTLE_S = 0.1  # the output is complete once it has not grown for this long
 _MAX_OUTPUT_BYTES = 1 << 20
+_TGKILL_NUMBERS = {"x86_64": 234, "aarch64": 131}  # glibc has the function only from 2.30 on
 
 _THREAD_HEADER_RE = re.compile(
     r"(Current thread|Thread) (0x[0-9a-fA-F]+)(?: \[(.*)\])? \(most recent call first\):"
@@ -28,96 +44,210 @@ _FRAME_RE = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
 
 class FaultStacksError(Exception):
-    """faulthandler could not dump the stacks. The message says why."""
+    """The rank could not write its stacks. The message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaulthandlerRegistration:
-    """How a rank has registered faulthandler, as recorded in its ring."""
+    """How a rank has registered faulthandler, as recorded in its ring. ``signal`` is None if it has
+    not: then it can only write its stacks while its recorder's thread runs.
+    """
 
-    signal: int
+    signal: int | None
     fd: int
     main_thread: int | None
 
     @classmethod
-    def from_identity(cls, identity: Mapping[str, Any]) -> FaulthandlerRegistration | None:
-        """None if the rank has not registered it, or the values are invalid."""
+    def from_identity(cls, identity: Mapping[str, Any]) -> FaulthandlerRegistration:
         number = identity.get("stacks_signal")
         fd = identity.get("stacks_fd")
         main_thread = identity.get("main_thread")
-        if not isinstance(number, int) or not isinstance(fd, int):
-            return None
-        if not signal.SIGRTMIN <= number <= signal.SIGRTMAX:
-            return None
         if not isinstance(main_thread, int):
             main_thread = None
+        is_valid = isinstance(number, int) and signal.SIGRTMIN <= number <= signal.SIGRTMAX
+        if not is_valid or not isinstance(fd, int):
+            number, fd = None, -1
         return cls(signal=number, fd=fd, main_thread=main_thread)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnDump:
+    """``note`` says where the thread that holds the GIL is in the kernel; empty if none keeps it."""
+
+    threads: tuple[ThreadStack, ...]
+    note: str = ""
 
 
 def request_stacks(
     pid: int,
     start_ticks: int,
+    ring_path: Path,
     registration: FaulthandlerRegistration,
-    output: Path,
     *,
     proc: str = processes.PROC_ROOT,
     wait_s: float = ANSWER_TIMEOUT_S,
-    send_signal: Callable[[int, int], None] = signal.pidfd_send_signal,
-) -> tuple[ThreadStack, ...]:
-    """Signals the process to dump its stacks, and reads them. Raises FaultStacksError.
+    send_signal: Callable[[int, int, int], None] | None = None,
+) -> OwnDump:
+    """Makes a rank write the stacks of its threads, and reads them. Raises FaultStacksError."""
+    rank = _DumpingRank(pid, start_ticks, ring_path, registration, proc)
+    try:
+        with _open_words(ring_path) as words:
+            rank.check_alive()
+            thread = words.read(LiveWord.RECORDER_THREAD)
+            candidates = _await_answer(words, rank, thread, wait_s)
+            if not candidates:
+                return OwnDump(threads=rank.parse_output(_read_text(rank.stacks_path, 0)))
+            return _dump_by_signal(rank, thread, candidates, wait_s, send_signal or _signal_thread)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FaultStacksError(f"no dump can be requested: {reason}") from error
 
-    The signal is only sent to a process that still catches it and still has our file open:
-    otherwise it would kill the process, or write the stacks into another file.
-    """
+
+class _RingWords:
+    """The live words of a ring that is not mapped: only the node agent's own word is written."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def read(self, word: LiveWord) -> int:
+        return int.from_bytes(os.pread(self._fd, 8, LIVE_OFFSET + 8 * word), "little")
+
+    def write_request(self, number: int) -> None:
+        os.pwrite(self._fd, number.to_bytes(8, "little"), LIVE_OFFSET + 8 * LiveWord.STACKS_REQUEST)
+
+    @property
+    def pulse_age_s(self) -> float:
+        return (time.monotonic_ns() - self.read(LiveWord.PULSE_NS)) / 1e9
+
+
+@contextlib.contextmanager
+def _open_words(path: Path) -> Iterator[_RingWords]:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        pidfd = os.pidfd_open(pid)
-    except OSError as error:
-        raise FaultStacksError(f"the process cannot be signalled: {error.strerror}") from error
-    try:
-        _check_registration(pid, start_ticks, registration, output, proc)
-        offset = _prepare_output(pid, registration.fd, output, proc)
-        send_signal(pidfd, registration.signal)
-        text = _read_output(output, offset, wait_s)
-    except OSError as error:
-        raise FaultStacksError(f"no dump can be requested: {error.strerror or error}") from error
+        yield _RingWords(fd)
     finally:
-        os.close(pidfd)
-    return parse_stacks(text, registration.main_thread)
+        os.close(fd)
 
 
-def _check_registration(
-    pid: int, start_ticks: int, registration: FaulthandlerRegistration, output: Path, proc: str
-) -> None:
-    stat = processes.read_stat(pid, proc)
-    if stat.start_ticks != start_ticks or stat.state in "ZX":
-        raise FaultStacksError("the process has ended")
-    if stat.state in "Tt":
-        raise FaultStacksError(
-            "the process is stopped and cannot answer until it is continued: kill -CONT"
-        )
-    caught = int(processes.read_status(pid, proc).get("SigCgt", "0"), 16)
-    if not caught >> (registration.signal - 1) & 1:
-        raise FaultStacksError(
-            f"the process no longer catches signal {registration.signal}: something removed its"
-            " handler"
-        )
-    if not os.path.samestat(os.stat(f"{proc}/{pid}/fd/{registration.fd}"), os.stat(output)):
-        raise FaultStacksError("the process has closed the file for its stacks")
+@dataclass(frozen=True, slots=True)
+class _DumpingRank:
+    """A rank that writes its own stacks, and its files."""
+
+    pid: int
+    start_ticks: int
+    ring_path: Path
+    registration: FaulthandlerRegistration
+    proc: str
+
+    @property
+    def stacks_path(self) -> Path:
+        return self.ring_path.with_suffix(run_dir.STACKS_SUFFIX)
+
+    def check_alive(self) -> None:
+        """Raises FaultStacksError if it has ended or is stopped."""
+        try:
+            stat = processes.read_stat(self.pid, self.proc)
+        except (OSError, ValueError):
+            stat = None
+        if stat is None or stat.start_ticks != self.start_ticks or stat.state in "ZX":
+            raise FaultStacksError("the process has ended")
+        if stat.state in "Tt":
+            raise FaultStacksError(
+                "the process is stopped and cannot answer until it is continued: kill -CONT"
+            )
+
+    def check_handler(self, thread: int, number: int) -> None:
+        """Raises FaultStacksError unless the thread would handle the signal as registered: a signal
+        that is not caught would kill the process, and the stacks could go to another file.
+        """
+        status = processes.read_status(f"{self.pid}/task/{thread}", self.proc)
+        bit = 1 << (number - 1)
+        if not int(status.get("SigCgt", "0"), 16) & bit:
+            raise FaultStacksError(
+                f"the process no longer catches signal {number}: something removed its handler"
+            )
+        if int(status.get("SigBlk", "0"), 16) & bit:
+            raise FaultStacksError(f"the recorder's thread blocks signal {number}")
+        written = os.stat(f"{self.proc}/{self.pid}/fd/{self.registration.fd}")
+        if not os.path.samestat(written, os.stat(self.stacks_path)):
+            raise FaultStacksError("the process has closed the file for its stacks")
+
+    def parse_output(self, text: str) -> tuple[ThreadStack, ...]:
+        """The stacks that it wrote, with what else is known of their threads."""
+        thread_list = _read_thread_list(self.ring_path.with_suffix(run_dir.THREADS_SUFFIX))
+        stacks = parse_stacks(text, self.registration.main_thread, thread_list)
+        stacks = tuple(replace(s, tid=self.pid) if s.main else s for s in stacks)
+        return tuple(processes.add_cpu_times(s, self.pid, self.proc) for s in stacks)
 
 
-def _prepare_output(pid: int, fd: int, output: Path, proc: str) -> int:
-    """The offset at which the new output will begin. The file is truncated if the process appends
-    to it; otherwise that would leave a hole.
+def _await_answer(words: _RingWords, rank: _DumpingRank, thread: int, wait_s: float) -> list[int]:
+    """Requests the stacks from the recorder's thread. If another thread keeps the GIL from it, returns
+    the threads that may be this one; otherwise nothing, and the stacks were written. Raises
+    FaultStacksError if it does not answer for another reason.
     """
-    with open(f"{proc}/{pid}/fdinfo/{fd}", encoding="ascii", errors="replace") as fdinfo:
-        for line in fdinfo:
-            if line.startswith("flags:") and int(line.split()[1], 8) & os.O_APPEND:
-                os.truncate(output, 0)
-    return output.stat().st_size
+    if not thread or not os.path.exists(f"{rank.proc}/{rank.pid}/task/{thread}"):
+        raise FaultStacksError(
+            "the recorder's thread, which would write them, does not run: Python is starting or"
+            " exiting"
+        )
+    number = time.monotonic_ns()
+    words.write_request(number)
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        if words.read(LiveWord.STACKS_ANSWER) == number:
+            return []
+        if words.pulse_age_s > _GIL_HELD_AFTER_S:
+            candidates = thread_waits.find_gil_candidates(rank.pid, thread, rank.proc)
+            if candidates:
+                return candidates
+        time.sleep(_POLL_INTERVAL_S)
+    raise FaultStacksError(
+        f"the recorder's thread did not answer within {wait_s:g} s: it is"
+        f" {thread_waits.describe_wait(rank.pid, thread, rank.proc)}"
+    )
 
 
-def _read_output(output: Path, offset: int, wait_s: float) -> str:
-    """The output, once it is complete. Raises FaultStacksError if there is none in time."""
+def _dump_by_signal(
+    rank: _DumpingRank,
+    thread: int,
+    candidates: list[int],
+    wait_s: float,
+    send_signal: Callable[[int, int, int], None],
+) -> OwnDump:
+    """Stacks while one of the threads ``candidates`` keeps the GIL."""
+    number = rank.registration.signal
+    try:
+        if number is None:
+            raise FaultStacksError("no signal was free for faulthandler")
+        rank.check_handler(thread, number)
+        offset = os.stat(rank.stacks_path).st_size
+        send_signal(rank.pid, thread, number)
+        stacks = rank.parse_output(_await_output(rank.stacks_path, offset, wait_s))
+    except FaultStacksError as error:
+        note = _describe_holders(rank.pid, candidates, rank.proc)
+        raise FaultStacksError(f"{note}; {error}") from None
+    holders = [s for s in stacks if s.frames and s.tid in candidates]
+    if len(holders) == 1:
+        stacks = tuple(replace(s, holds_gil=s is holders[0]) for s in stacks)
+    candidates = [s.tid for s in holders if s.tid is not None] or candidates
+    return OwnDump(threads=stacks, note=_describe_holders(rank.pid, candidates, rank.proc))
+
+
+def _signal_thread(pid: int, thread: int, number: int) -> None:
+    """tgkill(2): the handler runs in this thread, and the system calls of others go on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    machine = platform.machine()
+    if machine not in _TGKILL_NUMBERS:
+        raise FaultStacksError(f"a signal cannot be sent to a single thread on {machine}")
+    if libc.syscall(ctypes.c_long(_TGKILL_NUMBERS[machine]), pid, thread, number):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def _await_output(output: Path, offset: int, wait_s: float) -> str:
+    """The output of the handler, once it is complete. Raises FaultStacksError if there is none in
+    time.
+    """
     now = changed_at = time.monotonic()
     deadline = now + wait_s
     size = offset
@@ -127,31 +257,61 @@ def _read_output(output: Path, offset: int, wait_s: float) -> str:
             size, changed_at = new_size, now
         elif size > offset and now - changed_at >= _OUTPUT_SETTLE_S:
             break
-        time.sleep(0.02)
+        time.sleep(_POLL_INTERVAL_S)
         now = time.monotonic()
     if size == offset:
-        raise FaultStacksError(
-            f"the process did not answer within {wait_s:g} s: its main thread is in the kernel or"
-            " blocks signals"
-        )
+        raise FaultStacksError(f"its handler wrote nothing within {wait_s:g} s")
+    return _read_text(output, offset)
+
+
+def _read_text(output: Path, offset: int) -> str:
     with open(output, "rb") as f:
         f.seek(offset)
         return f.read(_MAX_OUTPUT_BYTES).decode(errors="replace")
 
 
-def parse_stacks(text: str, main_thread: int | None = None) -> tuple[ThreadStack, ...]:
+def _read_thread_list(path: Path) -> dict[int, tuple[int | None, str]]:
+    """The system's id and the name of each of Python's threads, by its ident."""
+    entries: dict[int, tuple[int | None, str]] = {}
+    with contextlib.suppress(OSError, ValueError, TypeError):  # then they are named by their ident
+        for ident, tid, name in json.loads(path.read_bytes()):
+            entries[int(ident)] = (tid if isinstance(tid, int) else None, str(name))
+    return entries
+
+
+def _describe_holders(pid: int, candidates: Sequence[int], proc: str) -> str:
+    """Where the thread that keeps the GIL is; of several candidates, the main thread comes first."""
+    texts = [
+        f"{'the main thread' if tid == pid else f'thread {tid}'} is"
+        f" {thread_waits.describe_wait(pid, tid, proc)}"
+        for tid in sorted(candidates, key=lambda tid: tid != pid)[:3]
+    ]
+    where = "" if len(candidates) == 1 else " in one of the threads that do not wait for it"
+    return f"native code keeps the GIL{where}: {', '.join(texts)}"
+
+
+def parse_stacks(
+    text: str,
+    main_thread: int | None = None,
+    thread_list: Mapping[int, tuple[int | None, str]] | None = None,
+) -> tuple[ThreadStack, ...]:
     """The stacks in faulthandler's output, main thread first; ``main_thread`` is its ident
-    (threading.main_thread().ident).
+    (threading.main_thread().ident), and ``thread_list`` the system's ids and names by ident.
 
     Raises FaultStacksError if there is no stack in it.
     """
+    if text == run_dir.NO_GIL_TEXT:
+        raise FaultStacksError(
+            "this Python runs without the GIL: to read its stacks from inside, all threads would"
+            " have to stop"
+        )
     stacks: list[ThreadStack] = []
     frames: list[Frame] = []
     for line in text.splitlines():
         header = _THREAD_HEADER_RE.match(line)
         if header:
             frames = []
-            stacks.append(_parse_thread_header(header, main_thread))
+            stacks.append(_parse_thread_header(header, main_thread, thread_list or {}))
             continue
         frame = _FRAME_RE.match(line)
         if stacks and frame:
@@ -164,9 +324,15 @@ def parse_stacks(text: str, main_thread: int | None = None) -> tuple[ThreadStack
     return tuple(sorted(stacks, key=lambda stack: not stack.main))
 
 
-def _parse_thread_header(header: re.Match[str], main_thread: int | None) -> ThreadStack:
+def _parse_thread_header(
+    header: re.Match[str],
+    main_thread: int | None,
+    thread_list: Mapping[int, tuple[int | None, str]],
+) -> ThreadStack:
     _, ident, name = header.groups()
     is_main = main_thread is not None and int(ident, 16) == main_thread
+    tid, known_name = thread_list.get(int(ident, 16), (None, ""))
+    name = known_name or name
     if not name:
         name = "MainThread" if is_main else f"thread {ident}"
-    return ThreadStack(thread=name, frames=(), main=is_main)
+    return ThreadStack(thread=name, frames=(), main=is_main, tid=tid)

@@ -16,14 +16,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.model.threads import RECORDER_THREAD_NAME, Frame, ThreadStack
 
-from ..system import permission, processes
+from ..system import permission, processes, thread_waits
 
 DUMP_TIMEOUT_S = 5.0
 NATIVE_DUMP_TIMEOUT_S = 20.0  # the first native dump reads the symbols of every library
 _RESUME_TIMEOUT_S = 0.5  # /proc may show a process as stopped for this long after py-spy detached
 _MAX_FRAMES = 500
+_UNDISTURBED_ATTEMPTS = 2
 
 # In py-spy's messages, in lower case.
 _PERMISSION_MARKS = (
@@ -68,7 +69,12 @@ class PySpy:
     def dump_stacks(
         self, pid: int, start_ticks: int, *, native: bool = False, nonblocking: bool = False
     ) -> PySpyDump:
-        """The stacks of one process. With ``nonblocking`` it is not paused. Raises PySpyError."""
+        """The stacks of one process. With ``nonblocking`` it is not paused. Raises PySpyError.
+
+        Otherwise it is only paused if it runs Python or ``native`` frames are read. A pause ends
+        system calls that the kernel does not restart, such as epoll_wait, with EINTR; most hung
+        processes need none, since their stacks do not change.
+        """
         if self.path is None:
             raise PySpyError("py-spy is not installed: pip install py-spy", is_permanent=True)
         before = self.read_state(pid, start_ticks)
@@ -79,7 +85,11 @@ class PySpy:
                 " on its host"
             )
         is_stopped = before in "Tt"
-        command = [self.path, "dump", "--pid", str(pid), "--json", "--full-filenames"]
+        if not (native or nonblocking or is_stopped):
+            threads = self._dump_undisturbed(pid)
+            if threads is not None:
+                return PySpyDump(threads=threads)
+        command = self._make_command(pid)
         if native:
             command.append("--native")
         elif is_stopped or nonblocking:
@@ -91,20 +101,40 @@ class PySpy:
         finally:
             if not is_stopped:
                 was_continued = self.ensure_running(pid, start_ticks)
-        threads = tuple(self._add_cpu_times(stack, pid) for stack in parse_dump(output))
-        return PySpyDump(threads=threads, was_continued=was_continued)
+        return PySpyDump(threads=self._parse_output(output, pid), was_continued=was_continued)
 
-    def _add_cpu_times(self, stack: ThreadStack, pid: int) -> ThreadStack:
-        try:
-            ticks = processes.read_thread_stat(pid, stack.tid or 0, self.proc).cpu_ticks
-        except (OSError, ValueError):  # it has ended, or py-spy does not know its thread id
-            return stack
-        turns = processes.read_schedstat(pid, stack.tid or 0, self.proc)
-        return replace(
-            stack,
-            cpu_s=ticks / processes.TICKS_PER_S,
-            ready_s=processes.parse_ready_ns(turns) / 1e9,
-        )
+    def _dump_undisturbed(self, pid: int) -> tuple[ThreadStack, ...] | None:
+        """The stacks of a process that is not paused; None if they changed while they were read.
+        Raises PySpyError if a pause would not help.
+        """
+        for _ in range(_UNDISTURBED_ATTEMPTS):
+            began_at = time.monotonic()
+            try:
+                before = thread_waits.ThreadTurns.read(pid, self.proc)
+                if pid in before.running or not permission.may_read_memory(pid):
+                    return None
+                command = [*self._make_command(pid), "--nonblocking"]
+                threads = self._parse_output(self._run_pyspy(command, self.timeout_s), pid)
+                after = thread_waits.ThreadTurns.read(pid, self.proc)
+            except PySpyError as error:
+                if error.is_permanent or time.monotonic() - began_at >= self.timeout_s:
+                    raise
+                continue
+            except OSError:  # it has ended, which the next attempt reports
+                return None
+            # Whoever holds the GIL and does not run keeps all others from running Python.
+            deciding = [thread for thread in threads if thread.holds_gil] or [
+                thread for thread in threads if thread.thread != RECORDER_THREAD_NAME
+            ]
+            is_still = all(after.is_unchanged(before, thread.tid) for thread in deciding)
+            return threads if deciding and is_still else None
+        return None
+
+    def _make_command(self, pid: int) -> list[str]:
+        return [str(self.path), "dump", "--pid", str(pid), "--json", "--full-filenames"]
+
+    def _parse_output(self, output: bytes, pid: int) -> tuple[ThreadStack, ...]:
+        return tuple(processes.add_cpu_times(each, pid, self.proc) for each in parse_dump(output))
 
     def _run_pyspy(self, command: list[str], timeout_s: float) -> bytes:
         try:

@@ -37,9 +37,11 @@ class SampleOrder:
     start_ticks: int
     request_id: str | None = None
     native: bool = False
+    # Where the process writes its stacks itself; None if it has no ring.
+    ring_path: Path | None = None
     registration: faulthandler_dumps.FaulthandlerRegistration | None = None
-    stacks_path: Path | None = None
     callers: tuple[Caller, ...] = ()  # the threads that make its calls
+    newest_call: str = ""  # with its line, in place of stacks that cannot be taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,7 @@ class StackSampler:
         self._wake = wake
         self._orders: queue.Queue[SampleOrder] = queue.Queue(MAX_WAITING_ORDERS)
         self._results: queue.SimpleQueue[SampleResult] = queue.SimpleQueue()
-        self._signal_lock = threading.Lock()  # two dumps of one process would mix their output
+        self._own_dump_lock = threading.Lock()  # two dumps of one process share a file
         for number in range(MAX_CONCURRENT_DUMPS):
             threading.Thread(target=self._run_worker, name=f"sampler-{number}", daemon=True).start()
 
@@ -130,35 +132,39 @@ class StackSampler:
         return permission.read_ptrace_facts(self._pyspy.proc).is_ptrace_filtered
 
     def _dump_stacks(self, order: SampleOrder, request_id: str) -> SampleResult:
-        """With py-spy, or with faulthandler if py-spy fails."""
+        """With py-spy or, if that fails, by the process itself."""
         self._preempt_recording(order.key)
         taken_ns = time.monotonic_ns()
         try:
-            dump = self._pyspy.dump_stacks(order.pid, order.start_ticks, native=order.native)
-            threads = mark_callers(dump.threads, order.pid, order.callers)
+            spied = self._pyspy.dump_stacks(order.pid, order.start_ticks, native=order.native)
+            threads = mark_callers(spied.threads, order.pid, order.callers)
             threads = source.add_source_text(threads, order.pid, self._pyspy.proc)
             threads += children.collect_child_stacks(threads, order.pid, self._pyspy)
             result = _make_result(order, request_id, "py-spy", threads, None, taken_ns)
-            return replace(result, was_continued=dump.was_continued)
+            return replace(result, was_continued=spied.was_continued)
         except PySpyError as error:
             problem = str(error)
             refusal = problem if error.is_permanent else None
-        if order.registration is None or order.stacks_path is None:
+        if order.registration is None or order.ring_path is None:
             return _make_result(order, request_id, "py-spy", (), problem, taken_ns, refusal)
         try:
-            with self._signal_lock:
+            with self._own_dump_lock:
                 taken_ns = time.monotonic_ns()
-                threads = faulthandler_dumps.request_stacks(
+                dump = faulthandler_dumps.request_stacks(
                     order.pid,
                     order.start_ticks,
+                    order.ring_path,
                     order.registration,
-                    order.stacks_path,
                     proc=self._pyspy.proc,
                 )
         except faulthandler_dumps.FaultStacksError as error:
             problem = f"{problem}; and faulthandler: {error}"
+            if order.newest_call:
+                problem += f"; the newest recorded call is {order.newest_call}"
             return _make_result(order, request_id, "py-spy", (), problem, taken_ns, refusal)
-        threads = mark_callers(threads, order.pid, order.callers)
+        if dump.note:
+            problem = f"{problem}; {dump.note}"
+        threads = mark_callers(dump.threads, order.pid, order.callers)
         threads = source.add_source_text(threads, order.pid, self._pyspy.proc)
         return _make_result(order, request_id, "faulthandler", threads, problem, taken_ns, refusal)
 

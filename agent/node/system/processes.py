@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from hangwatch.model.threads import ThreadStack
 
 PROC_ROOT = "/proc"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -66,6 +68,16 @@ def read_schedstat(pid: int, thread: int, proc: str = PROC_ROOT) -> bytes:
 def parse_ready_ns(schedstat: bytes) -> int:
     """How long a thread was ready to run and had no CPU, from `read_schedstat`."""
     return int(schedstat.split()[1]) if schedstat else 0
+
+
+def add_cpu_times(stack: ThreadStack, pid: int, proc: str = PROC_ROOT) -> ThreadStack:
+    """The stack with the CPU time of its thread, if its id is known and it has not ended."""
+    try:
+        ticks = read_thread_stat(pid, stack.tid or 0, proc).cpu_ticks
+    except (OSError, ValueError):
+        return stack
+    turns = read_schedstat(pid, stack.tid or 0, proc)
+    return replace(stack, cpu_s=ticks / TICKS_PER_S, ready_s=parse_ready_ns(turns) / 1e9)
 
 
 def _read_line(path: str) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+from hangwatch.model.calls import Site
 from hangwatch.model.groups import Group
 from hangwatch.tracking.process import Process
 from hangwatch.tracking.process_parts import FreezeReason
@@ -110,10 +111,25 @@ def format_exited_rank_advice(are_several: bool) -> str:
 
 
 def describe_frozen_ranks(
-    ranks: tuple[int, ...], reason: FreezeReason | None, state: str, waiter_count: int, op: str
+    ranks: tuple[int, ...],
+    reason: FreezeReason | None,
+    state: str,
+    waiter_count: int,
+    op: str,
+    *,
+    has_stack: bool,
+    last_site: Site | None,
 ) -> tuple[str, str]:
-    """The summary and the advice. ``state`` is the process state in /proc."""
+    """The summary and the advice. ``state`` is the process state in /proc; ``last_site`` is the line
+    of the newest recorded call, which stands in for a stack.
+    """
     condition, advice = _describe_freeze(reason, state, len(ranks) > 1)
+    if reason is FreezeReason.GIL_HELD and not has_stack:
+        after = "" if last_site is None else f", which was at {last_site}"
+        advice = (
+            "No Python code can run there, and no stack is known: look for a native call after the"
+            f" newest recorded call{after}."
+        )
     summary = f"{describe_ranks(ranks)} {condition}; {format_waiter_count(waiter_count)} in {op}"
     return summary, advice
 

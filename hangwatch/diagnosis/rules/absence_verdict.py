@@ -9,7 +9,9 @@ from hangwatch.diagnosis import messages
 from hangwatch.diagnosis.context import (
     DiagnosisContext,
     find_blocking_user_thread,
+    find_last_site,
     find_missing_call,
+    find_newest_sample,
     get_op_name,
     select_waits,
 )
@@ -117,6 +119,8 @@ def _make_frozen_messages(
         process.activity.state,
         len(verdict.waiting),
         get_op_name(edge.stream, edge.wait.seq),
+        has_stack=find_newest_sample(process, verdict.began_at) is not None,
+        last_site=find_last_site(process),
     )
 
 

@@ -264,6 +264,24 @@ def test_gil_holder_of_frozen_rank_is_named(holds: bool, text: str, does: str) -
         )
 
 
+def test_frozen_rank_without_a_stack_is_said_to_have_none() -> None:
+    job = ScriptedJob(2)
+    job.make_calls()
+    job.ranks[1].pulse_at = job.now
+    job.send_heartbeats()
+    job.make_call(0)
+    job.advance_time(14)
+    job.send_heartbeats()
+    refused = heartbeat.StackReply(key="1-1", request="r", source="py-spy", error="not permitted")
+    job.apply_heartbeat(samples=(refused,))
+    (verdict,) = job.list_due_verdicts()
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.FROZEN_RANK, (1,))
+    assert verdict.advice.startswith(
+        "No Python code can run there, and no stack is known: look for a native call after"
+    )
+    assert verdict.site is None
+
+
 def test_gil_holder_of_running_rank_is_ignored() -> None:
     frames = (Frame(function="upload", file="/home/me/io.py", line=4),)
     advice = get_advice(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,41 +47,97 @@ def test_faulthandler_dump() -> None:
         faulthandler_dumps.parse_stacks("nonsense\n")
 
 
-def test_invalid_faulthandler_registration_is_ignored() -> None:
-    assert (
-        faulthandler_dumps.FaulthandlerRegistration.from_identity(
-            {"stacks_signal": 62, "stacks_fd": 5}
-        )
-        is not None
-    )
+def test_invalid_signal_is_never_sent() -> None:
+    valid = {"stacks_signal": 62, "stacks_fd": 5, "main_thread": 7}
+    assert faulthandler_dumps.FaulthandlerRegistration.from_identity(valid).signal == 62
     for identity in (
         {},
         {"stacks_signal": 9, "stacks_fd": 5},
         {"stacks_signal": "62", "stacks_fd": 5},
         {"stacks_signal": 62},
     ):
-        assert faulthandler_dumps.FaulthandlerRegistration.from_identity(identity) is None
+        registration = faulthandler_dumps.FaulthandlerRegistration.from_identity(identity)
+        assert registration.signal is None
 
 
-def test_no_signal_to_process_without_handler(tmp_path: Path) -> None:
-    """This very process has no handler on the signal: one that was sent would end the test run."""
-    output = tmp_path / "x.stacks"
-    sent = []
-    with open(output, "ab") as f:
+def test_thread_list_names_the_threads() -> None:
+    thread_list = {0x7F7353257B80: (41, "MainThread"), 0x7F73526FC6C0: (42, "loader")}
+    main, other = faulthandler_dumps.parse_stacks(FAULTHANDLER_DUMP, 0x7F7353257B80, thread_list)
+    assert (main.thread, main.tid, main.main) == ("MainThread", 41, True)
+    assert (other.thread, other.tid, other.main) == ("loader", 42, False)
+
+
+WAITER_CODE = """
+import os, sys, threading
+from pathlib import Path
+from hangwatch.agent.environment.run_dir import read_start_ticks
+from hangwatch.agent.recorder.writer import RingWriter
+from hangwatch.ring.layout import LiveWord
+ring = RingWriter(Path(sys.argv[1]), pid=os.getpid(), start_ticks=read_start_ticks(os.getpid()))
+def wake_often():
+    ring.set_word(LiveWord.RECORDER_THREAD, threading.get_native_id())
+    print(flush=True)
+    while not stop.wait(0.005):
+        pass
+stop = threading.Event()
+threading.Thread(target=wake_often, daemon=True).start()
+while sys.stdin.readline():
+    ring.write_pulse(0)
+    print(flush=True)
+"""
+
+
+class FakeGilWaiter:
+    """A process whose recorder's thread seems to wait for the GIL. It has no handler on the signal: one
+    that was sent would end it.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], ring_path: Path) -> None:
+        self.process = process
+        self.start_ticks = read_stat(process.pid).start_ticks
+        self._ring_path = ring_path
+
+    def write_pulse(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(b"\n")
+        self.process.stdin.flush()
+        self.process.stdout.readline()
+
+    def request_stacks(self, start_ticks: int) -> faulthandler_dumps.OwnDump:
         registration = faulthandler_dumps.FaulthandlerRegistration(
-            signal=61, fd=f.fileno(), main_thread=None
+            signal=61, fd=0, main_thread=None
         )
-        pid = os.getpid()
-        ticks = read_stat(pid).start_ticks
-        with pytest.raises(faulthandler_dumps.FaultStacksError, match="no longer catches"):
-            faulthandler_dumps.request_stacks(
-                pid, ticks, registration, output, send_signal=lambda *what: sent.append(what)
-            )
-        with pytest.raises(faulthandler_dumps.FaultStacksError, match="has ended"):
-            faulthandler_dumps.request_stacks(
-                pid, ticks + 1, registration, output, send_signal=lambda *what: sent.append(what)
-            )
-    assert sent == []
+        return faulthandler_dumps.request_stacks(
+            self.process.pid, start_ticks, self._ring_path, registration, wait_s=0.9
+        )
+
+
+@pytest.fixture
+def gil_waiter(tmp_path: Path) -> Iterator[FakeGilWaiter]:
+    ring_path = tmp_path / "x.ring"
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITER_CODE, str(ring_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield FakeGilWaiter(process, ring_path)
+        assert process.poll() is None
+        process.kill()
+
+
+def test_no_signal_without_handler(gil_waiter: FakeGilWaiter) -> None:
+    with pytest.raises(faulthandler_dumps.FaultStacksError, match="no longer catches"):
+        gil_waiter.request_stacks(gil_waiter.start_ticks)
+    with pytest.raises(faulthandler_dumps.FaultStacksError, match="has ended"):
+        gil_waiter.request_stacks(gil_waiter.start_ticks + 1)
+
+
+def test_no_signal_while_the_recorder_runs(gil_waiter: FakeGilWaiter) -> None:
+    gil_waiter.write_pulse()
+    with pytest.raises(faulthandler_dumps.FaultStacksError, match="did not answer"):
+        gil_waiter.request_stacks(gil_waiter.start_ticks)
 
 
 def test_pyspy_dump() -> None:
@@ -143,6 +202,45 @@ def test_target_left_stopped_by_pyspy_is_resumed(tmp_path: Path) -> None:
     finally:
         os.kill(pid, 9)
         os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("command", "is_paused"), [("sleep 60", False), ("while :; do :; done", True)]
+)
+def test_only_a_process_that_runs_is_paused(command: str, is_paused: bool, tmp_path: Path) -> None:
+    """py-spy pauses the process unless it is told not to: that could end a system call."""
+    pid = os.posix_spawn(
+        "/bin/sh",
+        ["sh", "-c", f"exec {command}" if "sleep" in command else command],
+        dict(os.environ),
+    )
+    try:
+        thread = {"pid": pid, "thread_id": 1, "os_thread_id": pid, "frames": []}
+        script = f"echo $* >> {tmp_path}/calls; echo '{json.dumps([thread])}'\n"
+        assert wait_until(lambda: (read_stat(pid).state == "R") == is_paused, 5.0)
+        time.sleep(0.1)  # until it has begun to sleep, or to run
+        spy = PySpy(path=write_script(tmp_path, script))
+        (stack,) = spy.dump_stacks(pid, read_stat(pid).start_ticks).threads
+        assert stack.main
+        calls = (tmp_path / "calls").read_text().splitlines()
+        assert ["--nonblocking" in call for call in calls] == [not is_paused]
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+
+
+def test_pause_follows_a_reading_in_which_a_thread_moved(tmp_path: Path) -> None:
+    code = "import time\nprint(flush=True)\nwhile True: time.sleep(0.01)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        pid = process.pid
+        thread = {"pid": pid, "thread_id": 1, "os_thread_id": pid, "frames": []}
+        script = f"echo $* >> {tmp_path}/calls; sleep 0.2; echo '{json.dumps([thread])}'\n"
+        PySpy(path=write_script(tmp_path, script)).dump_stacks(pid, read_stat(pid).start_ticks)
+        process.kill()
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert "--nonblocking" not in calls[-1]
 
 
 def test_vanished_or_uninterruptible_target(tmp_path: Path) -> None:

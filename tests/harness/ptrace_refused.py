@@ -1,7 +1,7 @@
 """Runs a command under a seccomp filter that refuses access to other processes, as container
 runtimes do.
 
-node_refused.py COMMAND...
+ptrace_refused.py COMMAND...
 """
 
 import ctypes
