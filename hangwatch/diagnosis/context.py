@@ -23,6 +23,7 @@ from hangwatch.tracking.call_stream import CallStream, CallWindow
 from hangwatch.tracking.process import Process, StackSample
 from hangwatch.tracking.process_parts import FreezeReason
 
+from .call_classes import list_equal_callers
 from .peer_errors import has_peer_error
 
 # A user or a launcher stopped the process: by itself not a failure.
@@ -162,16 +163,15 @@ def _iter_waits(context: DiagnosisContext, ranks: Iterable[int]) -> Iterator[Wai
 def find_missing_call(
     context: DiagnosisContext, edge: WaitEdge, waiting: set[int]
 ) -> tuple[CallClass, ...]:
-    """The call that the culprit has not entered, and the waiting ranks that are in it."""
+    """The call that the culprit has not entered, and the waiting ranks that are known to have made it."""
     call = edge.stream.calls.get(edge.wait.seq)
     if call is None:
         return ()
     inside: list[int] = []
     if edge.stream.peer is None:
         members = context.streams_by_group.get(edge.stream.group.key, {})
-        for rank in sorted(waiting):
-            if rank in members and members[rank].entered >= edge.wait.seq:
-                inside.append(rank)
+        callers = list_equal_callers(members, edge.wait.rank, edge.wait.seq)
+        inside = [rank for rank in callers if rank in waiting]
     ranks = tuple(inside) or (edge.wait.rank,)
     return (CallClass(ranks=ranks, call=_add_peer(call, edge.stream)),)
 

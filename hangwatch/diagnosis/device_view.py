@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from hangwatch.diagnosis.call_classes import list_equal_callers
 from hangwatch.diagnosis.graph.devices import DeviceGraph, DeviceGroup, DeviceHang, DeviceWait
 from hangwatch.diagnosis.graph.graph import WaitEdge
 from hangwatch.model.device import DeviceProgress
@@ -45,14 +46,15 @@ class DeviceView:
         return call.signature.op if call is not None else stream.op or "a collective"
 
     def get_call(self, group: DeviceGroup, rank: int) -> tuple[CallClass, ...]:
-        """The first call that its device has not completed, if its arguments are known."""
+        """The first call that its device has not completed, if its arguments are known, with the ranks
+        that are known to have made it.
+        """
         seq = self.get_seq(group, rank)
         streams = self._streams[id(group)]
         call = streams[rank].calls.get(seq)
         if call is None:
             return ()
-        callers = sorted(r for r, stream in streams.items() if stream.entered >= seq)
-        return (CallClass(ranks=tuple(callers) or (rank,), call=call),)
+        return (CallClass(ranks=list_equal_callers(streams, rank, seq), call=call),)
 
     def find_longest_wait(self, culprits: Collection[int]) -> WaitEdge | None:
         """The longest wait of a device for a host of the ``culprits`` that has not made the call."""

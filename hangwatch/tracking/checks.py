@@ -43,7 +43,7 @@ class ReplicaChecksums:
     """
 
     group: Group
-    # Calls that some members have not reported, oldest first.
+    # Calls that some members have not reported.
     incomplete: dict[tuple[int, int], ChecksumComparison] = field(default_factory=dict)
     differing: dict[tuple[int, int], ChecksumComparison] = field(default_factory=dict)
 
@@ -64,8 +64,9 @@ class ReplicaChecksums:
                 del self.differing[max(self.differing)]
         elif len(ranks_by_checksum) == 1 and len(ranks_by_checksum[checksum]) == member_count:
             del self.incomplete[position]
+        # By position: a late member's reports of old calls must not displace those of new ones.
         while len(self.incomplete) > _max_positions(member_count):
-            del self.incomplete[next(iter(self.incomplete))]
+            del self.incomplete[min(self.incomplete)]
 
 
 def _max_positions(member_count: int) -> int:
@@ -123,10 +124,8 @@ class NonfiniteStreak:
         call.entered_at = min(call.entered_at, entered_at)
         (call.output_ranks if report.output else call.input_ranks).add(rank)
         while len(self.calls) > _max_positions(len(stream.group.ranks)):
-            if self.keeps_newest:
-                surplus = next(iter(self.calls))
-            else:
-                surplus = max(self.calls, key=lambda key: self.calls[key].entered_at)
+            choose = min if self.keeps_newest else max
+            surplus = choose(self.calls, key=lambda key: self.calls[key].entered_at)
             del self.calls[surplus]
 
 

@@ -80,7 +80,7 @@ class PendingCalls:
     def _drop_oldest(self) -> None:
         affordable = min(MAX_PENDING_CALLS, MAX_PENDING_ARRIVALS // self.member_count)
         while len(self.calls) > max(MIN_PENDING_CALLS, affordable):
-            del self.calls[next(iter(self.calls))]
+            del self.calls[min(self.calls)]
 
 
 def convert_arrivals(call: PendingCall, clocks: Mapping[str, tuple[float, float]]) -> list[Arrival]:

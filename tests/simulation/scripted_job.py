@@ -92,6 +92,7 @@ class ScriptedJob:
         tag: int = 0,
         done: bool = False,
         blocking: bool | None = None,
+        **arguments: Any,
     ) -> None:
         identity = wire.StreamIdentity(
             kind=kind,
@@ -105,7 +106,7 @@ class ScriptedJob:
             rank,
             f"{kind.value}{peer}/{tag}",
             identity,
-            make_signature(kind.value),
+            make_signature(kind.value, **arguments),
             done,
             blocking,
             20,

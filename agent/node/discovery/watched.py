@@ -32,6 +32,7 @@ from .rings import RingFile
 
 FLOOD_DIVISOR = 4  # a ring is flooded if more than this fraction of it was written since last time
 _ACTIVITY_INTERVAL_NS = 900_000_000  # while it makes calls; at most every other scan
+_NO_LIMIT = 1 << 63  # no sequence number is as high
 UNREADABLE_GRACE_NS = 2_000_000_000  # a ring that is being created may lack its identity
 
 
@@ -233,19 +234,19 @@ class WatchedProcess:
         )
 
     def read_calls(self, now_ns: int, uid: int, from_seq: int, max_calls: int) -> list[Call]:
-        """The calls of one stream that are still in the ring, oldest first, after those older calls
-        that are still in its check table.
+        """The newest calls of one stream from number ``from_seq`` on, oldest first; older ones than the
+        ring has where they are known.
         """
         if self.reader is None:
             return []
         try:
             calls = self.reader.read_calls(uid, now_ns, from_seq=from_seq, max_calls=max_calls)
-            checked_calls = checks.read_checked_calls(self.reader, uid, now_ns, from_seq=from_seq)
         except Exception:  # the ring is corrupt: `read_state` reports it
             return []
-        if calls:
-            checked_calls = [call for call in checked_calls if call.seq < calls[0].seq]
-        return checked_calls + calls
+        is_complete = bool(calls) and (calls[0].seq <= from_seq or len(calls) >= max_calls)
+        if is_complete:
+            return calls
+        return self.read_window(now_ns, uid, from_seq, _NO_LIMIT)[-max_calls:]
 
     def read_window(
         self, now_ns: int, uid: int, first: int, last: int, step: int = 1

@@ -25,10 +25,11 @@ def describe_shift(
         return f"{shift} call {last.seq} or earlier"
     if first.seq != last.seq:
         return f"{shift} one of calls {first.seq}-{last.seq} ({format_call_short(first)})"
+    pronoun = "they" if verb == "have been" else "it"
     if count > 1:
-        which = "the first that it never made"
+        which = f"the first that {pronoun} never made"
     elif count == 1:
-        which = "which it never made"
+        which = f"which {pronoun} never made"
     else:
         which = "which the others never made"
     return f"{shift} call {first.seq} ({format_call_short(first)}), {which}"

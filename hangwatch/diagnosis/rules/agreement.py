@@ -1,16 +1,13 @@
-"""Whether the members of a group are known to have made the same call: by their running hashes, which
-are equal only if all their calls up to there are.
-"""
+"""Whether the members of a group are known to have made the same call, and how to say so."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from hangwatch.diagnosis.call_classes import classify_members
 from hangwatch.diagnosis.context import DiagnosisContext, EvidenceRequest
 from hangwatch.tracking.call_stream import CallStream, CallWindow
-
-from .mismatch import classify_members
 
 _MAX_REQUESTED_RANKS = 8  # at a time: later hashes show to which side the others belong
 
@@ -52,7 +49,11 @@ def check_agreement(
     classes, unclassified = classify_members(streams, seq)
     classified_count = sum(len(class_ranks) for _, class_ranks in classes)
     window = CallWindow(seq, seq)
-    missing = [rank for rank in unclassified if not streams[rank].has_answered(window)]
+    missing = [
+        rank
+        for rank in unclassified
+        if context.attempt.processes[rank].is_alive and not streams[rank].has_answered(window)
+    ]
     for rank in missing[:_MAX_REQUESTED_RANKS]:
         context.requests.append(EvidenceRequest.for_calls(rank, streams[rank], window))
     return CallAgreement(

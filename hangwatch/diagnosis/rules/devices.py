@@ -23,6 +23,9 @@ from .end_kinds import is_in_phase
 _MAX_WAITS_SHOWN = 64
 # Without recorded starts, a long kernel on all devices looks like a call that does not complete.
 UNTIMED_GRACE_S = 3.65
+# For requested hashes, which show whether the ranks made the same call; the request goes out long
+# before the verdict is due.
+_MAX_HASH_WAIT_S = 3.0
 
 
 def diagnose_stuck_devices(context: DiagnosisContext) -> None:
@@ -45,7 +48,16 @@ def diagnose_stuck_devices(context: DiagnosisContext) -> None:
     age_s = view.get_unchanged_s(culprits | hang.find_direct_waiters_of(culprits))
     if age_s < get_suspicion_delay_s(context.limits):
         return
-    due = age_s >= context.limits.stall_after_s
+    first = min(culprits)
+    group = view.fronts[first][0]
+    stream = view.get_stream(group, first)
+    members = context.streams_by_group.get(stream.group.key, {})
+    # Devices come apart in calls that differ: then those that lag are no culprits.
+    agreement = check_agreement(context, members, group.ranks, view.get_seq(group, first))
+    due_after_s = context.limits.stall_after_s
+    if agreement.may_become_known:
+        due_after_s += _MAX_HASH_WAIT_S
+    due = age_s >= due_after_s
     verdict = make_stuck_verdict(view, culprits, waiting, hang, due=due)
     context.verdicts.append(verdict)
     context.explained_ranks |= involved

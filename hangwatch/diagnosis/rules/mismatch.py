@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from hangwatch.diagnosis.alignment import MAX_WINDOW_CALLS
+from hangwatch.diagnosis.call_classes import HashClass, classify_members
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.signatures import UNKNOWN_OP
@@ -18,8 +19,6 @@ _MAX_CALLS_TO_FETCH = 64
 _MAX_ASKED_PER_CLASS = 3  # for the same calls
 _MAX_PROBES = 64  # calls that are compared at a time to find where a divergence began
 COMPARED_FIELDS = ("op", "dtype", "shape", "reduce_op", "root")
-
-_CallClass = tuple[int, list[int]]  # a running hash, and the ranks that have it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,57 +88,10 @@ def _make_call_mismatch(
     )
 
 
-def classify_members(
-    members: dict[int, CallStream], seq: int
-) -> tuple[list[_CallClass], list[int]]:
-    """The classes of members with equal hashes, and the members past ``seq`` whose class is
-    unknown.
-    """
-    ranks_by_hash: dict[int, list[int]] = {}
-    unclassified: list[int] = []
-    hash_by_history = {
-        id(history): dict(history).get(seq) for history in list_histories(members.values())
-    }
-    for rank in sorted(members):
-        stream = members[rank]
-        running_hash = hash_by_history[id(stream.reported_hashes)]
-        if running_hash is not None:
-            ranks_by_hash.setdefault(running_hash, []).append(rank)
-        elif stream.entered >= seq and stream.is_counted(seq):
-            unclassified.append(rank)
-    if unclassified:
-        _classify_by_later_hash(members, seq, ranks_by_hash, unclassified)
-    classes = sorted(ranks_by_hash.items(), key=lambda item: (-len(item[1]), item[1]))
-    return classes, unclassified
-
-
-def _classify_by_later_hash(
-    members: dict[int, CallStream],
-    seq: int,
-    ranks_by_hash: dict[int, list[int]],
-    unclassified: list[int],
-) -> None:
-    """Moves members without a hash at ``seq`` to the class with which they share a later hash."""
-    classes_by_later_hash: dict[tuple[int, int], int] = {}
-    for running_hash, ranks in ranks_by_hash.items():
-        for rank in ranks:
-            for position in members[rank].hashes_by_seq.items():
-                if position[0] > seq:
-                    classes_by_later_hash[position] = running_hash
-    for rank in list(unclassified):
-        for position in members[rank].hashes_by_seq.items():
-            if position in classes_by_later_hash:
-                ranks_by_hash[classes_by_later_hash[position]].append(rank)
-                unclassified.remove(rank)
-                break
-    for ranks in ranks_by_hash.values():
-        ranks.sort()
-
-
 def _list_calls_to_fetch(
     members: dict[int, CallStream],
     divergence: DivergenceBounds,
-    classes: list[_CallClass],
+    classes: list[HashClass],
     unclassified: list[int],
 ) -> tuple[tuple[int, CallWindow], ...]:
     """The calls that show where the divergence began, with some from before, which show how it came
@@ -199,7 +151,7 @@ def _find_call(members: dict[int, CallStream], ranks: list[int], seq: int) -> Ca
 def _find_outliers(
     key: GroupKey,
     seq: int,
-    classes: list[_CallClass],
+    classes: list[HashClass],
     streams_by_group: dict[GroupKey, dict[int, CallStream]],
 ) -> tuple[int, ...]:
     """All ranks but the majority. On a tie, similar groups decide, such as the other
@@ -222,7 +174,7 @@ def _find_outliers(
 def _count_similar_groups(
     key: GroupKey,
     seq: int,
-    classes: list[_CallClass],
+    classes: list[HashClass],
     streams_by_group: dict[GroupKey, dict[int, CallStream]],
 ) -> dict[int, int]:
     """By the hash of each class, the number of similar groups in which a member has this hash."""

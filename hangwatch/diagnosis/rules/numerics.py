@@ -115,7 +115,7 @@ def _describe_input(nonfinite_call: NonfiniteCall, culprits: tuple[int, ...]) ->
         )
     else:
         advice = (
-            "Several ranks did so in the same call: check what they share, such as the parameters,"
+            "Several ranks did so at this position: check what they share, such as the parameters,"
             " the learning rate or the loss."
         )
     return summary, f"{advice} torch.autograd.set_detect_anomaly(True) names the operation."
