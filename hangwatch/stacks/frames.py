@@ -25,7 +25,7 @@ RECORDER_MODULES = (
     "exceptions", "fault_dumps", "faults", "group_setup", "groups", "installation", "kernels",
     "native/build", "native/cache", "native/check", "native/frames", "native/library", "native/prebuilt",
     "operator_schemas", "other_threads", "planner", "poller", "python_kernel", "rank", "recorder",
-    "recorder_hooks", "ring_file", "streams", "supervisor", "tensor_lists", "worlds", "writer",
+    "recorder_hooks", "ring_file", "streams", "supervisor", "tensor_lists", "watched_works", "worlds", "writer",
 )  # fmt: skip
 _RECORDER_PATH = re.compile(rf"(^|/)agent/recorder/({'|'.join(RECORDER_MODULES)})\.py$")
 # A line of the user's that itself waits for communication or for the device, as in `work.wait()`.
