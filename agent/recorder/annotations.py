@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from _thread import allocate_lock
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -56,7 +56,9 @@ class UserAnnotations:
         # Entered phases, innermost last: (interned name, time of entry in ns, limit in ns or 0).
         self._phases: list[tuple[int, int, int]] = []
         # By name of the communicator and members, None for all ranks.
-        self._declared_streams: dict[tuple[str, tuple[int, ...] | None], StreamRecorder | None] = {}
+        self._declared_streams: dict[
+            tuple[str, tuple[int, ...] | str | None], StreamRecorder | None
+        ] = {}
         self._open_lock = allocate_lock()
         # By name of the call: the number of its signature, and its agreement hash.
         self._interned_signatures: dict[str, tuple[int, int]] = {}
@@ -126,10 +128,22 @@ class UserAnnotations:
         # Whether the host waits in a call on a device is not observable. In the stream of such calls
         # a declared call would not be seen to wait either, so it gets a stream of its own.
         if track.has_device_backend:
-            return self._get_declared_stream(
-                f"{track.description['desc']} {track.description['name']}", track.ranks
-            )
+            name = f"{track.description['desc']} {track.description['name']}"
+            if track.is_foreign:
+                return self._get_foreign_stream(track.description, name)
+            return self._get_declared_stream(name, track.ranks)
         return track.collective_stream
+
+    def _get_foreign_stream(
+        self, group_description: Mapping[str, Any], name: str
+    ) -> StreamRecorder | None:
+        """The stream of the calls that are declared for a foreign group."""
+        key = name, str(group_description["foreign"])
+        with self._open_lock:
+            if key not in self._declared_streams:
+                description = {**group_description, "desc": name, "backend": DECLARED_BACKEND}
+                self._declared_streams[key] = self._rank.recorder.groups.open_stream(description)
+            return self._declared_streams[key]
 
     def _get_declared_stream(
         self, name: str, ranks: tuple[int, ...] | None

@@ -21,6 +21,8 @@ from hangwatch.model.signatures import encode_signature, with_agreement_hash
 from hangwatch.ring.layout import RecordFlag
 
 from . import faults
+from .group_origins import GroupOrigin, get_origin_tracker
+from .groups import describe_foreign_group
 from .recorder import Recorder
 from .streams import CompletionMode, EnteredCall, StreamRecorder
 
@@ -56,7 +58,8 @@ def wrap_function(
             record_loss()
         returned = False
         try:
-            result = original(*args, **kwargs)
+            with get_origin_tracker().creating_ranked_groups():
+                result = original(*args, **kwargs)
             returned = True
             return result
         finally:
@@ -125,11 +128,39 @@ class SetupRecorder:
         signature = with_agreement_hash(
             Signature(op=op, detail=detail or members), MustMatch.NOTHING, ()
         )
+        return self._enter_in(self._stream, signature, is_blocking)
+
+    def _enter_in(
+        self, stream: StreamRecorder, signature: Signature, is_blocking: bool = True
+    ) -> EnteredCall:
         number = self._recorder.ring.intern_signature(encode_signature(signature))
-        site = self._recorder.sites.find_site(sys._getframe(1))
+        site = self._recorder.sites.find_site(sys._getframe(2))
         flag = RecordFlag.BLOCKING if is_blocking else RecordFlag.ASYNC
-        record_body = self._stream.pack_record_body(number, site, flag)
-        return self._stream.enter_call(signature.agree, record_body, 0, CompletionMode.RETURN)
+        record_body = stream.pack_record_body(number, site, flag)
+        return stream.enter_call(signature.agree, record_body, 0, CompletionMode.RETURN)
+
+    def announce_foreign_group(self, origin: GroupOrigin) -> None:
+        """Records that this process begins to create a foreign group. Other members may wait for it
+        there, and so it is known as a member before it makes a call.
+        """
+        description = {
+            "kind": StreamKind.SETUP.value,
+            "desc": "undefined",
+            "backend": "",
+            **describe_foreign_group(origin, ""),
+        }
+        stream = self._recorder.groups.open_stream(description)
+        if stream is not None:
+            signature = with_agreement_hash(
+                Signature(op="new_process_group"), MustMatch.NOTHING, ()
+            )
+            origin.creation = self._enter_in(stream, signature)
+
+    def complete_foreign_group(self, origin: GroupOrigin, returned: bool) -> None:
+        """Records that it was created, or given up. Its stream may make room for others then."""
+        creation, origin.creation = origin.creation, None
+        self.leave_call(creation, returned)
+        self._recorder.groups.retire_stream(creation[0])
 
     def mark_incomplete(self, reason: LossReason) -> None:
         """Records that the creation of a group may not have been recorded."""

@@ -15,6 +15,7 @@ from hangwatch.model.groups import pack_ranks
 from hangwatch.model.losses import LossReason
 
 from . import faults
+from .group_origins import GroupOrigin, get_origin_tracker
 from .streams import StreamRecorder
 from .writer import RingWriter
 
@@ -71,7 +72,12 @@ class GroupTrack:
     def list_streams(self) -> list[StreamRecorder]:
         return [s for s in (self.collective_stream, *self.channels.values()) if s is not None]
 
+    @property
+    def is_foreign(self) -> bool:
+        return "foreign" in self.description
+
     def global_rank(self, group_rank: int) -> int:
+        """The rank of a member; of a foreign group its number there."""
         return self.ranks[group_rank] if 0 <= group_rank < len(self.ranks) else -1
 
 
@@ -195,21 +201,29 @@ class GroupRegistry:
         """Makes the track of a process group at its first call, or finds it again if C++ made a new
         Python object for the group.
         """
-        ranks = _get_members(pg)
-        description = {
+        origin = get_origin_tracker().find_origin(pg)
+        name = _read_attribute(pg, "group_name")
+        description: dict[str, Any] = {
             "kind": StreamKind.COLLECTIVE.value,
-            "name": _read_attribute(pg, "group_name"),
+            "name": name,
             "desc": _read_attribute(pg, "group_desc") or "undefined",
-            "ranks": pack_ranks(ranks),
             "backend": _get_backend(pg),
-            "generation": self.generation,
-            "world": self.world_size,
         }
+        if origin.is_foreign:
+            ranks = tuple(range(pg.size()))
+            description |= describe_foreign_group(origin, name)
+        else:
+            ranks = _find_members(pg)
+            description |= {
+                "ranks": pack_ranks(ranks),
+                "generation": self.generation,
+                "world": self.world_size,
+            }
         ref = weakref.ref(pg, lambda _: self._on_group_deleted())
         key = (
-            self.world_size,
-            self.generation,
-            str(description["name"]) or weakref.ref(pg),
+            int(description.get("world", 0)),
+            int(description.get("generation", 0)),
+            origin.identity or name or weakref.ref(pg),
             str(description["ranks"]),
         )
         track = self._tracks_by_name.get(key)
@@ -228,13 +242,25 @@ class GroupRegistry:
         return track
 
 
-def _get_members(pg: Any) -> tuple[int, ...]:
+def describe_foreign_group(origin: GroupOrigin, name: str) -> dict[str, Any]:
+    """The fields of a description that identify a foreign group; ``ranks`` are its own numbers."""
+    return {
+        "name": name or origin.label,
+        "ranks": pack_ranks(range(origin.size)),
+        "foreign": origin.identity,
+        "number": origin.number,
+        "generation": 0,
+        "world": 0,
+    }
+
+
+def _find_members(pg: Any) -> tuple[int, ...]:
     """Global ranks of a group, in group-rank order."""
     from torch.distributed import distributed_c10d as c10d
 
     try:
         return tuple(c10d.get_process_group_ranks(pg))
-    except (KeyError, ValueError, RuntimeError):  # created without torch.distributed knowing it
+    except (KeyError, ValueError, RuntimeError):  # torch has destroyed it and forgotten its ranks
         return tuple(range(pg.size()))
 
 

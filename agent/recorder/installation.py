@@ -17,6 +17,7 @@ from hangwatch.model.ranks import Lifecycle
 from ..environment import identity
 from . import backend_threads, exceptions, faults, group_setup, kernels, recorder_hooks
 from .annotations import UserAnnotations
+from .group_origins import get_origin_tracker, track_creations
 from .rank import RankProcess, get_current_rank, set_current_rank
 from .worlds import choose_launch, find_rendezvous, get_master_address, is_started_as_rank
 
@@ -49,6 +50,9 @@ def install_recorder() -> None:
     wrap_function("_new_group_with_tag", _enter_new_group, _leave_new_group, _record_lost_group)
     wrap_function("split_group", _enter_split_group, _leave_new_group, _record_lost_group)
     wrap_function("destroy_process_group", _enter_destroy, _leave_destroy, _record_lost_world)
+    wrap_function("shrink_group", _enter_destroy, _leave_new_group, _record_lost_group)
+    with faults.swallow_errors("watching the creation of process groups"):
+        track_creations()
     with faults.swallow_errors("counting the Flight Recorder's hooks"):
         recorder_hooks.count_attached_hooks()
     exceptions.patch_spawn()
@@ -98,6 +102,8 @@ def _start_recording_once(launch: identity.LaunchInfo, rank: int, world_size: in
     if _lost_before is not None:
         current.recorder.groups.mark_incomplete(_lost_before)
     kernels.set_recorder(current.recorder)
+    setup = current.setup_recorder
+    get_origin_tracker().set_listeners(setup.announce_foreign_group, setup.complete_foreign_group)
     hangwatch._watcher = UserAnnotations(current)
     current.poller.start_thread()
     atexit.register(_handle_exit)
@@ -127,6 +133,7 @@ def _reset_after_fork() -> None:
     _start_lock = threading.Lock()  # a thread that the child does not have may hold the other one
     set_current_rank(None)
     kernels.set_recorder(None)
+    get_origin_tracker().clear_listeners()
     hangwatch._watcher = None
 
 

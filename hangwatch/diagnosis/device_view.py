@@ -170,7 +170,8 @@ def build_device_view(attempt: Attempt, ended: Collection[int] = ()) -> DeviceVi
             members[rank] = replace(members[rank], completed=members[rank].enqueued)
         if not members or _counts_messages(attempt, members, key):
             continue
-        group = DeviceGroup(ranks=key[2], members=_level_stale_counters(members, group_streams))
+        ranks = next(iter(group_streams.values())).group.ranks
+        group = DeviceGroup(ranks=ranks, members=_level_stale_counters(members, group_streams))
         groups.append(group)
         streams[id(group)] = group_streams
         for rank, progress in group.members.items():

@@ -25,6 +25,7 @@ from hangwatch.diagnosis.rules.mismatched_calls import (
 )
 from hangwatch.diagnosis.rules.missing import diagnose_chain_ends
 from hangwatch.diagnosis.rules.numerics import diagnose_nonfinite
+from hangwatch.diagnosis.rules.outside import drop_outside_members
 from hangwatch.diagnosis.rules.progress import diagnose_no_progress
 from hangwatch.diagnosis.rules.replicas import diagnose_replica_divergence
 from hangwatch.diagnosis.rules.thread_waits import diagnose_thread_waits
@@ -94,6 +95,8 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
         with_divergence = add_divergence(context, verdict)
         with_stacks = add_stack_advice(context, with_divergence)
         with_hardware = add_hardware_advice(context, with_stacks)
+        if attempt.has_foreign_groups:
+            with_hardware = drop_outside_members(with_hardware)
         verdicts.append(add_loss_notes(context, with_hardware))
     diagnosis = Diagnosis(
         verdicts=tuple(verdicts),

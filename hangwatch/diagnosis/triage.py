@@ -9,4 +9,9 @@ from hangwatch.tracking.attempt import Attempt
 
 def is_quiet(attempt: Attempt) -> bool:
     """Whether a full diagnosis would find nothing due and request no evidence."""
-    return not attempt.suspects and not attempt.diverged_groups and attempt.checks.is_quiet
+    return (
+        not attempt.suspects
+        and not attempt.diverged_groups
+        and attempt.checks.is_quiet
+        and not attempt.list_outside_waits()
+    )

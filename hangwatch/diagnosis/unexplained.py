@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from hangwatch.diagnosis import messages
 from hangwatch.diagnosis.context import DiagnosisContext, find_newest_sample, get_op_name
+from hangwatch.model.groups import OutsideMember
 from hangwatch.stacks.frames import find_user_site
 from hangwatch.tracking.call_stream import CallStream
 
@@ -59,13 +60,13 @@ def find_unexplained_wait(context: DiagnosisContext) -> UnexplainedWait | None:
     if not waits:
         return None
     longest = min(waits, key=lambda wait: (wait.began_at, wait.rank))
+    ranks_to_dump = tuple(r for r in longest.awaited or longest.may_await if r >= 0)
     return UnexplainedWait(
         began_at=longest.began_at,
         rank_count=len(ranks),
         description=_describe_wait(context, longest),
         reason=_find_reason(context, longest),
-        ranks_to_dump=(longest.awaited or longest.may_await)[:_MAX_AWAITED_SHOWN]
-        or (longest.rank,),
+        ranks_to_dump=ranks_to_dump[:_MAX_AWAITED_SHOWN] or (longest.rank,),
     )
 
 
@@ -78,7 +79,9 @@ def _find_blocked(
     waits: list[_Wait] = []
     ranks: set[int] = set()
     for group in context.graph.iter_waiter_groups():
-        late = [b for b in group if b.began_at <= latest and b.rank not in explained]
+        late = [
+            b for b in group if b.began_at <= latest and b.rank >= 0 and b.rank not in explained
+        ]
         if not late:
             continue
         ranks.update([blocked.rank for blocked in late])
@@ -130,7 +133,7 @@ def _iter_device_waits(
 
 
 def _describe_wait(context: DiagnosisContext, wait: _Wait) -> str:
-    subject = f"rank {wait.rank}"
+    subject = messages.describe_rank(wait.rank)
     if wait.stream is not None:
         stream = wait.stream
         position = messages.describe_position(stream.group, stream.entered)
@@ -145,6 +148,8 @@ def _describe_wait(context: DiagnosisContext, wait: _Wait) -> str:
 
 
 def _describe_place(context: DiagnosisContext, rank: int) -> str:
+    if isinstance(rank, OutsideMember):
+        return ""
     process = context.attempt.processes.get(rank)
     if process is None:
         return f"rank {rank} has not reported"
@@ -155,6 +160,9 @@ def _describe_place(context: DiagnosisContext, rank: int) -> str:
 
 def _find_reason(context: DiagnosisContext, wait: _Wait) -> str:
     ranks: Collection[int] = {wait.rank, *wait.awaited, *wait.may_await}
+    outside = tuple(rank for rank in wait.awaited if isinstance(rank, OutsideMember))
+    if outside and len(outside) == len(wait.awaited):
+        return "it is no rank of this job" if len(outside) == 1 else "they are no ranks of this job"
     silent = tuple(sorted(context.graph.silent_ranks.keys() & set(ranks)))
     if silent:
         return f"{messages.describe_ranks(silent)} {'do' if len(silent) > 1 else 'does'} not report"

@@ -13,6 +13,20 @@ GroupKey = tuple[int, str, tuple[int, ...], int]
 DECLARED_BACKEND = "declared"
 
 
+class OutsideMember(int):
+    """Stands for a member of a foreign group that is not known to be a rank of the attempt. Its value
+    is negative, and different for different processes.
+    """
+
+    label: str  # says who it is
+
+    @classmethod
+    def create(cls, value: int, label: str) -> OutsideMember:
+        member = cls(value)
+        member.label = label
+        return member
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """A process group. Its torch name is only unique together with its members and its world.
@@ -28,10 +42,35 @@ class Group:
     backend: str = ""
     generation: int = 1
     world_size: int = 0  # 0 if not reported
+    # Of a group that numbers its members by itself: what identifies it on all of them. Its ``ranks``
+    # are those of the processes that are known to have its numbers, and `OutsideMember` for others.
+    foreign: str = ""
+    part: str = ""  # distinguishes the streams of a foreign group that are not compared
+    numbers: tuple[int, ...] = ()  # of all members of a foreign group
+    number: int = -1  # of the process that reports a foreign group
 
     @property
     def key(self) -> GroupKey:
+        if self.foreign:
+            # Not its ranks: they become known one after the other.
+            return (0, f"{self.foreign}{self.part}", self.numbers or self.ranks, 0)
         return (self.generation, self.name, self.ranks, self.world_size)
+
+    @property
+    def outside_members(self) -> tuple[OutsideMember, ...]:
+        """The members that are no ranks of the attempt, as far as is known."""
+        return tuple(rank for rank in self.ranks if isinstance(rank, OutsideMember))
+
+    @property
+    def known_ranks(self) -> tuple[int, ...]:
+        """The members that are ranks of the attempt."""
+        return self.ranks if not self.foreign else tuple(rank for rank in self.ranks if rank >= 0)
+
+    @property
+    def title(self) -> str:
+        """``group transfer``, as texts call it."""
+        name = self.desc if self.desc not in ("", "undefined") else f"group {self.name}"
+        return name if name.startswith("group ") else f"group {name}"
 
     @property
     def is_declared(self) -> bool:

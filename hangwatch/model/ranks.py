@@ -68,7 +68,8 @@ _MAX_DIGITS = 9  # of a rank in a list
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Ranks as sorted text with ranges: ``0, 2-3``."""
+    """Ranks as sorted text with ranges: ``0, 2-3``. Numbers below zero stand for no rank."""
+    ranks = [rank for rank in ranks if rank >= 0]
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in iter_runs(sorted(set(ranks))))
 
 

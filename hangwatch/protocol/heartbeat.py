@@ -62,6 +62,10 @@ class StreamIdentity:
     world: int = 0
     peer: int | None = None
     tag: int | None = None
+    # Of a group that numbers its members by itself: what identifies it on all of them, and the number
+    # of this process. Then ``ranks`` and ``peer`` are such numbers, too.
+    foreign: str = ""
+    number: int = -1
 
 
 class StreamUpdate(NamedTuple):

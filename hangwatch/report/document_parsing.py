@@ -10,7 +10,7 @@ from typing import Any
 
 from hangwatch.model.calls import Call, Signature, Site
 from hangwatch.model.device import DevicePosition
-from hangwatch.model.groups import Group
+from hangwatch.model.groups import Group, OutsideMember
 from hangwatch.model.hardware import HostObservation, MissingEvidence, Observation, Weight
 from hangwatch.model.incidents import Incident, MergedStack, ProcessSnapshot, Resolution
 from hangwatch.model.kind_spec import Severity
@@ -82,11 +82,14 @@ def _parse_verdict(document: Document) -> Verdict:
 def _parse_group(document: Document | None) -> Group | None:
     if document is None:
         return None
+    labels = document.get("outside", ())
+    outside = [OutsideMember.create(-2 - n, label) for n, label in enumerate(labels)]
     return Group(
         name=document["name"],
         desc=document["desc"],
-        ranks=tuple(document["ranks"]),
+        ranks=(*document["ranks"], *outside),
         backend=document.get("backend", ""),
+        foreign=document["name"] if outside else "",
     )
 
 

@@ -84,8 +84,9 @@ def build_group_document(group: Group | None) -> JsonObject | None:
     return {
         "name": group.name,
         "desc": group.desc,
-        "ranks": list(group.ranks),
+        "ranks": list(group.known_ranks),
         "backend": group.backend,
+        "outside": [member.label for member in group.outside_members],
     }
 
 

@@ -17,7 +17,8 @@ class StreamDescription:
 
     kind: StreamKind
     group: Group
-    peer: int | None  # global rank, -1 for any source; None for a collective stream
+    # Global rank, or number in a foreign group; -1: any source; None: a stream of collectives
+    peer: int | None
     tag: int | None
 
 
@@ -45,6 +46,8 @@ def parse_description(data: dict[str, Any]) -> StreamDescription | None:
             backend=str(data.get("backend", "")),
             generation=int(data.get("generation", 1)),
             world_size=int(data.get("world", 0)),
+            foreign=str(data.get("foreign", "")),
+            number=int(data.get("number", -1)),
         )
         peer, tag = data.get("peer"), data.get("tag")
         return StreamDescription(

@@ -20,7 +20,8 @@ class StreamState:
     uid: int
     kind: StreamKind
     group: Group
-    peer: int | None  # global rank, -1 for any source; None for a collective stream
+    # Global rank, or number in a foreign group; -1: any source; None: a stream of collectives
+    peer: int | None
     tag: int | None
     entered: int
     completed: int | None

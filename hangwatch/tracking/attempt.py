@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -20,9 +21,12 @@ from .call_stream import (
 )
 from .channels import connect_channel, disconnect_channel
 from .checks import CheckResults
+from .foreign_groups import ForeignGroups
 from .hash_histories import Hashes, HashHistories
 from .host_hardware import HostHardware
 from .process import Process
+
+_IdentityKey = tuple[str, str, str, str, int, int, str]
 
 INTERNED_KEPT = 4096  # signatures, and as many call sites, of a job's calls
 
@@ -41,6 +45,10 @@ class Attempt:
     restart: int = 0
     world_size: int = 0
     processes: dict[int, Process] = field(default_factory=dict)
+    has_initialised: bool = False  # whether some process has reached init_process_group
+    # How many of its processes report each address of a rendezvous, and each size of their world.
+    addresses: Counter[str] = field(default_factory=Counter)
+    _sizes: Counter[int] = field(default_factory=Counter)
     last_seen_at: float = 0.0
     newest_call_at: float = 0.0  # when any rank last entered a call, or was reported to continue
     # When heartbeats resumed after the whole job was silent: before that, the silence of a host did
@@ -81,12 +89,13 @@ class Attempt:
     # A rank whose process was alive at the last check; -1 if there was none.
     _alive_rank: int = 0
     _group_states: dict[GroupKey, GroupState] = field(default_factory=dict)
+    _foreign_states: dict[GroupKey, GroupState] = field(default_factory=dict)  # some of these
     _histories: HashHistories = field(default_factory=HashHistories)
     _member_count: int = 0  # of all its different groups together
+    # Shared by all attempts.
+    foreign_groups: ForeignGroups = field(default_factory=ForeignGroups)
     owners: set[str] = field(default_factory=set)  # of the node agents that reported its processes
-    _groups_by_identity: dict[tuple[str, str, str, str, int, int], Group] = field(
-        default_factory=dict
-    )
+    _groups_by_identity: dict[_IdentityKey, Group | None] = field(default_factory=dict)
     _signatures: dict[Signature, Signature] = field(default_factory=dict)
     _sites: dict[Site, Site] = field(default_factory=dict)
     # Stored, not computed: the server looks attempts up by it for each heartbeat.
@@ -138,6 +147,15 @@ class Attempt:
         """Of its world and all its different groups together: they determine its size in memory."""
         return self.world_size + self._member_count
 
+    def join_foreign_group(self, process: Process, identity: heartbeat.StreamIdentity) -> Group:
+        """Makes a process a member of a foreign group, and returns the group."""
+        group = self.foreign_groups.join_group(self, process, identity)
+        key = _make_identity_key(identity)
+        if key not in self._groups_by_identity:
+            self._groups_by_identity[key] = None
+            self._member_count += len(group.numbers)
+        return group
+
     def intern_group(self, identity: heartbeat.StreamIdentity) -> Group:
         """Returns one shared `Group` object for all members that report the same group."""
         key = _make_identity_key(identity)
@@ -181,6 +199,10 @@ class Attempt:
         if stream.peer is not None:
             self.message_groups.add(stream.group.key)
             connect_channel(self.processes, process, stream)
+        self._add_to_state(process, stream)
+
+    def _add_to_state(self, process: Process, stream: CallStream) -> None:
+        """Makes a stream of collectives one of its `GroupState`."""
         if self.processes.get(process.rank) is process and stream.kind in (
             StreamKind.COLLECTIVE,
             StreamKind.SETUP,
@@ -189,9 +211,37 @@ class Attempt:
             if (state := self._group_states.get(key)) is None:
                 state = self._group_states[key] = GroupState(key=key)
                 self.streams_by_group[key] = state.members
+                if stream.group.foreign:
+                    self._foreign_states[key] = state
             state.members[process.rank] = stream
             stream.group_state = state
             state.has_losses |= stream.loss is not None
+
+    def replace_group(self, process: Process, stream: CallStream, group: Group) -> None:
+        """Gives a stream the group with the members that are known by now."""
+        has_moved = group.key != stream.group.key
+        if has_moved and stream.group_state is not None:
+            self._remove_from_state(process.rank, stream.group_state)
+        stream.group = group
+        if has_moved:
+            self._add_to_state(process, stream)
+
+    @property
+    def has_foreign_groups(self) -> bool:
+        """Whether some of its processes are members of a group that has numbers of its own."""
+        return bool(self._foreign_states)
+
+    def list_outside_waits(self) -> list[tuple[int, CallStream, GroupState]]:
+        """The processes of other attempts that are blocked in a call of a foreign group, with their
+        stream and the state that this attempt has of the group.
+        """
+        waits = []
+        for state in self._foreign_states.values():
+            for outside, stream in state.outside.items():
+                member = self.foreign_groups.find_outside(outside)
+                if member is not None and member.process.is_alive and member.process.is_blocked:
+                    waits.append((outside, stream, state))
+        return waits
 
     def assign_rank(self, process: Process | None, rank: int) -> None:
         """Makes ``process`` the holder of a rank, or leaves the rank without one for None."""
@@ -204,28 +254,59 @@ class Attempt:
         self.lossy_ranks.discard(rank)
         former = self.processes.pop(rank, None)
         if former is not None:
+            self._count_identity(former.identity, -1)
             # The former process's results must not be compared with the calls of its successor.
             self.checks = CheckResults()
             self._remove_from_groups(former, rank)
         if process is not None:
             self.processes[rank] = process
+            self._count_identity(process.identity, 1)
             self._histories.set_rank_count(len(self.processes))
             self._all_reported_since = min(self._all_reported_since, process.reports.agent_seen_at)
+
+    def replace_identity(self, process: Process, identity: heartbeat.ProcessIdentity) -> None:
+        """Gives a process what it reports of itself now. It has the same rank as before."""
+        former, process.identity = process.identity, identity
+        if self.processes.get(process.rank) is process:
+            self._count_identity(former, -1)
+            self._count_identity(identity, 1)
+            if identity.world_size < former.world_size:
+                self.shrink_world()
+        self.world_size = max(self.world_size, identity.world_size)
+
+    def shrink_world(self) -> None:
+        """Updates `world_size` after a process has joined another world."""
+        if self._sizes:
+            self.world_size = max(self._sizes)
+
+    def _count_identity(self, identity: heartbeat.ProcessIdentity, change: int) -> None:
+        if is_known_address(identity.master):
+            self.addresses[identity.master] += change
+            if self.addresses[identity.master] <= 0:
+                del self.addresses[identity.master]
+        self._sizes[identity.world_size] += change
+        if self._sizes[identity.world_size] <= 0:
+            del self._sizes[identity.world_size]
 
     def _remove_from_groups(self, former: Process, rank: int) -> None:
         for stream in former.streams.values():
             disconnect_channel(stream)
+        self.foreign_groups.leave_groups(former)
         states = [s.group_state for s in former.streams.values() if s.group_state is not None]
         for state in states:
-            # Two streams of a process can belong to the same group.
-            if rank in state.members:
-                state.remove_member(rank)
-            if not state.members:
-                self._group_states.pop(state.key, None)
-                self.streams_by_group.pop(state.key, None)
-                self.diverged_groups.discard(state.key)
-                self.uneven_groups.pop(state.key, None)
-                self.concurrent_groups.pop(state.key, None)
+            self._remove_from_state(rank, state)
+
+    def _remove_from_state(self, rank: int, state: GroupState) -> None:
+        # Two streams of a process can belong to the same group.
+        if rank in state.members:
+            state.remove_member(rank)
+        if not state.members:
+            self._group_states.pop(state.key, None)
+            self._foreign_states.pop(state.key, None)
+            self.streams_by_group.pop(state.key, None)
+            self.diverged_groups.discard(state.key)
+            self.uneven_groups.pop(state.key, None)
+            self.concurrent_groups.pop(state.key, None)
 
     def update_suspects(self, process: Process) -> None:
         """Updates `suspects`, `unable_ranks` and `ended_ranks` after a heartbeat of the process was
@@ -362,6 +443,12 @@ class Attempt:
             self.mark_diverged(state, state.divergence.first_different)
 
 
+def is_known_address(address: str) -> bool:
+    """Whether an address of a rendezvous is complete."""
+    host, _, port = address.rpartition(":")
+    return bool(host and port) or address.startswith("/")
+
+
 def find_first_conflict(members: dict[int, CallStream]) -> int:
     """The lowest known sequence number at which two members' hashes differ; 0 if none do."""
     pairs: set[tuple[int, int]] = set().union(*list_histories(members.values()))
@@ -390,7 +477,7 @@ def find_divergence(members: dict[int, CallStream]) -> DivergenceBounds | None:
 
 def _make_identity_key(
     identity: heartbeat.StreamIdentity,
-) -> tuple[str, str, str, str, int, int]:
+) -> _IdentityKey:
     return (
         identity.name,
         identity.desc,
@@ -398,4 +485,5 @@ def _make_identity_key(
         identity.backend,
         identity.generation,
         identity.world,
+        identity.foreign,
     )

@@ -84,6 +84,7 @@ class CallStream:
     group: Group
     peer: int | None = None
     tag: int | None = None
+    member_peer: int | None = None  # the peer's number in a foreign group
     entered: int = 0
     completed: int | None = None
     chain: int = 0
@@ -238,6 +239,8 @@ class GroupState:
 
     key: GroupKey
     members: dict[int, CallStream] = field(default_factory=dict)
+    # Of a foreign group, by `OutsideMember`: the members that are ranks of other attempts.
+    outside: dict[int, CallStream] = field(default_factory=dict)
     # By sequence number: the first running hash that was reported.
     reference_hashes: dict[int, int] = field(default_factory=dict)
     forgotten_up_to: int = 0  # the highest sequence number dropped from `reference_hashes`
@@ -297,12 +300,19 @@ class GroupState:
             return True
         if stream.entered <= self.passed_by_all:
             return False
-        if len(self.members) < len(self.key[2]):
+        if len(self.members) + len(self.outside) < len(self.key[2]):
+            return True
+        if any(other.entered < stream.entered for other in self.outside.values()):
             return True
         if self.laggard is None or self.laggard.entered >= stream.entered:
             self.laggard = min(self.members.values(), key=lambda s: s.entered)
             self.passed_by_all = self.laggard.entered
         return stream.entered > self.passed_by_all
+
+    @property
+    def all_members(self) -> dict[int, CallStream]:
+        """With those that are ranks of other attempts."""
+        return {**self.members, **self.outside} if self.outside else self.members
 
     @property
     def is_urgent(self) -> bool:

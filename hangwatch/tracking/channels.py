@@ -19,8 +19,16 @@ def connect_channel(processes: Mapping[int, Process], process: Process, stream: 
     for other in peer.streams.values():
         is_opposite = other.kind is opposite_kind and other.peer == process.rank
         if is_opposite and other.tag == stream.tag and other.group.key == stream.group.key:
-            stream.other_end, other.other_end = other, stream
+            connect_ends(stream, other)
             return
+
+
+def connect_ends(stream: CallStream, other: CallStream) -> None:
+    """Makes two streams the ends of one channel, and of no other."""
+    if stream.other_end is not other or other.other_end is not stream:
+        disconnect_channel(stream)
+        disconnect_channel(other)
+        stream.other_end, other.other_end = other, stream
 
 
 def disconnect_channel(stream: CallStream) -> None:

@@ -13,13 +13,16 @@ from hangwatch.protocol import heartbeat
 
 from .attempt import Attempt
 from .attempt_choice import (
+    SUCCEEDED_SILENT_S,
     FormerAttempt,
     accepts_process,
     choose_attempt_number,
+    choose_job_name,
     get_owner,
     is_owned_by_other,
 )
 from .channels import disconnect_channel
+from .foreign_groups import ForeignGroups
 from .host_hardware import make_host_hardware
 from .process import Process
 from .process_parts import ReportTimes
@@ -32,8 +35,6 @@ from .process_updates import (
 from .reporting_agent import ProcessLocation, ReportingAgent
 from .tracked_process import TrackedProcess
 
-# An attempt with a successor counts as finished after this long without a heartbeat.
-SUCCEEDED_SILENT_S = 3.0
 FORMER_ATTEMPTS_KEPT = 1000  # one per job
 FORGOTTEN_PROCESSES_KEPT = 1 << 17  # dropped processes that heartbeats may still mention
 
@@ -45,6 +46,7 @@ class Fleet:
     attempts: dict[AttemptKey, Attempt] = field(default_factory=dict)
     processes: dict[ProcessLocation, TrackedProcess] = field(default_factory=dict)
     former_attempts: dict[str, FormerAttempt] = field(default_factory=dict)  # by job
+    foreign_groups: ForeignGroups = field(default_factory=ForeignGroups)
     _agents: dict[str, ReportingAgent] = field(default_factory=dict)  # by id
     # Processes of dropped attempts that were alive by their last report. Serves as an ordered set.
     _forgotten_processes: dict[ProcessLocation, None] = field(default_factory=dict)
@@ -111,6 +113,7 @@ class Fleet:
         for key in beat.gone:
             if (tracked := self.processes.get((beat.host, key))) is not None:
                 tracked.process.finished_reporting = True
+        self.foreign_groups.connect_members()
         if not beat.brief:
             for tracked in agent.processes.values():
                 tracked.attempt.update_suspects(tracked.process)
@@ -186,6 +189,7 @@ class Fleet:
         location = (process.host, process.key)
         self._leave_agent(process)
         self.processes.pop(location, None)
+        self.foreign_groups.leave_groups(process)
         if process.is_alive:
             self._forgotten_processes[location] = None
         for stream in process.streams.values():
@@ -212,10 +216,13 @@ class Fleet:
         if (
             tracked is not None
             and update.identity is not None
-            and tracked.process.identity.rank != update.identity.rank
+            and self._has_moved(tracked, update.identity)
         ):
-            # It reported a rank before init_process_group assigned it another one.
-            tracked.attempt.assign_rank(None, tracked.process.rank)
+            # It reported a rank before init_process_group assigned it another one, or joins another
+            # world.
+            if tracked.holds_rank:
+                tracked.attempt.assign_rank(None, tracked.process.rank)
+                tracked.attempt.shrink_world()
             tracked = None
         if tracked is None:
             if update.identity is None:
@@ -243,7 +250,11 @@ class Fleet:
     ) -> TrackedProcess:
         """Adds a new process to the latest attempt of its job, or to a new attempt."""
         started_at = now - identity.started_s
-        attempt = self.latest_attempt(identity.job)
+        worlds = self.list_family(identity.job)
+        job = choose_job_name(worlds, self.former_attempts, identity, now)
+        attempt = self.latest_attempt(job)
+        if job != identity.job:
+            self._release_members(worlds, identity.master, job)
         host = beat.host
         holder = None if attempt is None else attempt.processes.get(identity.rank)
         if (
@@ -251,7 +262,7 @@ class Fleet:
             or (holder is not None and is_owned_by_other(holder, beat, now))
             or not accepts_process(attempt, host, identity, started_at)
         ):
-            attempt = self._open_attempt(attempt, identity, started_at, now)
+            attempt = self._open_attempt(job, attempt, identity, started_at, now)
         process = Process(
             key=key,
             host=host,
@@ -263,19 +274,55 @@ class Fleet:
         tracked = self.processes[(host, key)] = TrackedProcess(process, attempt)
         return tracked
 
+    def _has_moved(self, tracked: TrackedProcess, identity: heartbeat.ProcessIdentity) -> bool:
+        """Whether a process has another rank than before, or has joined another world of its job."""
+        process, attempt = tracked.process, tracked.attempt
+        if process.identity.rank != identity.rank:
+            return True
+        if process.identity.master == identity.master:
+            return False
+        worlds = self.list_family(identity.job)
+        return not tracked.holds_rank or any(
+            identity.master in other.addresses for other in worlds if other is not attempt
+        )
+
+    def list_family(self, job: str) -> list[Attempt]:
+        """The latest attempts of a job, and of its worlds that run beside it: JOB/ADDRESS:PORT."""
+        latest: dict[str, Attempt] = {}
+        for (name, number), attempt in self.attempts.items():
+            if name == job or name.startswith(f"{job}/"):
+                known = latest.get(name)
+                if known is None or known.number < number:
+                    latest[name] = attempt
+        return sorted(latest.values(), key=lambda attempt: (attempt.job != job, attempt.opened_at))
+
+    def _release_members(self, worlds: list[Attempt], address: str, job: str) -> None:
+        """Has the processes of a world registered again that were taken for late ranks of another."""
+        for attempt in worlds:
+            if attempt.job == job or address not in attempt.addresses:
+                continue
+            for rank, process in list(attempt.processes.items()):
+                if process.identity.master == address:
+                    attempt.assign_rank(None, rank)
+                    self._leave_agent(process)
+                    self.processes.pop((process.host, process.key), None)
+            attempt.shrink_world()
+
     def _open_attempt(
         self,
+        job: str,
         latest: Attempt | None,
         identity: heartbeat.ProcessIdentity,
         started_at: float,
         now: float,
     ) -> Attempt:
-        former = self.former_attempts.pop(identity.job, None) if latest is None else None
+        former = self.former_attempts.pop(job, None) if latest is None else None
         attempt = Attempt(
-            job=identity.job,
+            job=job,
             number=choose_attempt_number(latest, former, identity, started_at),
             restart=identity.restart,
             opened_at=now,
+            foreign_groups=self.foreign_groups,
         )
         self.attempts[attempt.key] = attempt
         return attempt

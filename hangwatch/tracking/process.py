@@ -182,12 +182,12 @@ class Process:
         """
         if not self.is_alive or self.lifecycle > Lifecycle.DESTROYED:
             return True
-        if self.lifecycle < Lifecycle.DESTROYED:
+        if self.lifecycle < Lifecycle.DESTROYED or group.foreign:
             return False
         worlds = {
             (s.group.world_size, s.group.generation)
             for s in self.streams.values()
-            if not s.group.is_declared
+            if not s.group.is_declared and not s.group.foreign
         }
         return (
             group.is_declared

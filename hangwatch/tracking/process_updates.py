@@ -13,6 +13,7 @@ from hangwatch.protocol import heartbeat
 
 from .call_stream import CallWindow
 from .device_updates import apply_device_statuses
+from .foreign_groups import ForeignGroups
 from .process import Process, StackSample
 from .process_parts import Phase, ProcessActivity, RecorderHealth
 from .stream_updates import apply_stream_update, record_calls
@@ -27,19 +28,19 @@ def apply_process_update(
     """Applies a full update; False if it mentions a stream that is unknown."""
     process, attempt = tracked.process, tracked.attempt
     if update.identity is not None:
-        process.identity = _share_texts(update.identity)
-        attempt.world_size = max(attempt.world_size, update.identity.world_size)
+        attempt.replace_identity(process, _share_texts(update.identity))
     process.reports.last_seen_at = process.reports.updated_at = now
     if attempt.last_seen_at != now:
         attempt.mark_seen(now)
     if update.lifecycle != process.lifecycle:
+        attempt.has_initialised |= update.lifecycle >= Lifecycle.INITIALISING
         process.lifecycle = Lifecycle(min(max(update.lifecycle, 0), int(Lifecycle.EXITING)))
     process.step = update.step
     if update.phase is not None or process.phase is not None:
         _apply_phase(process, update, now)
     _apply_activity(process.activity, update, now)
     if update.ended is not None or update.raised is not None or update.flight_file is not None:
-        _apply_ending(process, update, now)
+        _apply_ending(process, update, now, attempt.foreign_groups)
     health = process.recorder
     if update.dropped != health.dropped or update.faults != health.faults:
         process.recorder = RecorderHealth(update.dropped, update.faults)
@@ -126,12 +127,18 @@ def _apply_activity(activity: ProcessActivity, update: heartbeat.ProcessUpdate, 
     activity.cpu_s = update.cpu_s
 
 
-def _apply_ending(process: Process, update: heartbeat.ProcessUpdate, now: float) -> None:
+def _apply_ending(
+    process: Process,
+    update: heartbeat.ProcessUpdate,
+    now: float,
+    foreign_groups: ForeignGroups,
+) -> None:
     """Records the exception and the exit. The first report of each is kept."""
     if update.raised is not None and process.exception is None:
         process.exception, process.exception_at = update.raised, now - update.raised_s
     if update.ended is not None and process.exit is None:
         process.exit, process.exited_at = update.ended, now - update.ended_s
+        foreign_groups.mark_changed(process)
     if update.flight_file is not None:
         process.flight_file = update.flight_file
 

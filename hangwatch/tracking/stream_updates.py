@@ -54,15 +54,7 @@ def apply_stream_update(
     if stream is None:
         if identity is None:
             return False
-        stream = CallStream(
-            uid=uid,
-            kind=identity.kind,
-            group=attempt.intern_group(identity),
-            peer=identity.peer,
-            tag=identity.tag,
-            loss=losses.get(uid),
-        )
-        attempt.add_stream(process, stream)
+        stream = _open_stream(attempt, process, uid, identity, losses.get(uid))
     entered_at = now - entered_s
     old_first_unfinished, old_completed = stream.first_unfinished, stream.completed or 0
     if stream.peer is not None and entered > stream.entered:
@@ -101,6 +93,33 @@ def apply_stream_update(
         if state is not None and state.members.get(process.rank) is stream:
             attempt.concurrent_groups[state.key] = None
     return True
+
+
+def _open_stream(
+    attempt: Attempt,
+    process: Process,
+    uid: int,
+    identity: heartbeat.StreamIdentity,
+    loss: Loss | None,
+) -> CallStream:
+    peer, member_peer = identity.peer, None
+    if not identity.foreign:
+        group = attempt.intern_group(identity)
+    else:
+        group = attempt.join_foreign_group(process, identity)
+        if peer is not None and peer >= 0:
+            member_peer, peer = peer, group.ranks[peer] if peer < len(group.ranks) else -1
+    stream = CallStream(
+        uid=uid,
+        kind=identity.kind,
+        group=group,
+        peer=peer,
+        tag=identity.tag,
+        member_peer=member_peer,
+        loss=loss,
+    )
+    attempt.add_stream(process, stream)
+    return stream
 
 
 def _record_growth(attempt: Attempt, stream: CallStream, now: float) -> None:

@@ -27,3 +27,5 @@ class GroupName(ApiModel):
     desc: str
     ranks: list[int]
     backend: str = ""
+    # Of a group that numbers its members by itself: those that are no ranks of the attempt.
+    outside: list[str] = []

@@ -46,6 +46,8 @@ class RankGroupView:
     name: str
     desc: str
     ranks: Sequence[int]
+    # Of a group that numbers its members by itself: those that are no ranks of the attempt.
+    outside: Sequence[str] = ()
     entered: int
     completed: int | None = None
     op: str = ""
@@ -91,6 +93,7 @@ class GroupView:
     backend: str
     generation: int
     ranks: Sequence[int]
+    outside: Sequence[str] = ()  # see `RankGroupView`
     members: Sequence[GroupMemberView]
 
 

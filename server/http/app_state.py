@@ -59,8 +59,8 @@ class AppState:
         return sorted(latest.values(), key=lambda a: -a.opened_at)
 
     def find_attempts(self, job: str | None, number: int | None = None) -> list[Attempt]:
-        """The latest attempt of each job or of one job, or the attempt of a job with that number.
-        Raises Problem if it is unknown.
+        """The latest attempt of each job, or of one job and its worlds that run beside it; or the
+        attempt of a job with that number. Raises Problem if it is unknown.
         """
         if job is None:
             return self.list_latest_attempts()
@@ -69,7 +69,9 @@ class AppState:
         if latest is None:
             names = ", ".join(a.job for a in self.list_latest_attempts()) or "none has reported yet"
             raise Problem(404, f"unknown job {job!r}; known jobs: {names}")
-        attempt = latest if number is None else fleet.attempts.get(AttemptKey(job, number))
+        if number is None:
+            return fleet.list_family(job)
+        attempt = fleet.attempts.get(AttemptKey(job, number))
         if attempt is None:
             numbers = ", ".join(str(key.number) for key in sorted(fleet.attempts) if key.job == job)
             detail = f"job {job!r} has no attempt {number} in memory; there are: {numbers}"
@@ -128,7 +130,9 @@ class AppState:
         be only one job, or only one that is not finished. Raises Problem.
         """
         attempts = self.find_attempts(job)
-        if job is None:
+        if job is not None:
+            attempts = attempts[:1]  # not the worlds that run beside it
+        else:
             attempts = [attempt for attempt in attempts if not attempt.is_finished] or attempts
         if len(attempts) != 1:
             names = ", ".join(attempt.job for attempt in attempts)
@@ -149,7 +153,7 @@ class AppState:
             record
             for record in self.watch.incidents.records.values()
             for incident in [record.incident]
-            if (job is None or incident.job == job)
+            if (job is None or incident.job == job or incident.job.startswith(f"{job}/"))
             and (status is None or incident.status == status)
             and (rank is None or rank in incident.culprits or rank in incident.waiting)
         ]

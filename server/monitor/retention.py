@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.fleet import SUCCEEDED_SILENT_S, Fleet
+from hangwatch.tracking.attempt_choice import SUCCEEDED_SILENT_S
+from hangwatch.tracking.fleet import Fleet
 
 from ..core import garbage_collection
 from ..core.limits import is_large

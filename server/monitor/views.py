@@ -70,7 +70,8 @@ def describe_rank(
             RankGroupView(
                 name=s.group.name,
                 desc=s.group.desc,
-                ranks=s.group.ranks if members else (),
+                ranks=s.group.known_ranks if members else (),
+                outside=[m.label for m in s.group.outside_members] if members else (),
                 entered=s.entered,
                 completed=s.completed,
                 op=s.op,
@@ -110,7 +111,8 @@ def describe_group(attempt: Attempt, key: GroupKey) -> GroupView:
         desc=first.group.desc,
         backend=first.group.backend,
         generation=first.group.generation,
-        ranks=first.group.ranks,
+        ranks=first.group.known_ranks,
+        outside=[member.label for member in first.group.outside_members],
         members=[
             GroupMemberView(
                 rank=r,
@@ -126,14 +128,13 @@ def describe_group(attempt: Attempt, key: GroupKey) -> GroupView:
 
 def list_groups(attempt: Attempt, rank: int | None = None) -> list[GroupKey]:
     """All process groups, or those of one rank."""
-    kinds = (
-        (key, next(iter(members.values())).kind)
-        for key, members in attempt.streams_by_group.items()
+    groups = (
+        (key, next(iter(members.values()))) for key, members in attempt.streams_by_group.items()
     )
     return [
         key
-        for key, kind in kinds
-        if kind is StreamKind.COLLECTIVE and (rank is None or rank in key[2])
+        for key, first in groups
+        if first.kind is StreamKind.COLLECTIVE and (rank is None or rank in first.group.ranks)
     ]
 
 

@@ -82,6 +82,8 @@ def decide(facts: Facts, rules: Rules, now: float) -> Decision:
     is_covered = incident.severity is Severity.ALERT and incident.kind in rules.kinds
     if not (incident.is_open and is_covered):
         return _NOTHING
+    if incident.kind is VerdictKind.MISSING_RANK and not incident.culprits:
+        return _NOTHING  # it waits for a process outside of the job
     if standing is None or now - standing.at > facts.recent_s:
         return _NOTHING
     alive = {rank for rank, process in facts.processes.items() if process.is_alive}

@@ -42,6 +42,8 @@ def choose_attempt(live: AppState, job: str, attempt: int | None) -> Attempt | N
     job. Raises Problem for an unknown one.
     """
     attempts = live.find_attempts(job or None, attempt)
+    if job:
+        attempts = attempts[:1]  # not the worlds that run beside it
     alerted_jobs = {
         case.incident.job
         for case in live.watch.incidents.records.values()

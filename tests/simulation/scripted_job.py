@@ -37,14 +37,18 @@ class ScriptedJob:
         name: str = "job",
         limits: Limits = LIMITS,
         reports_completion: bool = True,
+        fleet: Fleet | None = None,
+        host: str = "node0",
+        master: str = "",
     ) -> None:
         self.world_size = world_size
         self.reports_completion = reports_completion  # False: as on NCCL
         self.name = name
         self.limits = limits
         self.now = 100.0
-        self.fleet = Fleet()
-        self.ranks = {r: ScriptedRank(r) for r in range(world_size)}
+        self.fleet = Fleet() if fleet is None else fleet  # may be shared with another job
+        self.master = master
+        self.ranks = {r: ScriptedRank(r, host=host) for r in range(world_size)}
         self.groups: dict[str, tuple[int, ...]] = {"world": tuple(range(world_size))}
         self._heartbeat_numbers: dict[str, int] = {}
 
@@ -82,6 +86,25 @@ class ScriptedJob:
         for rank in self.groups[group]:
             if rank not in except_ranks:
                 self.make_call(rank, op, group=group, done=done, **arguments)
+
+    def make_foreign_call(
+        self, rank: int, number: int, op: str = "broadcast", *, store: str = "store", size: int = 2,
+        done: bool = False, kind: StreamKind = StreamKind.COLLECTIVE, peer: int | None = None,
+    ) -> None:  # fmt: skip
+        """The rank makes a call as member ``number`` of a group that ``store`` identifies."""
+        identity = wire.StreamIdentity(
+            kind=kind,
+            name="transfer",
+            desc="undefined",
+            ranks=pack_ranks(range(size)),
+            backend="gloo",
+            generation=0,
+            foreign=store,
+            number=number,
+            peer=peer,
+        )
+        key = f"{store} {kind.value} {peer}"
+        self._enter_call(rank, key, identity, make_signature(op), done, True, 30)
 
     def make_p2p_call(
         self,
@@ -193,9 +216,11 @@ class ScriptedJob:
             for n, frames in enumerate(threads)
         )
         self.apply_heartbeat(
+            host=self.ranks[rank].host,
+            agent=f"agent-{self.ranks[rank].host}",
             samples=(
                 wire.StackReply(key=f"{rank}-1", request="r", source="py-spy", threads=stacks),
-            )
+            ),
         )
 
     def _list_callers(self, rank: int) -> dict[int, list[int]]:
@@ -227,6 +252,7 @@ class ScriptedJob:
             job=self.name,
             world_size=self.world_size,
             reports_completion=self.reports_completion,
+            master=self.master,
         )
 
     def run_diagnosis(self) -> Diagnosis:
@@ -246,7 +272,10 @@ class ScriptedJob:
                     if request.from_seq <= call.seq <= request.to_seq
                     and call.seq % request.step == 0
                 )
+                host = self.ranks[request.rank].host
                 self.apply_heartbeat(
+                    host=host,
+                    agent=f"agent-{host}",
                     calls=(
                         wire.CallsReply(
                             key=f"{request.rank}-1",
@@ -257,7 +286,7 @@ class ScriptedJob:
                             to_seq=request.to_seq,
                             step=request.step,
                         ),
-                    )
+                    ),
                 )
         return [v for v in self.run_diagnosis().verdicts if v.is_confirmed]
 

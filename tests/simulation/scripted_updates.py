@@ -11,7 +11,13 @@ from .scripted_ranks import ScriptedRank, ScriptedStream
 
 
 def make_process_update(
-    rank: ScriptedRank, now: float, *, job: str, world_size: int, reports_completion: bool = True
+    rank: ScriptedRank,
+    now: float,
+    *,
+    job: str,
+    world_size: int,
+    reports_completion: bool = True,
+    master: str = "",
 ) -> wire.ProcessUpdate:
     """``reports_completion`` is False on a backend that does not report it, such as NCCL."""
     return wire.ProcessUpdate(
@@ -23,6 +29,7 @@ def make_process_update(
             pid=rank.number + 1,
             start_ticks=1,
             started_s=now - 99.0,
+            master=master,
         ),
         lifecycle=int(rank.lifecycle),
         state=rank.state,

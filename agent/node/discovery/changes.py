@@ -120,8 +120,10 @@ def _find_complete_waits(alive: list[WatchedProcess]) -> list[Hashable]:
             continue
         members = stream.group.ranks
         if stream.kind is StreamKind.COLLECTIVE and 1 < len(members) <= len(alive):
-            call = (stream.group.name, members, stream.entered)
-            blocked_ranks.setdefault(call, set()).add(process.identity.rank)
+            group = stream.group
+            call = (group.foreign or group.name, members, stream.entered)
+            rank = group.number if group.foreign else process.identity.rank
+            blocked_ranks.setdefault(call, set()).add(rank)
     return [call for call, ranks in blocked_ranks.items() if ranks.issuperset(call[1])]
 
 

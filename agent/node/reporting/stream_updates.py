@@ -157,4 +157,6 @@ def _make_stream_identity(state: StreamState) -> StreamIdentity:
         world=state.group.world_size,
         peer=state.peer,
         tag=state.tag,
+        foreign=state.group.foreign,
+        number=state.group.number,
     )

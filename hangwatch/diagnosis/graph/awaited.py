@@ -66,6 +66,8 @@ class WaitResolver:
         if awaited is None:
             awaited = self._find_awaited_members(stream, stream.group_state, concerned, certain)
             self._awaited_cache[key] = awaited
+        if stream.group.foreign and rank in awaited:  # two members are threads of one process
+            return {member: seq for member, seq in awaited.items() if member != rank}
         return awaited
 
     def _may_use_last_members(self, group_state: GroupState | None) -> bool:
@@ -162,7 +164,7 @@ class WaitResolver:
         certain: bool,
     ) -> Mapping[int, int]:
         entered = stream.entered
-        streams = group_state.members if group_state is not None else {}
+        streams = group_state.all_members if group_state is not None else {}
         members = stream.group.ranks if concerned is None else concerned
         behind: dict[int, int] = {}
         if concerned is None and len(streams) == len(members):
@@ -183,20 +185,29 @@ class WaitResolver:
                 elif member not in self._silent_ranks:
                     behind[member] = entered
         if behind and not certain:
-            unknown = self._silent_ranks
+            unknown: Collection[int] = self._silent_ranks
             if behind.keys() - streams.keys() and group_state and has_completed_calls(group_state):
                 # They took part in earlier calls, and are not recorded.
                 unknown = {*unknown, *(behind.keys() - streams.keys())}
             behind = _select_furthest_behind(behind, unknown)
         # Members that have entered the call but will never complete it.
         awaited: dict[int, int] = {}
-        for member in _intersect_ranks(members, self.unable_to_finish):
+        for member in _intersect_ranks(members, self._find_unable(group_state)):
             if member in streams and streams[member].is_pending:
                 awaited[member] = entered
         if not behind:
             awaited.update(dict.fromkeys(_intersect_ranks(members, self._silent_ranks), entered))
         awaited.update(behind)
         return awaited
+
+    def _find_unable(self, group_state: GroupState | None) -> set[int]:
+        """`unable_to_finish`, and the members of a foreign group in other attempts that have exited."""
+        if group_state is None or not group_state.outside:
+            return self.unable_to_finish
+        find = self._attempt.foreign_groups.find_outside
+        members = {rank: find(rank) for rank in group_state.outside}
+        ended = {rank for rank, m in members.items() if m is not None and not m.process.is_alive}
+        return self.unable_to_finish | ended
 
 
 def _select_furthest_behind(behind: Mapping[int, int], unknown: Collection[int]) -> dict[int, int]:

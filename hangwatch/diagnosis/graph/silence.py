@@ -64,8 +64,8 @@ def _find_collective_signs(
     streams_by_group: Mapping[GroupKey, Mapping[int, CallStream]], silent: Mapping[int, float]
 ) -> Iterator[tuple[int, float]]:
     """All members of a group are alive at the time when other members complete its calls."""
-    for key, members in streams_by_group.items():
-        group_ranks = key[2]
+    for members in streams_by_group.values():
+        group_ranks = next(iter(members.values())).group.ranks
         if silent.keys().isdisjoint(group_ranks):
             continue
         advanced_at = [

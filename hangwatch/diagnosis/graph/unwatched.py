@@ -18,6 +18,7 @@ def shows_all_members(attempt: Attempt, group_state: GroupState) -> bool:
         _FULL_MESH_BACKEND in stream.group.backend
         and stream.kind is StreamKind.COLLECTIVE
         and attempt.processes[member].lifecycle is Lifecycle.INITIALISED
+        and not stream.group.foreign
         for member, stream in group_state.members.items()
     )
 

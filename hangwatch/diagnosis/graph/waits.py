@@ -10,7 +10,7 @@ from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.stacks.frames import waits_for_communication
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.call_stream import CallStream
+from hangwatch.tracking.call_stream import CallStream, GroupState
 from hangwatch.tracking.process import IDLE_AFTER_S, Process
 
 from .awaited import WaitResolver, may_be_released, receives_from_any
@@ -55,6 +55,8 @@ def build_wait_graph(
             continue
         if not builder.is_ahead_of_device(rank, process):
             builder.add_rank(rank, process)
+    for rank, stream, state in attempt.list_outside_waits():
+        builder.add_outside_wait(rank, stream, state)
     builder.drop_unfounded_waits()
     builder.resolve_uncounted_waits()
     return graph
@@ -124,6 +126,25 @@ class _GraphBuilder:
             and other.entered >= stream.entered
             and stream.peer not in self.graph.silent_ranks
         )
+
+    def add_outside_wait(self, rank: int, stream: CallStream, state: GroupState) -> None:
+        """Adds the wait of a process of another attempt in a call of a foreign group."""
+        member = self.attempt.foreign_groups.find_outside(rank)
+        if member is None or not state.members or rank in self.graph.blocked_calls:
+            return
+        process = member.process
+        is_certain = any(s is stream for s in find_blocked_streams(process, self.before))
+        if not is_certain:
+            pending = list_old_unfinished(process, self.before)
+            if all(s is not stream for s in pending) or not is_process_waiting(process):
+                return
+        own_group = next(iter(state.members.values())).group
+        seen_here = replace(stream, group=own_group, group_state=state)
+        awaited = self.resolver.find_awaited_ranks(rank, seen_here, is_certain)
+        if awaited:
+            self.graph.blocked_calls[rank] = [
+                BlockedCall(rank, seen_here, stream.entered_at, awaited, False)
+            ]
 
     def add_rank(self, rank: int, process: Process) -> None:
         """Adds the waits of one rank."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from hangwatch.model.calls import Call, Site
-from hangwatch.model.groups import Group
+from hangwatch.model.groups import Group, OutsideMember
 from hangwatch.model.losses import Loss, LossReason
 from hangwatch.model.ranks import ExceptionInfo, format_ranks, iter_runs
 
@@ -14,7 +14,14 @@ MAX_MESSAGE_LENGTH = 120  # characters of an exception's message
 
 
 def describe_ranks(ranks: tuple[int, ...]) -> str:
-    """``rank 3`` or ``ranks 0, 2-3``; of thousands, the number and the first ones."""
+    """``rank 3`` or ``ranks 0, 2-3``; of thousands, the number and the first ones. Members of a foreign
+    group that are no ranks of the attempt have names.
+    """
+    outside = [rank.label for rank in ranks if isinstance(rank, OutsideMember)]
+    if outside:
+        known = tuple(rank for rank in ranks if rank >= 0)
+        phrases = [describe_ranks(known)] if known else []
+        return " and ".join([*phrases, *outside[:_MAX_RUNS_SHOWN]])
     runs = list(iter_runs(sorted(set(ranks))))
     if len(runs) > _MAX_RUNS_SHOWN:
         first_ranks: list[int] = []
@@ -25,13 +32,16 @@ def describe_ranks(ranks: tuple[int, ...]) -> str:
     return f"{noun} {format_ranks(ranks)}"
 
 
+def describe_rank(rank: int) -> str:
+    """``rank 3``, or the name of a member of a foreign group that is no rank of the attempt."""
+    return rank.label if isinstance(rank, OutsideMember) else f"rank {rank}"
+
+
 def describe_position(group: Group | None, seq: int | None) -> str:
     """``call 7 of group default_pg``, or only the group if ``seq`` is None."""
     if group is None:
         return ""
-    name = group.desc if group.desc not in ("", "undefined") else f"group {group.name}"
-    group_phrase = name if name.startswith("group ") else f"group {name}"
-    return group_phrase if seq is None else f"call {seq} of {group_phrase}"
+    return group.title if seq is None else f"call {seq} of {group.title}"
 
 
 def describe_loss(rank: int, group: Group, loss: Loss, faults: tuple[str, ...]) -> str:

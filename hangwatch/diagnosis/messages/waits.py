@@ -11,13 +11,17 @@ from hangwatch.model.threads import ThreadStack
 from hangwatch.model.verdicts import Wait
 from hangwatch.tracking.process import Process
 
-from .common import describe_position, describe_ranks, format_waiter_count
+from .common import describe_position, describe_rank, describe_ranks, format_waiter_count
 
 _MAX_WAITS_SHOWN = 4
 PHASE_HINT = "hangwatch.phase() declares work that may take long."
 SLOW_NOT_STUCK_ADVICE = f"That makes progress: slow rather than stuck. {PHASE_HINT}"
 NO_STACK_ADVICE = (
     "Check what it does after that call; with a longer timeout there is time to sample its stack."
+)
+OUTSIDE_ADVICE = (
+    "The group numbers its members by itself: look at the program at its other end, which may be at"
+    " work."
 )
 DIFFERENT_MASTERS_ADVICE = "MASTER_ADDR and MASTER_PORT must be the same on every rank."
 
@@ -35,8 +39,9 @@ def describe_deadlock(ranks: tuple[int, ...], cycle: list[tuple[Wait, str]]) -> 
 def _describe_cycle_wait(wait: Wait, op: str) -> str:
     other_ends = {"send": "recv", "recv": "send"}
     if op in other_ends:
-        return f"rank {wait.rank} waits for the {other_ends[op]} of rank {wait.on_rank} in {op}"
-    return f"rank {wait.rank} waits for rank {wait.on_rank} in {op}"
+        other_end = f"the {other_ends[op]} of {describe_rank(wait.on_rank)}"
+        return f"{describe_rank(wait.rank)} waits for {other_end} in {op}"
+    return f"{describe_rank(wait.rank)} waits for {describe_rank(wait.on_rank)} in {op}"
 
 
 def format_deadlock_advice(common_ranks: tuple[int, ...], component: Collection[int]) -> str:
@@ -80,9 +85,9 @@ def describe_not_entered(
     if waiter is None:
         missing = f"entered {op}"
     elif op.startswith("recv"):
-        missing = f"sent what rank {waiter} waits to receive"
+        missing = f"sent what {describe_rank(waiter)} waits to receive"
     else:
-        missing = f"received what rank {waiter} sends"
+        missing = f"received what {describe_rank(waiter)} sends"
     waiting = format_waiter_count(waiter_count)
     if 0 < len(ranks_inside) < waiter_count:
         wait = "waits" if len(ranks_inside) == 1 else "wait"

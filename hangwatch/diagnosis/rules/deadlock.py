@@ -80,8 +80,11 @@ def _find_uncertain_ranks(context: DiagnosisContext, ranks: set[int], began_at: 
     """The ranks that may not be blocked: their waiting is a guess, or another of their threads was
     seen working.
     """
+    processes = context.attempt.processes
     working = {
-        rank for rank in ranks if has_working_thread(context.attempt.processes[rank], began_at)
+        rank
+        for rank in ranks
+        if rank in processes and has_working_thread(processes[rank], began_at)
     }
     return (ranks & context.graph.uncertain_ranks) | working
 
@@ -129,11 +132,11 @@ def _are_stacks_sampled(context: DiagnosisContext, ranks: set[int], began_at: fl
     """Whether the requested stacks have arrived, so that a thread working beside the waiting one
     would have been seen.
     """
-    processes = [context.attempt.processes[rank] for rank in sorted(ranks)[:MAX_CULPRIT_STACKS]]
+    known = [context.attempt.processes.get(rank) for rank in sorted(ranks)[:MAX_CULPRIT_STACKS]]
     return all(
         get_calling_thread_since(process, began_at) is not None
-        for process in processes
-        if process.is_alive
+        for process in known
+        if process is not None and process.is_alive
     )
 
 
@@ -176,9 +179,10 @@ def _find_unreceived_sends(
 
 
 def _list_sends_to_receiver(context: DiagnosisContext, edge: WaitEdge) -> list[CallStream]:
+    process = context.attempt.processes.get(edge.wait.on_rank)
     return [
         stream
-        for stream in context.attempt.processes[edge.wait.on_rank].streams.values()
+        for stream in (process.streams.values() if process is not None else ())
         if stream.kind is StreamKind.SEND
         and stream.peer == edge.wait.rank
         and stream.group.key == edge.stream.group.key

@@ -21,7 +21,9 @@ class LongestWaits:
     blocked_calls: list[BlockedCall]
     began_at: float
     last_began_at: float  # when the last of all waiting ranks entered its call
-    all_declared: bool  # all are in calls declared by `hangwatch.collective`
+    # All are in calls declared by `hangwatch.collective`, or of groups that the world does not number:
+    # a process makes them without init_process_group as well.
+    all_declared: bool
     setup_calls: list[BlockedCall]  # those in the creation of a group
     # Of each wait: (until when it is known to last, when it began).
     known_intervals: list[tuple[float, float]]
@@ -39,7 +41,10 @@ class LongestWaits:
             blocked_calls=blocked_calls,
             began_at=min(blocked.began_at for blocked in blocked_calls),
             last_began_at=last_began_at,
-            all_declared=all(blocked.stream.group.is_declared for blocked in blocked_calls),
+            all_declared=all(
+                blocked.stream.group.is_declared or blocked.stream.group.foreign != ""
+                for blocked in blocked_calls
+            ),
             setup_calls=[b for b in blocked_calls if b.stream.kind is StreamKind.SETUP],
             known_intervals=known_intervals,
             longest_s=max(until - began_at for until, began_at in known_intervals),

@@ -37,6 +37,7 @@ from .end_waits import (
     get_wait_age_s,
     has_been_awaited_for,
 )
+from .outside import add_outside_verdict
 from .unwatched import add_unwatched_verdict, find_unwatched_ends
 
 _SECOND_SAMPLE_S = 2.0  # additional time for a second stack sample, which a busy host may delay
@@ -99,6 +100,13 @@ def _diagnose_component(
         ends = sorted(_find_unable_ranks(context, ends))
         if not ends:
             return
+    outside = [rank for rank in ends if rank < 0]
+    if outside:
+        if len(outside) == len(ends):
+            add_outside_verdict(context, outside, victims, waits_by_end)
+            return
+        ends = [rank for rank in ends if rank >= 0]
+        context.explained_ranks |= set(outside)
     unwatched = find_unwatched_ends(context, ends, waits_by_end)
     if len(unwatched) == len(ends):
         add_unwatched_verdict(context, unwatched, victims, waits_by_end)

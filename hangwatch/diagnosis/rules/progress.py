@@ -87,7 +87,7 @@ def _find_stuck_collectives(context: DiagnosisContext) -> Iterator[_StuckCall]:
     blocked = context.graph.find_waiters_of(stuck_streams).union(stuck_streams)
     blocked -= context.explained_ranks
     for group_state, inside in _group_stuck_ranks(context):
-        group_ranks = group_state.key[2]
+        group_ranks = group_state.members[inside[0]].group.ranks
         if not blocked.issuperset(group_ranks):
             continue
         stream = group_state.members[inside[0]]

@@ -284,6 +284,7 @@ class TestStates:
                 "name": "0",
                 "desc": "default_pg",
                 "ranks": [0, 1],
+                "outside": [],
                 "entered": 5,
                 "completed": 4,
                 "op": "all_reduce",

@@ -1,0 +1,284 @@
+"""Where process groups come from: the functions of torch.distributed that number members by the ranks
+of the world, or other code, which numbers them by itself.
+
+A group of the second kind is called foreign. It is identified by its store, the prefixes of its
+keys there, and its size, which are the same for all of its members. Another program may have
+created some of them: an inference engine that takes the weights of a trainer, for example.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import socket
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from . import faults
+
+_MAX_COUNTED = 1 << 16  # identities; a process that creates more counts again from 1
+_MAX_UNANNOUNCED = 256
+_LOCAL_HOSTS = ("localhost", "0.0.0.0", "::", "::1", "")
+_UNKNOWN_PREFIX = "?"
+
+
+@dataclass(slots=True, eq=False)
+class GroupOrigin:
+    """How a process group was created."""
+
+    is_foreign: bool
+    identity: str = ""  # the same for all members of a foreign group, and for no other group
+    number: int = -1  # of this process in the group
+    size: int = 0
+    label: str = ""  # a name for people, if the group has no other
+    creation: Any = None  # the call that creates it, while that lasts
+
+
+class OriginTracker:
+    """The origins of all process groups of this process."""
+
+    def __init__(self) -> None:
+        self._thread_state = threading.local()
+        # By id, each with a weak reference to the object: its id may be used again.
+        self._origins: dict[int, tuple[weakref.ref[Any], GroupOrigin]] = {}
+        self._store_paths: dict[int, tuple[weakref.ref[Any], tuple[str, ...]]] = {}
+        self._creation_counts: dict[str, int] = {}
+        # Foreign groups that were created before this process was recorded.
+        self._unannounced: deque[tuple[weakref.ref[Any], GroupOrigin]] = deque(
+            maxlen=_MAX_UNANNOUNCED
+        )
+        self._announce: Callable[[GroupOrigin], None] | None = None
+        self._complete: Callable[[GroupOrigin, bool], None] | None = None
+
+    @contextmanager
+    def creating_ranked_groups(self) -> Iterator[None]:
+        """While it lasts, this thread is in a function that numbers members by ranks."""
+        depth = getattr(self._thread_state, "depth", 0)
+        self._thread_state.depth = depth + 1
+        try:
+            yield
+        finally:
+            self._thread_state.depth = depth
+
+    def set_listeners(
+        self,
+        announce: Callable[[GroupOrigin], None],
+        complete: Callable[[GroupOrigin, bool], None],
+    ) -> None:
+        """``announce`` is called when a foreign group begins to be created, ``complete`` when it has
+        been created (True) or was given up (False).
+        """
+        self._announce, self._complete = announce, complete
+        while self._unannounced:
+            ref, origin = self._unannounced.popleft()
+            if ref() is not None:
+                announce(origin)
+                complete(origin, True)
+
+    def clear_listeners(self) -> None:
+        self._announce = self._complete = None
+
+    def find_origin(self, pg: Any) -> GroupOrigin:
+        """The origin of a group. The creation of those that C++ makes is not seen: they count as
+        foreign unless torch has registered them with ranks of the world.
+        """
+        entry = self._origins.get(id(pg))
+        if entry is not None and entry[0]() is pg:
+            return entry[1]
+        is_foreign = not _is_registered_with_ranks(pg)
+        origin = GroupOrigin(is_foreign=is_foreign)
+        if is_foreign:
+            self._identify(origin, _read_store(pg), pg.rank(), pg.size())
+        self._remember(pg, origin)
+        return origin
+
+    def record_prefix(self, prefix_store: Any, prefix: str, store: Any) -> None:
+        path = (*self._find_store_path(store), prefix.strip("/"))
+        self._keep(self._store_paths, prefix_store, path)
+
+    def record_group(self, pg: Any, store: Any, rank: int, size: int) -> None:
+        """Records a group that was just created in Python, without its backend yet."""
+        origin = GroupOrigin(is_foreign=not getattr(self._thread_state, "depth", 0))
+        if origin.is_foreign:
+            self._identify(origin, store, rank, size)
+        self._remember(pg, origin)
+        if not origin.is_foreign:
+            return
+        if self._announce is not None:
+            self._announce(origin)
+        else:
+            self._unannounced.append((weakref.ref(pg), origin))
+
+    def record_backend(self, pg: Any) -> None:
+        """Records that a group has its backend now, which may have had to wait for other members."""
+        entry = self._origins.get(id(pg))
+        if entry is not None and entry[0]() is pg:
+            self._complete_creation(entry[1], True)
+
+    def _complete_creation(self, origin: GroupOrigin, has_backend: bool) -> None:
+        if origin.creation is not None and self._complete is not None:
+            self._complete(origin, has_backend)
+
+    def _remember(self, pg: Any, origin: GroupOrigin) -> None:
+        def forget(_: Any) -> None:
+            self._complete_creation(origin, False)
+
+        self._keep(self._origins, pg, origin, forget)
+
+    @staticmethod
+    def _keep(
+        table: dict[int, tuple[weakref.ref[Any], Any]],
+        key: Any,
+        value: Any,
+        on_deleted: Callable[[Any], None] | None = None,
+    ) -> None:
+        number = id(key)
+
+        def remove(ref: weakref.ref[Any]) -> None:
+            entry = table.get(number)
+            if entry is not None and entry[0] is ref:
+                table.pop(number, None)
+            if on_deleted is not None:
+                on_deleted(ref)
+
+        table[number] = weakref.ref(key, remove), value
+
+    def _identify(self, origin: GroupOrigin, store: Any, rank: int, size: int) -> None:
+        path = self._find_store_path(store)
+        text = "\0".join((*path, str(size)))
+        counts = self._creation_counts
+        if len(counts) >= _MAX_COUNTED:
+            counts.clear()
+        # A group that is created again in the same store is another one: its calls count from 1.
+        counts[text] = counts.get(text, 0) + 1
+        digest = hashlib.blake2b(f"{text}\0{counts[text]}".encode(), digest_size=8)
+        origin.identity, origin.number, origin.size = digest.hexdigest(), rank, size
+        origin.label = "/".join(part for part in path[1:] if part) or _get_scheme(store)
+
+    def _find_store_path(self, store: Any) -> tuple[str, ...]:
+        """The server or the file of a store, and the prefixes of its keys, the outermost last."""
+        known = self._store_paths.get(id(store))
+        if known is not None and known[0]() is store:
+            return known[1]
+        inner = getattr(store, "underlying_store", None)
+        if inner is not None:
+            return (*self._find_store_path(inner), _UNKNOWN_PREFIX)
+        return (_describe_server(store),)
+
+
+_tracker = OriginTracker()
+
+
+def get_origin_tracker() -> OriginTracker:
+    return _tracker
+
+
+def track_creations() -> None:
+    """Records each process group and each prefix of a store that Python creates from now on.
+
+    The methods are replaced in the classes, since code may have imported these by name.
+    """
+    from torch._C._distributed_c10d import PrefixStore, ProcessGroup
+
+    def after_prefix(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        prefix, store = _bind(args, kwargs, ("prefix", "store"))
+        if isinstance(prefix, str):
+            _tracker.record_prefix(self, prefix, store)
+
+    def after_group(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if len(args) + len(kwargs) < 3:
+            return  # of a class in Python, which makes its calls by itself
+        store, rank, size = _bind(args, kwargs, ("store", "rank", "size"))
+        if isinstance(rank, int) and isinstance(size, int):
+            _tracker.record_group(self, store, rank, size)
+
+    def after_backend(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _tracker.record_backend(self)
+
+    _extend_method(PrefixStore, "__init__", after_prefix)
+    _extend_method(ProcessGroup, "__init__", after_group)
+    _extend_method(ProcessGroup, "_register_backend", after_backend)
+
+
+def _extend_method(
+    owner: Any, name: str, after: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+) -> None:
+    original = getattr(owner, name, None)
+    if original is None or hasattr(original, "__hangwatch__"):
+        return
+
+    @functools.wraps(original)
+    def extended(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        try:
+            after(self, args, kwargs)
+        except Exception as error:  # ours: the group exists
+            faults.record_fault("recording the creation of a process group", error)
+        return result
+
+    extended.__hangwatch__ = True  # type: ignore[attr-defined]
+    setattr(owner, name, extended)
+
+
+def _bind(args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    return tuple(arguments.get(name) for name in names)
+
+
+def _is_registered_with_ranks(pg: Any) -> bool:
+    """Whether torch knows the ranks of the members, and this process's number fits its rank."""
+    from torch.distributed import distributed_c10d as c10d
+
+    try:
+        numbers = c10d._world.pg_group_ranks.get(pg)
+        if numbers is None or not c10d.is_initialized():
+            return False
+        return bool(numbers.get(c10d.get_rank(), -1) == pg.rank())
+    except (AttributeError, RuntimeError, ValueError):
+        return False
+
+
+def _read_store(pg: Any) -> Any:
+    """The store of a group; None if this torch does not show it."""
+    try:
+        return pg.get_group_store()
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _get_scheme(store: Any) -> str:
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    port = getattr(store, "port", None)
+    return f"store at port {port}" if isinstance(port, int) else type(store).__name__
+
+
+def _describe_server(store: Any) -> str:
+    """Text that is the same for all processes that use the same store. A store without an address
+    belongs to this process alone.
+    """
+    port, host = getattr(store, "port", None), getattr(store, "host", None)
+    if isinstance(port, int) and isinstance(host, str):
+        is_local = host in _LOCAL_HOSTS or host.startswith("127.")
+        return f"tcp://{_describe_this_host() if is_local else host}:{port}"
+    path = getattr(store, "path", None)
+    if isinstance(path, str):
+        return f"file://{path}"
+    return f"{type(store).__name__} {_describe_this_host()} {os.getpid()} {id(store)}"
+
+
+@functools.cache
+def _describe_this_host() -> str:
+    """The network in which addresses such as 127.0.0.1 have their meaning."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot_id = file.read().strip()
+        return f"{boot_id} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,275 @@
+"""Process groups that number their members by themselves, and the processes behind these numbers.
+
+Such a group may join processes of different jobs. Each member reports what identifies the group and
+its own number there; here these are put together. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hangwatch.model.calls import StreamKind
+from hangwatch.model.groups import (
+    DECLARED_BACKEND,
+    Group,
+    GroupKey,
+    OutsideMember,
+    RankTuple,
+    unpack_ranks,
+)
+from hangwatch.model.ranks import AttemptKey
+from hangwatch.protocol import heartbeat
+
+from .call_stream import CallStream, GroupState
+from .channels import connect_ends
+from .process import Process
+
+_FIRST_OUTSIDE = -2  # -1 means any rank
+
+
+class MemberAttempt(Protocol):
+    """The attempt of a member."""
+
+    job: str
+    number: int
+    key: AttemptKey
+
+    @property
+    def is_finished(self) -> bool: ...
+
+    def replace_group(self, process: Process, stream: CallStream, group: Group) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """A process that says that it has a number in a foreign group."""
+
+    attempt: MemberAttempt
+    process: Process
+
+
+@dataclass(slots=True, eq=False)
+class _ForeignGroup:
+    identity: str
+    numbers: tuple[int, ...]
+    claims: dict[int, list[Member]] = field(default_factory=dict)  # by number
+    # Several live processes claim one number: these are groups that cannot be told apart.
+    is_contested: bool = False
+
+    def list_members(self) -> list[Member]:
+        return [member for claims in self.claims.values() for member in claims]
+
+    def find_member(self, number: int) -> Member | None:
+        """The process behind a number: a live one, or the last that had it."""
+        claims = self.claims.get(number)
+        if not claims:
+            return None
+        return next((m for m in claims if m.process.is_alive), claims[-1])
+
+
+@dataclass(slots=True)
+class ForeignGroups:
+    """All foreign groups of all jobs."""
+
+    _groups: dict[str, _ForeignGroup] = field(default_factory=dict)  # by identity
+    _members_by_value: dict[int, Member] = field(default_factory=dict)  # of `OutsideMember`
+    _outside: dict[tuple[object, ...], OutsideMember] = field(default_factory=dict)
+    _next_value: int = _FIRST_OUTSIDE
+    _changed: dict[str, None] = field(default_factory=dict)  # identities, as an ordered set
+
+    def join_group(
+        self, attempt: MemberAttempt, process: Process, identity: heartbeat.StreamIdentity
+    ) -> Group:
+        """Registers a process as a member, and returns the group as its attempt sees it so far; see
+        `connect_members`.
+        """
+        numbers = unpack_ranks(identity.ranks)
+        key = f"{identity.foreign}/{len(numbers)}"
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _ForeignGroup(key, RankTuple(range(len(numbers))))
+        if 0 <= identity.number < len(numbers):
+            claims = group.claims.setdefault(identity.number, [])
+            if all(claim.process is not process for claim in claims):
+                claims.append(Member(attempt, process))
+        self._changed[key] = None
+        return self._make_view(
+            group,
+            attempt,
+            process,
+            Group(
+                name=identity.name,
+                desc=identity.desc,
+                ranks=(),
+                backend=identity.backend,
+                generation=0,
+                foreign=key,
+                part=_name_part(identity),
+                numbers=group.numbers,
+            ),
+        )
+
+    def leave_groups(self, process: Process) -> None:
+        """Forgets a process that no longer holds its rank."""
+        keys = {s.group.foreign for s in process.streams.values() if s.group.foreign}
+        if not keys:
+            return
+        for key in keys:
+            group = self._groups.get(key)
+            if group is None:
+                continue
+            for number, claims in list(group.claims.items()):
+                claims[:] = [claim for claim in claims if claim.process is not process]
+                if not claims:
+                    del group.claims[number]
+            self._changed[key] = None
+        former = {v for v, member in self._members_by_value.items() if member.process is process}
+        for value in former:
+            del self._members_by_value[value]
+
+    def mark_changed(self, process: Process) -> None:
+        """Has the groups of a process connected again, because it has exited."""
+        for stream in process.streams.values():
+            if stream.group.foreign in self._groups:
+                self._changed[stream.group.foreign] = None
+
+    def connect_members(self) -> None:
+        """Brings all groups up to date that have changed since the last time."""
+        while self._changed:
+            key = next(iter(self._changed))
+            del self._changed[key]
+            group = self._groups.get(key)
+            if group is None:
+                continue
+            if group.claims:
+                self._connect_group(group)
+            else:
+                del self._groups[key]
+
+    def find_outside(self, rank: int) -> Member | None:
+        """The process that an `OutsideMember` stands for, if it is known."""
+        return self._members_by_value.get(rank)
+
+    def _connect_group(self, group: _ForeignGroup) -> None:
+        members = group.list_members()
+        group.is_contested = any(
+            sum(claim.process.is_alive for claim in claims) > 1 for claims in group.claims.values()
+        )
+        views: dict[tuple[int, GroupKey, str], Group] = {}
+        for member in members:
+            for stream in member.process.streams.values():
+                if stream.group.foreign == group.identity:
+                    view = self._make_view(group, member.attempt, member.process, stream.group)
+                    view = views.setdefault((id(member.attempt), view.key, view.backend), view)
+                    member.attempt.replace_group(member.process, stream, view)
+                    if stream.member_peer is not None and stream.member_peer >= 0:
+                        stream.peer = _get_item(view.ranks, stream.member_peer)
+        self._connect_streams(group, members)
+
+    def _connect_streams(self, group: _ForeignGroup, members: list[Member]) -> None:
+        """Shows each attempt the streams of the members that are no ranks of it, and connects the ends
+        of point-to-point channels.
+        """
+        states: dict[int, tuple[MemberAttempt, GroupState]] = {}
+        channels: dict[tuple[StreamKind, int, int, int | None], CallStream] = {}
+        current = {
+            (number, id(member.process))
+            for number in group.claims
+            if (member := group.find_member(number)) is not None
+        }
+        streams: list[tuple[Member, CallStream]] = []
+        for number, claims in group.claims.items():
+            for member in claims:
+                for stream in member.process.streams.values():
+                    if stream.group.foreign != group.identity:
+                        continue
+                    if stream.group_state is not None:
+                        states[id(stream.group_state)] = member.attempt, stream.group_state
+                    if (number, id(member.process)) not in current or group.is_contested:
+                        continue
+                    streams.append((member, stream))
+                    if stream.member_peer is not None:
+                        key = stream.kind, number, stream.member_peer, stream.tag
+                        channels[key] = stream
+        for attempt, state in states.values():
+            state.outside = {
+                self._get_outside_process(member): stream
+                for member, stream in streams
+                if member.attempt is not attempt
+                and stream.peer is None
+                and stream.group.key == state.key
+            }
+        for (kind, number, peer, tag), stream in channels.items():
+            if kind is StreamKind.SEND:
+                other = channels.get((StreamKind.RECV, peer, number, tag))
+                if other is not None:
+                    connect_ends(stream, other)
+
+    def _make_view(
+        self, group: _ForeignGroup, attempt: MemberAttempt, process: Process, reported: Group
+    ) -> Group:
+        """The group with the ranks of an attempt, or of one process alone if it is contested."""
+        ranks: list[int] = []
+        for number in group.numbers:
+            member = group.find_member(number)
+            if group.is_contested:
+                own_claims = group.claims.get(number, ())
+                is_own = any(claim.process is process for claim in own_claims)
+                member = Member(attempt, process) if is_own else None
+            if member is not None and member.attempt is attempt:
+                ranks.append(member.process.rank)
+            elif member is not None:
+                ranks.append(self._get_outside_process(member))
+            else:
+                ranks.append(self._get_unknown_member(group, number, reported))
+        part = reported.part.partition("@")[0]
+        return Group(
+            name=reported.name,
+            desc=reported.desc,
+            ranks=RankTuple(ranks),
+            backend=reported.backend,
+            generation=0,
+            foreign=group.identity,
+            part=f"{part}@{process.rank}" if group.is_contested else part,
+            numbers=group.numbers,
+        )
+
+    def _get_outside_process(self, member: Member) -> OutsideMember:
+        process, attempt = member.process, member.attempt
+        place = f"rank {process.rank} of job {attempt.job}"
+        if attempt.number:
+            place += f" (attempt {attempt.number})"
+        key = attempt.key, process.host, process.key, process.rank
+        outside = self._get_outside(key, place)
+        self._members_by_value[outside] = member
+        return outside
+
+    def _get_unknown_member(
+        self, group: _ForeignGroup, number: int, reported: Group
+    ) -> OutsideMember:
+        label = f"member {number} of {reported.title} (whose process is not known)"
+        return self._get_outside((group.identity, number), label)
+
+    def _get_outside(self, key: tuple[object, ...], label: str) -> OutsideMember:
+        outside = self._outside.get(key)
+        if outside is None:
+            if len(self._outside) >= _MAX_OUTSIDE_KEPT:
+                self._outside.clear()
+            outside = self._outside[key] = OutsideMember.create(self._next_value, label)
+            self._next_value -= 1
+        return outside
+
+
+_MAX_OUTSIDE_KEPT = 1 << 17
+
+
+def _name_part(identity: heartbeat.StreamIdentity) -> str:
+    """The creation of a group, and calls that are declared for it, are streams of their own."""
+    if identity.kind is StreamKind.SETUP:
+        return " set-up"
+    return " declared" if identity.backend == DECLARED_BACKEND else ""
+
+
+def _get_item(ranks: tuple[int, ...], number: int) -> int:
+    return ranks[number] if number < len(ranks) else -1

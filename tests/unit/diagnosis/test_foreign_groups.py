@@ -1,0 +1,205 @@
+"""Groups that number their members by themselves: who is behind a number, and who is never accused."""
+
+from __future__ import annotations
+
+from hangwatch.model.calls import StreamKind
+from hangwatch.model.groups import Group
+from hangwatch.model.kind_spec import Severity
+from hangwatch.model.kinds import VerdictKind
+from hangwatch.model.threads import Frame
+from hangwatch.model.verdicts import Verdict
+from hangwatch.tracking.fleet import Fleet
+from tests.simulation.scripted_job import ScriptedJob
+
+BLOCKED = Frame(function="wait_for_weights", file="/home/me/engine.py", line=7)
+
+
+def get_transfer_group(job: ScriptedJob, rank: int) -> Group:
+    streams = job.latest_attempt.processes[rank].streams.values()
+    return next(s.group for s in streams if s.group.foreign and s.kind is StreamKind.COLLECTIVE)
+
+
+def make_transfer_job() -> ScriptedJob:
+    """Ranks 2 and 3 are members 0 and 1; rank 2 waits there, ranks 0 and 1 at a barrier."""
+    job = ScriptedJob(4)
+    job.make_calls()
+    for rank, number in ((2, 0), (3, 1)):
+        job.make_foreign_call(rank, number, "new_process_group", done=True, kind=StreamKind.SETUP)
+    job.make_foreign_call(2, 0, "barrier")
+    for rank in (0, 1):
+        job.make_call(rank, "barrier")
+    return job
+
+
+def diagnose_only(job: ScriptedJob) -> Verdict:
+    verdicts = job.list_due_verdicts()
+    assert len(verdicts) == 1, [v.summary for v in verdicts]
+    return verdicts[0]
+
+
+def test_member_that_computes_is_no_deadlock() -> None:
+    job = make_transfer_job()
+    job.advance_time(3)
+    assert job.list_due_verdicts() == []
+    assert get_transfer_group(job, 2).ranks == (2, 3)
+
+
+def test_process_behind_a_number_is_named() -> None:
+    job = make_transfer_job()
+    job.send_heartbeats()
+    job.advance_time(6)
+    job.send_heartbeats()
+    job.report_stack(3, BLOCKED)
+    job.advance_time(6)
+    job.send_heartbeats()
+    job.report_stack(3, BLOCKED)
+    verdict = diagnose_only(job)
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.MISSING_RANK, (3,))
+    assert verdict.waiting == (0, 1, 2)
+
+
+def test_unknown_member_is_no_rank() -> None:
+    job = ScriptedJob(4)
+    job.make_calls()
+    job.make_foreign_call(2, 0, "barrier")
+    for rank in (0, 1, 3):
+        job.make_call(rank, "barrier")
+    job.send_heartbeats()
+    job.advance_time(12)
+    verdict = diagnose_only(job)
+    assert (verdict.kind, verdict.severity) == (VerdictKind.SLOW_RANK, Severity.WARNING)
+    assert verdict.culprits == () and verdict.waiting == (0, 1, 2, 3)
+    assert "member 1 of group transfer (whose process is not known) has not entered" in (
+        verdict.summary
+    )
+    group = verdict.group
+    assert group is not None and group.known_ranks == (2,) and len(group.outside_members) == 1
+    job.advance_time(60)
+    verdict = diagnose_only(job)
+    assert (verdict.kind, verdict.severity) == (VerdictKind.MISSING_RANK, Severity.ALERT)
+    assert verdict.culprits == ()
+
+
+def test_groups_of_one_name_are_two() -> None:
+    """Each trainer rank has a group with an engine rank: one name, but two stores."""
+    job = ScriptedJob(4)
+    job.make_calls()
+    for rank in range(4):
+        job.make_foreign_call(rank, rank // 2, store=f"store {rank % 2}", done=True)
+    job.make_foreign_call(0, 0, store="store 0", done=True)
+    job.advance_time(12)
+    assert job.list_due_verdicts() == []
+    assert get_transfer_group(job, 0).ranks == (0, 2)
+    assert get_transfer_group(job, 3).ranks == (1, 3)
+
+
+def test_number_that_two_processes_claim_says_nothing() -> None:
+    job = ScriptedJob(4)
+    job.make_calls()
+    for rank, number in ((0, 0), (1, 0), (2, 1), (3, 1)):
+        job.make_foreign_call(rank, number, done=True)
+    job.make_foreign_call(0, 0)
+    job.send_heartbeats()
+    job.advance_time(12)
+    verdict = diagnose_only(job)
+    assert verdict.kind is VerdictKind.SLOW_RANK and verdict.culprits == ()
+    assert get_transfer_group(job, 0).known_ranks == (0,)
+    assert get_transfer_group(job, 1).known_ranks == (1,)
+
+
+def test_mismatch_inside() -> None:
+    job = ScriptedJob(4)
+    job.make_calls()
+    for rank, number in ((3, 0), (1, 1), (2, 2)):
+        op = "broadcast" if rank != 1 else "all_reduce"
+        job.make_foreign_call(rank, number, op, size=3)
+    job.advance_time(3)
+    verdict = diagnose_only(job)
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.MISMATCH, (1,))
+    assert verdict.waiting == (2, 3)
+
+
+def test_messages_reach_the_process_behind_a_number() -> None:
+    job = ScriptedJob(4)
+    job.make_calls()
+    job.make_foreign_call(2, 0, "send", kind=StreamKind.SEND, peer=1, done=True)
+    job.make_foreign_call(3, 1, "recv", kind=StreamKind.RECV, peer=0, done=True)
+    job.make_foreign_call(3, 1, "recv", kind=StreamKind.RECV, peer=0)
+    job.send_heartbeats()
+    streams = job.latest_attempt.processes[3].streams.values()
+    (receiving,) = (s for s in streams if s.kind is StreamKind.RECV)
+    assert receiving.peer == 2 and receiving.other_end is not None
+    assert receiving.other_end.kind is StreamKind.SEND
+
+
+def make_two_jobs() -> tuple[ScriptedJob, ScriptedJob]:
+    """Trainer rank 0 and engine rank 1 are members 0 and 1 of a group between their jobs."""
+    trainer = ScriptedJob(2, name="trainer")
+    engine = ScriptedJob(2, name="engine", fleet=trainer.fleet, host="node1")
+    for job in (trainer, engine):
+        job.make_calls()
+    trainer.make_foreign_call(0, 0, done=True)
+    engine.make_foreign_call(1, 1, done=True)
+    for job in (trainer, engine):
+        job.send_heartbeats()
+    return trainer, engine
+
+
+def advance_both(trainer: ScriptedJob, engine: ScriptedJob, seconds: float) -> None:
+    for job in (trainer, engine):
+        job.advance_time(seconds)
+    for job in (trainer, engine):
+        job.send_heartbeats()
+
+
+def test_member_in_another_job_is_named_there() -> None:
+    trainer, engine = make_two_jobs()
+    trainer.make_foreign_call(0, 0)
+    trainer.make_call(1)
+    advance_both(trainer, engine, 6)
+    engine.report_stack(1, BLOCKED)
+    advance_both(trainer, engine, 6)
+    engine.report_stack(1, BLOCKED)
+    verdict = diagnose_only(engine)
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.MISSING_RANK, (1,))
+    assert verdict.waiting == () and "engine.py:7" in verdict.summary
+    assert trainer.list_due_verdicts() == []
+    unexplained = trainer.run_diagnosis().unexplained_wait
+    assert unexplained is not None and "rank 1 of job engine" in unexplained.description
+
+
+def test_victim_in_another_job_is_not_named() -> None:
+    """The engine's rank 1 waits for its rank 0, and so the trainer waits too."""
+    trainer, engine = make_two_jobs()
+    trainer.make_foreign_call(0, 0)
+    engine.make_call(1)
+    advance_both(trainer, engine, 6)
+    engine.report_stack(0, BLOCKED)
+    advance_both(trainer, engine, 6)
+    engine.report_stack(0, BLOCKED)
+    assert diagnose_only(engine).culprits == (0,)
+    assert trainer.list_due_verdicts() == []
+
+
+def test_member_that_has_ended_is_mentioned() -> None:
+    trainer, engine = make_two_jobs()
+    trainer.make_foreign_call(0, 0)
+    for rank in (0, 1):
+        engine.end_process(rank, status=0)
+    advance_both(trainer, engine, 12)
+    verdict = diagnose_only(trainer)
+    assert verdict.culprits == () and "rank 1 of job engine" in verdict.summary
+
+
+def test_group_is_forgotten_with_its_members() -> None:
+    trainer, engine = make_two_jobs()
+    fleet: Fleet = trainer.fleet
+    assert fleet.foreign_groups._groups
+    for job in (trainer, engine):
+        attempt = job.latest_attempt
+        fleet.forget_attempt(attempt)
+        while fleet.drop_processes(attempt, 100):
+            pass
+    fleet.foreign_groups.connect_members()
+    assert not fleet.foreign_groups._groups
+    assert not fleet.foreign_groups._members_by_value

@@ -1,0 +1,52 @@
+"""Ranks 2 and 3 have a group with a store of its own, in which they are members 0 and 1; rank 3 never makes its first call there."""
+
+import os
+import socket
+import threading
+
+import earlier_calls
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+
+def make_group(port, number):
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=number == 0)
+    store = dist.PrefixStore("transfer", store)
+    group, _ = c10d._new_process_group_helper(
+        2, number, [], dist.Backend("gloo"), store, group_name="transfer", timeout=c10d.default_pg_timeout
+    )
+    c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+    return group
+
+
+def share_port(source):
+    port = [None]
+    if dist.get_rank() == source:
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+            port = [server.getsockname()[1]]
+    dist.broadcast_object_list(port, source)
+    return port[0]
+
+
+def wait_for_weights():
+    open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
+    threading.Event().wait()  # PLANTED
+
+
+def main():
+    dist.init_process_group("gloo")
+    earlier_calls.make()
+    rank = dist.get_rank()
+    port = share_port(2)
+    if rank >= 2:
+        group = make_group(port, rank - 2)
+        if rank == 3:
+            wait_for_weights()
+        dist.barrier(group=group)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
