@@ -19,7 +19,11 @@ from tests.fakegpu.launch import job_environment, torchrun_command
 from tests.harness.environments import python_of
 from tests.harness.server import Server
 
-PROGRAM = Path(__file__).parents[1] / "fakegpu" / "programs" / "call_cost.py"
+_PROGRAMS = Path(__file__).parents[1] / "fakegpu" / "programs"
+PROGRAM = _PROGRAMS / "call_cost.py"
+MEMORY_PROGRAM = _PROGRAMS / "training_memory.py"
+MEMORY_RANKS, MEMORY_STEPS, ACTIVATION_MB = 2, 60, 128
+MAX_MEMORY_PERCENT = 2.0
 CALLS_PER_TURN = 200
 RUN_TIMEOUT_S = 300
 _RECORDER_OFF = {"TORCH_FR_BUFFER_SIZE": "0"}
@@ -64,13 +68,50 @@ class NcclCosts:
         return statistics.median(call - bare for call, bare in pairs)
 
 
+def prepare_environment(torch_version: str) -> dict[str, str]:
+    """The environment of a job on the stand-ins, for which the native recorder is built."""
+    environment = job_environment(torch_version)
+    build_command = [str(python_of(environment_folder(torch_version))), *get_build_command()[1:]]
+    subprocess.run(build_command, env=environment, check=True, capture_output=True)
+    return environment
+
+
+def measure_peak_memory(torch_version: str, url: str) -> dict[str, float]:
+    """The peak device memory in MiB of a DDP training with large activations: without hangwatch, and
+    with each recorder, by their names. Raises subprocess.SubprocessError, and ValueError if another
+    recorder recorded.
+    """
+    environment = prepare_environment(torch_version)
+    peaks: dict[str, float] = {}
+    for recorder in ("none", "native", "python"):
+        watched = {} if recorder == "none" else {"HANGWATCH_URL": url}
+        done = subprocess.run(
+            torchrun_command(
+                torch_version,
+                MEMORY_RANKS,
+                MEMORY_PROGRAM,
+                [str(MEMORY_STEPS), str(ACTIVATION_MB)],
+            ),
+            env={**environment, **watched, "HANGWATCH_RECORDER": recorder},
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=RUN_TIMEOUT_S,
+        )
+        figures = json.loads(
+            next(line for line in done.stdout.splitlines() if line.startswith("{"))
+        )
+        if figures["recorder"] != recorder:
+            raise ValueError(f"{recorder} is to be measured, {figures['recorder']} recorded")
+        peaks[recorder] = figures["peak_mb"]
+    return peaks
+
+
 def measure_nccl_costs(
     torch_version: str, server: Server, sets: int = 3, turns: int = 40
 ) -> NcclCosts:
     """Runs each variant ``sets`` times, in turns. Raises subprocess.SubprocessError."""
-    environment = job_environment(torch_version)
-    build_command = [str(python_of(environment_folder(torch_version))), *get_build_command()[1:]]
-    subprocess.run(build_command, env=environment, check=True, capture_output=True)
+    environment = prepare_environment(torch_version)
     costs = NcclCosts()
     for _ in range(sets):
         for variant in NCCL_VARIANTS:

@@ -13,14 +13,20 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.harness.server import running_server
 
-from .nccl import iter_cost_rows, measure_nccl_costs
+from .nccl import (
+    ACTIVATION_MB,
+    MAX_MEMORY_PERCENT,
+    iter_cost_rows,
+    measure_nccl_costs,
+    measure_peak_memory,
+)
 from .turns import (
     BARE,
     BARE_AGAIN,
@@ -158,6 +164,21 @@ def format_memory_rows(sets: Sequence[VariantFigures]) -> Iterator[str]:
     )
 
 
+def format_peak_rows(peaks: Mapping[str, float]) -> Iterator[str]:
+    bare_mb = peaks["none"]
+    title = f"peak device memory, activations of {ACTIVATION_MB} MB"
+    yield format_row(title, f"{bare_mb:.0f} MB")
+    for recorder in ("native", "python"):
+        ratio = peaks[recorder] / bare_mb
+        yield format_row(
+            f"  {recorder} recorder",
+            f"{peaks[recorder]:.0f} MB",
+            format_percent(ratio),
+            f"<= {MAX_MEMORY_PERCENT:g} %",
+            is_ok=100 * (ratio - 1) <= MAX_MEMORY_PERCENT,
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks.overhead", description="What watching a training costs."
@@ -169,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--nccl",
         metavar="VERSION",
-        help="measure calls of NCCL's process group instead, with this torch of tests.fakegpu",
+        help="measure calls and memory on NCCL's process group instead, with this torch of tests.fakegpu",
     )
     arguments = parser.parse_args(argv)
     plan = MeasurementPlan(sets=2, turns=30) if arguments.quick else MeasurementPlan()
@@ -185,7 +206,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.nccl:
             costs = measure_nccl_costs(arguments.nccl, server, sets=plan.sets, turns=plan.turns)
             print(*(format_row(*row) for row in iter_cost_rows(costs)), sep="\n", flush=True)
-            return 0
+            peaks = measure_peak_memory(arguments.nccl, server.loopback_url)
+            rows = [*format_peak_rows(peaks)]
+            print(*rows, sep="\n", flush=True)
+            return 1 if any(line.endswith(OVER_LIMIT) for line in rows) else 0
         bench, is_over_limit = TurnBench(Path(folder), server), False
         for script in select_scripts(arguments, SCRIPTS):
             sets = bench.run_sets(script, plan.sets, plan.turns)
