@@ -4,9 +4,10 @@ only if all calls up to there are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from hangwatch.tracking.call_stream import CallStream, list_histories
+from hangwatch.tracking.hash_histories import Hashes
 
 HashClass = tuple[int, list[int]]  # a running hash, and the ranks that have it
 
@@ -18,44 +19,56 @@ def classify_members(
     unknown.
     """
     ranks_by_hash: dict[int, list[int]] = {}
-    unclassified: list[int] = []
-    hash_by_history = {
-        id(history): dict(history).get(seq) for history in list_histories(members.values())
-    }
-    for rank in sorted(members):
-        stream = members[rank]
-        running_hash = hash_by_history[id(stream.reported_hashes)]
+    unplaced: list[tuple[Hashes, list[int]]] = []
+    for history, ranks in _group_by_history(members):
+        running_hash = dict(history).get(seq)
         if running_hash is not None:
-            ranks_by_hash.setdefault(running_hash, []).append(rank)
-        elif stream.entered >= seq and stream.is_counted(seq):
-            unclassified.append(rank)
-    if unclassified:
-        _classify_by_later_hash(members, seq, ranks_by_hash, unclassified)
+            ranks_by_hash.setdefault(running_hash, []).extend(ranks)
+            continue
+        past = [r for r in ranks if members[r].entered >= seq and members[r].is_counted(seq)]
+        if past:
+            unplaced.append((history, past))
+    unclassified = _place_by_later_hash(members, seq, ranks_by_hash, unplaced) if unplaced else []
+    for ranks in ranks_by_hash.values():
+        ranks.sort()
     classes = sorted(ranks_by_hash.items(), key=lambda item: (-len(item[1]), item[1]))
     return classes, unclassified
 
 
-def _classify_by_later_hash(
+def _group_by_history(members: Mapping[int, CallStream]) -> Iterable[tuple[Hashes, list[int]]]:
+    """The different histories of running hashes, each with its ranks: a few dozen, if 100,000 members
+    share them.
+    """
+    ranks_by_history: dict[int, tuple[Hashes, list[int]]] = {}
+    for rank, stream in members.items():
+        history = stream.reported_hashes
+        ranks_by_history.setdefault(id(history), (history, []))[1].append(rank)
+    return ranks_by_history.values()
+
+
+def _place_by_later_hash(
     members: Mapping[int, CallStream],
     seq: int,
     ranks_by_hash: dict[int, list[int]],
-    unclassified: list[int],
-) -> None:
-    """Moves members without a hash at ``seq`` to the class with which they share a later hash."""
+    unplaced: Iterable[tuple[Hashes, list[int]]],
+) -> list[int]:
+    """Adds members without a hash at ``seq`` to the class with which they share a later hash. Returns the
+    ranks that share none.
+    """
     classes_by_later_hash: dict[tuple[int, int], int] = {}
     for running_hash, ranks in ranks_by_hash.items():
-        for rank in ranks:
-            for position in members[rank].hashes_by_seq.items():
+        for history in list_histories(members[rank] for rank in ranks):
+            for position in history:
                 if position[0] > seq:
                     classes_by_later_hash[position] = running_hash
-    for rank in list(unclassified):
-        for position in members[rank].hashes_by_seq.items():
-            if position in classes_by_later_hash:
-                ranks_by_hash[classes_by_later_hash[position]].append(rank)
-                unclassified.remove(rank)
-                break
-    for ranks in ranks_by_hash.values():
-        ranks.sort()
+    unclassified: list[int] = []
+    for history, ranks in unplaced:
+        shared = next((p for p in reversed(history) if p in classes_by_later_hash), None)
+        if shared is None:
+            unclassified += ranks
+        else:
+            ranks_by_hash[classes_by_later_hash[shared]] += ranks
+    return sorted(unclassified)
 
 
 def list_equal_callers(members: Mapping[int, CallStream], rank: int, seq: int) -> tuple[int, ...]:
