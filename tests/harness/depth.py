@@ -49,6 +49,11 @@ def draw_depth(name: str, seed: int) -> Depth:
     return Depth(calls=calls, seed=draw.randrange(1 << 32))
 
 
+def draw_recorder(name: str, seed: int) -> str:
+    """The recorder with which CI runs the program `name`."""
+    return random.Random(f"{seed} {name} recorder").choice(("python", "native"))
+
+
 def shift_call_numbers(expected: ExpectedVerdict, calls: int) -> ExpectedVerdict:
     """The verdict that is expected if `calls` calls come before those of the program itself: the
     numbers of calls in its texts and rows are higher by as many.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from .job import THIS_RUNTIME, TorchRuntime
 from .processes import clean_environment
 
 # Runs what the node agent runs in the background. Unlike there, the priority is not the lowest, at which
@@ -20,21 +20,23 @@ BUILD_ARGUMENTS = (
 )
 
 
-def recorder_env(recorder: str, folders: pytest.TempPathFactory) -> dict[str, str]:
+def recorder_env(
+    recorder: str, folders: pytest.TempPathFactory, runtime: TorchRuntime = THIS_RUNTIME
+) -> dict[str, str]:
     """The environment of a job that ``recorder`` is to record, "native" or "python"."""
     folder = shared_folder(folders, "recorder")
     if recorder == "native":
-        build_recorder(folder)
+        build_recorder(folder, runtime)
     return {"HANGWATCH_RECORDER": recorder, "HANGWATCH_CACHE_DIR": str(folder)}
 
 
-def build_recorder(folder: Path, **extra_env: str) -> None:
-    """Puts the built recorder into ``folder``, which is HANGWATCH_CACHE_DIR then. Returns
-    immediately if it is there already.
+def build_recorder(folder: Path, runtime: TorchRuntime = THIS_RUNTIME, **extra_env: str) -> None:
+    """Puts the recorder, built for the runtime's torch, into ``folder``, which is
+    HANGWATCH_CACHE_DIR then. Returns immediately if it is there already.
     """
-    env = clean_environment(HANGWATCH_CACHE_DIR=str(folder), **extra_env)
+    env = clean_environment(**runtime.env, HANGWATCH_CACHE_DIR=str(folder), **extra_env)
     done = subprocess.run(
-        [sys.executable, *BUILD_ARGUMENTS], env=env, capture_output=True, text=True, timeout=400, check=False,
+        [runtime.python, *BUILD_ARGUMENTS], env=env, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,6 +61,7 @@ def check_program(
     runtime: TorchRuntime = THIS_RUNTIME,
     depth: Depth = NO_EARLIER_CALLS,
     *,
+    env: Mapping[str, str] | None = None,
     use_server: Callable[[float], AbstractContextManager[Server]] | None = None,
     launch_turn: AbstractContextManager[object] | None = None,
 ) -> ProgramOutcome:
@@ -86,7 +87,7 @@ def check_program(
                     folder,
                     server.url,
                     name=folder.name,
-                    env={**depth.env, **expected.env},
+                    env={**depth.env, **expected.env, **(env or {})},
                     launcher=launcher,
                     max_restarts=expected.max_restarts,
                     runtime=runtime,

@@ -5,6 +5,7 @@ tests.zoo``. With ``--backend nccl`` the programs of tests/zoo/nccl.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import tempfile
@@ -14,12 +15,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from hangwatch.agent.recorder.native.cache import get_cache_dir
 from tests.fakegpu.environment import environment_folder
 from tests.harness import expected
 from tests.harness.depth import SEED_VARIABLE, Depth, choose_seed, draw_depth
 from tests.harness.environments import is_installed
 from tests.harness.expected import ExpectedVerdict
-from tests.harness.job import PTRACE_REFUSED, THIS_RUNTIME
+from tests.harness.job import PTRACE_REFUSED, THIS_RUNTIME, TorchRuntime
+from tests.harness.native import build_recorder
 from tests.harness.server import ServerPool
 from tests.harness.verdicts import ProgramOutcome, check_program
 
@@ -47,14 +50,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [name for name, program in programs.items() if _is_wanted(name, program, arguments)]
     if arguments.depth is None:
         print(f"seed {arguments.seed}: --seed {arguments.seed} makes the same calls again")
+    runtime = THIS_RUNTIME if arguments.torch is None else nccl.nccl_runtime(arguments.torch)
     with (
         tempfile.TemporaryDirectory(prefix="hangwatch-zoo-") as folder,
         ServerPool(Path(folder)) as servers,
     ):
+        if arguments.recorder:
+            os.environ["HANGWATCH_RECORDER"] = arguments.recorder
+        if arguments.recorder == "native":
+            build_recorder(get_cache_dir(os.environ), runtime)
         return run_programs(
             programs,
             [name for _ in range(arguments.repeat) for name in chosen],
-            partial(_run_program, _choose_runner(arguments, servers), arguments),
+            partial(_run_program, _choose_runner(arguments, runtime, servers), arguments),
             job_count=arguments.jobs,
             shows_details=arguments.details,
         )
@@ -79,11 +87,10 @@ def _needs_installation(arguments: argparse.Namespace) -> bool:
 
 
 def _choose_runner(
-    arguments: argparse.Namespace, servers: ServerPool
+    arguments: argparse.Namespace, runtime: TorchRuntime, servers: ServerPool
 ) -> Callable[..., ProgramOutcome]:
     if arguments.peer:
         return partial(peers.check_with_peer, arguments.peer)
-    runtime = THIS_RUNTIME if arguments.torch is None else nccl.nccl_runtime(arguments.torch)
     if arguments.without_pyspy:
         runtime = replace(runtime, command_prefix=PTRACE_REFUSED)
     # One job imports torch at a time, while others wait: they would take each other's cores.
@@ -136,6 +143,11 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         metavar="CALLS",
         help="as many calls before each fault; 0: none, as the programs are written",
+    )
+    parser.add_argument(
+        "--recorder",
+        choices=("python", "native"),
+        help="the native one is built first ($HANGWATCH_RECORDER, or python)",
     )
     parser.add_argument(
         "--stall-after", type=float, default=4.0, help="the server's limit in seconds (4)"
