@@ -2,13 +2,14 @@
 
 A training script does not have to call anything here: recording starts automatically if
 HANGWATCH_URL is set. These functions report what hangwatch cannot observe. Without an active
-recorder they do nothing, and errors inside hangwatch never reach the caller.
+recorder they do nothing, and errors inside hangwatch never reach the caller. Nor do they do
+anything in a function that torch.compile compiles: its graphs are the same with hangwatch.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 __version__ = "0.1.0"
@@ -25,7 +26,14 @@ class _Watcher(Protocol):
     def leave_collective(self, token: Any, returned: bool) -> None: ...
 
 
-_watcher: _Watcher | None = None  # set by the recorder
+# Set by the recorder.
+_watcher: _Watcher | None = None
+_is_compiled: Callable[[], bool] | None = None  # torch.compiler.is_dynamo_compiling
+
+
+def _get_watcher() -> _Watcher | None:
+    """The recorder's interface; None if nothing watches, or while torch.compile traces the caller."""
+    return None if _is_compiled is not None and _is_compiled() else _watcher
 
 
 @contextlib.contextmanager
@@ -35,7 +43,7 @@ def phase(name: str, limit: float | None = None) -> Iterator[None]:
 
     Without a limit, the server's --slow-limit applies. Phases may nest; the innermost one counts.
     """
-    watcher = _watcher
+    watcher = _get_watcher()
     token = watcher.enter_phase(str(name), limit) if watcher is not None else None
     try:
         yield
@@ -46,8 +54,9 @@ def phase(name: str, limit: float | None = None) -> Iterator[None]:
 
 def step(number: int) -> None:
     """Reports the training step. Only needed if no torch optimizer is used."""
-    if _watcher is not None:
-        _watcher.step(number)
+    watcher = _get_watcher()
+    if watcher is not None:
+        watcher.step(number)
 
 
 @contextlib.contextmanager
@@ -66,7 +75,7 @@ def collective(
     operation, around the wait. An exception that leaves the block ends the call. Blocks may nest;
     within one group or communicator, the innermost one counts.
     """
-    watcher = _watcher
+    watcher = _get_watcher()
     token = watcher.enter_collective(str(name), group, ranks) if watcher is not None else None
     returned = False
     try:

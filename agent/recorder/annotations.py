@@ -19,6 +19,7 @@ from hangwatch.model.signatures import encode_signature, with_agreement_hash
 from hangwatch.ring.layout import LiveWord, RecordFlag
 
 from . import faults
+from .dynamo import run_uncompiled
 from .group_setup import SetupRecorder
 from .streams import CompletionMode, StreamRecorder
 
@@ -64,6 +65,9 @@ class UserAnnotations:
         self._interned_signatures: dict[str, tuple[int, int]] = {}
 
     def enter_phase(self, name: str, limit: float | None) -> Any:
+        run_uncompiled(self._enter_phase, name, limit)
+
+    def _enter_phase(self, name: str, limit: float | None) -> None:
         try:
             number = self._rank.ring.intern_site({"phase": name[:120]})
             self._phases.append(
@@ -76,7 +80,7 @@ class UserAnnotations:
     def leave_phase(self, token: Any) -> None:
         if self._phases:
             self._phases.pop()
-            self._write_phase()
+            run_uncompiled(self._write_phase)
 
     def step(self, number: int) -> None:
         try:
@@ -85,6 +89,9 @@ class UserAnnotations:
             faults.record_fault("recording a step", error)
 
     def enter_collective(self, name: str, group: Any, ranks: Iterable[int] | None) -> Any:
+        return run_uncompiled(self._enter_collective, name, group, ranks)
+
+    def _enter_collective(self, name: str, group: Any, ranks: Iterable[int] | None) -> Any:
         stream = None
         try:
             stream = self._find_stream(group, ranks)
@@ -105,7 +112,7 @@ class UserAnnotations:
 
     def leave_collective(self, token: Any, returned: bool) -> None:
         try:
-            SetupRecorder.leave_call(token, returned)
+            run_uncompiled(SetupRecorder.leave_call, token, returned)
         except Exception as error:  # ours: the communication goes on
             faults.record_fault("recording the completion of a declared call", error)
 

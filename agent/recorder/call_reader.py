@@ -22,6 +22,7 @@ from .callers import (
     is_left_pending,
     make_reduce_op_reader,
 )
+from .failures import FailureRule, choose_rule
 from .operator_schemas import find_group_index, find_tensor_indices
 from .streams import CompletionMode, EnteredCall, StreamRecorder
 from .tensor_lists import (
@@ -220,6 +221,11 @@ class CallReader:
         if recorder.sites.get_cached_site(site_frame):
             self.plans[key] = (*plan, site_frame.f_code)
         return entered
+
+    def find_failure_rule(self, recorder: RecorderState, args: tuple[Any, ...]) -> FailureRule:
+        """Which exceptions show that the call, which was entered, did not communicate."""
+        track = self.find_track(recorder, args) if self._has_group(args) else None
+        return FailureRule.NONE if track is None else choose_rule(self.spec, track)
 
     def find_track(self, recorder: RecorderState, args: tuple[Any, ...]) -> GroupTrack | None:
         """The group of a call that was entered."""

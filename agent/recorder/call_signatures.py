@@ -8,7 +8,7 @@ from hangwatch.model.calls import Signature
 from hangwatch.model.operator_spec import MustMatch, OperatorSpec
 from hangwatch.model.signatures import encode_signature, with_agreement_hash
 
-from .tensor_lists import count_numels, flatten_tensors
+from .tensor_lists import count_bytes, count_numels, flatten_tensors
 from .writer import RingWriter
 
 MAX_CACHED_CALLS = 4096  # different signatures of one operator
@@ -43,7 +43,7 @@ class SignatureCache:
         flat = flatten_tensors(tensors) if first is not None and self._has_tensors else []
         signature = self._build_signature(flat, first, reduce_op, root, splits)
         number = ring.intern_signature(encode_signature(signature))
-        size = sum(tensor.nbytes for tensor in flat)
+        size = sum(count_bytes(tensor) for tensor in flat)
         entry = self.interned[key] = number, signature.agree, size
         return entry
 

@@ -8,6 +8,8 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
+from .dynamo import run_uncompiled
+
 MAX_FAULTS = 8  # different messages kept
 
 _fault_counts: dict[str, int] = {}
@@ -16,6 +18,10 @@ _listeners: list[Callable[[], None]] = []
 
 def record_fault(where: str, error: BaseException) -> None:
     """Counts an error of ours. The first time, its message is written to stderr."""
+    run_uncompiled(_record_fault, where, error)
+
+
+def _record_fault(where: str, error: BaseException) -> None:
     record_message(f"{where}: {type(error).__name__}: {error}")
 
 

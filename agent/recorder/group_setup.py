@@ -21,6 +21,7 @@ from hangwatch.model.signatures import encode_signature, with_agreement_hash
 from hangwatch.ring.layout import RecordFlag
 
 from . import faults
+from .dynamo import forbid_tracing, run_uncompiled
 from .group_origins import GroupOrigin, get_origin_tracker
 from .groups import describe_foreign_group
 from .recorder import Recorder
@@ -52,7 +53,7 @@ def wrap_function(
     def recorded_function(*args: Any, **kwargs: Any) -> Any:
         token = None
         try:
-            token = before_call(args, kwargs)
+            token = run_uncompiled(before_call, args, kwargs)
         except Exception as error:  # ours: the call goes on
             faults.record_fault(f"recording {name}", error)
             record_loss()
@@ -64,11 +65,12 @@ def wrap_function(
             return result
         finally:
             try:
-                after_call(token, returned)
+                run_uncompiled(after_call, token, returned)
             except Exception as error:  # ours: the call returns or raises as without us
                 faults.record_fault(f"recording the completion of {name}", error)
                 record_loss()
 
+    forbid_tracing(recorded_function)  # as torch does with the original
     recorded_function.__hangwatch__ = True  # type: ignore[attr-defined]
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("torch.distributed") and getattr(module, name, None) is original:
@@ -166,6 +168,12 @@ class SetupRecorder:
         """Records that the creation of a group may not have been recorded."""
         if self._stream is not None:
             self._stream.mark_incomplete(reason)
+
+    @staticmethod
+    def retract_call(call: EnteredCall | None) -> None:
+        """Takes a call back that raised an exception before it had an effect."""
+        if call is not None:
+            call[0].retract_call(call)
 
     @staticmethod
     def leave_call(call: EnteredCall | None, returned: bool) -> None:

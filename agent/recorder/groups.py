@@ -5,6 +5,7 @@ set-up of each world.
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -197,6 +198,16 @@ class GroupRegistry:
             self.streams.remove(stream)
             stream.close_stream()
 
+    def _make_deletion_callback(self) -> Callable[[Any], None]:
+        # At the end of the process it runs when the modules have no contents any more.
+        on_group_deleted, is_finalizing = self._on_group_deleted, sys.is_finalizing
+
+        def handle_deletion(_: Any) -> None:
+            if not is_finalizing():
+                on_group_deleted()
+
+        return handle_deletion
+
     def open_group(self, pg: Any) -> GroupTrack:
         """Makes the track of a process group at its first call, or finds it again if C++ made a new
         Python object for the group.
@@ -219,7 +230,7 @@ class GroupRegistry:
                 "generation": self.generation,
                 "world": self.world_size,
             }
-        ref = weakref.ref(pg, lambda _: self._on_group_deleted())
+        ref = weakref.ref(pg, self._make_deletion_callback())
         key = (
             int(description.get("world", 0)),
             int(description.get("generation", 0)),

@@ -15,7 +15,7 @@ from hangwatch.model.losses import LossReason
 from hangwatch.model.ranks import Lifecycle
 
 from ..environment import identity
-from . import backend_threads, exceptions, faults, group_setup, kernels, recorder_hooks
+from . import backend_threads, dynamo, exceptions, faults, group_setup, kernels, recorder_hooks
 from .annotations import UserAnnotations
 from .group_origins import get_origin_tracker, track_creations
 from .rank import RankProcess, get_current_rank, set_current_rank
@@ -104,10 +104,13 @@ def _start_recording_once(launch: identity.LaunchInfo, rank: int, world_size: in
     kernels.set_recorder(current.recorder)
     setup = current.setup_recorder
     get_origin_tracker().set_listeners(setup.announce_foreign_group, setup.complete_foreign_group)
+    hangwatch._is_compiled = dynamo.get_compilation_test()
     hangwatch._watcher = UserAnnotations(current)
     current.poller.start_thread()
     atexit.register(_handle_exit)
     exceptions.hook_exceptions()
+    with faults.swallow_errors("exempting hangwatch from compilation"):
+        dynamo.exempt_own_code()
 
 
 def _record_lost_world() -> None:
@@ -190,7 +193,8 @@ def _enter_new_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None
     ranks = arguments.get("ranks")
     members = range(current.world_size) if ranks is None else sorted(ranks)
-    return current.setup_recorder.enter_call("new_group", ranks=tuple(members))
+    call = current.setup_recorder.enter_call("new_group", ranks=tuple(members))
+    return call, _count_named_groups()
 
 
 def _enter_split_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -204,11 +208,25 @@ def _enter_split_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     current = get_current_rank()
     if current is None or not (parent is None or parent is dist.group.WORLD):
         return None
-    return current.setup_recorder.enter_call("split_group")
+    return current.setup_recorder.enter_call("split_group"), _count_named_groups()
 
 
 def _leave_new_group(token: Any, returned: bool) -> None:
-    group_setup.SetupRecorder.leave_call(token, returned)
+    if token is None:
+        return
+    call, named_before = token
+    if not returned and _count_named_groups() == named_before:
+        # A wrong argument: the next group gets the name of this one, as if it had not been called.
+        group_setup.SetupRecorder.retract_call(call)
+    else:
+        group_setup.SetupRecorder.leave_call(call, returned)
+
+
+def _count_named_groups() -> int:
+    """The number of groups that torch has given a name to, all of them on all ranks."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return int(c10d._world.group_count)
 
 
 def _enter_destroy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,15 +5,20 @@ Every call of every rank pays for each line here. An error of ours never reaches
 
 from __future__ import annotations
 
+import functools
 import sys
 from _thread import get_native_id
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
+from hangwatch.model.losses import LossReason
+
 from . import faults
 from .call_reader import CallReader
 from .callers import find_logged_callers, find_quick_callers, skip_logger_frames
+from .dynamo import run_uncompiled
+from .failures import FailureOutcome, FailureRule, judge_failure
 from .recorder import Recorder
 from .streams import EnteredCall, leave_call
 from .watched_works import FRAME_KEY, get_holding_locals
@@ -39,18 +44,59 @@ def record_loss(reader: CallReader, args: tuple[Any, ...], error: Exception) -> 
     faults.record_fault(f"recording {reader.spec.op}", error)
 
 
-def record_failure(op: str, entered: EnteredCall) -> None:
-    """Records that the call raised an exception."""
+def record_failure(
+    reader: CallReader, args: tuple[Any, ...], entered: EnteredCall, error: BaseException
+) -> None:
+    """Records that the operator raised an exception, and takes the call back if it had not
+    communicated.
+    """
     try:
-        entered[0].fail_call(entered)
-    except Exception as error:  # ours: the user's exception is being raised
-        faults.record_fault(f"recording the failure of {op}", error)
+        run_uncompiled(_record_failure, reader, args, entered, error)
+    except Exception as own_error:  # ours: the user's exception is being raised
+        entered[0].mark_incomplete(LossReason.FAULT, entered[1])
+        faults.record_fault(f"recording the failure of {reader.spec.op}", own_error)
+
+
+def _record_failure(
+    reader: CallReader, args: tuple[Any, ...], entered: EnteredCall, error: BaseException
+) -> None:
+    rule = FailureRule.NONE
+    if _current_recorder is not None:
+        rule = reader.find_failure_rule(_current_recorder, args)
+    outcome, stream = judge_failure(error, rule), entered[0]
+    if outcome is FailureOutcome.NOT_MADE:
+        stream.retract_call(entered)
+        return
+    if outcome is FailureOutcome.UNKNOWN:
+        stream.mark_incomplete(LossReason.RAISED, entered[1])
+    stream.fail_call(entered)
 
 
 def record_lost_completion(op: str, entered: EnteredCall, error: Exception) -> None:
     """Records that an error of ours kept it from being known when a call completes."""
     entered[0].mark_completion_unknown()
     faults.record_fault(f"recording the completion of {op}", error)
+
+
+@functools.cache
+def _get_silent_bits() -> int:
+    """The bits of the key sets with which no call communicates: those of tensors without data, which
+    meta and fake tensors are, and of nested tensors, for which no backend has an operator.
+    """
+    from torch._C import DispatchKey, DispatchKeySet
+
+    dense, sparse, nested = (
+        DispatchKeySet(key).raw_repr()
+        for key in (DispatchKey.Meta, DispatchKey.SparseMeta, DispatchKey.NestedTensor)
+    )
+    return int(dense & sparse | nested)
+
+
+def can_communicate(keyset: Any) -> bool:
+    """Whether a call with this key set may communicate. If not, nothing may be read of its tensors:
+    the shape of one without data may be symbolic, and reading it would change what is traced.
+    """
+    return not keyset.raw_repr() & _get_silent_bits()
 
 
 def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callable[..., Any]:
@@ -69,7 +115,10 @@ def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callabl
         try:
             lower = lower_keysets[bits_of(keyset)]
         except KeyError:
-            lower = lower_keysets[bits_of(keyset)] = (keyset & lower_keyset,)
+            lower = (keyset & lower_keyset,)
+            if not can_communicate(keyset):
+                return redispatch(*(lower + args))
+            lower_keysets[bits_of(keyset)] = lower
         entered = frame_locals = None
         if _current_recorder is not None:
             try:
@@ -80,8 +129,8 @@ def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callabl
             return redispatch(*(lower + args))  # (*lower, *args) would create a list
         try:
             result = redispatch(*(lower + args))
-        except BaseException:
-            record_failure(reader.spec.op, entered)
+        except BaseException as error:
+            record_failure(reader, args, entered, error)
             args = ()  # the exception keeps this frame, and must not keep the tensors
             raise
         try:
@@ -133,12 +182,12 @@ def _make_enter_function(
         code = id(caller.f_code)
         if code not in quick:
             site_frame = skip_logger_frames(caller) if code in logged else caller
-            entered = reader.enter_call(recorder, args, caller, site_frame)
+            entered = run_uncompiled(reader.enter_call, recorder, args, caller, site_frame)
             return entered, get_holding_locals(caller)
         try:
             user = frame_of(4)
         except ValueError:  # a thread that began in torch's own function
-            entered = reader.enter_call(recorder, args, caller, caller)
+            entered = run_uncompiled(reader.enter_call, recorder, args, caller, caller)
             return entered, get_holding_locals(caller)
         caller_locals = caller.f_locals
         pg = caller_locals["group"]
@@ -160,7 +209,9 @@ def _make_enter_function(
         try:
             stream, agree, record_body, blocked_thread, mode, _ = plans[key]
         except KeyError:
-            entered = reader.enter_planned(recorder, args, caller, user, key, reduce_op)
+            entered = run_uncompiled(
+                reader.enter_planned, recorder, args, caller, user, key, reduce_op
+            )
             return entered, caller_locals
         return stream.enter_call(agree, record_body, blocked_thread, mode), caller_locals
 

@@ -11,7 +11,7 @@ from time import monotonic_ns
 from typing import Any
 
 from hangwatch.model.losses import LossReason
-from hangwatch.model.signatures import CHAIN_BASE, UINT64_MASK
+from hangwatch.model.signatures import CHAIN_BASE, UINT64_MASK, unchain
 from hangwatch.ring.layout import (
     RECORD_BODY_STRUCT,
     RECORD_PACKED_STRUCT,
@@ -45,11 +45,12 @@ class CompletionMode(enum.IntEnum):
     REPORTED_TIMED = 6  # likewise, and the time of some calls is published
 
 
+_RETRACTED_FLAGS = int(RecordFlag.RAISED | RecordFlag.RETRACTED)
 _NEXT, _RETURN = int(CompletionMode.NEXT), int(CompletionMode.RETURN)
 
 # A call in progress: (its stream, seq, index of its record, entered_ns, the thread that it blocks or
-# 0, its `CompletionMode`). A tuple, because a class would slow down every call.
-EnteredCall = tuple["StreamRecorder", int, int, int, int, int]
+# 0, its `CompletionMode`, agreement hash). A tuple, because a class would slow down every call.
+EnteredCall = tuple["StreamRecorder", int, int, int, int, int, int]
 
 
 # (an `EnteredCall`, its Work and what must be kept for it, as `watch_work` returns them)
@@ -138,7 +139,7 @@ class StreamRecorder:
             self._map, self._records_offset + (index % RECORD_SLOTS) * _RECORD_SIZE,
             stamp, now, 0, seq, chain, self.completed, record_body, stamp & _UINT32_MASK,
         )  # fmt: skip
-        return self, seq, index, now, blocked_thread, completion_mode
+        return self, seq, index, now, blocked_thread, completion_mode, agreement_hash
 
     def _detect_concurrency(self, thread: int) -> bool:
         """Called when another thread than before makes a call. True if both threads run
@@ -199,6 +200,22 @@ class StreamRecorder:
         """Records that the call raised an exception, and so waits no longer."""
         self._ring.add_flags(call[2], RecordFlag.RAISED)
         self.finish_call(call)
+
+    def retract_call(self, call: EnteredCall) -> None:
+        """Takes back a call that raised an exception before it communicated: the next call gets its
+        number. If another thread has made that call already, the numbers are not certain any more.
+        """
+        seq, index = call[1], call[2]
+        if self.entered != seq:
+            self.mark_incomplete(LossReason.RAISED, seq)
+            self.fail_call(call)
+            return
+        self._seq_counter = itertools.count(seq)
+        self.entered = seq - 1
+        self.chain = unchain(self.chain, call[6])
+        self._ring.add_flags(index, _RETRACTED_FLAGS)
+        self._ring.record_completion(index, monotonic_ns())
+        self._ring.write_newest(self.slot, self.entered, self.chain, self._last_entered_ns)
 
     def mark_completion_unknown(self) -> None:
         """Marks the completion of this stream's calls as unobservable from now on."""

@@ -47,3 +47,10 @@ def count_split_elements(tensor: Any, rows: list[int]) -> tuple[int, ...]:
         return (tensor.numel(),)
     elements_per_row = tensor.numel() // max(1, len(tensor))
     return tuple(row_count * elements_per_row for row_count in rows)
+
+
+def count_bytes(tensor: Any) -> int:
+    """The size in bytes; 0 for a sparse tensor, of which each member may send another number of
+    values.
+    """
+    return 0 if tensor.is_sparse or tensor.is_sparse_csr else int(tensor.nbytes)

@@ -33,7 +33,9 @@ def make_call_key(call: Call) -> _CallKey:
 
 
 def select_window(calls: Mapping[int, Call], seq: int) -> list[Call]:
-    """The known calls around ``seq`` without a gap, oldest first."""
+    """The known calls around ``seq`` without a gap, oldest first, with those that raised an exception
+    before they communicated.
+    """
     if seq not in calls:
         return []
     last = seq
@@ -42,7 +44,13 @@ def select_window(calls: Mapping[int, Call], seq: int) -> list[Call]:
     first = seq + 1
     while first - 1 in calls and last - first < MAX_WINDOW_CALLS:
         first -= 1
-    return [calls[n] for n in range(first, last + 1)]
+    window: list[Call] = []
+    for number in range(first, last + 1):
+        call = calls[number]
+        if call.preceded_by is not None:
+            window.append(call.preceded_by)
+        window.append(call)
+    return window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,6 +85,7 @@ def add_divergence(context: DiagnosisContext, verdict: Verdict) -> Verdict:
         explanation = _explain_exceptions(
             context, members, sides[1], lone_exceptions, reference, verb
         )
+        verdict = _add_raised_call(verdict, sides[1], lone_exceptions)
     else:
         explanation = _explain_alignment(alignment, reference, verb)
         if not explanation.note and verdict.kind is VerdictKind.MISMATCH:
@@ -271,6 +272,19 @@ def _continued_after(process: Process | None, stream: CallStream, call: Call) ->
         return False
     last_call_at = max(stream.entered_at, stream.last_completion_at)
     return process.reports.last_seen_at >= last_call_at + MIN_WAIT_S
+
+
+def _add_raised_call(
+    verdict: Verdict, ranks: tuple[int, ...], lone_exceptions: list[CallPair]
+) -> Verdict:
+    """A mismatch with the call behind it, which raised an exception before it communicated."""
+    raised_call = lone_exceptions[0][1]
+    if verdict.kind is not VerdictKind.MISMATCH or raised_call is None:
+        return verdict
+    if any(call_class.call.raised for call_class in verdict.calls):
+        return verdict
+    calls = (*verdict.calls, CallClass(ranks=ranks, call=raised_call))
+    return replace(verdict, calls=calls, site=raised_call.site)
 
 
 def _explain_alignment(alignment: Alignment, reference: str, verb: str) -> _Explanation:

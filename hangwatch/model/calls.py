@@ -67,3 +67,5 @@ class Call:
     thread: int = 0  # the operating system's id of the thread that made it
     peer: int | None = None  # of a point-to-point call: the peer's global rank
     raised: bool = False  # it raised an exception
+    # A call that raised an exception before it communicated, and would have had this number.
+    preceded_by: Call | None = None

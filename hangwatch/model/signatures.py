@@ -12,6 +12,7 @@ from .operator_spec import MustMatch
 UINT64_MASK = (1 << 64) - 1
 UNKNOWN_OP = "?"  # of a call whose signature is lost
 CHAIN_BASE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: odd, with evenly distributed bits
+_CHAIN_BASE_INVERSE = pow(CHAIN_BASE, -1, 1 << 64)
 
 
 def with_agreement_hash(
@@ -44,6 +45,15 @@ def extend_chain(previous: int, agreement_hash: int) -> int:
     changes the result.
     """
     return (previous * CHAIN_BASE + agreement_hash) & UINT64_MASK
+
+
+def unchain(after: int, agreement_hash: int) -> int:
+    """The running hash before a call, from the one after it.
+
+    >>> unchain(chain(5, 7), 7)
+    5
+    """
+    return (after - agreement_hash) * _CHAIN_BASE_INVERSE & UINT64_MASK
 
 
 def encode_signature(signature: Signature) -> dict[str, Any]:

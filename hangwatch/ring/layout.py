@@ -162,6 +162,9 @@ class RecordFlag(enum.IntFlag):
     # Entered by another thread than the previous call, without synchronisation between the two.
     SHARED = 8
     TIMED = 16  # done_ns is the time of completion itself, not of its detection
+    # It raised an exception before it communicated. It is no call of its stream: the next one has
+    # its number, and a running hash without it.
+    RETRACTED = 32
 
 
 class CheckFlag(enum.IntFlag):

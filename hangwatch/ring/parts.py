@@ -33,7 +33,8 @@ READ_ATTEMPTS = 8
 
 Record = tuple[int, ...]  # unpacked with `RECORD_STRUCT`
 # Indices of the fields of a record.
-ENTERED_NS, SEQ, CHAIN, COMPLETED, UID, SIGNATURE, THREAD, FLAGS = 1, 3, 4, 5, 7, 8, 10, 11
+STAMP, ENTERED_NS, SEQ, CHAIN, COMPLETED, UID, SIGNATURE = 0, 1, 3, 4, 5, 7, 8
+THREAD, FLAGS = 10, 11
 
 
 @dataclass(frozen=True, slots=True)

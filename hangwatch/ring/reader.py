@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from hangwatch.model.calls import Call, Signature
@@ -29,6 +30,7 @@ from .parts import (
     FLAGS,
     SEQ,
     SIGNATURE,
+    STAMP,
     THREAD,
     UID,
     Record,
@@ -37,7 +39,11 @@ from .parts import (
 from .snapshot import Caller, RecordEntry, RingDelta, RingSnapshot, StreamState
 from .stream_table import StreamTable
 
-_SHARED = int(RecordFlag.SHARED)  # a plain integer: the & operator of an enum is slow
+# Plain integers, because the & operator of an enum is slow.
+_SHARED = int(RecordFlag.SHARED)
+_RETRACTED = int(RecordFlag.RETRACTED)
+# Records that are read again, since a call may be retracted after it was read.
+_RETRACTION_WINDOW = 64
 
 
 class RingReader:
@@ -153,11 +159,20 @@ class RingReader:
                 break
             if seq % step or (to_seq is not None and seq > to_seq):
                 continue
-            calls.append(self._decoder.decode_record(record, now_ns))
+            if record[FLAGS] & _RETRACTED:
+                self._add_retracted(record, now_ns, calls)
+                continue
             if len(calls) >= max_calls:
                 break
+            calls.append(self._decoder.decode_record(record, now_ns))
         calls.reverse()
         return calls
+
+    def _add_retracted(self, record: Record, now_ns: int, calls: list[Call]) -> None:
+        """Adds a retracted call to the one that got its number, the last of ``calls``, if any did."""
+        if calls and calls[-1].seq == record[SEQ] and calls[-1].preceded_by is None:
+            retracted = self._decoder.decode_record(record, now_ns)
+            calls[-1] = replace(calls[-1], preceded_by=retracted)
 
     def read_last_calls(self, now_ns: int, *, max_calls: int = 64) -> dict[int, list[Call]]:
         """The last calls of each stream by uid, oldest first, in one pass. Used when a process has
@@ -166,7 +181,9 @@ class RingReader:
         calls_by_uid: dict[int, list[Call]] = {}
         for record in self._iter_newest_first():
             calls = calls_by_uid.setdefault(record[UID], [])
-            if len(calls) < max_calls:
+            if record[FLAGS] & _RETRACTED:
+                self._add_retracted(record, now_ns, calls)
+            elif len(calls) < max_calls:
                 calls.append(self._decoder.decode_record(record, now_ns))
         return {uid: calls[::-1] for uid, calls in calls_by_uid.items()}
 
@@ -203,7 +220,15 @@ class RingReader:
         ring, in one pass.
         """
         written = self.parts.count_records()
-        records = self.parts.read_records(from_index, written)
+        from_index = max(0, from_index)
+        first_index = max(0, from_index - _RETRACTION_WINDOW)
+        records: list[Record] = []
+        retracted: dict[int, tuple[int, int]] = {}
+        for record in self.parts.read_records(first_index, written):
+            if record[FLAGS] & _RETRACTED:
+                retracted[record[STAMP] - 1] = record[UID], record[SEQ]
+            elif record[STAMP] > from_index:
+                records.append(record)
         chains: dict[int, dict[int, int]] = {}
         newest_signatures: dict[int, int] = {}
         first_concurrent: dict[int, int] = {}
@@ -223,6 +248,7 @@ class RingReader:
             newest_ops=newest_ops,
             first_concurrent=first_concurrent,
             records=tuple(records),
+            retracted=retracted,
         )
 
     def read_entries(self, from_index: int, now_ns: int) -> tuple[int, list[RecordEntry | None]]:

@@ -75,6 +75,9 @@ class RingDelta:
     # Sequence number of the first call with `RecordFlag.SHARED`.
     first_concurrent: dict[int, int] = field(default_factory=dict)
     records: tuple[tuple[int, ...], ...] = ()  # unpacked with `RECORD_STRUCT`
+    # By index of the record: (uid, seq) of calls that were retracted, which are in none of the
+    # above, among these records and some before them.
+    retracted: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

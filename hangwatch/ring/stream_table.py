@@ -7,9 +7,21 @@ from __future__ import annotations
 from hangwatch.model.losses import Loss, LossReason
 
 from .decoding import StreamDescription, compute_age_s, parse_description
-from .layout import LOSS_STRUCT, STREAM_STRUCT, UNKNOWN_COMPLETED, LiveWord, unpack_loss
-from .parts import CHAIN, COMPLETED, ENTERED_NS, READ_ATTEMPTS, SEQ, UID, Record, RingParts
+from .layout import LOSS_STRUCT, STREAM_STRUCT, UNKNOWN_COMPLETED, LiveWord, RecordFlag, unpack_loss
+from .parts import (
+    CHAIN,
+    COMPLETED,
+    ENTERED_NS,
+    FLAGS,
+    READ_ATTEMPTS,
+    SEQ,
+    UID,
+    Record,
+    RingParts,
+)
 from .snapshot import StreamState
+
+_RETRACTED = int(RecordFlag.RETRACTED)  # a plain integer: the & operator of an enum is slow
 
 
 class StreamTable:
@@ -42,7 +54,11 @@ class StreamTable:
     def _read_newest_records(self, written: int) -> dict[int, Record]:
         """By uid: the newest record since the last poll."""
         polled = self._parts.read_live_word(LiveWord.RECORDS)
-        return {record[UID]: record for record in self._parts.read_records(polled, written)}
+        return {
+            record[UID]: record
+            for record in self._parts.read_records(polled, written)
+            if not record[FLAGS] & _RETRACTED
+        }
 
     def _read_stream(
         self, slot: int, newest_records: dict[int, Record], now_ns: int

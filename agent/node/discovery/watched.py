@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from hangwatch.model.calls import Call
+from hangwatch.model.losses import Loss, LossReason
 from hangwatch.model.ranks import ExitInfo, Lifecycle
 from hangwatch.protocol.heartbeat import ProcessIdentity, ProcessUpdate
 from hangwatch.ring import checks
@@ -104,6 +105,7 @@ class WatchedProcess:
             snapshot = ring.read_snapshot(self.reader, now_ns)
             delta = self.reader.read_delta(self.history.cursor)
             self.history.add_delta(delta)
+            snapshot = self._add_late_retractions(snapshot)
             self.history.check_history.read_entries(self.reader, now_ns)
             if self.snapshot is None or self.snapshot.identity is not snapshot.identity:
                 self._update_identity(snapshot)
@@ -121,6 +123,19 @@ class WatchedProcess:
             self.faults["performance"] = (
                 f"the performance of its calls is not reported: {type(error).__name__}: {error}"
             )
+
+    def _add_late_retractions(self, snapshot: RingSnapshot) -> RingSnapshot:
+        """Adds the losses of streams of which a call was read before it was retracted."""
+        late = self.history.late_retractions
+        if not late:
+            return snapshot
+        streams = list(snapshot.streams)
+        for position, state in enumerate(streams):
+            seq = late.get(state.uid, 0)
+            if seq and (state.loss is None or seq < state.loss.from_seq):
+                loss = Loss(seq, LossReason.RAISED)
+                streams[position] = replace(state, loss=loss)
+        return replace(snapshot, streams=tuple(streams))
 
     def _update_identity(self, snapshot: RingSnapshot) -> None:
         recorded = parse_identity(snapshot.identity, pid=self.pid, start_ticks=self.start_ticks)

@@ -60,8 +60,15 @@ class UnackedHistory:
     # By stream: the first call that two threads made at the same time.
     first_concurrent: dict[int, int] = field(default_factory=dict)
     check_history: CheckHistory = field(default_factory=CheckHistory)
+    # By stream: the first call that was read, and may have been reported, before it was retracted.
+    late_retractions: dict[int, int] = field(default_factory=dict)
+    _retracted: frozenset[int] = frozenset()  # indices of records
 
     def add_delta(self, delta: RingDelta) -> None:
+        for index, (uid, seq) in delta.retracted.items():
+            if index < self.cursor and index not in self._retracted:
+                self.late_retractions[uid] = min(seq, self.late_retractions.get(uid, seq))
+        self._retracted = frozenset(delta.retracted)
         self.cursor = delta.next_index
         self.newest_ops.update(delta.newest_ops)
         if delta.records:

@@ -11,7 +11,14 @@ from typing import Any
 from .. import faults
 from ..call_reader import CallReader
 from ..callers import find_caller, find_logged_callers, skip_logger_frames
-from ..python_kernel import get_recorder, record_failure, record_loss, record_lost_completion
+from ..dynamo import run_uncompiled
+from ..python_kernel import (
+    can_communicate,
+    get_recorder,
+    record_failure,
+    record_loss,
+    record_lost_completion,
+)
 from ..recorder import unbox_work
 from ..streams import EnteredCall, leave_call
 from ..watched_works import get_holding_locals
@@ -29,21 +36,21 @@ def make_checking_kernel(
     logged = find_logged_callers()
 
     def c10d_kernel(keyset: Any, *args: Any) -> Any:
-        entered = _enter_call(reader, args, find_caller(), logged)
+        if not can_communicate(keyset):
+            return redispatch(keyset & lower_keyset, *args)
+        entered = run_uncompiled(_enter_call, reader, args, find_caller(), logged)
         if entered is None:
             return redispatch(keyset & lower_keyset, *args)
-        pending = (
-            _check_inputs(reader, operator, entered, args, find_caller())
-            if operator.is_examined
-            else None
-        )
+        pending = None
+        if operator.is_examined:
+            pending = run_uncompiled(_check_inputs, reader, operator, entered, args, find_caller())
         try:
             result = redispatch(keyset & lower_keyset, *args)
-        except BaseException:
-            record_failure(reader.spec.op, entered)
+        except BaseException as error:
+            record_failure(reader, args, entered, error)
             args, pending = (), None  # the exception keeps this frame, and must not keep tensors
             raise
-        _finish_call(reader, entered, pending, result, find_caller())
+        run_uncompiled(_finish_call, reader, entered, pending, result, find_caller())
         return result
 
     return c10d_kernel

@@ -23,6 +23,7 @@ struct CallPlan {
   RecordBody record_body;
   bool is_blocking = false;
   int completion_mode = UNOBSERVABLE;
+  int failure_rule = NO_RULE;
 };
 
 // All methods require the recorder's mutex.

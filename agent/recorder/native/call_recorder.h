@@ -61,9 +61,11 @@ class CallRecorder {
     const uint64_t this_thread = get_this_thread();
     plan.record_body.thread = get_thread_id();
     const uint64_t blocked_thread = plan.is_blocking ? this_thread : 0;
-    return enter_call(
+    Call call = enter_call(
         *plan.stream, plan.agreement_hash, plan.record_body, blocked_thread, plan.completion_mode,
         finished, lock);
+    call.failure_rule = plan.failure_rule;
+    return call;
   }
 
   // Records a call of which everything is known.
@@ -97,8 +99,33 @@ class CallRecorder {
   void finish_call(const Call& call, bool has_raised) {
     Lock lock(mutex_);
     if (has_raised)
-      records_.mark_raised(call.index);
+      records_.add_flags(call.index, RAISED);
     complete_call(call);
+  }
+
+  // Records that a call raised an exception, and takes it back if it had not communicated.
+  void fail_call(const Call& call, FailureOutcome outcome) {
+    if (outcome == FailureOutcome::NOT_MADE)
+      return retract_call(call);
+    if (outcome == FailureOutcome::UNKNOWN)
+      mark_incomplete(*call.stream, CALL_RAISED, call.seq);
+    finish_call(call, true);
+  }
+
+  // See StreamRecorder.retract_call in streams.py.
+  void retract_call(const Call& call) {
+    Lock lock(mutex_);
+    Stream& stream = *call.stream;
+    if (stream.entered != call.seq) {
+      stream.mark_incomplete(CALL_RAISED, call.seq);
+      records_.add_flags(call.index, RAISED);
+      return complete_call(call);
+    }
+    --stream.entered;
+    stream.chain = (stream.chain - call.agreement_hash) * CHAIN_BASE_INVERSE;
+    records_.add_flags(call.index, RAISED | RETRACTED);
+    records_.record_completion(call.index, read_clock_ns());
+    stream.publish_newest();
   }
 
   // Makes the Work of some calls, the same on every rank, record its time of completion, on the
@@ -214,7 +241,8 @@ class CallRecorder {
     ++stream.entered;
     const uint64_t index = records_.append_record(
         now_ns, stream.entered, stream.chain, stream.completed, record_body);
-    return {&stream, stream.entered, index, now_ns, blocked_thread, completion_mode};
+    return {
+        &stream, stream.entered, index, now_ns, blocked_thread, completion_mode, agreement_hash};
   }
 
   // Drops the works that are finished, or need not be polled, when `this_thread` makes a call.

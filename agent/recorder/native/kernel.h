@@ -43,13 +43,17 @@ class RecordingKernel : public c10::OperatorKernel {
         c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
     CallRecorder* const recorder = current_recorder.load(std::memory_order_acquire);
     Call call;
-    if (recorder && !run_guarded([&] { call = record_call(*recorder, *stack); }))
+    if (recorder && can_communicate(keys) &&
+        !run_guarded([&] { call = record_call(*recorder, *stack); }))
       run_guarded([&] { recorder->record_lost_call(); });
     if (!call.stream)
       return op.redispatchBoxed(keys & lower_keys, stack);
     try {
       op.redispatchBoxed(keys & lower_keys, stack);
-    } catch (...) {
+    } catch (const std::exception& error) {
+      run_guarded([&] { recorder->fail_call(call, judge_failure(error, call.failure_rule)); });
+      throw;
+    } catch (...) { // such as the end of the thread
       run_guarded([&] { recorder->finish_call(call, true); });
       throw;
     }
@@ -58,6 +62,12 @@ class RecordingKernel : public c10::OperatorKernel {
   }
 
  private:
+  // See `can_communicate` in python_kernel.py.
+  static bool can_communicate(c10::DispatchKeySet keys) {
+    return !keys.has_backend(c10::BackendComponent::MetaBit) &&
+        !keys.has_any(c10::DispatchKeySet(c10::DispatchKey::NestedTensor));
+  }
+
   // False after an error of ours, which is recorded.
   template <class Action> // void()
   static bool run_guarded(Action action) {
@@ -112,7 +122,7 @@ class RecordingKernel : public c10::OperatorKernel {
     planned_reduce_op = find_reduce_op(arguments);
     const auto fields =
         call_python(planner_, Stack(arguments, arguments + argument_count_)).toIntVector();
-    if (fields.size() != 9)
+    if (fields.size() != 10)
       return false;
     plan.stream = reinterpret_cast<Stream*>(fields[0]);
     if (!plan.stream)
@@ -126,6 +136,7 @@ class RecordingKernel : public c10::OperatorKernel {
     plan.record_body.flags = static_cast<uint32_t>(fields[6]);
     plan.is_blocking = fields[7];
     plan.completion_mode = static_cast<int>(fields[8]);
+    plan.failure_rule = static_cast<int>(fields[9]);
     return true;
   }
 

@@ -17,6 +17,7 @@ from hangwatch.ring.layout import RECORD_SLOTS
 from .. import faults
 from ..call_reader import CallDetails
 from ..checks.settings import PYTHON_ONLY_REASON, load_check_settings
+from ..failures import FailureRule
 from ..streams import EnteredCall, StreamRecorder
 from ..writer import RingWriter
 from . import cache
@@ -32,7 +33,8 @@ class _NativeCall(ctypes.Structure):
     _fields_ = (
         ("stream", ctypes.c_void_p), ("seq", ctypes.c_uint64), ("index", ctypes.c_uint64),
         ("entered_ns", ctypes.c_uint64), ("blocked_thread", ctypes.c_uint64),
-        ("completion_mode", ctypes.c_int),
+        ("completion_mode", ctypes.c_int), ("agreement_hash", ctypes.c_uint64),
+        ("failure_rule", ctypes.c_int),
     )  # fmt: skip
 
 
@@ -210,6 +212,9 @@ class NativeLibrary:
     def finish_call(self, call: _NativeCall, *, raised: bool) -> None:
         self._lib.hw_finish_call(self._recorder, ctypes.byref(call), ctypes.c_bool(raised))
 
+    def retract_call(self, call: _NativeCall) -> None:
+        self._lib.hw_retract_call(self._recorder, ctypes.byref(call))
+
     def read_frames(self, max_frames: int = 256) -> list[tuple[int, int]]:
         """The calling thread's frames as the library sees them, newest first: (id of the code,
         offset of the instruction).
@@ -241,13 +246,24 @@ class NativeStreamRecorder(StreamRecorder):
         call = self._native.enter_call(
             self._handle, agreement_hash, record_body, blocked_thread, completion_mode
         )
-        return self, call.seq, call.index, call.entered_ns, blocked_thread, completion_mode
+        return (
+            self,
+            call.seq,
+            call.index,
+            call.entered_ns,
+            blocked_thread,
+            completion_mode,
+            agreement_hash,
+        )
 
     def finish_call(self, call: EnteredCall) -> None:
         self._native.finish_call(_NativeCall(self._handle, *call[1:]), raised=False)
 
     def fail_call(self, call: EnteredCall) -> None:
         self._native.finish_call(_NativeCall(self._handle, *call[1:]), raised=True)
+
+    def retract_call(self, call: EnteredCall) -> None:
+        self._native.retract_call(_NativeCall(self._handle, *call[1:]))
 
     def mark_incomplete(self, reason: LossReason, from_seq: int = 0) -> None:
         self._native.mark_incomplete(self._handle, reason, from_seq)
@@ -260,14 +276,15 @@ class NativeStreamRecorder(StreamRecorder):
         super().close_stream()
 
 
-def encode_plan(details: CallDetails | None) -> list[int]:
+def encode_plan(details: CallDetails | None, failure_rule: FailureRule) -> list[int]:
     """The plan of all calls of a kind, as the kernel expects it: the stream's handle (0: the calls are
-    not recorded), the agreement hash as a signed number, and the remaining details.
+    not recorded), the agreement hash as a signed number, the remaining details, and the rule for
+    calls that raise an exception.
     """
     if details is None:
-        return [0] * 9
+        return [0] * 10
     stream, agreement_hash, *rest = details
     assert isinstance(stream, NativeStreamRecorder)
     if agreement_hash >= _INT64_SIGN_BIT:
         agreement_hash -= 2 * _INT64_SIGN_BIT
-    return [stream.handle, agreement_hash, *map(int, rest)]
+    return [stream.handle, agreement_hash, *map(int, rest), int(failure_rule)]

@@ -43,9 +43,9 @@ class RecordTable {
 
   // These do nothing if the record has been overwritten.
 
-  void mark_raised(uint64_t index) {
+  void add_flags(uint64_t index, uint32_t flags) {
     if (Record& r = get_slot(index); r.stamp == index + 1)
-      r.body.flags |= RAISED;
+      r.body.flags |= flags;
   }
 
   void record_completion(uint64_t index, uint64_t now_ns) {

@@ -117,6 +117,10 @@ void hw_enter_call(
       *stream, agreement_hash, record_body, blocked_thread, completion_mode);
 }
 
+void hw_retract_call(CallRecorder* recorder, const Call* call) {
+  recorder->retract_call(*call);
+}
+
 void hw_finish_call(CallRecorder* recorder, const Call* call, bool has_raised) {
   recorder->finish_call(*call, has_raised);
 }

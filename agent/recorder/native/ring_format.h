@@ -10,13 +10,15 @@ namespace {
 
 constexpr uint64_t UNKNOWN_COMPLETED = ~0ull;
 constexpr uint64_t CHAIN_BASE = 0x9E3779B97F4A7C15; // of the running hash
+constexpr uint64_t CHAIN_BASE_INVERSE = 0xF1DE83E19937733D;
+static_assert(CHAIN_BASE * CHAIN_BASE_INVERSE == 1);
 constexpr int MIN_TIMED_LEVEL = 6; // one call in 64
 
 constexpr int LOSS_SEQ_BITS = 56;
 
 enum LossReason : uint64_t { FAULT = 1, CALL_RAISED = 2 }; // as in hangwatch/model/losses.py
 
-enum RecordFlag : uint32_t { RAISED = 4, SHARED = 8, TIMED = 16 };
+enum RecordFlag : uint32_t { RAISED = 4, SHARED = 8, TIMED = 16, RETRACTED = 32 };
 
 enum StreamWord { // the words of a slot in the stream table that the recorder updates
   COMPLETED_WORD,

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "failures.h"
 #include "ring_format.h"
 #include "work_reports.h"
 
@@ -37,6 +38,8 @@ struct Call { // a call in progress; it is recorded if it has a stream
   uint64_t seq = 0, index = 0, entered_ns = 0;
   uint64_t blocked_thread = 0; // the thread that waits in it; 0 if none does
   int completion_mode = UNOBSERVABLE;
+  uint64_t agreement_hash = 0;
+  int failure_rule = NO_RULE;
 };
 
 // What is known of the completion of a call that has returned.

@@ -137,6 +137,98 @@ def compiled():
 
 
 @register_case
+def compiled_with_breaks():
+    """Calls that torch.compile leaves to Python, beside declarations that it traces."""
+    import hangwatch
+
+    @torch.compile(backend="eager")
+    def step(x):
+        y = x + 1
+        dist.all_reduce(y, async_op=True).wait()
+        return y * 2
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def declare(x, number):
+        hangwatch.step(number)
+        with hangwatch.phase("evaluate"), hangwatch.collective("put"):
+            return x + 1
+
+    for size in range(2, 6):
+        step(torch.ones(size))
+        declare(torch.ones(4), size)
+
+
+@register_case
+def without_data():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.nested import nested_tensor
+
+    def reduce_copy(x):
+        y = x.clone()
+        dist.all_reduce(y)
+        return y
+
+    dist.barrier()
+    with FakeTensorMode():
+        reduce_copy(torch.ones(4))
+        dist.all_gather([torch.ones(4)] * 2, torch.ones(4))
+        dist.barrier()
+    dist.broadcast(torch.ones(4, device="meta"), 0)
+    with contextlib.suppress(NotImplementedError):
+        dist.all_reduce(nested_tensor([torch.ones(2), torch.ones(3)]))
+    graph = make_fx(reduce_copy, tracing_mode="symbolic")(torch.ones(4)).graph
+    (placeholder,) = (node for node in graph.nodes if node.op == "placeholder")
+    assert not isinstance(placeholder.meta["val"].shape[0], int)
+
+
+@register_case
+def raising():
+    """Calls that raise an exception before they communicate, which one rank catches and makes again."""
+    from torch.nested import nested_tensor
+
+    if dist.get_rank() == 0:
+        int8 = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
+        wrong_calls = (
+            lambda: dist.broadcast(torch.ones(4), 7),
+            lambda: dist.all_gather_into_tensor(torch.empty(3), torch.ones(4)),
+            lambda: dist.reduce_scatter_tensor(torch.empty(3), torch.ones(4)),
+            lambda: dist.gather(torch.ones(4), [torch.ones(3)] * 2, 0),
+            lambda: dist.all_reduce(int8, async_op=True),
+            lambda: dist.all_reduce(nested_tensor([torch.ones(2), torch.ones(3)])),
+            lambda: dist.group.WORLD.allreduce([]),
+            lambda: dist.group.WORLD.send([torch.ones(4)] * 2, 1, 0),
+            lambda: dist.new_group([0, 0]),
+        )
+        for number, make_call in enumerate(wrong_calls):
+            with contextlib.suppress(RuntimeError, ValueError):
+                make_call()
+                raise AssertionError(f"call {number} did not raise")
+    dist.broadcast(torch.ones(4), 0)
+    dist.all_reduce(torch.ones(4))
+    dist.new_group([0, 1])
+    dist.barrier()
+
+
+@register_case
+def unusual_tensors():
+    """Tensors that are no plain arrays, yet are sent."""
+    from torch.distributed._functional_collectives import all_reduce
+
+    class OwnTensor(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+    dist.all_reduce(torch.eye(4).to_sparse())
+    dist.broadcast(torch.ones(4, dtype=torch.complex64), 0)
+    dist.all_reduce(torch._efficientzerotensor((4,)))
+    dist.broadcast(torch.empty(0), 0)
+    dist.all_reduce(torch.Tensor._make_subclass(OwnTensor, torch.ones(4)))
+    dist.broadcast(all_reduce(torch.ones(4), "sum", dist.group.WORLD), 0)
+
+
+@register_case
 def coalescing():
     with dist._coalescing_manager():
         for _ in range(3):

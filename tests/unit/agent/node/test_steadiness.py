@@ -64,7 +64,7 @@ class Rank:
     def enter_call(self, *, is_complete: bool = True) -> int:
         """When it was entered."""
         body = self._stream.pack_record_body(self._signature, 0, RecordFlag.BLOCKING, 16)
-        _, _, _, entered_ns, _, _ = self._stream.enter_call(7, body, 0, CompletionMode.RETURN)
+        _, _, _, entered_ns, *_ = self._stream.enter_call(7, body, 0, CompletionMode.RETURN)
         self.calls += 1
         if is_complete:
             self.complete_calls()
