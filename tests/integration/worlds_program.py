@@ -13,10 +13,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed as _dist
 import torch.distributed.distributed_c10d as _c10d
 
 STEPS = 4
+dist: Any = _dist
 c10d: Any = _c10d
 
 
@@ -29,20 +30,20 @@ def init_world(role: str, port: int) -> tuple[str, int]:
     half = size // 2
     role, rank = ("trainer", rank) if rank < half else ("engine", rank - half)
     port += 1 if role == "trainer" else 2
-    store = c10d.TCPStore("127.0.0.1", port, half, is_master=rank == 0)
+    store = dist.TCPStore("127.0.0.1", port, half, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=half)
     return role, rank
 
 
 def join_weights(role: str, port: int) -> Any:
     number = 0 if role == "trainer" else 1
-    store = c10d.TCPStore("127.0.0.1", port, 2, is_master=number == 0)
-    store = c10d.PrefixStore("weights", store)
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=number == 0)
+    store = dist.PrefixStore("weights", store)
     group, _ = c10d._new_process_group_helper(
         2,
         number,
         [],
-        c10d.Backend("gloo"),
+        dist.Backend("gloo"),
         store,
         group_name="weights",
         timeout=timedelta(minutes=10),
