@@ -81,6 +81,7 @@ class DeviceStatusReader:
         self._read_status = read_status
         self._schedule = ReadingSchedule()
         self._slots_by_uid: dict[int, int] = {}
+        self._free_slots = list(reversed(range(DEVICE_SLOTS)))
         self._keys_by_uid: dict[int, CounterKey] = {}  # by stream uid
         self._absence = DeviceStatusState.UNSUPPORTED  # why no group has counters
         self._failure_count = 0
@@ -136,6 +137,11 @@ class DeviceStatusReader:
         return is_unfinished, cost_ns
 
     def _find_keys(self, tracks: Iterable[GroupTrack]) -> None:
+        open_streams = self._recorder.groups.streams
+        for uid in [uid for uid in self._keys_by_uid if uid not in open_streams]:
+            del self._keys_by_uid[uid]
+            if (slot := self._slots_by_uid.pop(uid, None)) is not None:
+                self._free_slots.append(slot)
         for track in tracks:
             stream, group = track.collective_stream, track.group_ref()
             if stream is None or group is None or stream.uid in self._keys_by_uid:
@@ -158,6 +164,9 @@ class DeviceStatusReader:
         )
 
     def _write_entry(self, entry: DeviceEntry) -> None:
-        slot = self._slots_by_uid.setdefault(entry.uid, len(self._slots_by_uid))
-        if slot < DEVICE_SLOTS:
-            self._ring.write_device_entry(slot, entry)
+        slot = self._slots_by_uid.get(entry.uid)
+        if slot is None:
+            if not self._free_slots:
+                return
+            slot = self._slots_by_uid[entry.uid] = self._free_slots.pop()
+        self._ring.write_device_entry(slot, entry)

@@ -8,6 +8,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 from hangwatch.model.backends import DEVICE_BACKENDS, FLIGHT_RECORDER_BACKENDS
@@ -19,6 +20,11 @@ from . import faults
 from .group_origins import GroupOrigin, get_origin_tracker
 from .streams import StreamRecorder
 from .writer import RingWriter
+
+MIN_SWEPT_SLOTS = 256
+_OPENED_BETWEEN_SWEEPS = 64  # streams
+# Node agents read the ring twice a second, and at least every 20 seconds report what they read.
+CLOSING_DELAY_S = 10.0
 
 
 class GroupTrack:
@@ -109,11 +115,13 @@ class GroupRegistry:
         self._tracks_by_name: dict[tuple[int, int, str | weakref.ref[Any], str], GroupTrack] = {}
         self.world_size = 0
         self.generation = 0  # the number of worlds of that size that this process has been in
-        self._retired_streams: list[StreamRecorder] = []
+        self._retired_streams: list[tuple[float, StreamRecorder]] = []  # with the time
+        self._sweep_at = MIN_SWEPT_SLOTS  # used slots from which the dead ones are looked for
+        self._heap_spans: dict[int, tuple[int, int]] = {}  # of the descriptions, by uid
         self.dropped_count = 0
         # Why calls of groups that are not opened yet may have been lost; None: they were not.
         self._loss: LossReason | None = None
-        self.streams: list[StreamRecorder] = []
+        self.streams: dict[int, StreamRecorder] = {}  # by uid
 
     def get_channel(
         self, track: GroupTrack, kind: StreamKind, peer: int, tag: int
@@ -145,7 +153,8 @@ class GroupRegistry:
             faults.record_message(f"{full}; calls beyond them are not watched")
             return None
         stream = self._make_stream(uid, slot)
-        self.streams.append(stream)
+        self._heap_spans[uid] = heap_span
+        self.streams[uid] = stream
         if self._loss is not None:
             stream.mark_incomplete(self._loss)
         return stream
@@ -156,47 +165,64 @@ class GroupRegistry:
         """
         self.dropped_count += 1
         self._loss = reason
-        for stream in list(self.streams):
+        for stream in list(self.streams.values()):
             stream.mark_incomplete(reason)
 
     def _close_duplicate(self, stream: StreamRecorder | None) -> None:
         """Closes a stream that another thread opened too, before this thread could publish it."""
         if stream is not None:
-            self.streams.remove(stream)
-            stream.close_stream()
+            self._close_stream(stream)
 
     def retire_stream(self, stream: StreamRecorder) -> None:
-        """Allows another stream to take the slot of this one."""
-        self._retired_streams.append(stream)
+        """Allows another stream to take the slot of this one after `CLOSING_DELAY_S`, or earlier if
+        the ring is full: until then a reader can still see its last position.
+        """
+        self._retired_streams.append((monotonic(), stream))
 
     def _open_slot(self, uid: int, heap_span: tuple[int, int]) -> int:
-        """Takes a slot of the ring. Slots of streams that ended are freed only when none is left:
-        until then a reader can still see their last position.
+        """Takes a slot of the ring. From `MIN_SWEPT_SLOTS` on, streams of groups that no longer exist
+        are closed now and then, so that the ring has about as many slots as there are streams in use.
         """
+        if self._ring.used_slot_count >= self._sweep_at:
+            self._close_dead_streams(monotonic() - CLOSING_DELAY_S)
+            self._sweep_at = self._ring.used_slot_count + _OPENED_BETWEEN_SWEEPS
         try:
             return self._ring.open_stream(uid, heap_span)
         except OverflowError:
-            self._close_dead_streams()
+            self._close_dead_streams(monotonic())
             return self._ring.open_stream(uid, heap_span)
 
-    def _close_dead_streams(self) -> None:
-        """Closes the retired streams and those of groups that no longer exist."""
+    def _close_dead_streams(self, before: float) -> None:
+        """Retires the streams of groups that no longer exist, and closes those that were retired before
+        that time.
+        """
         all_tracks = (*self.tracks.values(), *self._tracks_by_name.values())
         dead_tracks = {id(track): track for track in all_tracks if track.group_ref() is None}
-        self.tracks = {
-            key: track for key, track in self.tracks.items() if id(track) not in dead_tracks
-        }
-        self._tracks_by_name = {
-            key: track
-            for key, track in self._tracks_by_name.items()
-            if id(track) not in dead_tracks
-        }
-        dead_streams, self._retired_streams = self._retired_streams, []
+        if dead_tracks:
+            self.tracks = {
+                key: track for key, track in self.tracks.items() if id(track) not in dead_tracks
+            }
+            self._tracks_by_name = {
+                key: track
+                for key, track in self._tracks_by_name.items()
+                if id(track) not in dead_tracks
+            }
         for track in dead_tracks.values():
-            dead_streams += track.list_streams()
-        for stream in dead_streams:
-            self.streams.remove(stream)
-            stream.close_stream()
+            for stream in track.list_streams():
+                self.retire_stream(stream)
+        retired, self._retired_streams = self._retired_streams, []
+        for retired_at, stream in retired:
+            if retired_at > before:
+                self._retired_streams.append((retired_at, stream))
+            else:
+                self._close_stream(stream)
+
+    def _close_stream(self, stream: StreamRecorder) -> None:
+        self.streams.pop(stream.uid, None)
+        stream.close_stream()
+        heap_span = self._heap_spans.pop(stream.uid, None)
+        if heap_span is not None:
+            self._ring.free_description(heap_span)
 
     def _make_deletion_callback(self) -> Callable[[Any], None]:
         # At the end of the process it runs when the modules have no contents any more.

@@ -80,7 +80,7 @@ class Recorder:
         if self.native is not None:
             return self.native.update_streams()
         now, written = monotonic_ns(), self.ring.written_count
-        for stream in self.groups.streams:
+        for stream in list(self.groups.streams.values()):
             stream.update_ring(now)
         return written
 

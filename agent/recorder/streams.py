@@ -65,6 +65,7 @@ class StreamRecorder:
         "_last_thread",
         "_map",
         "_prune_lock",
+        "_published",
         "_record_indices",
         "_records_offset",
         "_ring",
@@ -93,6 +94,7 @@ class StreamRecorder:
         )
         self._seq_counter = itertools.count(1)
         self._last_entered_ns = 0
+        self._published = (0, 0)  # calls that were entered and completed at the last poll
         # Unfinished calls, oldest first, each with its Work as `watch_work` returns it.
         self.pending_works: deque[PendingCall] = deque()
         self._unbox_work = unbox
@@ -216,6 +218,7 @@ class StreamRecorder:
         self._ring.add_flags(index, _RETRACTED_FLAGS)
         self._ring.record_completion(index, monotonic_ns())
         self._ring.write_newest(self.slot, self.entered, self.chain, self._last_entered_ns)
+        self._published = self.entered, self.completed
 
     def mark_completion_unknown(self) -> None:
         """Marks the completion of this stream's calls as unobservable from now on."""
@@ -271,13 +274,17 @@ class StreamRecorder:
 
         The newest record holds the position too, but may be overwritten.
         """
+        position = self.entered, self.completed
         if self.pending_works:
             self.poll_works(now_ns)
+        elif position == self._published:
+            return  # as most of thousands of channels
         else:
             # Also while an operator blocks: until it returns, its call is not in `pending_works`,
             # and `enter_call` publishes nothing.
             self._ring.write_progress(self.slot, self.completed, 0)
         self._ring.write_newest(self.slot, self.entered, self.chain, self._last_entered_ns)
+        self._published = position
 
 
 def leave_call(call: EnteredCall) -> None:

@@ -24,6 +24,8 @@ from hangwatch.ring.layout import (
     HEAP_SIZE,
     IDENTITY_OFFSET,
     IDENTITY_SIZE,
+    INITIAL_HEAP_SIZE,
+    INITIAL_STREAM_SLOTS,
     INTERNED_SIZE,
     INTERNED_STRUCT,
     LAYOUT_VERSION,
@@ -49,6 +51,8 @@ from hangwatch.ring.layout import (
 # ring refers to an entry that was overwritten.
 SIGNATURE_LIFETIME_ENTRIES = SIGNATURE_SLOTS - RECORD_SLOTS
 SITE_LIFETIME_ENTRIES = SITE_SLOTS // 2
+_HEAP_UNIT = 64  # bytes: descriptions of about the same length can take each other's place
+_ALLOCATION_BYTES = 1 << 16  # by which a table or the heap grows
 
 
 class RingWriter:
@@ -60,8 +64,8 @@ class RingWriter:
     """
 
     def __init__(self, path: Path, *, pid: int, start_ticks: int, extra_bytes: int = 0) -> None:
-        """Creates the file and allocates its blocks, so that a full disk is an OSError here rather
-        than a SIGBUS later.
+        """Creates the file and allocates the blocks that every job needs, so that a full disk is an
+        OSError here rather than a SIGBUS later. Further blocks are allocated before they are used.
 
         ``extra_bytes`` are for a further table, which starts at `extra_offset`.
         """
@@ -71,7 +75,11 @@ class RingWriter:
         self._geometry = geometry
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, size)
+            os.ftruncate(fd, size)
+            for offset, part_size in geometry.list_initial_parts():
+                os.posix_fallocate(fd, offset, part_size)
+            if extra_bytes:
+                os.posix_fallocate(fd, self.extra_offset, extra_bytes)
             self.map = self._map = mmap.mmap(fd, size)
         except OSError:
             os.unlink(path)
@@ -93,6 +101,12 @@ class RingWriter:
         self._free_slots: list[int] = []
         self._heap_spans: dict[int, list[int]] = {}  # the end of each description, by its offset
         self._heap_used = 0
+        # By size: the offsets of spans of the heap that closed streams no longer use.
+        self._free_spans: dict[int, list[int]] = {}
+        # Up to where the tables and the heap are allocated, by the offset at which each begins.
+        self._allocated_ends = {
+            offset: offset + size for offset, size in self._list_growing_parts()
+        }
         tables = (
             (geometry.streams_offset, STREAM_SLOTS),
             (geometry.records_offset, RECORD_SLOTS),
@@ -157,15 +171,65 @@ class RingWriter:
         return self._last_site - number < SITE_LIFETIME_ENTRIES
 
     def write_description(self, data: Mapping[str, Any]) -> tuple[int, int]:
-        """Appends a description to the heap; returns its (offset, length). Raises OverflowError if the
-        heap is full.
+        """Writes a description to the heap; returns its (offset, length). Raises OverflowError if the
+        heap is full, or no more of it can be allocated.
         """
         raw = _encode_json(data)
-        at = self._take_heap(len(raw))
+        size = _round_up(len(raw), _HEAP_UNIT)
+        at = self._take_free_span(size)
+        if at is None:
+            at = self._take_heap(size)
+            self._live_words[LiveWord.HEAP_USED] = self._heap_used = at + size
         start = self._geometry.heap_offset + at
+        self._allocate(self._geometry.heap_offset, start + size)
         self._map[start : start + len(raw)] = raw
-        self._live_words[LiveWord.HEAP_USED] = self._heap_used = at + len(raw)
         return at, len(raw)
+
+    def _take_free_span(self, size: int) -> int | None:
+        with contextlib.suppress(KeyError, IndexError):
+            return self._free_spans[size].pop()
+        return None
+
+    def free_description(self, heap_span: tuple[int, int]) -> None:
+        """Allows another description to take the room of this one, whose stream is closed."""
+        offset, length = heap_span
+        self._free_spans.setdefault(_round_up(length, _HEAP_UNIT), []).append(offset)
+
+    def _list_growing_parts(self) -> list[tuple[int, int]]:
+        """The (offset, size) of what is allocated of the tables that grow and of the heap."""
+        geometry = self._geometry
+        return [
+            (geometry.losses_offset, INITIAL_STREAM_SLOTS * LOSS_STRUCT.size),
+            (geometry.streams_offset, INITIAL_STREAM_SLOTS * STREAM_STRUCT.size),
+            (geometry.heap_offset, INITIAL_HEAP_SIZE),
+        ]
+
+    def _allocate(self, part: int, end: int) -> None:
+        """Allocates the part that begins at offset ``part`` up to ``end``. Raises OverflowError if the
+        file system has no room: writing there would end the process (SIGBUS).
+
+        Two threads may do so at the same time, which allocates the same blocks twice.
+        """
+        allocated_end = self._allocated_ends[part]
+        if end <= allocated_end:
+            return
+        size = max(end - allocated_end, _ALLOCATION_BYTES)
+        limit = min(start for start in (*self._list_limits(), len(self._map)) if start > part)
+        size = min(size, limit - allocated_end)
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                os.posix_fallocate(fd, allocated_end, size)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise OverflowError(f"no room for further process groups: {error.strerror}") from error
+        self._allocated_ends[part] = max(allocated_end + size, self._allocated_ends[part])
+
+    def _list_limits(self) -> tuple[int, int, int]:
+        """Where the parts that follow those that grow begin."""
+        geometry = self._geometry
+        return geometry.streams_offset, geometry.records_offset, geometry.heap_offset + HEAP_SIZE
 
     def _take_heap(self, length: int) -> int:
         """Takes the next bytes of the heap; returns their offset. Raises OverflowError if it is
@@ -186,11 +250,23 @@ class RingWriter:
         slot = next(self._slot_counter)
         if slot >= STREAM_SLOTS:
             raise OverflowError(f"more than {STREAM_SLOTS} process groups and channels at a time")
+        end = slot + 1
+        self._allocate(
+            self._geometry.losses_offset, self._geometry.losses_offset + end * LOSS_STRUCT.size
+        )
+        self._allocate(
+            self._geometry.streams_offset, self._geometry.streams_offset + end * STREAM_STRUCT.size
+        )
         self._used_slots.append(slot)
         # Again if another thread took one meanwhile: it may have written a number that is greater.
         while self._live_words[LiveWord.SEQUENCES] != (count := len(self._used_slots)):
             self._live_words[LiveWord.SEQUENCES] = count
         return self._geometry.streams_offset + slot * STREAM_STRUCT.size
+
+    @property
+    def used_slot_count(self) -> int:
+        """The number of stream slots in use."""
+        return len(self._used_slots) - len(self._free_slots)
 
     def record_completion(self, index: int, done_ns: int) -> None:
         """Records when a call was first seen to be complete, if its record still exists."""
@@ -285,6 +361,14 @@ class RingWriter:
         NOTE_STRUCT.pack_into(self._map, at, lock + 1, len(raw))
         self._map[at + NOTE_STRUCT.size : at + NOTE_STRUCT.size + len(raw)] = raw
         self._words[at >> 3] = lock + 2
+
+
+def _round_up(size: int, unit: int) -> int:
+    """
+    >>> _round_up(65, 64)
+    128
+    """
+    return -(-size // unit) * unit
 
 
 def _do_nothing() -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from hangwatch.diagnosis import messages
 from hangwatch.diagnosis.context import (
     DiagnosisContext,
+    get_state_known_until,
     get_suspicion_delay_s,
     request_stacks,
 )
@@ -58,11 +59,16 @@ def add_loss_notes(context: DiagnosisContext, verdict: Verdict) -> Verdict:
 
 
 def request_uncounted_stacks(context: DiagnosisContext) -> None:
-    """Requests the stacks that show whom a call waits for where counts do not. Makes no verdict: a rank
-    that is seen in code of its own is part of the next wait-for graph.
+    """Requests the stacks that show whom a call waits for where counts do not, and
+    those that show whether a rank waits in a call that is not recorded. Makes no verdict: what they show
+    is part of the next wait-for graph.
     """
     delay_s = get_suspicion_delay_s(context.limits)
     for rank, calls in context.graph.uncounted_waits.items():
         for blocked in calls:
             if context.now - blocked.began_at >= delay_s:
                 request_stacks(context, sorted(blocked.awaited), [rank], blocked.began_at)
+    for rank in sorted(context.attempt.incomplete_ranks - context.explained_ranks):
+        idle_since = context.attempt.processes[rank].idle_since
+        if get_state_known_until(context, rank) - idle_since >= delay_s:
+            request_stacks(context, (), [rank], idle_since)

@@ -39,6 +39,7 @@ class _Wait:
     began_at: float
     stream: CallStream | None = None
     awaited: tuple[int, ...] = ()
+    is_recorded: bool = True
     may_await: tuple[int, ...] = ()  # counts do not show which of these it waits for
 
 
@@ -104,6 +105,8 @@ def _iter_other_waits(context: DiagnosisContext, explained: Set[int]) -> Iterato
     for rank in graph.uncounted_waits.keys() - explained:
         for blocked in graph.uncounted_waits[rank]:
             yield _Wait(rank, blocked.began_at, blocked.stream, may_await=tuple(blocked.awaited))
+    for rank in graph.unrecorded_waits.keys() - explained:
+        yield _Wait(rank, graph.unrecorded_waits[rank], is_recorded=False)
     for rank in graph.unsampled_ranks.keys() - explained:
         yield _Wait(rank, graph.unsampled_ranks[rank])
     for rank in graph.released_ranks - explained:
@@ -138,6 +141,9 @@ def _describe_wait(context: DiagnosisContext, wait: _Wait) -> str:
         stream = wait.stream
         position = messages.describe_position(stream.group, stream.entered)
         subject = f"{subject} in {get_op_name(stream)} ({position})"
+    if not wait.is_recorded:
+        place = _describe_place(context, wait.rank).removeprefix(f"rank {wait.rank} is ")
+        return f"{subject} in a call that is not recorded {place}".rstrip()
     awaited = wait.awaited
     if not awaited:
         return subject
@@ -166,6 +172,8 @@ def _find_reason(context: DiagnosisContext, wait: _Wait) -> str:
     silent = tuple(sorted(context.graph.silent_ranks.keys() & set(ranks)))
     if silent:
         return f"{messages.describe_ranks(silent)} {'do' if len(silent) > 1 else 'does'} not report"
+    if not wait.is_recorded:
+        return describe_losses(context.attempt, ranks)[-1]
     if wait.may_await and wait.stream is not None:
         notes = describe_losses(context.attempt, ranks, wait.stream.group)
         return notes[0] if notes else "calls are not completely recorded"

@@ -17,6 +17,7 @@ class LossReason(enum.IntEnum):
     FAULT = 1  # an error of the recorder's own
     RAISED = 2  # a call raised an exception, before or after it communicated
     LATE = 3  # recording began, or began again, after calls were made
+    UNREADABLE = 4  # the ring could not be read for a time; the server's own reason
 
     @classmethod
     def from_number(cls, number: int) -> LossReason:
@@ -32,6 +33,7 @@ _DESCRIPTIONS = {
     LossReason.UNKNOWN: "its recorder lost calls",
     LossReason.FAULT: "its recorder failed to record a call",
     LossReason.RAISED: "a call raised an exception, and whether it communicated is not known",
+    LossReason.UNREADABLE: "its ring could not be read",
     LossReason.LATE: "its recorder was not active from the beginning",
 }
 

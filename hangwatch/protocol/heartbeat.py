@@ -146,6 +146,7 @@ class ProcessUpdate:
     # Of the streams that miss a call, once each: (uid, first uncertain call, number of the
     # `hangwatch.model.losses.LossReason`).
     losses: tuple[tuple[int, int, int], ...] = ()
+    closed: tuple[int, ...] = ()  # streams (uids) that were reported and whose groups are gone
     sequences: tuple[StreamUpdate, ...] = ()
     # Of sampled calls: (uid, seq, running hash after the call, CRC-32 of its result).
     checksums: tuple[tuple[int, int, Hash64, int], ...] = ()

@@ -65,7 +65,7 @@ Signature and site tables (INTERNED_SIZE bytes per slot), entry n (from 1) in sl
 
     u64 n (0 while it is written), u32 length, JSON
 
-Heap: JSON descriptions, only ever appended.
+Heap: JSON descriptions. The room of a stream that was closed is used again.
 
 Check table (CHECK_STRUCT.size bytes per slot), entry n in slot n % count; it follows the heap and
 exists only with HANGWATCH_CHECKS::
@@ -113,8 +113,10 @@ INTERNED_STRUCT = struct.Struct("<QI")
 INTERNED_SIZE = 384
 UNKNOWN_COMPLETED = (1 << 64) - 1
 
-STREAM_SLOTS, RECORD_SLOTS, SIGNATURE_SLOTS, SITE_SLOTS = 512, 2048, 3072, 1024
-HEAP_SIZE = 1 << 19
+STREAM_SLOTS, RECORD_SLOTS, SIGNATURE_SLOTS, SITE_SLOTS = 8192, 2048, 3072, 1024
+HEAP_SIZE = 1 << 22
+# Of the heap, the stream table and the loss table, the writer allocates as much as it uses.
+INITIAL_STREAM_SLOTS, INITIAL_HEAP_SIZE = 256, 1 << 16
 CHECK_SLOTS = 1024
 MAX_FILE_BYTES = 64 << 20
 
@@ -201,6 +203,22 @@ class RingGeometry:
         sites = signatures + SIGNATURE_SLOTS * INTERNED_SIZE
         heap = sites + SITE_SLOTS * INTERNED_SIZE
         return cls(losses, streams, records, signatures, sites, heap, heap + HEAP_SIZE)
+
+    def list_initial_parts(self) -> list[tuple[int, int]]:
+        """The (offset, size) of the parts of the file that are allocated when it is created. The file
+        is sparse: few jobs have thousands of process groups and channels.
+        """
+        streams_end = self.streams_offset + INITIAL_STREAM_SLOTS * STREAM_STRUCT.size
+        return [
+            (0, self.losses_offset + INITIAL_STREAM_SLOTS * LOSS_STRUCT.size),
+            (self.streams_offset, streams_end - self.streams_offset),
+            (self.records_offset, self.heap_offset + INITIAL_HEAP_SIZE - self.records_offset),
+        ]
+
+    @property
+    def initial_size(self) -> int:
+        """The room that a new file takes."""
+        return sum(size for _, size in self.list_initial_parts())
 
 
 def pack_loss(seq: int, reason: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -88,7 +88,7 @@ class RingReader:
             raise RingError("no identity in it: its process is still creating it, or died doing so")
         written = self.parts.count_records()
         words = self.parts.read_live_words()
-        streams, torn_count = self._streams.read_streams(written, now_ns)
+        streams = self._streams.read_streams(written, now_ns)
         faults = self.parts.read_note(FAULTS_OFFSET, NOTE_SIZE) or {}
         device_status = _parse_device_status(words)
         step, phase_limit_ns = words[LiveWord.STEP], words[LiveWord.PHASE_LIMIT_NS]
@@ -106,19 +106,22 @@ class RingReader:
             dropped=words[LiveWord.DROPPED],
             errors=words[LiveWord.ERRORS],
             is_disabled=bool(words[LiveWord.OFF]),
-            streams=tuple(streams),
+            streams=streams.active + streams.dormant,
+            dormant_streams=streams.dormant,
             exception=self.parts.read_note(EXCEPTION_OFFSET, NOTE_SIZE),
             faults=tuple(str(line) for line in faults.get("lines", ())),
             device_status=device_status,
             device_entries=_read_devices(self.data, words),
             opened=words[LiveWord.OPENED],
-            torn_parts=torn_count,
+            torn_parts=streams.torn_count,
         )
 
-    def read_positions(self, now_ns: int) -> tuple[list[StreamState], tuple[DeviceEntry, ...]]:
+    def read_positions(self, now_ns: int) -> tuple[Sequence[StreamState], tuple[DeviceEntry, ...]]:
         """The positions of all streams, and of their devices: a part of what a snapshot has."""
-        streams, _ = self._streams.read_streams(self.parts.count_records(), now_ns)
-        return streams, _read_devices(self.data, self.parts.read_live_words())
+        streams = self._streams.read_streams(self.parts.count_records(), now_ns)
+        return streams.active + streams.dormant, _read_devices(
+            self.data, self.parts.read_live_words()
+        )
 
     def _read_phase(self, number: int) -> str | None:
         """The name of the declared phase, which is interned like a site."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hangwatch.model.calls import Call, StreamKind
@@ -29,6 +29,30 @@ class StreamState:
     entered_s: float
     pending_s: float | None
     loss: Loss | None = None
+    read_ns: int = 0  # when it was read; 0: at the time of its snapshot
+
+    def get_entered_ns(self, now_ns: int) -> float:
+        """When its newest call was entered; ``now_ns`` is the time of its snapshot."""
+        return (self.read_ns or now_ns) - self.entered_s * 1e9
+
+    def update_ages(self, now_ns: int) -> StreamState:
+        """The state with its ages at a later time."""
+        age_s = (now_ns - self.read_ns) / 1e9 if self.read_ns else 0.0
+        if age_s <= 0.0:
+            return self
+        pending_s = None if self.pending_s is None else self.pending_s + age_s
+        return replace(self, entered_s=self.entered_s + age_s, pending_s=pending_s, read_ns=now_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStates:
+    """The streams of a ring. ``dormant`` are those without a call for a while, whose ages are of the
+    time at which each was read; the tuple stays the same object as long as none of them changes.
+    """
+
+    active: tuple[StreamState, ...]
+    dormant: tuple[StreamState, ...]
+    torn_count: int  # streams left out because they kept changing or are invalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +72,19 @@ class RingSnapshot:
     dropped: int
     errors: int
     is_disabled: bool
-    streams: tuple[StreamState, ...]
+    streams: tuple[StreamState, ...]  # the dormant ones come last
     exception: dict[str, Any] | None = None
     faults: tuple[str, ...] = ()
     device_status: DeviceStatusState = DeviceStatusState.UNKNOWN
     device_entries: tuple[DeviceEntry, ...] = ()
+    dormant_streams: tuple[StreamState, ...] = ()  # see `StreamStates`
     opened: int = 0  # streams ever opened; 0: of an older writer
     torn_parts: int = 0  # parts left out because they kept changing while they were read
+
+    @property
+    def active_streams(self) -> tuple[StreamState, ...]:
+        """The streams that are not dormant."""
+        return self.streams[: len(self.streams) - len(self.dormant_streams)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
-from hangwatch.model.groups import Group, GroupKey, unpack_ranks
+from hangwatch.model.groups import Group, GroupKey, pack_ranks, unpack_ranks
 from hangwatch.model.losses import Loss
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
@@ -19,13 +19,14 @@ from .call_stream import (
     GroupState,
     list_histories,
 )
-from .channels import connect_channel, disconnect_channel
+from .channels import connect_channel, disconnect_channel, forget_channel
 from .checks import CheckResults
 from .foreign_groups import ForeignGroups
 from .hash_histories import Hashes, HashHistories
 from .host_hardware import HostHardware
 from .process import Process
 
+MAX_CLOSED_GROUPS = 1024
 _IdentityKey = tuple[str, str, str, str, int, int, str]
 
 INTERNED_KEPT = 4096  # signatures, and as many call sites, of a job's calls
@@ -94,6 +95,8 @@ class Attempt:
     _member_count: int = 0  # of all its different groups together
     # Shared by all attempts.
     foreign_groups: ForeignGroups = field(default_factory=ForeignGroups)
+    # Groups that are gone on all ranks that reported them, but that not all members reported.
+    _closed_groups: dict[GroupKey, GroupState] = field(default_factory=dict)
     owners: set[str] = field(default_factory=set)  # of the node agents that reported its processes
     _groups_by_identity: dict[_IdentityKey, Group | None] = field(default_factory=dict)
     _signatures: dict[Signature, Signature] = field(default_factory=dict)
@@ -243,6 +246,54 @@ class Attempt:
                     waits.append((outside, stream, state))
         return waits
 
+    def close_stream(self, process: Process, uid: int) -> None:
+        """Removes a stream whose group is gone on its rank. The group is forgotten with its last member:
+        until then, others may wait in it for calls that this rank has made, or has not.
+        """
+        stream = process.streams.get(uid)
+        if stream is None:
+            return
+        stream.is_closed = True
+        if stream.group.foreign:  # members of other jobs may still be in it
+            return
+        del process.streams[uid]
+        if stream.peer is not None:
+            forget_channel(process, stream)
+        state = stream.group_state
+        if state is None or state.members.get(process.rank) is not stream:
+            return
+        state.closed_count += 1
+        if state.closed_count < len(state.members):
+            return
+        if len(state.members) == len(state.key[2]):
+            self._forget_group(state)
+        else:
+            self._closed_groups[state.key] = state
+            if len(self._closed_groups) > MAX_CLOSED_GROUPS:
+                self._forget_group(self._closed_groups[next(iter(self._closed_groups))])
+
+    def _forget_group(self, state: GroupState) -> None:
+        self._closed_groups.pop(state.key, None)
+        if state.closed_count < len(state.members):
+            return  # another member has reported it meanwhile
+        for group in {id(s.group): s.group for s in state.members.values()}.values():
+            key = (group.name, group.desc, pack_ranks(group.ranks), group.backend)
+            if self._groups_by_identity.pop((*key, group.generation, group.world_size, ""), None):
+                self._member_count -= len(group.ranks)
+        for stream in state.members.values():
+            stream.group_state = None
+        self._drop_group_state(state)
+        self.device_groups.pop(state.key, None)
+        self.message_groups.discard(state.key)
+
+    def _drop_group_state(self, state: GroupState) -> None:
+        self._group_states.pop(state.key, None)
+        self._foreign_states.pop(state.key, None)
+        self.streams_by_group.pop(state.key, None)
+        self.diverged_groups.discard(state.key)
+        self.uneven_groups.pop(state.key, None)
+        self.concurrent_groups.pop(state.key, None)
+
     def assign_rank(self, process: Process | None, rank: int) -> None:
         """Makes ``process`` the holder of a rank, or leaves the rank without one for None."""
         self._alive_rank = rank
@@ -301,12 +352,7 @@ class Attempt:
         if rank in state.members:
             state.remove_member(rank)
         if not state.members:
-            self._group_states.pop(state.key, None)
-            self._foreign_states.pop(state.key, None)
-            self.streams_by_group.pop(state.key, None)
-            self.diverged_groups.discard(state.key)
-            self.uneven_groups.pop(state.key, None)
-            self.concurrent_groups.pop(state.key, None)
+            self._drop_group_state(state)
 
     def update_suspects(self, process: Process) -> None:
         """Updates `suspects`, `unable_ranks` and `ended_ranks` after a heartbeat of the process was

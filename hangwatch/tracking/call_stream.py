@@ -107,6 +107,7 @@ class CallStream:
     concurrent_calls: tuple[Call, ...] = ()
     concurrent_at: float = 0.0
     loss: Loss | None = None  # of calls that were not recorded
+    is_closed: bool = False  # its group is gone on this rank
     # The requests that its node agent has answered, whether or not it still had the calls.
     answered: tuple[CallWindow, ...] = ()
     # Of a group's collectives, where the backend reports it.
@@ -260,6 +261,7 @@ class GroupState:
     # By the hash at `diverged_seq`: the member whose calls were requested.
     streams_by_side: dict[int, CallStream] = field(default_factory=dict)
     has_uneven_splits: bool = False
+    closed_count: int = 0  # members whose stream is closed
     has_losses: bool = False  # some member's calls are not completely recorded
 
     @property
@@ -344,6 +346,8 @@ class GroupState:
 
     def remove_member(self, rank: int) -> None:
         """Removes a rank whose process was replaced: the new process counts calls from 1 again."""
-        self.members.pop(rank).group_state = None
+        removed = self.members.pop(rank)
+        removed.group_state = None
+        self.closed_count -= removed.is_closed
         self.has_losses = any(stream.loss is not None for stream in self.members.values())
         self.passed_by_all, self.laggard = 0, None

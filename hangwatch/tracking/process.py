@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hangwatch.model.calls import StreamKind
 from hangwatch.model.flight_dumps import FlightFile
 from hangwatch.model.groups import Group
 from hangwatch.model.limits import FROZEN_AFTER_S, MIN_WAIT_S, NOT_RUNNING_STATES
@@ -23,6 +24,12 @@ from .process_parts import (
     RecorderHealth,
     ReportTimes,
 )
+
+# Kind, peer and tag of a point-to-point channel.
+ChannelKey = tuple[StreamKind, int | None, int | None]
+
+# A rank that is idle for this long may be in a call that is not recorded, if it misses some.
+_UNRECORDED_AFTER_S = 3.0
 
 IDLE_AFTER_S = 1.0  # a thread that used no CPU for this long is waiting
 
@@ -97,7 +104,9 @@ class Process:
     message_mark: MessageMark | None = None  # where the device's counters are reported
     flight_file: FlightFile | None = None  # written by its watchdog
     streams: dict[int, CallStream] = field(default_factory=dict)  # by uid
+    channels: dict[ChannelKey, list[CallStream]] = field(default_factory=dict)
     added_streams: int = 0  # the number of streams that were ever reported
+    has_lost_ring: bool = False  # its calls could not be read for a time
     opened_streams: int = 0  # the number that its recorder opened; 0 if it does not say
     newest_call_at: float = 0.0  # when it last entered a call
     open_calls: OpenCalls = field(default_factory=OpenCalls)
@@ -117,7 +126,14 @@ class Process:
         """Whether it may have made calls in streams that are not known. Otherwise, it has made no call
         in a group without a stream.
         """
-        return self.recorder.dropped > 0 or self.opened_streams > self.added_streams
+        if self.recorder.dropped > 0 or self.has_lost_ring:
+            return True
+        return self.opened_streams > self.added_streams
+
+    @property
+    def idle_since(self) -> float:
+        """Since when it has made no call and used no CPU, as far as was reported."""
+        return max(self.activity.last_active_at, self.newest_call_at, self.reports.last_progress_at)
 
     @property
     def last_advanced_at(self) -> float:
@@ -244,6 +260,8 @@ class Process:
                 return True
             if s.is_device_still or s.is_uncounted_and_old(last_seen_at):
                 return True
+        if self.misses_streams and last_seen_at - self.idle_since >= _UNRECORDED_AFTER_S:
+            return True  # it may be in a call that is not recorded
         return self.open_calls.has_concurrent_calls
 
     def freeze_reason(self, now: float) -> FreezeReason | None:

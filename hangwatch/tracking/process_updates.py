@@ -45,7 +45,12 @@ def apply_process_update(
     if update.dropped != health.dropped or update.faults != health.faults:
         process.recorder = RecorderHealth(update.dropped, update.faults)
     process.device_setting = update.device_setting
+    is_without_ring = update.lifecycle == Lifecycle.ALIVE and update.ended is None
+    if is_without_ring and process.streams and process.is_alive:
+        _record_lost_ring(tracked)
     all_known = _apply_streams(tracked, update, now)
+    for uid in update.closed:
+        attempt.close_stream(process, uid)
     process.opened_streams = max(process.opened_streams, update.opened)
     if process.misses_streams and tracked.holds_rank:
         attempt.incomplete_ranks.add(process.rank)
@@ -53,7 +58,7 @@ def apply_process_update(
         attempt.incomplete_ranks.discard(process.rank)
     if update.device:
         apply_device_statuses(attempt, process, update.device, now)
-    if update.sequences or update.device:
+    if update.sequences or update.device or update.closed:
         _refresh_streams(tracked)
     if (update.checksums or update.nonfinite) and tracked.holds_rank:
         process.overflows = max(process.overflows, update.overflows)
@@ -108,6 +113,14 @@ def _parse_losses(update: heartbeat.ProcessUpdate) -> dict[int, Loss]:
         uid: Loss(from_seq, LossReason.from_number(reason))
         for uid, from_seq, reason in update.losses
     }
+
+
+def _record_lost_ring(tracked: TrackedProcess) -> None:
+    """Its positions are those before its ring could no longer be read."""
+    tracked.process.has_lost_ring = True
+    for stream in tracked.process.streams.values():
+        loss = Loss(stream.entered + 1, LossReason.UNREADABLE)
+        tracked.attempt.record_loss(tracked.process, stream, loss)
 
 
 def _apply_phase(process: Process, update: heartbeat.ProcessUpdate, now: float) -> None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..terminal import print_json, print_lines
-from . import activation, device, hardware, recorder, server, stacks
+from . import activation, device, hardware, recorder, recordings, server, stacks
 from .findings import Finding
 
 DEFAULT_URL = "http://127.0.0.1:8642"
@@ -25,6 +25,7 @@ def run_doctor(args: argparse.Namespace, env: Mapping[str, str] | None = None) -
         *activation.check_start(env),
         *activation.check_run_dir(url),
         *recorder.check_recorder(env),
+        *recordings.check_recordings(url),
         *device.check_devices(env),
         *stacks.check_stacks(),
         *hardware.check_hardware(env),

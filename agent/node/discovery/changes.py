@@ -132,7 +132,7 @@ def _find_longest_blocked_stream(process: WatchedProcess) -> StreamState | None:
     assert process.snapshot is not None
     longest: StreamState | None = None
     longest_s = MIN_WAIT_S
-    for stream in process.snapshot.streams:
+    for stream in process.snapshot.active_streams:
         pending_s = stream.pending_s
         if pending_s is None or pending_s < longest_s:
             continue

@@ -142,9 +142,9 @@ def list_unfinished_ages(
     completed_ns = {d.uid: d.read_ns for d in devices if not d.is_behind_host}
     used = [stream for stream in streams if stream.entered]
     ages_s = [stream.pending_s for stream in used if stream.pending_s is not None]
-    newest = min(used, key=lambda stream: stream.entered_s, default=None)
+    newest = max(used, key=lambda stream: stream.get_entered_ns(now_ns), default=None)
     if newest is not None and newest.completed is None:
-        entered_ns = now_ns - newest.entered_s * 1e9
+        entered_ns = newest.get_entered_ns(now_ns)
         if completed_ns.get(newest.uid, 0) < entered_ns:
-            ages_s.append(newest.entered_s)
+            ages_s.append((now_ns - entered_ns) / 1e9)
     return ages_s

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hangwatch.protocol.heartbeat import ProcessIdentity
 from hangwatch.ring.devices import DeviceEntry
 from hangwatch.ring.parts import THREAD
-from hangwatch.ring.snapshot import RingDelta
+from hangwatch.ring.snapshot import RingDelta, StreamState
 
 from .check_updates import CheckHistory
 
@@ -38,6 +38,7 @@ class AckedState:
     reported_at_ns: int = 0
     last_alive_ns: int = 0  # the latest sign of life that was reported
     streams: Mapping[int, AckedStream] = field(default_factory=dict)
+    dormant_streams: tuple[StreamState, ...] = ()  # all of these were reported, see `StreamStates`
     check_entries: int = 0  # entries of the check table
     device_entries: Mapping[int, DeviceEntry] = field(default_factory=dict)  # by stream uid
 
@@ -85,15 +86,22 @@ class UnackedHistory:
 
     def mark_acked(self, acked: AckedState) -> None:
         self.check_history.mark_acked(acked.check_entries)
-        for uid, stream in acked.streams.items():
-            chains = self.chains.get(uid)
-            if not chains:
+        for uid, chains in list(self.chains.items()):
+            stream = acked.streams.get(uid)
+            if stream is None:
                 continue
             last_seq = stream.last_checked_seq
-            if max(chains) <= last_seq:  # as in most heartbeats of a healthy rank
-                chains.clear()
+            if not chains or max(chains) <= last_seq:  # as in most heartbeats of a healthy rank
+                del self.chains[uid]
                 continue
             self.chains[uid] = {seq: chain for seq, chain in chains.items() if seq > last_seq}
+
+    def forget_streams(self, closed: Iterable[int]) -> None:
+        """Drops what is kept of streams that were closed."""
+        for uid in closed:
+            self.chains.pop(uid, None)
+            self.newest_ops.pop(uid, None)
+            self.first_concurrent.pop(uid, None)
 
     def rewind_cursor(self) -> None:
         """Starts again with what the ring still has."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hangwatch.model.calls import StreamKind
@@ -26,6 +26,7 @@ SAMPLES_BY_GROUP_SIZE = ((64, 16), (512, 8), (1 << 20, 2))
 _MAX_ARRIVALS = 64  # of a stream, before they are thinned
 _MAX_UNFINISHED_CALLS = 1024  # timed calls of a process that have not completed
 _MAX_CALL_SHAPES = 4096
+_MIN_STREAMS_DROPPED = 256  # closed streams that are dropped together
 
 # A sampled call is reported without its duration after this many later calls of its stream, or
 # after this time.
@@ -119,16 +120,31 @@ class ProcessTally:
         if not new_records:
             return
         self._record_cursor = new_records[-1][0]
-        states_by_uid = {state.uid: state for state in states}
+        states_by_uid: dict[int, StreamState] | None = None
         for record in new_records:
             uid = record[_UID]
             stream = self._streams.get(uid)
             if stream is None:
+                if states_by_uid is None:
+                    states_by_uid = {state.uid: state for state in states}
+                    self._forget_closed_streams(states_by_uid)
                 state = states_by_uid.get(uid)
-                if state is None or state.kind is StreamKind.SETUP:
+                if state is None or state.loss is not None or state.kind is StreamKind.SETUP:
                     continue
                 stream = self._streams[uid] = _make_stream_tally(state, record[_SEQ])
             self._add_record(record, stream, reader)
+
+    def _forget_closed_streams(self, states_by_uid: Mapping[int, StreamState]) -> None:
+        """Drops the streams that are closed and reported, once there are many."""
+        if len(self._streams) > 2 * len(states_by_uid) + _MIN_STREAMS_DROPPED:
+            self._streams = {
+                uid: stream
+                for uid, stream in self._streams.items()
+                if uid in states_by_uid or stream.totals_by_class
+            }
+            self._unfinished = {
+                index: call for index, call in self._unfinished.items() if call[0] in self._streams
+            }
 
     def _add_record(
         self, record: tuple[int, ...], stream: _StreamTally, reader: RingReader

@@ -44,7 +44,7 @@ def is_progressing(
     if snapshot.pulse_s >= FROZEN_AFTER_S:
         return False
     has_moved = False
-    for state in snapshot.streams:
+    for state in snapshot.active_streams:
         if state.entered > 0 and state.entered_s <= PROGRESS_WINDOW_S:
             has_moved = True
         if state.completed is not None and is_blocked(state):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,14 +10,16 @@ from hangwatch.model.calls import Call
 from hangwatch.model.flight_dumps import FlightFile
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol.heartbeat import ProcessIdentity, ProcessUpdate, StreamUpdate
-from hangwatch.ring.snapshot import RingSnapshot
+from hangwatch.ring.snapshot import RingSnapshot, StreamState
 
-from .acked import AckedState, UnackedHistory
+from .acked import AckedState, AckedStream, UnackedHistory
 from .device_updates import compose_device_statuses, find_missing_setting
 from .ring_metadata import exception_age_s, parse_exception
 from .stream_updates import FetchCalls, compose_stream_update
 
 PULSE_REFRESH_S = 1.0  # how often a process is reported whose pulse is its only change
+
+MAX_CLOSED_REPORTED = 4096  # streams in one heartbeat
 
 _STEP_INDEX = 4  # of the step in a status key
 
@@ -54,7 +56,8 @@ def compose_update(
     sequences: list[StreamUpdate] = []
     losses: list[tuple[int, int, int]] = []
     after = dict(before.streams)
-    for state in view.snapshot.streams if view.snapshot else ():
+    is_ending = view.exit is not None and not before.includes_exit
+    for state in _list_unreported_streams(view.snapshot, before, now_ns, is_ending=is_ending):
         ending = last_calls.get(state.uid, []) if view.exit and not before.includes_exit else None
         stream_update, after[state.uid] = compose_stream_update(
             state, before.streams.get(state.uid), history, fetch_calls, ending
@@ -65,6 +68,9 @@ def compose_update(
         known_from_seq = acked_stream.lost_from_seq if acked_stream is not None else 0
         if loss is not None and loss.from_seq != known_from_seq:
             losses.append((state.uid, loss.from_seq, int(loss.reason)))
+    closed = _find_closed_streams(view.snapshot, after)
+    for uid in closed:
+        del after[uid]
     device, device_entries = (
         compose_device_statuses(view.snapshot, before.device_entries, now_ns)
         if view.snapshot
@@ -88,6 +94,7 @@ def compose_update(
         and not check_fields
         and not sequences
         and not losses
+        and not closed
         and not device
         and status_key == before.status_key
         and not (is_pulse_due and view.exit is None)
@@ -99,11 +106,37 @@ def compose_update(
         reported_at_ns=now_ns,
         last_alive_ns=alive_ns,
         streams=after,
+        dormant_streams=view.snapshot.dormant_streams if view.snapshot else (),
         check_entries=check_entries,
         device_entries=device_entries,
     )
     update = _make_update(view, is_known, tuple(sequences), now_ns)
-    return replace(update, device=device, losses=tuple(losses), **check_fields), after_ack
+    update = replace(update, device=device, losses=tuple(losses), closed=closed, **check_fields)
+    return update, after_ack
+
+
+def _list_unreported_streams(
+    snapshot: RingSnapshot | None, before: AckedState, now_ns: int, *, is_ending: bool
+) -> Iterable[StreamState]:
+    """The streams of which there may be something to report. Dormant ones are reported once, and again
+    when the process ends.
+    """
+    if snapshot is None:
+        return ()
+    if not is_ending and snapshot.dormant_streams is before.dormant_streams:
+        return snapshot.active_streams
+    dormant = [state.update_ages(now_ns) for state in snapshot.dormant_streams]
+    return (*snapshot.active_streams, *dormant)
+
+
+def _find_closed_streams(
+    snapshot: RingSnapshot | None, known: Mapping[int, AckedStream]
+) -> tuple[int, ...]:
+    """The known streams that the ring has no more."""
+    if snapshot is None or snapshot.torn_parts or len(known) == len(snapshot.streams):
+        return ()
+    uids = {state.uid for state in snapshot.streams}
+    return tuple([uid for uid in known if uid not in uids][:MAX_CLOSED_REPORTED])
 
 
 def _make_status_key(view: ProcessView, now_ns: int) -> tuple[Any, ...]:

@@ -63,6 +63,7 @@ struct Stream {
   uint64_t* slot; // in the ring's stream table, indexed by StreamWord
   uint64_t* loss; // in the ring's loss table
   uint64_t entered = 0, completed = 0, chain = 0, last_entered_ns = 0;
+  uint64_t published_entered = 0, published_completed = 0; // at the last poll
   uint64_t last_thread = 0; // the thread that made the last call
   // At the last change of threads, the former one continued with work of its own.
   bool was_independent = false;
@@ -147,6 +148,11 @@ struct Stream {
     return !pending_works.empty() && pending_works.back().call.blocked_thread == thread;
   }
 
+  bool is_published() const {
+    return pending_works.empty() && entered == published_entered &&
+           completed == published_completed;
+  }
+
   void publish_progress() {
     slot[COMPLETED_WORD] = completed;
     slot[PENDING_NS_WORD] = pending_works.empty() ? 0 : pending_works.front().call.entered_ns;
@@ -156,6 +162,8 @@ struct Stream {
     slot[SEQ_WORD] = entered;
     slot[CHAIN_WORD] = chain;
     slot[ENTERED_NS_WORD] = last_entered_ns;
+    published_entered = entered;
+    published_completed = completed;
   }
 };
 

@@ -132,11 +132,14 @@ class WaitResolver:
         if stream.loss is not None:
             return members
         state = stream.group_state
-        if state is None or not (state.has_losses or self._attempt.incomplete_ranks):
+        if state is None:
+            return ()
+        if not (state.has_losses or state.outside or self._attempt.incomplete_ranks):
             return ()
         uncounted = []
+        streams = state.all_members
         for member in members:
-            other = state.members.get(member)
+            other = streams.get(member)
             if other.loss is not None if other is not None else self._may_miss(member):
                 uncounted.append(member)
         return uncounted

@@ -64,6 +64,8 @@ class WaitGraph:
     # By rank, the calls that block it and of which counts do not show whom they wait for, because
     # calls are not completely recorded. ``awaited`` are the ranks for which they may wait.
     uncounted_waits: dict[int, list[BlockedCall]] = field(default_factory=dict)
+    # By rank, since when its stack shows that it waits in a call that is not recorded.
+    unrecorded_waits: dict[int, float] = field(default_factory=dict)
     # Ranks that may or may not wait.
     uncertain_ranks: set[int] = field(default_factory=set)
     # Ranks that only wait for devices which cannot come to a call that their hosts have made.
@@ -113,7 +115,12 @@ class WaitGraph:
                 del waits[-_FREED_AT_A_TIME:]
 
     def get_waiting_ranks(self) -> set[int]:
-        return {*self.blocked_calls, *self.stuck_streams, *self.uncounted_waits}
+        return {
+            *self.blocked_calls,
+            *self.stuck_streams,
+            *self.uncounted_waits,
+            *self.unrecorded_waits,
+        }
 
     def iter_edges(self, rank: int) -> Iterator[WaitEdge]:
         for blocked in self.blocked_calls.get(rank, ()):

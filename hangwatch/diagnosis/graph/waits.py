@@ -58,6 +58,7 @@ def build_wait_graph(
     for rank, stream, state in attempt.list_outside_waits():
         builder.add_outside_wait(rank, stream, state)
     builder.drop_unfounded_waits()
+    builder.add_unrecorded_waits(excluded)
     builder.resolve_uncounted_waits()
     return graph
 
@@ -291,6 +292,19 @@ class _GraphBuilder:
                     self._add_released(rank, pending)
                 else:
                     graph.uncertain_ranks.discard(rank)
+
+    def add_unrecorded_waits(self, excluded: Collection[int]) -> None:
+        """Adds the ranks whose stacks show that they wait for communication, although all their recorded
+        calls are complete: not all of their calls are recorded.
+        """
+        ranks = self.attempt.incomplete_ranks - self.graph.get_waiting_ranks()
+        for rank in ranks.difference(excluded):
+            process = self.attempt.processes[rank]
+            since = process.idle_since
+            if since <= self.before:
+                thread = get_calling_thread_since(process, since)
+                if waits_for_communication(thread):
+                    self.graph.unrecorded_waits[rank] = since
 
     def resolve_uncounted_waits(self) -> None:
         """Where counts do not show whom a call waits for, stacks may: the ranks that are in code of

@@ -48,6 +48,7 @@ def diagnose_chain_ends(context: DiagnosisContext) -> None:
     """One verdict for each set of chain ends that delay some rank in common."""
     graph = context.graph
     chain_ends = graph.find_chain_ends() - graph.stuck_streams.keys() - graph.uncounted_waits.keys()
+    chain_ends -= graph.unrecorded_waits.keys()
     if len(chain_ends) > MAX_URGENT_SUSPECTS:
         first_began_at = _get_first_wait(context)
         if context.now - first_began_at < get_suspicion_delay_s(context.limits):

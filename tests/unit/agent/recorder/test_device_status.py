@@ -46,7 +46,7 @@ class WatchedProcess:
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self.ring = RingWriter(folder / "a.ring", pid=1, start_ticks=1)
         self.ring.write_identity({"job": "j", "rank": 0})
-        self.registry = SimpleNamespace(tracks={})
+        self.registry = SimpleNamespace(tracks={}, streams={})
         self.status = FlightRecorderStatus(is_enabled=True, counters={})
         self.error: Exception | None = None
         self.read_count = 0
@@ -58,6 +58,7 @@ class WatchedProcess:
     def add_group(self, uid: int, number: int | None, *, has_flight_recorder: bool = True) -> None:
         group = FakeGroup(number)
         self._groups.append(group)
+        self.registry.streams[uid] = object()
         track: Any = SimpleNamespace(
             has_flight_recorder=has_flight_recorder,
             collective_stream=SimpleNamespace(uid=uid),

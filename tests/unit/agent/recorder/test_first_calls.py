@@ -81,7 +81,7 @@ def test_simultaneous_first_calls_of_a_group_share_a_stream(registry: Registry, 
     registry.interrupt = lambda: tracks.append(registry.groups.open_group(pg))
     tracks.append(registry.groups.open_group(pg))
     assert tracks[0] is tracks[1] is registry.groups.tracks[id(pg)]
-    assert registry.groups.streams == [tracks[0].collective_stream]
+    assert list(registry.groups.streams.values()) == [tracks[0].collective_stream]
     assert registry.count_streams_in_ring() == 1
 
 
