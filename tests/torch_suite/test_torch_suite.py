@@ -19,7 +19,7 @@ SHARES = 5
 SEED = int(os.environ.get("TORCH_SUITE_SEED", random.randrange(1000)))
 
 # Faults that are being repaired.
-NOT_YET = {"test_sparse_all_reduce_sum", "test_new_subgroups_with_group_param"}
+NOT_YET = {"test_sparse_all_reduce_sum"}
 
 
 @pytest.mark.parametrize("recorder", ["native", "python"])

@@ -50,6 +50,8 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
     members = context.streams_by_group[mismatch.group.key]
     for rank, window in mismatch.calls_to_fetch:
         context.requests.append(EvidenceRequest.for_calls(rank, members[rank], window))
+    if _creates_separate_groups(mismatch, members):
+        return
     failed = _find_failed_members(context, mismatch, members)
     is_harmless = _is_harmless(context, mismatch, members, failed)
     outliers = set(mismatch.outliers)
@@ -64,6 +66,27 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
         context.explained_ranks |= outliers | waiting | delayed | failed
     if waiting:
         request_stacks(context, mismatch.outliers, waiting, verdict.began_at)
+
+
+def _creates_separate_groups(mismatch: CallMismatch, members: dict[int, CallStream]) -> bool:
+    """Whether the ranks created different groups that have nothing to do with each other: each was made
+    by all of its members, as by ``new_subgroups(1, group=...)``.
+
+    Groups created at the same position have the same name and meet under the same keys of the store,
+    so only one of them may have more than one member.
+    """
+    if mismatch.kind is not StreamKind.SETUP or len(mismatch.calls) < len(mismatch.classes):
+        return False
+    connected_count = 0
+    for call_class in mismatch.calls:
+        group_ranks = get_new_group_ranks(members[call_class.ranks[0]], mismatch.seq)
+        if group_ranks is None:
+            return False
+        creators = set(group_ranks).intersection(call_class.ranks)
+        if creators and len(creators) < len(group_ranks):
+            return False
+        connected_count += len(creators) > 1
+    return connected_count < 2
 
 
 def _find_failed_members(

@@ -1256,6 +1256,33 @@ def test_groups_created_in_different_order() -> None:
     assert (verdict.kind, verdict.culprits, verdict.seq) == (VerdictKind.GROUP_MISMATCH, (3,), 2)
 
 
+def test_groups_of_one_member_each_are_no_mismatch() -> None:
+    """The halves of a world each divide themselves, as by ``new_subgroups(1, group=half)``."""
+    job = ScriptedJob(4)
+    for rank in range(4):
+        job.make_setup_call(rank)
+        for half in ((0, 2), (1, 3)):
+            job.make_setup_call(rank, "new_group", ranks=half)
+        for member in ((0, 2), (1, 3))[rank % 2]:
+            job.make_setup_call(rank, "new_group", ranks=(member,))
+    assert job.list_due_verdicts() == []
+    job.make_calls(except_ranks=(2,), done=False)
+    job.advance_time(job.limits.slow_limit_s)
+    (verdict,) = job.list_due_verdicts()
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.MISSING_RANK, (2,))
+
+
+def test_groups_of_several_members_share_a_name() -> None:
+    """They meet under the same keys, as of ``new_subgroups(2, group=half)``."""
+    job = ScriptedJob(8)
+    for rank in range(8):
+        job.make_setup_call(rank)
+        first = rank // 4 * 4
+        job.make_setup_call(rank, "new_group", ranks=(first, first + 1))
+    (verdict,) = job.list_due_verdicts()
+    assert (verdict.kind, verdict.seq) == (VerdictKind.GROUP_MISMATCH, 2)
+
+
 def test_hang_from_skipped_group_is_no_separate_deadlock() -> None:
     job = ScriptedJob(4)
     job.groups["decoder"] = (1, 2, 3)
