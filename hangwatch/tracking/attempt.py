@@ -46,6 +46,7 @@ class Attempt:
     restart: int = 0
     world_size: int = 0
     processes: dict[int, Process] = field(default_factory=dict)
+    reported_job: str = ""  # the name that its processes report; another one if a world runs beside
     has_initialised: bool = False  # whether some process has reached init_process_group
     # How many of its processes report each address of a rendezvous, and each size of their world.
     addresses: Counter[str] = field(default_factory=Counter)

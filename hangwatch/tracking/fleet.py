@@ -290,7 +290,7 @@ class Fleet:
         """The latest attempts of a job, and of its worlds that run beside it: JOB/ADDRESS:PORT."""
         latest: dict[str, Attempt] = {}
         for (name, number), attempt in self.attempts.items():
-            if name == job or name.startswith(f"{job}/"):
+            if name == job or attempt.reported_job == job:
                 known = latest.get(name)
                 if known is None or known.number < number:
                     latest[name] = attempt
@@ -319,6 +319,7 @@ class Fleet:
         former = self.former_attempts.pop(job, None) if latest is None else None
         attempt = Attempt(
             job=job,
+            reported_job=identity.job,
             number=choose_attempt_number(latest, former, identity, started_at),
             restart=identity.restart,
             opened_at=now,

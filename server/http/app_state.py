@@ -149,11 +149,12 @@ class AppState:
         self, job: str | None = None, status: str | None = None, rank: int | None = None
     ) -> Sequence[IncidentRecord]:
         """The incidents of a job, with a status, or that concern a rank; the newest first."""
+        jobs = {job, *(a.job for a in self.watch.fleet.list_family(job or ""))}
         matching = [
             record
             for record in self.watch.incidents.records.values()
             for incident in [record.incident]
-            if (job is None or incident.job == job or incident.job.startswith(f"{job}/"))
+            if (job is None or incident.job in jobs)
             and (status is None or incident.status == status)
             and (rank is None or rank in incident.culprits or rank in incident.waiting)
         ]
