@@ -29,6 +29,9 @@ class Group:
         self.group_name = name
         self.group_desc = "undefined"
 
+    def rank(self) -> int:
+        return 0
+
     def size(self) -> int:
         return 2
 
