@@ -21,6 +21,7 @@ from types import FrameType, FunctionType
 from typing import Any
 
 from . import faults
+from .dynamo import run_uncompiled
 
 # A name that no local variable has.
 FRAME_KEY = "<Work watched by hangwatch>"
@@ -99,7 +100,7 @@ def find_holding_file() -> str:
     """The file of torch's functions that hold the Work of a call until they return."""
     from torch.distributed import distributed_c10d as c10d
 
-    function: FunctionType = inspect.unwrap(c10d.isend)
+    function: FunctionType = run_uncompiled(inspect.unwrap, c10d.isend)
     return function.__code__.co_filename
 
 

@@ -22,10 +22,11 @@ RECORDER_MODULES = (
     "annotations", "backend_threads", "call_reader", "call_signatures", "callers", "callsite",
     "checks/arguments", "checks/inspection", "checks/kernel", "checks/nonfinite", "checks/scaling",
     "checks/settings", "checks/table", "checks/tensors", "device_counters", "device_status",
-    "exceptions", "fault_dumps", "faults", "group_origins", "group_setup", "groups", "installation", "kernels",
-    "native/build", "native/cache", "native/check", "native/frames", "native/library", "native/prebuilt",
-    "operator_schemas", "other_threads", "planner", "poller", "python_kernel", "rank", "recorder",
-    "recorder_hooks", "ring_file", "streams", "supervisor", "tensor_lists", "watched_works", "worlds", "writer",
+    "dynamo", "exceptions", "failures", "fault_dumps", "faults", "group_origins", "group_setup",
+    "groups", "installation", "kernels", "native/build", "native/cache", "native/check",
+    "native/frames", "native/library", "native/prebuilt", "operator_schemas", "other_threads",
+    "planner", "poller", "python_kernel", "rank", "recorder", "recorder_hooks", "ring_file",
+    "streams", "supervisor", "tensor_lists", "watched_works", "worlds", "writer",
 )  # fmt: skip
 _RECORDER_PATH = re.compile(rf"(^|/)agent/recorder/({'|'.join(RECORDER_MODULES)})\.py$")
 # A line of the user's that itself waits for communication or for the device, as in `work.wait()`.

@@ -202,8 +202,8 @@ def test_memory_is_bounded() -> None:
     job = PerformanceJob(ranks=2)
     for n in range(3000):
         job.now += 1.0
-        job.report_calls(n + 1, {0: job.now, 1: job.now})
-        job.report_calls(10_000 + n, {0: job.now}, op=f"op{n}")
+        job.report_calls(10_000 + n, {0: job.now, 1: job.now})
+        job.report_calls(n + 1, {0: job.now}, op=f"op{n}")
     (group,) = job.totals.get_job(job.latest_attempt).groups.values()
     assert (
         len(group.size_classes) <= MAX_SIZE_CLASS_ROWS + 1 and (OTHER_OPS, 0) in group.size_classes
