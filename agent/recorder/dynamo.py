@@ -9,6 +9,7 @@ job that never compiles pays nothing for the marks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -35,12 +36,14 @@ def exempt_own_code() -> None:
 
 def run_uncompiled(function: Callable[..., Result], *args: Any) -> Result:
     """Calls the function while Dynamo compiles nothing, not even what the function calls outside
-    this package. Costs 0.2 microseconds.
+    this package, and while the job's own ``__torch_function__`` sees no attribute of a tensor that it
+    reads. Costs half a microsecond.
     """
-    set_callback = _get_callback_setter()
+    set_callback, disable_torch_function = _get_callback_setter(), _get_torch_function_switch()
     callback = set_callback(None)
     try:
-        return function(*args)
+        with disable_torch_function():
+            return function(*args)
     finally:
         set_callback(callback)
 
@@ -64,7 +67,9 @@ def _iter_codes(values: Any, module_name: str) -> Iterator[CodeType]:
     """
     for value in values:
         if isinstance(value, FunctionType):
-            yield from _iter_nested_codes(value.__code__)
+            # An imported function belongs to others, as does contextlib's around a context manager.
+            if value.__globals__.get("__name__") == module_name:
+                yield from _iter_nested_codes(value.__code__)
             yield from _iter_codes((getattr(value, "__wrapped__", None),), module_name)
         elif isinstance(value, staticmethod | classmethod | functools._lru_cache_wrapper):
             yield from _iter_codes((value.__wrapped__,), module_name)
@@ -91,6 +96,13 @@ def _make_skip_function() -> Callable[[CodeType], None]:
     action = eval_frame._FrameAction
     strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
     return lambda code: eval_frame.set_code_exec_strategy(code, strategy)
+
+
+@functools.cache
+def _get_torch_function_switch() -> Callable[[], contextlib.AbstractContextManager[object]]:
+    from torch._C import DisableTorchFunction
+
+    return DisableTorchFunction
 
 
 @functools.cache

@@ -15,12 +15,12 @@ import socket
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from . import faults
+from .dynamo import run_uncompiled
 
 _MAX_COUNTED = 1 << 16  # identities; a process that creates more counts again from 1
 _MAX_UNANNOUNCED = 256
@@ -56,15 +56,16 @@ class OriginTracker:
         self._announce: Callable[[GroupOrigin], None] | None = None
         self._complete: Callable[[GroupOrigin, bool], None] | None = None
 
-    @contextmanager
-    def creating_ranked_groups(self) -> Iterator[None]:
-        """While it lasts, this thread is in a function that numbers members by ranks."""
-        depth = getattr(self._thread_state, "depth", 0)
+    def enter_ranked_creation(self) -> int:
+        """This thread enters a function that numbers members by ranks, until `leave_ranked_creation` is
+        called with the result. It is no context manager, since Dynamo would see those of Python.
+        """
+        depth: int = getattr(self._thread_state, "depth", 0)
         self._thread_state.depth = depth + 1
-        try:
-            yield
-        finally:
-            self._thread_state.depth = depth
+        return depth
+
+    def leave_ranked_creation(self, depth: int) -> None:
+        self._thread_state.depth = depth
 
     def set_listeners(
         self,
@@ -217,7 +218,7 @@ def _extend_method(
     def extended(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         try:
-            after(self, args, kwargs)
+            run_uncompiled(after, self, args, kwargs)
         except Exception as error:  # ours: the group exists
             faults.record_fault("recording the creation of a process group", error)
         return result

@@ -57,13 +57,14 @@ def wrap_function(
         except Exception as error:  # ours: the call goes on
             faults.record_fault(f"recording {name}", error)
             record_loss()
-        returned = False
+        returned, tracker = False, get_origin_tracker()
+        depth = tracker.enter_ranked_creation()
         try:
-            with get_origin_tracker().creating_ranked_groups():
-                result = original(*args, **kwargs)
+            result = original(*args, **kwargs)
             returned = True
             return result
         finally:
+            tracker.leave_ranked_creation(depth)
             try:
                 run_uncompiled(after_call, token, returned)
             except Exception as error:  # ours: the call returns or raises as without us

@@ -161,6 +161,12 @@ def _make_enter_function(
 
     The kernel must call it directly, because it counts frames from there to the caller.
     """
+    import torch
+    from torch._C import _is_torch_function_mode_enabled as is_function_mode_enabled
+
+    # A mode or a subclass of the job would see the attributes of tensors that a look-up reads.
+    quick_types = frozenset((torch.Tensor, torch.nn.Parameter))
+
     frame_of = sys._getframe
     logged = find_logged_callers()
     # A plan's key has the arguments of known operators only.
@@ -180,7 +186,7 @@ def _make_enter_function(
         except ValueError:  # no Python caller: a thread of C++, such as autograd's for a device
             caller = frame_of(1)
         code = id(caller.f_code)
-        if code not in quick:
+        if code not in quick or is_function_mode_enabled():
             site_frame = skip_logger_frames(caller) if code in logged else caller
             entered = run_uncompiled(reader.enter_call, recorder, args, caller, site_frame)
             return entered, get_holding_locals(caller)
@@ -193,6 +199,9 @@ def _make_enter_function(
         pg = caller_locals["group"]
         tensors = args[tensors_index]
         first = tensors[0] if type(tensors) is list else tensors
+        if type(first) not in quick_types:
+            entered = run_uncompiled(reader.enter_call, recorder, args, caller, user)
+            return entered, caller_locals
         reduce_op = caller_locals["op"] if has_reduce_op else None
         root = args[root_index] if root_index >= 0 else None
         key = (

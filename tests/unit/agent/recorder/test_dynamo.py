@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import gc
 import sys
+from pathlib import Path
 from types import CodeType, FunctionType
+from typing import Any
 
 from hangwatch.agent.recorder import dynamo, installation
 from hangwatch.agent.recorder.checks import inspection, kernel
@@ -23,10 +25,14 @@ def test_own_code_is_found() -> None:
     functions = [
         function
         for function in gc.get_objects()
-        if type(function) is FunctionType and function.__module__ in names
+        if type(function) is FunctionType and function.__globals__.get("__name__") in names
     ]
     assert len(functions) > 200
     assert [function for function in functions if function.__code__ not in found] == []
+
+    folder = str(Path(installation.__file__).parents[1])
+    own_files = (folder, "<string>")  # what dataclasses generate has no file
+    assert [code for code in found if not code.co_filename.startswith(own_files)] == []
 
 
 def test_function_is_called_with_the_callback_unset() -> None:
@@ -44,3 +50,24 @@ def test_function_is_called_with_the_callback_unset() -> None:
     finally:
         callback = set_eval_frame(None)
     assert (result, seen, callback) == ("result", [None], False)
+
+
+def test_attributes_that_are_read_are_hidden_from_modes_of_the_job() -> None:
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    seen: list[object] = []
+
+    class Log(TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    x = torch.ones(3)
+    with Log():
+        assert dynamo.run_uncompiled(lambda: x.shape) == (3,)
+        assert not seen
+        assert x.shape == (3,)
+    assert seen
