@@ -18,16 +18,13 @@ SHARES = 5
 # Each run takes other shares; the failure's text has the seed, by which they can be repeated.
 SEED = int(os.environ.get("TORCH_SUITE_SEED", random.randrange(1000)))
 
-# Faults that are being repaired.
-NOT_YET = {"test_sparse_all_reduce_sum"}
-
 
 @pytest.mark.parametrize("recorder", ["native", "python"])
 def test_share_of_the_suite_is_the_same_watched(
     recorder: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     share = (SEED + (recorder == "python")) % SHARES
-    names = [name for name in list_tests()[share::SHARES] if name not in NOT_YET]
+    names = list_tests()[share::SHARES]
     env = native.recorder_env(recorder, tmp_path_factory)
     comparison = compare_tests(names, tmp_path / "suite", env)
     assert not comparison.problems, "\n".join(
