@@ -54,13 +54,16 @@ def _list_unpaired(pairs: Sequence[CallPair]) -> list[int]:
 
 def find_shift(alignment: Alignment) -> CallShift | None:
     """A single run of calls that only one side made, after which both sides agree in all calls and
-    lines; None for anything more complex.
+    lines; None for anything more complex, and where they also agree by number: then one side may
+    have made another call instead of one more.
     """
     pairs = _strip_trailing(alignment.pairs)
     unpaired = _list_unpaired(pairs)
     if not alignment.is_certain or not unpaired:
         return None
     start, count = unpaired[0], len(unpaired)
+    if _agree_by_number(alignment.pairs, start):
+        return None
     side = 1 if pairs[start][0] is None else 0  # of the calls that the other side lacks
     run, after = pairs[start : start + count], pairs[start + count :]
     if any(pair[1 - side] is not None for pair in run) or not all(map(_is_exact_match, after)):
@@ -79,6 +82,14 @@ def find_shift(alignment: Alignment) -> CallShift | None:
         first=None if is_unanchored else longer[earliest],
         last=longer[latest],
     )
+
+
+def _agree_by_number(pairs: Sequence[CallPair], start: int) -> bool:
+    """Whether the calls with equal numbers after the first one of ``pairs[start]`` agree."""
+    left, right = ({call.seq: call for pair in pairs if (call := pair[side])} for side in (0, 1))
+    first = min(call.seq for call in pairs[start] if call is not None)
+    common = [seq for seq in left.keys() & right.keys() if seq > first]
+    return bool(common) and all(_is_exact_match((left[seq], right[seq])) for seq in common)
 
 
 def _strip_trailing(pairs: Sequence[CallPair]) -> Sequence[CallPair]:

@@ -114,6 +114,12 @@ def test_single_matching_call_after_gap_is_no_proof() -> None:
     assert describe_shift("a1 a2 a3 b5", "a1 a2 b5", short=True) is None
 
 
+def test_another_call_among_equal_ones_is_no_extra_call() -> None:
+    assert describe_shift("a1 a1 a1 a1 a1 a1 a1 a1", "a1 a1 a1 b2 a1 a1 a1 a1") is None
+    # After an extra call in rounds of two, calls with equal numbers differ.
+    assert describe_shift("a1 g3 a1 g3 a1 g3 a1", "a1 g3 b2 a1 g3 a1 g3 a1") == (-1, 3, 3)
+
+
 def test_two_calls_in_another_order() -> None:
     order = find_swapped_calls(
         align_calls(parse_calls("a1 b2 g3 a1 b2 g3 a1"), parse_calls("a1 b2 g3 b7 a6 g3 a1"))
