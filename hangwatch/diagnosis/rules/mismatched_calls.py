@@ -50,10 +50,14 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
     members = context.streams_by_group[mismatch.group.key]
     for rank, window in mismatch.calls_to_fetch:
         context.requests.append(EvidenceRequest.for_calls(rank, members[rank], window))
-    if _creates_separate_groups(mismatch, members):
-        return
     failed = _find_failed_members(context, mismatch, members)
     is_harmless = _is_harmless(context, mismatch, members, failed)
+    if mismatch.kind is StreamKind.SETUP:
+        if len(mismatch.calls) < len(mismatch.classes):
+            if is_harmless:  # as far as can be told without the calls
+                return
+        elif _creates_separate_groups(mismatch, members):
+            return
     outliers = set(mismatch.outliers)
     delayed: set[int] = set()
     waiting: set[int] = set()
@@ -75,8 +79,6 @@ def _creates_separate_groups(mismatch: CallMismatch, members: dict[int, CallStre
     Groups created at the same position have the same name and meet under the same keys of the store,
     so only one of them may have more than one member.
     """
-    if mismatch.kind is not StreamKind.SETUP or len(mismatch.calls) < len(mismatch.classes):
-        return False
     connected_count = 0
     for call_class in mismatch.calls:
         group_ranks = get_new_group_ranks(members[call_class.ranks[0]], mismatch.seq)
