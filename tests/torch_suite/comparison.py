@@ -34,6 +34,7 @@ class TestRun:
     __test__ = False
 
     name: str
+    job: str
     outcome: str
     detail: str
     exit_codes: tuple[int | None, ...]
@@ -63,6 +64,7 @@ class Comparison:
 
     plain: dict[str, TestRun] = field(default_factory=dict)
     watched: dict[str, TestRun] = field(default_factory=dict)
+    watched_by_job: dict[str, TestRun] = field(default_factory=dict)  # repeated ones as well
     problems: list[str] = field(default_factory=list)
     unstable: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)  # of tests that passed
@@ -145,8 +147,11 @@ def compare_tests(
 
         def run_both(chosen: Sequence[str], title: str) -> None:
             for side, env, runs in sides:
+                env = {**env, "JOB_SUFFIX": title}
                 for run in run_tests(chosen, folder / f"{side}{title}", env, job_count):
                     runs[run.name] = run
+                    if side == "watched":
+                        comparison.watched_by_job[run.job] = run
                     report(side, run)
 
         with RankObserver(server) as observer:
@@ -186,7 +191,7 @@ def find_differing(comparison: Comparison) -> list[str]:
 def check_coverage(comparison: Comparison, observer: RankObserver) -> None:
     """Adds the passed tests that were not watched to the problems."""
     for name, run in comparison.watched.items():
-        count = observer.count_ranks(name)
+        count = observer.count_ranks(run.job)
         if run.outcome == "passed" and count != len(run.exit_codes):
             comparison.problems.append(
                 f"{name}: the server knew {count} of its {len(run.exit_codes)} ranks"
@@ -198,7 +203,7 @@ def check_incidents(comparison: Comparison, server: Server) -> None:
     status of its own, which is a true alert.
     """
     for incident in server.get_items("incidents"):
-        run = comparison.watched[incident["job"]]
+        run = comparison.watched_by_job[incident["job"]]
         if run.outcome != "passed":
             comparison.other_verdicts[f"{incident['kind']} on a {run.outcome} test"] += 1
             continue

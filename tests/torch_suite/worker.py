@@ -50,7 +50,8 @@ def list_tests() -> list[str]:
 
 
 def run_test(name: str, output: Path) -> dict[str, object]:
-    os.environ["HANGWATCH_JOB"] = name
+    job = name + os.environ.get("JOB_SUFFIX", "")  # a test that runs again is another job
+    os.environ["HANGWATCH_JOB"] = job
     case, result, start = TestDistributed(name), unittest.TestResult(), time.monotonic()
     kept = os.dup(1), os.dup(2)
     with output.open("wb") as file:
@@ -70,6 +71,7 @@ def run_test(name: str, output: Path) -> dict[str, object]:
         outcome, detail = "failed", (result.errors + result.failures)[0][1]
     return {
         "name": name,
+        "job": job,
         "outcome": outcome,
         "detail": detail,
         "exit_codes": getattr(case, "exit_codes", []),
