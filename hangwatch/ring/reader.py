@@ -108,10 +108,12 @@ class RingReader:
             is_disabled=bool(words[LiveWord.OFF]),
             streams=streams.active + streams.dormant,
             dormant_streams=streams.dormant,
+            dormant_chunks=streams.dormant_chunks,
             exception=self.parts.read_note(EXCEPTION_OFFSET, NOTE_SIZE),
             faults=tuple(str(line) for line in faults.get("lines", ())),
             device_status=device_status,
             device_entries=_read_devices(self.data, words),
+            read_ns=now_ns,
             opened=words[LiveWord.OPENED],
             torn_parts=streams.torn_count,
         )

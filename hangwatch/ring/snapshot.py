@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 from hangwatch.model.calls import Call, StreamKind
@@ -46,12 +47,14 @@ class StreamState:
 
 @dataclass(frozen=True, slots=True)
 class StreamStates:
-    """The streams of a ring. ``dormant`` are those without a call for a while, whose ages are of the
-    time at which each was read; the tuple stays the same object as long as none of them changes.
+    """The streams of a ring. ``dormant`` are those without an unfinished call, whose ages are of the
+    time at which each was read. ``dormant_chunks`` has the same, in parts that each stay the same
+    object as long as none of its streams changes.
     """
 
     active: tuple[StreamState, ...]
     dormant: tuple[StreamState, ...]
+    dormant_chunks: tuple[tuple[StreamState, ...], ...]
     torn_count: int  # streams left out because they kept changing or are invalid
 
 
@@ -78,6 +81,8 @@ class RingSnapshot:
     device_status: DeviceStatusState = DeviceStatusState.UNKNOWN
     device_entries: tuple[DeviceEntry, ...] = ()
     dormant_streams: tuple[StreamState, ...] = ()  # see `StreamStates`
+    dormant_chunks: tuple[tuple[StreamState, ...], ...] = ()
+    read_ns: int = 0
     opened: int = 0  # streams ever opened; 0: of an older writer
     torn_parts: int = 0  # parts left out because they kept changing while they were read
 
@@ -85,6 +90,15 @@ class RingSnapshot:
     def active_streams(self) -> tuple[StreamState, ...]:
         """The streams that are not dormant."""
         return self.streams[: len(self.streams) - len(self.dormant_streams)]
+
+    def get_newest_call_s(self) -> float:
+        """The age of the newest call; infinite if there is none."""
+        now_ns = self.read_ns
+        newest_ns = max(
+            [state.get_entered_ns(now_ns) for state in self.streams if state.entered],
+            default=-inf,
+        )
+        return (now_ns - newest_ns) / 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ and from the records written since.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 from hangwatch.model.losses import Loss, LossReason
 
@@ -25,7 +26,8 @@ from .snapshot import StreamState, StreamStates
 
 _RETRACTED = int(RecordFlag.RETRACTED)  # a plain integer: the & operator of an enum is slow
 
-# Without a call for this long, and without an unfinished one, a stream is dormant.
+# A stream is dormant as long as all its calls are complete. Where completion is unknown, it is once
+# its newest call is that old: by then the call has been reported as one that may be unfinished.
 DORMANT_AFTER_S = 10.0
 _CHUNK_SLOTS = 16
 
@@ -50,6 +52,7 @@ class StreamTable:
         "_chunks_by_uid",
         "_descriptions",
         "_dormant",
+        "_dormant_chunks",
         "_losses_offset",
         "_parts",
     )
@@ -61,6 +64,7 @@ class StreamTable:
         self._chunks: list[_Chunk] = []
         self._chunks_by_uid: dict[int, int] = {}
         self._dormant: tuple[StreamState, ...] = ()
+        self._dormant_chunks: tuple[tuple[StreamState, ...], ...] = ()
 
     def read_streams(self, written: int, now_ns: int) -> StreamStates:
         """All streams. ``written`` is the number of records written so far."""
@@ -91,11 +95,10 @@ class StreamTable:
             else:
                 active += states
         if has_changed:
-            self._dormant = tuple(
-                [state for chunk in self._chunks for state in chunk.dormant or ()]
-            )
+            self._dormant_chunks = tuple([chunk.dormant or () for chunk in self._chunks])
+            self._dormant = tuple(chain.from_iterable(self._dormant_chunks))
             self._forget_closed_streams(active)
-        return StreamStates(tuple(active), self._dormant, torn_count)
+        return StreamStates(tuple(active), self._dormant, self._dormant_chunks, torn_count)
 
     def _copy_chunks(self, slot_count: int) -> list[tuple[bytes, bytes]]:
         """The bytes of the slots and of their losses, by chunk."""
@@ -211,5 +214,6 @@ def _make_state(
 
 
 def _is_dormant(state: StreamState) -> bool:
-    is_recent = state.entered > 0 and state.entered_s < DORMANT_AFTER_S
-    return state.pending_s is None and not is_recent
+    if state.completed is not None or not state.entered:
+        return state.pending_s is None
+    return state.entered_s >= DORMANT_AFTER_S

@@ -38,7 +38,8 @@ class AckedState:
     reported_at_ns: int = 0
     last_alive_ns: int = 0  # the latest sign of life that was reported
     streams: Mapping[int, AckedStream] = field(default_factory=dict)
-    dormant_streams: tuple[StreamState, ...] = ()  # all of these were reported, see `StreamStates`
+    # All of these were reported, see `StreamStates`.
+    dormant_chunks: tuple[tuple[StreamState, ...], ...] = ()
     check_entries: int = 0  # entries of the check table
     device_entries: Mapping[int, DeviceEntry] = field(default_factory=dict)  # by stream uid
 

@@ -43,13 +43,10 @@ def is_progressing(
         return False
     if snapshot.pulse_s >= FROZEN_AFTER_S:
         return False
-    has_moved = False
     for state in snapshot.active_streams:
-        if state.entered > 0 and state.entered_s <= PROGRESS_WINDOW_S:
-            has_moved = True
         if state.completed is not None and is_blocked(state):
             return False
-    return has_moved
+    return snapshot.get_newest_call_s() <= PROGRESS_WINDOW_S
 
 
 def make_terse_update(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from hangwatch.model.calls import Call
@@ -106,7 +107,7 @@ def compose_update(
         reported_at_ns=now_ns,
         last_alive_ns=alive_ns,
         streams=after,
-        dormant_streams=view.snapshot.dormant_streams if view.snapshot else (),
+        dormant_chunks=view.snapshot.dormant_chunks if view.snapshot else (),
         check_entries=check_entries,
         device_entries=device_entries,
     )
@@ -123,9 +124,11 @@ def _list_unreported_streams(
     """
     if snapshot is None:
         return ()
-    if not is_ending and snapshot.dormant_streams is before.dormant_streams:
-        return snapshot.active_streams
-    dormant = [state.update_ages(now_ns) for state in snapshot.dormant_streams]
+    reported = () if is_ending else before.dormant_chunks
+    dormant: list[StreamState] = []
+    for chunk, reported_chunk in zip_longest(snapshot.dormant_chunks, reported):
+        if chunk is not reported_chunk and chunk is not None:
+            dormant += [state.update_ages(now_ns) for state in chunk]
     return (*snapshot.active_streams, *dormant)
 
 

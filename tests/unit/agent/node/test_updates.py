@@ -264,3 +264,34 @@ def test_loss_is_reported_once_and_again_after_a_resync() -> None:
     update, _ = compose_next_update(lossy, None)
     assert update is not None
     assert update.losses == ((1, 6, 1),)
+
+
+def test_dormant_streams_are_reported_once_and_with_their_present_age() -> None:
+    state = replace(make_stream_state(5, 5, entered_s=1.0), read_ns=NOW_NS)
+    chunk = (state,)
+    view = make_view(state)
+    assert view.snapshot is not None
+    snapshot = replace(view.snapshot, dormant_streams=chunk, dormant_chunks=(chunk,))
+    view = replace(view, snapshot=snapshot)
+    later_ns = NOW_NS + 100 * SECOND_NS
+    update, acked = compose_next_update(view, None, later_ns)
+    assert update is not None
+    assert [part.entered_s for part in update.sequences] == [101.0]
+    moved = replace(state, entered=6, completed=6)
+    changed = replace(view, snapshot=replace(snapshot, streams=(moved,)))
+    update, _ = compose_next_update(changed, acked, later_ns + 1)
+    assert update is None  # the part is the same object, so it was not read again
+
+
+def test_stream_that_the_ring_has_no_more_is_reported_as_closed() -> None:
+    states = [replace(make_stream_state(5, 5), uid=uid) for uid in (1, 2, 3)]
+    _, acked = compose_next_update(make_view(*states), None)
+    update, after = compose_next_update(make_view(states[1]), acked)
+    assert update is not None
+    assert update.closed == (1, 3)
+    assert set(after.streams) == {2}
+    torn = make_view(states[1])
+    assert torn.snapshot is not None
+    torn = replace(torn, snapshot=replace(torn.snapshot, torn_parts=1))
+    update, _ = compose_next_update(torn, acked)
+    assert update is None or not update.closed

@@ -186,8 +186,9 @@ def test_dormant_streams_are_not_read_again(watched: WatchedGroups) -> None:
     assert second.active_streams == ()
     watched.make_call(channels[250])
     third = watched.reader.read_snapshot(watched.newest_ns)  # from its record alone
-    assert 0 < len(third.active_streams) <= 16
-    assert {s.tag for s in third.active_streams if s.entered == 2} == {250}
+    assert {s.tag for s in third.streams if s.entered == 2} == {250}
+    chunks = zip(second.dormant_chunks, third.dormant_chunks, strict=True)
+    assert sum(before is not after for before, after in chunks) == 1
     fourth = watched.read_snapshot(later_ns)
     assert {s.tag for s in fourth.streams if s.entered == 2} == {250}
 
@@ -212,3 +213,14 @@ def test_ages_of_dormant_streams_are_updated_when_they_are_reported(
     assert state.update_ages(later_ns + 100 * SECOND_NS).entered_s == pytest.approx(
         state.entered_s + 100
     )
+
+
+def test_age_of_the_newest_call_grows_while_all_streams_are_dormant(
+    watched: WatchedGroups,
+) -> None:
+    make_dormant_channels(watched, 40)
+    first = watched.read_snapshot(watched.newest_ns + SECOND_NS)
+    assert first.get_newest_call_s() == pytest.approx(1.0, abs=0.01)
+    second = watched.read_snapshot(watched.newest_ns + 60 * SECOND_NS)
+    assert second.dormant_streams is first.dormant_streams
+    assert second.get_newest_call_s() == pytest.approx(60.0, abs=0.01)
