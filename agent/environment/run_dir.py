@@ -100,9 +100,11 @@ def _close_to_others(folder: Path) -> None:
     if not is_own or not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return
     folder.chmod(0o700)
-    for entry in os.scandir(folder):
-        if entry.stat(follow_symlinks=False).st_uid != os.getuid():
-            raise PermissionError(f"{entry.path} belongs to another user: remove {folder}")
+    with os.scandir(folder) as entries:
+        owners = {entry.path: entry.stat(follow_symlinks=False).st_uid for entry in entries}
+    for path, owner in owners.items():
+        if owner != os.getuid():
+            raise PermissionError(f"{path} belongs to another user: remove {folder}")
 
 
 def check_owner(folder: Path) -> None:

@@ -27,6 +27,7 @@ import yaml
 
 from tests.harness import job
 from tests.harness.expected import program_path
+from tests.harness.job import SUPPORT_DIR
 from tests.harness.processes import clean_environment, clean_up_job, find_job_processes
 from tests.harness.server import running_server
 from tests.simulation.waiting import wait_until
@@ -469,7 +470,8 @@ def run_batch_script(folder: Path, *script: str, **env: str) -> Iterator[subproc
 
 
 def test_slurm_job_that_succeeds(tmp_path: Path) -> None:
-    with run_batch_script(tmp_path, str(program_path("healthy_plain"))) as process:
+    program = str(program_path("healthy_plain"))
+    with run_batch_script(tmp_path, program, PYTHONPATH=str(SUPPORT_DIR)) as process:
         status = process.wait(90)
         log = (tmp_path / "log").read_text()
         assert status == 0, log

@@ -456,7 +456,11 @@ def describe_ring(reader, setup_before, streams_before):
         "errors": snapshot.errors,
         "faults": snapshot.faults,
         "dropped": snapshot.dropped,
-        "setup": list_setup_calls(reader, snapshot)[setup_before:],
+        "setup": [
+            op
+            for position, op in sorted(list_setup_calls(reader, snapshot).items())
+            if position not in setup_before
+        ],
         "sequences": [
             {
                 "kind": s.kind.value,
@@ -487,22 +491,23 @@ def describe_ring(reader, setup_before, streams_before):
 
 
 def list_setup_calls(reader, snapshot):
+    """By the number of the stream, and of the call in it."""
     now = time.monotonic_ns()
-    return [
-        c.signature.op
+    return {
+        (s.uid, c.seq): c.signature.op
         for s in snapshot.streams
         if s.kind is StreamKind.SETUP
         for c in reader.read_calls(s.uid, now, max_calls=2048)
-    ]
+    }
 
 
 def run_case(name):
     """Returns what the ring holds of a case."""
-    setup_before, streams_before = 0, set()
+    setup_before, streams_before = {}, set()
     with contextlib.suppress(ValueError):  # there is no ring before the first case
         reader = open_ring()
         snapshot = reader.read_snapshot(0)
-        setup_before = len(list_setup_calls(reader, snapshot))
+        setup_before = list_setup_calls(reader, snapshot)
         streams_before = {s.uid for s in snapshot.streams}
     if name == "own_backend":
         sys.path.insert(0, os.environ["EXTENSION"])

@@ -180,9 +180,9 @@ def call_inside_modes() -> None:
         dist.broadcast(torch.ones(2, dtype=torch.complex64), 0)
         dist.all_reduce(torch.ones(2, 2).t())
         dist.all_gather_object([None], {"a": 1})
-    assert count_entered("default_pg") == 3 * 13, count_entered(
+    assert count_entered("default_pg") == 3 * 12, count_entered(
         "default_pg"
-    )  # all_gather_object makes two; backward makes one
+    )  # all_gather_object makes two; backward makes one; fake tensors make none
 
 
 def recreate_groups() -> None:
