@@ -147,7 +147,16 @@ def _make_missing_messages(
     context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
 ) -> tuple[str, str]:
     waiter = edge.wait.rank if edge.stream.peer is not None else None
-    ranks_inside = verdict.calls[0].ranks if verdict.calls else ()
+    if edge.stream.peer is None:
+        # By position: whether their calls are equal may be unknown.
+        members = context.streams_by_group.get(edge.stream.group.key, {})
+        ranks_inside = tuple(
+            rank
+            for rank in verdict.waiting
+            if rank in members and members[rank].entered >= edge.wait.seq
+        )
+    else:
+        ranks_inside = verdict.calls[0].ranks if verdict.calls else ()
     summary = messages.describe_not_entered(
         verdict.culprits,
         get_op_name(edge.stream, edge.wait.seq),
