@@ -247,3 +247,33 @@ def test_restarted_process_begins_without_losses() -> None:
     assert state.has_losses
     attempt.assign_rank(None, 2)
     assert not state.has_losses
+
+
+def test_wait_in_a_call_that_is_not_recorded_is_shown() -> None:
+    job = ScriptedJob(2)
+    job.make_calls()
+    job.ranks[0].dropped = 1
+    job.send_heartbeats()
+    assert job.run_diagnosis().unexplained_wait is None
+    job.advance_time(11)
+    assert job.list_due_verdicts() == []
+    assert job.latest_attempt.suspects == {0}
+    assert {r.rank for r in job.run_diagnosis().requests if r.stacks} == {0}
+    report_stacks(job, rank0=IN_A_CALL)
+    assert job.list_due_verdicts() == []
+    wait = job.run_diagnosis().unexplained_wait
+    assert wait is not None
+    assert wait.description == "rank 0 in a call that is not recorded at train.py:10 in step"
+    assert wait.reason.startswith("not all groups and channels of rank 0 are recorded")
+
+
+def test_rank_that_misses_streams_and_computes_is_not_said_to_wait() -> None:
+    job = ScriptedJob(2)
+    job.make_calls()
+    job.ranks[0].dropped = 1
+    job.send_heartbeats()
+    job.advance_time(11)
+    job.send_heartbeats()
+    report_stacks(job, rank0=OWN_CODE)
+    assert job.list_due_verdicts() == []
+    assert job.run_diagnosis().unexplained_wait is None
