@@ -75,8 +75,8 @@ def ensure_run_dir(url: str) -> Path:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Creates a folder and its missing parents, which nobody but this user can read or change,
-    whatever the umask. A folder that exists stays as it is. Raises OSError.
+    """Creates a folder and its missing parents so that only this user can read or change them,
+    whatever the umask. An existing folder stays as it is. Raises OSError.
     """
     if folder.is_dir():
         return

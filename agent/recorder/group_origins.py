@@ -276,7 +276,7 @@ def _describe_server(store: Any) -> str:
 
 @functools.cache
 def _describe_this_host() -> str:
-    """The network in which addresses such as 127.0.0.1 have their meaning."""
+    """Identifies the network to which loopback addresses belong."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot_id = file.read().strip()

@@ -125,7 +125,7 @@ class WatchedProcess:
             )
 
     def _add_late_retractions(self, snapshot: RingSnapshot) -> RingSnapshot:
-        """Adds the losses of streams of which a call was read before it was retracted."""
+        """Adds a loss for each stream whose call was read before the recorder retracted it."""
         late = self.history.late_retractions
         if not late:
             return snapshot

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hangwatch.ring.layout import RecordFlag
 from hangwatch.ring.parts import Record
 
-CALLS_KEPT = 16_384  # of all streams of a process together: 720 kB
+CALLS_KEPT = 16_384  # for all streams of a process together: 720 kB
 # seq, running hash, time of entry; uid, signature, site, thread, flags
 _ENTRY = struct.Struct("<3Q5I")
 _RAISED = int(RecordFlag.RAISED)
@@ -35,7 +35,7 @@ class CallLog:
     """The last calls that were read from a ring, each once."""
 
     capacity: int = CALLS_KEPT
-    _last_index: int = 0  # of the newest record, counted from 1
+    _last_index: int = 0  # the newest record's, counted from 1
     _entries: bytearray = field(default_factory=bytearray)
 
     def __len__(self) -> int:
