@@ -48,16 +48,12 @@ def ensure_run_dir(url: str) -> Path:
 
     Raises RunDirError if it cannot be created, or belongs to another user.
     """
-    namespaces = [_read_namespace(name) for name in ("net", "pid")]
-    name = hashlib.blake2b(
-        f"{url}|{socket.gethostname()}|{namespaces}".encode(), digest_size=6
-    ).hexdigest()
     problems = []
-    for root in _list_roots():
-        path = Path(root, f"hangwatch-{os.getuid()}", name)
+    for path in _list_candidates(url):
+        root = path.parent.parent
         try:
-            make_private_folder(Path(root))
-            _check_root(Path(root))
+            make_private_folder(root)
+            _check_root(root)
             for folder in (path.parent, path):
                 make_private_folder(folder)
                 _close_to_others(folder)
@@ -72,6 +68,11 @@ def ensure_run_dir(url: str) -> Path:
     raise RunDirError(
         f"no folder for the rings ({'; '.join(problems)}): set HANGWATCH_RUN_DIR to a writable one"
     )
+
+
+def find_run_dir(url: str) -> Path | None:
+    """The folder that `ensure_run_dir` has created earlier; None if there is none."""
+    return next(filter(Path.is_dir, _list_candidates(url)), None)
 
 
 def make_private_folder(folder: Path) -> None:
@@ -131,8 +132,12 @@ def _read_namespace(name: str) -> int:
         return 0
 
 
-def _list_roots() -> list[str]:
+def _list_candidates(url: str) -> list[Path]:
+    """Where the folder may be, the preferred place first."""
+    namespaces = [_read_namespace(name) for name in ("net", "pid")]
+    name = hashlib.blake2b(
+        f"{url}|{socket.gethostname()}|{namespaces}".encode(), digest_size=6
+    ).hexdigest()
     run_dir = os.environ.get("HANGWATCH_RUN_DIR")
-    if run_dir:
-        return [run_dir]
-    return ["/dev/shm", os.environ.get("TMPDIR", "/tmp")]
+    roots = [run_dir] if run_dir else ["/dev/shm", os.environ.get("TMPDIR", "/tmp")]
+    return [Path(root, f"hangwatch-{os.getuid()}", name) for root in roots]

@@ -107,7 +107,13 @@ def test_watched_equals_plain(tmp_path: Path, tmp_path_factory: pytest.TempPathF
     assert not problems, "\n".join(problems)
 
 
-def clean_output(ended: job.LaunchedJob) -> dict[str, str]:
-    """The different lines that both ranks and their launcher wrote, without times, pids and folders."""
-    text = (ended.stdout + ended.stderr).replace(str(ended.folder), "FOLDER")
-    return {re.sub(r"\d+", "N", line): "written" for line in text.splitlines()}
+def clean_output(ended: job.LaunchedJob) -> dict[str, dict[str, str]]:
+    """The different lines that the launcher and each rank wrote, without times, pids and folders."""
+    texts = {"launcher": ended.stdout + ended.stderr}
+    texts |= {path.name: path.read_text() for path in (ended.folder / "reports").glob("*.out")}
+    return {name: clean_lines(text, ended.folder) for name, text in sorted(texts.items())}
+
+
+def clean_lines(text: str, folder: Path) -> dict[str, str]:
+    lines = text.replace(str(folder), "FOLDER").splitlines()
+    return {re.sub(r"\d+", "N", line): "written" for line in lines}

@@ -15,8 +15,12 @@ from .findings import Finding
 
 def check_recordings(url: str) -> Iterator[Finding]:
     """One finding for each live rank of this host whose calls are not completely recorded."""
+    folder = run_dir.find_run_dir(url)
+    if folder is None:  # no job has run here
+        return
     try:
-        files, _ = find_ring_files(run_dir.ensure_run_dir(url))
+        run_dir.check_owner(folder)
+        files, _ = find_ring_files(folder)
     except OSError:  # `activation.check_run_dir` reports it
         return
     for file in files:

@@ -1,5 +1,5 @@
 """Runs the aspects that ASPECTS names, one after the other, and writes what they return to
-REPORT_DIR/RANK.json.
+REPORT_DIR/RANK.json. What a rank writes to its stdout and stderr goes to REPORT_DIR/RANK.out.
 """
 
 import json
@@ -15,13 +15,21 @@ import torch.distributed as dist
 from registry import ASPECTS
 
 
+def redirect_output(path):
+    """Two ranks that share a file mix their lines, as C++ writes a line in pieces."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    os.close(file)
+
+
 def main():
+    redirect_output(f"{os.environ['REPORT_DIR']}/{os.environ['RANK']}.out")
     dist.init_process_group("gloo")
     report = {}
     for name in os.environ["ASPECTS"].split(","):
         dist.barrier()
-        if dist.get_rank() == 0:
-            print("aspect", name, flush=True)
+        print("aspect", name, flush=True)
         try:
             report[name] = ASPECTS[name]()
         except Exception:
