@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,10 @@ _DEEPSPEED_NODES = Path(__file__).with_name("deepspeed_nodes.py")
 _TORCHRUN_NODES = Path(__file__).with_name("torchrun_nodes.py")
 
 
+class MissingLauncherError(Exception):
+    """The launcher is not installed. The message says how to install it."""
+
+
 def build_command(
     launcher: str,
     program: Path,
@@ -32,7 +37,7 @@ def build_command(
     ``torchrun``; ``spawn``, where the program starts its ranks itself; ``ray``, where it has Ray do that; ``plain``, a process per
     rank with RANK set; ``srun``, a process per rank with Slurm's variables; ``mpirun``, Open MPI's; ``accelerate`` and ``deepspeed``,
     the launchers of these names; ``deepspeed-nodes``, the latter on two nodes; ``torchrun-nodes`` and ``plain-nodes``, with a node
-    for each rank as far as NCCL can tell. Raises ValueError for any other.
+    for each rank as far as NCCL can tell. Raises ValueError for any other, and MissingLauncherError if Open MPI is not installed.
     """
     script = [str(program), *args]
     if launcher == "torchrun":
@@ -58,6 +63,8 @@ def build_command(
         count = {"SLURM_NTASKS": str(ranks), "SLURM_STEP_NUM_TASKS": str(ranks)}
         return started, {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", **count, **master}
     if launcher == "mpirun":
+        if shutil.which("mpirun") is None:
+            raise MissingLauncherError("mpirun is not installed: apt-get install openmpi-bin")
         options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
         return ["mpirun", *options, "-np", str(ranks), python, *script], master
     if launcher == "deepspeed":

@@ -16,6 +16,7 @@ from typing import Any
 from tests.simulation.waiting import wait_until
 
 from . import expected as programs
+from . import launchers
 from .depth import NO_EARLIER_CALLS, Depth, shift_call_numbers
 from .job import THIS_RUNTIME, LaunchedJob, TorchRuntime, launch_job
 from .processes import clean_up_job, parent_pid
@@ -99,6 +100,9 @@ def check_program(
             else:
                 _watch_hang(expected, job, server, outcome)
             outcome.incidents = _list_incidents(server, job.name)
+        except launchers.MissingLauncherError as error:
+            outcome.problems.append(str(error))
+            return outcome
         finally:
             cleanup_problems = clean_up_job(folder / "run")
         job.process.wait()
