@@ -104,8 +104,9 @@ def _compute_usual_state(process: Process, now: float) -> RankState:
 
 
 def compute_waiting_s(process: Process, now: float) -> float | None:
-    """Seconds since the process entered its oldest unfinished call; None if all are finished, or if
-    it is busy with other work and no call blocks it.
+    """Seconds since the process entered its oldest unfinished call, or its newest one if none is
+    known to block it. None if all are finished, or if it is busy with other work and no call blocks
+    it.
     """
     unfinished = process.open_calls.unfinished_streams
     if not unfinished or process.exit is not None:
@@ -119,8 +120,10 @@ def compute_waiting_s(process: Process, now: float) -> float | None:
             oldest_at = pending_at
     if oldest_at is None:
         return None
-    if _is_free_to_continue(process) and is_process_waiting(process) is False:
-        return None
+    if _is_free_to_continue(process):
+        if is_process_waiting(process) is False:
+            return None
+        oldest_at = max(oldest_at, process.newest_call_at)  # until then it did continue
     return max(0.0, now - oldest_at)
 
 

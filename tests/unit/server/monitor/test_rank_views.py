@@ -40,6 +40,15 @@ def test_rank_waits_for_send_in_wait() -> None:
     assert describe_rank(job, 0) == (RankState.WAITING, 11.0)
 
 
+def test_rank_has_not_waited_for_send_since_before_its_newest_call() -> None:
+    job = ScriptedJob(2)
+    start_send(job)
+    job.make_calls()
+    job.advance_time(2)
+    job.send_heartbeats()
+    assert describe_rank(job, 0) == (RankState.WAITING, 2.0)
+
+
 def test_rank_waits_in_blocking_call_whatever_its_stack_shows() -> None:
     job = ScriptedJob(2)
     job.send_heartbeats()
