@@ -16,30 +16,29 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hangwatch import __version__
 
 from .alerting.alerter import Alerter
-from .core import limits, origin
+from .core import limits
 from .core.clock import Clock, ulid
 from .core.events import EventLog
 from .core.problems import Problem
 from .http import (
     access,
     api,
-    error_pages,
     heartbeats,
     mcp_endpoint,
     metrics,
     ondemand_routes,
     openapi,
     rendering,
-    stack_files,
 )
+from .http.access import PathPrefixMiddleware
 from .http.app_state import AppState
-from .http.heartbeat_answers import HeartbeatAnswerer
-from .http.rendering import SECURITY_HEADERS
+from .http.heartbeats import HeartbeatAnswerer
+from .http.rendering import SECURITY_HEADERS, install_error_handlers
 from .ingest.agent_worker import AgentWorker
 from .monitor.watch import Watch
 from .settings import Settings
 from .storage.store import Store
-from .web import incident_report, pages
+from .web import incident_page, pages
 from .web import performance_pages as performance_routes
 
 
@@ -85,7 +84,7 @@ def build_app(
     # The middleware that is added last is the outermost: its headers are on rejections, too.
     app.add_middleware(access.AuthMiddleware, authenticator=authenticator)
     app.add_middleware(limits.BodySizeLimit)
-    app.add_middleware(origin.PathPrefixMiddleware, prefix=settings.path_prefix)
+    app.add_middleware(PathPrefixMiddleware, prefix=settings.path_prefix)
     app.add_middleware(_SecurityHeadersMiddleware)
     return heartbeats.HeartbeatFastPath(app, live, authenticator, settings.path_prefix), live
 
@@ -109,18 +108,18 @@ async def _run_tasks(live: AppState, mcp: mcp_endpoint.McpEndpoint) -> AsyncIter
 
 
 def _add_routes(app: FastAPI, live: AppState) -> None:
-    error_pages.install_error_handlers(app, live.watch.counters.refusals_by_limit)
+    install_error_handlers(app, live.watch.counters.refusals_by_limit)
     for part in (
         heartbeats,
         api,
         ondemand_routes,
-        stack_files,
-        incident_report,
+        incident_page,
         pages,
         performance_routes,
         access,
     ):
         app.include_router(part.build_router(live))
+    app.include_router(ondemand_routes.build_stack_router(live))
     app.include_router(_build_operations_router(live))
 
     @app.get("/docs", include_in_schema=False)

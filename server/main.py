@@ -25,10 +25,9 @@ from hangwatch.report.text import clean_text
 from .alerting.alerter import send_test_messages
 from .app import build_app
 from .command_line import TEST_ALERT_FLAG, SettingsError, load_settings
-from .core import garbage_collection, timeouts
-from .core.event_loop import ThrottledListener
-from .http.connections import make_protocol_class
-from .http.http_server import HttpServer
+from .core import limits, load
+from .core.load import ThrottledListener
+from .http.connections import HttpServer, make_protocol_class
 from .settings import Settings
 from .storage.database import StoreError
 from .storage.store import Store
@@ -99,7 +98,7 @@ def _serve(settings: Settings) -> int:
     os.umask(0o077)  # incidents show stacks, and the data folder may exist already
     _check_certificate(settings)
     _allow_connections()
-    gc.set_threshold(*garbage_collection.THRESHOLDS)
+    gc.set_threshold(*load.THRESHOLDS)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with listen(settings.host, settings.port) as listening:
         store = Store(settings.data_dir, _reveal_secret(settings.database), settings.name)
@@ -116,7 +115,7 @@ def _serve(settings: Settings) -> int:
         )
         config = uvicorn.Config(
             app, loop="asyncio", http=protocol_class, backlog=BACKLOG, log_config=None, access_log=False,
-            timeout_graceful_shutdown=SHUTDOWN_GRACE_S, timeout_keep_alive=timeouts.KEEP_ALIVE_S, server_header=False, proxy_headers=False,
+            timeout_graceful_shutdown=SHUTDOWN_GRACE_S, timeout_keep_alive=limits.KEEP_ALIVE_S, server_header=False, proxy_headers=False,
             ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
         )  # fmt: skip
         server = HttpServer(config, live, protocol_class)

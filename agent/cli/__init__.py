@@ -1,5 +1,5 @@
 """The `hangwatch` command."""
 
-from .entry import main
+from .main import main
 
 __all__ = ["main"]

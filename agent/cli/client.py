@@ -15,7 +15,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 import httpx
 
-from ..transport.target import ServerTarget, TargetError
+from ..transport.client import ServerTarget, TargetError
 from .errors import CliError, NotFoundError, RefusedError, UnreachableError, UsageError
 
 DEFAULT_URL = "http://127.0.0.1:8642"

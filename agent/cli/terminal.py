@@ -1,15 +1,26 @@
-"""Writes to the terminal: data to stdout, messages to stderr."""
+"""Writes to the terminal: data to stdout, messages to stderr.
+
+MERGED: Shows long text page by page on a terminal, as git does: with PAGER, else with less.
+
+MERGED: Shows a view of the server again and again, as `--watch` does.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import shlex
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
 
 from hangwatch.report.text import PLAIN_PAINT, Paint, clean_text
+
+from .errors import OK, NotFoundError, UnreachableError
 
 _MIN_PROGRESS_ITEMS, _PROGRESS_STEP = 32, 8
 
@@ -65,3 +76,57 @@ def show_progress(label: str, stream: TextIO | None = None) -> Iterator[Callable
         if is_shown:
             output.write("\r\x1b[K")
             output.flush()
+
+
+_DEFAULT_PAGER = "less"
+# less: exit if the text fits on one screen, show colours, and do not clear the screen at exit.
+_LESS_OPTIONS = "FRX"
+
+
+def page_lines(lines: Iterable[str], env: Mapping[str, str]) -> None:
+    """Prints the lines, through the pager if stdout is a terminal."""
+    command = shlex.split(env.get("PAGER", _DEFAULT_PAGER))
+    if not command or command == ["cat"] or env.get("TERM") == "dumb" or not sys.stdout.isatty():
+        print_lines(lines)
+        return
+    text = "".join(f"{line}\n" for line in lines)
+    try:
+        pager = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            env={"LESS": _LESS_OPTIONS, **env},
+            text=True,
+            errors="replace",
+        )
+    except OSError:  # it is not installed
+        print(text, end="")
+        return
+    with contextlib.suppress(BrokenPipeError):  # the user has left it
+        pager.communicate(text)
+    while pager.poll() is None:
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the pager's
+            pager.wait()
+
+
+_REFRESH_S = 1.0
+_CLEAR_SCREEN = "\x1b[H\x1b[2J"
+
+
+def watch_view(print_view: Callable[[], int], paint: Paint) -> int:
+    """Prints the view each second until Ctrl-C, and returns its last exit code. A server that cannot be
+    reached, and something that does not exist yet, are waited for.
+    """
+    code = OK
+    try:
+        while True:
+            if paint.colour:
+                print(_CLEAR_SCREEN, end="")
+            try:
+                code = print_view()
+            except (UnreachableError, NotFoundError) as error:
+                print_message(str(error))
+                code = error.exit_code
+            print(flush=True)
+            time.sleep(_REFRESH_S)
+    except KeyboardInterrupt:
+        return code

@@ -12,28 +12,26 @@ from hangwatch.protocol import codec
 from hangwatch.protocol.commands import Command
 from hangwatch.protocol.heartbeat import HeartbeatReply
 
-from ..transport.target import ServerTarget
+from ..transport.client import ServerTarget
 from .composer import HeartbeatComposer, InFlightHeartbeat
 from .discovery.changes import ChangeDetector
 from .discovery.watched import list_live_pids
 from .discovery.watchlist import Watchlist
 from .hardware.monitor import HardwareMonitor
-from .reporting.outage import OutageTracker
-from .reporting.outbox import Outbox
-from .reporting.schedule import HeartbeatSchedule
-from .reporting.uplink import HeartbeatOutcome, Uplink
-from .requests.aborts import AbortTracker
+from .reporting.uplink import HeartbeatOutcome, HeartbeatSchedule, OutageTracker, Outbox, Uplink
 from .requests.builder import RecorderBuilder
-from .requests.command_poll import CommandPoll
-from .requests.commands import CommandExecutor, find_faulthandler_registration
+from .requests.commands import (
+    AbortTracker,
+    CommandExecutor,
+    CommandPoll,
+    find_faulthandler_registration,
+)
 from .requests.live import LiveRequests
 from .scanner import ProcessScanner
 from .stacks.pyspy import PySpy
 from .stacks.sampler import SampleResult, StackSampler
 from .system import processes
-from .system.log import AgentLog
-from .system.timing import AgentTiming
-from .system.wakeup import WakeupSelector
+from .system.daemon import AgentLog, AgentTiming, WakeupSelector
 
 # A scan is delayed by up to this much to coincide with a heartbeat: waking twice costs more than
 # either.

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from hangwatch.protocol.heartbeat import PROTOCOL_VERSION, AgentCost, Heartbeat, ProcessUpdate
 
 from .discovery.watchlist import Watchlist
-from .reporting import terse
 from .reporting.acked import AckedState
-from .reporting.outbox import Outbox
-from .reporting.performance import PerformanceReporter
-from .reporting.uplink import HeartbeatOutcome
-from .requests.aborts import AbortTracker
+from .reporting.calls import PerformanceReporter
+from .reporting.updates import is_progressing, make_terse_update
+from .reporting.uplink import HeartbeatOutcome, Outbox
+from .requests.commands import AbortTracker
 from .requests.live import LiveRequests
-from .system import cost
+from .system import daemon
 
 COST_INTERVAL_HEARTBEATS = 20
 
@@ -111,7 +110,7 @@ class HeartbeatComposer:
 
     def _are_all_progressing(self, parts: ProcessUpdates) -> bool:
         return all(
-            terse.is_progressing(
+            is_progressing(
                 process.snapshot, process.acked, parts.updates[key], parts.acked_states[key]
             )
             for key, process in self._watchlist.watched.items()
@@ -120,7 +119,7 @@ class HeartbeatComposer:
     def _shorten_updates(self, parts: ProcessUpdates) -> ProcessUpdates:
         shortened = ProcessUpdates()
         for key, process in self._watchlist.watched.items():
-            shortened.updates[key], shortened.acked_states[key] = terse.make_terse_update(
+            shortened.updates[key], shortened.acked_states[key] = make_terse_update(
                 process.snapshot, process.acked, parts.updates[key], parts.acked_states[key]
             )
         return shortened
@@ -128,7 +127,7 @@ class HeartbeatComposer:
     def _measure_cost(self) -> AgentCost | None:
         if self._number % COST_INTERVAL_HEARTBEATS != 1:
             return None
-        return cost.measure_cost(self._outbox.dropped_count)
+        return daemon.measure_cost(self._outbox.dropped_count)
 
     def apply_outcome(self, outcome: HeartbeatOutcome, now_ns: int) -> None:
         """Applies what a reply says about later heartbeats: how long positions may be left out, and

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from .discovery.rings import open_pidfd
 from .system import daemon
 
 
@@ -65,12 +66,10 @@ def _run_agent(folder: Path, url: str, linger_s: float) -> int:
     if lock is None:
         return 0
     early_pidfds = open_rank_pidfds(folder)
-    from ..transport.servers import parse_targets
-    from ..transport.target import TargetError
+    from ..transport.client import TargetError, parse_targets
     from .agent import NodeAgent
     from .stacks.pyspy import PySpy, locate_pyspy
-    from .system.log import AgentLog
-    from .system.timing import AgentTiming
+    from .system.daemon import AgentLog, AgentTiming
 
     log = AgentLog()
     failed = True
@@ -114,13 +113,13 @@ def open_rank_pidfds(folder: Path) -> dict[str, int]:
     """Pidfds of the ranks that have a ring, by process key: a job may fail and be reaped before the
     rest of the agent is loaded.
     """
-    from .discovery import exits, rings
+    from .discovery import rings
 
     pidfds: dict[str, int] = {}
     with contextlib.suppress(OSError):  # the run dir cannot be read: the agent reports it
         files, _ = rings.find_ring_files(folder)
         for file in files:
-            pidfd = exits.open_pidfd(file.pid, file.start_ticks)
+            pidfd = open_pidfd(file.pid, file.start_ticks)
             if pidfd is not None:
                 pidfds[file.key] = pidfd
     return pidfds

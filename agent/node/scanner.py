@@ -4,13 +4,13 @@ are not read at each scan.
 
 from __future__ import annotations
 
-from .discovery.steadiness import SteadinessCheck
+from .discovery.changes import SteadinessCheck
 from .discovery.watched import WatchedProcess
 from .discovery.watchlist import Watchlist
 from .requests.builder import RecorderBuilder
 from .requests.commands import make_sample_order
 from .stacks.sampler import StackSampler
-from .system.timing import AgentTiming
+from .system.daemon import AgentTiming
 
 _LOOK_INTERVAL_NS = 250_000_000  # between two looks at a steady host
 _MAX_READING_AGE_NS = 150_000_000  # a more recent reading is sent as it is

@@ -10,12 +10,16 @@ from collections.abc import Iterable, Mapping
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hangwatch.model.calls import Signature, StreamKind
+from hangwatch.model.calls import (
+    LossReason,
+    Signature,
+    StreamKind,
+    encode_signature,
+    with_agreement_hash,
+)
 from hangwatch.model.groups import DECLARED_BACKEND, pack_ranks
-from hangwatch.model.losses import LossReason
-from hangwatch.model.operator_spec import MustMatch
+from hangwatch.model.operators import MustMatch
 from hangwatch.model.ranks import Lifecycle
-from hangwatch.model.signatures import encode_signature, with_agreement_hash
 from hangwatch.ring.layout import LiveWord, RecordFlag
 
 from . import faults

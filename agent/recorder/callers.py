@@ -1,16 +1,29 @@
-"""What the recorder knows about the functions of torch.distributed that call the operators."""
+"""What the recorder knows about the functions of torch.distributed that call the operators.
+
+MERGED: Finds the user's line behind a call: the innermost frame outside torch, the standard library and
+site-packages.
+
+MERGED: Inspects what another thread of this process is doing.
+"""
 
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
+import operator
 import os
 import sys
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
+import hangwatch
 from hangwatch.model.operators import OPERATIONS
+
+from .writer import RingWriter
 
 _PENDING_CALLS = ("isend", "irecv")
 _WRAPPERS = ("func_wrapper", "wrapper")  # torch/distributed/c10d_logger.py
@@ -126,3 +139,141 @@ def _find_codes(names: list[str]) -> list[CodeType]:
 
     functions = [getattr(c10d, name) for name in names if hasattr(c10d, name)]
     return [inspect.unwrap(function).__code__ for function in functions]
+
+
+_MAX_CACHED = 4096  # code objects; past that all caches are cleared
+
+# Where the code of a frame comes from, as `CodeOrigin` in native/call_sites.h. Machinery is torch,
+# the standard library and this package.
+_USER, _LIBRARY, _MACHINERY = 0, 1, 2
+
+
+class CallSites:
+    """Finds and interns call sites. Each code object is classified once; after that, a frame costs
+    one dictionary look-up.
+    """
+
+    def __init__(
+        self, ring: RingWriter, on_origin: Callable[[int, int | None], None] | None = None
+    ) -> None:
+        """``on_origin(id(code), origin)`` is called for each code object that is classified; an
+        origin of None revokes all earlier ones.
+        """
+        self._ring = ring
+        self._on_origin = on_origin
+        # By id(code). Keeping the code object alive keeps its id unique.
+        self._origins: dict[int, tuple[int, CodeType]] = {}
+        self._site_numbers: dict[tuple[int, int], int] = {}
+        self._user_site_numbers: dict[tuple[int, int], int] = {}
+        torch = getattr(sys.modules.get("torch"), "__file__", None)
+        self._machinery_prefixes = (
+            *((f"{Path(torch).parent}/",) if torch else ()),
+            f"{Path(__file__).resolve().parent}/",
+            str(hangwatch.__file__),
+            "<frozen ", "<eval_with_key>", "<torch_package",
+        )  # fmt: skip
+        paths = sysconfig.get_paths()
+        self._stdlib_prefixes = tuple(f"{paths[name]}/" for name in ("stdlib", "platstdlib"))
+        self._library_parts = tuple(f"/{name}/" for name in ("site-packages", "dist-packages"))
+
+    def get_cached_site(self, frame: FrameType) -> int:
+        """The site's number if the frame itself is the user's and its site is interned, else 0.
+        Faster than `find_site`.
+        """
+        number = self._user_site_numbers.get((id(frame.f_code), frame.f_lasti), 0)
+        return number if number and self._ring.is_site_fresh(number) else 0
+
+    def find_site(self, frame: FrameType | None) -> int:
+        """The site's number in the ring; 0 if the stack has neither user nor library frames."""
+        origins = self._origins
+        library: FrameType | None = None
+        while frame is not None:
+            code = frame.f_code
+            cached = origins.get(id(code))
+            origin = cached[0] if cached is not None else self._classify_code(code)
+            if origin == _USER:
+                number = self._intern_site(frame)
+                self._user_site_numbers[(id(code), frame.f_lasti)] = number
+                return number
+            if origin == _LIBRARY and library is None:
+                library = frame
+            frame = frame.f_back
+        return self._intern_site(library) if library is not None else 0
+
+    def is_user_code(self, code: CodeType) -> bool:
+        cached = self._origins.get(id(code))
+        return (cached[0] if cached is not None else self._classify_code(code)) == _USER
+
+    def _intern_site(self, frame: FrameType) -> int:
+        key = (id(frame.f_code), frame.f_lasti)
+        number = self._site_numbers.get(key, 0)
+        if number and self._ring.is_site_fresh(number):
+            return number
+        code = frame.f_code
+        name = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
+        number = self._ring.intern_site(
+            {"file": code.co_filename[-240:], "line": frame.f_lineno, "function": name[-80:]}
+        )
+        self._site_numbers[key] = number
+        return number
+
+    def _classify_code(self, code: CodeType) -> int:
+        if len(self._origins) >= _MAX_CACHED:
+            self._origins.clear()
+            self._site_numbers.clear()
+            self._user_site_numbers.clear()
+            if self._on_origin is not None:
+                self._on_origin(0, None)
+        origin = self._classify_file(code.co_filename)
+        self._origins[id(code)] = (origin, code)
+        if self._on_origin is not None:
+            self._on_origin(id(code), origin)
+        return origin
+
+    def _classify_file(self, file: str) -> int:
+        if file.startswith(self._machinery_prefixes) or "torchinductor_" in file:
+            return _MACHINERY
+        if any(part in file for part in self._library_parts):
+            return _LIBRARY
+        return _MACHINERY if file.startswith(self._stdlib_prefixes) else _USER
+
+
+_STDLIB = sysconfig.get_path("stdlib")
+_CHECKS_DIR = os.path.join(os.path.dirname(__file__), "checks", "")
+_NEEDS_GC_PAUSE = sys.version_info[:2] == (3, 11)
+_call_function: Callable[..., Any] = operator.methodcaller("__call__")
+
+
+def inspect_thread(thread: int) -> tuple[bool, bool]:
+    """Whether the thread is in torch.distributed, and whether it is in code of its own rather than in a
+    wait of the standard library or in autograd.
+    """
+    frame = find_frame(thread)
+    # Our checks run inside a call: the frame below them tells where the thread is.
+    while frame is not None and frame.f_code.co_filename.startswith(_CHECKS_DIR):
+        frame = frame.f_back
+    if frame is None:
+        return False, False
+    file = frame.f_code.co_filename
+    is_independent = not file.startswith(_STDLIB) and "/torch/autograd/" not in file
+    return "/torch/distributed/" in file, is_independent
+
+
+def find_frame(thread: int) -> FrameType | None:
+    """The innermost frame of another thread; None if the thread has ended.
+
+    `sys._current_frames` returns the frame of this function as well. A local variable that held its
+    result would therefore be a reference cycle, which keeps the frames of all threads, and all of
+    their local variables, until a garbage collection.
+
+    Python 3.11 creates objects there while it holds the lock of its list of threads. If a garbage
+    collection runs a destructor that releases the GIL, as torch's do, and the thread that gets the
+    GIL starts or ends a thread, the process is deadlocked
+    (https://github.com/python/cpython/issues/106883; the last releases of 3.11 do the same as here).
+    """
+    if not (_NEEDS_GC_PAUSE and gc.isenabled()):
+        return sys._current_frames().get(thread)
+    # `map` calls the three from C, so that no other thread runs in between.
+    functions = (gc.disable, sys._current_frames, gc.enable)
+    frame: FrameType | None = tuple(map(_call_function, functions))[1].get(thread)
+    return frame

@@ -13,11 +13,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from hangwatch.model.calls import Signature, StreamKind
+from hangwatch.model.calls import (
+    LossReason,
+    Signature,
+    StreamKind,
+    encode_signature,
+    with_agreement_hash,
+)
 from hangwatch.model.groups import pack_ranks
-from hangwatch.model.losses import LossReason
-from hangwatch.model.operator_spec import MustMatch
-from hangwatch.model.signatures import encode_signature, with_agreement_hash
+from hangwatch.model.operators import MustMatch
 from hangwatch.ring.layout import RecordFlag
 
 from . import faults

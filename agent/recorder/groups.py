@@ -11,10 +11,8 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from hangwatch.model.backends import DEVICE_BACKENDS, FLIGHT_RECORDER_BACKENDS
-from hangwatch.model.calls import StreamKind
-from hangwatch.model.groups import pack_ranks
-from hangwatch.model.losses import LossReason
+from hangwatch.model.calls import LossReason, StreamKind
+from hangwatch.model.groups import DEVICE_BACKENDS, FLIGHT_RECORDER_BACKENDS, pack_ranks
 
 from . import faults
 from .group_origins import GroupOrigin, get_origin_tracker

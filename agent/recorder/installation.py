@@ -1,25 +1,57 @@
 """Installs the recorder: it wraps the functions of torch.distributed that create and destroy
 process groups, and makes this process a rank once its rank is known.
+
+MERGED: A training process as a rank: its identity, its lifecycle, and the parts that record it.
+
+MERGED: Waits for torch's own threads, which execute collectives, before the interpreter exits.
+
+MERGED: Records the exception that ends the process in its ring.
+
+Two hooks see such an exception: ``sys.excepthook``, and a wrapper of the functions that
+torch.multiprocessing spawns, whose exceptions never get to the former.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import inspect
 import os
+import platform
+import sys
 import threading
-from typing import Any
+import traceback
+from pathlib import Path
+from time import monotonic, monotonic_ns, sleep
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import hangwatch
-from hangwatch.model.losses import LossReason
+from hangwatch.model.calls import LossReason
+from hangwatch.model.groups import WORKER_THREAD_NAMES
 from hangwatch.model.ranks import Lifecycle
+from hangwatch.ring.layout import CHECK_SLOTS, CHECK_STRUCT, LiveWord
 
-from ..environment import identity
-from . import backend_threads, dynamo, exceptions, faults, group_setup, kernels, recorder_hooks
+from ..environment import identity, run_dir
+from . import device, dynamo, faults, group_setup, kernels
 from .annotations import UserAnnotations
+from .checks.settings import CheckSettings, load_check_settings
 from .group_origins import get_origin_tracker, track_creations
-from .rank import RankProcess, get_current_rank, set_current_rank
-from .worlds import choose_launch, find_rendezvous, get_master_address, is_started_as_rank
+from .group_setup import SetupRecorder
+from .native.library import choose_recorder
+from .poller import AgentSupervisor, Poller, StackDumper
+from .recorder import Recorder
+from .ring_file import (
+    choose_launch,
+    create_ring,
+    find_rendezvous,
+    get_master_address,
+    is_started_as_rank,
+)
+from .writer import RingWriter
+
+if TYPE_CHECKING:
+    from .checks.inspection import CallChecker
 
 _NEW_GROUP_PARAMETERS = (
     "ranks",
@@ -54,8 +86,8 @@ def install_recorder() -> None:
     with faults.swallow_errors("watching the creation of process groups"):
         track_creations()
     with faults.swallow_errors("counting the Flight Recorder's hooks"):
-        recorder_hooks.count_attached_hooks()
-    exceptions.patch_spawn()
+        device.count_attached_hooks()
+    patch_spawn()
     launch = identity.parse_environ(os.environ)
     if launch.rank is not None and is_started_as_rank(launch):
         _start_recording(launch, launch.rank, launch.world_size)
@@ -108,7 +140,7 @@ def _start_recording_once(launch: identity.LaunchInfo, rank: int, world_size: in
     hangwatch._watcher = UserAnnotations(current)
     current.poller.start_thread()
     atexit.register(_handle_exit)
-    exceptions.hook_exceptions()
+    hook_exceptions()
     with faults.swallow_errors("exempting hangwatch from compilation"):
         dynamo.exempt_own_code()
 
@@ -251,4 +283,211 @@ def _handle_exit() -> None:
         # A daemon thread that outlives the interpreter can crash the process.
         current.poller.stop_thread()
         with faults.swallow_errors("waiting for the backend's threads"):
-            backend_threads.wait_until_idle()
+            wait_until_idle()
+
+
+_MAX_PROGRAM_CHARS = 300
+
+_current_rank: RankProcess | None = None
+
+
+class RankProcess:
+    """This process's ring and everything that writes to it."""
+
+    def __init__(self, launch: identity.LaunchInfo, rank: int, world_size: int) -> None:
+        """Raises OSError if the ring cannot be created."""
+        self.launch = launch
+        self.rank, self.world_size = rank, world_size
+        self.master_address = get_master_address()
+        pid = os.getpid()
+        start_ticks = run_dir.read_start_ticks(pid)
+        self.key = run_dir.format_process_key(pid, start_ticks)
+        check_settings = load_check_settings(os.environ)
+        check_table_bytes = CHECK_STRUCT.size * CHECK_SLOTS if check_settings.any_enabled else 0
+        self.folder, self.ring = create_ring(self.key, pid, start_ticks, check_table_bytes)
+        self._stack_dumper = StackDumper(self.ring.path, self.ring)
+        native, self._python_reason = choose_recorder(os.environ)
+        self.recorder = Recorder(self.ring, native, _make_checker(self.ring, check_settings))
+        self.write_identity()
+        self.set_lifecycle(Lifecycle.STARTING)
+        self.setup_recorder = SetupRecorder(self.recorder)
+        self.poller = Poller(
+            self.ring, self.recorder, AgentSupervisor(self.folder), self._stack_dumper
+        )
+        faults.add_listener(self._write_faults)
+        self._write_faults()
+
+    def write_identity(self) -> None:
+        """Writes who this process is. Called again whenever any of it has changed."""
+        torch = sys.modules.get("torch")
+        self.ring.write_identity(
+            {
+                "job": self.launch.job,
+                "restart": self.launch.restart,
+                "rank": self.rank,
+                "world_size": self.world_size,
+                "local_rank": self.launch.local_rank,
+                "python": platform.python_version(),
+                "torch": str(getattr(torch, "__version__", "")),
+                "program": _get_program(),
+                "main_thread": threading.main_thread().ident,
+                "recorder": "python" if self.recorder.native is None else "native",
+                "without": self._python_reason,
+                "master": self.master_address,
+                "on_hang": self.launch.on_hang,
+                **self._stack_dumper.registration,
+            }
+        )
+
+    def set_lifecycle(self, lifecycle: Lifecycle) -> None:
+        self.lifecycle = lifecycle
+        self.ring.set_word(LiveWord.LIFECYCLE, lifecycle)
+
+    def _write_faults(self) -> None:
+        self.ring.set_word(LiveWord.ERRORS, faults.count_faults())
+        self.ring.write_faults(faults.format_lines())
+
+
+def get_current_rank() -> RankProcess | None:
+    """The rank that this process is; None if it is not recorded."""
+    return _current_rank
+
+
+def set_current_rank(rank: RankProcess | None) -> None:
+    global _current_rank
+    _current_rank = rank
+
+
+def _make_checker(ring: RingWriter, settings: CheckSettings) -> CallChecker | None:
+    """Makes the checker of calls if the environment enables checks."""
+    for problem in settings.problems:
+        faults.record_message(problem)
+    if not settings.any_enabled:
+        return None
+    # Imported only here: most jobs enable no checks.
+    from .checks.inspection import CallChecker
+
+    return CallChecker(ring, settings)
+
+
+def _get_program() -> str:
+    command_line: list[str] = getattr(sys, "argv", None) or []
+    return " ".join(command_line)[:_MAX_PROGRAM_CHARS]
+
+
+_TASK_DIR = Path("/proc/self/task")
+
+
+def wait_until_idle(timeout_s: float = 0.2) -> None:
+    """Waits until those threads are idle, at most ``timeout_s`` seconds.
+
+    A worker drops its last references to tensors only after it has reported the call as complete,
+    and needs the GIL for tensors that have a Python object. If the interpreter is exiting by then,
+    torch ends the process with SIGABRT ("terminate called without an active exception":
+    https://github.com/pytorch/pytorch/issues/190489). DDP's own tensors have a Python object only
+    because of our kernels, so hangwatch would cause this race.
+    """
+    activities = {
+        task.name: ""
+        for task in _TASK_DIR.iterdir()
+        if _read_task_file(task.name, "comm").strip() in WORKER_THREAD_NAMES
+    }
+    end = monotonic() + timeout_s
+    while activities and monotonic() < end:
+        sleep(0.001)  # releases the GIL for a thread that waits for it
+        current = {task: _read_activity(task) for task in activities}
+        # A thread is busy if it runs, or if its context switches show that it got what it waited
+        # for, such as the GIL.
+        activities = {
+            task: activity
+            for task, activity in current.items()
+            if activity.startswith("R") or activity != activities[task]
+        }
+
+
+def _read_activity(task: str) -> str:
+    """The state and the voluntary context switches in /proc; empty once the thread has exited."""
+    lines = dict(
+        line.split(":\t", 1)
+        for line in _read_task_file(task, "status").splitlines()
+        if ":\t" in line
+    )
+    return f"{lines.get('State', '')} {lines.get('voluntary_ctxt_switches', '')}".strip()
+
+
+def _read_task_file(task: str, name: str) -> str:
+    try:
+        return (_TASK_DIR / task / name).read_text(errors="replace")
+    except OSError:  # it has exited
+        return ""
+
+
+_MAX_MESSAGE_CHARS = 800
+
+
+def hook_exceptions() -> None:
+    """Records the exception that ends the main thread, then runs the hook that was set before."""
+    sys.excepthook = _RecordingExcepthook(sys.excepthook)
+
+
+class _RecordingExcepthook:
+    def __init__(self, previous_hook: Any) -> None:
+        self._previous_hook = previous_hook
+
+    def __call__(
+        self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
+    ) -> None:
+        _record_exception(kind, value, trace)
+        self._previous_hook(kind, value, trace)
+
+
+def patch_spawn() -> None:
+    """Records exceptions of functions that torch.multiprocessing spawns.
+
+    It catches such an exception, passes it to the parent, and exits, so no hook of Python sees it.
+    """
+    # The attribute torch.multiprocessing.spawn is the function of that name, not the module.
+    spawn: Any = sys.modules["torch.multiprocessing.spawn"]
+    original = spawn._wrap
+
+    @functools.wraps(original)
+    def wrap_spawned(fn: Any, *args: Any) -> Any:
+        @functools.wraps(fn)
+        def run_recorded(*fn_args: Any) -> Any:
+            try:
+                return fn(*fn_args)
+            except Exception as error:
+                _record_exception(type(error), error, error.__traceback__)
+                raise
+
+        return original(run_recorded, *args)
+
+    spawn._wrap = wrap_spawned
+
+
+def _record_exception(
+    kind: type[BaseException], value: BaseException, trace: TracebackType | None
+) -> None:
+    try:
+        rank = get_current_rank()
+        if rank is not None:
+            rank.ring.write_exception(_describe_exception(rank, kind, value, trace))
+    except Exception as error:  # ours: the user's exception is shown all the same
+        faults.record_fault("recording an exception", error)
+
+
+def _describe_exception(
+    rank: RankProcess, kind: type[BaseException], value: BaseException, trace: TracebackType | None
+) -> dict[str, Any]:
+    """The exception, with the innermost line of the user's code in its traceback."""
+    description: dict[str, Any] = {
+        "type": kind.__qualname__,
+        "message": str(value)[:_MAX_MESSAGE_CHARS],
+        "at_ns": monotonic_ns(),
+    }
+    for frame, line in reversed(list(traceback.walk_tb(trace))):
+        code = frame.f_code
+        if rank.recorder.sites.is_user_code(code):
+            site = {"file": code.co_filename, "line": line, "function": code.co_name}
+            return description | site
+    return description

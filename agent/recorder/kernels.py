@@ -3,19 +3,29 @@ native one if it was built.
 
 Every collective passes there, whether Python, DDP's reducer in C++ or compiled code starts it, and
 whichever backend executes it.
+
+MERGED: The functions that the native recorder calls in Python. They return the plan of a new kind of
+call, the site of a call, and what another thread does.
+
+Each is an operator of the library ``hangwatch``, which native/python_calls.h calls.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
-from hangwatch.model.losses import LossReason
+from hangwatch.model.calls import LossReason
 
-from .call_reader import CallReader
-from .native.library import NativeLibrary
-from .operator_schemas import TorchOperator, iter_communicating_operators
-from .planner import find_site, inspect_thread_bits, make_planner
-from .python_kernel import get_recorder, make_kernel, use_recorder
+from . import faults
+from .callers import find_caller, inspect_thread
+from .calls import CallReader, FailureRule, TorchOperator, iter_communicating_operators
+from .dynamo import run_uncompiled
+from .native.library import NativeLibrary, encode_plan
+from .python_kernel import get_recorder, make_kernel, record_loss, use_recorder
 from .recorder import Recorder, call_readers, clear_reader_caches, get_group_unboxer
 
 # The kernels stay registered as long as this object exists.
@@ -100,3 +110,51 @@ class KernelRegistry:
         """Defines an operator that the native recorder calls."""
         self._library.define(schema)
         self._library.impl(schema.partition("(")[0], implementation, "BackendSelect")
+
+
+def make_planner(reader: CallReader) -> Callable[..., list[int]]:
+    """Makes the function that the native kernel calls with the arguments of a new kind of call."""
+
+    def plan_call(*args: Any) -> list[int]:
+        try:
+            recorder = get_recorder()
+            if recorder is not None:
+                return run_uncompiled(_make_plan, reader, recorder, args, find_caller())
+        except Exception as error:  # ours: the call goes on
+            record_loss(reader, args, error)
+        return []
+
+    return plan_call
+
+
+def _make_plan(
+    reader: CallReader, recorder: Recorder, args: tuple[Any, ...], caller: FrameType
+) -> list[int]:
+    details = reader.read_call(recorder, args, caller)
+    if details is None:
+        return encode_plan(None, FailureRule.NONE)
+    mode = reader.choose_native_mode(recorder, details[-1], args, os.environ)
+    rule = reader.find_failure_rule(recorder, args)
+    return encode_plan((*details[:-1], mode), rule)
+
+
+def find_site() -> int:
+    """The number of the site of the call that this thread makes; 0 if unknown."""
+    try:
+        recorder = get_recorder()
+        if recorder is None:
+            return 0
+        return run_uncompiled(recorder.sites.find_site, sys._getframe())
+    except Exception as error:  # ours: the call goes on
+        faults.record_fault("finding the line of a call", error)
+        return 0
+
+
+def inspect_thread_bits(thread: int) -> int:
+    """What another thread does: bit 0, it is in torch.distributed; bit 1, in code of its own."""
+    try:
+        is_in_torch, is_independent = run_uncompiled(inspect_thread, thread)
+    except Exception as error:  # ours: the call goes on
+        faults.record_fault("inspecting another thread", error)
+        return 0
+    return is_in_torch | is_independent << 1

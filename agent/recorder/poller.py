@@ -1,21 +1,40 @@
 """The one thread of hangwatch in a training process: it shows that Python can run, and asks which
 calls are complete.
+
+MERGED: Stack dumps made by the process itself, for hosts that do not permit py-spy.
+
+The recorder's thread writes the stacks of all threads when the node agent requests them in the ring:
+nothing is stopped or interrupted. While another thread keeps the GIL in native code, the recorder's
+thread cannot run; for this state alone, faulthandler is registered on a signal, which the node agent
+sends to the recorder's thread and to no other. A signal to the process would be handled by a
+thread of the job, and would end the system call that this thread is in.
+
+MERGED: Ensures that a node agent runs on this host, and permits it to read the stacks of this process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import faulthandler
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
 import threading
-from time import monotonic_ns
+from pathlib import Path
+from time import monotonic, monotonic_ns
 from typing import Any
 
-from hangwatch.model.threads import RECORDER_THREAD_NAME
+from hangwatch.model.ranks import RECORDER_THREAD_NAME
 from hangwatch.ring.layout import LiveWord
 
+from ..environment import run_dir
 from . import faults
-from .device_status import DeviceStatusReader
-from .fault_dumps import StackDumper
+from .device import DeviceStatusReader
 from .recorder import Recorder
-from .supervisor import AgentSupervisor
 from .writer import RingWriter
 
 POLL_INTERVAL_S = 0.1  # seconds
@@ -88,3 +107,239 @@ class Poller:
             steps[id(optimizer)] = steps.get(id(optimizer), 0) + 1
 
         register_optimizer_step_post_hook(count_step)
+
+
+_MIN_LIST_INTERVAL_NS = 500_000_000  # between two versions of the list of threads
+
+_dump_file: Any = None  # faulthandler writes to its descriptor as long as the process lives
+
+
+class StackDumper:
+    """Answers the node agent's requests for stacks, in the thread that calls `answer_request`."""
+
+    def __init__(self, ring_path: Path, ring: RingWriter) -> None:
+        """The stacks go to a file beside the ring. Raises OSError if it cannot be created."""
+        self._ring = ring
+        self._path = ring_path.with_suffix(run_dir.STACKS_SUFFIX)
+        self._list_path = ring_path.with_suffix(run_dir.THREADS_SUFFIX)
+        self._answered = 0
+        self._listed_idents: tuple[int, ...] = ()
+        self._listed_at_ns = 0
+        self.registration = register_dump_signal(self._path)
+
+    def start_answering(self) -> None:
+        """Publishes that the calling thread is the one that answers requests."""
+        self._ring.set_word(LiveWord.RECORDER_THREAD, threading.get_native_id())
+
+    def stop_answering(self) -> None:
+        self._ring.set_word(LiveWord.RECORDER_THREAD, 0)
+
+    def answer_request(self) -> None:
+        """Writes the stacks if the node agent has requested them since the last call. Raises OSError
+        if they cannot be written; the request then stays unanswered.
+        """
+        request = self._ring.get_word(LiveWord.STACKS_REQUEST)
+        if request != self._answered:
+            self._answered = request
+            self._write_thread_list()
+            self._write_stacks()
+            self._ring.set_word(LiveWord.STACKS_ANSWER, request)
+        elif (
+            self._listed_idents != tuple(threading._active)  # type: ignore[attr-defined]
+            and monotonic_ns() - self._listed_at_ns > _MIN_LIST_INTERVAL_NS
+        ):
+            self._write_thread_list()
+
+    def _write_stacks(self) -> None:
+        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            if _runs_without_gil():
+                os.write(fd, run_dir.NO_GIL_TEXT.encode())
+            else:
+                # It keeps the GIL and makes no objects: no frame or local outlives its function.
+                faulthandler.dump_traceback(fd, all_threads=True)
+        finally:
+            os.close(fd)
+
+    def _write_thread_list(self) -> None:
+        """Writes the ids and names of Python's threads, which faulthandler does not know. The list is
+        there before a thread keeps the GIL.
+        """
+        self._listed_at_ns = monotonic_ns()
+        # `threading.enumerate` takes a lock; a copy of the dictionary is made under the GIL.
+        active: dict[int, threading.Thread] = threading._active.copy()  # type: ignore[attr-defined]
+        self._listed_idents = tuple(active)
+        entries = [[ident, each.native_id, each.name] for ident, each in active.items()]
+        new_path = self._list_path.with_suffix(".new")
+        fd = os.open(new_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, json.dumps(entries).encode())
+        finally:
+            os.close(fd)
+        os.replace(new_path, self._list_path)
+
+
+def _runs_without_gil() -> bool:
+    """Whether threads run Python at the same time. To read their stacks, all of them would have to be
+    stopped, and a thread in native code may not stop for long.
+    """
+    is_gil_enabled = getattr(sys, "_is_gil_enabled", None)
+    return is_gil_enabled is not None and not is_gil_enabled()
+
+
+def register_dump_signal(path: Path) -> dict[str, Any]:
+    """Registers the highest free real-time signal; returns its number and the descriptor of the
+    file that the stacks are written to, or nothing if no signal is free.
+
+    Before sending the signal, check that the process still catches it and still has the file open:
+    a signal that is not caught kills, and a descriptor that was closed may have been reused.
+    """
+    global _dump_file
+    if "free-threading" in sys.version:  # there, the handler shows no thread but its own
+        return {}
+    number = next(
+        (
+            n
+            for n in range(signal.SIGRTMAX - 2, signal.SIGRTMIN, -1)
+            if signal.getsignal(n) is signal.SIG_DFL
+        ),
+        None,
+    )
+    if number is None:
+        return {}
+    _dump_file = open(path, "a+b", buffering=0)  # noqa: SIM115  # it stays open as long as the process lives
+    os.set_inheritable(_dump_file.fileno(), False)
+    faulthandler.register(number, file=_dump_file, all_threads=True, chain=False)
+    return {"stacks_signal": number, "stacks_fd": _dump_file.fileno()}
+
+
+_CHECK_INTERVAL_S = 2.0
+_START_CHECK_INTERVAL_S = 0.2  # while no node agent runs
+_START_TIMEOUT_S = 3.0
+_MAX_START_FAILURES = 3  # before a message is shown
+_PR_SET_PTRACER = 0x59616D61  # prctl(2); "Yama"
+_AGENT_CODE = (
+    "import sys; sys.path[:] = [p for p in sys.path if p]; from hangwatch.agent.node.main import"
+    " main; main()"
+)
+# They make a process a rank, or preload modules meant for one.
+_RANK_ONLY_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "PYTHONINSPECT",
+    "PYTHONSTARTUP",
+    "PYTHONDEVMODE",
+    "PYTHONWARNINGS",
+)
+
+
+class AgentSupervisor:
+    """Starts the node agent if none holds the lock, which is checked every two seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._next_check_at = 0.0
+        # Held while a node agent that this process launched is starting.
+        self._start_lock_fd: int | None = None
+        self._start_deadline = 0.0
+        self._failed_starts = 0
+        self._permitted_pid = 0
+        self._is_notice_shown = False
+
+    def ensure_agent(self) -> None:
+        now = monotonic()
+        if now < self._next_check_at:
+            return
+        agent_pid = self._find_agent_pid()
+        if agent_pid:
+            self._release_start_lock()
+            self._allow_ptrace(agent_pid)
+            self._show_notice()
+        elif self._start_lock_fd is None:
+            self._start_agent(now)
+        elif now > self._start_deadline:
+            self._release_start_lock()
+            self._failed_starts += 1
+            if self._failed_starts == _MAX_START_FAILURES:
+                faults.record_message(
+                    "no node agent could be started, this host is not watched: see"
+                    f" {self._folder / run_dir.AGENT_LOG_NAME}"
+                )
+        self._next_check_at = now + (_CHECK_INTERVAL_S if agent_pid else _START_CHECK_INTERVAL_S)
+
+    def _find_agent_pid(self) -> int:
+        """The pid of the node agent that holds the lock; 0 if none does, -1 if it is not known yet."""
+        try:
+            fd = os.open(self._folder / run_dir.AGENT_LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return 0
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = os.pread(fd, 32, 0).strip()
+            return int(text) if text.isdigit() else -1  # it will write its pid next
+        else:
+            return 0
+        finally:
+            os.close(fd)
+
+    def _start_agent(self, now: float) -> None:
+        """Starts a node agent, unless another rank is doing so. The start lock is held until the new
+        agent holds its own lock.
+        """
+        fd = os.open(
+            self._folder / run_dir.START_LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return
+        self._start_lock_fd, self._start_deadline = fd, now + _START_TIMEOUT_S
+        env = {k: v for k, v in os.environ.items() if k not in _RANK_ONLY_VARIABLES} | {
+            "PYTHONSAFEPATH": "1"
+        }
+        # It gets its own session and none of our descriptors: `torchrun ... | tee log` must end when
+        # the ranks do. The process started here forks again and exits immediately, so that the
+        # agent is no child of the rank.
+        launcher = subprocess.Popen(
+            [sys.executable, "-c", _AGENT_CODE, "--run-dir", str(self._folder)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            env=env, start_new_session=True, cwd="/",
+        )  # fmt: skip
+        launcher.wait(10)
+
+    def _release_start_lock(self) -> None:
+        if self._start_lock_fd is not None:
+            os.close(self._start_lock_fd)
+            self._start_lock_fd = None
+
+    def _allow_ptrace(self, agent_pid: int) -> None:
+        """Permits the agent to attach. Under Yama's ptrace scope 1, a process names the one that may
+        do so; kernels without Yama return EINVAL.
+        """
+        if agent_pid > 0 and agent_pid != self._permitted_pid:
+            self._permitted_pid = agent_pid
+            ctypes.CDLL(None, use_errno=True).prctl(
+                _PR_SET_PTRACER, ctypes.c_ulong(agent_pid), 0, 0, 0
+            )
+
+    def _show_notice(self) -> None:
+        """Shows a message from the node agent to the user. One rank of the host does: the first to
+        rename the file.
+        """
+        if self._is_notice_shown:
+            return
+        notice = self._folder / run_dir.NOTICE_NAME
+        if notice.exists():
+            self._is_notice_shown = True
+            taken = notice.with_suffix(f".{os.getpid()}")
+            with contextlib.suppress(FileNotFoundError):  # another rank was first
+                os.rename(notice, taken)
+                text = taken.read_text(errors="replace").strip()
+                # It may quote the server, which must not control the user's terminal.
+                plain = "".join(c if c.isprintable() else " " for c in text)
+                sys.stderr.write(f"hangwatch: {plain}\n")
+                taken.unlink()

@@ -12,16 +12,14 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
-from hangwatch.model.losses import LossReason
+from hangwatch.model.calls import LossReason
 
 from . import faults
-from .call_reader import CallReader
 from .callers import find_logged_callers, find_quick_callers, skip_logger_frames
+from .calls import CallReader, FailureOutcome, FailureRule, judge_failure
 from .dynamo import run_uncompiled
-from .failures import FailureOutcome, FailureRule, judge_failure
 from .recorder import Recorder
-from .streams import EnteredCall, leave_call
-from .watched_works import FRAME_KEY, get_holding_locals
+from .streams import FRAME_KEY, EnteredCall, get_holding_locals, leave_call
 
 _current_recorder: Recorder | None = None
 

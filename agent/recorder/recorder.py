@@ -7,10 +7,10 @@ from collections.abc import Callable
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
-from hangwatch.model.losses import LossReason
+from hangwatch.model.calls import LossReason
 
-from .call_reader import CallReader
-from .callsite import CallSites
+from .callers import CallSites
+from .calls import CallReader
 from .groups import GroupRegistry
 from .native.library import NativeLibrary, NativeStreamRecorder
 from .streams import StreamRecorder

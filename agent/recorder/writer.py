@@ -14,7 +14,6 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
-from hangwatch.ring.devices import DeviceEntry
 from hangwatch.ring.layout import (
     DEVICE_OFFSET,
     DEVICE_STRUCT,
@@ -46,6 +45,7 @@ from hangwatch.ring.layout import (
     pack_loss,
     unpack_loss,
 )
+from hangwatch.ring.parts import DeviceEntry
 
 # An interned entry is written again once this many newer ones exist. Until then, no record in the
 # ring refers to an entry that was overwritten.

@@ -18,11 +18,10 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from hangwatch.agent.cli.arguments import build_parser as build_client_parser
 from hangwatch.agent.cli.commands.mcp import ANALYZE_DUMPS
+from hangwatch.agent.cli.main import build_parser as build_client_parser
 from hangwatch.mcp.tools import TOOLS
-from hangwatch.model.kind_spec import Abort
-from hangwatch.model.kinds import KINDS, VerdictKind
+from hangwatch.model.kinds import KINDS, Abort, VerdictKind
 from hangwatch.server.app import build_app
 from hangwatch.server.command_line import build_parser as build_server_parser
 from hangwatch.server.command_line import format_flag

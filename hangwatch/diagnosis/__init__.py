@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from hangwatch.diagnosis.rules.mismatch import choose_window, find_call_mismatches
 
-from .context import EvidenceRequest
+from .context import EvidenceRequest, is_quiet
 from .engine import Diagnosis, diagnose
-from .triage import is_quiet
 from .unexplained import UnexplainedWait
 
 __all__ = [

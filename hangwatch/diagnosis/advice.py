@@ -8,19 +8,15 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from hangwatch.diagnosis.graph.progress import find_working_threads, list_other_threads
-from hangwatch.model.kind_spec import KindSpec, Severity, StackAdvice
-from hangwatch.model.kinds import KINDS, VerdictKind
-from hangwatch.model.ranks import Lifecycle
-from hangwatch.model.threads import ThreadStack
+from hangwatch.model.kinds import KINDS, KindSpec, Severity, StackAdvice, VerdictKind
+from hangwatch.model.ranks import Lifecycle, ThreadStack
 from hangwatch.model.verdicts import Verdict
-from hangwatch.stacks.activities import classify_activity
-from hangwatch.stacks.activity_kinds import Activity
+from hangwatch.stacks.activities import INTERPRETER_EXIT, Activity, classify_activity
 from hangwatch.stacks.frames import find_innermost_user_frame, runs_user_code
-from hangwatch.stacks.place_kinds import INTERPRETER_EXIT
 from hangwatch.tracking.process import Process, StackSample
 
-from . import messages
 from .context import DiagnosisContext, find_blocking_thread, find_newest_sample
+from .messages import PHASE_HINT, SLOW_NOT_STUCK_ADVICE, describe_blocking_thread
 
 _SLEEP_PHRASE = "sleeps"
 
@@ -54,7 +50,7 @@ def _make_stack_advice(context: DiagnosisContext, verdict: Verdict, process: Pro
     if verdict.kind is VerdictKind.EXITED_RANK and has_destroyed_groups:
         predicate = "called destroy_process_group while others still communicated."
     whole_process = "It" if len(verdict.culprits) == 1 else f"Rank {process.rank}"
-    subject = messages.describe_blocking_thread(whole_process, thread)
+    subject = describe_blocking_thread(whole_process, thread)
     if not predicate and subject != whole_process:
         predicate = "holds the GIL."
     if not predicate:
@@ -62,7 +58,7 @@ def _make_stack_advice(context: DiagnosisContext, verdict: Verdict, process: Pro
     if spec.stack_advice is StackAdvice.INSTEAD:
         return f"{subject} {predicate}"
     if _is_slow(spec) and working_threads:
-        return f"{subject} {predicate} {messages.SLOW_NOT_STUCK_ADVICE}"
+        return f"{subject} {predicate} {SLOW_NOT_STUCK_ADVICE}"
     return f"{subject} {predicate} {verdict.advice}"
 
 
@@ -103,7 +99,7 @@ def _describe_activity(culprit: _SampledCulprit, spec: KindSpec) -> str:
     if activity.advice and not is_progress_known:
         text += f" {activity.advice}"
     if activity.may_take_long and not is_slow:
-        text += f" {messages.PHASE_HINT}"
+        text += f" {PHASE_HINT}"
     return text
 
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from hangwatch.tracking.call_stream import CallStream, list_histories
-from hangwatch.tracking.hash_histories import Hashes
+from hangwatch.tracking.call_stream import CallStream, Hashes, list_histories
 
 HashClass = tuple[int, list[int]]  # a running hash, and the ranks that have it
 

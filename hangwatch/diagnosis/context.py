@@ -1,21 +1,25 @@
 """The state of one diagnosis of an attempt: the facts, the verdicts so far, and the evidence to
 request; and what the rules need of it.
+
+MERGED: Decides whether an attempt needs a diagnosis at all, from what heartbeats changed, without a loop
+over all ranks.
+
+MERGED: Recognizes failures of a rank for which an absent peer is the reason, by the messages of its
+exceptions and by how it was ended: they are consequences, not causes. Pure.
 """
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from hangwatch.diagnosis.device_view import READING_DELAY_S, DeviceView, build_device_view
-from hangwatch.diagnosis.graph.graph import WaitEdge, WaitGraph
-from hangwatch.diagnosis.graph.progress import has_two_samples
-from hangwatch.model.calls import Call, Site
+from hangwatch.model.calls import Call, Site, StreamKind
 from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.limits import Limits
-from hangwatch.model.threads import ThreadStack
+from hangwatch.model.ranks import ThreadStack
 from hangwatch.model.verdicts import CallClass, Verdict, Wait
 from hangwatch.stacks.frames import find_user_site
 from hangwatch.tracking.attempt import Attempt
@@ -24,7 +28,9 @@ from hangwatch.tracking.process import Process, StackSample
 from hangwatch.tracking.process_parts import FreezeReason
 
 from .call_classes import list_equal_callers
-from .peer_errors import has_peer_error
+from .graph.devices import READING_DELAY_S, DeviceView, build_device_view
+from .graph.graph import WaitEdge, WaitGraph
+from .graph.progress import has_two_samples
 
 # A user or a launcher stopped the process: by itself not a failure.
 TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -275,3 +281,70 @@ def get_last_seen_at(context: DiagnosisContext, rank: int) -> float:
     if process is None:
         return context.now
     return min(process.reports.last_seen_at, process.exited_at or process.reports.last_seen_at)
+
+
+def is_quiet(attempt: Attempt) -> bool:
+    """Whether a full diagnosis would find nothing due and request no evidence."""
+    return (
+        not attempt.suspects
+        and not attempt.diverged_groups
+        and attempt.checks.is_quiet
+        and not attempt.list_outside_waits()
+    )
+
+
+# The types that torch raises if a peer is absent; on gloo only RuntimeError. A TimeoutError comes
+# from the script and is a cause.
+PEER_ERROR_TYPES = re.compile(r"^(RuntimeError|Dist\w*Error)$")
+LOST_PEER_MESSAGE = re.compile(
+    r"gloo/transport|connection (reset|closed|aborted|refused)|broken pipe|remote (process|peer)"
+    r"|communicator was aborted",
+    re.IGNORECASE,
+)
+# Messages of gloo, of its monitored barrier, and of NCCL's watchdog.
+_TIMEOUT_MESSAGE = re.compile(
+    r"timed out waiting \d+ms for (recv|send)|monitoredBarrier (in|after) \d+|collective operation"
+    r" timeout",
+    re.I,
+)
+# Messages of a store. They belong to a call only while groups are set up: otherwise the script
+# itself may wait for a key.
+_SETUP_TIMEOUT_MESSAGE = re.compile(
+    r"(wait|barrier) timeout after|timed out after .* waiting for clients|timeout waiting for key",
+    re.I,
+)
+
+
+def has_timed_out(process: Process) -> bool:
+    """Whether it raised an exception because its last call took too long."""
+    exception, last = process.exception, process.newest_stream
+    if exception is None or last is None or not PEER_ERROR_TYPES.search(exception.type):
+        return False
+    if _TIMEOUT_MESSAGE.search(exception.message):
+        return True
+    is_setup = last.kind is StreamKind.SETUP
+    return is_setup and _SETUP_TIMEOUT_MESSAGE.search(exception.message) is not None
+
+
+def was_ended_by_watchdog(process: Process) -> bool:
+    """Whether it was aborted while its device had collectives to complete, as torch's watchdog does
+    after a timeout or an error of the network. A rank whose device had completed all aborted by
+    itself.
+    """
+    end = process.exit
+    if end is None or end.signal != signal.SIGABRT or process.exception is not None:
+        return False
+    devices = [stream.device for stream in process.streams.values()]
+    return any(device is not None and device.is_behind_host for device in devices)
+
+
+def has_peer_error(process: Process) -> bool:
+    """Whether it ended because a peer was absent or disappeared, by its exception or because its
+    watchdog ended it.
+    """
+    if was_ended_by_watchdog(process):
+        return True
+    exception = process.exception
+    if exception is not None and LOST_PEER_MESSAGE.search(exception.message):
+        return True
+    return has_timed_out(process)

@@ -9,38 +9,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hangwatch.diagnosis.graph.waits import build_wait_graph
-from hangwatch.diagnosis.rules.concurrent import diagnose_concurrent_use
 from hangwatch.diagnosis.rules.deadlock import diagnose_deadlocks
-from hangwatch.diagnosis.rules.device_cycles import diagnose_device_cycles
 from hangwatch.diagnosis.rules.devices import (
     diagnose_stalled_devices,
     diagnose_stuck_devices,
 )
 from hangwatch.diagnosis.rules.ended import diagnose_exits
-from hangwatch.diagnosis.rules.hosts_behind import diagnose_hosts_behind
-from hangwatch.diagnosis.rules.last_calls import request_last_calls
-from hangwatch.diagnosis.rules.mismatched_calls import (
-    diagnose_call_mismatches,
-    diagnose_pair_mismatches,
-)
 from hangwatch.diagnosis.rules.missing import diagnose_chain_ends
-from hangwatch.diagnosis.rules.numerics import diagnose_nonfinite
-from hangwatch.diagnosis.rules.outside import drop_outside_members
 from hangwatch.diagnosis.rules.progress import diagnose_no_progress
-from hangwatch.diagnosis.rules.replicas import diagnose_replica_divergence
-from hangwatch.diagnosis.rules.thread_waits import diagnose_thread_waits
-from hangwatch.diagnosis.rules.uncounted_devices import diagnose_uncounted_devices
-from hangwatch.diagnosis.rules.unsampled import sample_busy_ranks
 from hangwatch.model.limits import Limits
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.attempt import Attempt
 
 from .advice import add_stack_advice
 from .context import DiagnosisContext, EvidenceRequest, get_suspicion_delay_s
-from .divergences import add_divergence
+from .differences import add_divergence
 from .hardware import add_hardware_advice, request_hardware
-from .losses import add_loss_notes, request_uncounted_stacks
-from .unexplained import UnexplainedWait, find_unexplained_wait
+from .rules.devices import diagnose_device_cycles, diagnose_hosts_behind, diagnose_uncounted_devices
+from .rules.mismatch import diagnose_call_mismatches, diagnose_pair_mismatches
+from .rules.missing import drop_outside_members
+from .rules.progress import request_last_calls, sample_busy_ranks
+from .rules.threads import diagnose_concurrent_use, diagnose_thread_waits
+from .rules.values import diagnose_nonfinite, diagnose_replica_divergence
+from .unexplained import (
+    UnexplainedWait,
+    add_loss_notes,
+    find_unexplained_wait,
+    request_uncounted_stacks,
+)
 
 # In this order: what a definite cause explains is not diagnosed again. A mismatch comes before the
 # deaths that it leads to, and a death before the waits for the dead rank.

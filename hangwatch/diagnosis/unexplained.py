@@ -1,18 +1,37 @@
-"""Waits that no verdict explains. They are not claims, but a job that has some is not well."""
+"""Waits that no verdict explains. They are not claims, but a job that has some is not well.
+
+MERGED: Says whose calls are not completely recorded: what was not concluded because of it, or what a
+verdict does not rest on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Set
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Set
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from hangwatch.diagnosis import messages
-from hangwatch.diagnosis.context import DiagnosisContext, find_newest_sample, get_op_name
-from hangwatch.model.groups import OutsideMember
+from hangwatch.model.groups import Group, OutsideMember
+from hangwatch.model.verdicts import Verdict
 from hangwatch.stacks.frames import find_user_site
+from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 
-from .losses import describe_losses
+from .context import (
+    DiagnosisContext,
+    find_newest_sample,
+    get_op_name,
+    get_state_known_until,
+    get_suspicion_delay_s,
+    request_stacks,
+)
+from .messages import (
+    describe_loss,
+    describe_missed_streams,
+    describe_position,
+    describe_rank,
+    describe_ranks,
+    join_notes,
+)
 
 _MAX_AWAITED_SHOWN = 3
 _get_began_at, _get_rank = attrgetter("began_at"), attrgetter("rank")
@@ -136,10 +155,10 @@ def _iter_device_waits(
 
 
 def _describe_wait(context: DiagnosisContext, wait: _Wait) -> str:
-    subject = messages.describe_rank(wait.rank)
+    subject = describe_rank(wait.rank)
     if wait.stream is not None:
         stream = wait.stream
-        position = messages.describe_position(stream.group, stream.entered)
+        position = describe_position(stream.group, stream.entered)
         subject = f"{subject} in {get_op_name(stream)} ({position})"
     if not wait.is_recorded:
         place = _describe_place(context, wait.rank).removeprefix(f"rank {wait.rank} is ")
@@ -147,7 +166,7 @@ def _describe_wait(context: DiagnosisContext, wait: _Wait) -> str:
     awaited = wait.awaited
     if not awaited:
         return subject
-    description = f"{subject} for {messages.describe_ranks(awaited)}"
+    description = f"{subject} for {describe_ranks(awaited)}"
     places = [_describe_place(context, rank) for rank in awaited[:_MAX_AWAITED_SHOWN]]
     known_places = [place for place in places if place]
     return "; ".join([description, *known_places])
@@ -171,7 +190,7 @@ def _find_reason(context: DiagnosisContext, wait: _Wait) -> str:
         return "it is no rank of this job" if len(outside) == 1 else "they are no ranks of this job"
     silent = tuple(sorted(context.graph.silent_ranks.keys() & set(ranks)))
     if silent:
-        return f"{messages.describe_ranks(silent)} {'do' if len(silent) > 1 else 'does'} not report"
+        return f"{describe_ranks(silent)} {'do' if len(silent) > 1 else 'does'} not report"
     if not wait.is_recorded:
         return describe_losses(context.attempt, ranks)[-1]
     if wait.may_await and wait.stream is not None:
@@ -183,3 +202,59 @@ def _find_reason(context: DiagnosisContext, wait: _Wait) -> str:
     if wait.rank in context.graph.uncertain_ranks or wait.rank in context.graph.unsampled_ranks:
         return "no stack shows yet whether that rank waits or works"
     return "what is known does not tell the cause"
+
+
+_MAX_NOTES = 4
+
+
+def describe_losses(
+    attempt: Attempt, ranks: Iterable[int], group: Group | None = None
+) -> list[str]:
+    """Clauses that say which calls of the ranks, in all groups or in one, are not completely recorded.
+    There is one for each rank, about the group with the earliest loss, for the first few ranks.
+    """
+    ranks = set(ranks)
+    notes: list[str] = []
+    for rank in sorted(attempt.lossy_ranks & ranks):
+        process = attempt.processes[rank]
+        lossy = [
+            (stream.loss, stream.group)
+            for stream in process.streams.values()
+            if stream.loss is not None and (group is None or stream.group.key == group.key)
+        ]
+        if lossy and len(notes) < _MAX_NOTES:
+            loss, lossy_group = min(lossy, key=lambda pair: pair[0].from_seq)
+            faults = process.recorder.faults
+            notes.append(describe_loss(rank, lossy_group, loss, faults))
+    missed = tuple(sorted(attempt.incomplete_ranks & ranks))
+    if missed and len(notes) < _MAX_NOTES:
+        faults = attempt.processes[missed[0]].recorder.faults
+        notes.append(describe_missed_streams(missed, faults))
+    return notes
+
+
+def add_loss_notes(context: DiagnosisContext, verdict: Verdict) -> Verdict:
+    """The verdict with what is not completely recorded of its group's calls, in its advice."""
+    attempt, group = context.attempt, verdict.group
+    if group is None or not (attempt.lossy_ranks or attempt.incomplete_ranks):
+        return verdict
+    notes = describe_losses(attempt, (*group.ranks, *verdict.culprits), group)
+    if not notes:
+        return verdict
+    return replace(verdict, advice=f"{verdict.advice} {join_notes(notes)}".strip())
+
+
+def request_uncounted_stacks(context: DiagnosisContext) -> None:
+    """Requests the stacks that show whom a call waits for where counts do not, and
+    those that show whether a rank waits in a call that is not recorded. Makes no verdict: what they show
+    is part of the next wait-for graph.
+    """
+    delay_s = get_suspicion_delay_s(context.limits)
+    for rank, calls in context.graph.uncounted_waits.items():
+        for blocked in calls:
+            if context.now - blocked.began_at >= delay_s:
+                request_stacks(context, sorted(blocked.awaited), [rank], blocked.began_at)
+    for rank in sorted(context.attempt.incomplete_ranks - context.explained_ranks):
+        idle_since = context.attempt.processes[rank].idle_since
+        if get_state_known_until(context, rank) - idle_since >= delay_s:
+            request_stacks(context, (), [rank], idle_since)

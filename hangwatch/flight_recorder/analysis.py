@@ -4,26 +4,42 @@ not. Nothing is known about the processes themselves.
 Every dump is assumed to come from a hanging job, because a dump does not say when it was written. A
 rank without a dump is missing evidence, not a dead rank, and missing evidence accuses no rank. If
 no culprit remains, the notes say why.
+
+MERGED: Limits a verdict to what Flight Recorder dumps prove: which ranks may be named as culprits, and
+what may be said about them. Pure.
+
+MERGED: Notes for the user on what Flight Recorder dumps cannot show: missing, empty and old dumps, and
+calls whose state is unknown. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from hangwatch.diagnosis import diagnose, messages
-from hangwatch.model.calls import StreamKind
+from hangwatch.diagnosis import diagnose
+from hangwatch.diagnosis.messages import (
+    describe_mismatch,
+    describe_not_entered,
+    describe_position,
+    describe_ranks,
+    describe_unfinished_message,
+    format_lower_layers_advice,
+    format_more_calls,
+)
+from hangwatch.diagnosis.rules.devices import describe_stuck_devices, format_stuck_device_advice
+from hangwatch.model.calls import Site, StreamKind
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S, Limits
+from hangwatch.model.ranks import format_ranks
 from hangwatch.model.verdicts import Verdict
+from hangwatch.report.text import format_age
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 
 from .attempts import build_job
-from .dumps import FlightDump
-from .evidence_notes import describe_gaps, describe_unexplained_calls
-from .offline_job import NOW_S
-from .verdict_adaptation import adapt_verdict
+from .calls import ARRIVALS_ONLY_BACKEND, FlightDump
+from .collectives import NOW_S, OfflineJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,14 +123,14 @@ def _diagnose_undelivered(attempt: Attempt) -> list[Verdict]:
     if not pending:
         return []
     rank, first = pending[0]
-    sentence = messages.describe_unfinished_message(
+    sentence = describe_unfinished_message(
         rank,
         first.op,
         "another rank" if first.peer == -1 else f"rank {first.peer}",
         is_receive=first.kind is StreamKind.RECV,
     )
-    position = messages.describe_position(first.group, first.entered)
-    more_calls = messages.format_more_calls(len(pending) - 1)
+    position = describe_position(first.group, first.entered)
+    more_calls = format_more_calls(len(pending) - 1)
     verdict = Verdict(
         kind=VerdictKind.NO_PROGRESS,
         severity=KINDS[VerdictKind.NO_PROGRESS].severity,
@@ -123,6 +139,242 @@ def _diagnose_undelivered(attempt: Attempt) -> list[Verdict]:
         group=first.group,
         seq=first.entered,
         summary=f"{sentence} ({position}){more_calls}",
-        advice=messages.format_lower_layers_advice(are_equal=False),
+        advice=format_lower_layers_advice(are_equal=False),
     )
     return [verdict]
+
+
+_MAX_LAST_CALLS_SHOWN = 4
+
+
+def adapt_verdict(dumps: Mapping[int, FlightDump], job: OfflineJob, verdict: Verdict) -> Verdict:
+    """The verdict without claims that the dumps do not support."""
+    if verdict.kind is VerdictKind.MISMATCH and verdict.group is not None:
+        return _blame_invalid_calls(job, verdict)
+    if verdict.kind is VerdictKind.MISSING_RANK:
+        culprits = _find_proven_culprits(dumps, job, verdict)
+        have_queued = _find_queued(job, verdict, culprits)
+        if have_queued and len(have_queued) == len(culprits):
+            return _blame_devices(dumps, verdict, culprits)
+        culprits = tuple(rank for rank in culprits if rank not in have_queued)
+        if culprits:
+            return _name_proven_culprits(dumps, verdict, culprits)
+        return _withdraw_culprits(dumps, verdict)
+    return verdict
+
+
+def _blame_invalid_calls(job: OfflineJob, verdict: Verdict) -> Verdict:
+    """A rank whose call is invalid is a culprit, even if the majority made invalid calls."""
+    assert verdict.group is not None and verdict.seq is not None
+    callers = {rank for call_class in verdict.calls for rank in call_class.ranks}
+    invalid_ranks = job.invalid_ranks.get(verdict.group.key, set()) & callers
+    involved = {*verdict.culprits, *verdict.waiting}
+    culprits = tuple(sorted(invalid_ranks))
+    are_all_invalid = not (involved | callers) - invalid_ranks
+    if not invalid_ranks or are_all_invalid or culprits == verdict.culprits:
+        return verdict
+    return replace(
+        verdict,
+        culprits=culprits,
+        waiting=tuple(sorted(involved - invalid_ranks)),
+        summary=describe_mismatch(
+            culprits, verdict.calls, verdict.differing_fields, verdict.group, verdict.seq
+        ),
+        site=_find_first_site(verdict, invalid_ranks),
+        divergence=None,
+    )
+
+
+def _find_first_site(verdict: Verdict, ranks: set[int]) -> Site | None:
+    """The line of the first call that only these ranks made."""
+    for call_class in verdict.calls:
+        if set(call_class.ranks) <= ranks:
+            return call_class.call.site
+    return None
+
+
+def _find_proven_culprits(
+    dumps: Mapping[int, FlightDump], job: OfflineJob, verdict: Verdict
+) -> tuple[int, ...]:
+    """The culprits that are known not to have entered the call. For the others it is only unknown
+    whether they did.
+    """
+    culprits = tuple(
+        rank
+        for rank in verdict.culprits
+        if rank not in dumps or not dumps[rank].pending_messages_lost
+    )
+    if any(call_class.call.peer is not None for call_class in verdict.calls):
+        return tuple(rank for rank in culprits if rank in dumps)
+    proven = {
+        wait.on_rank
+        for wait in verdict.waits
+        if wait.group not in job.assumed_groups.get(wait.on_rank, ())
+    }
+    group = verdict.group
+    if group is not None:  # the verdict has only some of the waits
+        for rank in group.ranks:
+            if group.name not in job.assumed_groups.get(rank, ()):
+                proven.add(rank)
+    return tuple(rank for rank in culprits if rank in proven or rank not in job.assumed_groups)
+
+
+def _find_queued(job: OfflineJob, verdict: Verdict, ranks: tuple[int, ...]) -> set[int]:
+    """The ranks whose hosts have queued the call, so that only their devices have not reached it."""
+    if verdict.group is None or verdict.seq is None:
+        return set()
+    if any(call_class.call.peer is not None for call_class in verdict.calls):
+        return set()
+    counts = job.queued_counts.get(verdict.group.key, {})
+    return {rank for rank in ranks if counts.get(rank, 0) >= verdict.seq}
+
+
+def _blame_devices(
+    dumps: Mapping[int, FlightDump], verdict: Verdict, culprits: tuple[int, ...]
+) -> Verdict:
+    assert verdict.group is not None and verdict.seq is not None
+    records_starts = all(dumps[rank].reports_starts for rank in culprits if rank in dumps)
+    return replace(
+        verdict,
+        kind=VerdictKind.DEVICE_STUCK,
+        severity=KINDS[VerdictKind.DEVICE_STUCK].severity,
+        culprits=culprits,
+        summary=describe_stuck_devices(
+            culprits,
+            _get_op_name(verdict),
+            verdict.group,
+            verdict.seq,
+            len(verdict.waiting),
+            is_begun=False if records_starts else None,
+            is_behind=False,
+        ),
+        advice=format_stuck_device_advice(culprits, records_starts=records_starts),
+        site=None,
+    )
+
+
+def _name_proven_culprits(
+    dumps: Mapping[int, FlightDump], verdict: Verdict, culprits: tuple[int, ...]
+) -> Verdict:
+    assert verdict.group is not None and verdict.seq is not None
+    point_to_point = (c.ranks[0] for c in verdict.calls if c.call.peer is not None)
+    advice = "The dump does not show what it did after that."
+    last_calls = _describe_last_calls(dumps, culprits)
+    if last_calls:
+        advice = f"{last_calls}. {advice}"
+    return replace(
+        verdict,
+        culprits=culprits,
+        summary=describe_not_entered(
+            culprits,
+            _get_op_name(verdict),
+            verdict.group,
+            verdict.seq,
+            len(verdict.waiting),
+            next(point_to_point, None),
+            verdict.calls[0].ranks if verdict.calls else (),
+        ),
+        advice=advice,
+        site=None,  # the line where a rank was last seen need not be its current line
+    )
+
+
+def _describe_last_calls(dumps: Mapping[int, FlightDump], ranks: tuple[int, ...]) -> str:
+    """Where the first few of the ranks were last seen; empty if that is unknown."""
+    last_records = {rank: dumps[rank].last_record for rank in ranks if rank in dumps}
+    recorded = [(rank, record) for rank, record in last_records.items() if record is not None]
+    return "; ".join(
+        f"rank {rank} was last seen in {record.signature.op} at {record.site}"
+        for rank, record in recorded[:_MAX_LAST_CALLS_SHOWN]
+        if record.site
+    )
+
+
+def _withdraw_culprits(dumps: Mapping[int, FlightDump], verdict: Verdict) -> Verdict:
+    """The verdict on ranks that wait for others about which nothing is known."""
+    waits = "waits" if len(verdict.waiting) == 1 else "wait"
+    has_dump = not dumps.keys().isdisjoint(verdict.culprits)
+    gap = "no record of that time" if has_dump else "no dump"
+    return replace(
+        verdict,
+        culprits=(),
+        summary=(
+            f"{describe_ranks(verdict.waiting)} {waits} in {_get_op_name(verdict)}"
+            f" ({describe_position(verdict.group, verdict.seq)}) for"
+            f" {describe_ranks(verdict.culprits)} ({gap})"
+        ),
+        advice=(
+            "Without it, whether a rank entered the call, hung elsewhere or exited is unknown:"
+            " check its log."
+        ),
+    )
+
+
+def _get_op_name(verdict: Verdict) -> str:
+    if not verdict.calls:
+        return "a collective"
+    return verdict.calls[0].call.signature.op
+
+
+_STALE_DUMP_S = 600.0  # seconds between the calls of two dumps
+
+
+def describe_gaps(dumps: Sequence[FlightDump], missing_ranks: Sequence[int]) -> Iterable[str]:
+    """What the dumps do not contain, one sentence for each gap."""
+    if missing_ranks:
+        plural = "s" if len(missing_ranks) > 1 else ""
+        yield (
+            f"no dump of rank{plural} {format_ranks(missing_ranks)}: that is missing evidence, not"
+            " a sign of death"
+        )
+    if any(ARRIVALS_ONLY_BACKEND in dump.backends.values() for dump in dumps):
+        yield (
+            "gloo's recorder records neither point-to-point calls nor the completion of calls: only"
+            " which rank entered which collective is known"
+        )
+    yield from _describe_stale_dumps(dumps)
+    empty = [dump.rank for dump in dumps if not dump.group_instances]
+    if empty:
+        noun, verb = ("dumps", "contain") if len(empty) > 1 else ("dump", "contains")
+        plural = "s" if len(empty) > 1 else ""
+        yield f"the {noun} of rank{plural} {format_ranks(empty)} {verb} no calls"
+
+
+def _describe_stale_dumps(dumps: Sequence[FlightDump]) -> Iterable[str]:
+    """Dumps whose calls were all made long before those of the others: they may be left over from
+    an earlier run.
+    """
+    dated = [dump for dump in dumps if dump.call_time_range[0]]
+    dated.sort(key=lambda dump: dump.call_time_range[1])
+    newer_begin = float("inf")
+    for count in range(len(dated) - 1, 0, -1):
+        newer_begin = min(newer_begin, dated[count].call_time_range[0])
+        gap_s = newer_begin - dated[count - 1].call_time_range[1]
+        if gap_s > _STALE_DUMP_S:
+            ranks = tuple(sorted(dump.rank for dump in dated[:count]))
+            noun = "dumps" if count > 1 else "dump"
+            yield (
+                f"all calls in the {noun} of {describe_ranks(ranks)} were made at least"
+                f" {format_age(gap_s)} before the calls of the other ranks: unless a clock is"
+                f" wrong, the {noun} came from an earlier run and should be left out"
+            )
+            return
+
+
+def describe_unexplained_calls(attempt: Attempt, may_be_running: bool) -> Iterable[str]:
+    """Calls that may be unfinished although, as far as is known, no member is missing."""
+    ranks_by_call: dict[str, list[int]] = {}
+    for streams in attempt.streams_by_group.values():
+        for rank, stream in streams.items():
+            if stream.is_pending:
+                position = describe_position(stream.group, stream.entered)
+                ranks_by_call.setdefault(f"{stream.op} ({position})", []).append(rank)
+    if may_be_running:
+        reason = (
+            "the dumps were written within a second of it, so the job may have been running: write"
+            " the dumps while the job hangs"
+        )
+    else:
+        reason = "the dumps do not show why"
+    for call, ranks in sorted(ranks_by_call.items()):
+        yield f"{describe_ranks(tuple(ranks))} may still be in {call}; {reason}"

@@ -3,21 +3,40 @@ position in each of its process groups. Pure.
 
 Calls are never matched by their position in a ring. Collectives are matched by their number in the
 group, sends and receives as `channels` describes.
+
+MERGED: Point-to-point channels, rebuilt from Flight Recorder dumps. Pure.
+
+Sends and receives are matched by their order on a channel if both rings reach back to its
+beginning, otherwise from the first unfinished one.
 """
 
 from __future__ import annotations
 
-from hangwatch.model.backends import COALESCED_END_BACKENDS
+from collections.abc import Mapping
+
+from hangwatch.model.calls import Call, Signature, StreamKind
+from hangwatch.model.groups import COALESCED_END_BACKENDS, Group
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
 from hangwatch.tracking.process_parts import ProcessActivity, ReportTimes
 
-from .channels import fill_channels
-from .collectives import fill_collectives
-from .group_members import DumpsByRank, collect_groups, describe_contradictions
-from .offline_job import LAST_SEEN_S, OfflineJob
+from .calls import FlightRecord, GroupInstance
+from .collectives import (
+    CALLS_AFTER,
+    CALLS_BEFORE,
+    LAST_SEEN_S,
+    DumpsByRank,
+    OfflineJob,
+    add_stream,
+    collect_groups,
+    count_completed,
+    describe_contradictions,
+    fill_collectives,
+    find_unfinished,
+)
 
 
 def build_job(dumps: DumpsByRank, name: str) -> OfflineJob:
@@ -67,3 +86,83 @@ def _find_completion_backends(dumps: DumpsByRank) -> set[str]:
                 if any(record.started for record in records):
                     backends.add(dump.backends[use])
     return backends
+
+
+def fill_channels(
+    attempt: Attempt, group: Group, uses: Mapping[int, GroupInstance], dumps: DumpsByRank
+) -> None:
+    """Adds the sends and receives of a group, by channel. A receive from any source counts only if
+    every ring reaches back to the beginning.
+    """
+    records_by_end = _collect_messages(group, uses, dumps)
+    is_group_complete = all(_is_complete(dumps, rank) for rank in group.ranks)
+    for (kind, rank, peer), records in records_by_end.items():
+        is_any_source = peer < 0
+        if is_any_source and (kind is StreamKind.SEND or not is_group_complete):
+            continue
+        opposite_kind = StreamKind.RECV if kind is StreamKind.SEND else StreamKind.SEND
+        peer_records = records_by_end.get((opposite_kind, peer, rank), [])
+        is_complete = is_group_complete or (_is_complete(dumps, rank) and _is_complete(dumps, peer))
+        stream = add_stream(attempt, rank, kind, group, peer)
+        _fill_channel(stream, records, peer_records, is_complete, dumps[rank].reports_starts)
+        if not peer_records and peer in attempt.processes and peer not in dumps:
+            mirrored = add_stream(attempt, peer, opposite_kind, group, rank)
+            mirrored.entered = mirrored.completed = stream.completed or 0
+
+
+def _collect_messages(
+    group: Group, uses: Mapping[int, GroupInstance], dumps: DumpsByRank
+) -> dict[tuple[StreamKind, int, int], list[FlightRecord]]:
+    """The submitted sends and receives by kind, rank and peer; the peer is -1 for a receive from
+    any source.
+    """
+    records_by_end: dict[tuple[StreamKind, int, int], list[FlightRecord]] = {}
+    for rank, use in uses.items():
+        for record in dumps[rank].p2p_calls.get(use, ()):
+            if record.never_submitted or record.peer is None or record.peer >= len(group.ranks):
+                continue
+            peer = group.ranks[record.peer] if record.peer >= 0 else -1
+            end = (StreamKind(record.signature.op), rank, peer)
+            records_by_end.setdefault(end, []).append(record)
+    return records_by_end
+
+
+def _is_complete(dumps: DumpsByRank, rank: int) -> bool:
+    """Whether the rank's ring reaches back to its beginning."""
+    return rank in dumps and not dumps[rank].wrapped
+
+
+def _fill_channel(
+    stream: CallStream,
+    records: list[FlightRecord],
+    peer_records: list[FlightRecord],
+    is_complete: bool,
+    reports_starts: bool,
+) -> None:
+    pending, opposite = find_unfinished(records), find_unfinished(peer_records)
+    completed = count_completed(records)
+    counted = records if is_complete else records[completed:]
+    stream.completed = completed if is_complete else 0
+    stream.op = stream.kind.value
+    # If the calls are counted from the first unfinished ones, the two ends certainly refer to the
+    # same message only after both have started it.
+    is_same_message = is_complete or (
+        pending is not None and opposite is not None and pending.started and opposite.started
+    )
+    for seq, record in enumerate(counted, 1):
+        if -CALLS_BEFORE < seq - stream.completed <= CALLS_AFTER:
+            signature = record.signature if is_same_message else Signature(op=stream.kind.value)
+            stream.add_call(
+                Call(
+                    seq=seq,
+                    signature=signature,
+                    site=record.site,
+                    blocking=True if seq > stream.completed else None,
+                )
+            )
+    # A call that the device has queued but not started counts as not entered.
+    queued = pending is None or (
+        reports_starts and not pending.started and opposite is not None and opposite.started
+    )
+    stream.entered = stream.completed + (not queued)
+    stream.pending_at = None if queued else 0.0

@@ -4,6 +4,19 @@ with the arguments that can be compared between ranks. Pure.
 NCCL numbers collectives by process group, equally on every rank, and sends and receives by group,
 separately on each rank. The parts of a coalesced call have the same number. An entry after them,
 whose name ends with "coalesced", has the state of the whole call.
+
+MERGED: All calls of one Flight Recorder dump by process group, and what the ring's state means for
+them. Pure.
+
+MERGED: PyTorch Flight Recorder dumps, from plain data. Every version and backend writes them a little
+differently, so the parser is lenient.
+
+The layout is that of ``torch/csrc/distributed/c10d/FlightRecorder.hpp``: ``version``,
+``pg_config``, ``pg_status`` and ``entries``, oldest first. Arguments that the recorder does not
+record (reduce ops, roots, tags, split sizes) cannot be compared. The data may be malicious: every
+type is checked, and no object of it is converted to text before.
+
+MERGED: The unfinished calls in one Flight Recorder dump, without an analysis of the whole dump. Pure.
 """
 
 from __future__ import annotations
@@ -12,14 +25,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hangwatch.model.backends import COALESCED_END_BACKENDS
 from hangwatch.model.calls import Signature, Site
-from hangwatch.model.plain_data import parse_int, parse_text
-from hangwatch.model.threads import Frame
+from hangwatch.model.groups import COALESCED_END_BACKENDS
+from hangwatch.model.incidents import UnfinishedCall
+from hangwatch.model.ranks import Frame
 from hangwatch.stacks.frames import find_innermost_user_frame
 
-from .entries import FlightEntry, TensorFields, read_tensors
-from .signatures import PEER_PATTERN, Shapes, TensorSizes, parse_dtype, read_signature
+from .entries import (
+    PEER_PATTERN,
+    FlightEntry,
+    GroupStatus,
+    Shapes,
+    TensorFields,
+    TensorSizes,
+    parse_dtype,
+    parse_groups,
+    parse_statuses,
+    read_signature,
+    read_tensors,
+)
+from .pickles import parse_int, parse_text
 
 # Its states always say "scheduled", and "retired" may be late: only which rank entered which call
 # is certain.
@@ -169,3 +194,243 @@ def _build_signature(
 
 def _parse_shapes(shapes: Shapes) -> list[tuple[int, ...]]:
     return [tuple(map(parse_int, shape)) for shape in shapes]
+
+
+# A process group's name, and an index from 0 among the groups that had this name in the process one
+# after another.
+GroupInstance = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedCalls:
+    """The calls of a dump: see `hangwatch.flight_recorder.calls.FlightDump`."""
+
+    calls: dict[GroupInstance, list[FlightRecord]]
+    p2p_calls: dict[GroupInstance, list[FlightRecord]]
+    descriptions: dict[str, str]
+    backends: dict[GroupInstance, str]
+    names_by_pg_id: dict[str, str]  # the recorder's number of a group, and the group's name
+    unreliable_counts: set[str]  # groups whose status counts more than their collectives
+    wrapped: bool
+    pending_messages_lost: bool
+    reports_starts: bool
+    # When the first and the last call were made, in seconds since the epoch; 0 if unknown.
+    call_time_range: tuple[float, float]
+
+
+def collect_calls(entries: Sequence[FlightEntry], pool: InternPool) -> ParsedCalls:
+    """Raises what `FlightEntry.parse_entry` raises, for the fields that it does not parse."""
+    entries = sorted(entries, key=lambda entry: entry.record_id)
+    wrapped = _has_lost_records(entries)
+    pg_ids_by_name = _list_pg_ids(entries)
+    parts_by_call: dict[tuple[GroupInstance, bool, int], list[FlightEntry]] = {}
+    for entry in entries:
+        instance = (entry.group, pg_ids_by_name[entry.group].index(entry.pg_id))
+        parts_by_call.setdefault((instance, entry.is_p2p, entry.seq), []).append(entry)
+    calls: dict[GroupInstance, list[FlightRecord]] = {}
+    p2p_calls: dict[GroupInstance, list[FlightRecord]] = {}
+    reader = CallReader(pool)
+    for (instance, is_p2p, _), parts in parts_by_call.items():
+        may_be_truncated = wrapped and parts[0] is entries[0]
+        records = reader.read_call(parts, may_be_truncated)
+        (p2p_calls if is_p2p else calls).setdefault(instance, []).extend(records)
+    for records in calls.values():
+        records.sort(key=lambda record: record.seq)
+    # A recorder that was reset starts again to number its records, but not the calls.
+    for records in (*calls.values(), *p2p_calls.values()):
+        if records and min(record.seq for record in records) > 1:
+            wrapped = True
+    oldest_parts = next(iter(parts_by_call.values()), [])
+    times_ns = [entry.created_ns for entry in entries]
+    return ParsedCalls(
+        calls=calls,
+        p2p_calls=p2p_calls,
+        descriptions={entry.group: entry.description for entry in entries},
+        backends={instance: parts[0].backend for (instance, _, _), parts in parts_by_call.items()},
+        names_by_pg_id={
+            pg_ids[-1]: name for name, pg_ids in pg_ids_by_name.items() if pg_ids[-1] is not None
+        },
+        unreliable_counts={
+            entry.group
+            for entry in entries
+            if entry.is_p2p or entry.backend == ARRIVALS_ONLY_BACKEND
+        },
+        wrapped=wrapped,
+        pending_messages_lost=wrapped and any(map(_is_pending_message_end, oldest_parts)),
+        reports_starts=any(entry.shows_start for entry in entries),
+        call_time_range=(min(times_ns, default=0) / 1e9, max(times_ns, default=0) / 1e9),
+    )
+
+
+def _has_lost_records(entries: Sequence[FlightEntry]) -> bool:
+    """Whether records are missing from the dump, by their numbers; also if there are none."""
+    if not entries:
+        return True
+    return entries[0].record_id > 0 or entries[-1].record_id >= len(entries)
+
+
+def _list_pg_ids(entries: Sequence[FlightEntry]) -> dict[str, list[str | None]]:
+    """The recorder's numbers of the groups that had a name one after another, by name."""
+    pg_ids_by_name: dict[str, list[str | None]] = {}
+    for entry in entries:
+        pg_ids = pg_ids_by_name.setdefault(entry.group, [])
+        if entry.pg_id not in pg_ids:
+            pg_ids.append(entry.pg_id)
+    return pg_ids_by_name
+
+
+def _is_pending_message_end(entry: FlightEntry) -> bool:
+    """Whether it ends coalesced sends and receives that are not complete."""
+    return entry.is_p2p and entry.is_coalesced_end and entry.fields.get("state") != "completed"
+
+
+# Of the layout's version, which is not torch's: torch 2.5 writes 2.4, torch 2.13 writes 2.10.
+SUPPORTED_MAJOR = "2"
+MAX_ENTRIES = 1 << 20
+
+_PARSE_ERRORS = (
+    KeyError,
+    TypeError,
+    ValueError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
+
+
+class FlightDumpError(ValueError):
+    """The data is not a Flight Recorder dump."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlightDump:
+    """One rank's recorder: its process groups, and the calls that its ring held.
+
+    ``groups`` has the members of process groups by name, as far as they are recorded. ``calls`` are
+    the collectives of each group ordered by number, ``p2p_calls`` its sends and receives ordered by
+    record.
+    """
+
+    rank: int
+    version: str
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    descriptions: Mapping[str, str] = field(default_factory=dict)
+    calls: Mapping[GroupInstance, Sequence[FlightRecord]] = field(default_factory=dict)
+    p2p_calls: Mapping[GroupInstance, Sequence[FlightRecord]] = field(default_factory=dict)
+    backends: Mapping[GroupInstance, str] = field(default_factory=dict)
+    # By a group's name, as far as the recorder counts only its collectives.
+    statuses: Mapping[str, GroupStatus] = field(default_factory=dict)
+    wrapped: bool = False  # older records were overwritten, or left out
+    pending_messages_lost: bool = False  # some of its pending messages were overwritten
+    # When its first and its last call were made, in seconds since the epoch; 0 if unknown.
+    call_time_range: tuple[float, float] = (0.0, 0.0)
+    # It records when the device starts a call, so that "scheduled" means not started.
+    reports_starts: bool = False
+
+    @property
+    def group_instances(self) -> set[GroupInstance]:
+        return {*self.calls, *self.p2p_calls}
+
+    @property
+    def last_record(self) -> FlightRecord | None:
+        """Its newest record."""
+        newest = (
+            records[-1] for records in (*self.calls.values(), *self.p2p_calls.values()) if records
+        )
+        return max(newest, key=lambda record: record.record_id, default=None)
+
+
+def parse_dump(rank: int, data: object, pool: InternPool | None = None) -> FlightDump:
+    """A rank's dump from plain data. All dumps of a job can share a ``pool``. Raises
+    FlightDumpError with the reason if the data is not a dump.
+    """
+    if (
+        not isinstance(data, Mapping)
+        or "version" not in data
+        or not isinstance(data.get("pg_config", {}), Mapping)
+    ):
+        raise FlightDumpError("it has no 'version' and 'pg_config', as Flight Recorder dumps have")
+    try:
+        return _parse_fields(rank, data, pool or InternPool())
+    except FlightDumpError:
+        raise
+    except _PARSE_ERRORS as error:
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise FlightDumpError(
+            f"its entries are not those of a Flight Recorder dump: {reason}"
+        ) from error
+
+
+def _parse_fields(rank: int, data: Mapping[str, object], pool: InternPool) -> FlightDump:
+    version = parse_text(data["version"])
+    if version.split(".")[0] != SUPPORTED_MAJOR:
+        raise FlightDumpError(
+            f"its layout is version {version}; this reads {SUPPORTED_MAJOR}.x, which torch 2.5 and"
+            " later write"
+        )
+    entries = data.get("entries") or []
+    if not isinstance(entries, (list, tuple)) or len(entries) > MAX_ENTRIES:
+        raise TypeError("the entries are not a list, or the list is too long")
+    parsed = collect_calls(
+        [FlightEntry.parse_entry(fields, index) for index, fields in enumerate(entries)], pool
+    )
+    groups, descriptions = parse_groups(data.get("pg_config") or {}, parsed.descriptions)
+    status = data.get("pg_status") or {}
+    has_recorded = bool(entries or status)
+    return FlightDump(
+        rank=rank,
+        version=version,
+        groups=groups,
+        descriptions=descriptions,
+        calls=parsed.calls,
+        p2p_calls=parsed.p2p_calls,
+        backends=parsed.backends,
+        statuses=parse_statuses(status, groups, parsed.names_by_pg_id, parsed.unreliable_counts),
+        wrapped=parsed.wrapped and has_recorded,
+        pending_messages_lost=parsed.pending_messages_lost,
+        call_time_range=parsed.call_time_range,
+        reports_starts=parsed.reports_starts,
+    )
+
+
+_MAX_GROUPS = 16
+_MAX_ENTRIES = 1 << 17
+_MAX_SHOWN_TENSORS, _MAX_SHOWN_DIMENSIONS = 8, 16
+_MAX_TEXT = 200
+
+
+def find_unfinished_calls(data: object, written_ns: int) -> tuple[UnfinishedCall, ...]:
+    """The first unfinished collective of each group, the one that waited longest first.
+
+    ``written_ns`` is when the dump was written, in nanoseconds since the epoch. Raises ValueError,
+    TypeError, KeyError, AttributeError or OverflowError if the data is not a dump.
+    """
+    entries = data.get("entries") if isinstance(data, Mapping) else None
+    if not isinstance(entries, (list, tuple)) or len(entries) > _MAX_ENTRIES:
+        raise ValueError("it has no list of entries, as Flight Recorder dumps have")
+    first_by_group: dict[str, UnfinishedCall] = {}
+    for index, fields in enumerate(entries):
+        if fields.get("state") == "completed" or fields.get("retired"):
+            continue
+        entry = FlightEntry.parse_entry(fields, index)
+        if not entry.is_p2p and entry.group not in first_by_group:
+            first_by_group[entry.group] = _make_call(entry, written_ns)
+    calls = sorted(first_by_group.values(), key=lambda call: -call.waited_s)
+    return tuple(calls[:_MAX_GROUPS])
+
+
+def _make_call(entry: FlightEntry, written_ns: int) -> UnfinishedCall:
+    timeout_ms = parse_int(entry.fields.get("timeout_ms") or 0)
+    waited_ns = max(0, written_ns - entry.created_ns) if entry.created_ns else 0
+    shapes = read_tensors(entry.fields)[0][:_MAX_SHOWN_TENSORS]
+    return UnfinishedCall(
+        group=entry.group[:_MAX_TEXT],
+        desc=entry.description[:_MAX_TEXT],
+        seq=entry.seq,
+        op=entry.name[:_MAX_TEXT],
+        shapes=tuple(tuple(map(parse_int, shape[:_MAX_SHOWN_DIMENSIONS])) for shape in shapes),
+        state=parse_text(entry.fields.get("state") or "")[:_MAX_TEXT],
+        waited_s=round(waited_ns / 1e9, 1),
+        timeout_s=timeout_ms / 1e3 if timeout_ms > 0 else None,
+    )

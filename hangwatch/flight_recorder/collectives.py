@@ -2,27 +2,50 @@
 
 If a backend reports completion, a member is in its first unfinished call. If it does not, as gloo,
 a member is in its newest call unless the calls of other members show that it is complete.
+
+MERGED: Call streams of an attempt that is rebuilt from dumps: adding one, and where its calls end. Pure.
+
+MERGED: Compares the collectives of one process group on all its members: the first call that differs,
+and calls that are invalid. Pure.
+
+Some errors show only when the calls of all members are compared: two roots of one call, or an
+all-to-all that sends more than its members expect.
+
+MERGED: How far the device of each member of a group has come, from Flight Recorder dumps. Pure.
+
+Both the status of a group and the states of its entries say what is complete. A host that is
+blocked by a full queue has made an entry whose events are not recorded yet, and CUDA calls such an
+event complete: so a completed entry behind pending ones proves nothing where there is a status.
+
+MERGED: The state of a job that is rebuilt from Flight Recorder dumps, with what the dumps leave open.
+
+MERGED: The process groups that Flight Recorder dumps mention, and who their members are. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hangwatch.model.calls import Call, StreamKind
-from hangwatch.model.groups import Group
-from hangwatch.model.operators import OPERATIONS
-from hangwatch.model.signatures import CHAIN_BASE, UINT64_MASK, extend_chain
+from hangwatch.diagnosis.messages import describe_position, describe_ranks
+from hangwatch.model.calls import (
+    CHAIN_BASE,
+    UINT64_MASK,
+    Call,
+    StreamKind,
+    extend_chain,
+    with_agreement_hash,
+)
+from hangwatch.model.groups import Group, GroupKey
+from hangwatch.model.operators import FLIGHT_OPERATIONS, OPERATIONS, ListSide, MustMatch
+from hangwatch.model.verdicts import DeviceProgress
+from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 
-from .calls import FlightRecord
-from .device_positions import measure_device
-from .dump_calls import GroupInstance
-from .dumps import FlightDump
-from .group_members import DumpsByRank
-from .offline_job import LAST_SEEN_S, OfflineJob
-from .reconciliation import RecordsByRank, find_record, find_record_index, reconcile_calls
-from .streams import add_stream
+from .calls import ARRIVALS_ONLY_BACKEND, FlightDump, FlightRecord, GroupInstance
+from .entries import MAX_DUMP_RANKS, GroupStatus, is_invalid_call
 
 # How many calls of a rank are kept, before and after its newest one and the first difference: more
 # than the diagnosis aligns.
@@ -260,3 +283,381 @@ def _slice_records(
 
 def _get_common_hash(seq: int) -> int:
     return (seq * CHAIN_BASE | 1) & UINT64_MASK
+
+
+def add_stream(
+    attempt: Attempt, rank: int, kind: StreamKind, group: Group, peer: int | None = None
+) -> CallStream:
+    process = attempt.processes[rank]
+    stream = CallStream(uid=len(process.streams) + 1, kind=kind, group=group, peer=peer)
+    attempt.add_stream(process, stream)
+    return stream
+
+
+def find_unfinished(records: Sequence[FlightRecord]) -> FlightRecord | None:
+    """The first call after the last completed one. Calls run in order: one before that is complete
+    even if its record was never updated.
+    """
+    completed = count_completed(records)
+    return records[completed] if completed < len(records) else None
+
+
+def count_completed(records: Sequence[FlightRecord]) -> int:
+    """How many records there are up to and including the last completed one."""
+    return next((at + 1 for at in range(len(records) - 1, -1, -1) if records[at].completed), 0)
+
+
+# Operations whose sizes may differ between members, so that they are compared across all of them.
+_ALL_TO_ALL_OPS = frozenset(op for op, spec in FLIGHT_OPERATIONS.items() if spec.split_args)
+_ROOT_LIST_SIDES = {
+    op: spec.list_side
+    for op, spec in FLIGHT_OPERATIONS.items()
+    if spec.is_rooted and spec.list_side is not None
+}
+
+RecordsByRank = dict[int, list[FlightRecord]]  # of one group, each list ordered by number
+
+
+def find_record_index(records: Sequence[FlightRecord], seq: int) -> int:
+    """The index of the first record whose number is ``seq`` or higher."""
+    return bisect_left(records, seq, key=lambda record: record.seq)
+
+
+def find_record(records: Sequence[FlightRecord], seq: int) -> FlightRecord | None:
+    index = find_record_index(records, seq)
+    if index < len(records) and records[index].seq == seq:
+        return records[index]
+    return None
+
+
+def reconcile_calls(job: OfflineJob, group: Group, members: RecordsByRank) -> int:
+    """The number of the group's first call that differs between members, 0 if there is none.
+
+    Replaces the records in ``members`` whose signature follows from the calls of all members.
+    """
+    roots_by_seq: dict[int, set[int]] = {}
+    for seq, records in _collect_joint_calls(members).items():
+        ops = {record.signature.op for record in records.values()}
+        if len(ops) > 1 or records.keys() != set(group.ranks):
+            continue
+        if ops <= _ALL_TO_ALL_OPS:
+            reconciled = _reconcile_all_to_all(job, group, records)
+        else:
+            roots = _find_claimed_roots(records)
+            reconciled = {}
+            if len(roots) > 1:
+                roots_by_seq[seq] = roots
+                reconciled = _record_claimed_roots(group, records, roots)
+        for rank, record in reconciled.items():
+            members[rank][find_record_index(members[rank], seq)] = record
+    conflict = _find_conflict(members)
+    if group.backend != ARRIVALS_ONLY_BACKEND:
+        _find_invalid_calls(job, group, members, conflict)
+    if conflict in roots_by_seq:
+        job.invalid_ranks[group.key] = roots_by_seq[conflict]
+    return conflict
+
+
+def _collect_joint_calls(members: RecordsByRank) -> dict[int, dict[int, FlightRecord]]:
+    """By number and rank, the calls that can only be judged together with the other members'."""
+    joint_calls: dict[int, dict[int, FlightRecord]] = {}
+    for rank, records in members.items():
+        for record in records:
+            op = record.signature.op
+            if op in _ALL_TO_ALL_OPS or op in _ROOT_LIST_SIDES:
+                joint_calls.setdefault(record.seq, {})[rank] = record
+    return joint_calls
+
+
+def _reconcile_all_to_all(
+    job: OfflineJob, group: Group, records_by_rank: dict[int, FlightRecord]
+) -> dict[int, FlightRecord]:
+    """An all-to-all. Split sizes that match between all members need no further comparison. If only
+    totals are recorded and most ranks have the same, the ranks with others are the outliers.
+    """
+    records = [records_by_rank[rank] for rank in group.ranks]
+    splits = [record.signature.splits for record in records if record.signature.splits is not None]
+    has_all_splits = len(splits) == len(records) and all(
+        len(sent) == len(expected) == len(records) for sent, expected in splits
+    )
+    if has_all_splits:
+        sent_splits = [sent for sent, _ in splits]
+        expected_splits = [expected for _, expected in splits]
+        if list(zip(*sent_splits, strict=True)) != expected_splits:
+            return {}
+        return {rank: _with_splits(record, None) for rank, record in records_by_rank.items()}
+    sent_total = sum(record.sizes.elements[0] for record in records)
+    expected_total = sum(record.sizes.elements[1] for record in records)
+    if splits or sent_total == expected_total:
+        return {}
+    elements, count = Counter(record.sizes.elements for record in records).most_common(1)[0]
+    if elements[0] == elements[1] and 2 * count > len(records):
+        return {
+            rank: _with_splits(record, ((record.sizes.elements[0],), (record.sizes.elements[1],)))
+            for rank, record in records_by_rank.items()
+        }
+    if not any(record.completed for record in records) and group.key not in job.ambiguous_groups:
+        job.ambiguous_groups.add(group.key)
+        job.notes.append(
+            f"{_describe_call(group, records[0])} sends {sent_total} elements in total and expects"
+            f" {expected_total}: the dumps do not show which rank's number is wrong"
+        )
+    return {}
+
+
+def _with_splits(
+    record: FlightRecord, splits: tuple[tuple[int, ...], tuple[int, ...]] | None
+) -> FlightRecord:
+    return replace(record, signature=replace(record.signature, splits=splits))
+
+
+def _find_claimed_roots(records_by_rank: dict[int, FlightRecord]) -> set[int]:
+    """The ranks that called a gather or scatter as its root: those that passed the list of tensors,
+    which gloo records as one larger tensor.
+    """
+    op = next(iter(records_by_rank.values())).signature.op
+    side = 1 if _ROOT_LIST_SIDES[op] is ListSide.OUTPUTS else 0
+    roots: set[int] = set()
+    for rank, record in records_by_rank.items():
+        sizes = record.sizes
+        if sizes.tensors[side] > 1 or sizes.elements[side] > sizes.elements[1 - side]:
+            roots.add(rank)
+    return roots
+
+
+def _record_claimed_roots(
+    group: Group, records_by_rank: dict[int, FlightRecord], roots: set[int]
+) -> dict[int, FlightRecord]:
+    """The records of several roots, with each rank itself as the root, so that they differ."""
+    reconciled: dict[int, FlightRecord] = {}
+    for rank in roots:
+        record = records_by_rank[rank]
+        signature = replace(record.signature, root=group.ranks.index(rank))
+        hashed = with_agreement_hash(signature, MustMatch.DTYPE | MustMatch.ROOT, ())
+        reconciled[rank] = replace(record, signature=hashed)
+    return reconciled
+
+
+def _find_conflict(members: RecordsByRank) -> int:
+    """The number of the first call that two ranks made differently, or 0. A call that the beginning
+    of a ring may have truncated is not compared.
+    """
+    hashes: dict[int, int] = {}
+    conflict = 0
+    for records in members.values():
+        for record in records:
+            agree = record.signature.agree
+            if record.may_be_truncated or hashes.setdefault(record.seq, agree) == agree:
+                continue
+            if not conflict or record.seq < conflict:
+                conflict = record.seq
+    return conflict
+
+
+def _find_invalid_calls(
+    job: OfflineJob, group: Group, members: RecordsByRank, conflict: int
+) -> None:
+    """Records calls that are invalid whatever the others called: at the first difference those of
+    some ranks, otherwise the unfinished call that all made.
+    """
+    size = len(group.ranks)
+    if conflict:
+        invalid_ranks: set[int] = set()
+        for rank, records in members.items():
+            record = find_record(records, conflict)
+            if record is not None and _is_invalid_record(record, size):
+                invalid_ranks.add(rank)
+        job.invalid_ranks[group.key] = invalid_ranks
+        return
+    newest = [records[-1] for records in members.values() if records]
+    unfinished = next((record for record in newest if not record.completed), None)
+    if unfinished is not None and _is_invalid_record(unfinished, size):
+        input_count, output_count = unfinished.sizes.tensors
+        sent, received = unfinished.sizes.elements
+        inputs = "tensors" if input_count > 1 else "tensor"
+        outputs = "tensors" if output_count > 1 else "tensor"
+        job.notes.append(
+            f"{_describe_call(group, unfinished)} is invalid on each of its {size} ranks:"
+            f" {input_count} input {inputs} with {sent} elements, {output_count} output {outputs}"
+            f" with {received}"
+        )
+
+
+def _is_invalid_record(record: FlightRecord, member_count: int) -> bool:
+    return is_invalid_call(record.signature.op, record.sizes, member_count)
+
+
+def _describe_call(group: Group, record: FlightRecord) -> str:
+    return f"{record.signature.op} ({describe_position(group, record.seq)})"
+
+
+_NONE = -1  # the number of the last collective, where there is none
+
+
+def measure_device(
+    dump: FlightDump,
+    instance: GroupInstance,
+    records: Sequence[FlightRecord],
+    entered: int,
+    *,
+    is_counted: bool,
+    read_at: float,
+) -> DeviceProgress | None:
+    """The device's progress in the collectives of one group; None if it is unknown.
+
+    ``records`` are its calls, ordered by number. The host has queued ``entered`` of them.
+    ``is_counted``: the recorder's status counts the group's collectives, and nothing else.
+    """
+    status = dump.statuses.get(instance[0]) if is_counted else None
+    if (instance[0], instance[1] + 1) in dump.group_instances:
+        status = None  # it is that of a later group of the same name
+    if status is not None and status.enqueued <= _NONE:
+        status = None
+    completed = _get_last_completed(records, entered, status)
+    if completed is None:
+        return None
+    started: int | None = None
+    if dump.reports_starts or (status is not None and status.started > _NONE):
+        started = max(completed, status.started if status is not None else _NONE)
+        for record in records:
+            if record.started:
+                started = max(started, record.seq)
+    return DeviceProgress(
+        enqueued=max(entered, completed), started=started, completed=completed, read_at=read_at
+    )
+
+
+def _get_last_completed(
+    records: Sequence[FlightRecord], entered: int, status: GroupStatus | None
+) -> int | None:
+    """None if the ring has lost the calls that would show it."""
+    if status is not None and status.completed > _NONE:
+        completed = status.completed
+        for record in records:
+            if not record.completed:
+                break
+            completed = max(completed, record.seq)
+        return completed
+    count = count_completed(records)
+    if count:
+        return records[count - 1].seq
+    queued_before = records[0].seq - 1 if records else entered
+    return 0 if status is not None or queued_before == 0 else None
+
+
+NOW_S = 1e6  # so that every pending call of a dump has waited for long
+LAST_SEEN_S = NOW_S - 5.0
+
+
+@dataclass(slots=True, kw_only=True)
+class OfflineJob:
+    """The attempt, as heartbeats would have built it, and the facts that only dumps provide."""
+
+    attempt: Attempt
+    # Backends whose dumps show which calls are complete.
+    completion_backends: set[str] = field(default_factory=set)
+    # Groups with sends and receives, which the recorder's counts include.
+    p2p_groups: set[str] = field(default_factory=set)
+    # By rank, the groups whose calls are unknown and were assumed to match the others'.
+    assumed_groups: dict[int, set[str]] = field(default_factory=dict)
+    # By group and rank, how many collectives the host has queued on its device.
+    queued_counts: dict[GroupKey, dict[int, int]] = field(default_factory=dict)
+    # Ranks whose call, at the first difference of a group, is invalid whatever the others called.
+    invalid_ranks: dict[GroupKey, set[int]] = field(default_factory=dict)
+    # Groups with a note on sizes that do not add up.
+    ambiguous_groups: set[GroupKey] = field(default_factory=set)
+    # For the user: oddities that accuse no rank.
+    notes: list[str] = field(default_factory=list)
+
+
+DumpsByRank = Mapping[int, FlightDump]
+
+
+def collect_groups(dumps: DumpsByRank) -> list[tuple[Group, dict[int, GroupInstance]]]:
+    """Every process group that some rank used, with each rank's name for it.
+
+    If no dump lists the members, they are the ranks that used the group; for the default group,
+    all ranks. A name that is reused after its group was destroyed is another group: such groups are
+    counted from the first, or from the last if the ring has lost the first.
+    """
+    instance_counts = _count_instances(dumps)
+    reported_members = _collect_reported_members(dumps)
+    users: dict[str, set[int]] = {}
+    for rank, dump in dumps.items():
+        for name, _ in dump.group_instances:
+            users.setdefault(name, set()).add(rank)
+    groups: dict[GroupKey, tuple[Group, dict[int, GroupInstance]]] = {}
+    for rank, dump in dumps.items():
+        instances = sorted(dump.group_instances)
+        own_counts = {name: index + 1 for name, index in instances}
+        for name, index in instances:
+            lost_count = instance_counts[name] - own_counts[name] if dump.wrapped else 0
+            desc = dump.descriptions[name]
+            ranks = dump.groups.get(name) or _infer_members(
+                rank, desc, reported_members.get(name, ()), users[name], dumps
+            )
+            group = Group(
+                name=name,
+                desc=desc,
+                ranks=ranks,
+                backend=dump.backends[name, index],
+                generation=index + 1 + lost_count,
+            )
+            _, uses = groups.setdefault(group.key, (group, {}))
+            uses[rank] = (name, index)
+    return list(groups.values())
+
+
+def _count_instances(dumps: DumpsByRank) -> dict[str, int]:
+    """By name, the highest number of groups that a rank had under it, one after another."""
+    counts: dict[str, int] = {}
+    for dump in dumps.values():
+        for name, index in dump.group_instances:
+            counts[name] = max(counts.get(name, 0), index + 1)
+    return counts
+
+
+def _collect_reported_members(dumps: DumpsByRank) -> dict[str, set[tuple[int, ...]]]:
+    """By name, the different lists of members that dumps have."""
+    members: dict[str, set[tuple[int, ...]]] = {}
+    for dump in dumps.values():
+        for name, ranks in dump.groups.items():
+            members.setdefault(name, set()).add(ranks)
+    return members
+
+
+def _infer_members(
+    rank: int,
+    description: str,
+    reported_members: Iterable[tuple[int, ...]],
+    users: set[int],
+    dumps: DumpsByRank,
+) -> tuple[int, ...]:
+    """The members of a group that the rank's own dump does not list."""
+    mine = [ranks for ranks in reported_members if rank in ranks]
+    if len(mine) == 1:
+        return mine[0]
+    if description == "default_pg":
+        return tuple(range(min(max(dumps) + 1, MAX_DUMP_RANKS)))
+    return tuple(
+        sorted(other for other in users if not any(other in ranks for ranks in reported_members))
+    )
+
+
+def describe_contradictions(dumps: DumpsByRank) -> Iterable[str]:
+    """Ranks whose dumps list other members for a group name than the dumps of other ranks do."""
+    for name, member_lists in sorted(_collect_reported_members(dumps).items()):
+        if len(member_lists) < 2:
+            continue
+        contradicted: list[int] = []
+        for rank, dump in dumps.items():
+            own_list = dump.groups.get(name)
+            if own_list is None:
+                continue
+            if any(rank in ranks and ranks != own_list for ranks in member_lists):
+                contradicted.append(rank)
+        if contradicted:
+            yield (
+                f"{describe_ranks(tuple(contradicted))} and other ranks list different"
+                f" members for group {name}: were groups created in a different order?"
+            )

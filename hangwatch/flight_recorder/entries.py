@@ -1,14 +1,168 @@
-"""The entries of a Flight Recorder dump, as they are written: names, numbers and tensors. Pure."""
+"""The entries of a Flight Recorder dump, as they are written: names, numbers and tensors. Pure.
+
+MERGED: The tables of process groups in a Flight Recorder dump: ``pg_config`` with their members, and
+``pg_status`` with the recorder's counts of calls. Pure.
+
+The functions raise TypeError, ValueError, KeyError or AttributeError for malformed data.
+
+MERGED: The arguments of the calls in a Flight Recorder, and which of them must be equal on all ranks.
+Pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hangwatch.model.plain_data import parse_int, parse_text
+from hangwatch.model.calls import Signature, with_agreement_hash
+from hangwatch.model.operators import (
+    FLIGHT_OPERATIONS,
+    ListSide,
+    MustMatch,
+    OperatorSpec,
+    OutputScale,
+    P2pRole,
+)
 
-from .signatures import COALESCED_PATTERN, Shapes
+from .pickles import parse_int, parse_text
+
+Shapes = tuple[tuple[int, ...], ...]
+
+# The recorder's names of operations, where torch.distributed has another name.
+_OP_NAMES = {name: spec.op for spec in FLIGHT_OPERATIONS.values() for name in spec.flight_names}
+_DTYPE_NAMES = {
+    "Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8",
+    "Byte": "uint8",
+}  # fmt: skip
+# Of an absent tensor: a rank that is not the root of a gather or scatter has no list.
+_NO_DTYPES = ("", "undefined")
+COALESCED_PATTERN = re.compile(r"^(coalesced|[A-Z_]+_coalesced)$")
+PEER_PATTERN = re.compile(r"^(?P<op>send|recv) (?P<mine>\d{1,7})(?:->|<-)(?P<other>\d{1,7}|\?)$")
+
+_UNKNOWN_OPERATOR = OperatorSpec(op="", tensors_arg="", must_match=MustMatch.NOTHING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSizes:
+    """The sizes of a call's inputs and outputs."""
+
+    tensors: tuple[int, int]  # the number of inputs, and of outputs
+    elements: tuple[int, int]  # in all inputs, and in all outputs
+    is_single_call: bool = True  # not several calls that were coalesced
+
+
+def read_signature(
+    names: Sequence[str], inputs: Shapes, outputs: Shapes, dtypes: Iterable[str]
+) -> tuple[Signature, TensorSizes]:
+    """The signature of a call whose parts have these ``names`` and together these tensors."""
+    op = _resolve_op(names)
+    specs = [_find_spec(part) for part in op.split("+")]
+    must_match = _combine_must_match(specs)
+    shapes = _select_shapes(specs, inputs, outputs)
+    splits = None
+    if specs[0].split_args and len(inputs) > 1:
+        splits = (tuple(map(math.prod, inputs)), tuple(map(math.prod, outputs)))
+    signature = Signature(
+        op=op,
+        shapes=shapes or outputs,
+        dtype="/".join(sorted(set(dtypes))) or None,
+        numel=_count_elements(shapes),
+        splits=splits,
+    )
+    sizes = TensorSizes(
+        tensors=(len(inputs), len(outputs)),
+        elements=(_count_elements(inputs), _count_elements(outputs)),
+        is_single_call=len(names) == 1,
+    )
+    return with_agreement_hash(signature, must_match, tuple(map(math.prod, shapes))), sizes
+
+
+def _find_spec(op: str) -> OperatorSpec:
+    return FLIGHT_OPERATIONS.get(op, _UNKNOWN_OPERATOR)
+
+
+def _combine_must_match(specs: Sequence[OperatorSpec]) -> MustMatch:
+    """The arguments that must be equal and that the recorder records. Coalesced calls are compared
+    only if none has a list of tensors or is point-to-point.
+    """
+    if len(specs) == 1:
+        return specs[0].must_match & (MustMatch.DTYPE | MustMatch.SHAPE)
+    if all(map(_has_even_shapes, specs)):
+        return MustMatch.DTYPE | MustMatch.SHAPE
+    return MustMatch.NOTHING
+
+
+def _has_even_shapes(spec: OperatorSpec) -> bool:
+    """Whether the shapes of inputs and outputs are equal on all members."""
+    return spec.compares_shapes and spec.list_side is None and not spec.is_p2p
+
+
+def _select_shapes(specs: Sequence[OperatorSpec], inputs: Shapes, outputs: Shapes) -> Shapes:
+    """The shapes that are shown and, if they must be equal, compared."""
+    both = inputs if inputs == outputs else inputs + outputs
+    if all(map(_has_even_shapes, specs)):
+        return both
+    if len(specs) > 1:
+        return inputs
+    (spec,) = specs
+    if spec.p2p_role is P2pRole.RECV:
+        return outputs
+    if spec.list_side is None:
+        return inputs
+    if not spec.compares_shapes:  # only the root has the list
+        return outputs if spec.list_side is ListSide.INPUTS else inputs
+    if spec.list_side is ListSide.OUTPUTS:
+        return outputs if _has_uneven_shapes(outputs) else both
+    return inputs if _has_uneven_shapes(inputs) else both
+
+
+def _resolve_op(names: Sequence[str]) -> str:
+    if channel := PEER_PATTERN.match(names[0]):
+        return channel["op"]
+    if len(names) > 1 and names[-1] == "coalesced":
+        names = names[:-1]
+    elif COALESCED_PATTERN.match(names[-1]):
+        names = names[-1:]
+    return "+".join(dict.fromkeys(_OP_NAMES.get(name, name) for name in names))
+
+
+def is_invalid_call(op: str, sizes: TensorSizes, member_count: int) -> bool:
+    """Whether the sizes of its inputs and outputs contradict each other, whatever the other members
+    called.
+    """
+    spec = _find_spec(op)
+    input_count, output_count = sizes.tensors
+    sent, received = sizes.elements
+    if not sizes.is_single_call or not (input_count and output_count):
+        return False
+    if spec.compares_shapes and spec.list_side is ListSide.OUTPUTS and output_count > 1:
+        return output_count != member_count
+    if spec.compares_shapes and spec.list_side is ListSide.INPUTS and input_count > 1:
+        return input_count != member_count
+    if spec.output_scale is OutputScale.TIMES_MEMBERS:
+        return received != sent * member_count
+    if spec.output_scale is OutputScale.PER_MEMBER:
+        return sent != received * member_count
+    return spec.output_scale is OutputScale.SAME and sent != received
+
+
+def parse_dtype(name: str) -> str | None:
+    """torch's name of a type; None if there is no tensor."""
+    dtype = _DTYPE_NAMES.get(name, name.lower())
+    return None if dtype in _NO_DTYPES else dtype
+
+
+def _count_elements(shapes: Iterable[tuple[int, ...]]) -> int:
+    return sum(map(math.prod, shapes))
+
+
+def _has_uneven_shapes(shapes: Shapes) -> bool:
+    return len(set(map(math.prod, shapes))) > 1
+
 
 _MAX_TENSORS, _MAX_DIMENSIONS = 1 << 16, 64
 
@@ -89,3 +243,96 @@ def read_tensors(fields: Mapping[str, Any]) -> TensorFields:
 
 def _as_tuple(dtypes: str | Sequence[str]) -> tuple[str, ...]:
     return (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
+
+
+MAX_DUMP_RANKS = 1 << 17
+
+
+def parse_groups(
+    config: Any, call_descriptions: Mapping[str, str]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """The members of the groups in ``pg_config``, and the descriptions of all groups."""
+    groups: dict[str, tuple[int, ...]] = {}
+    descriptions = dict(call_descriptions)
+    for key, fields in config.items():
+        name = parse_text(key)
+        members = _parse_members(fields["ranks"])
+        if not members:
+            continue
+        if name:
+            groups[name] = members
+            descriptions.setdefault(name, parse_text(fields.get("desc", "")))
+            continue
+        # gloo's table has a single entry without a name, for the default group.
+        for group_name, description in call_descriptions.items():
+            if description == "default_pg":
+                groups.setdefault(group_name, members)
+    return groups, descriptions
+
+
+def _parse_members(value: object) -> tuple[int, ...]:
+    ranks = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(ranks, (list, tuple)) or len(ranks) > MAX_DUMP_RANKS:
+        return ()
+    members = tuple(map(parse_int, ranks))
+    has_duplicates = len(set(members)) < len(members)
+    if has_duplicates or any(not 0 <= rank < MAX_DUMP_RANKS for rank in members):
+        raise ValueError("the members of a group are not valid ranks")
+    return members
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupStatus:
+    """The numbers of a group's last collectives, -1 if there is none or it is not recorded."""
+
+    enqueued: int
+    started: int
+    completed: int
+
+
+def parse_statuses(
+    table: Any,
+    groups: Mapping[str, object],
+    names_by_pg_id: Mapping[str, str],
+    unreliable_names: set[str],
+) -> dict[str, GroupStatus]:
+    """The statuses in ``pg_status``, by the names of their groups."""
+    names = _match_status_to_groups(table, groups, names_by_pg_id)
+    statuses: dict[str, GroupStatus] = {}
+    for key, fields in table.items():
+        name = names.get(parse_text(key))
+        if name is not None and name not in unreliable_names:
+            statuses[name] = GroupStatus(
+                enqueued=parse_int(fields["last_enqueued_collective"]),
+                started=parse_int(fields.get("last_started_collective", -1)),
+                completed=parse_int(fields.get("last_completed_collective", -1)),
+            )
+    return statuses
+
+
+def _match_status_to_groups(
+    status: Any, groups: Mapping[str, object], names_by_pg_id: Mapping[str, str]
+) -> dict[str, str]:
+    """The groups' names by the recorder's numbers, which ``pg_status`` uses.
+
+    Names and numbers both increase with each group that is made, and a group is in both tables once
+    it was used: if the tables have the same length, they correspond in this order. The default
+    group, number 0 on every rank and named "0", may be in ``pg_config`` before it is used.
+    """
+    numbers = sorted(map(parse_text, status), key=_make_numeric_key)
+    names = sorted(map(parse_text, groups), key=_make_numeric_key)
+    if "0" not in numbers and "0" in names:
+        names.remove("0")
+    can_pair = len(names) == 1 or all(map(str.isdecimal, names))
+    if len(numbers) != len(names) or not can_pair:
+        return dict(names_by_pg_id)
+    paired = dict(zip(numbers, names, strict=True))
+    for number, name in names_by_pg_id.items():
+        if paired.get(number, name) != name:
+            return dict(names_by_pg_id)
+    return {**names_by_pg_id, **paired}
+
+
+def _make_numeric_key(text: str) -> tuple[int, str]:
+    """Sorts decimal numbers by value, without their conversion."""
+    return len(text), text

@@ -12,8 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hangwatch.model.operator_spec import ListSide, OperatorSpec, OutputScale
-from hangwatch.model.operators import OPERATIONS
+from hangwatch.model.operators import OPERATIONS, ListSide, OperatorSpec, OutputScale
 
 LAYOUT_VERSION = "2.10"
 

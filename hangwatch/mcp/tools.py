@@ -9,9 +9,8 @@ from urllib.parse import quote
 
 from hangwatch.model.ranks import parse_rank_ranges
 
-from . import evidence_answers, incident_answers, job_answers
-from .answers import Document
-from .quoting import Answer
+from . import answers
+from .answers import Answer, Document
 
 # Returns the document of ``GET /api/v1/PATH`` with these parameters. Raises ToolError.
 Fetch = Callable[[str, Mapping[str, object]], Awaitable[Document]]
@@ -69,7 +68,7 @@ _INCIDENT = {"type": "string", "description": "the incident_id of another answer
 
 async def _list_jobs(fetch: Fetch, arguments: Arguments) -> Answer:
     page = await fetch("jobs", {"limit": _MAX_LISTED})
-    return {"jobs": [job_answers.describe_job(job) for job in page.get("items") or []]}
+    return {"jobs": [answers.describe_job(job) for job in page.get("items") or []]}
 
 
 async def _explain_hang(fetch: Fetch, arguments: Arguments) -> Answer:
@@ -77,7 +76,7 @@ async def _explain_hang(fetch: Fetch, arguments: Arguments) -> Answer:
     page = await fetch("incidents", {"job": job, "status": "open", "limit": _MAX_LISTED})
     incidents = list(page.get("items") or [])
     jobs = (await fetch("jobs", {"job": job, "limit": _MAX_LISTED})).get("items") or []
-    answer: Answer = {"jobs": [job_answers.describe_job(found) for found in jobs]}
+    answer: Answer = {"jobs": [answers.describe_job(found) for found in jobs]}
     if not incidents:
         return {
             "answer": "no incident is open; each job's `summary` says why, and list_incidents has"
@@ -86,8 +85,8 @@ async def _explain_hang(fetch: Fetch, arguments: Arguments) -> Answer:
         }
     incidents.sort(key=lambda incident: incident.get("severity") != "alert")
     first = await _fetch_incident(fetch, incidents[0]["id"])
-    answer = {"hang": incident_answers.explain_incident(first), **answer}
-    others = [incident_answers.summarize_incident(other) for other in incidents[1:]]
+    answer = {"hang": answers.explain_incident(first), **answer}
+    others = [answers.summarize_incident(other) for other in incidents[1:]]
     return {**answer, "other_open_incidents": others} if others else answer
 
 
@@ -99,7 +98,7 @@ async def _list_incidents(fetch: Fetch, arguments: Arguments) -> Answer:
     }
     page = await fetch("incidents", query)
     items = page.get("items") or []
-    return {"incidents": [incident_answers.summarize_incident(incident) for incident in items]}
+    return {"incidents": [answers.summarize_incident(incident) for incident in items]}
 
 
 async def _fetch_incident(fetch: Fetch, incident_id: object) -> Document:
@@ -120,7 +119,7 @@ def _describe_fetched(
 async def _get_stacks(fetch: Fetch, arguments: Arguments) -> Answer:
     ranks = parse_ranks(arguments["ranks"]) if arguments.get("ranks") else None
     incident = await _fetch_incident(fetch, arguments["incident_id"])
-    return evidence_answers.describe_stacks(incident, ranks)
+    return answers.describe_stacks(incident, ranks)
 
 
 def parse_ranks(text: str) -> Callable[[int], bool]:
@@ -135,7 +134,7 @@ def parse_ranks(text: str) -> Callable[[int], bool]:
 async def _list_ranks(fetch: Fetch, arguments: Arguments) -> Answer:
     query = {"job": arguments.get("job"), "members": "false", "limit": _MAX_RANKS_READ}
     page = await fetch("ranks", query)
-    answer = job_answers.describe_ranks(page.get("items") or [])
+    answer = answers.describe_ranks(page.get("items") or [])
     if page.get("next"):
         answer["ranks_read"] = f"the first {_MAX_RANKS_READ}; list_jobs counts all of them by state"
     return answer
@@ -143,7 +142,7 @@ async def _list_ranks(fetch: Fetch, arguments: Arguments) -> Answer:
 
 async def _get_performance(fetch: Fetch, arguments: Arguments) -> Answer:
     page = await fetch("performance", {"job": arguments.get("job"), "limit": _MAX_LISTED})
-    return job_answers.describe_performance(page.get("items") or [])
+    return answers.describe_performance(page.get("items") or [])
 
 
 TOOLS = (
@@ -181,7 +180,7 @@ TOOLS = (
         description="One incident in full: its verdict, line, calls, processes, culprit's stack.",
         properties={"incident_id": _INCIDENT},
         required=("incident_id",),
-        run=_describe_fetched(incident_answers.explain_incident),
+        run=_describe_fetched(answers.explain_incident),
     ),
     Tool(
         name="get_stacks",
@@ -198,7 +197,7 @@ TOOLS = (
         description="Which ranks wait for which, in which call of which process group.",
         properties={"incident_id": _INCIDENT},
         required=("incident_id",),
-        run=_describe_fetched(evidence_answers.describe_waits),
+        run=_describe_fetched(answers.describe_waits),
     ),
     Tool(
         name="get_calls",
@@ -208,7 +207,7 @@ TOOLS = (
         ),
         properties={"incident_id": _INCIDENT},
         required=("incident_id",),
-        run=_describe_fetched(evidence_answers.describe_calls),
+        run=_describe_fetched(answers.describe_calls),
     ),
     Tool(
         name="get_performance",

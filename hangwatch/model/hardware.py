@@ -1,10 +1,16 @@
 """What a host knows without the training processes: its links, devices, memory, storage and kernel
 log, and NCCL's own report.
+
+MERGED: Versions of software below the training script that are known to hang, with the source of each.
+
+Only what its own maintainers confirmed, with the version that fixes it. As of 2026-11-26.
 """
 
 from __future__ import annotations
 
 import enum
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 JOB_SOURCE = "nccl ras"  # it reports on the whole job, wherever it is asked
@@ -64,3 +70,92 @@ class UnavailableSource:
     source: str
     reason: str
     remedy: str = ""
+
+
+Version = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownProblem:
+    """The versions from ``first`` on and before ``fixed``. ``machine`` is that of `os.uname`, empty for
+    all; ``problem`` completes "NCCL 2.21.5 is known to ...".
+    """
+
+    component: str
+    first: Version
+    fixed: Version
+    problem: str
+    workaround: str = ""
+    machine: str = ""
+    source: str
+
+    def describe(self, version: str) -> str:
+        """One or two sentences with the remedy and the source."""
+        fixed = ".".join(map(str, self.fixed))
+        workaround = f" Without an upgrade: {self.workaround}." if self.workaround else ""
+        return (
+            f"{_NAMES[self.component]} {version} is known to {self.problem}; {fixed} has the fix"
+            f" ({self.source}).{workaround}"
+        )
+
+
+_NAMES = {"nccl": "NCCL", "torch": "torch"}
+KNOWN_PROBLEMS = (
+    KnownProblem(
+        component="torch",
+        first=(2, 7, 0),
+        fixed=(2, 7, 1),
+        problem="hang at times in communicators made with init_process_group(device_id=...)",
+        workaround="TORCH_NCCL_USE_COMM_NONBLOCKING=0",
+        source="https://github.com/pytorch/pytorch/issues/153960",
+    ),
+    KnownProblem(
+        component="nccl",
+        first=(2, 20, 5),
+        fixed=(2, 22, 3),
+        problem="deadlock where captured CUDA graphs and other collectives are mixed",
+        workaround="NCCL_GRAPH_MIXING_SUPPORT=0, if none are mixed",
+        source="https://github.com/NVIDIA/nccl/issues/1251",
+    ),
+    KnownProblem(
+        component="nccl",
+        first=(2, 21, 5),
+        fixed=(2, 26, 2),
+        problem="hang in ncclCommAbort, which torch's watchdog calls",
+        source="https://github.com/pytorch/pytorch/pull/149351",
+    ),
+    KnownProblem(
+        component="nccl",
+        first=(2, 28, 9),
+        fixed=(2, 29, 3),
+        problem="lose slots of its proxy's queue, until a rank waits for one for ever",
+        machine="aarch64",
+        source="https://github.com/NVIDIA/nccl/releases/tag/v2.29.3-1",
+    ),
+    KnownProblem(
+        component="nccl",
+        first=(2, 29, 7),
+        fixed=(2, 30, 7),
+        problem="hang on several nodes with InfiniBand",
+        workaround="NCCL_PXN_DISABLE=1",
+        source="https://docs.nvidia.com/cuda/cuest/troubleshooting/index.html",
+    ),
+)
+
+
+def find_known_problems(component: str, version: str, machine: str = "") -> Iterator[KnownProblem]:
+    """Those of an installed version such as "2.7.0+cu126"; none if the text is not a version."""
+    numbers = parse_version(version)
+    if not numbers:
+        return
+    for known in KNOWN_PROBLEMS:
+        if known.component != component or (known.machine and known.machine != machine):
+            continue
+        if known.first <= numbers < known.fixed:
+            yield known
+
+
+def parse_version(text: str) -> Version:
+    """The leading numbers; empty if there are none."""
+    match = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(map(int, match[0].split("."))) if match is not None else ()

@@ -1,4 +1,10 @@
-"""Incidents: a verdict over time, with the evidence that was gathered for it."""
+"""Incidents: a verdict over time, with the evidence that was gathered for it.
+
+MERGED: What ``--on-hang abort`` does about an incident.
+
+MERGED: What a rank's Flight Recorder file says about its unfinished calls. torch's watchdog writes the
+file when a collective times out.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +14,11 @@ from datetime import datetime
 from typing import Literal
 
 from .calls import Site
-from .device import DevicePosition
-from .flight_dumps import FlightFile
 from .groups import Group
 from .hardware import HostObservation, MissingEvidence
-from .kind_spec import Severity
-from .kinds import VerdictKind
-from .ranks import ExceptionInfo
-from .recoveries import Recovery
-from .threads import Frame
-from .verdicts import Verdict
+from .kinds import Severity, VerdictKind
+from .ranks import ExceptionInfo, Frame
+from .verdicts import DevicePosition, Verdict
 
 IncidentStatus = Literal["open", "resolved"]
 
@@ -123,3 +124,68 @@ class Incident:
     @property
     def site(self) -> Site | None:
         return self.verdict.site
+
+
+RecoveryState = Literal["planned", "withheld", "announced", "ordered", "done"]
+RecoveryScope = Literal["culprits", "job"]
+# gone: the process had already ended. left: it was sent no signal, because the job made progress
+# or was no longer reported.
+AbortResult = Literal["ordered", "ended", "gone", "left", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAbort:
+    """The order to end one rank, and its result."""
+
+    rank: int
+    host: str
+    pid: int
+    ordered_at: datetime
+    result: AbortResult = "ordered"
+    ended_at: datetime | None = None
+    signal: int | None = None  # the signal that was sent
+    error: str | None = None  # why it failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """The plan to end ranks for an incident, and how far it was carried out."""
+
+    state: RecoveryState
+    scope: RecoveryScope
+    ranks: tuple[int, ...]
+    number: int  # its number among the recoveries of the job, from 1
+    limit: int
+    planned_at: datetime
+    due_at: datetime  # the earliest time; later while a rank still moves or does not report
+    announced_at: datetime | None = None
+    done_at: datetime | None = None
+    why: str = ""  # why it is withheld
+    ends: tuple[RankAbort, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnfinishedCall:
+    """The first collective of a group that had not completed when the file was written."""
+
+    group: str
+    desc: str = ""
+    seq: int
+    op: str
+    shapes: tuple[tuple[int, ...], ...] = ()  # of the inputs
+    state: str = ""  # as torch writes it: "scheduled" or "started"
+    waited_s: float  # from its call to the writing of the file
+    timeout_s: float | None = None
+
+    @property
+    def has_timed_out(self) -> bool:
+        return self.timeout_s is not None and self.waited_s >= self.timeout_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlightFile:
+    """A file of one rank, on the rank's host. ``error`` says why it could not be read."""
+
+    path: str
+    calls: tuple[UnfinishedCall, ...] = ()  # the one that waited longest is first
+    error: str | None = None

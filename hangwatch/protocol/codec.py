@@ -1,7 +1,7 @@
 """Encodes any message as JSON-ready data, and decodes the server's reply to a heartbeat.
 
 Both run on training nodes too, so they need only the standard library. The server decodes
-heartbeats in `server.ingest.decoding`, with msgspec.
+heartbeats in `server.ingest.heartbeat_checks`, with msgspec.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-from .commands import Command, CommandKind
+from .commands import MAX_RECORDING_HZ, MAX_RECORDING_S, Command, CommandKind
 from .heartbeat import HeartbeatReply
-from .live import MAX_RECORDING_HZ, MAX_RECORDING_S
 
 _PLAIN_TYPES = frozenset((int, float, str, bool, type(None)))
 

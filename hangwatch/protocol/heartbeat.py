@@ -6,7 +6,17 @@ was lost) replies with ``resync``, and the next heartbeat is complete. Times are
 the time of sending, so that clocks of different hosts need not agree.
 
 The messages have no ``slots``: msgspec fills a dataclass that has a ``__dict__`` more than twice as
-fast as one with slots, see `server.ingest.decoding`.
+fast as one with slots, see `server.ingest.heartbeat_checks`.
+
+MERGED: The part of a heartbeat that says what the host knows: sent on request only.
+
+MERGED: Estimates the offset between the local clock and that of another host. Pure.
+
+A message is sent at ``sent_at`` on the local clock and received at ``remote_at`` on the remote one;
+its reply arrives at ``returned_at`` on the local clock. Then the offset lies between
+``remote_at - returned_at`` and ``remote_at - sent_at``. The tightest bounds of many exchanges are
+kept, as in Cristian, "Probabilistic clock synchronization" (1989) and in NTP's clock filter (RFC
+5905, 10), and widened by the clocks' possible drift since.
 """
 
 from __future__ import annotations
@@ -15,13 +25,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hangwatch.model.calls import Call, Hash64, StreamKind
-from hangwatch.model.flight_dumps import FlightFile
-from hangwatch.model.ranks import ExceptionInfo, ExitInfo
-from hangwatch.model.threads import ThreadStack
+from hangwatch.model.hardware import Observation, UnavailableSource
+from hangwatch.model.incidents import FlightFile
+from hangwatch.model.ranks import ExceptionInfo, ExitInfo, ThreadStack
 
-from .commands import Command
-from .hardware import HardwareReply
-from .live import RecordingReply, TraceReply
+from .commands import Command, RecordingReply, TraceReply
 
 PROTOCOL_VERSION = 2
 # In version 1, which heartbeats without a version have, stream updates are objects.
@@ -113,7 +121,7 @@ class NonfiniteReport:
 @dataclass(frozen=True, kw_only=True)
 class DeviceStatus:
     """How far the device has come in the collectives of one stream's group, by the backend's own
-    counters; see `hangwatch.model.device`.
+    counters; see `hangwatch.model.verdicts`.
     """
 
     uid: int  # of the group's stream of collectives
@@ -144,7 +152,7 @@ class ProcessUpdate:
     faults: tuple[str, ...] = ()
     opened: int = 0  # streams that it ever opened; 0: of an older recorder
     # Of the streams that miss a call, once each: (uid, first uncertain call, number of the
-    # `hangwatch.model.losses.LossReason`).
+    # `hangwatch.model.calls.LossReason`).
     losses: tuple[tuple[int, int, int], ...] = ()
     closed: tuple[int, ...] = ()  # streams (uids) that were reported and whose groups are gone
     sequences: tuple[StreamUpdate, ...] = ()
@@ -235,7 +243,7 @@ class StreamPerformance:
     key: str  # of the process
     uid: int  # of the stream
     totals: tuple[CallTotals, ...] = ()
-    # The same calls on every rank: see `hangwatch.ring.sampling.sample_calls`.
+    # The same calls on every rank: see `hangwatch.ring.checks.sample_calls`.
     samples: tuple[CallSample, ...] = ()
     missed: int = 0  # calls that were overwritten in the ring before they were read
 
@@ -276,7 +284,7 @@ class Heartbeat:
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatReply:
     interval_s: float = 0.5  # until the next heartbeat; the server uses it to spread its load
-    # The same while the host is steady (see `hangwatch.agent.node.discovery.steadiness`). The
+    # The same while the host is steady (see `hangwatch.agent.node.discovery.changes`). The
     # agent reports immediately when it stops being steady. None: use `interval_s`.
     steady_s: float | None = None
     # The agent must report rare changes within this time; None: with the next regular heartbeat.
@@ -302,3 +310,44 @@ def get_family(job: str) -> str:
     'run7'
     """
     return job.partition("/")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareReply:
+    """What changed on the host since before the hang, and what is abnormal."""
+
+    key: str  # of the process whose command this answers
+    request: str  # the command's id
+    taken_s: float = 0.0  # age of the reading
+    observations: tuple[Observation, ...] = ()
+    unavailable: tuple[UnavailableSource, ...] = ()
+
+
+# Seconds per second between two clocks: twice the error of a bad crystal.
+MAX_CLOCK_DRIFT = 2e-4
+
+
+@dataclass(slots=True)
+class ClockOffset:
+    """Bounds on how many seconds the remote clock is ahead of the local one."""
+
+    low_s: float = 0.0
+    high_s: float = 0.0
+    updated_at: float | None = None  # the last exchange, on the local clock
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """(low, high) in seconds; None before the first exchange."""
+        return None if self.updated_at is None else (self.low_s, self.high_s)
+
+    def add_exchange(self, sent_at: float, remote_at: float, returned_at: float) -> None:
+        """Tightens the bounds by one exchange; see the module for the arguments."""
+        low, high = remote_at - returned_at, remote_at - sent_at
+        if self.updated_at is not None:
+            drift = MAX_CLOCK_DRIFT * max(0.0, returned_at - self.updated_at)
+            combined_low = max(low, self.low_s - drift)
+            combined_high = min(high, self.high_s + drift)
+            # Disjoint bounds mean a different clock: the server moved or its host rebooted.
+            if combined_low <= combined_high:
+                low, high = combined_low, combined_high
+        self.low_s, self.high_s, self.updated_at = low, high, returned_at

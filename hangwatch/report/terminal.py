@@ -2,29 +2,44 @@
 
 Everything that a job reports (names of functions, files, messages) is untrusted: `clean_text`
 removes what could control a terminal. Documents are read leniently, since the server may be newer.
+
+MERGED: The calls of an incident as terminal text: a column for each class of ranks.
+
+MERGED: The waits, the devices and the processes of an incident as terminal text.
+
+MERGED: Stacks as terminal text.
+
+MERGED: What hosts report of their hardware, as text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
+from typing import Any
 
+from hangwatch.model.hardware import Observation
 from hangwatch.model.kinds import select_kinds
+from hangwatch.stacks.frames import is_library
 
 from . import recovery
-from .call_table import format_calls, format_divergence
-from .hardware import format_hardware
-from .process_text import format_devices, format_processes, format_waits
-from .sites import Document, format_line, format_site
-from .stack_text import format_stacks
+from .documents import format_flight_file, parse_host_observation
 from .text import (
     PLAIN_PAINT,
     TERMINAL_COLUMNS,
+    Document,
     Paint,
     clean_text,
     format_age,
+    format_line,
+    format_site,
+    group_name,
+    name_ranks,
+    resolve_root_rank,
     seconds_since,
     truncate_end,
+    truncate_start,
     wrap_text,
 )
 
@@ -128,3 +143,426 @@ def _format_status(document: Document, now: datetime) -> str:
     if resolved_s is None:
         return text
     return f"{text}, lasted {format_age(onset_s - resolved_s)}"
+
+
+_MAX_COLUMNS = 3  # classes shown side by side
+_LABEL_WIDTH = 11
+
+
+def format_calls(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator[str]:
+    """What the ranks called, with a column for each class of equal calls; rows in which the classes
+    differ are marked with ``≠``.
+    """
+    classes = document.get("calls") or []
+    if not classes:
+        return
+    group = document.get("group") or {}
+    where = f" of group {group_name(group.get('name'), group.get('desc'))}" if group else ""
+    # The calls of a channel between two ranks are not counted by group.
+    is_point_to_point = any(c.get("peer") is not None for c in classes)
+    has_position = document.get("seq") is not None and not is_point_to_point
+    yield paint.bold(f"Call {document['seq']}{where}" if has_position else f"Calls{where}")
+    members = group.get("ranks") or []
+    # As in the summary, roots are ranks of the job.
+    classes = [{**c, "root": resolve_root_rank(c.get("root"), members)} for c in classes]
+    differing = set(document.get("fields") or [])
+    for start in range(0, len(classes), _MAX_COLUMNS):
+        if start:
+            yield ""
+        yield from _format_call_table(classes[start : start + _MAX_COLUMNS], differing, paint)
+
+
+_CALL_ROWS = {
+    "op": "op",
+    "shape": "shapes",
+    "dtype": "dtype",
+    "reduce_op": "reduce_op",
+    "root": "root",
+    "peer": "peer",
+    "splits": "splits",
+    "detail": "detail",
+}
+
+
+def _format_call_table(
+    classes: Sequence[Document], differing_fields: set[str], paint: Paint
+) -> Iterator[str]:
+    width = (TERMINAL_COLUMNS - 2 - _LABEL_WIDTH) // len(classes) - 2
+    titles = [_pad_text(name_ranks(c.get("ranks") or []), width) for c in classes]
+    yield _format_row("", "", [paint.bold(title) for title in titles])
+    for name, key in _CALL_ROWS.items():
+        values = [_format_value(c.get(key)) for c in classes]
+        if not any(values):
+            continue
+        cells = [_pad_text(value or "-", width) for value in values]
+        if name in differing_fields:
+            yield _format_row("≠", name, [paint.as_error(cell) for cell in cells])
+        else:
+            yield _format_row("", name, cells)
+    if not any(c.get("site") for c in classes):
+        return
+    sites = [c.get("site") or {} for c in classes]
+    locations = [format_site(site, with_function=False) if site else "-" for site in sites]
+    functions = [clean_text(site.get("function", "-")) for site in sites]
+    yield _format_row("", "at", [_pad_text(truncate_start(x, width), width) for x in locations])
+    yield _format_row("", "in", [_pad_text(function, width) for function in functions])
+
+
+def format_divergence(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator[str]:
+    """The last calls of both sides, aligned; those that only one side made are marked with ``≠``."""
+    divergence = document.get("divergence")
+    if not divergence:
+        return
+    group = divergence.get("group") or {}
+    yield paint.bold(f"Calls of group {group_name(group.get('name'), group.get('desc'))}, aligned")
+    width = (TERMINAL_COLUMNS - 2) // 2 - 1
+    sides = [name_ranks(side.get("ranks") or []) for side in divergence.get("sides") or []]
+    titles = [paint.bold(_pad_text(side, width)) for side in sides]
+    yield f"  {'  '.join(titles)}".rstrip()
+    for row in divergence.get("rows") or []:
+        if row.get("omitted"):
+            yield paint.dim(f"  … {clean_text(row['omitted'])} more that agree")
+        yield _format_aligned_row(row, width, paint)
+
+
+def _format_aligned_row(row: Document, width: int, paint: Paint) -> str:
+    cells = []
+    differs = False
+    for seq, call in zip(row.get("seq") or [], row.get("calls") or [], strict=False):
+        differs |= call is None or bool(call.get("raised"))
+        text = "-" if call is None else f"{clean_text(seq)} {format_aligned_call(call)}"
+        cells.append(_pad_text(text, width))
+    if differs:
+        cells = [paint.as_error(cell) for cell in cells]
+    return f"{'≠' if differs else ' '} {'  '.join(cells)}".rstrip()
+
+
+def format_aligned_call(call: Document) -> str:
+    """``all_reduce train.py:41 [64]``."""
+    site = call.get("site")
+    at = format_line(site) if site else ""
+    parts = (
+        clean_text(call.get("op", "?")),
+        "raised" if call.get("raised") else "",
+        at,
+        _format_value(call.get("shapes")),
+    )
+    return " ".join(part for part in parts if part)
+
+
+def _format_row(mark: str, name: str, cells: Sequence[str]) -> str:
+    return f"{mark:2}{name:{_LABEL_WIDTH}}{'  '.join(cells)}".rstrip()
+
+
+def _pad_text(text: str, width: int) -> str:
+    return f"{truncate_end(text, width):{width}}"
+
+
+def _format_value(value: object) -> str:
+    """A value of a call; lists, such as shapes, one after another."""
+    if value is None:
+        return ""
+    if not isinstance(value, (list, tuple)):
+        return clean_text(value)
+    return " ".join(map(_format_part, value))
+
+
+def _format_part(part: object) -> str:
+    if isinstance(part, (list, tuple)):
+        return f"[{', '.join(map(clean_text, part))}]"
+    return clean_text(part)
+
+
+def format_waits(document: Document) -> Iterator[str]:
+    """Which ranks wait for which, and in which call: one line for each awaited rank and call."""
+    for (awaited, group, seq), ranks in merge_waits(document):
+        verb = "waits" if len(ranks) == 1 else "wait"
+        yield from wrap_text(
+            f"{name_ranks(ranks)} {verb} for rank {awaited} in call {seq} of group {group}"
+        )
+
+
+def merge_waits(document: Document) -> list[tuple[tuple[int, str, int], set[int]]]:
+    """The awaited rank, the group's name to show and the number of each awaited call, with the ranks
+    that wait there; sorted.
+    """
+    group = document.get("group") or {}
+    named = {clean_text(group.get("name")): group_name(group.get("name"), group.get("desc"))}
+    waiters: dict[tuple[int, str, int], set[int]] = {}
+    for wait in document.get("waits") or []:
+        call = (wait.get("for", -1), clean_text(wait.get("group", "")), wait.get("seq", 0))
+        waiters.setdefault(call, set()).add(wait.get("rank", -1))
+    return [
+        ((awaited, named.get(name, name), seq), ranks)
+        for (awaited, name, seq), ranks in sorted(waiters.items())
+    ]
+
+
+def format_devices(document: Document) -> Iterator[str]:
+    """How far the devices have come: one line for all ranks of a group in the same position."""
+    group = document.get("group") or {}
+    named = {clean_text(group.get("name")): group_name(group.get("name"), group.get("desc"))}
+    ranks_by_position: dict[tuple[str, int, int, int], set[int]] = {}
+    for device in document.get("device") or []:
+        started = device.get("started")
+        position = (
+            clean_text(device.get("group", "")),
+            device.get("completed", -1),
+            -1 if started is None else max(0, started),
+            device.get("enqueued", -1),
+        )
+        ranks_by_position.setdefault(position, set()).add(device.get("rank", -1))
+    for (name, completed, started, enqueued), ranks in sorted(ranks_by_position.items()):
+        begun = "" if started < 0 else f"begun {started} and "
+        yield from wrap_text(
+            f"{name_ranks(ranks)}: the device has {begun}completed {max(0, completed)} of"
+            f" {max(0, enqueued)} queued collectives of group {named.get(name, name)}"
+        )
+
+
+def format_processes(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator[str]:
+    """The states of the culprits' processes, or how they ended."""
+    for process in document.get("processes") or []:
+        where = f" on {clean_text(process['host'])}" if process.get("host") else ""
+        yield (
+            f"rank {process.get('rank')}: process {process.get('pid', '?')}{where}"
+            f" {_describe_condition(process)}"
+        )
+        exception = process.get("exception")
+        if exception:
+            type_name = clean_text(exception.get("type", "exception"))
+            text = f"{type_name}: {clean_text(exception.get('message', ''))}"
+            yield from (paint.as_error(line) for line in wrap_text(text, indent="  "))
+            if exception.get("site"):
+                site = format_site(exception["site"])
+                yield f"  at {truncate_start(site, TERMINAL_COLUMNS - 5)}"
+        if process.get("flight_file"):
+            yield from format_flight_file(process["flight_file"])
+
+
+_STATE_NAMES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in uninterruptible sleep",
+    "T": "stopped",
+    "t": "traced",
+    "Z": "ended",
+    "I": "idle",
+}
+
+
+def _describe_condition(process: Document) -> str:
+    if process.get("signal") is not None:
+        return f"ended by {_get_signal_name(process['signal'])}"
+    if process.get("exit_status") is not None:
+        return f"exited with status {clean_text(process['exit_status'])}"
+    state = clean_text(process.get("state") or "?")
+    if state not in _STATE_NAMES:
+        return "is in an unknown state"
+    return f"is {_STATE_NAMES[state]} (state {state})"
+
+
+def _get_signal_name(number: object) -> str:
+    try:
+        return signal.Signals(int(str(number))).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {clean_text(number)}"
+
+
+_FUNCTION_WIDTH = 26  # columns for a function's name
+_MAX_LIBRARY_RUN = 3  # longer runs of library frames are folded
+
+
+def format_stacks(
+    document: Document, paint: Paint = PLAIN_PAINT, full: bool = False
+) -> Iterator[str]:
+    """The stacks in the document's order (culprits first), with the innermost frame on top; failed
+    samples with their remedy.
+    """
+    culprits = set(document.get("culprits") or [])
+    entries = document.get("stacks") or []
+    shown = [entry for entry in entries if full or not _is_library_thread(entry)]
+    for i, entry in enumerate(shown):
+        if i:
+            yield ""
+        role = ""
+        if culprits:
+            is_culprit = not culprits.isdisjoint(entry.get("ranks") or [])
+            role = "culprit" if is_culprit else "waiting"
+        yield from format_stack(entry, paint, role=role, full=full)
+    omitted = len(entries) - len(shown)
+    if omitted:
+        yield paint.dim(f"… and {omitted} more in libraries only: see `hangwatch show --full`")
+
+
+def _is_library_thread(entry: Document) -> bool:
+    """Whether it is a thread other than the main one without user code, such as a pool's."""
+    if entry.get("error") or entry.get("thread") in (None, "MainThread"):
+        return False
+    files = [str(frame.get("file", "")) for frame in entry.get("frames") or []]
+    return bool(files) and all(map(is_library, files))
+
+
+def format_stack(
+    entry: Document, paint: Paint = PLAIN_PAINT, role: str = "", full: bool = False
+) -> Iterator[str]:
+    """One stack. User frames are bold and marked with ``>``; library frames are dim and, unless
+    ``full``, folded.
+    """
+    parts = [
+        paint.bold(name_ranks(entry.get("ranks") or [])),
+        role,
+        clean_text(entry.get("thread") or ""),
+        clean_text(entry.get("source") or ""),
+    ]
+    yield " · ".join(part for part in parts if part)
+    if entry.get("error"):
+        for line in wrap_text(entry["error"], indent="  ! "):
+            yield paint.as_warning(line)
+    for run in _split_frame_runs(entry.get("frames") or []):
+        if _is_library_frame(run[0]):
+            yield from _format_library_run(run, paint, full)
+        else:
+            yield from _format_user_run(run, paint)
+
+
+def _is_library_frame(frame: Document) -> bool:
+    return is_library(str(frame.get("file", "")))
+
+
+def _format_library_run(run: list[Document], paint: Paint, full: bool) -> Iterator[str]:
+    shown = run if full or len(run) <= _MAX_LIBRARY_RUN else run[:1]
+    for frame in shown:
+        yield paint.dim(_format_frame(frame, "  "))
+    omitted = len(run) - len(shown)
+    if omitted:
+        yield paint.dim(f"    … {omitted} more frames of libraries")
+
+
+def _format_user_run(run: list[Document], paint: Paint) -> Iterator[str]:
+    for frame in run:
+        yield paint.bold(_format_frame(frame, "> "))
+        if frame.get("text"):
+            yield truncate_end(f"      {clean_text(frame['text']).strip()}", TERMINAL_COLUMNS)
+
+
+def merge_equal_stacks(entries: Iterable[Document]) -> list[dict[str, Any]]:
+    """Merges equal stacks of several ranks into one entry with all their ranks, in the order of
+    their first appearance.
+    """
+    merged: dict[tuple[object, ...], dict[str, Any]] = {}
+    for entry in entries:
+        frames = tuple(
+            (f.get("function"), f.get("file"), f.get("line")) for f in entry.get("frames") or []
+        )
+        key = (entry.get("thread"), entry.get("source"), entry.get("error"), frames)
+        ranks = list(entry.get("ranks") or [])
+        if key in merged:
+            merged[key]["ranks"] = sorted({*merged[key]["ranks"], *ranks})
+        else:
+            merged[key] = {**entry, "ranks": ranks}
+    return list(merged.values())
+
+
+def _split_frame_runs(frames: Sequence[Document]) -> Iterator[list[Document]]:
+    """Runs of consecutive frames that are all of libraries or all of the user's code."""
+    run: list[Document] = []
+    for frame in frames:
+        if run and _is_library_frame(run[0]) != _is_library_frame(frame):
+            yield run
+            run = []
+        run.append(frame)
+    if run:
+        yield run
+
+
+def _format_frame(frame: Document, mark: str) -> str:
+    function = truncate_end(clean_text(frame.get("function", "?")), _FUNCTION_WIDTH)
+    location_width = TERMINAL_COLUMNS - _FUNCTION_WIDTH - 6
+    location = truncate_start(format_site(frame, with_function=False), location_width)
+    return f"  {mark}{function:{_FUNCTION_WIDTH}}  {location}"
+
+
+_MAX_HOSTS_NAMED = 3
+# By what was observed; the fields are those of the observation.
+_CLAUSES = {
+    "link_downed": "the link of {about} went down ({before} to {now} times)",
+    "carrier_down_count": "{about} lost its carrier ({before} to {now} times)",
+    "state": "{about} went from {before} to {now}",
+    "phys_state": "{about} went from {before} to {now}",
+    "link_down": "the link of {about} went down",
+    "xid": "{about} reported Xid {now}{meaning}",
+    "lost": "{about} cannot be reached ({now})",
+    "hung_task": "{about} ({now}) is blocked in the kernel",
+    "nfs_not_responding": "the NFS server {about} does not respond",
+    "io_error": "{about} has I/O errors",
+    "throttled": "{about} is throttled ({now})",
+    "spins": "{about} spins, as NCCL's kernels do while they wait ({now})",
+    "idle": "{about} is idle ({now})",
+    "does_not_answer": "{now} does not answer in NCCL's {about}",
+    "considered_dead": "NCCL considers {now} dead ({about})",
+    "async_error": "NCCL reports an error of {now} ({about})",
+    "lags": "{now} ({about})",
+    "waiting_share": "tasks waited for {about} in {now} % of the last ten seconds",
+    "does_not_return": "{about} did not answer within {now}",
+    "dead": "{now}",
+    "incomplete": "{now} ({about})",
+    "mismatch": "{now} ({about})",
+    "timeout": "{now}",
+    "nfs_requests_without_reply": "{now} requests to {about} have no reply",
+}
+_KILLED = {
+    "kernel log": "the kernel killed {about} ({now}) for lack of memory",
+    "cgroup": "processes in {about} were killed for lack of memory ({before} to {now})",
+}
+# NVIDIA's Xid catalogue, for the ones that stop a job.
+_XID_MEANINGS = {
+    "31": "memory page fault, often the program's",
+    "48": "double-bit memory error",
+    "63": "row remapping recorded",
+    "64": "row remapping failed",
+    "74": "NVLink error",
+    "79": "the GPU has fallen off the bus",
+    "94": "contained memory error",
+    "95": "uncontained memory error",
+    "119": "the GPU's system processor does not answer",
+    "120": "error of the GPU's system processor",
+}
+
+
+def describe_observation(observation: Observation) -> str:
+    """A clause such as "the link of mlx5_0/1 went down (2 to 3 times)"."""
+    what, about = observation.what, observation.about
+    template = _KILLED.get(observation.source) if what == "oom_kill" else _CLAUSES.get(what)
+    if template is not None:
+        meaning = _XID_MEANINGS.get(str(observation.now), "")
+        return template.format(
+            about=about,
+            before=observation.before,
+            now=observation.now,
+            meaning=f" ({meaning})" if meaning else "",
+        )
+    name = what.replace("_", " ")
+    if observation.before is None:
+        return f"{about}: {name} ({observation.now})"
+    return f"{name} of {about} went from {observation.before} to {observation.now}"
+
+
+def format_hardware(document: Document) -> Iterator[str]:
+    """What the hosts of an incident report: one line for each observation, and one for each source
+    that could not be read.
+    """
+    for item in document.get("hardware") or []:
+        entry = parse_host_observation(item)
+        text = f"{entry.host}: {describe_observation(entry.observation)}"
+        yield from wrap_text(clean_text(text))
+    for gap in document.get("hardware_missing") or []:
+        hosts = ", ".join(clean_text(host) for host in (gap.get("hosts") or [])[:_MAX_HOSTS_NAMED])
+        more = len(gap.get("hosts") or []) - _MAX_HOSTS_NAMED
+        others = f" and {more} more" if more > 0 else ""
+        yield from wrap_text(
+            clean_text(
+                f"not read on {hosts}{others}: {gap.get('source')}, {gap.get('reason')};"
+                f" {gap.get('remedy')}"
+            )
+        )

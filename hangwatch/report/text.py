@@ -1,5 +1,7 @@
 """Text for a terminal: attributes, and the cleaning, truncation and wrapping of untrusted text.
 Pure.
+
+MERGED: Sites of code as terminal text, and the type of the API's documents.
 """
 
 from __future__ import annotations
@@ -155,3 +157,25 @@ def format_coarse_age(value: float | None) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+Document = Mapping[str, Any]
+
+_INSTALL_PREFIX = re.compile(r"^.*(?:/(?:site|dist)-packages|/lib(?:64)?/python3[.\d]*)/")
+
+
+def format_site(site: Document, with_function: bool = True) -> str:
+    """``train.py:41 in step``, without the folders of an installed library."""
+    line = site.get("line")
+    location = _INSTALL_PREFIX.sub("", clean_text(site.get("file", "?")))
+    if line:
+        location += f":{clean_text(line)}"
+    if with_function and site.get("function"):
+        return f"{location} in {clean_text(site['function'])}"
+    return location
+
+
+def format_line(site: Document) -> str:
+    """``train.py:41``, without any folder."""
+    file = clean_text(site.get("file", "?")).rsplit("/", 1)[-1]
+    return f"{file}:{clean_text(site.get('line', '?'))}"

@@ -33,14 +33,14 @@ older writer, which has no such table::
 
     bits 0 to 55: number of the first call from which the numbers and running hashes of the stream's
     calls are not certain, because a call was not recorded; 0: all calls were recorded
-    bits 56 to 63: why, see `hangwatch.model.losses.LossReason`
+    bits 56 to 63: why, see `hangwatch.model.calls.LossReason`
 
 The writer sets it before it writes a further record of the stream, and a reader reads it after the
 stream's position and newest record.
 
 Device table (DEVICE_STRUCT.size bytes per slot, DEVICE_SLOTS slots): how far the device has come in
 the collectives of a stream's group, by the counters that the backend keeps (see
-`hangwatch.model.device`). Slots are used in order; unused ones, and all of an older writer, are
+`hangwatch.model.verdicts`). Slots are used in order; unused ones, and all of an older writer, are
 zero::
 
     u64 lock

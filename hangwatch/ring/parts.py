@@ -2,16 +2,26 @@
 
 Each part is read so that a concurrent write is noticed. `hangwatch.ring.layout` documents the
 layout.
+
+MERGED: Decodes the JSON parts of a ring: stream descriptions, call sites and signatures.
+
+MERGED: Reads a ring's device table. `hangwatch.ring.layout` documents the layout.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
-from .decoding import parse_object
+from hangwatch.model.calls import UNKNOWN_OP, Signature, Site, StreamKind, decode_signature
+from hangwatch.model.groups import Group, unpack_ranks
+
 from .layout import (
     CHECK_STRUCT,
+    DEVICE_OFFSET,
+    DEVICE_SLOTS,
+    DEVICE_STRUCT,
     HEADER_SIZE,
     INTERNED_SIZE,
     INTERNED_STRUCT,
@@ -194,3 +204,122 @@ def _check_table(table: Table, stride: int, file_size: int) -> None:
             f"corrupt: a table of {table.count} x {stride} bytes at {table.offset} lies outside the"
             " file"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamDescription:
+    """What never changes about a stream."""
+
+    kind: StreamKind
+    group: Group
+    # Global rank, or number in a foreign group; -1: any source; None: a stream of collectives
+    peer: int | None
+    tag: int | None
+
+
+def compute_age_s(now_ns: int, then_ns: int) -> float:
+    """The seconds since ``then_ns``; 0 if that is unset or in the future."""
+    return max(0, now_ns - then_ns) / 1e9 if then_ns else 0.0
+
+
+def parse_object(raw: bytes) -> dict[str, Any] | None:
+    """A JSON object; None if the bytes are anything else."""
+    try:
+        data = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def parse_description(data: dict[str, Any]) -> StreamDescription | None:
+    """The description of a stream; None if it is malformed."""
+    try:
+        group = Group(
+            name=str(data["name"]),
+            desc=str(data["desc"]),
+            ranks=unpack_ranks(str(data["ranks"])),
+            backend=str(data.get("backend", "")),
+            generation=int(data.get("generation", 1)),
+            world_size=int(data.get("world", 0)),
+            foreign=str(data.get("foreign", "")),
+            number=int(data.get("number", -1)),
+        )
+        peer, tag = data.get("peer"), data.get("tag")
+        return StreamDescription(
+            kind=StreamKind(data["kind"]),
+            group=group,
+            peer=None if peer is None else int(peer),
+            tag=None if tag is None else int(tag),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def parse_site(data: dict[str, Any] | None) -> Site | None:
+    """A call site; None if it is lost or malformed."""
+    if not data:
+        return None
+    try:
+        return Site(file=str(data["file"]), line=int(data["line"]), function=str(data["function"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def parse_signature(data: dict[str, Any] | None) -> Signature:
+    """A signature. A lost or malformed one becomes operation "?", which never counts as
+    different.
+    """
+    if not data:
+        return Signature(op=UNKNOWN_OP)
+    try:
+        return decode_signature(data)
+    except (KeyError, TypeError, ValueError, IndexError):
+        return Signature(op=UNKNOWN_OP)
+
+
+_READ_ATTEMPTS = 8  # an entry that keeps changing is read at most this many times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceEntry:
+    """How far the device has come in the collectives of one group; see `hangwatch.model.verdicts`."""
+
+    uid: int  # of the group's stream of collectives
+    enqueued: int
+    started: int | None  # None: the backend does not record starts
+    completed: int
+    read_ns: int  # when the counters were read, on the host's monotonic clock
+
+    @property
+    def counters(self) -> tuple[int, int | None, int]:
+        return self.enqueued, self.started, self.completed
+
+    @property
+    def is_behind_host(self) -> bool:
+        """Whether the host has queued collectives that the device has not completed."""
+        return self.completed < self.enqueued
+
+
+def read_device_entries(data: Any) -> tuple[DeviceEntry, ...]:
+    """All entries of a mapped ring, in the order in which they were first written. An entry that
+    is being written is left out.
+    """
+    entries: list[DeviceEntry] = []
+    for slot in range(DEVICE_SLOTS):
+        offset = DEVICE_OFFSET + slot * DEVICE_STRUCT.size
+        for _ in range(_READ_ATTEMPTS):
+            values = DEVICE_STRUCT.unpack_from(data, offset)
+            lock, uid, records_starts, enqueued, started, completed, read_ns = values
+            if not lock:  # slots are used in order
+                return tuple(entries)
+            if lock % 2 == 0 and DEVICE_STRUCT.unpack_from(data, offset) == values:
+                entry = DeviceEntry(
+                    uid=uid,
+                    enqueued=enqueued,
+                    started=started if records_starts else None,
+                    completed=completed,
+                    read_ns=read_ns,
+                )
+                entries.append(entry)
+                break
+    return tuple(entries)

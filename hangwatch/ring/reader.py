@@ -1,43 +1,57 @@
-"""Reads a ring and validates everything in it. `hangwatch.ring.layout` documents the layout."""
+"""Reads a ring and validates everything in it. `hangwatch.ring.layout` documents the layout.
+
+MERGED: Reads the positions of streams: from the stream table, which the recorder updates when it polls,
+and from the records written since.
+
+MERGED: Decodes records into calls, with their signatures and call sites.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
-from hangwatch.model.calls import Call, Signature
+from hangwatch.model.calls import Call, Loss, LossReason, Signature, Site
 
-from .call_decoder import CallDecoder, CallKinds
-from .decoding import compute_age_s
-from .devices import DeviceEntry, read_device_entries
 from .layout import (
     EXCEPTION_OFFSET,
     FAULTS_OFFSET,
     IDENTITY_OFFSET,
     IDENTITY_SIZE,
+    LOSS_STRUCT,
     NOTE_SIZE,
+    STREAM_STRUCT,
     UNKNOWN_COMPLETED,
     DeviceStatusState,
     LiveWord,
     RecordFlag,
     RingError,
+    unpack_loss,
 )
 from .parts import (
     CHAIN,
     COMPLETED,
     ENTERED_NS,
     FLAGS,
+    READ_ATTEMPTS,
     SEQ,
     SIGNATURE,
     STAMP,
     THREAD,
     UID,
+    DeviceEntry,
     Record,
     RingParts,
+    StreamDescription,
+    compute_age_s,
+    parse_description,
+    parse_signature,
+    parse_site,
+    read_device_entries,
 )
-from .snapshot import Caller, RecordEntry, RingDelta, RingSnapshot, StreamState
-from .stream_table import StreamTable
+from .snapshot import Caller, RecordEntry, RingDelta, RingSnapshot, StreamState, StreamStates
 
 # Plain integers, because the & operator of an enum is slow.
 _SHARED = int(RecordFlag.SHARED)
@@ -287,3 +301,267 @@ def _parse_device_status(words: tuple[int, ...]) -> DeviceStatusState:
         return DeviceStatusState(words[LiveWord.DEVICE_STATUS])
     except ValueError:  # of a newer writer
         return DeviceStatusState.UNKNOWN
+
+
+# A stream is dormant as long as all its calls are complete. Where completion is unknown, it is once
+# its newest call is that old: by then the call has been reported as one that may be unfinished.
+DORMANT_AFTER_S = 10.0
+_CHUNK_SLOTS = 16
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Adjacent slots. ``dormant`` are their streams if all are dormant, as long as ``content`` stays the
+    same.
+    """
+
+    content: tuple[bytes, bytes] = (b"", b"")
+    dormant: tuple[StreamState, ...] | None = None
+
+
+class StreamTable:
+    """The stream table of a ring. Descriptions are cached, because uids are not reused, and so are the
+    states of dormant streams: a process may have thousands of channels, of which it uses a few.
+    """
+
+    __slots__ = (
+        "_chunks",
+        "_chunks_by_uid",
+        "_descriptions",
+        "_dormant",
+        "_dormant_chunks",
+        "_losses_offset",
+        "_parts",
+    )
+
+    def __init__(self, parts: RingParts) -> None:
+        self._parts = parts
+        self._descriptions: dict[int, StreamDescription] = {}  # by uid
+        self._losses_offset = 0  # 0: not known yet, or there is none
+        self._chunks: list[_Chunk] = []
+        self._chunks_by_uid: dict[int, int] = {}
+        self._dormant: tuple[StreamState, ...] = ()
+        self._dormant_chunks: tuple[tuple[StreamState, ...], ...] = ()
+
+    def read_streams(self, written: int, now_ns: int) -> StreamStates:
+        """All streams. ``written`` is the number of records written so far."""
+        newest_records = self._read_newest_records(written)
+        slot_count = min(self._parts.read_live_word(LiveWord.SEQUENCES), self._parts.streams.count)
+        contents = self._copy_chunks(slot_count)
+        self._chunks += [_Chunk() for _ in range(len(contents) - len(self._chunks))]
+        called = {self._chunks_by_uid.get(uid) for uid in newest_records}
+        active: list[StreamState] = []
+        torn_count = 0
+        has_changed = False
+        for number, (chunk, content) in enumerate(zip(self._chunks, contents, strict=False)):
+            if chunk.dormant is not None and chunk.content == content and number not in called:
+                continue
+            states: list[StreamState] = []
+            first = number * _CHUNK_SLOTS
+            for slot in range(first, min(first + _CHUNK_SLOTS, slot_count)):
+                state = self._read_stream(slot, newest_records, now_ns)
+                if isinstance(state, StreamState):
+                    states.append(state)
+                    self._chunks_by_uid[state.uid] = number
+                else:
+                    torn_count += state
+            has_changed |= chunk.dormant is not None
+            chunk.content, chunk.dormant = content, None
+            if all(map(_is_dormant, states)) and not torn_count:
+                chunk.dormant, has_changed = tuple(states), True
+            else:
+                active += states
+        if has_changed:
+            self._dormant_chunks = tuple([chunk.dormant or () for chunk in self._chunks])
+            self._dormant = tuple(chain.from_iterable(self._dormant_chunks))
+            self._forget_closed_streams(active)
+        return StreamStates(tuple(active), self._dormant, self._dormant_chunks, torn_count)
+
+    def _copy_chunks(self, slot_count: int) -> list[tuple[bytes, bytes]]:
+        """The bytes of the slots and of their losses, by chunk."""
+        data, start = self._parts.data, self._parts.streams.offset
+        slots = bytes(data[start : start + slot_count * STREAM_STRUCT.size])
+        losses = b""
+        if losses_offset := self._find_losses():
+            losses = bytes(data[losses_offset : losses_offset + slot_count * LOSS_STRUCT.size])
+        slot_bytes = _CHUNK_SLOTS * STREAM_STRUCT.size
+        loss_bytes = _CHUNK_SLOTS * LOSS_STRUCT.size
+        return [
+            (
+                slots[number * slot_bytes : (number + 1) * slot_bytes],
+                losses[number * loss_bytes : (number + 1) * loss_bytes],
+            )
+            for number in range(-(-slot_count // _CHUNK_SLOTS))
+        ]
+
+    def _forget_closed_streams(self, active: list[StreamState]) -> None:
+        """Drops what is cached of them, once that is about half."""
+        known_count = len(active) + len(self._dormant)
+        if len(self._descriptions) > 2 * known_count + 2 * _CHUNK_SLOTS:
+            known = {state.uid for state in (*active, *self._dormant)}
+            for cache in (self._descriptions, self._chunks_by_uid):
+                for uid in cache.keys() - known:
+                    del cache[uid]
+
+    def _read_newest_records(self, written: int) -> dict[int, Record]:
+        """By uid: the newest record since the last poll."""
+        polled = self._parts.read_live_word(LiveWord.RECORDS)
+        return {
+            record[UID]: record
+            for record in self._parts.read_records(polled, written)
+            if not record[FLAGS] & _RETRACTED
+        }
+
+    def _read_stream(
+        self, slot: int, newest_records: dict[int, Record], now_ns: int
+    ) -> StreamState | int:
+        """One stream; otherwise the number of torn parts: 1 if it is torn, 0 if the slot is free."""
+        data, offset = self._parts.data, self._parts.streams.offset + slot * STREAM_STRUCT.size
+        for _ in range(READ_ATTEMPTS):
+            values = STREAM_STRUCT.unpack_from(data, offset)
+            if STREAM_STRUCT.unpack_from(data, offset) != values:
+                continue
+            uid, length, heap_offset = values[5:]
+            if not uid:
+                return 0
+            description = self._read_description(uid, heap_offset, length)
+            if description is None:
+                return 1
+            loss = self._read_loss(slot)
+            if STREAM_STRUCT.unpack_from(data, offset)[5] != uid:
+                continue  # another stream has taken the slot
+            return _make_state(uid, description, values, newest_records.get(uid), loss, now_ns)
+        return 1
+
+    def _find_losses(self) -> int:
+        """The offset of the loss table; 0 if there is none."""
+        if not self._losses_offset:
+            self._losses_offset = self._parts.read_live_word(LiveWord.LOSSES)
+        end = self._losses_offset + self._parts.streams.count * LOSS_STRUCT.size
+        return self._losses_offset if end <= self._parts.records.offset else 0
+
+    def _read_loss(self, slot: int) -> Loss | None:
+        losses_offset = self._find_losses()
+        if not losses_offset:
+            return None
+        at = losses_offset + slot * LOSS_STRUCT.size
+        from_seq, reason = unpack_loss(LOSS_STRUCT.unpack_from(self._parts.data, at)[0])
+        return Loss(from_seq, LossReason.from_number(reason)) if from_seq else None
+
+    def _read_description(self, uid: int, offset: int, length: int) -> StreamDescription | None:
+        description = self._descriptions.get(uid)
+        if description is None:
+            data = self._parts.read_heap(offset, length)
+            description = parse_description(data) if data else None
+            if description is not None:
+                self._descriptions[uid] = description
+        return description
+
+
+def _make_state(
+    uid: int,
+    description: StreamDescription,
+    values: tuple[int, ...],
+    newest: Record | None,
+    loss: Loss | None,
+    now_ns: int,
+) -> StreamState:
+    """``values`` is the stream's slot, ``newest`` its newest record since the slot was updated."""
+    completed, pending_ns, entered, chain, entered_ns = values[:5]
+    if newest is not None and newest[SEQ] > entered:
+        entered_ns, entered, chain = newest[ENTERED_NS], newest[SEQ], newest[CHAIN]
+        if completed != UNKNOWN_COMPLETED:
+            completed = max(completed, min(newest[COMPLETED], entered))
+    is_pending = completed != UNKNOWN_COMPLETED and completed < entered
+    oldest_ns = entered_ns if completed + 1 == entered or not pending_ns else pending_ns
+    return StreamState(
+        uid=uid,
+        kind=description.kind,
+        group=description.group,
+        peer=description.peer,
+        tag=description.tag,
+        entered=entered,
+        completed=None if completed == UNKNOWN_COMPLETED else min(completed, entered),
+        chain=chain,
+        entered_s=compute_age_s(now_ns, entered_ns),
+        pending_s=compute_age_s(now_ns, oldest_ns) if is_pending else None,
+        loss=loss,
+        read_ns=now_ns,
+    )
+
+
+def _is_dormant(state: StreamState) -> bool:
+    if state.completed is not None or not state.entered:
+        return state.pending_s is None
+    return state.entered_s >= DORMANT_AFTER_S
+
+
+# Plain integers, because the & operator of an enum is slow.
+_BLOCKING = int(RecordFlag.BLOCKING)
+_ASYNC = int(RecordFlag.ASYNC)
+_RAISED = int(RecordFlag.RAISED)
+
+_SIGNATURES_KEPT = 1024
+
+# By (signature number, site number).
+CallKinds = dict[tuple[int, int], tuple[Signature, "Site | None"]]
+
+
+class CallDecoder:
+    """Decodes the calls of one ring. Signatures are cached: their numbers are not reused."""
+
+    __slots__ = ("_parts", "_signatures")
+
+    def __init__(self, parts: RingParts) -> None:
+        self._parts = parts
+        self._signatures: dict[int, Signature] = {}
+
+    def read_signature(self, number: int) -> Signature:
+        """The signature with the number that a record refers to; operation "?" if it is lost."""
+        signature = self._signatures.get(number)
+        if signature is None:
+            data = self._parts.read_interned(self._parts.signatures, number)
+            signature = parse_signature(data)
+            if data is not None:
+                if len(self._signatures) >= _SIGNATURES_KEPT:
+                    self._signatures.clear()
+                self._signatures[number] = signature
+        return signature
+
+    def decode_record(self, record: Record, now_ns: int, kinds: CallKinds | None = None) -> Call:
+        """The call of a record. ``kinds`` caches signatures and sites over several records."""
+        _, entered_ns, done_ns, seq, chain, _, _, _, signature, site, thread, flags, _, _, _ = (
+            record
+        )
+        kind = kinds.get((signature, site)) if kinds is not None else None
+        if kind is None:
+            kind = self._read_kind(signature, site)
+            if kinds is not None:
+                kinds[signature, site] = kind
+        return Call(
+            seq=seq,
+            signature=kind[0],
+            site=kind[1],
+            chain=chain,
+            entered_s=compute_age_s(now_ns, entered_ns),
+            duration_s=max(0, done_ns - entered_ns) / 1e9 if done_ns else None,
+            blocking=_decode_blocking(flags),
+            thread=thread,
+            raised=bool(flags & _RAISED),
+        )
+
+    def make_call(self, seq: int, signature: int, site: int, **fields: Any) -> Call:
+        """A call, from the numbers of its signature and site and the remaining fields of `Call`."""
+        decoded_signature, decoded_site = self._read_kind(signature, site)
+        return Call(seq=seq, signature=decoded_signature, site=decoded_site, **fields)
+
+    def _read_kind(self, signature: int, site: int) -> tuple[Signature, Site | None]:
+        site_data = self._parts.read_interned(self._parts.sites, site) if site else None
+        return self.read_signature(signature), parse_site(site_data)
+
+
+def _decode_blocking(flags: int) -> bool | None:
+    """Whether the calling thread waits; None if the recorder could not find out."""
+    if flags & _BLOCKING:
+        return True
+    return False if flags & _ASYNC else None

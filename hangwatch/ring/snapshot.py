@@ -6,12 +6,11 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
-from hangwatch.model.calls import Call, StreamKind
+from hangwatch.model.calls import Call, Loss, StreamKind
 from hangwatch.model.groups import Group
-from hangwatch.model.losses import Loss
 
-from .devices import DeviceEntry
 from .layout import DeviceStatusState
+from .parts import DeviceEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,16 +1,362 @@
-"""What a thread is doing, by its stack: what it waits for, and in what larger operation it is."""
+"""What a thread is doing, by its stack: what it waits for, and in what larger operation it is.
+
+MERGED: The kinds of activity that a stack can show.
+
+MERGED: The larger operations that a thread can be in, and the frames that show them.
+
+Only modules of Python and torch are covered.
+
+MERGED: What threads wait for: the kinds of waits, and the frames and lines that show them.
+
+Only modules of Python and torch are covered.
+
+MERGED: Which thread of a rank makes its calls, and so stands for the rank: not always the main thread.
+"""
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.model.ranks import Frame, ThreadStack
 
-from .activity_kinds import Activity, ActivityKind
-from .frames import is_torch_frame, is_user_frame, waits_for_work
-from .place_kinds import INSIDE_TABLE
-from .wait_kinds import STORE_KEY, TEXT_TABLE, WAIT_TABLE
+from .frames import is_torch_frame, is_user_frame, runs_user_code, waits_for_work
+
+
+class RequiredProgress(enum.Enum):
+    """Which of the threads and processes that a thread may wait for must work, so that the wait is
+    not a hang.
+    """
+
+    NONE = enum.auto()  # their work shows nothing: it may wait for something else
+    ANY = enum.auto()  # they share its work, and those without any are idle
+    NEWEST = enum.auto()  # it waits for the one that was started last
+    ALL = enum.auto()  # it waits for one of them, and it is not known for which
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivityKind:
+    """What a thread waits for, or in what place it is."""
+
+    phrase: str  # a predicate that follows the name of the rank
+    advice: str = ""  # where to look
+    waits_for_child: bool = False  # a child process may end the wait
+    waits_for_thread: bool = False  # another thread of the process may end the wait
+    # Neither another thread of the process nor a call of another rank can end the wait. A rank may
+    # still end it in another way, such as by writing a file or setting a key.
+    is_external: bool = False
+    may_take_long: bool = False  # it may take long in a healthy job
+    waits_for_rank: bool = False  # another rank may end the wait
+    # The threads and processes that may end the wait have a frame in a file that matches this.
+    file_pattern: str = ""
+    required_progress: RequiredProgress = RequiredProgress.NONE
+
+    def may_wait_for(self, other: ThreadStack) -> bool:
+        """Whether ``other``, a thread of the same process or of a child, may end the wait."""
+        is_child = other.pid is not None
+        can_end_wait = self.waits_for_child if is_child else self.waits_for_thread
+        if not can_end_wait:
+            return False
+        if not self.file_pattern:
+            return True
+        return any(re.search(self.file_pattern, frame.file) for frame in other.frames)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """What one thread does, as far as its stack shows."""
+
+    waits: ActivityKind | None = None  # what it waits for
+    inside: ActivityKind | None = None  # where: in what larger operation
+
+    def __bool__(self) -> bool:
+        return self.waits is not None or self.inside is not None
+
+    def __str__(self) -> str:
+        if self.waits is None and self.inside is not None:
+            phrase = self.inside.phrase
+            predicate = phrase.removeprefix("while it ")
+            return predicate if predicate != phrase else f"is {phrase}"
+        kinds = (self.waits, self.inside)
+        return " ".join(kind.phrase for kind in kinds if kind is not None)
+
+    @property
+    def advice(self) -> str:
+        source = self._advice_source
+        return source.advice if source is not None else ""
+
+    @property
+    def may_take_long(self) -> bool:
+        """Whether the advice is on something that may take long in a healthy job."""
+        source = self._advice_source
+        return source is not None and source.may_take_long
+
+    @property
+    def _advice_source(self) -> ActivityKind | None:
+        """The place, whose advice is more specific than that of the wait."""
+        for kind in (self.inside, self.waits):
+            if kind is not None and kind.advice:
+                return kind
+        return None
+
+
+STDLIB = r"(?:^|/)lib(?:64)?/python3[^/]*/"
+TORCH = r"(?:^|/)torch/"
+
+# A child process that was not forked imports the program first: what it will do is not known yet.
+# Torch also has a spawn.py.
+_CHILD_STARTUP_FILES = r"(?<!/torch)/multiprocessing/(spawn|forkserver)\.py$|/loky/backend/(spawn|popen_loky_posix)\.py$"
+_MULTIPROCESSING_FILES = rf"/multiprocessing/process\.py$|{_CHILD_STARTUP_FILES}"
+
+_THREAD = ActivityKind(
+    phrase="waits for another thread",
+    advice=(
+        "Look for the thread that holds the lock or should send the signal: the stacks of the"
+        " other threads are shown here."
+    ),
+    waits_for_thread=True,
+    required_progress=RequiredProgress.ALL,
+)
+LOCK = ActivityKind(
+    phrase="waits for a lock",
+    advice=(
+        "Look for its holder: another thread, the same thread (a Lock is not reentrant), or, after"
+        " a fork, a thread that does not exist here."
+    ),
+    waits_for_thread=True,
+    required_progress=RequiredProgress.ALL,
+)
+_JOIN = ActivityKind(
+    phrase="waits for a thread to end",
+    advice="Look at what that thread does: it does not end.",
+    waits_for_thread=True,
+    required_progress=RequiredProgress.ALL,
+)
+_QUEUE_ITEM = ActivityKind(
+    phrase="waits for an item of a queue",
+    advice="Look for the thread that should fill the queue.",
+    waits_for_thread=True,
+    required_progress=RequiredProgress.ALL,
+)
+_QUEUE_ROOM = ActivityKind(
+    phrase="waits for a queue to be emptied",
+    advice="Look for the thread that should empty the queue.",
+    waits_for_thread=True,
+    required_progress=RequiredProgress.ALL,
+)
+_OTHER_PROCESS = ActivityKind(
+    phrase="waits for another process",
+    advice="Look at what that process does: it does not answer.",
+    waits_for_child=True,
+    file_pattern=_MULTIPROCESSING_FILES,
+    required_progress=RequiredProgress.ANY,
+    is_external=True,
+    waits_for_rank=True,
+)
+_POOL = ActivityKind(
+    phrase="waits for the result of a pool",
+    advice="Look at what the pool's workers do, and give the wait a timeout.",
+    waits_for_child=True,
+    waits_for_thread=True,
+    file_pattern=rf"/(concurrent/futures/\w+|multiprocessing/pool|loky/process_executor)\.py$|{_CHILD_STARTUP_FILES}",
+    required_progress=RequiredProgress.ANY,
+)
+_CHILD_EXIT = ActivityKind(
+    phrase="waits for a child process to end",
+    advice="Look at what that process does, and give the wait a timeout.",
+    waits_for_child=True,
+    required_progress=RequiredProgress.NEWEST,
+    is_external=True,
+)
+_FORKED_CHILD_EXIT = replace(_CHILD_EXIT, file_pattern=_MULTIPROCESSING_FILES)
+_NETWORK = ActivityKind(
+    phrase="waits for an answer over the network",
+    advice="Look at the other end, and give the connection a timeout.",
+    is_external=True,
+    waits_for_rank=True,
+)
+_USER_INPUT = ActivityKind(
+    phrase="waits for user input",
+    advice="There is no one to type anything: remove the prompt or the breakpoint.",
+    is_external=True,
+)
+_FILE = ActivityKind(
+    phrase="waits for a file",
+    advice=(
+        "Look at the storage that it opens, reads or writes: a mount that hangs, a full pipe, a"
+        " FIFO."
+    ),
+    is_external=True,
+)
+_FILE_LOCK = ActivityKind(
+    phrase="waits for a lock file",
+    advice="Look for its holder: a process that was killed may have left the file behind.",
+    is_external=True,
+    waits_for_rank=True,
+)
+STORE_KEY = ActivityKind(
+    phrase="waits for a key of a store",
+    advice="Look for the rank that should set this key.",
+    is_external=True,
+    waits_for_rank=True,
+)
+_SLEEP = ActivityKind(
+    phrase="sleeps",
+    advice="If it polls for something, that has not happened: check it, and limit the loop.",
+    is_external=True,
+    waits_for_rank=True,
+)
+_RPC_REPLY = ActivityKind(
+    phrase="waits for the reply of another rank",
+    advice="Look at what the worker that it calls does, and give the call a timeout.",
+    waits_for_rank=True,
+)
+_FUTURE = ActivityKind(
+    phrase="waits for a Future or Work object of torch",
+    advice="If a remote call is to set its value, look at what the called worker does.",
+    waits_for_rank=True,
+)
+_EVENT_LOOP = ActivityKind(
+    phrase="waits in its event loop",
+    advice="Look for the task that does not finish.",
+    waits_for_rank=True,
+)
+_DATALOADER_BATCH = ActivityKind(
+    phrase="waits for a batch of its DataLoader",
+    advice=(
+        "Look at what the workers read and at their locks; DataLoader(timeout=...) turns such a"
+        " wait into an exception."
+    ),
+    waits_for_child=True,
+    is_external=True,
+    file_pattern=rf"/torch/utils/data/_utils/worker\.py$|{_CHILD_STARTUP_FILES}",
+    required_progress=RequiredProgress.ANY,
+)
+# (file, function, wait). Of the frames from the innermost to the user's code, the outermost one that
+# matches decides.
+WAIT_TABLE = [
+    (TORCH + r"utils/data/dataloader\.py$", r"_?(try_get|get|next)_data|__next__", _DATALOADER_BATCH),
+    (TORCH + r"utils/file_baton\.py$", r"wait", _FILE_LOCK),
+    (TORCH + r"distributed/rpc/(api|functions|rref_proxy)\.py$", r".*", _RPC_REPLY),
+    (TORCH + r"(distributed/rendezvous|distributed/elastic/.*)\.py$", r".*", STORE_KEY),
+    (STDLIB + r"subprocess\.py$", r".*", _CHILD_EXIT),
+    (STDLIB + r"multiprocessing/(process|popen_\w+)\.py$", r"join|wait|poll", _FORKED_CHILD_EXIT),
+    (STDLIB + r"multiprocessing/pool\.py$", r".*", _POOL),
+    (STDLIB + r"concurrent/futures/\w+\.py$", r"result|exception|wait|as_completed|result_iterator|shutdown|_python_exit|__exit__", _POOL),
+    (STDLIB + r"multiprocessing/(queues|connection|managers|synchronize|reduction)\.py$", r".*", _OTHER_PROCESS),
+    (STDLIB + r"multiprocessing/forkserver\.py$", r"read_signed", _OTHER_PROCESS),
+    (STDLIB + r"queue\.py$", r"get", _QUEUE_ITEM),
+    (STDLIB + r"queue\.py$", r"put|join", _QUEUE_ROOM),
+    (STDLIB + r"threading\.py$", r"_?join|_wait_for_tstate_lock|_shutdown", _JOIN),
+    (STDLIB + r"threading\.py$", r"wait|wait_for|acquire|__enter__", _THREAD),
+    (STDLIB + r"(bdb|pdb|cmd|code|getpass)\.py$", r".*", _USER_INPUT),
+    (STDLIB + r"(socket|ssl|socketserver|http/.*|urllib/.*|xmlrpc/.*|ftplib|smtplib|imaplib)\.py$", r".*", _NETWORK),
+    (STDLIB + r"asyncio/.*\.py$", r".*", _EVENT_LOOP),
+    (STDLIB + r"selectors\.py$", r"select", ActivityKind(phrase="waits for input or output", waits_for_rank=True)),
+]  # fmt: skip
+
+# (source line, wait): of a thread that waits in C code of the interpreter or a library.
+TEXT_TABLE = [
+    (r"\b(input|breakpoint)\s*\(|\bstdin\b", _USER_INPUT),
+    (r"\bos\.wait\w*\s*\(", _CHILD_EXIT),
+    (r"\b(flock|lockf)\s*\(", _FILE_LOCK),
+    (r"\.\s*(recv|recv_into|recvfrom|accept|connect|sendall)\s*\(|\burlopen\s*\(", _NETWORK),
+    (
+        r"\b\w*store\.(get|wait|multi_get)\s*\(|\.\s*wait\s*\(\s*\[",
+        STORE_KEY,
+    ),  # a Work's takes no list
+    (
+        r"\bopen\s*\(|\bos\.(open|read|write|fsync|sync)\s*\(|\.\s*(read|readline|readinto|write|flush)\s*\(",
+        _FILE,
+    ),
+    (
+        r"\bprint\s*\(",
+        ActivityKind(
+            phrase="waits to print",
+            advice="Look at what reads its output: a full pipe blocks its writer.",
+        ),
+    ),
+    (r"\.\s*acquire\s*\(|\bwith\b.*(lock|mutex|sem)", LOCK),
+    (r"\bsleep\s*\(", _SLEEP),
+    (r"\.\s*to_here\s*\(|\brpc_sync\s*\(", _RPC_REPLY),
+    (r"\.\s*wait\s*\(\s*\)", _FUTURE),  # those of Python's own are in its modules
+]
+
+
+INTERPRETER_EXIT = ActivityKind(
+    phrase="at interpreter exit",
+    advice=("Python joins its threads and pools before it exits: one of them does not end."),
+)
+
+_WRITING_CHECKPOINT = ActivityKind(
+    phrase="while it writes a checkpoint",
+    advice="Look at the storage that it writes to.",
+    may_take_long=True,
+)
+_READING_CHECKPOINT = ActivityKind(
+    phrase="while it reads a checkpoint",
+    advice="Look at the storage that it reads from.",
+    may_take_long=True,
+)
+_COMPILING = ActivityKind(
+    phrase="while it compiles",
+    advice="The others are not compiling: look for a shape or a branch that only this rank has.",
+    may_take_long=True,
+)
+_LOGGING = ActivityKind(
+    phrase="while it logs",
+    advice=(
+        "Look at where its log goes: a full pipe, or a server that does not answer, blocks logging."
+    ),
+)
+_DATASET = ActivityKind(
+    phrase="in the dataset of its DataLoader",
+    advice="Look at what the dataset reads or waits for there.",
+)
+_BUILDING_EXTENSION = ActivityKind(
+    phrase="while it builds an extension",
+    advice="Look at the compiler's output, and for a lock file left in the build folder.",
+)
+_DOWNLOADING = ActivityKind(
+    phrase="while it downloads", advice="Look at the network of its host.", may_take_long=True
+)
+_DESTROYING_GROUP = ActivityKind(
+    phrase="in destroy_process_group",
+    advice="It has left the training loop: look for the reason why it left before the others.",
+)
+_INITIALIZING_GROUP = ActivityKind(
+    phrase="in init_process_group",
+    advice="Check MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and which ranks are absent.",
+)
+_REPORTING_EXCEPTION = ActivityKind(
+    phrase="while it reports an exception", advice="Look at the exception first."
+)
+_COPYING_FILES = ActivityKind(
+    phrase="while it copies or removes files", advice="Look at the storage of these files."
+)
+
+# (file, function, place). The innermost frame that matches decides.
+INSIDE_TABLE = [
+    (TORCH + r"utils/data/_utils/fetch\.py$", r".*", _DATASET),
+    (TORCH + r"distributed/checkpoint/|(?:^|/)safetensors/", r".*(save|write|commit).*", _WRITING_CHECKPOINT),
+    (TORCH + r"serialization\.py$", r".*save.*|.*write.*|_open_file.*|__exit__", _WRITING_CHECKPOINT),
+    (r"", r".*(save|write|dump).*(checkpoint|ckpt|snapshot).*|.*(checkpoint|ckpt|snapshot).*(save|write|dump).*", _WRITING_CHECKPOINT),
+    (TORCH + r"(serialization\.py$|distributed/checkpoint/)|(?:^|/)safetensors/", r".*load.*|.*read.*", _READING_CHECKPOINT),
+    (TORCH + r"(_dynamo/convert_frame|_inductor/(async_compile|codecache|compile_fx|graph|scheduler))\.py$|(?:^|/)triton/compiler/",
+     r".*compil.*|_convert_frame.*|wait|load.*", _COMPILING),
+    (TORCH + r"utils/cpp_extension\.py$", r".*", _BUILDING_EXTENSION),
+    (TORCH + r"hub\.py$", r".*", _DOWNLOADING),
+    (TORCH + r"distributed/distributed_c10d\.py$", r"destroy_process_group|_abort_process_group|_shutdown_backend", _DESTROYING_GROUP),
+    (TORCH + r"distributed/distributed_c10d\.py$", r"init_process_group", _INITIALIZING_GROUP),
+    (STDLIB + r"(threading\.py$|concurrent/futures/\w+\.py$|multiprocessing/util\.py$)", r"_shutdown|_python_exit|_exit_function", INTERPRETER_EXIT),
+    (STDLIB + r"(traceback|linecache)\.py$", r".*", _REPORTING_EXCEPTION),
+    (r"", r"\w*excepthook", _REPORTING_EXCEPTION),
+    (STDLIB + r"logging/\w+\.py$", r".*", _LOGGING),
+    (STDLIB + r"shutil\.py$", r".*", _COPYING_FILES),
+]  # fmt: skip
+
 
 _PatternRow = tuple[re.Pattern[str], re.Pattern[str], ActivityKind]
 
@@ -90,3 +436,49 @@ def _match_rows(rows: list[_PatternRow], frame: Frame) -> ActivityKind | None:
         if function.fullmatch(name) and file.search(frame.file):
             return kind
     return None
+
+
+def find_calling_thread(threads: Sequence[ThreadStack], uid: int = 0) -> ThreadStack | None:
+    """The thread that makes the calls of the stream ``uid``, or of all streams; None without any
+    thread.
+
+    A thread in the user's code is preferred: the last one that made a call may be an idle thread of
+    a pool or, in an actor, the main thread that only made the group, and the next call comes from
+    another one. Without such a thread, or while Python exits, it is the last one that made a call.
+    """
+    own_threads = [thread for thread in threads if thread.pid is None]
+    if not own_threads:
+        return threads[0] if threads else None
+    main = next((thread for thread in own_threads if thread.main), own_threads[0])
+    callers = [thread for thread in own_threads if thread.call_recency is not None]
+    callers.sort(key=lambda thread: thread.call_recency or 0)
+    if not callers or (len(callers) == 1 and callers[0] is main and runs_user_code(main)):
+        return main  # the case of nearly all ranks
+    for thread in callers:
+        # Code of torch's makes calls as well, such as that of asynchronous checkpoints.
+        if uid in thread.called_uids and (runs_user_code(thread) or _runs_torch(thread)):
+            return thread
+    candidates = [*callers, main]
+    if classify_activity(main).inside is not INTERPRETER_EXIT:
+        candidates += own_threads
+    return next(filter(runs_user_code, candidates), callers[0])
+
+
+def find_thread_without_calls(threads: Sequence[ThreadStack]) -> ThreadStack | None:
+    """The only thread in the user's code that made no call that is known; None if there are several.
+
+    If the thread of the newest call goes on, the call that is missing is up to another one.
+    """
+    candidates = [
+        thread
+        for thread in threads
+        if thread.pid is None
+        and not thread.main
+        and not thread.called_uids
+        and runs_user_code(thread)
+    ]
+    return candidates[0] if len(candidates) == 1 else None
+
+
+def _runs_torch(thread: ThreadStack) -> bool:
+    return any(map(is_torch_frame, thread.frames))

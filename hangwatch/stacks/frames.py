@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from hangwatch.model.calls import Site
-from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.model.ranks import Frame, ThreadStack
 
 _TORCH_PATH = re.compile(r"(^|/)torch/")
 _LIBRARY_PATH = re.compile(
@@ -19,14 +19,10 @@ _PYTHON_FILE = re.compile(r"\.py[cw]?$")  # at the end only: there are folders n
 # runs from its source tree: stacks come from other hosts, and users may have a folder
 # agent/recorder of their own. Installed, the recorder is a library like any other.
 RECORDER_MODULES = (
-    "annotations", "backend_threads", "call_reader", "call_signatures", "callers", "callsite",
-    "checks/arguments", "checks/inspection", "checks/kernel", "checks/nonfinite", "checks/scaling",
-    "checks/settings", "checks/table", "checks/tensors", "device_counters", "device_status",
-    "dynamo", "exceptions", "failures", "fault_dumps", "faults", "group_origins", "group_setup",
-    "groups", "installation", "kernels", "native/build", "native/cache", "native/check",
-    "native/frames", "native/library", "native/prebuilt", "operator_schemas", "other_threads",
-    "planner", "poller", "python_kernel", "rank", "recorder", "recorder_hooks", "ring_file",
-    "streams", "supervisor", "tensor_lists", "watched_works", "worlds", "writer",
+    "annotations", "callers", "calls", "checks/inspection", "checks/kernel", "checks/settings",
+    "checks/tensors", "device", "dynamo", "faults", "group_origins", "group_setup", "groups",
+    "installation", "kernels", "native/build", "native/cache", "native/check", "native/library",
+    "poller", "python_kernel", "recorder", "ring_file", "streams", "writer",
 )  # fmt: skip
 _RECORDER_PATH = re.compile(rf"(^|/)agent/recorder/({'|'.join(RECORDER_MODULES)})\.py$")
 # A line of the user's that itself waits for communication or for the device, as in `work.wait()`.

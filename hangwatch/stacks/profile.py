@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hangwatch.model.threads import Frame
+from hangwatch.model.ranks import Frame
 
 from .frames import is_library
 

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from hangwatch.model.calls import Call, Signature, Site, StreamKind
+from hangwatch.model.calls import Call, Loss, Signature, Site, StreamKind
 from hangwatch.model.groups import Group, GroupKey, pack_ranks, unpack_ranks
-from hangwatch.model.losses import Loss
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
 
@@ -17,14 +16,14 @@ from .call_stream import (
     CallStream,
     DivergenceBounds,
     GroupState,
+    Hashes,
+    HashHistories,
     list_histories,
 )
-from .channels import connect_channel, disconnect_channel, forget_channel
 from .checks import CheckResults
-from .foreign_groups import ForeignGroups
-from .hash_histories import Hashes, HashHistories
-from .host_hardware import HostHardware
+from .foreign_groups import ForeignGroups, connect_channel, disconnect_channel, forget_channel
 from .process import Process
+from .process_parts import HostHardware
 
 MAX_CLOSED_GROUPS = 1024
 _IdentityKey = tuple[str, str, str, str, int, int, str]

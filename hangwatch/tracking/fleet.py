@@ -1,39 +1,32 @@
 """The state of all known jobs, updated by heartbeats that may arrive in any order.
 
 Pure: the time is passed in, in seconds on the caller's monotonic clock.
+
+MERGED: Decides which attempt of its job a new process belongs to. Pure.
+
+MERGED: What is known of a node agent. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from hangwatch.model.ranks import AttemptKey
+from hangwatch.model.ranks import AttemptKey, Lifecycle
 from hangwatch.protocol import heartbeat
+from hangwatch.protocol.heartbeat import MAX_CLOCK_DRIFT
 
-from .attempt import Attempt
-from .attempt_choice import (
-    SUCCEEDED_SILENT_S,
-    FormerAttempt,
-    accepts_process,
-    choose_attempt_number,
-    choose_job_name,
-    get_owner,
-    is_owned_by_other,
-)
-from .channels import disconnect_channel
-from .foreign_groups import ForeignGroups
-from .host_hardware import make_host_hardware
+from .attempt import Attempt, is_known_address
+from .foreign_groups import ForeignGroups, disconnect_channel
 from .process import Process
-from .process_parts import ReportTimes
-from .process_updates import (
+from .process_parts import ReportTimes, make_host_hardware
+from .updates import (
+    TrackedProcess,
     add_sample,
     apply_calls_reply,
     apply_process_update,
     apply_terse_update,
 )
-from .reporting_agent import ProcessLocation, ReportingAgent
-from .tracked_process import TrackedProcess
 
 FORMER_ATTEMPTS_KEPT = 1000  # one per job
 FORGOTTEN_PROCESSES_KEPT = 1 << 17  # dropped processes that heartbeats may still mention
@@ -327,3 +320,194 @@ class Fleet:
         )
         self.attempts[attempt.key] = attempt
         return attempt
+
+
+# An attempt whose node agents are silent for longer may have been replaced by another one.
+SUCCEEDED_SILENT_S = 3.0
+# The worlds of one job that run at the same time: more of them count as attempts of the first one.
+MAX_WORLDS = 32
+
+# After this long without a heartbeat of its node agent, another one may report a process: node agents
+# of large jobs report every 20 to 30 seconds.
+OWNER_SILENT_S = 45.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormerAttempt:
+    """The last attempt of a job without attempts in memory: the next one's number follows it."""
+
+    number: int
+    restart: int
+    last_seen_at: float
+    is_finished: bool
+
+    @classmethod
+    def from_attempt(cls, attempt: Attempt) -> FormerAttempt:
+        return cls(
+            number=attempt.number,
+            restart=attempt.restart,
+            last_seen_at=attempt.last_seen_at,
+            is_finished=attempt.is_finished,
+        )
+
+
+def is_owned_by_other(process: Process, beat: heartbeat.Heartbeat, now: float) -> bool:
+    """Whether the node agent of another owner reports the process, and has done so until now."""
+    return (
+        process.agent != beat.agent
+        and process.owner not in ("", get_owner(beat))
+        and process.is_alive
+        and now - process.reports.agent_seen_at <= OWNER_SILENT_S
+    )
+
+
+def choose_job_name(
+    attempts: Collection[Attempt],
+    former_attempts: Mapping[str, FormerAttempt],
+    identity: heartbeat.ProcessIdentity,
+    now: float,
+) -> str:
+    """The job that a new process belongs to: the one that it names, or JOB/ADDRESS:PORT for a further
+    world of ranks, which runs under the same name at the same time.
+
+    ``attempts`` are the latest attempts of the job and of its further worlds, ``former_attempts``
+    those that were known before the server was restarted. Ranks of one world have one rendezvous. Another
+    world replaces one of which a process has ended, as restarts do, or stands beside it.
+    """
+    job, address = identity.job, identity.master
+    further_name = f"{job}/{address}"
+    if not is_known_address(address):
+        return job
+    for attempt in attempts:
+        if address in attempt.addresses and not is_held_by_other_world(attempt, identity):
+            return attempt.job
+    former = former_attempts.get(further_name)
+    if former is not None and not former.is_finished:
+        return further_name
+    if all(address not in attempt.addresses for attempt in attempts):
+        for attempt in attempts:
+            if not attempt.addresses or (
+                attempt.processes.get(identity.rank) is None
+                and attempt.world_size == identity.world_size
+                and not attempt.is_finished
+            ):
+                return attempt.job  # a rank that is late, or that has another address by mistake
+    if all(attempt.is_finished for attempt in attempts):
+        return job
+    replaceable = [a for a in attempts if _may_be_replaced(a, identity, now)]
+    if not replaceable and len(attempts) < MAX_WORLDS:
+        return further_name
+    preferred = max(
+        replaceable or attempts,
+        key=lambda a: (
+            bool(a.ended_ranks),
+            a.world_size == identity.world_size,
+            a.last_seen_at,
+            a.job == job,
+        ),
+    )
+    return preferred.job
+
+
+def is_held_by_other_world(attempt: Attempt, identity: heartbeat.ProcessIdentity) -> bool:
+    """Whether the rank of a new process belongs to a running process with another rendezvous."""
+    holder = attempt.processes.get(identity.rank)
+    return (
+        holder is not None
+        and holder.is_alive
+        and holder.lifecycle is Lifecycle.INITIALISED
+        and is_known_address(holder.identity.master)
+        and holder.identity.master != identity.master
+    )
+
+
+def _may_be_replaced(attempt: Attempt, identity: heartbeat.ProcessIdentity, now: float) -> bool:
+    """Whether a process of another world may be the first of a later attempt, or the attempt has no
+    world yet.
+    """
+    return (
+        bool(attempt.ended_ranks)
+        or attempt.is_finished
+        or not attempt.has_initialised
+        or identity.restart > attempt.restart
+        or now - attempt.last_seen_at > SUCCEEDED_SILENT_S
+    )
+
+
+def get_owner(beat: heartbeat.Heartbeat) -> str:
+    return beat.owner or beat.agent
+
+
+def accepts_process(
+    attempt: Attempt, host: str, identity: heartbeat.ProcessIdentity, started_at: float
+) -> bool:
+    """Whether a new process belongs to the latest attempt of its job. If not, the job was restarted:
+    by its launcher, after the attempt finished, or while the holder of the rank is another process.
+    """
+    if identity.restart > attempt.restart:
+        return False
+    holder = attempt.processes.get(identity.rank)
+    if holder is not None and (holder.exit is not None or holder.host != host):
+        return False
+    if not attempt.is_finished:
+        return True
+    # A job can fail before all of its ranks are first reported: a process that started before the
+    # last known exit belongs to the same attempt.
+    last_exit_at = max(process.exited_at or 0.0 for process in attempt.processes.values())
+    return started_at <= last_exit_at
+
+
+def choose_attempt_number(
+    latest: Attempt | None,
+    former: FormerAttempt | None,
+    identity: heartbeat.ProcessIdentity,
+    started_at: float,
+) -> int:
+    """The number for a new `Attempt` object of a process that the latest attempt does not accept.
+
+    It is the number of the attempt known before the server was restarted, if the process belongs to
+    that one; else the next free number.
+    """
+    if latest is not None:
+        return max(identity.restart, latest.number + 1)
+    if former is None:
+        return identity.restart
+    continues_former = (
+        not former.is_finished
+        and identity.restart == former.restart
+        and started_at <= former.last_seen_at
+    )
+    return former.number if continues_former else max(identity.restart, former.number + 1)
+
+
+# A node agent gives a heartbeat up much earlier, so a larger gap is a jump of its clock.
+MAX_DELAY_S = 120.0
+
+ProcessLocation = tuple[str, str]  # (host, process key)
+
+
+@dataclass(slots=True)
+class ReportingAgent:
+    """A node agent with the processes that it reports."""
+
+    processes: dict[ProcessLocation, TrackedProcess] = field(default_factory=dict)
+    last_number: int = 0  # of its heartbeats
+    # The smallest difference seen between the time of receipt and the agent's clock, and when.
+    _smallest_gap: tuple[float, float] | None = None
+
+    def estimate_sent_at(self, beat: heartbeat.Heartbeat, received_at: float) -> float:
+        """When a heartbeat was sent, on the server's clock.
+
+        The agent's fastest heartbeat so far is taken to have had no delay; any larger gap between
+        the clocks, beyond their possible drift, is the delay of this one. After a jump of the agent's
+        clock, as when its machine was suspended, this starts again.
+        """
+        if beat.sent_s is None:
+            return received_at
+        gap = received_at - beat.sent_s
+        smallest, updated_at = self._smallest_gap or (gap, received_at)
+        if abs(gap - smallest) > MAX_DELAY_S:
+            smallest = gap
+        smallest = min(gap, smallest + MAX_CLOCK_DRIFT * (received_at - updated_at))
+        self._smallest_gap = smallest, received_at
+        return beat.sent_s + smallest

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hangwatch.model.calls import StreamKind
-from hangwatch.model.flight_dumps import FlightFile
 from hangwatch.model.groups import Group
+from hangwatch.model.incidents import FlightFile
 from hangwatch.model.limits import FROZEN_AFTER_S, MIN_WAIT_S, NOT_RUNNING_STATES
-from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle
-from hangwatch.model.threads import ThreadStack
+from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle, ThreadStack
 from hangwatch.protocol import heartbeat
-from hangwatch.stacks.calling_thread import find_calling_thread, find_thread_without_calls
+from hangwatch.stacks.activities import find_calling_thread, find_thread_without_calls
 
 from .call_stream import CallStream
 from .process_parts import (

@@ -1,5 +1,9 @@
 """Sends alerts: a line on stderr, and a message to each channel. A slow channel delays neither the
 server nor another channel.
+
+MERGED: The events for which alerts are sent, and when one is due.
+
+MERGED: The text and content of alerts. Pure.
 """
 
 from __future__ import annotations
@@ -14,14 +18,20 @@ from typing import TextIO
 
 import tenacity
 
-from hangwatch.model.incidents import Incident
-from hangwatch.model.kind_spec import Severity
+from hangwatch.model.incidents import Incident, Resolution
+from hangwatch.model.kinds import Severity
 from hangwatch.report import recovery as recovery_text
-from hangwatch.report.text import clean_text
+from hangwatch.report.documents import build_incident_document
+from hangwatch.report.text import (
+    clean_document,
+    clean_text,
+    format_coarse_age,
+    name_ranks,
+    truncate_end,
+)
 
-from .events import RESOLVED
+from ..incidents.records import IncidentRecord
 from .message import AlertMessage, Channel, ChannelError, Delivery
-from .messages import compose_message
 
 # The delay between two attempts to send a message doubles, with jitter.
 FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 60.0
@@ -190,3 +200,89 @@ def send_test_messages(channels: Sequence[Channel], base_url: str) -> list[tuple
         else:
             results.append((channel.name, None))
     return results
+
+
+OPENED, REMINDER, RESOLVED = "opened", "reminder", "resolved"
+PLANNED = "planned"  # ranks may be ended for it, which was not known when it opened
+ABORTING, ABORTED = "aborting", "aborted"  # before ranks are ended, and afterwards
+
+
+def take_due_event(
+    record: IncidentRecord, *, ready: bool, hangs_on: bool, now: datetime, repeat_after: float
+) -> str | None:
+    """The event for which an alert is due now, if any. The record then counts as alerted.
+
+    ``ready``: its evidence is complete. ``hangs_on``: its job still exists. ``repeat_after`` is in
+    seconds; 0 means that no reminder is sent.
+    """
+    incident = record.incident
+    if not record.is_own:
+        return None
+    if record.is_open and record.alerted_severity not in (Severity.ALERT, incident.severity):
+        if not ready:
+            return None
+        record.alerted_severity, record.alerted_at = incident.severity, now
+        return OPENED
+    if record.alerted_severity is not Severity.ALERT:
+        return None
+    if not record.is_open:
+        event = None if record.is_resolution_announced else RESOLVED
+        record.is_resolution_announced = True
+        return event
+    at = record.alerted_at
+    is_due = at is None or (now - at).total_seconds() >= repeat_after
+    if not (hangs_on and repeat_after and is_due):
+        return None
+    record.alerted_at, record.reminders = now, record.reminders + 1
+    return f"{REMINDER}-{record.reminders}"
+
+
+MAX_RANKS_LENGTH = 60  # characters
+_RESOLVED_TITLES: dict[Resolution | None, str] = {
+    Resolution.ENDED: "ENDED WITH ITS JOB",
+    Resolution.ABORTED: "ENDED BY HANGWATCH",
+}
+
+
+def format_sentence(incident: Incident) -> str:
+    """``job run7: SUMMARY [train.py:41 in step]``"""
+    sentence = f"job {incident.job}: {incident.summary}"
+    if incident.site is None or str(incident.site) in incident.summary:
+        return sentence
+    return f"{sentence} [{incident.site}]"
+
+
+def compose_message(incident: Incident, event: str, url: str, now: datetime) -> AlertMessage:
+    """The verdict in one sentence, with the culprit's line and a link. The body is the incident's
+    document. What receives it may show it as it is, so that no text in it has control characters.
+    """
+    kind = event.partition("-")[0]
+    body = clean_document({**build_incident_document(incident), "url": url})
+    lines = [
+        incident.advice if kind == OPENED else "",
+        recovery_text.format_recovery(body) if kind != RESOLVED else "",
+    ]
+    return AlertMessage(
+        id=f"{incident.id}.{event}",
+        event=kind,
+        title=clean_text(f"{_format_label(incident, kind, now)} {format_sentence(incident)}"),
+        advice="\n".join(clean_text(line) for line in lines if line),
+        body=body,
+    )
+
+
+def _format_label(incident: Incident, kind: str, now: datetime) -> str:
+    """What happened to the incident, in upper case."""
+    age_s = ((incident.resolved_at or now) - incident.opened_at).total_seconds()
+    age = format_coarse_age(age_s)
+    ranks = name_ranks(incident.recovery.ranks if incident.recovery else [])
+    ranks = truncate_end(ranks, MAX_RANKS_LENGTH)
+    labels = {
+        OPENED: incident.severity.value.upper(),
+        REMINDER: f"STILL OPEN after {age}:",
+        RESOLVED: f"{_RESOLVED_TITLES.get(incident.resolution, 'RESOLVED')} after {age}:",
+        PLANNED: f"ABORT PLANNED of {ranks}:",
+        ABORTING: f"ABORTING {ranks}:",
+        ABORTED: f"ABORTED {ranks}:",
+    }
+    return labels[kind]

@@ -1,5 +1,18 @@
 """The channel for each setting: a signed webhook, a command, a service of our own (`chat`, `pagers`), or
 any that apprise supports. Each sends one message or raises an error that gives the reason.
+
+MERGED: Channels to Slack and Teams, with cards. With a bot's token, Slack shows later messages on an incident
+in the thread of the first one.
+
+MERGED: Channels to PagerDuty and Opsgenie. One incident is one alert there, however many messages there are on it, and
+is resolved with it.
+
+https://developer.pagerduty.com/docs/events-api-v2-overview, https://docs.opsgenie.com/docs/alert-api
+
+MERGED: Alerts as messages of Slack (Block Kit) and Teams (Adaptive Cards): the verdict, culprit, line and a
+link. Pure. What the job wrote is plain text in them, so that it cannot mention people or make links.
+
+https://docs.slack.dev/reference/block-kit, https://adaptivecards.io/explorer
 """
 
 from __future__ import annotations
@@ -14,14 +27,14 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
-from .chat import make_chat_channel
+from hangwatch.report.text import format_site, name_ranks, truncate_end
+
 from .message import AlertMessage, Channel, ChannelError, post_content
-from .pagers import make_pager_channel
 
 COMMAND_TIMEOUT_S = 30.0
 _SECRET_PREFIX = "whsec_"
@@ -191,3 +204,263 @@ def _load_apprise() -> Any:
     if not log.handlers:
         log.addHandler(logging.NullHandler())
     return apprise
+
+
+_SLACK_API = "https://slack.com/api"
+_SLACK_WEBHOOK_HOST = "hooks.slack.com"
+_SLACK_BOT = re.compile(r"slack://(?P<token>xox[a-z]-[\w-]+)/(?P<channel>(?:#|%23)?[\w-]+)/?")
+_TEAMS_HOSTS = re.compile(
+    r"(^|\.)(webhook\.office\.com|logic\.azure\.com|api\.powerplatform\.com)$"
+)
+_MAX_THREADS = 1000
+# Errors of Slack that a retry may overcome.
+_TRANSIENT_ERRORS = frozenset(
+    ["ratelimited", "internal_error", "fatal_error", "service_unavailable", "request_timeout"]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlackWebhook(Channel):
+    """An incoming webhook of Slack: https://hooks.slack.com/services/T/B/X."""
+
+    name = "Slack"
+    address: str = field(repr=False)
+
+    def send_message(self, message: AlertMessage) -> None:
+        post_content(self.address, json=build_slack_message(message))
+
+
+@dataclass(slots=True, kw_only=True)
+class SlackBot(Channel):
+    """A bot with the right chat:write: slack://xoxb-TOKEN/CHANNEL.
+
+    Threads are remembered while the server runs: after a restart, the next message on an incident
+    begins a new one.
+    """
+
+    token: str = field(repr=False)
+    channel: str
+    api_url: str = _SLACK_API
+    # By incident: the time stamp of its first message, which identifies its thread.
+    _threads: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"Slack {self.channel}"
+
+    @property
+    def address(self) -> str:
+        return f"slack://{self.token}/{self.channel}"
+
+    def send_message(self, message: AlertMessage) -> None:
+        content: dict[str, Any] = {"channel": self.channel, **build_slack_message(message)}
+        thread = self._threads.get(message.incident_id)
+        if thread is not None:
+            # The end of a hang is also shown in the channel itself.
+            content |= {"thread_ts": thread, "reply_broadcast": message.event == "resolved"}
+        response = post_content(
+            f"{self.api_url}/chat.postMessage",
+            headers={"Authorization": f"Bearer {self.token}"},
+            json=content,
+        )
+        answer = response.json()
+        if not answer.get("ok"):
+            error = str(answer.get("error", "no reason given"))
+            raise ChannelError(f"it answered {error}", final=error not in _TRANSIENT_ERRORS)
+        if thread is None and answer.get("ts"):
+            self._threads[message.incident_id] = str(answer["ts"])
+            if len(self._threads) > _MAX_THREADS:
+                del self._threads[next(iter(self._threads))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeamsWebhook(Channel):
+    """A webhook or workflow of Microsoft Teams."""
+
+    name = "Teams"
+    address: str = field(repr=False)
+
+    def send_message(self, message: AlertMessage) -> None:
+        post_content(self.address, json=build_teams_message(message))
+
+
+def make_chat_channel(url: str) -> Channel | None:
+    """The channel for a URL of Slack or Teams; None if it is another one."""
+    if bot := _SLACK_BOT.fullmatch(url):
+        return SlackBot(token=bot["token"], channel=unquote(bot["channel"]))
+    parts = urlsplit(url)
+    if parts.scheme != "https":
+        return None
+    host = parts.hostname or ""
+    if host == _SLACK_WEBHOOK_HOST:
+        return SlackWebhook(address=url)
+    return TeamsWebhook(address=url) if _TEAMS_HOSTS.search(host) else None
+
+
+_PAGERDUTY_URLS = {"us": "https://events.pagerduty.com", "eu": "https://events.eu.pagerduty.com"}
+_OPSGENIE_URLS = {"us": "https://api.opsgenie.com", "eu": "https://api.eu.opsgenie.com"}
+# With "@" in it, the URL is one of apprise's.
+_PAGER_URL = re.compile(
+    r"(?P<service>pagerduty|opsgenie)://(?P<key>[\w-]{16,})/?(?:\?region=(?P<region>us|eu))?"
+)
+_MAX_SUMMARY, _MAX_ALERT, _MAX_DESCRIPTION = 1024, 130, 10_000  # characters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagerDuty(Channel):
+    """A service with an Events API v2 integration: pagerduty://INTEGRATION_KEY[?region=eu]."""
+
+    name = "PagerDuty"
+    routing_key: str = field(repr=False)
+    api_url: str = _PAGERDUTY_URLS["us"]
+
+    @property
+    def address(self) -> str:
+        return f"pagerduty://{self.routing_key}"
+
+    def send_message(self, message: AlertMessage) -> None:
+        content = {
+            "routing_key": self.routing_key,
+            "event_action": "resolve" if message.event == "resolved" else "trigger",
+            "dedup_key": message.incident_id,
+            "client": "hangwatch",
+            "client_url": message.url,
+            "payload": {
+                "summary": truncate_end(message.title, _MAX_SUMMARY),
+                "source": str(message.body.get("job", "hangwatch")),
+                "severity": "info" if message.is_test else "critical",
+                "class": str(message.body.get("kind", message.event)),
+                "custom_details": _make_details(message),
+            },
+            "links": [{"href": message.url, "text": "Open the incident"}],
+        }
+        post_content(f"{self.api_url}/v2/enqueue", json=content)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opsgenie(Channel):
+    """An API integration: opsgenie://API_KEY[?region=eu]."""
+
+    name = "Opsgenie"
+    api_key: str = field(repr=False)
+    api_url: str = _OPSGENIE_URLS["us"]
+
+    @property
+    def address(self) -> str:
+        return f"opsgenie://{self.api_key}"
+
+    def send_message(self, message: AlertMessage) -> None:
+        headers = {"Authorization": f"GenieKey {self.api_key}"}
+        alias = message.incident_id
+        if message.event == "resolved":
+            path = f"/v2/alerts/{quote(alias, safe='')}/close?identifierType=alias"
+            content: dict[str, Any] = {"source": "hangwatch", "note": message.title}
+        else:
+            path = "/v2/alerts"
+            content = {
+                "message": truncate_end(message.title, _MAX_ALERT),
+                "alias": alias,
+                "description": truncate_end(f"{message.title}\n{message.text}", _MAX_DESCRIPTION),
+                "details": _make_details(message),
+                "source": "hangwatch",
+                "entity": str(message.body.get("job", "")),
+                "priority": "P5" if message.is_test else "P1",
+            }
+        post_content(f"{self.api_url}{path}", headers=headers, json=content)
+
+
+def _make_details(message: AlertMessage) -> dict[str, str]:
+    body = message.body
+    details = {"advice": message.text, "url": message.url}
+    if body.get("culprits"):
+        details["culprits"] = truncate_end(name_ranks(body["culprits"]), 300)
+    if body.get("site"):
+        details["line"] = format_site(body["site"])
+    return details
+
+
+def make_pager_channel(url: str) -> Channel | None:
+    """The channel for a URL of PagerDuty or Opsgenie; None if it is another one."""
+    found = _PAGER_URL.fullmatch(url)
+    if found is None:
+        return None
+    region = found["region"] or "us"
+    if found["service"] == "pagerduty":
+        return PagerDuty(routing_key=found["key"], api_url=_PAGERDUTY_URLS[region])
+    return Opsgenie(api_key=found["key"], api_url=_OPSGENIE_URLS[region])
+
+
+# Slack's limits, in characters.
+_MAX_HEADER, _MAX_SECTION, _MAX_FIELD = 150, 2900, 300
+_ADAPTIVE_CARD = "application/vnd.microsoft.card.adaptive"
+_COLOURS = {"resolved": "Good", "test": "Accent"}  # of the title in Teams; otherwise Attention
+_LINK_LABEL = "Open the incident"
+_ICONS = {"resolved": "✅", "test": "🧪"}
+
+
+def build_slack_message(message: AlertMessage) -> dict[str, Any]:
+    """``text`` is what notifications show."""
+    label, _, sentence = message.title.partition(" job ")
+    header = _make_plain_text(f"{_ICONS.get(message.event, '🛑')} {label}", _MAX_HEADER)
+    blocks: list[dict[str, Any]] = [
+        {"type": "header", "text": header},
+        {"type": "section", "text": _make_plain_text(f"job {sentence}", _MAX_SECTION)},
+    ]
+    fields = [_make_plain_text(f"{name}: {v}", _MAX_FIELD) for name, v in _iter_facts(message)]
+    if fields:
+        blocks.append({"type": "section", "fields": fields})
+    if message.advice:
+        blocks.append({"type": "section", "text": _make_plain_text(message.advice, _MAX_SECTION)})
+    button = {"type": "button", "text": _make_plain_text(_LINK_LABEL, 75), "url": message.url}
+    blocks.append({"type": "actions", "elements": [button]})
+    text = message.title.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return {"text": truncate_end(text, _MAX_SECTION), "blocks": blocks}
+
+
+def _make_plain_text(text: str, limit: int) -> dict[str, Any]:
+    return {"type": "plain_text", "text": truncate_end(text, limit) or "-", "emoji": False}
+
+
+def build_teams_message(message: AlertMessage) -> dict[str, Any]:
+    """For an incoming webhook, or a workflow that posts what it receives."""
+    colour = _COLOURS.get(message.event, "Attention")
+    body: list[dict[str, Any]] = [
+        _make_text_block(message.title, weight="Bolder", size="Medium", color=colour)
+    ]
+    facts = [{"title": name, "value": _escape(value)} for name, value in _iter_facts(message)]
+    if facts:
+        body.append({"type": "FactSet", "facts": facts})
+    if message.advice:
+        body.append(_make_text_block(message.advice))
+    card = {
+        "$schema": "http://adaptivecards.io/schemas/adaptive-card.json",
+        "type": "AdaptiveCard",
+        "version": "1.4",
+        "msteams": {"width": "Full"},
+        "body": body,
+        "actions": [{"type": "Action.OpenUrl", "title": _LINK_LABEL, "url": message.url}],
+    }
+    attachment = {"contentType": _ADAPTIVE_CARD, "contentUrl": None, "content": card}
+    return {"type": "message", "attachments": [attachment]}
+
+
+def _make_text_block(text: str, **style: str) -> dict[str, Any]:
+    return {"type": "TextBlock", "text": _escape(text), "wrap": True, **style}
+
+
+def _escape(text: str) -> str:
+    """Teams renders a part of Markdown in cards, including links."""
+    return "".join(f"\\{c}" if c in "\\`*_[]()#<>" else c for c in text)
+
+
+def _iter_facts(message: AlertMessage) -> Iterator[tuple[str, str]]:
+    body = message.body
+    if body.get("culprits"):
+        yield "Culprit", truncate_end(name_ranks(body["culprits"]), _MAX_FIELD - 20)
+    if body.get("waiting"):
+        count = len(body["waiting"])
+        yield "Waiting", f"{count} rank{'' if count == 1 else 's'}"
+    if body.get("site"):
+        yield "Line", format_site(body["site"])
+    if body.get("kind"):
+        yield "Kind", str(body["kind"])

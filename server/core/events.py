@@ -2,6 +2,8 @@
 nothing.
 
 Format: https://html.spec.whatwg.org/multipage/server-sent-events.html
+
+MERGED: Waits for an event with a timeout, in a task that may be cancelled at any moment.
 """
 
 from __future__ import annotations
@@ -14,8 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-
-from .waiting import wait_for_event
 
 MAX_KEPT_EVENTS = 4096
 MAX_KEPT_BYTES = 32 << 20  # the events of a large job have 100,000 ranks
@@ -97,3 +97,18 @@ class EventLog:
     def _wake_readers(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+async def wait_for_event(seconds: float, event: asyncio.Event) -> bool:
+    """Waits up to ``seconds`` for ``event``. Returns whether it is set.
+
+    Before Python 3.12 `asyncio.wait_for` forgets that its task was cancelled where the event is set
+    at the same time (https://github.com/python/cpython/issues/86296): a busy server
+    would not stop.
+    """
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait([waiting], timeout=seconds)
+        return event.is_set()
+    finally:
+        waiting.cancel()

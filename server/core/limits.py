@@ -3,11 +3,19 @@
 A request beyond a limit gets a problem document with the limit's name, and `/metrics` counts it.
 The limits of what node agents and commands read are in `hangwatch.protocol.replies` and in the
 modules that read files.
+
+MERGED: How long the server waits for a client, in seconds.
+
+MERGED: How much memory this process uses.
 """
 
 from __future__ import annotations
 
+import functools
+import resource
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -129,3 +137,23 @@ class BodySizeLimit:
             return message
 
         await self._app(scope, receive_limited if scope["type"] == "http" else receive, send)
+
+
+HEAD_S = 10.0  # for the headers of a request
+BODY_S = 30.0  # for a whole request body
+# For idle connections: longer than proxies keep theirs, and than the interval of heartbeats.
+KEEP_ALIVE_S = 75
+
+
+def read_resident_bytes() -> int:
+    """The resident memory of this process, at most a second old; 0 where /proc does not say."""
+    return _read_resident_bytes(int(time.monotonic()))
+
+
+@functools.lru_cache(maxsize=1)
+def _read_resident_bytes(_second: int) -> int:
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * resource.getpagesize()

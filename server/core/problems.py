@@ -1,4 +1,10 @@
-"""Errors as RFC 9457 problem documents: what is wrong, and what to do about it."""
+"""Errors as RFC 9457 problem documents: what is wrong, and what to do about it.
+
+MERGED: The base class of the HTTP schema, and the components that several resources share.
+
+Each resource has a schema of its own: `server.core.job_views` for jobs, `server.http.openapi`
+for incidents, and those of recordings and performance beside their code.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,7 @@ from typing import Any
 
 import msgspec
 from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict
 
 MEDIA_TYPE = "application/problem+json"
 PROBLEM_SCHEMA = {
@@ -70,3 +77,25 @@ class Problem(Exception):
 def describe_validation_errors(errors: Any) -> list[dict[str, Any]]:
     """pydantic's errors without the input: that may be large, or secret."""
     return [{"at": ".".join(map(str, e["loc"])), "message": e["msg"]} for e in list(errors)[:20]]
+
+
+class ApiModel(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, serialize_by_alias=True, validate_by_alias=True, validate_by_name=True
+    )
+
+
+class Frame(ApiModel):
+    function: str
+    file: str
+    line: int
+    text: str | None = None  # the source line, if it could be read
+
+
+class GroupName(ApiModel):
+    name: str
+    desc: str
+    ranks: list[int]
+    backend: str = ""
+    # Of a group that numbers its members by itself: those that are no ranks of the attempt.
+    outside: list[str] = []

@@ -1,5 +1,7 @@
 """Keeps the server running where part of it fails: a background task is started again, and other work
 goes on with the next item. Each failure is logged and counted.
+
+MERGED: Totals since the server started, exported by `/metrics`.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -103,3 +106,18 @@ class TaskSupervisor:
             has_lasted = time.monotonic() - started_at > MAX_RESTART_DELAY_S
             delay_s = MIN_RESTART_DELAY_S if has_lasted else min(MAX_RESTART_DELAY_S, 2 * delay_s)
             await asyncio.sleep(delay_s)
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    heartbeats: int = 0
+    malformed: int = 0
+    refused: int = 0  # while the server was overloaded
+    refusals_by_limit: Counter[str] = field(default_factory=Counter)  # see `server.core.limits`
+    foreign_reports: int = 0  # of processes that another node agent reports
+    resyncs: int = 0
+    diagnoses: int = 0
+    failures: FailureLog = field(default_factory=FailureLog)  # in rounds of the diagnosis
+    diagnosis_s: float = 0.0  # CPU time
+    opened: int = 0  # incidents
+    agents_cpu_s: float = 0.0

@@ -2,6 +2,11 @@
 
 If a token is set, everything else needs it. Without a token, the server listens on this machine only,
 answers only to the user who started it and to root, and accepts only this machine's host names.
+
+MERGED: Limits how many wrong tokens may be tried at the login.
+
+MERGED: Where a request comes from: a page of another site must not act through a person's browser, and a
+reverse proxy may add a path.
 """
 
 from __future__ import annotations
@@ -11,26 +16,22 @@ import binascii
 import functools
 import hashlib
 import hmac
+import ipaddress
 import os
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, quote, urlsplit
 
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import cookie_parser
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hangwatch.protocol.signatures import (
-    PROOF_HEADER,
-    Credential,
-    SignedRequest,
-    derive_job_token,
-)
+from hangwatch.protocol.signatures import PROOF_HEADER, Credential, SignedRequest, derive_job_token
 
-from ..core import limits, origin
-from ..core.login_failures import LoginFailures
+from ..core import limits
 from ..core.problems import Problem
 from .app_state import AppState
 from .rendering import STYLESHEET_PATH, render_page
@@ -104,7 +105,7 @@ class Authenticator:
             ).make_response()
         by_header = token is not None and has_token(headers, token)
         by_cookie = token is not None and not by_header and has_session_cookie(headers, token)
-        if origin.is_cross_site(scope["method"], headers, self._public_url, by_cookie=by_cookie):
+        if is_cross_site(scope["method"], headers, self._public_url, by_cookie=by_cookie):
             return _CROSS_SITE.make_response()
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if by_header or by_cookie or path in PUBLIC_PATHS:
@@ -134,7 +135,7 @@ class Authenticator:
         return Credential.from_token(token if job is None else derive_job_token(token, job))
 
     def _is_known_host(self, host: str | None) -> bool:
-        return origin.is_local_name(host, self._own_name) or (
+        return is_local_name(host, self._own_name) or (
             self._public_url is not None and host == urlsplit(self._public_url).netloc
         )
 
@@ -237,3 +238,94 @@ def _sanitize_redirect(target: str) -> str:
     """
     plain = target.startswith("/") and not target.startswith(("//", "/\\")) and target.isprintable()
     return target if plain else "/"
+
+
+MAX_FAILURES, FAILURE_WINDOW_S = 10, 300.0  # from one address
+_MAX_KEPT_ADDRESSES = 10_000
+
+
+@dataclass(slots=True)
+class LoginFailures:
+    """The times of recent wrong tokens, by address."""
+
+    _failed_at: dict[str, deque[float]] = field(default_factory=dict)
+
+    def wait_s(self, address: str, now: float) -> float:
+        """Seconds until another attempt is accepted."""
+        times = self._failed_at.get(address, deque())
+        while times and now - times[0] >= FAILURE_WINDOW_S:
+            times.popleft()
+        return FAILURE_WINDOW_S - (now - times[0]) if len(times) >= MAX_FAILURES else 0.0
+
+    def add_failure(self, address: str, now: float) -> None:
+        self._failed_at.setdefault(address, deque(maxlen=MAX_FAILURES)).append(now)
+        while len(self._failed_at) > _MAX_KEPT_ADDRESSES:
+            del self._failed_at[next(iter(self._failed_at))]
+
+
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+def is_cross_site(
+    method: str, headers: Mapping[str, str], public_url: str | None, *, by_cookie: bool
+) -> bool:
+    """Whether a request that changes something comes from a page of another site.
+    ``public_url`` is the address behind a proxy.
+
+    Browsers say so by themselves; what is no browser says nothing and has no cookie to lend.
+    https://words.filippo.io/csrf/
+    """
+    if method in SAFE_METHODS:
+        return False
+    if (fetch_site := headers.get("sec-fetch-site")) is not None:
+        return fetch_site not in ("same-origin", "none")
+    if (origin := headers.get("origin")) is not None:
+        return urlsplit(origin).netloc not in {
+            headers.get("host"),
+            urlsplit(public_url or "").netloc or None,
+        }
+    return by_cookie
+
+
+@functools.lru_cache(maxsize=256)
+def is_local_name(host: str | None, own_name: str) -> bool:
+    """Whether a Host header means this machine. A name that a foreign page made point here does not
+    (DNS rebinding).
+    """
+    name = urlsplit(f"//{host or ''}").hostname or ""
+    if name == own_name or name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+class PathPrefixMiddleware:
+    """ASGI middleware that serves everything under a path prefix, whether or not the proxy in front
+    has taken it off.
+    """
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app, self._prefix = app, prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._prefix:
+            return await self._app(scope, receive, send)
+        path = scope["path"]
+        if path == self._prefix or not path.startswith(self._prefix + "/"):
+            path = self._prefix + (path.removeprefix(self._prefix) or "/")
+
+        async def send_with_prefix(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                target = headers.get("location", "")
+                if target.startswith("/") and not target.startswith(self._prefix + "/"):
+                    headers["location"] = self._prefix + target
+            await send(message)
+
+        await self._app(
+            {**scope, "path": path, "raw_path": path.encode(), "root_path": self._prefix},
+            receive,
+            send_with_prefix,
+        )

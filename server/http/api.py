@@ -1,27 +1,39 @@
-"""The JSON API under ``/api/v1``: jobs, ranks, groups, incidents, dumps and events."""
+"""The JSON API under ``/api/v1``: jobs, ranks, groups, incidents, dumps and events.
+
+MERGED: Lists in pages: ``?limit=``, and ``?after=`` with the cursor of the last item of the previous page.
+
+MERGED: An incident as one archive, to attach to a bug report.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Annotated, Literal
+import io
+import json
+import zipfile
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Generic, Literal, TypeVar
 
-from fastapi import APIRouter, Header, Query, Response
+import msgspec
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.datastructures import URL
 
+from hangwatch import __version__
 from hangwatch.model.groups import GroupKey
+from hangwatch.model.incidents import Incident
 from hangwatch.model.ranks import RankState, format_ranks
 from hangwatch.report.documents import build_incident_document
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.job_views import AttemptView, GroupView, JobView, RankView
-from ..core.problems import Problem
+from ..core.problems import ApiModel, Problem
 from ..incidents.records import IncidentRecord
 from ..monitor import views
 from ..ondemand.dumps import build_dump_document
-from . import bundle, schema, stream
+from . import openapi, stream
 from .app_state import AppState
-from .listing import Page, PageOf100, PageOf1000, PageRequest
 from .rendering import make_attachment, make_json_response
 
 MAX_PENDING_DUMP_RANKS = 65536  # in dumps that are not complete
@@ -155,7 +167,7 @@ def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
         operation_id="incidents_api_v1_incidents_get",
         tags=["incidents"],
         summary="Incidents, the newest first",
-        response_model=Page[schema.Incident],
+        response_model=Page[openapi.Incident],
     )
     async def list_incidents(
         page: PageOf100,
@@ -170,7 +182,7 @@ def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
         operation_id="incident_api_v1_incidents__id__get",
         tags=["incidents"],
         summary="One incident with its evidence",
-        response_model=schema.Incident,
+        response_model=openapi.Incident,
     )
     async def show_incident(id: str) -> Response:
         return make_json_response(build_incident_document(live.get_incident(id).incident))
@@ -189,8 +201,8 @@ def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
         ranks: list[RankView] = []
         if attempt is not None:
             states = live.get_rank_states(attempt)
-            ranks = bundle.describe_ranks(attempt, states, record.incident, live.now())
-        archive = bundle.build_archive(record.incident, ranks)
+            ranks = describe_ranks(attempt, states, record.incident, live.now())
+        archive = build_archive(record.incident, ranks)
         return make_attachment(f"hangwatch-{id}.zip", archive, "application/zip")
 
 
@@ -201,9 +213,9 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
         tags=["dumps"],
         status_code=202,
         summary="Requests the current stacks of ranks",
-        response_model=schema.Dump,
+        response_model=openapi.Dump,
     )
-    async def request_dump(body: schema.DumpRequest) -> Response:
+    async def request_dump(body: openapi.DumpRequest) -> Response:
         attempt = live.choose_attempt(body.job, body.ranks)
         if live.watch.commands.unsent_count + len(body.ranks) > MAX_PENDING_DUMP_RANKS:
             raise Problem(
@@ -221,7 +233,7 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
         operation_id="dump_api_v1_dumps__id__get",
         tags=["dumps"],
         summary="The results of a dump so far",
-        response_model=schema.Dump,
+        response_model=openapi.Dump,
     )
     async def show_dump(id: str) -> Response:
         dump = live.watch.on_demand.dumps.find_dump(id, live.now())
@@ -232,3 +244,122 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
                 " request it again",
             )
         return make_json_response(build_dump_document(dump))
+
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+# Members of groups in one response, or 1.5 MB: a group of 100,000 ranks repeats all of them for each
+# rank.
+MAX_MEMBERS_PER_PAGE = 1 << 18
+
+
+class Page(ApiModel, Generic[T]):
+    """Describes the responses; ``next`` is the URL of the next page."""
+
+    items: list[T]
+    next: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PageRequest:
+    """The page that a request wants: at most ``limit`` items after the one with the cursor ``after``."""
+
+    url: URL
+    limit: int
+    after: str | None = None
+
+    def make_response(
+        self,
+        rows: Iterable[S],
+        make_cursor: Callable[[S], str],
+        make_item: Callable[[S], object],
+        count_members: Callable[[S], int] = lambda _: 0,
+    ) -> Response:
+        """The page of ``rows`` as JSON. It is shorter than ``limit`` if its items would have more than
+        `MAX_MEMBERS_PER_PAGE` members by ``count_members``. Only the items of the page are built.
+        Raises Problem for a stale cursor.
+        """
+        remaining = iter(rows)
+        if self.after is not None and not any(make_cursor(row) == self.after for row in remaining):
+            raise Problem(
+                422,
+                f"the list has no item {self.after!r} to continue after: start again without ?after=",
+            )
+        chosen: list[S] = []
+        weight, next_url = 0, None
+        for row in remaining:
+            weight += count_members(row)
+            if len(chosen) == self.limit or (chosen and weight > MAX_MEMBERS_PER_PAGE):
+                url = self.url.include_query_params(after=make_cursor(chosen[-1]), limit=self.limit)
+                next_url = f"{url.path}?{url.query}"
+                break
+            chosen.append(row)
+        return make_json_response({"items": [make_item(row) for row in chosen], "next": next_url})
+
+
+def _read_page_request(default_limit: int) -> Callable[..., Awaitable[PageRequest]]:
+    async def read_page_request(
+        request: Request,
+        limit: Annotated[
+            int, Query(ge=1, le=10_000, description="maximum number of items in one response")
+        ] = default_limit,
+        after: Annotated[
+            str | None, Query(description="the cursor in `next` of the previous response")
+        ] = None,
+    ) -> PageRequest:
+        return PageRequest(request.url, limit, after)
+
+    return read_page_request
+
+
+# Parameters of a route: pages of up to 100 large items, or 1000 small ones, unless requested otherwise.
+PageOf100 = Annotated[PageRequest, Depends(_read_page_request(100))]
+PageOf1000 = Annotated[PageRequest, Depends(_read_page_request(1000))]
+
+
+MAX_DETAILED_RANKS = 4000  # the largest job whose bundle has all data about every rank
+
+
+def describe_ranks(
+    attempt: Attempt, states: Mapping[int, RankState], incident: Incident, now: float
+) -> list[RankView]:
+    """All ranks. For a large job: the culprits and the first waiting ranks, without the members of
+    their groups.
+    """
+    is_large = len(states) > MAX_DETAILED_RANKS
+    involved = (*incident.culprits, *incident.waiting)[: MAX_DETAILED_RANKS // 4]
+    return [
+        views.describe_rank(attempt, rank, states[rank], now, members=not is_large)
+        for rank in (involved if is_large else states)
+        if rank in states
+    ]
+
+
+def build_archive(incident: Incident, ranks: Sequence[RankView]) -> bytes:
+    """A zip archive: incident.json, ranks.json, stacks.txt."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("incident.json", json.dumps(build_incident_document(incident), indent=1))
+        archive.writestr("ranks.json", json.dumps(msgspec.to_builtins(ranks), indent=1))
+        archive.writestr("stacks.txt", "\n".join(iter_stack_lines(incident)) + "\n")
+        archive.writestr("VERSION", __version__ + "\n")
+    return buffer.getvalue()
+
+
+def iter_stack_lines(incident: Incident) -> Iterator[str]:
+    """All stacks as text, innermost frame first."""
+    yield f"# {incident.summary}"
+    for entry in incident.stacks:
+        yield ""
+        role = "culprit" if set(entry.ranks) & set(incident.culprits) else "waiting"
+        yield (
+            f"rank {format_ranks(entry.ranks)} ({role}), {entry.thread or 'no thread'},"
+            f" {entry.source}, {entry.taken_at.isoformat()}"
+        )
+        if entry.error is not None:
+            yield f"    {entry.error}"
+        for frame in entry.frames:
+            yield f"    {frame.function} ({frame.file}:{frame.line})"
+            if frame.text:
+                yield f"        {frame.text}"

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from hangwatch.model.ranks import AttemptKey, RankState, format_ranks
 from hangwatch.tracking.attempt import Attempt
 
-from ..core.job_views import JobView
+from ..core.job_views import JobView, ResultCache
 from ..core.limits import is_large
-from ..core.memo import ResultCache
 from ..core.problems import Problem
 from ..core.supervision import TaskSupervisor
 from ..incidents.records import IncidentRecord
 from ..ingest.agent_worker import AgentWorker
-from ..monitor import job_status, rank_states, views
+from ..monitor import views
+from ..monitor.views import compute_states, count_states, describe_job_status
 from ..monitor.watch import Watch
 from ..settings import Settings
 
@@ -85,15 +85,13 @@ class AppState:
             return states
         cases = self.watch.incidents.list_open(attempt)
         lost_after_s = self.watch.intervals.lost_after_s
-        return rank_states.compute_states(attempt, cases, self.now(), lost_after_s)
+        return compute_states(attempt, cases, self.now(), lost_after_s)
 
     def describe_job(self, attempt: Attempt) -> JobView:
         view = self.watch.states.large_jobs.get(attempt.key)
         if view is None:
             cases, now = self.watch.incidents.list_open(attempt), self.now()
-            counts = rank_states.count_states(
-                attempt, cases, now, self.watch.intervals.lost_after_s
-            )
+            counts = count_states(attempt, cases, now, self.watch.intervals.lost_after_s)
             view = views.describe_job(attempt, counts, cases, now)
         return self.add_summary(attempt, view)
 
@@ -117,7 +115,7 @@ class AppState:
                 "The server's stderr has the error: please report it. `hangwatch dump RANKS` shows"
                 " what the ranks do.",
             )
-        return job_status.describe_job_status(
+        return describe_job_status(
             attempt,
             job,
             self.settings.stall_after,

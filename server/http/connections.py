@@ -1,22 +1,29 @@
 """uvicorn's HTTP connections, with timeouts and limits for incomplete requests. Those of node agents
 are passed on to the process that serves them, if it runs.
+
+MERGED: uvicorn's server, which also serves the connections that the processes for node agents return.
 """
 
 from __future__ import annotations
 
 import asyncio
 import http
+import socket
 from collections import Counter
+from types import FrameType
 from typing import Any, ClassVar
 
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from hangwatch.protocol.local_peer import find_peer_uid
 
-from ..core import limits, timeouts
+from ..core import limits
+from ..core.limits import BODY_S, HEAD_S
 from ..core.problems import MEDIA_TYPE, Problem
 from ..ingest.agent_worker import AgentWorker
 from .access import PEER_UID
+from .app_state import AppState
 
 CHUNK_HEAD_BYTES = 16  # of a chunked body: its size, and the ends of lines
 
@@ -44,7 +51,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         if self.identifies_peers:
             self._peer_uid = find_peer_uid(transport.get_extra_info("socket"))
-        self._set_timeout(timeouts.HEAD_S)
+        self._set_timeout(HEAD_S)
         if self.returned_data:
             self.data_received(self.returned_data)
 
@@ -85,9 +92,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(limits.HEAD)
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
-            self._set_timeout(timeouts.HEAD_S)
+            self._set_timeout(HEAD_S)
         else:
-            self._set_timeout(timeouts.BODY_S if cycle.more_body else 0.0)
+            self._set_timeout(BODY_S if cycle.more_body else 0.0)
 
     def _pass_on(self, data: bytes) -> bool:
         """Passes the connection on if a node agent begins a heartbeat."""
@@ -150,7 +157,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._timeout_s, self._deadline = 0.0, None
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_started:
-            detail = f"the request's body did not arrive within {timeouts.BODY_S:g} s"
+            detail = f"the request's body did not arrive within {BODY_S:g} s"
             self._write_problem(Problem(408, detail))
         self.transport.close()
 
@@ -175,3 +182,38 @@ def make_protocol_class(
         "agent_worker": agent_worker,
     }
     return type("LimitedHttpProtocol", (LimitedHttpProtocol,), members)
+
+
+class HttpServer(uvicorn.Server):
+    """Ends the event streams and what waits for commands when a signal arrives."""
+
+    def __init__(
+        self, config: uvicorn.Config, live: AppState, protocol_class: type[LimitedHttpProtocol]
+    ) -> None:
+        super().__init__(config)
+        self._live, self._protocol_class = live, protocol_class
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._live.agent_worker.serve_connection = self._serve_connection
+
+    def _serve_connection(self, connected: socket.socket, received: bytes) -> None:
+        """Serves a connection that a process for node agents returned."""
+
+        def create_protocol() -> LimitedHttpProtocol:
+            protocol = self._protocol_class(
+                config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+            protocol.returned_data = received
+            return protocol
+
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(loop.connect_accepted_socket(create_protocol, connected))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        self._live.watch.events.close()
+        self._live.watch.commands.close()

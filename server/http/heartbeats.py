@@ -1,12 +1,21 @@
 """``POST /api/v1/heartbeats``: what node agents report, validated before any of it is applied; and
 ``POST /api/v1/commands``: what they should do, as soon as there is something.
+
+MERGED: Answers heartbeats that the process for node agents' connections has read (see `agent_worker`).
+`heartbeats` answers those that arrive here, by the same steps.
+
+MERGED: The bodies of requests that node agents send.
 """
 
 from __future__ import annotations
 
 import asyncio
+import http
 import logging
+import zlib
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -14,21 +23,142 @@ from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hangwatch.protocol import codec
+from hangwatch.protocol import codec, heartbeat
 from hangwatch.protocol.heartbeat import COMMANDS_PATH, URGENT_PRIORITY
 from hangwatch.protocol.signatures import may_report_job
 
 from ..core import limits
 from ..core.problems import Problem
-from ..ingest import decoding
-from ..monitor.report_intervals import POLL_S
+from ..ingest import heartbeat_checks
+from ..ingest.heartbeat_checks import (
+    check_job,
+    check_memory,
+    check_volume,
+    count_objects,
+    count_values,
+    parse_heartbeat,
+)
+from ..ingest.heartbeat_queue import DecodeHeartbeat
+from ..ingest.worker_frames import Frame
+from ..monitor.job_claims import NOT_HERE_STATUSES
+from ..monitor.report_scheduler import POLL_S
 from ..monitor.watch import Watch
-from . import error_pages
-from .access import AgentGrant, Authenticator
+from . import rendering
+from .access import PEER_UID, AgentGrant, Authenticator
 from .app_state import AppState
-from .heartbeat_answers import REPLY_HEADERS, count_refusal, encode_reply, prepare_heartbeat
-from .heartbeat_bodies import SIZE_REMEDY, check_content_coding, decode_body
 from .rendering import SECURITY_HEADERS
+
+REPLY_HEADERS = {"Content-Type": "application/json", **SECURITY_HEADERS}
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatAnswerer:
+    watch: Watch
+    authenticator: Authenticator
+
+    def answer_request(self, request: Frame, send_response: Callable[[bytes], None]) -> None:
+        """An `agent_worker.AnswerRequest`."""
+        try:
+            self._submit_heartbeat(request, send_response)
+        except Exception as error:
+            send_response(format_refusal(self._make_refusal(error)))
+
+    def _submit_heartbeat(self, request: Frame, send_response: Callable[[bytes], None]) -> None:
+        """Raises Problem."""
+        path, headers = parse_request_head(request.head)
+        peer_uid = None if request.peer_uid < 0 else request.peer_uid
+        scope = {"method": "POST", "path": path, "root_path": "", PEER_UID: peer_uid}
+        grant = self.authenticator.check_agent(scope, headers)
+        if not isinstance(grant, AgentGrant):
+            return send_response(format_refusal(grant))
+        body = decode_body(headers, request.body, grant)
+        is_urgent = headers.get("priority") == URGENT_PRIORITY
+        decode = prepare_heartbeat(self.watch, body, grant, is_urgent)
+
+        def take_reply(reply: heartbeat.HeartbeatReply | Exception) -> None:
+            if isinstance(reply, Exception):
+                return send_response(format_refusal(self._make_refusal(reply)))
+            encoded = encode_reply(reply)
+            return send_response(format_reply(grant.make_headers(encoded), encoded))
+
+        return self.watch.heartbeat_queue.submit(decode, is_urgent, request.arrived_at, take_reply)
+
+    def _make_refusal(self, error: Exception) -> Response:
+        if isinstance(error, Problem):
+            count_refusal(self.watch, error)
+            return error.make_response()
+        log.error("a heartbeat failed; please report this", exc_info=error)
+        return Problem(500, rendering.INTERNAL_ERROR_DETAIL).make_response()
+
+
+def prepare_heartbeat(
+    watch: Watch, body: bytes, grant: AgentGrant, is_urgent: bool
+) -> DecodeHeartbeat:
+    """What decodes a heartbeat once it is its turn. Raises Problem if the server is overloaded."""
+    refusal = watch.load.make_refusal(is_urgent)
+    if refusal is not None:
+        watch.heartbeats.refuse_heartbeat(heartbeat_checks.decode_head(body).agent)
+        raise refusal
+    return lambda: _decode_heartbeat(watch, body, grant)
+
+
+def _decode_heartbeat(watch: Watch, body: bytes, grant: AgentGrant) -> heartbeat.Heartbeat:
+    """A heartbeat that may be applied. Raises Problem."""
+    beat = parse_heartbeat(body)
+    check_job(beat, grant.job)
+    check_memory(beat, watch.fleet, beat.agent in watch.agents, len(watch.agents))
+    if watch.job_claims is not None:
+        watch.job_claims.check_heartbeat(beat)
+    return beat
+
+
+def encode_reply(reply: heartbeat.HeartbeatReply) -> bytes:
+    return msgspec.json.encode(codec.encode_message(reply))
+
+
+def count_refusal(watch: Watch, problem: Problem) -> None:
+    """Counts a heartbeat that is not applied because of what it contains."""
+    if problem.status in NOT_HERE_STATUSES:
+        return
+    watch.counters.malformed += 1
+    watch.counters.refusals_by_limit.update(problem.limits)
+
+
+def parse_request_head(head: bytes) -> tuple[str, dict[str, str]]:
+    """The path, and the first header of each name, in lower case."""
+    request_line, *lines = head.decode("latin-1").split("\r\n")
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        headers.setdefault(name.lower(), value.strip())
+    return request_line.split(" ", 2)[1], headers
+
+
+def format_refusal(response: Response) -> bytes:
+    response.headers.update(SECURITY_HEADERS)
+    return _join_response(
+        _format_status(response.status_code), response.raw_headers, bytes(response.body)
+    )
+
+
+def format_reply(headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bytes:
+    """A successful response; ``headers`` are in addition to the usual ones."""
+    return _join_response(_REPLY_HEAD, headers, body)
+
+
+def _format_status(status: int) -> bytes:
+    return b"HTTP/1.1 %d %s\r\n" % (status, http.HTTPStatus(status).phrase.encode())
+
+
+def _join_response(start: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bytes:
+    lines = [b"%s: %s\r\n" % (name, value) for name, value in headers if name != b"content-length"]
+    return b"%s%scontent-length: %d\r\n\r\n%s" % (start, b"".join(lines), len(body), body)
+
+
+_REPLY_HEAD = _format_status(200) + b"".join(
+    f"{name.lower()}: {value}\r\n".encode() for name, value in REPLY_HEADERS.items()
+)
+
 
 log = logging.getLogger("hangwatch")
 
@@ -81,7 +211,7 @@ class HeartbeatFastPath:
             return None
         except Exception:
             log.exception("a heartbeat failed; please report this")
-            refusal = Problem(500, error_pages.INTERNAL_ERROR_DETAIL).make_response()
+            refusal = Problem(500, rendering.INTERNAL_ERROR_DETAIL).make_response()
             return await _send_refusal(refusal, scope, receive, send)
         headers_sent = [
             (b"content-length", b"%d" % len(body)),
@@ -162,7 +292,7 @@ async def _handle_poll(
     headers: Mapping[str, str], receive: Receive, watch: Watch, grant: AgentGrant
 ) -> bytes:
     """Waits for commands. Raises Problem or ClientDisconnect."""
-    agent = decoding.decode_head(await _read_body(headers, receive, grant)).agent
+    agent = heartbeat_checks.decode_head(await _read_body(headers, receive, grant)).agent
     if agent is None:
         raise Problem(422, 'the body must name the node agent: {"agent": ID}')
     jobs = watch.fleet.list_jobs(agent)
@@ -223,3 +353,51 @@ async def _read_body(headers: Mapping[str, str], receive: Receive, grant: AgentG
         if size > limits.BODY.most:
             raise limits.BODY.make_problem(remedy=SIZE_REMEDY)
     return decode_body(headers, b"".join(parts), grant)
+
+
+_PART_BYTES = 1 << 20  # decompressed at a time
+SIZE_REMEDY = "send the heartbeat in parts"
+
+
+def check_content_coding(headers: Mapping[str, str]) -> bool:
+    """Whether the body is compressed. Raises Problem if it is compressed in another way than gzip."""
+    coding = headers.get("content-encoding", "identity").lower()
+    if coding not in ("identity", "gzip"):
+        raise Problem(
+            415,
+            f"content encoding {coding} is not supported; send the body plain or as gzip",
+            headers={"Accept-Encoding": "gzip"},
+        )
+    return coding == "gzip"
+
+
+def decode_body(headers: Mapping[str, str], body: bytes, grant: AgentGrant) -> bytes:
+    """The decompressed body. Raises Problem if it is too large or does not match its headers."""
+    is_compressed = check_content_coding(headers)
+    grant.check_body(body)
+    return decompress_body(body) if is_compressed else body
+
+
+def decompress_body(body: Annotated[bytes, "gzip"]) -> bytes:
+    """Raises Problem for anything but one gzip stream of bounded size, and as soon as what is
+    decompressed has more values than a heartbeat may have: 63 KB can hold 64 MB of them.
+    """
+    stream = zlib.decompressobj(wbits=31)
+    parts: list[bytes] = []
+    size = objects = values = 0
+    while not stream.eof:
+        try:
+            part = stream.decompress(stream.unconsumed_tail or body, _PART_BYTES)
+        except zlib.error as error:
+            raise Problem(422, f"the body is not gzip: {error}") from None
+        if not (part or stream.eof):
+            raise Problem(422, "the gzip body is cut short")
+        body = b""
+        parts.append(part)
+        size += len(part)
+        objects += count_objects(part)
+        values += count_values(part)
+        if size > limits.UNPACKED_BODY.most:
+            raise limits.UNPACKED_BODY.make_problem(remedy=SIZE_REMEDY)
+        check_volume(objects, values)
+    return b"".join(parts)

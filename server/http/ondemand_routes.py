@@ -1,32 +1,53 @@
 """``/api/v1/trace`` shows the calls of ranks as they are made, ``/api/v1/recordings`` where ranks
 spend their time.
+
+MERGED: A recording as files for other tools: a flame graph, and a profile for speedscope.
+
+MERGED: An incident's stacks as files for other tools, and its verdict as text.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from datetime import datetime, timezone
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
-from fastapi.responses import StreamingResponse
+from fastapi import APIRouter, Query
+from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
 from hangwatch.model.calls import StreamKind
-from hangwatch.model.ranks import AttemptKey
+from hangwatch.model.incidents import MergedStack
+from hangwatch.model.ranks import AttemptKey, Frame
+from hangwatch.report import terminal
+from hangwatch.report.documents import build_incident_document
 from hangwatch.report.text import group_name, name_ranks
+from hangwatch.stacks.frames import is_library
+from hangwatch.stacks.profile import Profile, profiles_to_speedscope
+from hangwatch.stacks.trees import (
+    Branch,
+    ProfileBar,
+    RankedStack,
+    format_folded_stacks,
+    layout_bars,
+    merge_stacks,
+    stacks_to_speedscope,
+)
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.problems import Problem
-from ..ondemand import schema
-from ..ondemand.recording_documents import describe_recording, unpack_profiles
-from ..ondemand.recordings import RecordingRecord
-from ..ondemand.trace_session import TraceFilter
-from ..ondemand.trace_stream import stream_events
-from ..ondemand.tracing import MAX_SESSIONS, MAX_TRACED_RANKS
-from . import recording_files, stream
+from ..ondemand.recordings import (
+    Recording,
+    RecordingRecord,
+    RecordingRequest,
+    describe_recording,
+    unpack_profiles,
+)
+from ..ondemand.traces import MAX_SESSIONS, MAX_TRACED_RANKS, TraceFilter, stream_events
+from . import stream
 from .app_state import AppState
-from .recording_files import RankProfiles
-from .rendering import make_attachment
+from .rendering import FLAME_GRAPH_WIDTH_PX, make_attachment, render_flame_graph
 
 MAX_TRACE_S = 86_400
 
@@ -120,9 +141,7 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
         status_code=202,
         summary="Records where ranks spend their time, sampled with py-spy",
     )
-    async def request_recording(
-        wanted: schema.RecordingRequest, response: Response
-    ) -> schema.Recording:
+    async def request_recording(wanted: RecordingRequest, response: Response) -> Recording:
         attempt = live.choose_attempt(wanted.job, wanted.ranks)
         registry = live.watch.on_demand.recordings
         other = registry.find_conflict(attempt, wanted.ranks, live.now())
@@ -142,7 +161,7 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
         status_code=202,
         summary="Ends a recording early and keeps what was sampled",
     )
-    async def stop_recording(id: str) -> schema.Recording:
+    async def stop_recording(id: str) -> Recording:
         record = _find_recording(live, id)
         attempt = live.watch.fleet.attempts.get(AttemptKey(record.job, record.attempt))
         if attempt is not None:
@@ -154,7 +173,7 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
         operation_id="recording_api_v1_recordings__id__get",
         summary="The progress and the results of a recording",
     )
-    async def show_recording(id: str) -> schema.Recording:
+    async def show_recording(id: str) -> Recording:
         return await asyncio.to_thread(describe_recording, _find_recording(live, id))
 
     async def render_recording(id: str, render: Callable[[str, RankProfiles, int], str]) -> str:
@@ -170,7 +189,7 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
         responses={200: {"content": {"image/svg+xml": {}}}},
     )
     async def download_flamegraph(id: str) -> Response:
-        image = await render_recording(id, recording_files.render_flamegraph)
+        image = await render_recording(id, render_flamegraph)
         return make_attachment(f"hangwatch-{id}.svg", image, "image/svg+xml")
 
     @routes.get(
@@ -180,7 +199,7 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
         response_class=Response,
     )
     async def download_speedscope(id: str) -> Response:
-        document = await render_recording(id, recording_files.render_speedscope)
+        document = await render_recording(id, render_speedscope)
         return make_attachment(f"hangwatch-{id}.speedscope.json", document, "application/json")
 
 
@@ -215,3 +234,141 @@ def _format_title(recording: RecordingRecord) -> str:
         f"job {recording.job}, {name_ranks(sampled)}: {recording.request.seconds} s at"
         f" {recording.request.rate} Hz, {recording.created_at:%Y-%m-%d %H:%M:%S} UTC"
     )
+
+
+MIN_BAR_WIDTH_PX = 0.5  # narrower bars are omitted
+MAX_STACK_DEPTH = 250
+
+RankProfiles = Sequence[tuple[int, Profile]]  # by rank
+
+
+def render_flamegraph(title: str, profiles: RankProfiles, rate: int) -> str:
+    """An SVG with a flame graph of each thread that was active. The width of a frame is the time
+    spent in it.
+    """
+    threads = [
+        (f"rank {rank}, {thread.thread}", thread)
+        for rank, profile in profiles
+        for thread in profile.shown_threads
+    ]
+    total = max(1, sum(thread.sample_count for _, thread in threads))
+    bars: list[ProfileBar] = []
+    x = 0.0
+    for label, thread in threads:
+        root = Frame(function=label, file="", line=0)
+        stacks = (((root, *frames[:MAX_STACK_DEPTH]), count) for frames, count in thread.stacks)
+        bars += layout_bars(stacks, x, 0, total, MIN_BAR_WIDTH_PX / FLAME_GRAPH_WIDTH_PX)
+        x += thread.sample_count / total
+    return render_flame_graph(
+        title,
+        [
+            (bar, bar.frame.function, f"{_format_frame(bar.frame)}, {bar.samples / rate:.2f} s")
+            for bar in bars
+        ],
+    )
+
+
+def _format_frame(frame: Frame) -> str:
+    file = f" {frame.file}" if frame.file else ""
+    line = f":{frame.line}" if frame.line else ""
+    return f"{frame.function}{file}{line}"
+
+
+def render_speedscope(title: str, profiles: RankProfiles, rate: int) -> str:
+    by_name = ((f"rank {rank}", profile) for rank, profile in profiles)
+    return json.dumps(profiles_to_speedscope(title, by_name, rate))
+
+
+def select_calling_stacks(stacks: Sequence[MergedStack]) -> list[MergedStack]:
+    """The calling thread's stack of each rank: the rank's first entry with frames."""
+    seen: set[int] = set()
+    calling_stacks = []
+    for entry in stacks:
+        if entry.frames and not seen.issuperset(entry.ranks):
+            seen.update(entry.ranks)
+            calling_stacks.append(entry)
+    return calling_stacks
+
+
+def convert_stacks(entries: Sequence[MergedStack]) -> list[RankedStack]:
+    return [(entry.ranks, entry.frames) for entry in entries]
+
+
+def build_stack_router(live: AppState) -> APIRouter:
+    routes = APIRouter(prefix="/api/v1/incidents/{id}", tags=["incidents"])
+
+    @routes.get(
+        "/text",
+        operation_id="text_api_v1_incidents__id__text_get",
+        summary="The whole verdict as text",
+        response_class=PlainTextResponse,
+    )
+    async def show_text(id: str) -> Response:
+        document = build_incident_document(live.get_incident(id).incident)
+        lines = terminal.format_incident(document, datetime.now(timezone.utc), full=True)
+        return PlainTextResponse("\n".join(lines) + "\n")
+
+    @routes.get(
+        "/stacks.speedscope.json",
+        operation_id="for_speedscope_api_v1_incidents__id__stacks_speedscope_json_get",
+        summary="The stacks for speedscope",
+    )
+    async def download_speedscope(id: str) -> Response:
+        incident = live.get_incident(id).incident
+        stacks = [
+            (f"{name_ranks(stack.ranks)}, {stack.thread or 'no thread'}", stack.frames)
+            for stack in incident.stacks
+            if stack.frames
+        ]
+        document = json.dumps(stacks_to_speedscope(incident.summary, stacks))
+        return make_attachment(f"hangwatch-{id}.speedscope.json", document, "application/json")
+
+    @routes.get(
+        "/stacks.folded",
+        operation_id="for_flamegraph_api_v1_incidents__id__stacks_folded_get",
+        summary="The stacks as folded lines, for flame graph tools",
+        response_class=PlainTextResponse,
+    )
+    async def download_folded_stacks(id: str) -> Response:
+        lines = format_folded_stacks(
+            convert_stacks(select_calling_stacks(live.get_incident(id).incident.stacks))
+        )
+        text = "".join(f"{line}\n" for line in lines)
+        return make_attachment(f"hangwatch-{id}.folded", text, "text/plain")
+
+    @routes.get(
+        "/stacks.svg",
+        operation_id="flamegraph_api_v1_incidents__id__stacks_svg_get",
+        summary="The stacks as a flame graph: a frame's width is its number of ranks",
+        response_class=Response,
+        responses={200: {"content": {"image/svg+xml": {}}}},
+    )
+    async def download_flamegraph(id: str) -> Response:
+        incident = live.get_incident(id).incident
+        tree = merge_stacks(convert_stacks(select_calling_stacks(incident.stacks)))
+        bars = list(_iter_bars(tree, 0.0, 0, max(1, sum(len(b.ranks) for b in tree))))
+        image = render_flame_graph(incident.summary, bars)
+        return make_attachment(f"hangwatch-{id}.svg", image, "image/svg+xml")
+
+    return routes
+
+
+def _iter_bars(
+    branches: tuple[Branch, ...], x: float, depth: int, total_ranks: int
+) -> Iterator[tuple[ProfileBar, str, str]]:
+    """With texts and tooltips. Ranks are counted as samples are in a profile."""
+    for branch in branches:
+        width = len(branch.ranks) / total_ranks
+        for level, frame in enumerate(branch.frames, depth):
+            text = f"{frame.function} {frame.file}:{frame.line}"
+            bar = ProfileBar(
+                x=x,
+                width=width,
+                depth=level,
+                frame=frame,
+                samples=len(branch.ranks),
+                is_user=not is_library(frame.file),
+            )
+            yield bar, text, f"{text}, {name_ranks(branch.ranks)}"
+        yield from _iter_bars(branch.branches, x, depth + len(branch.frames), total_ranks)
+        x += width

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hangwatch.performance.stragglers import format_duration
 from hangwatch.tracking.attempt import Attempt
 
-from ..performance.period_history import PERIOD_S, PeriodPoint
+from ..performance.totals import PERIOD_S, PeriodPoint
 from ..performance.views import RankedGroup, rank_groups
 from .app_state import AppState
 

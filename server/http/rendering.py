@@ -1,7 +1,12 @@
-"""Templates and their filters, and the responses of all routes with their headers."""
+"""Templates and their filters, and the responses of all routes with their headers.
+
+MERGED: Error responses: a problem document for programs, a page for browsers.
+"""
 
 from __future__ import annotations
 
+import http
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -9,8 +14,10 @@ from urllib.parse import urlencode
 
 import jinja2
 import msgspec
-from fastapi import Request
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response
+from starlette.exceptions import HTTPException
 
 from hangwatch import __version__
 from hangwatch.model.ranks import format_ranks
@@ -25,9 +32,10 @@ from hangwatch.report.text import (
     truncate_end,
     truncate_start,
 )
-from hangwatch.stacks.call_tree import ProfileBar
 from hangwatch.stacks.frames import is_library
+from hangwatch.stacks.trees import ProfileBar
 
+from ..core.problems import Problem, describe_validation_errors
 from ..monitor.views import format_verdict
 
 SERVER_DIR = Path(__file__).parents[1] / "web"
@@ -173,3 +181,49 @@ def make_linker(request: Request) -> Callable[..., str]:
         return f"{path}?{urlencode(query)}" if query else path
 
     return build_link
+
+
+INTERNAL_ERROR_DETAIL = "hangwatch-server failed on this request; see its stderr"
+
+
+def install_error_handlers(app: FastAPI, refusals: Counter[str]) -> None:
+    """Makes ``app`` answer every error with a problem document, or with a page with the same text in
+    a browser. ``refusals`` counts the requests that exceed a limit, by its name.
+    """
+
+    @app.exception_handler(Problem)
+    async def handle_problem(request: Request, error: Problem) -> Response:
+        refusals.update(error.limits)
+        return _make_error_response(request, error)
+
+    @app.exception_handler(HTTPException)
+    async def handle_http_error(request: Request, error: HTTPException) -> Response:
+        detail = {
+            404: f"{request.url.path} does not exist; /docs lists the API",
+            405: f"{request.url.path} does not accept {request.method}; /docs lists the methods",
+        }.get(error.status_code, str(error.detail))
+        return _make_error_response(
+            request, Problem(error.status_code, detail, headers=error.headers)
+        )
+
+    @app.exception_handler(RequestValidationError)
+    async def handle_invalid_request(request: Request, error: RequestValidationError) -> Response:
+        detail = "the request does not match its description in /docs; see errors"
+        errors = describe_validation_errors(error.errors())
+        return _make_error_response(request, Problem(422, detail, errors=errors))
+
+    @app.exception_handler(Exception)
+    async def handle_bug(request: Request, error: Exception) -> Response:
+        return _make_error_response(request, Problem(500, INTERNAL_ERROR_DETAIL))
+
+
+def _make_error_response(request: Request, problem: Problem) -> Response:
+    if "text/html" not in request.headers.get("accept", "") or request.url.path.startswith("/api/"):
+        return problem.make_response()
+    return render_page(
+        "error.html",
+        status_code=problem.status,
+        title=http.HTTPStatus(problem.status).phrase,
+        detail=problem.detail,
+        more=problem.extra_members.get("errors", []),
+    )

@@ -2,20 +2,28 @@
 
 Whatever differs between two reads of an unchanged job, such as the age of a call, is left out, so
 that an incident only counts as changed when its document changes.
+
+MERGED: How far the devices have come in an incident's groups, as evidence of the incident. Pure.
+
+MERGED: What hosts report of their hardware, as evidence of an incident. Pure.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import NamedTuple
 
+from hangwatch.diagnosis.hardware import InvolvedHost, list_involved_hosts
 from hangwatch.model.calls import Call
 from hangwatch.model.groups import Group
-from hangwatch.model.incidents import MergedStack, ProcessSnapshot
-from hangwatch.model.threads import RECORDER_THREAD_NAME, Frame, ThreadStack
-from hangwatch.model.verdicts import AlignedPair, Verdict
+from hangwatch.model.hardware import HostObservation, MissingEvidence, UnavailableSource, Weight
+from hangwatch.model.incidents import Incident, MergedStack, ProcessSnapshot
+from hangwatch.model.kinds import VerdictKind
+from hangwatch.model.ranks import RECORDER_THREAD_NAME, Frame, ThreadStack
+from hangwatch.model.verdicts import AlignedPair, DevicePosition, Verdict
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process, StackSample
 
@@ -200,3 +208,123 @@ def keep_known_stacks(
 def _get_content(stack: MergedStack) -> tuple[object, ...]:
     """All of a stack but its time."""
     return (stack.ranks, stack.thread, stack.source, stack.frames, stack.native, stack.error)
+
+
+MAX_POSITIONS_SHOWN = 256
+
+
+def collect_device_positions(attempt: Attempt, verdict: Verdict) -> tuple[DevicePosition, ...]:
+    """The positions of the members of the verdict's group, and of the groups that its waits are in.
+    Of many members, the culprits and those that have completed least.
+    """
+    culprits = frozenset(verdict.culprits)
+    shown = heapq.nsmallest(
+        MAX_POSITIONS_SHOWN,
+        _iter_positions(attempt, verdict),
+        key=lambda p: (p.rank not in culprits, p.completed, p.rank, p.group),
+    )
+    return tuple(sorted(shown, key=lambda p: (p.group, p.rank not in culprits, p.rank)))
+
+
+def _iter_positions(attempt: Attempt, verdict: Verdict) -> Iterator[DevicePosition]:
+    names = {wait.group for wait in verdict.waits}
+    if verdict.group is not None:
+        names.add(verdict.group.name)
+    for (_, name, _, _), members in attempt.streams_by_group.items():
+        if name not in names:
+            continue
+        for rank, stream in members.items():
+            if (device := stream.device) is not None:
+                yield DevicePosition(
+                    rank=rank,
+                    group=name,
+                    enqueued=device.enqueued,
+                    started=device.started,
+                    completed=device.completed,
+                    source=device.source,
+                    age_s=round(max(0.0, attempt.last_seen_at - device.read_at), 3),
+                )
+
+
+def keep_known_positions(
+    before: Sequence[DevicePosition], now: Iterable[DevicePosition]
+) -> tuple[DevicePosition, ...]:
+    """``now``, but unchanged positions keep their age; ``before`` if nothing is known any more."""
+    earlier = {(p.rank, p.group, p.counters): p for p in before}
+    return tuple(earlier.get((p.rank, p.group, p.counters), p) for p in now) or tuple(before)
+
+
+def add_device_advice(verdict: Verdict, attempt: Attempt) -> str:
+    """The verdict's advice. If it is unknown how far the devices have come, and that might name a
+    culprit, the advice says how to make it known.
+    """
+    if verdict.kind is not VerdictKind.NO_PROGRESS:
+        return verdict.advice
+    ranks = (*verdict.culprits, *verdict.waiting)
+    processes = (attempt.processes.get(rank) for rank in ranks)
+    setting = next((p.device_setting for p in processes if p is not None and p.device_setting), "")
+    if not setting:
+        return verdict.advice
+    return (
+        f"{verdict.advice} torch does not count how far the devices have come: with {setting} in"
+        " the job's environment, hangwatch can name a device that lags."
+    )
+
+
+MAX_OBSERVATIONS_SHOWN = 256
+MAX_GAPS_SHOWN = 16
+
+
+def update_hardware(incident: Incident, attempt: Attempt, since: float) -> Incident:
+    """The incident with what the hosts have reported since the onset."""
+    hosts = list_involved_hosts(attempt, replace(incident.verdict, began_at=since))
+    return replace(
+        incident,
+        hardware=keep_known_hardware(incident.hardware, collect_hardware(hosts)),
+        hardware_missing=collect_missing(hosts) or incident.hardware_missing,
+    )
+
+
+def collect_hardware(hosts: Iterable[InvolvedHost]) -> tuple[HostObservation, ...]:
+    """What the hosts reported, faults first; versions are left out."""
+    found = [
+        HostObservation(host=host.name, observation=observation)
+        for host in hosts
+        for observation in host.observations
+        if observation.weight is not Weight.FACT
+    ]
+    found.sort(key=lambda entry: entry.observation.weight is not Weight.FAULT)
+    return tuple(found[:MAX_OBSERVATIONS_SHOWN])
+
+
+def collect_missing(hosts: Iterable[InvolvedHost]) -> tuple[MissingEvidence, ...]:
+    """The sources that the hosts could read if something were done about it."""
+    hosts_by_gap: dict[UnavailableSource, list[str]] = {}
+    for host in hosts:
+        for gap in host.hardware.unavailable if host.hardware is not None else ():
+            if gap.remedy:
+                hosts_by_gap.setdefault(gap, []).append(host.name)
+    return tuple(
+        MissingEvidence(hosts=tuple(names), source=gap.source, reason=gap.reason, remedy=gap.remedy)
+        for gap, names in list(hosts_by_gap.items())[:MAX_GAPS_SHOWN]
+    )
+
+
+def keep_known_hardware(
+    before: Sequence[HostObservation], now: Sequence[HostObservation]
+) -> tuple[HostObservation, ...]:
+    """``now``, and what was observed earlier and is not any more. What did not change keeps its age."""
+    earlier, current = ({_get_key(entry): entry for entry in entries} for entries in (before, now))
+    kept = {
+        key: entry
+        for key, entry in earlier.items()
+        if key not in current or current[key].observation.now == entry.observation.now
+    }
+    return tuple({**current, **kept}.values())[:MAX_OBSERVATIONS_SHOWN]
+
+
+def _get_key(entry: HostObservation) -> tuple[object, ...]:
+    """All of an observation but its age, and the growing value of a counter."""
+    seen = entry.observation
+    now = None if seen.is_counter else seen.now
+    return (entry.host, seen.source, seen.about, seen.what, seen.before, now)

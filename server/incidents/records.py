@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from hangwatch.model.incidents import Incident
-from hangwatch.model.kind_spec import Severity
+from hangwatch.model.incidents import Incident, Recovery
+from hangwatch.model.kinds import Severity
 from hangwatch.model.ranks import AttemptKey
-from hangwatch.model.recoveries import Recovery
 from hangwatch.tracking.attempt import Attempt
 
 

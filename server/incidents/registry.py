@@ -1,29 +1,40 @@
 """The life of incidents: a verdict opens one and refines it while evidence is collected, and the
 absence of the verdict resolves it.
+
+MERGED: Whether a verdict concerns an incident that is already open: one root cause is one incident.
+Pure.
+
+MERGED: How a later verdict changes an incident's verdict. Pure.
+
+MERGED: When the absence of its verdict means that an incident is resolved. Pure.
 """
 
 from __future__ import annotations
 
+import enum
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hangwatch.model.incidents import Incident, Resolution
+from hangwatch.diagnosis.messages import update_waiter_count
+from hangwatch.model.incidents import Incident, Recovery, Resolution
+from hangwatch.model.kinds import KINDS, Role, Severity, VerdictKind, select_kinds
 from hangwatch.model.ranks import AttemptKey, Lifecycle
-from hangwatch.model.recoveries import Recovery
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
 from ..core.clock import Clock, ulid
 from . import evidence
-from .device_evidence import collect_device_positions, keep_known_positions
-from .hardware_evidence import update_hardware
-from .matching import Relation, relate_verdict
-from .records import IncidentRecord, get_member_key
-from .refinement import refine_verdict, summarize_alerts
-from .resolution import AFTER_RESTART_ABSENT_S, has_made_progress, has_reported_since
+from .evidence import (
+    add_device_advice,
+    collect_device_positions,
+    keep_known_positions,
+    strip_verdict,
+    update_hardware,
+)
+from .records import AlertSummary, IncidentRecord, get_member_key
 
 # The kind of an incident may only be corrected this long after it was opened.
 EVIDENCE_WINDOW_S = 10.0
@@ -279,3 +290,241 @@ def _is_suspicion_of(verdict: Verdict, incident: Incident) -> bool:
     if verdict.is_confirmed or verdict.seq is None or verdict.seq != incident.seq:
         return False
     return relate_verdict(incident, verdict, gathering=False) is not Relation.NONE
+
+
+_ENDS = frozenset(select_kinds(lambda spec: spec.role is Role.END))
+_ROOTS = frozenset(select_kinds(lambda spec: spec.role is Role.ROOT))
+_HANGS = frozenset(
+    select_kinds(lambda spec: spec.role in (Role.END, Role.HANG) or spec.blocks_culprits)
+)
+_ALONE = frozenset(select_kinds(lambda spec: spec.role is Role.INDEPENDENT))
+
+
+class Relation(enum.IntEnum):
+    NONE = 0
+    CONSEQUENCE = 1  # explained by the incident: keeps it open and changes nothing
+    REFINES = 2  # the same root cause, better understood
+    SAME = 3
+
+
+def is_hang(incident: Incident) -> bool:
+    """Ranks are blocked because of it."""
+    return bool(incident.waiting) or (
+        incident.kind in _HANGS and incident.severity is Severity.ALERT
+    )
+
+
+def relate_verdict(incident: Incident, verdict: Verdict, gathering: bool) -> Relation:
+    """How a verdict on the same attempt relates to an open incident. ``gathering``: the incident
+    is so new that its evidence is still being collected.
+    """
+    if verdict.kind in _ALONE or incident.kind in _ALONE:
+        is_same = verdict.kind is incident.kind and _has_same_location(incident, verdict)
+        return Relation.SAME if is_same else Relation.NONE
+    if verdict.kind is incident.kind:
+        if (same := _relate_same_kind(incident, verdict)) is not Relation.NONE:
+            return same
+    elif _has_same_position(incident, verdict) and verdict.kind not in _ENDS:
+        rises = incident.severity is Severity.WARNING and verdict.severity is Severity.ALERT
+        falls = incident.severity is Severity.ALERT and verdict.severity is Severity.WARNING
+        return Relation.REFINES if rises or (gathering and not falls) else Relation.CONSEQUENCE
+    if incident.severity is Severity.WARNING:
+        return _relate_to_warning(incident, verdict)
+    if incident.kind in _ENDS:
+        return _relate_to_end(incident, verdict, gathering)
+    if not is_hang(incident):
+        return Relation.NONE
+    return _relate_to_hang(incident, verdict, gathering)
+
+
+def _relate_same_kind(incident: Incident, verdict: Verdict) -> Relation:
+    spec = KINDS[incident.kind]
+    if spec.blocks_culprits:
+        # No rank is on two cycles.
+        return Relation.SAME if _share_culprits(incident, verdict) else Relation.NONE
+    if _has_same_position(incident, verdict):
+        return Relation.SAME
+    if spec.is_call_error:
+        if not _has_same_group(incident, verdict):
+            return Relation.NONE
+        # The calls of a group stay different after a divergence: later differences have the same
+        # cause. But where it began may be found later.
+        is_exact = bool(incident.verdict.calls)
+        if is_exact or incident.seq is None or verdict.seq is None or verdict.seq > incident.seq:
+            return Relation.CONSEQUENCE
+        return Relation.REFINES
+    is_same = incident.culprits and set(incident.culprits) == set(verdict.culprits)
+    return Relation.SAME if is_same else Relation.NONE
+
+
+def _relate_to_warning(incident: Incident, verdict: Verdict) -> Relation:
+    if not _share_culprits(incident, verdict):
+        return Relation.NONE
+    return Relation.REFINES if verdict.severity is Severity.ALERT else Relation.CONSEQUENCE
+
+
+def _relate_to_end(incident: Incident, verdict: Verdict, gathering: bool) -> Relation:
+    """A process has ended: ranks that wait or die after it do so because of it."""
+    if verdict.kind in _ROOTS:
+        return Relation.REFINES if gathering and _share_ranks(incident, verdict) else Relation.NONE
+    # Nodes report at different times, so the first death may only be known later. Deaths after the
+    # loss of a node are its consequences.
+    may_be_first = verdict.kind in _ENDS and not KINDS[incident.kind].is_unreachable
+    return Relation.REFINES if gathering and may_be_first else Relation.CONSEQUENCE
+
+
+def _relate_to_hang(incident: Incident, verdict: Verdict, gathering: bool) -> Relation:
+    if verdict.kind in _ENDS:
+        return Relation.CONSEQUENCE  # launchers and people end jobs that hang
+    if not _share_ranks(incident, verdict):
+        return Relation.NONE
+    if verdict.kind in _ROOTS:
+        if not verdict.waiting and not KINDS[verdict.kind].blocks_culprits:
+            return Relation.NONE  # a separate bug that blocks no rank
+    elif verdict.severity is Severity.WARNING:
+        return Relation.CONSEQUENCE
+    return Relation.REFINES if gathering and incident.kind not in _ROOTS else Relation.CONSEQUENCE
+
+
+def _has_same_group(incident: Incident, verdict: Verdict) -> bool:
+    ours, theirs = incident.group, verdict.group
+    if ours is None or theirs is None:
+        return False
+    return ours.name == theirs.name and ours.ranks == theirs.ranks
+
+
+def _has_same_position(incident: Incident, verdict: Verdict) -> bool:
+    is_same_call = incident.seq is not None and incident.seq == verdict.seq
+    if not (is_same_call and _has_same_group(incident, verdict)):
+        return False
+    # Each pair of ranks in a group counts its point-to-point calls separately: only the two ranks
+    # distinguish one pair from another.
+    calls = (*incident.verdict.calls, *verdict.calls)
+    if all(call_class.call.peer is None for call_class in calls):
+        return True
+    return _share_culprits(incident, verdict)
+
+
+def _has_same_location(incident: Incident, verdict: Verdict) -> bool:
+    return _has_same_group(incident, verdict) or set(incident.culprits) == set(verdict.culprits)
+
+
+def _share_culprits(incident: Incident, verdict: Verdict) -> bool:
+    return not set(incident.culprits).isdisjoint(verdict.culprits)
+
+
+def _share_ranks(incident: Incident, verdict: Verdict) -> bool:
+    ranks = {*verdict.culprits, *verdict.waiting}
+    if incident.kind is verdict.kind and KINDS[verdict.kind].blocks_culprits:
+        # A rank that waits for two cycles does not make them one.
+        return not (
+            ranks.isdisjoint(incident.culprits)
+            and set(verdict.culprits).isdisjoint(incident.waiting)
+        )
+    # `isdisjoint` stops at the first common rank.
+    return not (ranks.isdisjoint(incident.culprits) and ranks.isdisjoint(incident.waiting))
+
+
+def refine_verdict(
+    before: Verdict, verdict: Verdict, attempt: Attempt, members: Iterable[int], last_seen_at: float
+) -> Verdict:
+    """The new verdict, with the evidence of the earlier one that it lacks. An alert stays an alert.
+
+    ``members`` are the ranks of all earlier verdicts, of which the last one was at ``last_seen_at``, monotonic.
+    """
+    after = strip_verdict(verdict)
+    is_alert = Severity.ALERT in (before.severity, after.severity)
+    is_same_kind = after.kind is before.kind
+    waiting = {*after.waiting, *_list_still_waiting(before, attempt, members, last_seen_at)}
+    waiting -= set(after.culprits)
+    return replace(
+        after,
+        summary=update_waiter_count(after.summary, len(after.waiting), len(waiting)),
+        advice=add_device_advice(after, attempt),
+        severity=Severity.ALERT if is_alert else Severity.WARNING,
+        waiting=tuple(sorted(waiting)),
+        calls=after.calls or before.calls,
+        waits=after.waits or before.waits,
+        divergence=after.divergence or (before.divergence if is_same_kind else None),
+        site=after.site or (before.site if is_same_kind else None),
+    )
+
+
+def _list_still_waiting(
+    before: Verdict, attempt: Attempt, members: Iterable[int], last_seen_at: float
+) -> Iterator[int]:
+    """The ranks that waited and that the new verdict may lack nevertheless."""
+    # A process that has ended no longer waits, but it did. NCCL's watchdog aborts a call before it ends
+    # the process, so that the host may have run on for a moment, and its next call may have raised.
+    yield from attempt.ended_ranks.intersection(members)
+    if attempt.ended_ranks:
+        yield from before.waiting
+        return
+    for rank in before.waiting:
+        process = attempt.processes.get(rank)
+        # Its host's heartbeat may be late; nothing is known to have changed.
+        if process is not None and process.reports.last_seen_at <= last_seen_at:
+            yield rank
+
+
+def summarize_alerts(
+    kind: VerdictKind, related: Iterable[tuple[Relation, Verdict]], now: float
+) -> AlertSummary | None:
+    """Summarizes the alerts among the verdicts that are related to an incident of a kind."""
+    alerts = [
+        (relation, verdict)
+        for relation, verdict in related
+        if relation and verdict.severity is Severity.ALERT
+    ]
+    if not alerts:
+        return None
+    causes = [
+        verdict
+        for relation, verdict in alerts
+        if relation is not Relation.CONSEQUENCE or verdict.kind is kind
+    ]
+    return AlertSummary(
+        at=now,
+        accused=frozenset(rank for verdict in causes for rank in verdict.culprits),
+        waiting=frozenset(rank for _, verdict in alerts for rank in verdict.waiting),
+    )
+
+
+# Without its verdict for this long, an incident is resolved if the job is alive.
+VERDICT_ABSENT_S = 2.0
+# The same after a restart of the server, while the state of the attempt is still arriving.
+AFTER_RESTART_ABSENT_S = 10.0
+# The absence of a verdict only means something this long after the last heartbeat.
+RECENT_HEARTBEAT_S = 5.0
+
+
+def has_reported_since(record: IncidentRecord, attempt: Attempt) -> bool:
+    """A rank of the incident was reported since the last verdict on it. Otherwise the absence of a
+    verdict means nothing.
+    """
+    if attempt.last_seen_at < record.last_seen_at:
+        return False
+    incident = record.incident
+    ranks = (*incident.culprits, *incident.waiting)
+    processes = (attempt.processes.get(rank) for rank in ranks)
+    return any(p is not None and p.reports.last_seen_at >= record.last_seen_at for p in processes)
+
+
+def has_made_progress(record: IncidentRecord, attempt: Attempt, now: float) -> bool:
+    """The verdict is absent because the job made progress, and not because it ended or does not
+    report.
+    """
+    incident = record.incident
+    if KINDS[incident.kind].is_call_error and not incident.waiting:
+        return False  # progress does not refute it: no rank was blocked by it
+    processes = list(attempt.processes.values())
+    if attempt.is_finished:
+        is_clean = all(p.exit is not None and p.exit.exit_status == 0 for p in processes)
+        return is_clean or incident.severity is Severity.WARNING
+    has_failure = any(
+        p.exception is not None or (p.exit is not None and p.exit.has_failed) for p in processes
+    )
+    if has_failure or now - attempt.last_seen_at > RECENT_HEARTBEAT_S:
+        return False
+    absent_s = now - max(record.last_seen_at, attempt.opened_at)
+    return absent_s >= (AFTER_RESTART_ABSENT_S if record.is_restored else VERDICT_ABSENT_S)

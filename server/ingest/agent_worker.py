@@ -17,13 +17,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from ..core import limits, timeouts
-from ..core.waiting import wait_for_event
-from .request_heads import WorkerOptions
+from ..core import limits
+from ..core.events import wait_for_event
+from ..core.limits import BODY_S, HEAD_S, KEEP_ALIVE_S
 from .worker_frames import (
     MAX_PACKET_BYTES,
     Frame,
     FrameType,
+    WorkerOptions,
     decode_packet,
     encode_frame,
     encode_packet,
@@ -79,9 +80,9 @@ class AgentWorker(asyncio.Protocol):
             max_head=limits.HEAD.most,
             max_body=limits.BODY.most,
             max_buffered=MAX_BUFFERED_BYTES,
-            head_timeout_s=timeouts.HEAD_S,
-            body_timeout_s=timeouts.BODY_S,
-            keep_alive_s=timeouts.KEEP_ALIVE_S,
+            head_timeout_s=HEAD_S,
+            body_timeout_s=BODY_S,
+            keep_alive_s=KEEP_ALIVE_S,
         )
 
     async def run(self) -> None:

@@ -15,7 +15,7 @@ from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
 
 from ..core.clock import Clock, ulid
-from ..core.waiting import wait_for_event
+from ..core.events import wait_for_event
 
 REQUEST_EXPIRES_S = 10.0  # seconds after which an unanswered request may be repeated
 MIN_REPEAT_INTERVAL_S = 1.0  # seconds between two requests for the same thing

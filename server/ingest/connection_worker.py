@@ -22,7 +22,6 @@ import sys
 import time
 from dataclasses import dataclass
 
-from hangwatch.server.ingest.request_heads import OddRequestError, WorkerOptions, parse_head
 from hangwatch.server.ingest.worker_frames import (
     MAX_PACKET_BYTES,
     Frame,
@@ -32,6 +31,8 @@ from hangwatch.server.ingest.worker_frames import (
     encode_packet,
     take_frames,
 )
+
+from .worker_frames import OddRequestError, WorkerOptions, parse_head
 
 READ_BYTES = 1 << 16
 RESERVED_FILES = 128  # not used for connections: the server has the same limit

@@ -11,7 +11,7 @@ from hangwatch.report.documents import build_incident_event
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
-from ..alerting.events import take_due_event
+from ..alerting.alerter import take_due_event
 from ..core.clock import Clock
 from ..core.events import EventLog
 from ..core.supervision import FailureLog

@@ -1,24 +1,31 @@
-"""The loop that diagnoses every job at short intervals, then reports what changed."""
+"""The loop that diagnoses every job at short intervals, then reports what changed.
+
+MERGED: Drops attempts and node agents that are no longer needed in memory.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hangwatch.tracking.fleet import Fleet
+from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.fleet import SUCCEEDED_SILENT_S, Fleet
 
+from ..core import load
 from ..core.clock import Clock
-from ..core.garbage_collection import GarbageScheduler
-from ..core.waiting import wait_for_event
-from ..incidents.registry import IncidentRegistry
+from ..core.events import wait_for_event
+from ..core.limits import is_large
+from ..core.load import GarbageScheduler
+from ..incidents.registry import NOT_REPORTING_LIMIT_S, IncidentRegistry
 from ..ingest.command_queue import CommandQueue
+from ..ingest.heartbeat_queue import SLICE_S
 from ..recovery.aborter import Aborter
 from .announcer import IncidentAnnouncer
 from .diagnoser import Diagnoser
 from .heartbeat_applier import HeartbeatApplier
-from .report_scheduler import ReportScheduler
-from .retention import Retention
+from .report_scheduler import AgentRegistry, ReportScheduler
 from .state_publisher import StatePublisher
 
 ROUND_INTERVAL_S = 0.25
@@ -94,3 +101,95 @@ class DiagnosisLoop:
                 if self.diagnoser.is_due(attempt, now):
                     await self.diagnoser.diagnose_attempt(attempt)
                     self.incidents.resolve_earlier_attempts(attempt, now, current_keys)
+
+
+FINISHED_ATTEMPTS_KEPT = 20
+FINISHED_KEPT_S = 3600.0
+# Of all finished attempts that have a successor, together.
+SUCCEEDED_PROCESSES_KEPT = 20_000
+SILENCE_CHECK_INTERVAL_S = 3.0  # a large job that was cut off leaves thousands of silent agents
+PROCESSES_DROPPED_PER_STEP = 10  # of a large attempt
+
+
+@dataclass(slots=True, kw_only=True)
+class Retention:
+    """``on_attempt_dropped`` and ``on_agent_dropped`` let other components drop their part."""
+
+    fleet: Fleet
+    agents: AgentRegistry
+    on_attempt_dropped: Callable[[Attempt], None]
+    on_agent_dropped: Callable[[str], None]
+    _large_dropped: list[Attempt] = field(default_factory=list)  # their processes remain
+    _dropping: asyncio.Task[None] | None = None
+    _silence_check_due_at: float = float("-inf")
+
+    def drop_expired(self, now: float) -> None:
+        """Drops old attempts, and from time to time silent agents."""
+        for attempt in self._find_expired(now):
+            self.drop_attempt(attempt)
+        if now >= self._silence_check_due_at:
+            self._silence_check_due_at = now + SILENCE_CHECK_INTERVAL_S
+            self._drop_silent_agents(now)
+
+    def drop_attempt(self, attempt: Attempt) -> None:
+        self.fleet.forget_attempt(attempt)
+        if is_large(attempt.rank_count):
+            self._large_dropped.append(attempt)
+        else:
+            self.fleet.drop_processes(attempt, len(attempt.processes))
+        self.on_attempt_dropped(attempt)
+
+    def start_dropping_processes(self) -> None:
+        """Starts to free the processes of dropped large attempts in the background."""
+        if self._large_dropped and (self._dropping is None or self._dropping.done()):
+            self._dropping = asyncio.create_task(self._drop_processes())
+
+    async def wait_until_dropped(self) -> None:
+        """Waits until the background work, if any, is done."""
+        if self._dropping is not None:
+            await self._dropping
+
+    def _find_expired(self, now: float) -> list[Attempt]:
+        # Sorted by job and number, so that each job's last number remains.
+        latest_numbers = {key.job: key.number for key in sorted(self.fleet.attempts)}
+        expired: list[Attempt] = []
+        finished_count = process_count = 0
+        for attempt in sorted(self.fleet.attempts.values(), key=lambda a: -a.last_seen_at):
+            is_succeeded = attempt.number != latest_numbers[attempt.job]
+            silent_s = now - attempt.last_seen_at
+            # The exit of ranks on a lost host is never reported.
+            is_over = attempt.is_finished or (is_succeeded and silent_s > SUCCEEDED_SILENT_S)
+            if not is_over:
+                if silent_s > NOT_REPORTING_LIMIT_S:
+                    expired.append(attempt)
+                continue
+            finished_count += 1
+            process_count += len(attempt.processes)
+            is_excess = finished_count > FINISHED_ATTEMPTS_KEPT or (
+                is_succeeded and process_count > SUCCEEDED_PROCESSES_KEPT
+            )
+            if is_excess or silent_s > FINISHED_KEPT_S:
+                expired.append(attempt)
+        return expired
+
+    def _drop_silent_agents(self, now: float) -> None:
+        """Drops silent agents whose ranks have all exited, or that are silent for very long."""
+        for agent_id, silent_s in self.agents.update_silent(now):
+            processes = self.fleet.list_processes(agent_id)
+            has_finished = all(tracked.process.exit is not None for tracked in processes)
+            if silent_s > FINISHED_KEPT_S or has_finished:
+                self.agents.forget_silent(agent_id)
+                self.fleet.forget_agent(agent_id)
+                self.on_agent_dropped(agent_id)
+
+    async def _drop_processes(self) -> None:
+        """Frees memory in small steps: for a large attempt that takes a second in all."""
+        while self._large_dropped:
+            slice_ends_at = time.perf_counter() + SLICE_S
+            while self.fleet.drop_processes(self._large_dropped[-1], PROCESSES_DROPPED_PER_STEP):
+                if time.perf_counter() > slice_ends_at:
+                    load.collect_new_objects()
+                    await asyncio.sleep(0)
+                    slice_ends_at = time.perf_counter() + SLICE_S
+            self._large_dropped.pop()
+        self._dropping = None

@@ -8,19 +8,17 @@ from dataclasses import dataclass, field
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.fleet import Fleet
 
-from ..core import garbage_collection
+from ..core import load
 from ..core.clock import Clock
+from ..core.supervision import Counters
 from ..ingest.command_queue import CommandQueue
-from ..ingest.ownership import drop_foreign_reports
+from ..ingest.heartbeat_checks import drop_foreign_reports
 from ..ondemand.dumps import DumpRegistry
 from ..ondemand.recordings import RecordingRegistry
-from ..ondemand.tracing import TraceRegistry
-from ..performance.aggregation import PerformanceTotals
+from ..ondemand.traces import TraceRegistry
+from ..performance.totals import PerformanceTotals
 from ..recovery.aborter import Aborter
-from .agent_registry import AgentRegistry
-from .counters import Counters
-from .report_intervals import ReportIntervals
-from .report_scheduler import ReportScheduler
+from .report_scheduler import AgentRegistry, ReportIntervals, ReportScheduler
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,8 +56,8 @@ class HeartbeatApplier:
     ) -> heartbeat.HeartbeatReply:
         now = self.clock.monotonic()
         self.counters.heartbeats += 1
-        if self.counters.heartbeats % garbage_collection.COLLECT_EVERY_HEARTBEATS == 0:
-            garbage_collection.collect_new_objects()
+        if self.counters.heartbeats % load.COLLECT_EVERY_HEARTBEATS == 0:
+            load.collect_new_objects()
         beat, foreign = drop_foreign_reports(beat, self.fleet, now)
         self.counters.foreign_reports += foreign
         is_known = beat.agent in self.agents

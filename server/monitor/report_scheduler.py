@@ -3,21 +3,27 @@
 Hosts of a large job report rarely (`Load`). A few should report again within a second, before all
 others: those with urgent changes, those named by a diagnosis, and those for which
 `Fleet.is_urgent` holds.
+
+MERGED: How often hosts report at the current load, and the limits of the diagnosis that follow.
+
+MERGED: The node agents that report to this server, and which of them have gone silent.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import Counter, OrderedDict
+from collections.abc import ItemsView, Iterable, ValuesView
+from dataclasses import dataclass, field, replace
 
 from hangwatch.diagnosis import EvidenceRequest, choose_window
+from hangwatch.model.limits import Limits
+from hangwatch.protocol import heartbeat
 from hangwatch.tracking.fleet import Fleet
 
 from ..core.limits import is_large
 from ..core.load import Load
 from ..ingest.command_queue import CommandQueue
-from ..ondemand.tracing import TraceRegistry
+from ..ondemand.traces import TraceRegistry
 
 REQUESTED_INTERVAL_S = 0.2  # between the heartbeats of an agent with an open request or a trace
 PRESSING_INTERVAL_S = 1.0  # until the next heartbeat of an agent that may decide a verdict
@@ -118,3 +124,130 @@ class ReportScheduler:
 
     def forget_agent(self, agent: str) -> None:
         self._awaited.discard(agent)
+
+
+MIN_INTERVAL_S = 0.5  # between the heartbeats of a host, where hosts are few
+MAX_STEADY_S = 2.0
+POLL_S = 25.0  # less than the minute after which proxies close a connection without data
+MAX_POLLING_AGENTS = 256
+MIN_RECENT_S = 2.0
+RECENT_HEARTBEATS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportIntervals:
+    configured_limits: Limits
+    load: Load
+    agents: AgentRegistry
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between two heartbeats of a host."""
+        return self.load.report_interval_s(MIN_INTERVAL_S, self.agents.reporting_count)
+
+    @property
+    def steady_s(self) -> float | None:
+        """Seconds between two heartbeats of a steady host, which reports changes immediately. Short
+        enough that one lost heartbeat does not make the host count as lost. None: `interval_s`.
+        """
+        interval_s = self.interval_s
+        if interval_s >= MAX_STEADY_S:  # nothing else is computed for each heartbeat of a large job
+            return None
+        wanted_s = min(MAX_STEADY_S, self.lost_after_s / 2)
+        return wanted_s if wanted_s > interval_s else None
+
+    @property
+    def poll_s(self) -> float | None:
+        """The longest wait of a host's request for commands, in seconds; None: there are too many hosts."""
+        return POLL_S if self.agents.reporting_count <= MAX_POLLING_AGENTS else None
+
+    @property
+    def max_gap_s(self) -> float:
+        """Seconds between two heartbeats of a host, including the time that they are queued."""
+        return self.interval_s + self.load.waited_s
+
+    @property
+    def change_report_s(self) -> float | None:
+        """Seconds within which a host reports changes; None if its next heartbeat is soon enough."""
+        return self.load.changes_within_s(self.interval_s, self.agents.reporting_count)
+
+    @property
+    def recent_s(self) -> float:
+        """The age in seconds up to which a heartbeat is recent enough to end a rank because of it."""
+        return max(MIN_RECENT_S, RECENT_HEARTBEATS * self.max_gap_s)
+
+    @property
+    def limits(self) -> Limits:
+        """The configured limits, at the interval at which hosts report now."""
+        return replace(self.configured_limits, report_interval_s=self.max_gap_s)
+
+    @property
+    def lost_after_s(self) -> float:
+        """Seconds without a heartbeat after which a host is lost."""
+        return self.limits.lost_after_s
+
+
+SILENT_AFTER_S = 60.0  # without a heartbeat an agent no longer counts towards the load
+
+
+@dataclass(slots=True, kw_only=True)
+class Agent:
+    host: str
+    last_seen_at: float
+    cost: heartbeat.AgentCost | None = None  # the last one reported
+
+
+@dataclass(slots=True)
+class AgentRegistry:
+    """Node agents by id, ordered by their last heartbeat. Times are the monotonic clock's."""
+
+    _agents: OrderedDict[str, Agent] = field(default_factory=OrderedDict)
+    _silent_count: int = 0
+
+    def __len__(self) -> int:
+        return len(self._agents)
+
+    def __contains__(self, agent_id: str) -> bool:
+        return agent_id in self._agents
+
+    def items(self) -> ItemsView[str, Agent]:
+        return self._agents.items()
+
+    def values(self) -> ValuesView[Agent]:
+        return self._agents.values()
+
+    @property
+    def reporting_count(self) -> int:
+        """The number of agents that are not silent."""
+        return len(self._agents) - self._silent_count
+
+    def record_heartbeat(self, beat: heartbeat.Heartbeat, now: float) -> float:
+        """Records that an agent reported. Returns the CPU seconds it used since its last report."""
+        agent = self._agents.get(beat.agent)
+        previous_cost = None if agent is None else agent.cost
+        if agent is None:
+            self._agents[beat.agent] = Agent(host=beat.host, last_seen_at=now, cost=beat.cost)
+        else:
+            agent.last_seen_at = now
+            agent.cost = beat.cost or previous_cost
+            self._agents.move_to_end(beat.agent)
+        if beat.cost is None:
+            return 0.0
+        previous_cpu_s = 0.0 if previous_cost is None else previous_cost.cpu_s
+        return max(0.0, beat.cost.cpu_s - previous_cpu_s)
+
+    def update_silent(self, now: float) -> list[tuple[str, float]]:
+        """Counts the silent agents. Returns their ids and for how many seconds they are silent."""
+        silent: list[tuple[str, float]] = []
+        for agent_id, agent in self._agents.items():
+            silent_s = now - agent.last_seen_at
+            if silent_s <= SILENT_AFTER_S:
+                break  # all further ones reported later
+            silent.append((agent_id, silent_s))
+        self._silent_count = len(silent)
+        return silent
+
+    def forget_silent(self, agent_id: str) -> None:
+        """Drops an agent that `update_silent` returned."""
+        del self._agents[agent_id]
+        self._silent_count -= 1

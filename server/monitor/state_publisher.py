@@ -1,8 +1,11 @@
-"""Computes the states of ranks and jobs in each round, and publishes and stores their changes."""
+"""Computes the states of ranks and jobs in each round, and publishes and stores their changes.
+
+MERGED: How fast a job trains, from samples of its step number.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -19,11 +22,10 @@ from ..core.limits import is_large
 from ..incidents.records import IncidentRecord
 from ..incidents.registry import IncidentRegistry
 from ..storage.persistence import PersistenceWorker
-from . import rank_states, views
-from .attempt_reader import AttemptReader
-from .backoff import DiagnosisBackoff
-from .pace import Pace
-from .report_intervals import ReportIntervals
+from . import views
+from .diagnoser import AttemptReader, DiagnosisBackoff
+from .report_scheduler import ReportIntervals
+from .views import compute_states
 
 # Ranks by (previous state, new state). The previous one is None for a new rank.
 StateChanges = dict[tuple[RankState | None, RankState], list[int]]
@@ -93,7 +95,7 @@ class StatePublisher:
         self, attempt: Attempt, cases: Iterable[IncidentRecord], now: float
     ) -> _AttemptStates:
         before = self.rank_states.get(attempt.key, {})
-        by_rank = rank_states.compute_states(attempt, cases, now, self.intervals.lost_after_s)
+        by_rank = compute_states(attempt, cases, now, self.intervals.lost_after_s)
         job = views.describe_job(attempt, Counter(by_rank.values()), cases, now)
         return _AttemptStates(by_rank, job, _find_changes(before, by_rank))
 
@@ -139,3 +141,28 @@ def _find_changes(before: dict[int, RankState], after: dict[int, RankState]) -> 
         if previous is not state:
             changes.setdefault((previous, state), []).append(rank)
     return changes
+
+
+SAMPLE_INTERVAL_S = 1.0  # seconds
+MAX_SAMPLES = 60
+MIN_SPAN_S = 2.0  # seconds between the first and last sample, for a rate
+
+
+@dataclass(slots=True)
+class Pace:
+    """The pace of one attempt. Times are the monotonic clock's."""
+
+    _samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+
+    def record_step(self, step: int | None, now: float) -> None:
+        if step is not None and (
+            not self._samples or now - self._samples[-1][0] >= SAMPLE_INTERVAL_S
+        ):
+            self._samples.append((now, step))
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """Over the last minute at most; None while too little is known."""
+        if not self._samples or (span := self._samples[-1][0] - self._samples[0][0]) < MIN_SPAN_S:
+            return None
+        return max(0.0, (self._samples[-1][1] - self._samples[0][1]) / span)

@@ -1,22 +1,33 @@
-"""What the API and the pages show of a job, its ranks and its groups. Pure."""
+"""What the API and the pages show of a job, its ranks and its groups. Pure.
+
+MERGED: The status of a job without an open incident, as text for pages, the API and the terminal.
+
+MERGED: The state of each rank, as the pages and the API show it. Pure.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 
-from hangwatch.model.calls import StreamKind
-from hangwatch.model.device import DeviceProgress
+from hangwatch.diagnosis import UnexplainedWait
+from hangwatch.diagnosis.graph.progress import is_process_waiting
+from hangwatch.diagnosis.messages import join_notes
+from hangwatch.diagnosis.unexplained import describe_losses
+from hangwatch.model.calls import Loss, StreamKind
 from hangwatch.model.groups import GroupKey
 from hangwatch.model.incidents import Incident
-from hangwatch.model.kind_spec import Severity
-from hangwatch.model.losses import Loss
-from hangwatch.model.ranks import RankState
-from hangwatch.model.threads import Frame
+from hangwatch.model.kinds import KINDS, Severity
+from hangwatch.model.limits import Limits
+from hangwatch.model.ranks import Frame, Lifecycle, RankState
+from hangwatch.model.verdicts import DeviceProgress
 from hangwatch.report import terminal
 from hangwatch.report.documents import build_site_document
+from hangwatch.report.text import format_age, name_ranks, truncate_end
 from hangwatch.stacks.frames import is_library
 from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.process import Process
 
 from ..core.job_views import (
     GroupMemberView,
@@ -28,9 +39,8 @@ from ..core.job_views import (
     RankGroupView,
     RankView,
 )
-from ..incidents.matching import is_hang
 from ..incidents.records import IncidentRecord
-from .rank_states import compute_waiting_s
+from ..incidents.registry import is_hang
 
 
 def count_members(attempt: Attempt, number: int) -> int:
@@ -207,3 +217,277 @@ def find_culprit_frame(incident: Incident) -> Frame | None:
     if site is None:
         return None
     return Frame(function=site.function, file=site.file, line=site.line)
+
+
+MAX_PROCESSES_SEARCHED = 64  # for a setting that all processes of a job have in common
+
+
+def describe_job_status(
+    attempt: Attempt, job: JobView, stall_after_s: float, wait: UnexplainedWait | None, now: float
+) -> tuple[str, str]:
+    """The status of a job without an open incident and how it is known, and advice; the advice is
+    empty for a healthy job. ``wait`` is one that no verdict explains.
+    """
+    status, advice = _describe_job(attempt, job, stall_after_s, wait, now)
+    notes = describe_losses(attempt, attempt.lossy_ranks | attempt.incomplete_ranks)
+    if not notes or attempt.is_finished:
+        return status, advice
+    return f"{status} {join_notes(notes)}", advice
+
+
+def _describe_job(
+    attempt: Attempt, job: JobView, stall_after_s: float, wait: UnexplainedWait | None, now: float
+) -> tuple[str, str]:
+    world, reported = attempt.rank_count, len(attempt.processes)
+    dead = job.states.get(RankState.DEAD, 0)
+    if job.state == "failed":
+        return (
+            f"Ended: {dead} of {reported} processes did not exit with status 0.",
+            "An incident shows which failed first, and why. Without one, they had finished their"
+            " work when they were ended.",
+        )
+    if job.state == "finished":
+        return f"Finished: all {reported} processes that reported have exited normally.", ""
+    if job.state == "lost":
+        return (
+            (
+                "Unknown: no node agent of this job has reported for"
+                f" {format_age(job.last_seen_s)}. This is the state at that time."
+            ),
+            (
+                "Check that the nodes and the network between them and this server work:"
+                " `hangwatch doctor` on a node reports what it can reach."
+            ),
+        )
+    if wait is not None:
+        return _describe_unexplained_wait(wait, now)
+    if reported < world:
+        absent = _find_first_absent(attempt, 20)
+        return (
+            (
+                f"Starting: {reported} of {world} ranks have reported so far; no rank has waited"
+                f" for the others longer than {stall_after_s:g} s."
+            ),
+            (
+                f"Not reported yet: {truncate_end(name_ranks(absent), 80)}. If this does not"
+                " change, `hangwatch doctor` on their nodes reports why."
+            ),
+        )
+    if job.state == "starting":
+        return (
+            (
+                f"Starting: all {world} ranks have reported, and not all have set up their process"
+                " group."
+            ),
+            "",
+        )
+    lost = job.states.get(RankState.LOST, 0)
+    if lost:
+        return (
+            f"Partly unknown: {lost} of {world} ranks do not report any more, the others continue.",
+            (
+                "Their host or its network has failed, or its node agent was killed: `hangwatch"
+                " doctor` there reports what is wrong."
+            ),
+        )
+    facts = [f"{reported} of {world} ranks report, the last {format_age(job.last_seen_s)} ago"]
+    if job.steps_per_s is not None:
+        facts.append(f"{format_pace(job.steps_per_s)} (at step {job.step})")
+    facts.append("all calls compared so far agree")
+    silent_s = _measure_silence(attempt, stall_after_s)
+    if silent_s:
+        return _describe_silence(attempt, silent_s, facts)
+    return (
+        f"All is well: {'; '.join(facts)}, and no rank waits longer than {stall_after_s:g} s.",
+        "",
+    )
+
+
+def _describe_unexplained_wait(wait: UnexplainedWait, now: float) -> tuple[str, str]:
+    count = wait.rank_count
+    have_waited = f"{count} ranks have waited" if count > 1 else "1 rank has waited"
+    ranks = ",".join(str(rank) for rank in wait.ranks_to_dump)
+    return (
+        (
+            f"Unclear: {have_waited} for up to {format_age(now - wait.began_at)},"
+            f" {wait.description}. Nothing is concluded: {wait.reason}."
+        ),
+        f"`hangwatch dump {ranks}` shows the current stacks.",
+    )
+
+
+def _measure_silence(attempt: Attempt, stall_after_s: float) -> float:
+    """For how many seconds no rank has made a call; 0 if that is less than ``stall_after_s``."""
+    silent_s = attempt.last_seen_at - attempt.newest_call_at
+    return silent_s if attempt.newest_call_at and silent_s >= stall_after_s else 0.0
+
+
+def _describe_silence(attempt: Attempt, silent_s: float, facts: list[str]) -> tuple[str, str]:
+    """The status and advice if no rank makes calls and none is known to wait."""
+    # The setting is the same for the whole job, so few of up to 100,000 processes are searched.
+    some = itertools.islice(attempt.processes.values(), MAX_PROCESSES_SEARCHED)
+    setting = next((p.device_setting for p in some if p.device_setting), "")
+    if not setting:
+        return (
+            (
+                f"Quiet: no rank has made a call for {format_age(silent_s)}, and none is known to"
+                f" wait; {'; '.join(facts)}."
+            ),
+            "`hangwatch dump RANKS` shows what they do.",
+        )
+    return (
+        (
+            f"Unknown: no rank has made a call for {format_age(silent_s)}. They may wait for their"
+            f" devices, and torch counts how far these have come only with {setting}."
+        ),
+        f"Set {setting} in the job's environment: then hangwatch can name a device that is stuck.",
+    )
+
+
+def _find_first_absent(attempt: Attempt, remaining_runs: int) -> list[int]:
+    """The first ranks that have not reported: ``remaining_runs`` runs of consecutive ranks and the
+    start of one more. There may be 100,000, too many to show.
+    """
+    absent: list[int] = []
+    for rank in range(min(attempt.world_size, MAX_RANKS_SHOWN)):
+        if rank not in attempt.processes:
+            remaining_runs -= not absent or absent[-1] != rank - 1
+            absent.append(rank)
+            if remaining_runs < 0:
+                break
+    return absent
+
+
+def format_pace(steps_per_s: float) -> str:
+    """
+    >>> format_pace(3.14159), format_pace(0.021)
+    ('3.1 steps per second', '1.3 steps per minute')
+    """
+    return (
+        f"{steps_per_s:.1f} steps per second"
+        if steps_per_s >= 0.1 or not steps_per_s
+        else f"{60 * steps_per_s:.1f} steps per minute"
+    )
+
+
+WAITING_AFTER_S = 1.0  # in an unfinished call
+LOST_AFTER_S = Limits().lost_after_s
+MAX_RANKS_SHOWN = 1 << 20  # whatever world size was reported
+
+
+def list_expected_ranks(attempt: Attempt) -> list[int]:
+    """Every rank of the world, and others that have reported, ascending."""
+    world = range(min(attempt.world_size, MAX_RANKS_SHOWN))
+    return [*world, *sorted(rank for rank in attempt.processes if rank not in world)]
+
+
+def compute_states(
+    attempt: Attempt,
+    cases: Iterable[IncidentRecord],
+    now: float,
+    lost_after_s: float = LOST_AFTER_S,
+) -> dict[int, RankState]:
+    """The state of each expected rank. ``cases`` are the attempt's open incidents; a rank is lost
+    after ``lost_after_s`` without a heartbeat.
+    """
+    states = dict.fromkeys(list_expected_ranks(attempt), RankState.MISSING)
+    return states | _compute_reported_states(attempt, cases, now, lost_after_s)
+
+
+def count_states(
+    attempt: Attempt,
+    cases: Iterable[IncidentRecord],
+    now: float,
+    lost_after_s: float = LOST_AFTER_S,
+) -> Counter[RankState]:
+    """How many of the expected ranks are in each state. Takes time only for reported ranks."""
+    counts = Counter(_compute_reported_states(attempt, cases, now, lost_after_s).values())
+    reported = sum(rank < attempt.world_size for rank in attempt.processes)
+    missing = min(attempt.world_size, MAX_RANKS_SHOWN) - reported
+    if missing:
+        counts[RankState.MISSING] = missing
+    return counts
+
+
+def _compute_reported_states(
+    attempt: Attempt, cases: Iterable[IncidentRecord], now: float, lost_after_s: float
+) -> dict[int, RankState]:
+    stalled: set[int] = set()
+    slow: set[int] = set()
+    frozen: set[int] = set()
+    for case in cases:
+        incident = case.incident
+        culprit_state = KINDS[incident.kind].culprit_state
+        if culprit_state is RankState.FROZEN:
+            frozen.update(incident.culprits)
+        if incident.severity is Severity.ALERT and is_hang(incident):
+            stalled.update(incident.culprits, incident.waiting)
+        elif culprit_state is RankState.SLOW:
+            slow.update(incident.culprits)
+    states = {
+        **dict.fromkeys(slow, RankState.SLOW),
+        **dict.fromkeys(stalled, RankState.STALLED),
+        **dict.fromkeys(frozen, RankState.FROZEN),
+    }
+    for rank in attempt.unable_ranks:
+        state = _find_unable_state(attempt.processes[rank], now)
+        if state is not None:
+            states[rank] = state
+    states.update(dict.fromkeys(attempt.list_unreported(now - lost_after_s), RankState.LOST))
+    return {
+        rank: states.get(rank) or _compute_usual_state(process, now)
+        for rank, process in attempt.processes.items()
+    }
+
+
+def _find_unable_state(process: Process, now: float) -> RankState | None:
+    """The state of a process that has exited or is frozen; None for others."""
+    if process.exit is not None:
+        exited_cleanly = process.exit.exit_status == 0 or process.lifecycle >= Lifecycle.DESTROYED
+        return (
+            RankState.EXITED if exited_cleanly and not process.exit.has_failed else RankState.DEAD
+        )
+    return RankState.FROZEN if process.freeze_reason(now) is not None else None
+
+
+def _compute_usual_state(process: Process, now: float) -> RankState:
+    if process.lifecycle < Lifecycle.INITIALISED:
+        return RankState.STARTING
+    waiting_s = compute_waiting_s(process, now) or 0.0
+    return RankState.WAITING if waiting_s > WAITING_AFTER_S else RankState.RUNNING
+
+
+def compute_waiting_s(process: Process, now: float) -> float | None:
+    """Seconds since the process entered its oldest unfinished call, or its newest one if none is
+    known to block it. None if all are finished, or if it is busy with other work and no call blocks
+    it.
+    """
+    unfinished = process.open_calls.unfinished_streams
+    if not unfinished or process.exit is not None:
+        return None
+    if process.reports.last_progress_at > process.reports.last_seen_at:
+        return None
+    oldest_at: float | None = None
+    for stream in unfinished:  # of thousands of ranks, four times a second
+        pending_at = stream.pending_at
+        if pending_at is not None and (oldest_at is None or pending_at < oldest_at):
+            oldest_at = pending_at
+    if oldest_at is None:
+        return None
+    if _is_free_to_continue(process):
+        if is_process_waiting(process) is False:
+            return None
+        oldest_at = max(oldest_at, process.newest_call_at)  # until then it did continue
+    return max(0.0, now - oldest_at)
+
+
+def _is_free_to_continue(process: Process) -> bool:
+    """Whether its unfinished calls are known, and none is known to block it. An ``isend`` stays
+    unfinished unless the program waits for it.
+    """
+    oldest = (
+        stream.calls.get(stream.first_unfinished)
+        for stream in process.open_calls.unfinished_streams
+        if stream.pending_at is not None
+    )
+    return all(call is not None and call.blocking is not True for call in oldest)

@@ -13,31 +13,24 @@ from ..alerting.alerter import Alerter
 from ..core.clock import Clock
 from ..core.events import EventLog
 from ..core.load import Load
+from ..core.supervision import Counters
 from ..incidents.registry import IncidentRegistry
 from ..ingest.command_queue import CommandQueue
 from ..ingest.heartbeat_queue import HeartbeatQueue
 from ..ondemand.dumps import DumpRegistry
 from ..ondemand.recordings import RecordingRegistry
-from ..ondemand.tracing import TraceRegistry
-from ..performance.aggregation import PerformanceTotals
-from ..recovery.abort_orders import AbortOrders
-from ..recovery.aborter import Aborter
+from ..ondemand.traces import TraceRegistry
+from ..performance.totals import PerformanceTotals
+from ..recovery.aborter import Aborter, AbortOrders
 from ..settings import Settings
 from ..storage.persistence import PersistenceWorker
 from ..storage.store import Store
-from .agent_registry import AgentRegistry
 from .announcer import IncidentAnnouncer
-from .attempt_reader import AttemptReader
-from .backoff import DiagnosisBackoff
-from .counters import Counters
-from .diagnoser import Diagnoser
-from .diagnosis_loop import DiagnosisLoop
+from .diagnoser import AttemptReader, Diagnoser, DiagnosisBackoff
+from .diagnosis_loop import DiagnosisLoop, Retention
 from .heartbeat_applier import HeartbeatApplier, OnDemandEvidence
-from .job_claims import JobClaims
-from .job_handover import JobHandover, restore_former_attempts
-from .report_intervals import ReportIntervals
-from .report_scheduler import ReportScheduler
-from .retention import Retention
+from .job_claims import JobClaims, JobHandover, restore_former_attempts
+from .report_scheduler import AgentRegistry, ReportIntervals, ReportScheduler
 from .state_publisher import StatePublisher
 
 

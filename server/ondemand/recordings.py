@@ -1,19 +1,35 @@
-"""Recordings on request: profiles of where ranks spend their time, sampled by their node agents."""
+"""Recordings on request: profiles of where ranks spend their time, sampled by their node agents.
+
+MERGED: Recordings as the API's documents. Unpacking profiles takes a while: call this in a thread.
+
+MERGED: The API's documents about recordings: where ranks spent their time.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any, Literal
 
-from hangwatch.protocol.commands import CommandKind
-from hangwatch.protocol.live import RecordingReply
+from pydantic import AwareDatetime, ConfigDict, Field, model_validator
+
+from hangwatch.protocol.commands import (
+    MAX_RECORDING_HZ,
+    MAX_RECORDING_S,
+    MAX_RECORDING_SAMPLES,
+    CommandKind,
+    RecordingReply,
+)
+from hangwatch.stacks.profile import Profile, ThreadProfile, unpack_profile
+from hangwatch.stacks.trees import build_call_tree, find_hottest_functions
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.clock import Clock, ulid
+from ..core.problems import ApiModel, Frame
 from ..ingest.command_queue import CommandQueue
-from . import schema
 
 START_TIMEOUT_S = 30.0  # for a node agent to begin: hosts of a large job report every 20 s
 # Allowed for one rank in addition to the recorded time; a node records one rank after the other.
@@ -27,12 +43,12 @@ MAX_KEPT_BYTES = 64 << 20  # of profiles
 class RankRecording:
     rank: int
     agent: str = ""
-    status: schema.RecordingStatus = "waiting"
+    status: RecordingStatus = "waiting"
     deadline: float = 0.0
     reply: RecordingReply | None = None
     error: str | None = None
     # Of the profile. Made on the first request, since that takes a while.
-    document: schema.RecordedRank | None = None
+    document: RecordedRank | None = None
 
     @property
     def is_active(self) -> bool:
@@ -53,7 +69,7 @@ class RecordingRecord:
     id: str
     job: str
     attempt: int
-    request: schema.RecordingRequest
+    request: RecordingRequest
     created_at: datetime
     ranks: list[RankRecording] = field(default_factory=list)
     ranks_by_command: dict[str, RankRecording] = field(default_factory=dict)
@@ -88,7 +104,7 @@ class RecordingRegistry:
         return None
 
     def request_recording(
-        self, attempt: Attempt, request: schema.RecordingRequest, now: float
+        self, attempt: Attempt, request: RecordingRequest, now: float
     ) -> RecordingRecord:
         """Requests a recording of ``request.ranks``, each of which must be in
         ``attempt.processes``.
@@ -165,7 +181,7 @@ class RecordingRegistry:
         return len(self.records) > MAX_KEPT_RECORDINGS or kept_bytes > MAX_KEPT_BYTES
 
 
-def _compute_max_duration_s(request: schema.RecordingRequest) -> float:
+def _compute_max_duration_s(request: RecordingRequest) -> float:
     return request.seconds + (NATIVE_OVERHEAD_S if request.native else OVERHEAD_S)
 
 
@@ -179,3 +195,173 @@ def _apply_reply(
     recorded.reply = reply
     recorded.error = reply.error
     recorded.status = "failed" if reply.error else "done"
+
+
+def describe_recording(record: RecordingRecord) -> Recording:
+    return Recording(
+        id=record.id,
+        job=record.job,
+        attempt=record.attempt,
+        status="pending" if record.is_pending else "done",
+        created_at=record.created_at,
+        ranks=[_describe_rank(rank) for rank in record.ranks],
+        **record.request.options,
+    )
+
+
+def unpack_profiles(record: RecordingRecord) -> list[tuple[int, Profile]]:
+    """The valid profiles, by rank. `describe_recording` reports the invalid ones."""
+    profiles: list[tuple[int, Profile]] = []
+    for rank in record.ranks:
+        if rank.profile:
+            with contextlib.suppress(ValueError):
+                profiles.append((rank.rank, unpack_profile(rank.profile)))
+    return profiles
+
+
+def _describe_rank(rank: RankRecording) -> RecordedRank:
+    reply = rank.reply
+    if reply is None or not reply.profile:
+        return RecordedRank(rank=rank.rank, status=rank.status, error=rank.error)
+    if rank.document is None:
+        rank.document = _describe_profile(rank.rank, reply)
+    return rank.document
+
+
+def _describe_profile(rank: int, reply: RecordingReply) -> RecordedRank:
+    try:
+        profile = unpack_profile(reply.profile)
+    except ValueError as error:
+        detail = (
+            f"its node agent's reply is not understood ({error}): install the same release of"
+            " hangwatch on both sides"
+        )
+        return RecordedRank(rank=rank, status="failed", error=detail)
+    note = reply.note
+    if not note and profile.dropped_samples:
+        note = f"{profile.dropped_samples} samples of rare stacks were dropped"
+    return RecordedRank(
+        rank=rank,
+        status="done",
+        note=note,
+        seconds=reply.seconds,
+        threads=[_describe_thread(thread) for thread in profile.shown_threads],
+        resting=len(profile.threads) - len(profile.shown_threads),
+    )
+
+
+def _describe_thread(thread: ThreadProfile) -> ThreadTime:
+    hottest = [
+        HotFunction(function=frame.function, file=frame.file, line=frame.line, samples=samples)
+        for frame, samples in find_hottest_functions(thread.stacks)
+    ]
+    tree = [
+        FunctionTime.model_validate(node, from_attributes=True)
+        for node in build_call_tree(thread.stacks)
+    ]
+    return ThreadTime(
+        thread=thread.thread,
+        main=thread.is_main,
+        samples=thread.sample_count,
+        hottest=hottest,
+        tree=tree,
+    )
+
+
+MAX_RECORDED_RANKS = 64  # of one recording
+
+RecordingStatus = Literal["waiting", "recording", "done", "failed"]  # of one rank
+
+
+class RecordingRequest(ApiModel):
+    """``job`` may be omitted if only one is known."""
+
+    model_config = ConfigDict(strict=True)
+
+    job: str | None = None
+    ranks: list[int] = Field(min_length=1, max_length=MAX_RECORDED_RANKS)
+    seconds: int = Field(default=10, ge=1, le=MAX_RECORDING_S)
+    rate: int = Field(default=100, ge=1, le=MAX_RECORDING_HZ, description="samples a second")
+    native: bool = Field(
+        default=False, description="include C and C++ frames; pauses the process for each sample"
+    )
+    gil: bool = Field(
+        default=False,
+        description="sample only threads that hold the GIL, instead of all threads",
+    )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How to record: seconds, rate, native, gil."""
+        return self.model_dump(exclude={"job", "ranks"})
+
+    @model_validator(mode="after")
+    def _check_sample_count(self) -> RecordingRequest:
+        if self.seconds * self.rate > MAX_RECORDING_SAMPLES:
+            raise ValueError(
+                f"{self.seconds} s at {self.rate} Hz are more than {MAX_RECORDING_SAMPLES} samples:"
+                " reduce either of them"
+            )
+        return self
+
+
+class LineTime(ApiModel):
+    line: int
+    samples: int
+
+
+class FunctionTime(ApiModel):
+    """A function of user code, or of a library that user code calls, with the functions that it
+    calls.
+    """
+
+    function: str
+    file: str
+    library: bool
+    samples: int
+    own: int  # of these, in its own lines
+    lines: list[LineTime] = Field(default_factory=list)
+    ends: Frame | None = None  # of a library: the most frequent innermost frame
+    children: list[FunctionTime] = Field(default_factory=list)
+
+
+class HotFunction(ApiModel):
+    function: str
+    file: str
+    line: int  # the most frequent one
+    samples: int
+
+
+class ThreadTime(ApiModel):
+    """One thread: its samples as a tree in which library frames are folded, and the user functions
+    with the most samples.
+    """
+
+    thread: str
+    main: bool
+    samples: int
+    hottest: list[HotFunction] = Field(default_factory=list)
+    tree: list[FunctionTime] = Field(default_factory=list)
+
+
+class RecordedRank(ApiModel):
+    rank: int
+    status: RecordingStatus
+    error: str | None = None
+    note: str = ""  # in what way the recording falls short of the request
+    seconds: float = 0.0  # how long it was sampled
+    threads: list[ThreadTime] = Field(default_factory=list)
+    resting: int = 0  # other threads, which stayed at one line of a library
+
+
+class Recording(ApiModel):
+    id: str
+    job: str
+    attempt: int
+    seconds: int
+    rate: int
+    native: bool
+    gil: bool
+    status: Literal["pending", "done"]
+    created_at: AwareDatetime
+    ranks: list[RecordedRank]

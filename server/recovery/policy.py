@@ -11,10 +11,8 @@ import enum
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from hangwatch.model.incidents import Incident
-from hangwatch.model.kind_spec import Abort, Role, Severity
-from hangwatch.model.kinds import KINDS, VerdictKind, select_kinds
-from hangwatch.model.recoveries import RecoveryScope
+from hangwatch.model.incidents import Incident, RecoveryScope
+from hangwatch.model.kinds import KINDS, Abort, Role, Severity, VerdictKind, select_kinds
 from hangwatch.protocol.commands import allows_abort
 from hangwatch.report.text import name_ranks
 from hangwatch.tracking.process import Process

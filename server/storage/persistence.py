@@ -22,13 +22,12 @@ from hangwatch.model.ranks import AttemptKey
 from ..alerting.alerter import Alerter
 from ..alerting.message import Delivery
 from ..core.clock import Clock
+from ..core.events import wait_for_event
 from ..core.job_views import AttemptView
 from ..core.supervision import FailureLog
-from ..core.waiting import wait_for_event
 from ..incidents.records import IncidentRecord
 from ..incidents.registry import IncidentRegistry
-from .rows import Row, make_attempt_row, make_incident_row
-from .store import Store
+from .store import Row, Store, make_attempt_row, make_incident_row
 
 log = logging.getLogger("hangwatch")
 

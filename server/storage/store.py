@@ -1,5 +1,9 @@
 """The database of incidents, attempts and pending alerts: SQLite, or a PostgreSQL that several
 servers share.
+
+MERGED: The tables, as the newest migration leaves them.
+
+MERGED: Rows of the database: what one write contains, and the conversion to and from the model.
 """
 
 from __future__ import annotations
@@ -9,21 +13,22 @@ import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
+
+from hangwatch.model.kinds import Severity
+from hangwatch.report.documents import build_incident_document, parse_incident
 
 from ..alerting.message import Delivery
 from ..core.job_views import AttemptView
 from ..incidents.records import IncidentRecord
 from ..incidents.registry import MAX_RECORDS_KEPT
-from .database import lock_data_dir, migrate, open_postgres, open_sqlite
-from .job_locks import JobLocks
-from .rows import Row, format_timestamp, parse_attempt_row, parse_incident_row
-from .tables import ATTEMPTS, DELIVERIES, INCIDENTS
+from .database import JobLocks, lock_data_dir, migrate, open_postgres, open_sqlite
 
 log = logging.getLogger("hangwatch")
 
@@ -254,3 +259,123 @@ def _is_of_family(table: sa.Table, job: str) -> sa.ColumnElement[bool]:
 
 def _parse_delivery(row: sa.Row[Any]) -> Delivery:
     return Delivery(incident=row.incident, event=row.event, channel=row.channel)
+
+
+METADATA = sa.MetaData()
+
+INCIDENTS = sa.Table(
+    "incidents",
+    METADATA,
+    sa.Column("id", sa.String(26), primary_key=True),
+    sa.Column("job", sa.String, nullable=False, index=True),
+    sa.Column("attempt", sa.Integer, nullable=False),
+    sa.Column("kind", sa.String, nullable=False),
+    sa.Column("status", sa.String, nullable=False),
+    sa.Column("opened_at", sa.String, nullable=False),
+    sa.Column("body", sa.Text, nullable=False),  # the document that the API returns
+    sa.Column("memory", sa.Text, nullable=False),  # state that only the server uses
+    sa.Column("server", sa.String, nullable=False, server_default=""),  # the server that owns it
+    sa.Column("revision", sa.Integer, nullable=False, server_default="0"),  # the number of updates
+    # Characters of body and memory:
+    sa.Column("size", sa.Integer, nullable=False, server_default="0"),
+)
+
+ATTEMPTS = sa.Table(
+    "attempts",
+    METADATA,
+    sa.Column("server", sa.String, primary_key=True),
+    sa.Column("job", sa.String, primary_key=True),
+    sa.Column("number", sa.Integer, primary_key=True),
+    sa.Column("restart", sa.Integer, nullable=False),
+    sa.Column("world_size", sa.Integer, nullable=False),
+    sa.Column("hosts", sa.Text, nullable=False),  # a JSON list
+    sa.Column("state", sa.String, nullable=False),
+    sa.Column("opened_at", sa.String, nullable=False),
+    sa.Column("heard_at", sa.String, nullable=False),
+)
+
+# Messages that a channel has not accepted yet. A row is written before the first attempt to send
+# it and deleted after the last one.
+DELIVERIES = sa.Table(
+    "deliveries",
+    METADATA,
+    sa.Column("incident", sa.String(26), primary_key=True),
+    sa.Column("event", sa.String, primary_key=True),
+    sa.Column("channel", sa.String(16), primary_key=True),
+    sa.Column("server", sa.String, nullable=False),
+)
+
+
+Row = dict[str, Any]
+
+
+def format_timestamp(moment: datetime) -> str:
+    """A UTC time that sorts as text."""
+    return moment.astimezone(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def make_incident_row(record: IncidentRecord) -> Row:
+    """The row of a record as it is now, for a later `Store.save_changes` in another thread."""
+    incident = record.incident
+    kept = {
+        "members": record.members,
+        "alerted": record.alerted_severity.value if record.alerted_severity else None,
+        "closed": record.is_resolution_announced,
+        "aborted": record.is_aborted,
+        "reminders": record.reminders,
+        "told_at": record.alerted_at.isoformat() if record.alerted_at else None,
+    }
+    body = msgspec.json.encode(build_incident_document(incident)).decode()
+    memory = json.dumps(kept)
+    return {
+        "id": incident.id,
+        "job": incident.job,
+        "attempt": incident.attempt,
+        "kind": incident.kind.value,
+        "status": incident.status,
+        "opened_at": format_timestamp(incident.opened_at),
+        "body": body,
+        "memory": memory,
+        "size": len(body) + len(memory),
+    }
+
+
+def make_attempt_row(attempt: AttemptView) -> Row:
+    return {
+        "job": attempt.job,
+        "number": attempt.attempt,
+        "restart": attempt.restart,
+        "world_size": attempt.world_size,
+        "hosts": json.dumps(attempt.hosts),
+        "state": attempt.state,
+        "opened_at": format_timestamp(attempt.opened_at),
+        "heard_at": format_timestamp(attempt.last_seen_at),
+    }
+
+
+def parse_incident_row(row: sa.Row[Any], *, is_own: bool = True) -> IncidentRecord:
+    kept = json.loads(row.memory)
+    incident = parse_incident(json.loads(row.body))
+    return IncidentRecord(
+        incident=incident,
+        members={int(rank): str(key) for rank, key in kept["members"].items()},
+        alerted_severity=Severity(kept["alerted"]) if kept["alerted"] else None,
+        is_resolution_announced=kept.get("closed", incident.status != "open"),
+        reminders=kept.get("reminders", 0),
+        alerted_at=datetime.fromisoformat(kept["told_at"]) if kept.get("told_at") else None,
+        is_own=is_own,
+    )
+
+
+def parse_attempt_row(row: sa.Row[Any]) -> AttemptView:
+    return AttemptView(
+        job=row.job,
+        attempt=row.number,
+        server=row.server or None,
+        state=row.state,
+        world_size=row.world_size,
+        hosts=json.loads(row.hosts),
+        opened_at=datetime.fromisoformat(row.opened_at),
+        last_seen_at=datetime.fromisoformat(row.heard_at),
+        restart=row.restart,
+    )

@@ -1,28 +1,42 @@
-"""What ``/incidents/{id}`` shows of one incident: the graph, the calls, the stacks, the timeline."""
+"""What ``/incidents/{id}`` shows of one incident: the graph, the calls, the stacks, the timeline.
+
+MERGED: The timeline of an incident: onset, opening, stacks, recovery and resolution, in order.
+
+MERGED: An incident as one HTML file, for a ticket: it needs no server and makes no request.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import Response
 
 from hangwatch.model.incidents import Incident, MergedStack
 from hangwatch.model.ranks import AttemptKey
-from hangwatch.report.documents import JsonObject, build_incident_document
-from hangwatch.report.hardware import describe_observation
+from hangwatch.report import recovery, terminal
+from hangwatch.report.documents import (
+    JsonObject,
+    build_incident_document,
+    build_recovery_document,
+    parse_time,
+)
 from hangwatch.report.recovery import format_recovery
-from hangwatch.report.text import group_name
+from hangwatch.report.terminal import describe_observation
+from hangwatch.report.text import group_name, name_ranks, truncate_end
 from hangwatch.stacks.frames import is_library
-from hangwatch.stacks.stack_tree import merge_stacks
+from hangwatch.stacks.trees import merge_stacks
 
 from ..http.app_state import AppState
-from ..http.stack_files import convert_stacks, select_calling_stacks
+from ..http.ondemand_routes import convert_stacks, select_calling_stacks
+from ..http.rendering import STYLESHEET_PATH, make_attachment, render_parts, render_text
 from ..monitor import views
 from ..ondemand.dumps import Dump
-from .incident_timeline import build_timeline
-from .rank_selection import RankSpan, filter_ranks, parse_rank_spans
-from .wait_graph import build_graph
-from .wait_graph_layout import GraphPicture, draw_graph
+from .ranks_page import RankSpan, filter_ranks, parse_rank_spans
+from .wait_graph import GraphPicture, build_graph, draw_graph
 
 COMPARED_FIELDS = ("op", "shapes", "dtype", "reduce_op", "root", "peer", "splits", "detail")
 MAX_PROPOSED_RANKS = 32  # ranks that the form for new stacks begins with
@@ -158,3 +172,96 @@ def merge_dump_stacks(dump: Dump) -> list[tuple[MergedStack, bool]]:
             ranks.append(rank.rank)
     ordered = sorted(merged.values(), key=lambda entry: (not entry[2], len(entry[0])))
     return [(replace(stack, ranks=tuple(ranks)), is_caller) for ranks, stack, is_caller in ordered]
+
+
+MAX_RANKS_LENGTH = 60  # characters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineEntry:
+    at: datetime
+    after_s: float  # since the onset
+    text: str
+
+
+def build_timeline(incident: Incident) -> list[TimelineEntry]:
+    started = ""
+    if incident.waiting:
+        started = (
+            f": {truncate_end(name_ranks(incident.waiting), MAX_RANKS_LENGTH)} started waiting"
+        )
+    recovery_document = {"recovery": build_recovery_document(incident.recovery)}
+    events = [
+        (incident.onset_at, f"Onset{started}"),
+        (incident.opened_at, f"Incident opened: {incident.severity.value} {incident.kind.value}"),
+        *_iter_stack_events(incident),
+        *((parse_time(at), text) for at, text in recovery.iter_recovery_events(recovery_document)),
+    ]
+    if incident.resolved_at is not None:
+        reason = "the job made progress or ended"
+        if incident.resolution:
+            reason = terminal.RESOLUTIONS[incident.resolution]
+        events.append((incident.resolved_at, f"Resolved: {reason}"))
+    events.sort(key=lambda event: event[0])
+    return [
+        TimelineEntry(at=at, after_s=(at - incident.onset_at).total_seconds(), text=text)
+        for at, text in events
+    ]
+
+
+def _iter_stack_events(incident: Incident) -> Iterator[tuple[datetime, str]]:
+    """Stacks taken within the same second, from the same source, are one event."""
+    batches: dict[tuple[datetime, str, bool], list[MergedStack]] = {}
+    for stack in incident.stacks:
+        key = stack.taken_at.replace(microsecond=0), stack.source, stack.error is None
+        batches.setdefault(key, []).append(stack)
+    for (_, source, is_success), stacks in batches.items():
+        ranks = truncate_end(
+            name_ranks(rank for stack in stacks for rank in stack.ranks), MAX_RANKS_LENGTH
+        )
+        what = "Stacks taken of" if is_success else "Failed to take stacks of"
+        yield min(stack.taken_at for stack in stacks), f"{what} {ranks} ({source})"
+
+
+# The parts of the incident's page that the file has, in this order, with their labels.
+SECTIONS = (
+    ("verdict", "Verdict"),
+    ("graph", "Graph"),
+    ("calls", "Calls"),
+    ("stacks", "Stacks"),
+    ("device", "Devices"),
+    ("hardware", "Hardware"),
+    ("processes", "Processes"),
+    ("timeline", "Timeline"),
+)
+
+
+def build_router(live: AppState) -> APIRouter:
+    routes = APIRouter(prefix="/api/v1/incidents/{id}", tags=["incidents"])
+
+    @routes.get(
+        "/report",
+        summary="The incident as one HTML file that needs no server",
+        response_class=Response,
+        responses={200: {"content": {"text/html": {}}}},
+    )
+    async def download_report(id: str) -> Response:
+        incident = live.get_incident(id).incident
+        name = f"hangwatch-{incident.id}.html"
+        return make_attachment(name, render_report(live, incident.id), "text/html")
+
+    return routes
+
+
+def render_report(live: AppState, id: str) -> str:
+    """The HTML of the file. Raises Problem for an unknown incident."""
+    values = build_page_values(live, id, "", "")
+    return render_text(
+        "report.html",
+        **values,
+        parts=render_parts("incident.html", **values),
+        sections=SECTIONS,
+        stylesheet=STYLESHEET_PATH.read_text(encoding="utf-8"),
+        made_at=live.watch.clock.date(live.now()),
+        address=f"{live.base_url}/incidents/{id}",
+    )

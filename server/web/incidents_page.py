@@ -12,14 +12,12 @@ from pydantic import BaseModel
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.report.documents import build_incident_document
 
-from ..http.api import make_incidents_response
+from ..http.api import PageOf100, make_incidents_response
 from ..http.app_state import AppState
-from ..http.listing import PageOf100
 from ..http.rendering import make_json_response, wants_json
 from ..incidents.records import IncidentRecord
 from .incident_page import build_page_values
-from .paging import PageNumber, slice_page
-from .serving import TextQuery, serve_page
+from .serving import PageNumber, TextQuery, serve_page, slice_page
 
 INCIDENTS_PER_PAGE = 50
 PERIODS = {

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
-from ..http.api import JobName, make_group_cursor
+from ..http.api import JobName, Page, PageOf100, PageRequest, make_group_cursor
 from ..http.app_state import AppState
-from ..http.listing import Page, PageOf100, PageRequest
 from ..http.performance_board import (
     PLOT_HEIGHT_PX,
     PLOT_WIDTH_PX,
@@ -17,10 +16,13 @@ from ..http.performance_board import (
     get_ranked_groups,
 )
 from ..http.rendering import wants_json
-from ..performance.schema import GroupPerformance
-from ..performance.views import RankedGroup, describe_group_performance, list_stragglers
-from .paging import PageNumber, slice_page
-from .serving import choose_attempt, serve_page
+from ..performance.views import (
+    GroupPerformance,
+    RankedGroup,
+    describe_group_performance,
+    list_stragglers,
+)
+from .serving import PageNumber, choose_attempt, serve_page, slice_page
 
 GROUPS_PER_PAGE = 8
 

@@ -1,24 +1,40 @@
-"""``/ranks``: the verdict, the map of all ranks, and the table of ranks or process groups."""
+"""``/ranks``: the verdict, the map of all ranks, and the table of ranks or process groups.
+
+MERGED: The columns of the table of ranks. Head, cells and sorting all derive from `RANK_COLUMNS`.
+
+A new column is an entry of that list. If its cells need markup, `templates/_rank_cells.html` gets a
+case for it; other cells show `RankColumn.text`.
+
+MERGED: Which ranks a view shows, and in which order. Done on the server, so that a browser never holds
+more than one page.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
+from pydantic import BaseModel
 
+from hangwatch.diagnosis.unexplained import describe_losses
+from hangwatch.model.calls import StreamKind
+from hangwatch.model.ranks import RankState
+from hangwatch.report.text import format_coarse_age
+from hangwatch.tracking.call_stream import CallStream
+from hangwatch.tracking.process import Process
+
+from ..http.api import PageOf100, PageRequest
 from ..http.app_state import AppState
-from ..http.listing import PageOf100, PageRequest
 from ..http.performance_board import get_ranked_groups
 from ..http.rendering import make_json_response, wants_json
 from ..monitor import views
 from ..performance.views import list_stragglers
-from .group_table import get_group_rows
-from .overview import AttemptOverview, get_map_layout, get_overview
-from .paging import slice_page
-from .rank_columns import RANK_COLUMNS, RankRow
-from .rank_selection import RanksQuery, select_ranks
-from .serving import choose_attempt, serve_page
+from .overview import STATE_CONCERN, AttemptOverview, get_group_rows, get_map_layout, get_overview
+from .serving import PageNumber, TextQuery, choose_attempt, serve_page, slice_page
 
 RANKS_PER_PAGE = 50
 GROUPS_PER_PAGE = 50
@@ -91,3 +107,257 @@ def _map_ranks_to_incidents(overview: AttemptOverview) -> dict[int, str]:
         ids.update(dict.fromkeys(incident.waiting, incident.id))
         ids.update(dict.fromkeys(incident.culprits, incident.id))
     return ids
+
+
+UNKNOWN = "–"
+MIN_SHOWN_WAIT_S = 1.0
+
+
+class RankRow(NamedTuple):
+    """One rank at one moment. The process is None for a rank that has not reported. Facts are
+    computed when a column needs them: a table is sorted and filtered with all ranks of a job, but
+    shows one page.
+    """
+
+    overview: AttemptOverview
+    rank: int
+    now: float
+
+    @property
+    def process(self) -> Process | None:
+        return self.overview.attempt.processes.get(self.rank)
+
+    @property
+    def state(self) -> RankState:
+        return self.overview.states[self.rank]
+
+    @property
+    def is_culprit(self) -> bool:
+        return self.rank in self.overview.culprits
+
+    @property
+    def host(self) -> str:
+        process = self.process
+        return "" if process is None else process.host
+
+    @property
+    def step(self) -> int | None:
+        process = self.process
+        return None if process is None else process.step
+
+    @property
+    def waiting_s(self) -> float | None:
+        """How long it has waited in its current call; 0 if it does not wait."""
+        process = self.process
+        if process is None:
+            return None
+        return views.compute_waiting_s(process, self.now) or 0.0
+
+    @property
+    def last_seen_s(self) -> float | None:
+        """The age of its host's last heartbeat."""
+        process = self.process
+        return None if process is None else max(0.0, self.now - process.reports.agent_seen_at)
+
+    @property
+    def streams(self) -> Iterable[CallStream]:
+        process = self.process
+        return () if process is None else process.streams.values()
+
+    def is_in_group(self, name: str) -> bool:
+        return any(stream.group.name == name for stream in self.streams)
+
+    def contains_text(self, text: str) -> bool:
+        """Whether its host, its phase, or one of its calls with the group's description contains
+        ``text``, which is in lower case.
+        """
+        process = self.process
+        if process is None:
+            return False
+        phase = "" if process.phase is None else process.phase.name
+        calls = (f"{stream.op} {stream.group.desc}" for stream in self.streams)
+        return any(text in searched.lower() for searched in (process.host, phase, *calls))
+
+    @property
+    def current_stream(self) -> CallStream | None:
+        """The group's stream in which it waits, or else made its last call. If that was a while
+        ago and its device is behind, the stream whose last call came first of those not completed.
+        """
+        collective = [s for s in self.streams if s.kind is StreamKind.COLLECTIVE]
+        pending = [s for s in collective if s.is_pending]
+        newest = max(pending or collective, key=lambda s: s.entered_at, default=None)
+        if newest is None or pending or self.now - newest.entered_at < MIN_SHOWN_WAIT_S:
+            return newest
+        behind = [s for s in collective if s.device is not None and s.device.is_behind_host]
+        return min(behind, key=lambda s: s.entered_at, default=newest)
+
+    @property
+    def loss_text(self) -> str:
+        """Which of its calls are not completely recorded; empty if all are."""
+        return "; ".join(describe_losses(self.overview.attempt, (self.rank,)))
+
+    @property
+    def device_text(self) -> str:
+        """How far its device has come in that stream's group; empty if the backend does not report
+        it.
+        """
+        stream = self.current_stream
+        if stream is None or stream.device is None:
+            return ""
+        device = stream.device
+        began = "" if device.started is None else f"began {max(0, device.started)}, "
+        return (
+            f"device: {began}completed {max(0, device.completed)} of {max(0, device.enqueued)}"
+            " queued"
+        )
+
+
+def _get_state_order(row: RankRow) -> float:
+    """The worst state first, and culprits before all others."""
+    concern = STATE_CONCERN[row.state]
+    return -concern - len(STATE_CONCERN) if row.is_culprit else -concern
+
+
+@dataclass(frozen=True, slots=True)
+class RankColumn:
+    """One column. ``text`` gives the cell's text; `templates/_rank_cells.html` may add markup."""
+
+    key: str  # names the column in ?sort=
+    title: str
+    get_value: Callable[[RankRow], float | str | None]  # None or empty: unknown
+    format_value: Callable[[Any], str] = str
+    get_order: Callable[[RankRow], float] | None = None  # None: sorted by the values
+    is_sortable: bool = True
+    is_largest_first: bool = False  # the order that the first click on its title gives
+    css_class: str = ""  # "wide": hidden on a narrow screen; "number": aligned to the right
+
+    def text(self, row: RankRow) -> str:
+        value = self.get_value(row)
+        return UNKNOWN if value is None or value == "" else self.format_value(value)
+
+    def sort_key(self, row: RankRow) -> float | str:
+        """Unknown numbers are smaller than all others."""
+        value = self.get_value(row) if self.get_order is None else self.get_order(row)
+        return -1.0 if value is None else value
+
+    def toggle_sort(self, sort: str) -> str:
+        """The value of ?sort= after a click on the title."""
+        first, second = self.key, f"-{self.key}"
+        if self.is_largest_first:
+            first, second = second, first
+        return second if sort == first else first
+
+    def describe_order(self, sort: str) -> str:
+        """The value of aria-sort: empty if the table is not sorted by this column."""
+        if sort.removeprefix("-") != self.key:
+            return ""
+        return "descending" if sort.startswith("-") else "ascending"
+
+
+def _format_waiting(waiting_s: float) -> str:
+    return format_coarse_age(waiting_s) if waiting_s >= MIN_SHOWN_WAIT_S else UNKNOWN
+
+
+def _format_last_seen(age_s: float) -> str:
+    text = format_coarse_age(age_s)
+    return f"{text} ago" if age_s >= 1 else text
+
+
+RANK_COLUMNS = (
+    RankColumn("rank", "Rank", lambda row: row.rank),
+    RankColumn("state", "State", lambda row: row.state.value, get_order=_get_state_order),
+    RankColumn("host", "Host", lambda row: row.host, css_class="wide"),
+    RankColumn(
+        "step", "Step", lambda row: row.step, is_largest_first=True, css_class="wide number"
+    ),
+    RankColumn(
+        "waiting",
+        "Waiting",
+        lambda row: row.waiting_s,
+        _format_waiting,
+        is_largest_first=True,
+        css_class="number",
+    ),
+    RankColumn(
+        "call",
+        "Call",
+        lambda row: None if (stream := row.current_stream) is None else stream.op,
+        is_sortable=False,
+        css_class="call",
+    ),
+    RankColumn(
+        "heard",  # public: saved addresses contain it
+        "Last seen",
+        lambda row: row.last_seen_s,
+        _format_last_seen,
+        is_largest_first=True,
+        css_class="wide number",
+    ),
+)
+SORTABLE_COLUMNS = {column.key: column for column in RANK_COLUMNS if column.is_sortable}
+SORT_PATTERN = f"^-?({'|'.join(SORTABLE_COLUMNS)})$"
+
+
+RankSpan = tuple[int, int]  # first and last
+
+
+class RanksQuery(BaseModel):
+    """The state of the view, as the address gives it. Empty texts select everything."""
+
+    job: str = ""
+    attempt: Annotated[int | None, Query(ge=0)] = None
+    state: RankState | Literal[""] = ""
+    group: str = ""
+    q: TextQuery = ""
+    # The key of a column, with ``-`` before it for the largest first.
+    sort: Annotated[str, Query(pattern=SORT_PATTERN)] = "rank"
+    view: Literal["ranks", "groups"] = "ranks"  # the table
+    by: TextQuery = "host"  # what the map is divided by
+    page: PageNumber = 1
+
+
+def select_ranks(overview: AttemptOverview, now: float, query: RanksQuery) -> list[int]:
+    """The ranks of a view, in its order. The text selects ranks if it looks like ``0, 4-7``; else
+    those of which a text contains it.
+    """
+
+    def make_row(rank: int) -> RankRow:
+        return RankRow(overview, rank, now)
+
+    ranks = list(overview.states)
+    if query.state:
+        ranks = [rank for rank in ranks if overview.states[rank] is query.state]
+    if query.group:
+        ranks = [rank for rank in ranks if make_row(rank).is_in_group(query.group)]
+    text = query.q.strip()
+    spans = parse_rank_spans(text)
+    if spans is not None:
+        ranks = filter_ranks(ranks, spans)
+    elif text:
+        ranks = [rank for rank in ranks if make_row(rank).contains_text(text.lower())]
+    key, is_reversed = query.sort.removeprefix("-"), query.sort.startswith("-")
+    if key == "rank":  # their order already
+        return ranks[::-1] if is_reversed else ranks
+    column = SORTABLE_COLUMNS[key]
+    order = {rank: column.sort_key(make_row(rank)) for rank in ranks}
+    return sorted(ranks, key=order.__getitem__, reverse=is_reversed)
+
+
+def parse_rank_spans(text: str) -> list[RankSpan] | None:
+    """Ranks as people write them, ``0, 4-7``; None for anything else.
+
+    >>> parse_rank_spans("0, 4-7"), parse_rank_spans("node1")
+    ([(0, 0), (4, 7)], None)
+    """
+    joined = re.sub(r"^ranks?\b|\s*(-)\s*", r"\1", text.strip())
+    parts = [part for part in re.split(r"[\s,]+", joined) if part]
+    if not parts or not all(re.fullmatch(r"[0-9]{1,9}(-[0-9]{1,9})?", part) for part in parts):
+        return None
+    return [(int(part.partition("-")[0]), int(part.rpartition("-")[2])) for part in parts]
+
+
+def filter_ranks(ranks: Iterable[int], spans: Sequence[RankSpan] | None) -> list[int]:
+    """The ranks that are in one of the spans; all of them if ``spans`` is None."""
+    if spans is None:
+        return list(ranks)
+    return [rank for rank in ranks if any(first <= rank <= last for first, last in spans)]

@@ -1,16 +1,19 @@
 """What all pages share: the page and its stream of updates at one address, and the job that it is
 about.
+
+MERGED: Pages of a long list on one address: ``?page=``, from 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
 
 from fastapi import Query, Request
 from fastapi.responses import Response
 
-from hangwatch.model.kind_spec import Severity
+from hangwatch.model.kinds import Severity
 from hangwatch.tracking.attempt import Attempt
 
 from ..http import stream
@@ -53,3 +56,37 @@ def choose_attempt(live: AppState, job: str, attempt: int | None) -> Attempt | N
         if candidate.job in alerted_jobs and not candidate.is_finished:
             return candidate
     return next(iter(attempts), None)
+
+
+PageNumber = Annotated[int, Query(ge=1, le=1_000_000)]
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPage(Generic[Row]):
+    """One page of a list of ``row_count`` rows. ``start`` of them are on the pages before it."""
+
+    rows: Sequence[Row]
+    number: int
+    page_count: int
+    start: int
+    row_count: int
+
+
+def slice_page(rows: Sequence[Row], number: int, page_size: int) -> RowPage[Row]:
+    """Page ``number`` of the rows, or the last page if there are fewer.
+
+    >>> page = slice_page(range(230), 9, 100)
+    >>> page.number, page.rows
+    (3, range(200, 230))
+    """
+    page_count = max(1, -(-len(rows) // page_size))
+    number = min(number, page_count)
+    start = (number - 1) * page_size
+    return RowPage(
+        rows=rows[start : start + page_size],
+        number=number,
+        page_count=page_count,
+        start=start,
+        row_count=len(rows),
+    )

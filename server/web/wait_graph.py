@@ -1,8 +1,12 @@
-"""The wait-for graph of an incident, with ranks that wait alike merged. Pure."""
+"""The wait-for graph of an incident, with ranks that wait alike merged. Pure.
+
+MERGED: Places the boxes and arrows of a wait-for graph. Lengths are in pixels. Pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -132,3 +136,188 @@ def _partition_ranks(
         if len(numbers) == len(set(class_of.values())):
             return refined
         class_of = refined
+
+
+BOX_WIDTH_PX, BOX_HEIGHT_PX = 230.0, 54.0
+COLUMN_GAP_PX, ROW_GAP_PX = 190.0, 34.0
+ARROW_BEND_PX = 34.0  # how far an arrow deviates from the straight line
+LABEL_MARGIN_PX = 90.0  # room for a label beside the boxes
+LABEL_GAP_PX = 8.0
+PICTURE_MARGIN_PX = 16.0
+MIN_RING_RADIUS_PX = 95.0
+RING_BOX_SPACING_PX = 60.0
+RING_ASPECT = 1.3  # boxes are wider than high
+
+
+class Point(NamedTuple):
+    x: float
+    y: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureBox:
+    """A class of ranks. ``x`` and ``y`` are its centre."""
+
+    x: float
+    y: float
+    wait_class: WaitClass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureArrow:
+    """A curve as an SVG path. Its label is at ``x``, ``y``."""
+
+    path: str
+    x: float
+    y: float
+    labels: tuple[WaitLabel, ...]
+    waiter: int  # one of the waiting ranks
+    anchor: str = "middle"  # SVG's text-anchor of the label
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphPicture:
+    width: float
+    height: float
+    boxes: tuple[PictureBox, ...]
+    arrows: tuple[PictureArrow, ...]
+
+
+def draw_graph(graph: WaitClassGraph) -> GraphPicture:
+    """Culprits are on the right, on a ring if they wait for each other; the ranks that wait for them
+    are in columns to the left.
+    """
+    columns: dict[int, list[int]] = {}
+    for index, depth in _compute_depths(graph).items():
+        columns.setdefault(depth, []).append(index)
+    rightmost = columns.pop(0, [])
+    if _has_culprit_cycle(graph) and len(rightmost) > 1:
+        centres = _place_ring(rightmost)
+    else:
+        centres = _place_column(rightmost, 0.0)
+    left = min((point.x for point in centres.values()), default=0.0)
+    for depth, indices in columns.items():
+        centres |= _place_column(indices, left - depth * (BOX_WIDTH_PX + COLUMN_GAP_PX))
+    return _build_picture(graph, centres)
+
+
+def _has_culprit_cycle(graph: WaitClassGraph) -> bool:
+    classes = graph.classes
+    return any(a != b and classes[a].is_culprit and classes[b].is_culprit for a, b in graph.edges)
+
+
+def _compute_depths(graph: WaitClassGraph) -> dict[int, int]:
+    """By class: how many waits lead from it to a culprit. Without culprits, all are in one column."""
+    depths = {index: 0 for index, c in enumerate(graph.classes) if c.is_culprit}
+    default_depth = 1 if depths else 0
+    reached = set(depths)
+    while reached:
+        next_reached: dict[int, int] = {}
+        for waiter, awaited in graph.edges:
+            if awaited in reached and waiter not in depths:
+                next_reached[waiter] = depths[awaited] + 1
+        depths |= next_reached
+        reached = set(next_reached)
+    return {index: depths.get(index, default_depth) for index in range(len(graph.classes))}
+
+
+def _place_column(indices: Sequence[int], x: float) -> dict[int, Point]:
+    middle = (len(indices) - 1) / 2
+    pitch = BOX_HEIGHT_PX + ROW_GAP_PX
+    return {index: Point(x, (row - middle) * pitch) for row, index in enumerate(indices)}
+
+
+def _place_ring(indices: Sequence[int]) -> dict[int, Point]:
+    circumference = len(indices) * (BOX_WIDTH_PX + RING_BOX_SPACING_PX)
+    radius = max(MIN_RING_RADIUS_PX, circumference / (2 * math.pi))
+    centres: dict[int, Point] = {}
+    for position, index in enumerate(indices):
+        angle = 2 * math.pi * position / len(indices) - math.pi / 2
+        centres[index] = Point(RING_ASPECT * radius * math.cos(angle), radius * math.sin(angle))
+    return centres
+
+
+def _build_picture(graph: WaitClassGraph, centres: Mapping[int, Point]) -> GraphPicture:
+    """Moves everything to where no coordinate is negative, and draws the arrows."""
+    has_mutual_waits = any((b, a) in graph.edges for a, b in graph.edges)
+    y_margin = PICTURE_MARGIN_PX + ARROW_BEND_PX + BOX_HEIGHT_PX / 2
+    x_margin = PICTURE_MARGIN_PX + ARROW_BEND_PX + BOX_WIDTH_PX / 2
+    if has_mutual_waits:
+        x_margin += LABEL_MARGIN_PX
+    left = min((point.x for point in centres.values()), default=0.0) - x_margin
+    top = min((point.y for point in centres.values()), default=0.0) - y_margin
+    moved = {
+        index: Point(round(x - left, 1), round(y - top, 1)) for index, (x, y) in centres.items()
+    }
+    arrows: list[PictureArrow] = []
+    for (start, end), labels in graph.edges.items():
+        waiter = graph.classes[start].ranks[0]
+        is_mutual = (end, start) in graph.edges
+        arrows.append(_draw_arrow(moved[start], moved[end], labels, waiter, is_mutual))
+    return GraphPicture(
+        width=round(max((point.x for point in moved.values()), default=0.0) + x_margin),
+        height=round(max((point.y for point in moved.values()), default=0.0) + y_margin),
+        boxes=tuple(
+            PictureBox(x=moved[index].x, y=moved[index].y, wait_class=wait_class)
+            for index, wait_class in enumerate(graph.classes)
+        ),
+        arrows=tuple(arrows),
+    )
+
+
+def _draw_arrow(
+    start: Point, end: Point, labels: tuple[WaitLabel, ...], waiter: int, is_mutual: bool
+) -> PictureArrow:
+    if start == end:
+        return _draw_loop(start, labels, waiter)
+    width, height = end.x - start.x, end.y - start.y
+    length = math.hypot(width, height)
+    bend = 2 * ARROW_BEND_PX if is_mutual else 0.0
+    middle_x = (start.x + end.x) / 2
+    control = Point(
+        middle_x - height / length * bend, (start.y + end.y) / 2 + width / length * bend
+    )
+    tail = _find_box_edge(start, control)
+    head = _find_box_edge(end, control)
+    label_x = (tail.x + 2 * control.x + head.x) / 4
+    label_y = (tail.y + 2 * control.y + head.y) / 4
+    anchor = "middle"
+    if is_mutual and abs(height) > abs(width):
+        # Two arrows side by side: each has its label on its outer side.
+        anchor = "start" if control.x > middle_x else "end"
+        label_x += LABEL_GAP_PX if anchor == "start" else -LABEL_GAP_PX
+    return PictureArrow(
+        path=(
+            f"M{tail.x:.1f} {tail.y:.1f}Q{control.x:.1f} {control.y:.1f} {head.x:.1f} {head.y:.1f}"
+        ),
+        x=round(label_x, 1),
+        y=round(label_y, 1),
+        labels=labels,
+        waiter=waiter,
+        anchor=anchor,
+    )
+
+
+def _draw_loop(centre: Point, labels: tuple[WaitLabel, ...], waiter: int) -> PictureArrow:
+    """From the top of a box to its right side: its ranks wait for each other."""
+    top, right = centre.y - BOX_HEIGHT_PX / 2, centre.x + BOX_WIDTH_PX / 2
+    start_x = centre.x + 30
+    return PictureArrow(
+        path=(
+            f"M{start_x:.1f} {top:.1f}"
+            f"C{start_x:.1f} {top - 40:.1f} {right + 44:.1f} {top - 30:.1f} {right:.1f} {centre.y:.1f}"
+        ),
+        x=round(centre.x + 60, 1),
+        y=round(top - 22, 1),
+        labels=labels,
+        waiter=waiter,
+    )
+
+
+def _find_box_edge(centre: Point, towards: Point) -> Point:
+    """Where the line from a box's centre leaves the box."""
+    width, height = towards.x - centre.x, towards.y - centre.y
+    x_share = BOX_WIDTH_PX / 2 / abs(width) if width else math.inf
+    y_share = BOX_HEIGHT_PX / 2 / abs(height) if height else math.inf
+    share = min(x_share, y_share)
+    return Point(centre.x + width * share, centre.y + height * share)

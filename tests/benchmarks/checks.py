@@ -34,7 +34,7 @@ def run_child() -> None:
     """Prints the median microseconds of looking at a call, by size."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    rank: Any = sys.modules["hangwatch.agent.recorder.rank"]
+    rank: Any = sys.modules["hangwatch.agent.recorder.installation"]
     checker, spent_s = rank.get_current_rank().recorder.checker, [0.0]
 
     def time_function(function: Callable[..., Any]) -> Callable[..., Any]:

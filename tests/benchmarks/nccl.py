@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hangwatch.agent.recorder.device_status import MAX_LOAD, STILL_INTERVAL_S
+from hangwatch.agent.recorder.device import MAX_LOAD, STILL_INTERVAL_S
 from hangwatch.agent.recorder.native.build import get_build_command
 from tests.fakegpu.environment import environment_folder
 from tests.fakegpu.launch import job_environment, torchrun_command

@@ -11,8 +11,8 @@ import argparse
 import sys
 import time
 
-from hangwatch.model.threads import Frame
-from hangwatch.stacks.stack_tree import Branch, merge_stacks
+from hangwatch.model.ranks import Frame
+from hangwatch.stacks.trees import Branch, merge_stacks
 
 MAX_S = 3.0
 STACK_DEPTH, LOCATION_COUNT = 30, 200

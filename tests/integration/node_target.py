@@ -15,13 +15,11 @@ import time
 from pathlib import Path
 
 from hangwatch.agent.environment import run_dir
-from hangwatch.agent.recorder.fault_dumps import StackDumper
+from hangwatch.agent.recorder.poller import StackDumper
 from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.model.calls import Signature
-from hangwatch.model.ranks import Lifecycle
-from hangwatch.model.signatures import encode_signature
-from hangwatch.model.threads import RECORDER_THREAD_NAME
+from hangwatch.model.calls import Signature, encode_signature
+from hangwatch.model.ranks import RECORDER_THREAD_NAME, Lifecycle
 from hangwatch.ring.layout import LiveWord, RecordFlag
 
 sys.path.append(str(Path(__file__).parent))  # the tests run it with PYTHONSAFEPATH

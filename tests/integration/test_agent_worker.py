@@ -16,8 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hangwatch.agent.transport.signed import SignedClient
-from hangwatch.agent.transport.target import ServerTarget
+from hangwatch.agent.transport.client import ServerTarget, SignedClient
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.server.ingest.agent_worker import MIN_HOSTS
 from hangwatch.server.ingest.connection_worker import RESERVED_FILES

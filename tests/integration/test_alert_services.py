@@ -12,13 +12,19 @@ from typing import Any
 
 import pytest
 
-from hangwatch.server.alerting.cards import build_slack_message, build_teams_message
-from hangwatch.server.alerting.channels import AppriseService, make_channels
-from hangwatch.server.alerting.chat import SlackBot, SlackWebhook, TeamsWebhook
-from hangwatch.server.alerting.events import OPENED, RESOLVED
+from hangwatch.server.alerting.alerter import OPENED, RESOLVED, compose_message
+from hangwatch.server.alerting.channels import (
+    AppriseService,
+    Opsgenie,
+    PagerDuty,
+    SlackBot,
+    SlackWebhook,
+    TeamsWebhook,
+    build_slack_message,
+    build_teams_message,
+    make_channels,
+)
 from hangwatch.server.alerting.message import AlertMessage, ChannelError
-from hangwatch.server.alerting.messages import compose_message
-from hangwatch.server.alerting.pagers import Opsgenie, PagerDuty
 from tests.simulation.http_receiver import (
     HttpReceiver,
     HttpReply,

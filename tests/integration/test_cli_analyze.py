@@ -25,7 +25,7 @@ import pytest
 from hangwatch.agent.cli import main
 from hangwatch.model.ranks import RankState
 from hangwatch.server.core.job_views import RankGroupView, RankView
-from hangwatch.server.http import bundle
+from hangwatch.server.http import api
 from tests.harness import expected
 from tests.harness.job import running_job
 from tests.harness.processes import clean_environment
@@ -346,7 +346,7 @@ def write_bundle(
         )
         for rank in world
     ]  # fmt: skip
-    path.write_bytes(bundle.build_archive(incident, ranks))
+    path.write_bytes(api.build_archive(incident, ranks))
     return path
 
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hangwatch.agent.node.requests.command_poll import CommandPoll
-from hangwatch.agent.transport.signed import SignedClient
-from hangwatch.agent.transport.target import ServerTarget
+from hangwatch.agent.node.requests.commands import CommandPoll
+from hangwatch.agent.transport.client import ServerTarget, SignedClient
 from hangwatch.protocol.commands import Command, CommandKind
 from hangwatch.protocol.heartbeat import COMMANDS_PATH
 from hangwatch.protocol.signatures import derive_job_token

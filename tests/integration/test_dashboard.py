@@ -12,8 +12,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webdriver import WebDriver
 
-from hangwatch.model.ranks import ExceptionInfo
-from hangwatch.model.threads import Frame
+from hangwatch.model.ranks import ExceptionInfo, Frame
 from tests.harness import job
 from tests.harness.browser import (
     BROWSER_TIMEOUT_S,

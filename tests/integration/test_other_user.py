@@ -20,7 +20,7 @@ import pytest
 
 from hangwatch.agent.node.reporting.uplink import Uplink
 from hangwatch.agent.transport import client
-from hangwatch.agent.transport.target import ServerTarget
+from hangwatch.agent.transport.client import ServerTarget
 from hangwatch.protocol import codec, heartbeat
 from hangwatch.protocol.signatures import Credential, derive_job_token
 from tests.harness.other_user import run_as_other_user

@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from hangwatch.agent.node.reporting.performance import PerformanceReporter
+from hangwatch.agent.node.reporting.calls import PerformanceReporter
 from hangwatch.agent.node.reporting.uplink import Uplink
-from hangwatch.agent.transport.target import ServerTarget
+from hangwatch.agent.transport.client import ServerTarget
 from hangwatch.protocol import codec, heartbeat
 from tests.harness import job, native
 from tests.harness.browser import get_text, list_console_errors, open_browser, wait_until_shown

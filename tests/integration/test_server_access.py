@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from hangwatch.agent.node.reporting.uplink import Uplink
-from hangwatch.agent.transport.target import ServerTarget
+from hangwatch.agent.transport.client import ServerTarget
 from hangwatch.protocol import codec, heartbeat
-from hangwatch.server.core.login_failures import MAX_FAILURES
+from hangwatch.server.http.access import MAX_FAILURES
 from tests.harness.problems import check_problem
 from tests.harness.processes import clean_environment
 from tests.harness.server import COMMAND, run_server

@@ -24,19 +24,22 @@ import pytest
 from aiosmtpd.controller import Controller
 
 from hangwatch.model.incidents import Incident
-from hangwatch.model.kind_spec import Severity
-from hangwatch.model.kinds import VerdictKind
-from hangwatch.server.alerting.alerter import Alerter
+from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.server.alerting.alerter import (
+    OPENED,
+    RESOLVED,
+    Alerter,
+    compose_message,
+    take_due_event,
+)
 from hangwatch.server.alerting.channels import (
     AppriseService,
     CommandChannel,
+    SlackWebhook,
     Webhook,
     make_channels,
 )
-from hangwatch.server.alerting.chat import SlackWebhook
-from hangwatch.server.alerting.events import OPENED, RESOLVED, take_due_event
 from hangwatch.server.alerting.message import AlertMessage, Channel, ChannelError, Delivery
-from hangwatch.server.alerting.messages import compose_message
 from hangwatch.server.incidents.records import IncidentRecord
 from tests.harness.processes import clean_environment
 from tests.simulation.http_receiver import WebhookReceiver

@@ -16,16 +16,13 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
 from hangwatch.model.incidents import Incident
-from hangwatch.model.kind_spec import Severity
-from hangwatch.model.kinds import VerdictKind
+from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.report.documents import build_incident_document
 from hangwatch.server.alerting.message import Delivery
 from hangwatch.server.core.job_views import AttemptView
 from hangwatch.server.incidents.records import IncidentRecord
 from hangwatch.server.storage.database import DATABASE_FILE, StoreError
-from hangwatch.server.storage.rows import make_attempt_row, make_incident_row
-from hangwatch.server.storage.store import Store
-from hangwatch.server.storage.tables import METADATA
+from hangwatch.server.storage.store import METADATA, Store, make_attempt_row, make_incident_row
 from tests.harness.postgres import clear_database
 from tests.unit.incident_documents import make_incident as build_incident
 

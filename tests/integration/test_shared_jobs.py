@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hangwatch.agent.transport.servers import order_targets, parse_targets
+from hangwatch.agent.transport.client import order_targets, parse_targets
 from tests.harness import job
 from tests.harness.postgres import clear_database
 from tests.harness.server import Server, run_server

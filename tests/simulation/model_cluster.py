@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from hangwatch.agent.node.reporting import terse
+from hangwatch.agent.node.reporting import updates
 from hangwatch.agent.node.reporting.acked import AckedState
 from hangwatch.diagnosis import Diagnosis, EvidenceRequest, diagnose, is_quiet
 from hangwatch.model.limits import Limits
@@ -154,10 +154,10 @@ class ModelCluster:
                 key = self._rings.get_process_key(rank)
                 update, acked[key] = self._rings.compose_update(agent, rank)
                 snapshot = self._rings.make_snapshot(rank)
-                brief = brief and terse.is_progressing(
+                brief = brief and updates.is_progressing(
                     snapshot, agent.acked.get(key), update, acked[key]
                 )
-                short[key] = terse.make_terse_update(
+                short[key] = updates.make_terse_update(
                     snapshot, agent.acked.get(key), update, acked[key]
                 )
                 if update is not None:

@@ -8,10 +8,8 @@ import signal
 from dataclasses import dataclass, field
 from random import Random
 
-from hangwatch.model.calls import Call, Site, StreamKind
-from hangwatch.model.ranks import ExceptionInfo, ExitInfo
-from hangwatch.model.signatures import extend_chain
-from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.model.calls import Call, Site, StreamKind, extend_chain
+from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, ThreadStack
 
 from .model_completion import CompletionModel
 from .model_programs import (

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from hangwatch.model.calls import Signature, StreamKind
+from hangwatch.model.calls import Signature, StreamKind, with_agreement_hash
 from hangwatch.model.groups import Group, pack_ranks
-from hangwatch.model.operator_spec import MustMatch
-from hangwatch.model.operators import OPERATIONS
+from hangwatch.model.operators import OPERATIONS, MustMatch
 from hangwatch.model.ranks import Lifecycle
-from hangwatch.model.signatures import with_agreement_hash
 
 FOREVER_S = float("inf")
 _MUST_MATCH = {op: spec.must_match for op, spec in OPERATIONS.items()}

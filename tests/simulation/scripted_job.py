@@ -9,13 +9,18 @@ from dataclasses import replace
 from typing import Any
 
 from hangwatch.diagnosis import Diagnosis, diagnose
-from hangwatch.model.calls import Call, Signature, Site, StreamKind
+from hangwatch.model.calls import (
+    Call,
+    Signature,
+    Site,
+    StreamKind,
+    extend_chain,
+    with_agreement_hash,
+)
 from hangwatch.model.groups import pack_ranks
 from hangwatch.model.limits import Limits
-from hangwatch.model.operator_spec import MustMatch
-from hangwatch.model.ranks import ExceptionInfo, ExitInfo
-from hangwatch.model.signatures import extend_chain, with_agreement_hash
-from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.model.operators import MustMatch
+from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, ThreadStack
 from hangwatch.model.verdicts import Verdict
 from hangwatch.protocol import heartbeat as wire
 from hangwatch.tracking.attempt import Attempt

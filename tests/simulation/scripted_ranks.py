@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from hangwatch.model.calls import Call, Signature
-from hangwatch.model.operator_spec import MustMatch
+from hangwatch.model.calls import Call, Signature, with_agreement_hash
+from hangwatch.model.operators import MustMatch
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle
-from hangwatch.model.signatures import with_agreement_hash
 from hangwatch.protocol import heartbeat as wire
 
 ALL_FIELDS = MustMatch.DTYPE | MustMatch.SHAPE | MustMatch.REDUCE_OP | MustMatch.ROOT

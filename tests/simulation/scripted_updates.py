@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hangwatch.model.losses import LossReason
+from hangwatch.model.calls import LossReason
 from hangwatch.protocol import heartbeat as wire
 
 from .scripted_ranks import ScriptedRank, ScriptedStream

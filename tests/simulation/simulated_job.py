@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
-from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle
-from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, Lifecycle, ThreadStack
 from hangwatch.protocol import heartbeat
 
 LATE_FRAME = Frame(

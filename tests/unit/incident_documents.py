@@ -5,8 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 
 from hangwatch.model.incidents import Incident
-from hangwatch.report.document_parsing import parse_incident
-from hangwatch.report.documents import format_time
+from hangwatch.report.documents import format_time, parse_incident
 
 MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
 

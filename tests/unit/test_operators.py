@@ -6,8 +6,14 @@ import pytest
 import torch
 import torch.distributed
 
-from hangwatch.model.operator_spec import BusFactor, MustMatch
-from hangwatch.model.operators import FLIGHT_OPERATIONS, LOCAL_OPERATORS, OPERATIONS, OPERATORS
+from hangwatch.model.operators import (
+    FLIGHT_OPERATIONS,
+    LOCAL_OPERATORS,
+    OPERATIONS,
+    OPERATORS,
+    BusFactor,
+    MustMatch,
+)
 
 SCHEMAS = {
     schema.name.removeprefix("c10d::"): schema

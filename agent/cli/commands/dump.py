@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from hangwatch.report.stack_text import format_stack, merge_equal_stacks
+from hangwatch.report.terminal import format_stack, merge_equal_stacks
 from hangwatch.report.text import Paint, name_ranks
 
 from ..client import Client, open_client
 from ..errors import ERROR, OK, NotFoundError
 from ..terminal import choose_paint, print_json, print_lines, print_message
-from .jobs import check_job
+from .status import check_job
 
 _POLL_S = 0.2
 _TIMEOUT_S, _NATIVE_TIMEOUT_S = 15, 60

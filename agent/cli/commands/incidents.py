@@ -1,23 +1,26 @@
-"""`hangwatch incidents` lists incidents, and `hangwatch show` prints one of them."""
+"""`hangwatch incidents` lists incidents, and `hangwatch show` prints one of them.
+
+MERGED: `hangwatch report` saves an incident as one HTML file, for a ticket or a colleague.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 from collections.abc import Mapping
 from itertools import islice
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from hangwatch.report.terminal import format_incident
 
 from ..client import Client, open_client
-from ..errors import OK, NotFoundError, UsageError
-from ..pager import page_lines
-from ..terminal import choose_paint, print_json, print_lines, print_message
-from ..watching import watch_view
-from . import overview
-from .jobs import abbreviate_list, check_job
+from ..errors import OK, CliError, NotFoundError, UsageError
+from ..terminal import choose_paint, page_lines, print_json, print_lines, print_message, watch_view
+from . import status
+from .status import abbreviate_list, check_job
 
 _MAX_PAGE_SIZE = 100  # the API's limit
 
@@ -32,7 +35,7 @@ def run_incidents(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         print_json({"items": incidents, "next": None})
     elif incidents:
         paint = choose_paint(args, env)
-        print_lines(overview.format_incidents(incidents, client.server_time, paint))
+        print_lines(status.format_incidents(incidents, client.server_time, paint))
     else:
         has_filter = args.job or args.status or args.kind
         print_message("no incident matches" if has_filter else "no incident")
@@ -102,3 +105,29 @@ def _find_newest_id(client: Client, job: str | None) -> str:
 
 def _fetch_incident(client: Client, incident_id: str) -> dict[str, Any]:
     return client.get(f"incidents/{quote(incident_id, safe='')}")
+
+
+_STDOUT = "-"
+
+
+def run_report(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    """Writes the file and prints its path. Raises CliError."""
+    with open_client(args, env) as client:
+        incident_id = str(find_incident(client, args.id, args.job)["id"])
+        page = client.download_file(f"incidents/{quote(incident_id, safe='')}/report")
+    if args.out == _STDOUT:
+        sys.stdout.buffer.write(page)
+        return OK
+    path = Path(args.out)
+    if path.is_dir():  # as "" is, which is the current one
+        path /= f"hangwatch-{incident_id}.html"
+    try:
+        path.write_bytes(page)
+    except OSError as error:
+        raise CliError(f"cannot write {path}: {error.strerror}") from None
+    if args.json:
+        print_json({"id": incident_id, "path": str(path)})
+    else:
+        print(path)
+        print_message(f"{len(page) / 1e3:.0f} kB; open it in a browser, or attach it to a ticket")
+    return OK

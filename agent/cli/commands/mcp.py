@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hangwatch.mcp.analysis_answers import describe_analysis
-from hangwatch.mcp.answers import Document
-from hangwatch.mcp.quoting import Answer
+from hangwatch.mcp.answers import Answer, Document, describe_analysis
 from hangwatch.mcp.tools import TOOLS, Arguments, Fetch, Tool, ToolError
 
-from ..analyze.command import diagnose_files
+from ..analyze import diagnose_files
 from ..client import Client, open_client
 from ..errors import OK, CliError
 from ..terminal import print_message

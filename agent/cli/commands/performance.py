@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hangwatch.performance.distributions import format_bandwidth, format_size
 from hangwatch.performance.stragglers import format_duration
-from hangwatch.report.sites import Document
 from hangwatch.report.text import (
     TERMINAL_COLUMNS,
+    Document,
     Paint,
     clean_text,
     group_name,

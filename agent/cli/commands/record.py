@@ -1,17 +1,30 @@
-"""`hangwatch record`: samples where ranks spend their time."""
+"""`hangwatch record`: samples where ranks spend their time.
+
+MERGED: Where ranks spend their time, as lines of text. Pure, from the API's JSON documents; see
+`hangwatch.report.terminal`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from hangwatch.protocol.live import MAX_RECORDING_SAMPLES
-from hangwatch.report.profiles import format_recording
-from hangwatch.report.text import name_ranks
+from hangwatch.protocol.commands import MAX_RECORDING_SAMPLES
+from hangwatch.report.text import (
+    PLAIN_PAINT,
+    TERMINAL_COLUMNS,
+    Paint,
+    clean_text,
+    name_ranks,
+    truncate_end,
+    truncate_start,
+    wrap_text,
+)
 
 from ..client import Client, open_client
 from ..errors import ERROR, OK, CliError, UsageError
@@ -117,3 +130,137 @@ def _write_files(client: Client, document: Mapping[str, Any], args: argparse.Nam
         if ending != "svg":
             message += " (open it at https://www.speedscope.app, or with a local copy of that page)"
         print_message(message)
+
+
+Document = Mapping[str, Any]
+
+_MIN_SHARE = 0.02  # of a thread's samples: smaller shares are not shown
+_MIN_LOCATION_WIDTH = 16  # in columns; a longer path loses its start
+_MAX_HOTTEST_SHOWN = 3
+_MAX_INDENT_DEPTH = 12
+_MAX_TREE_LINES = 40  # of a thread's tree, the heaviest branches first
+_INSTALL_PREFIX = re.compile(r"^.*(?:/(?:site|dist)-packages|/lib(?:64)?/python3[.\d]*)/")
+
+
+def format_recording(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator[str]:
+    """For each rank, a sentence on where it spends most of its time, and a call tree."""
+    rate_hz, gil_only = int(document.get("rate") or 1), bool(document.get("gil"))
+    for index, rank in enumerate(document.get("ranks") or []):
+        if index:
+            yield ""
+        yield from _format_rank(rank, rate_hz, gil_only, paint)
+
+
+def _format_rank(rank: Document, rate_hz: int, gil_only: bool, paint: Paint) -> Iterator[str]:
+    name, threads = f"rank {rank.get('rank')}", rank.get("threads") or []
+    if rank.get("error"):
+        yield paint.bold(name)
+        yield from (paint.as_warning(line) for line in wrap_text(rank["error"], indent="  ! "))
+        return
+    if rank.get("note"):
+        yield from (paint.as_warning(line) for line in wrap_text(f"{name}: {rank['note']}"))
+    for index, thread in enumerate(threads):
+        if index:
+            yield ""
+        if gil_only:
+            duration, holding = "", " that hold the GIL"
+        else:
+            duration, holding = f" · {rank.get('seconds', 0):.1f} s at {rate_hz} Hz", ""
+        yield from _format_thread(name, thread, duration, holding, paint)
+    if not threads:
+        yield f"{paint.bold(name)}: no sample{' held the GIL' if gil_only else ' was taken'}"
+    if rank.get("resting"):
+        count = int(rank["resting"])
+        plural = "s" if count > 1 else ""
+        yield paint.dim(f"and {count} thread{plural} that only waited, in one line of a library")
+
+
+def _format_thread(
+    rank_name: str, thread: Document, duration: str, holding: str, paint: Paint
+) -> Iterator[str]:
+    sample_count = int(thread.get("samples") or 0)
+    thread_name = clean_text(thread.get("thread", "?"))
+    yield f"{paint.bold(rank_name)} · {thread_name}{duration} · {sample_count:,} samples{holding}"
+    yield from wrap_text(_format_hottest(thread, sample_count))
+    yield from _format_tree(thread.get("tree") or [], sample_count, paint)
+
+
+def _format_hottest(thread: Document, sample_count: int) -> str:
+    """``62 % in spin (busy.py:4), 30 % in step (train.py:9)``."""
+    parts: list[str] = []
+    for line in (thread.get("hottest") or [])[:_MAX_HOTTEST_SHOWN]:
+        share = line.get("samples", 0) / max(1, sample_count)
+        if share >= _MIN_SHARE:
+            function = clean_text(line.get("function", "?"))
+            parts.append(f"{100 * share:.0f} % in {function} ({_format_location(line)})")
+    return ", ".join(parts)
+
+
+def _format_tree(roots: Sequence[Document], sample_count: int, paint: Paint) -> Iterator[str]:
+    """The heaviest branches of a call tree, outermost call first."""
+    yield paint.dim(f"{'total':>7} {'own':>5}")
+    to_show = [(node, 0) for node in reversed(roots)]
+    shown_count = hidden_count = 0
+    while to_show:
+        node, depth = to_show.pop()
+        if node.get("samples", 0) < _MIN_SHARE * sample_count:
+            continue
+        if shown_count >= _MAX_TREE_LINES:
+            hidden_count += 1
+            continue
+        shown_count += 1
+        yield _format_node(node, depth, max(1, sample_count), paint)
+        to_show += [(child, depth + 1) for child in reversed(node.get("children") or [])]
+    if hidden_count:
+        yield paint.dim(f"{'…':>7} {hidden_count} more: the files contain all of them")
+
+
+def _format_node(node: Document, depth: int, sample_count: int, paint: Paint) -> str:
+    is_library = bool(node.get("library"))
+    share = 100 * node.get("samples", 0) / sample_count
+    numbers = f"{share:5.0f} % {_format_share(node.get('own', 0), sample_count):>5}"
+    indent = "  " * min(depth, _MAX_INDENT_DEPTH)
+    marker = "  " if is_library else "> "
+    name = f"{indent}{marker}{clean_text(node.get('function', '?'))}"
+    if is_library:
+        innermost = node.get("ends") or {}
+        if innermost and innermost.get("function") != node.get("function"):
+            name += f" … {clean_text(innermost['function'])}"
+        location = _format_library_location(innermost or node)
+    else:
+        location = _format_lines(node)
+    width = TERMINAL_COLUMNS - len(numbers) - 2
+    name = truncate_end(name, width - min(len(location), _MIN_LOCATION_WIDTH) - 2)
+    line = f"{numbers}  {name}  {truncate_start(location, width - len(name) - 2)}"
+    return paint.dim(line) if is_library else paint.bold(line)
+
+
+def _format_library_location(frame: Document) -> str:
+    path = _INSTALL_PREFIX.sub("", clean_text(frame.get("file", "")))
+    return f"{path}:{clean_text(frame['line'])}" if frame.get("line") else path
+
+
+def _format_share(own: int, samples: int) -> str:
+    return f"{100 * own / samples:.0f} %" if own >= 0.005 * samples else ""
+
+
+def _format_lines(node: Document) -> str:
+    """``train.py:55`` or, for several lines, ``train.py:55 (61 %), :52``."""
+    file, lines = _get_file_name(node.get("file", "")), node.get("lines") or []
+    if not lines:
+        return file
+    total = max(1, int(node.get("samples", 1)))
+    first = lines[0]
+    others = [line for line in lines[1:3] if line.get("samples", 0) >= 0.1 * total]
+    text = f"{file}:{first.get('line')}"
+    if others:
+        text += f" ({100 * first.get('samples', 0) / total:.0f} %)"
+    return text + "".join(f", :{line.get('line')}" for line in others)
+
+
+def _format_location(frame: Document) -> str:
+    return f"{_get_file_name(frame.get('file', '?'))}:{clean_text(frame.get('line', '?'))}"
+
+
+def _get_file_name(path: object) -> str:
+    return clean_text(path).rsplit("/", 1)[-1]

@@ -1,13 +1,26 @@
-"""Runs all checks of ``hangwatch doctor`` and prints their findings."""
+"""Runs all checks of ``hangwatch doctor`` and prints their findings.
+
+MERGED: Checks the connection to the server, made as a node agent makes it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 
+from ...transport.client import (
+    BoundedClient,
+    Reply,
+    ServerTarget,
+    TargetError,
+    TransportError,
+    parse_targets,
+)
 from ..terminal import print_json, print_lines
-from . import activation, device, hardware, recorder, recordings, server, stacks
+from . import host, recording
 from .findings import Finding
 
 DEFAULT_URL = "http://127.0.0.1:8642"
@@ -22,15 +35,15 @@ def run_doctor(args: argparse.Namespace, env: Mapping[str, str] | None = None) -
     url = getattr(args, "url", None) or env.get("HANGWATCH_URL") or DEFAULT_URL
     token = getattr(args, "token", None)
     findings = [
-        *activation.check_start(env),
-        *activation.check_run_dir(url),
-        *recorder.check_recorder(env),
-        *recordings.check_recordings(url),
-        *device.check_devices(env),
-        *stacks.check_stacks(),
-        *hardware.check_hardware(env),
-        *hardware.check_known_problems(),
-        *server.check_server(url, token, env),
+        *recording.check_start(env),
+        *recording.check_run_dir(url),
+        *recording.check_recorder(env),
+        *recording.check_recordings(url),
+        *host.check_devices(env),
+        *host.check_stacks(),
+        *host.check_hardware(env),
+        *host.check_known_problems(),
+        *check_server(url, token, env),
     ]
     exit_code = choose_exit_code(findings)
     if getattr(args, "json", False):
@@ -55,3 +68,83 @@ def choose_exit_code(findings: Sequence[Finding]) -> int:
     if not failed:
         return 0
     return 3 if all(finding.unreachable for finding in failed) else 1
+
+
+NAME = "server"
+TIMEOUT_S = 5.0
+
+
+def check_server(url: str, token: str | None, env: Mapping[str, str]) -> Iterator[Finding]:
+    """Each server must answer, be a hangwatch server, and accept the token."""
+    try:
+        targets = parse_targets(url, env.get("HANGWATCH_TOKEN", ""))
+    except TargetError as error:
+        detail = "not the address of a server"
+        yield Finding(name=NAME, ok=False, detail=detail, remedy=str(error))
+        return
+    for target in targets:
+        if token:
+            target = ServerTarget(base_url=target.base_url, token=token)
+        yield _check_target(target)
+
+
+def _check_target(target: ServerTarget) -> Finding:
+    try:
+        with contextlib.closing(BoundedClient(target, TIMEOUT_S)) as client:
+            health, jobs = (
+                client.send_request("GET", path, headers=target.auth_headers)
+                for path in ("/healthz", "/api/v1/jobs?limit=1")
+            )
+            return judge_responses(health, jobs, target)
+    except TransportError as error:
+        detail, remedy = explain_error(error, target)
+        return Finding(name=NAME, ok=False, detail=detail, remedy=remedy, unreachable=True)
+
+
+def judge_responses(health: Reply, jobs: Reply, target: ServerTarget) -> Finding:
+    """The finding for the two responses."""
+    use_printed_url = "use the HANGWATCH_URL= line that hangwatch-server printed when it started"
+    if jobs.status in (401, 403):
+        problem = "it requires a token, and none is given"
+        if target.token:
+            problem = "the token is wrong"
+        return Finding(
+            name=NAME, ok=False, detail=f"{target} answers, but {problem}", remedy=use_printed_url
+        )
+    try:
+        document = jobs.parse_json() if jobs.status == 200 else None
+    except ValueError:
+        document = None
+    if health.status != 200 or not isinstance(document, dict) or "items" not in document:
+        detail = f"{target} answers, but not as a hangwatch server ({health.status}, {jobs.status})"
+        remedy = f"is another service on that port, or a path prefix missing? {use_printed_url}"
+        return Finding(name=NAME, ok=False, detail=detail, remedy=remedy)
+    token_result = "accepts the token" if target.token else "requires no token"
+    return Finding(name=NAME, ok=True, detail=f"{target} answers and {token_result}")
+
+
+def explain_error(error: TransportError, target: ServerTarget) -> tuple[str, str]:
+    """Why there was no response, and the remedy."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    host = target.host
+    if isinstance(cause, socket.gaierror):
+        return (
+            f"the name {host} cannot be resolved here",
+            f"check the name in HANGWATCH_URL, or DNS: getent hosts {host}",
+        )
+    if isinstance(cause, TimeoutError):
+        return (
+            f"{target} does not answer in time",
+            "check for a firewall: the port must be reachable from every node",
+        )
+    if isinstance(cause, ConnectionRefusedError):
+        return (
+            f"{target} refuses connections",
+            "start hangwatch-server there; with --host 0.0.0.0 if it runs on another node",
+        )
+    return (
+        f"{target} cannot be reached: {error}",
+        "check HANGWATCH_URL and the network to the master node",
+    )

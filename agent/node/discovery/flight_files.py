@@ -14,9 +14,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hangwatch.flight_recorder import plain_pickle
-from hangwatch.flight_recorder.unfinished_calls import find_unfinished_calls
-from hangwatch.model.flight_dumps import FlightFile
+from hangwatch.flight_recorder import pickles
+from hangwatch.flight_recorder.calls import find_unfinished_calls
+from hangwatch.model.incidents import FlightFile
 
 from ..system import processes
 
@@ -91,7 +91,7 @@ class FlightFileReader:
 
 def _parse_file(path: str, content: bytes, written_ns: int) -> FlightFile:
     try:
-        calls = find_unfinished_calls(plain_pickle.safe_loads(content), written_ns)
+        calls = find_unfinished_calls(pickles.safe_loads(content), written_ns)
     except Exception as error:  # whatever is wrong with a file, its process is reported
         return FlightFile(path=path, error=f"not readable: {type(error).__name__}: {error}"[:200])
     return FlightFile(path=path, calls=calls)

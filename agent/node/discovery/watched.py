@@ -1,4 +1,7 @@
-"""One watched process: reads its ring and its /proc entry, and composes its updates."""
+"""One watched process: reads its ring and its /proc entry, and composes its updates.
+
+MERGED: What /proc says of a rank that has no ring: its identity, and why its calls are not recorded.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,7 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from hangwatch.model.calls import Call
-from hangwatch.model.losses import Loss, LossReason
+from hangwatch.model.calls import Call, Loss, LossReason
 from hangwatch.model.ranks import ExitInfo, Lifecycle
 from hangwatch.protocol.heartbeat import ProcessIdentity, ProcessUpdate
 from hangwatch.ring import checks
@@ -18,16 +20,15 @@ from hangwatch.ring.layout import RingError
 from hangwatch.ring.reader import RingReader
 from hangwatch.ring.snapshot import RingSnapshot
 
-from ...environment import run_dir
+from ...environment import identity, run_dir
 from ...environment.identity import LaunchInfo
 from ..reporting import updates
 from ..reporting.acked import AckedState, UnackedHistory
-from ..reporting.call_log import CallLog, LoggedCall
-from ..reporting.call_tally import ProcessTally
-from ..reporting.ring_metadata import parse_identity
+from ..reporting.calls import CallLog, LoggedCall, ProcessTally
+from ..reporting.updates import parse_identity
 from ..system import processes
-from ..system.cpu_activity import CpuActivity
-from . import exits, proc_identity
+from ..system.processes import CpuActivity
+from . import rings
 from .flight_files import FlightFileReader, make_reader
 from .rings import RingFile
 
@@ -84,9 +85,7 @@ class WatchedProcess:
         if self.ring is not None:
             self._read_ring(self.ring, now_ns)
         if self.identity is None and (self.ring is None or self._ring_problem):
-            self.identity = proc_identity.read_identity(
-                self.pid, self.start_ticks, self.launch, self.proc
-            )
+            self.identity = read_identity(self.pid, self.start_ticks, self.launch, self.proc)
         if self.exit is None and self._is_activity_due(now_ns):
             self._activity_read_ns = now_ns
             with contextlib.suppress(OSError, ValueError):  # it has just ended: see its pidfd
@@ -164,7 +163,7 @@ class WatchedProcess:
             return
         # mpirun's and srun's tasks are recorded from init_process_group on, not when they import torch.
         watched_s = (now_ns - self.found_ns) / 1e9 if self.launch is None else 0.0
-        reason = proc_identity.find_unrecorded_reason(self.pid, watched_s, self.proc)
+        reason = find_unrecorded_reason(self.pid, watched_s, self.proc)
         if reason != self.identity.unrecorded:
             self.identity = replace(self.identity, unrecorded=reason)
 
@@ -178,7 +177,7 @@ class WatchedProcess:
         """Records that it has ended, and how."""
         if self.exit is not None:
             return
-        self.exit = exits.read_exit_info(self.pid, self.start_ticks, self.pidfd, self.proc)
+        self.exit = rings.read_exit_info(self.pid, self.start_ticks, self.pidfd, self.proc)
         self.exited_at_ns = now_ns
         if self.pidfd is not None:
             os.close(self.pidfd)
@@ -210,7 +209,7 @@ class WatchedProcess:
             return None, self.acked
         if self.acked is None or self.acked.identity is not self.identity:
             # The identity will be sent, with its age as of now.
-            age_s = proc_identity.measure_age_s(self.start_ticks, self.proc)
+            age_s = measure_age_s(self.start_ticks, self.proc)
             self.identity = replace(self.identity, started_s=age_s)
         view = self._make_view(self.identity, now_ns)
 
@@ -350,8 +349,75 @@ def watch_process(
         found_ns=now_ns,
         ring=ring,
         launch=launch,
-        pidfd=exits.open_pidfd(pid, start_ticks, proc) if pidfd is None else pidfd,
+        pidfd=rings.open_pidfd(pid, start_ticks, proc) if pidfd is None else pidfd,
     )
-    watched.flight_reader = make_reader(pid, proc_identity.measure_age_s(start_ticks, proc), proc)
+    watched.flight_reader = make_reader(pid, measure_age_s(start_ticks, proc), proc)
     watched.read_state(now_ns)
     return watched
+
+
+# Importing torch takes seconds, or much longer from a slow disk; the recorder starts at its end.
+TORCH_IMPORT_S = 30.0
+_TORCH_LIBRARY = b"/torch/lib/libtorch"
+
+
+def measure_age_s(start_ticks: int, proc: str = processes.PROC_ROOT) -> float:
+    """How long ago a process was started, in seconds."""
+    return round(max(0.0, processes.read_uptime_s(proc) - start_ticks / processes.TICKS_PER_S), 2)
+
+
+def read_identity(
+    pid: int,
+    start_ticks: int,
+    launch: identity.LaunchInfo | None = None,
+    proc: str = processes.PROC_ROOT,
+) -> ProcessIdentity | None:
+    """The identity of a process from its launcher's environment variables, unless ``launch`` says what
+    they mean; None if it is not a rank.
+    """
+    try:
+        if launch is None:
+            launch = identity.parse_environ(processes.read_environ(pid, proc))
+        program = " ".join(processes.read_cmdline(pid, proc))[:300]
+    except OSError:
+        return None
+    if launch.rank is None:
+        return None
+    return ProcessIdentity(
+        job=launch.job,
+        restart=launch.restart,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        local_rank=launch.local_rank,
+        pid=pid,
+        start_ticks=start_ticks,
+        program=program,
+        on_hang=launch.on_hang,
+        started_s=measure_age_s(start_ticks, proc),
+    )
+
+
+def find_unrecorded_reason(pid: int, watched_s: float, proc: str = processes.PROC_ROOT) -> str:
+    """The reason with its remedy; empty if it may still be starting. ``watched_s``: how long it has
+    been watched.
+    """
+    try:
+        environ = processes.read_environ(pid, proc)
+        if not environ.get("HANGWATCH_URL"):
+            return "HANGWATCH_URL is not in its environment: have the launcher pass it on"
+        if identity.is_switched_off(environ):
+            return "HANGWATCH_DISABLE=1 is in its environment: remove it"
+        if watched_s < TORCH_IMPORT_S or not _has_loaded_torch(pid, proc):
+            return ""
+        python = os.readlink(f"{proc}/{pid}/exe")
+    except OSError:  # it has ended
+        return ""
+    return (
+        f"it uses torch without hangwatch: {python} -m pip install hangwatch, into the environment of"
+        " its torch"
+    )
+
+
+def _has_loaded_torch(pid: int, proc: str) -> bool:
+    with open(f"{proc}/{pid}/maps", "rb") as maps:
+        return _TORCH_LIBRARY in maps.read()

@@ -1,29 +1,100 @@
-"""Reads sources: here, or in a process of their own if a driver may block them."""
+"""Reads sources: here, or in a process of their own if a driver may block them.
+
+MERGED: The list of sources. A new one is a module with a function `probe`, and a line here.
+
+MERGED: Reads sources that may block, in a process that can be abandoned if a driver does not return:
+``python -P -m hangwatch.agent.node.hardware.reader``.
+
+Each line of its input is a request: ``{"pids": [...], "sources": {NAME: MODULE, ...}}``. It prints the
+result of each source as a line of JSON, as soon as it has it, and ends with its input.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import dataclasses
+import importlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hangwatch.model.hardware import Observation, UnavailableSource, Weight
 
-from . import probes
+from . import cgroups, infiniband, kernel_log, nccl_ras, network, nvml, pressure, storage, versions
 from .host import Host, SourceUnavailableError
-from .sources import Source
+
+_PR_SET_PDEATHSIG = 1
+
+
+def run_probe(
+    name: str, probe: Callable[[Host], tuple[Observation, ...]], host: Host
+) -> tuple[tuple[Observation, ...], UnavailableSource | None]:
+    """Reads the source ``name`` here. Whatever goes wrong with it is returned, not raised."""
+    try:
+        return probe(host), None
+    except SourceUnavailableError as error:
+        return (), UnavailableSource(source=name, reason=error.reason, remedy=error.remedy)
+    except Exception as error:  # the files of an unknown kernel or driver
+        reason = f"hangwatch failed to read it: {type(error).__name__}: {error}"
+        return (), UnavailableSource(source=name, reason=reason, remedy="please report this")
+
+
+def print_result(name: str, module: str, host: Host, printing: threading.Lock) -> None:
+    """Reads a source and prints its line."""
+    probe = importlib.import_module(module).probe
+    observations, unavailable = run_probe(name, probe, host)
+    line = json.dumps(
+        {
+            "source": name,
+            "observations": [dataclasses.asdict(observation) for observation in observations],
+            "unavailable": dataclasses.asdict(unavailable) if unavailable else None,
+        }
+    )
+    with printing:  # longer lines than PIPE_BUF would be interleaved
+        print(line, flush=True)
+
+
+def serve_request(pids: list[int], sources: dict[str, str]) -> None:
+    """Reads all sources at the same time."""
+    host = Host.from_environ(os.environ, tuple(pids))
+    printing = threading.Lock()
+    threads = [
+        threading.Thread(target=print_result, args=(name, module, host, printing))
+        for name, module in sources.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def main() -> int:
+    # A reader that is blocked must not outlive its node agent.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for line in sys.stdin:
+        serve_request(**json.loads(line))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
 
 TIME_LIMIT_S = 5.0
 _KILL_WAIT_S = 0.5
 _END_WAIT_S = 0.2  # until a process that has closed its output is gone
 _READ_BYTES = 1 << 16
 _SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
-_COMMAND = (sys.executable, *_SAFE_PATH, "-m", probes.__name__)
+_COMMAND = (sys.executable, *_SAFE_PATH, "-m", __name__)
 _BLOCKED_REMEDY = (
     "its driver or device may be blocked: see /proc/PID/stack of the reader, and the kernel log"
 )
@@ -33,7 +104,7 @@ SourceResult = tuple[tuple[Observation, ...], UnavailableSource | None]
 
 def read_source(source: Source, host: Host) -> SourceResult:
     """Reads a source here. Whatever goes wrong with it is returned, not raised."""
-    return probes.run_probe(source.name, source.probe, host)
+    return run_probe(source.name, source.probe, host)
 
 
 def find_absence(source: Source, host: Host) -> UnavailableSource | None:
@@ -149,3 +220,35 @@ def _decode_result(document: dict[str, Any]) -> SourceResult:
     )
     unavailable = document["unavailable"]
     return observations, UnavailableSource(**unavailable) if unavailable else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """``probe`` raises SourceUnavailableError where the source cannot be read, and ``check`` where
+    that can be said without reading it.
+    """
+
+    name: str
+    probe: Callable[[Host], tuple[Observation, ...]]
+    has_counters: bool = False  # it is also read once a minute, to know what changes
+    may_block: bool = False  # in a driver, or on a network: it is read in a process of its own
+    check: Callable[[Host], None] = lambda host: None
+
+
+SOURCES = (
+    Source(
+        name=infiniband.SOURCE,
+        probe=infiniband.probe,
+        has_counters=True,
+        may_block=True,
+        check=infiniband.check,
+    ),
+    Source(name=network.SOURCE, probe=network.probe, has_counters=True),
+    Source(name=nvml.SOURCE, probe=nvml.probe, has_counters=True, may_block=True, check=nvml.check),
+    Source(name=nccl_ras.SOURCE, probe=nccl_ras.probe, may_block=True, check=nccl_ras.check),
+    Source(name=kernel_log.SOURCE, probe=kernel_log.probe),
+    Source(name=cgroups.SOURCE, probe=cgroups.probe, has_counters=True),
+    Source(name=pressure.SOURCE, probe=pressure.probe),
+    Source(name=storage.SOURCE, probe=storage.probe),
+    Source(name=versions.SOURCE, probe=versions.probe),
+)

@@ -1,22 +1,46 @@
-"""Composes the update of one process: what the server does not know yet. Pure."""
+"""Composes the update of one process: what the server does not know yet. Pure.
+
+MERGED: Composes the update of one stream: its positions, checkpoints and blocked calls. Pure.
+
+MERGED: Composes what a process update reports of the device. Pure.
+
+MERGED: Parses what a rank wrote about itself into its ring: its identity and its exception. Pure.
+
+MERGED: Terse updates: a host with infrequent heartbeats leaves out the positions of its ranks while all
+of them make progress. Pure.
+
+The host can see by itself whether its ranks make progress. As soon as one does not, updates are
+complete again. What the server must not miss is always reported: that a rank is no longer blocked
+in a call, and the creation of groups, since a single host cannot see whether all ranks created the
+same groups.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from hangwatch.model.calls import Call
-from hangwatch.model.flight_dumps import FlightFile
-from hangwatch.model.ranks import ExitInfo
-from hangwatch.protocol.heartbeat import ProcessIdentity, ProcessUpdate, StreamUpdate
+from hangwatch.model.calls import Call, Site, StreamKind
+from hangwatch.model.groups import pack_ranks
+from hangwatch.model.incidents import FlightFile
+from hangwatch.model.limits import FROZEN_AFTER_S
+from hangwatch.model.ranks import ExceptionInfo, ExitInfo
+from hangwatch.protocol.heartbeat import (
+    MAX_CHECKPOINTS,
+    DeviceStatus,
+    ProcessIdentity,
+    ProcessUpdate,
+    StreamIdentity,
+    StreamUpdate,
+)
+from hangwatch.ring.layout import DeviceStatusState
+from hangwatch.ring.parts import DeviceEntry
 from hangwatch.ring.snapshot import RingSnapshot, StreamState
 
 from .acked import AckedState, AckedStream, UnackedHistory
-from .device_updates import compose_device_statuses, find_missing_setting
-from .ring_metadata import exception_age_s, parse_exception
-from .stream_updates import FetchCalls, compose_stream_update
 
 PULSE_REFRESH_S = 1.0  # how often a process is reported whose pulse is its only change
 
@@ -201,3 +225,344 @@ def _make_update(
 def is_same_identity(one: ProcessIdentity, other: ProcessIdentity) -> bool:
     """Equal except for the age, which always differs."""
     return one is other or replace(one, started_s=0.0) == replace(other, started_s=0.0)
+
+
+BLOCKED_AFTER_S = 0.5  # a call that is unfinished for longer is reported with its arguments
+
+MAX_BLOCKED_CALLS = 8  # reported for each stream
+
+FetchCalls = Callable[[int, int, int], "list[Call]"]  # (uid, from_seq, most): calls, oldest first
+
+
+def select_checkpoints(
+    chains: Mapping[int, int], after: int, upto: int
+) -> tuple[tuple[int, int], ...]:
+    """Running hashes at the multiples of the smallest power of two that has at most
+    `MAX_CHECKPOINTS` multiples in ``(after, upto]``.
+
+    >>> select_checkpoints({seq: -seq for seq in range(101, 118)}, after=100, upto=117)
+    ((104, -104), (108, -108), (112, -112), (116, -116))
+    """
+    step = 1
+    while upto // step - after // step > MAX_CHECKPOINTS:
+        step *= 2
+    first = (after // step + 1) * step
+    return tuple((seq, chains[seq]) for seq in range(first, upto + 1, step) if seq in chains)
+
+
+def compose_stream_update(
+    state: StreamState,
+    acked: AckedStream | None,
+    history: UnackedHistory,
+    fetch_calls: FetchCalls,
+    last_calls: list[Call] | None,
+) -> tuple[StreamUpdate | None, AckedStream]:
+    before = acked or AckedStream()
+    chains = history.chains.get(state.uid, {})
+    # A call's record may be read before its stream counts it, or after: then the hash follows in the
+    # next update.
+    upto = min(state.entered, max(chains, default=0))
+    after = max(before.last_checked_seq, min(chains, default=1) - 1)
+    blocked_calls, last_blocked_seq = (
+        (last_calls, state.entered)
+        if last_calls is not None
+        else _find_blocked_calls(state, before, fetch_calls)
+    )
+    shared = (
+        ()
+        if before.is_concurrency_reported
+        else _find_concurrent_calls(state, history, fetch_calls)
+    )
+    is_compared = state.peer is None  # point-to-point calls differ between ranks
+    has_moved = (state.entered, state.completed, state.pending_s is not None) != (
+        before.entered,
+        before.completed,
+        before.is_pending,
+    )
+    after_ack = AckedStream(
+        entered=state.entered,
+        completed=state.completed,
+        is_pending=state.pending_s is not None,
+        last_checked_seq=max(before.last_checked_seq, upto),
+        last_blocked_seq=last_blocked_seq,
+        is_concurrency_reported=before.is_concurrency_reported or bool(shared),
+        lost_from_seq=state.loss.from_seq if state.loss is not None else 0,
+    )
+    if (
+        acked is not None
+        and not has_moved
+        and not blocked_calls
+        and not shared
+        and upto <= before.last_checked_seq
+    ):
+        return None, after_ack
+    update = StreamUpdate(
+        uid=state.uid,
+        identity=None if acked is not None else _make_stream_identity(state),
+        entered=state.entered,
+        completed=state.completed,
+        chain=state.chain if is_compared else 0,
+        op=history.newest_ops.get(state.uid, ""),
+        # To the microsecond: hosts queue calls of two groups within 100 us, and their order matters.
+        entered_s=round(state.entered_s, 6),
+        pending_s=None if state.pending_s is None else round(state.pending_s, 4),
+        checkpoints=select_checkpoints(chains, after, upto) if is_compared else (),
+        calls=tuple(blocked_calls),
+        shared=shared,
+    )
+    return update, after_ack
+
+
+def _find_concurrent_calls(
+    state: StreamState, history: UnackedHistory, fetch_calls: FetchCalls
+) -> tuple[Call, ...]:
+    """The last call of the one thread and the first concurrent call of the other; empty if no two
+    threads made calls at the same time.
+    """
+    seq = history.first_concurrent.get(state.uid)
+    if seq is None:
+        return ()
+    calls = [
+        call
+        for call in fetch_calls(state.uid, max(1, seq - MAX_BLOCKED_CALLS), history.cursor)
+        if call.seq <= seq
+    ]
+    if not calls or calls[-1].seq != seq:
+        return ()
+    concurrent = calls[-1]
+    others = [call for call in calls if call.thread != concurrent.thread]
+    return (others[-1], concurrent) if others else ()
+
+
+def _find_blocked_calls(
+    state: StreamState, before: AckedStream, fetch_calls: FetchCalls
+) -> tuple[list[Call], int]:
+    """The oldest calls of a blocked stream that were not reported yet; the newest call if
+    completion is unknown.
+
+    Also returns the last sequence number that was searched: calls that the ring has lost are not
+    searched again.
+    """
+    if not is_blocked(state):
+        return [], before.last_blocked_seq
+    oldest = state.entered if state.completed is None else state.completed + 1
+    first = max(oldest, before.last_blocked_seq + 1)
+    last = min(state.entered, oldest + MAX_BLOCKED_CALLS - 1)
+    if first > last:
+        return [], before.last_blocked_seq
+    calls = fetch_calls(state.uid, first, state.entered - first + 1)
+    return [call for call in calls if first <= call.seq <= last], last
+
+
+def is_blocked(state: StreamState) -> bool:
+    """A call has been unfinished for a while; if completion is unknown, the newest call may be."""
+    if state.completed is not None and state.completed >= state.entered:
+        return False
+    age_s = state.entered_s if state.pending_s is None else state.pending_s
+    return age_s >= BLOCKED_AFTER_S
+
+
+def _make_stream_identity(state: StreamState) -> StreamIdentity:
+    return StreamIdentity(
+        kind=state.kind,
+        name=state.group.name,
+        desc=state.group.desc,
+        ranks=pack_ranks(state.group.ranks),
+        backend=state.group.backend,
+        generation=state.group.generation,
+        world=state.group.world_size,
+        peer=state.peer,
+        tag=state.tag,
+        foreign=state.group.foreign,
+        number=state.group.number,
+    )
+
+
+# Counters that do not change are confirmed this often while the device is behind: then their age
+# matters to the diagnosis.
+CONFIRM_INTERVAL_S = 2.0
+
+_BUFFER_ENTRIES = 2000  # the default where torch has it on
+
+
+def compose_device_statuses(
+    snapshot: RingSnapshot, reported: Mapping[int, DeviceEntry], now_ns: int
+) -> tuple[tuple[DeviceStatus, ...], Mapping[int, DeviceEntry]]:
+    """The counters to report, and the entries that the server will then know, by stream uid.
+
+    ``reported`` are the entries that the server knows.
+    """
+    if not snapshot.device_entries:
+        return (), reported
+    uids = {state.uid for state in snapshot.streams}
+    due = {
+        entry.uid: entry
+        for entry in snapshot.device_entries
+        if entry.uid in uids and _is_due(entry, reported.get(entry.uid))
+    }
+    if not due:
+        return (), reported
+    statuses = [_make_status(entry, now_ns) for entry in due.values()]
+    return tuple(statuses), {**reported, **due}
+
+
+def _is_due(entry: DeviceEntry, reported: DeviceEntry | None) -> bool:
+    if reported is None or entry.counters != reported.counters:
+        return True
+    age_ns = entry.read_ns - reported.read_ns
+    return entry.is_behind_host and age_ns >= CONFIRM_INTERVAL_S * 1e9
+
+
+def _make_status(entry: DeviceEntry, now_ns: int) -> DeviceStatus:
+    return DeviceStatus(
+        uid=entry.uid,
+        enqueued=entry.enqueued,
+        started=entry.started,
+        completed=entry.completed,
+        read_s=round(max(0, now_ns - entry.read_ns) / 1e9, 3),
+    )
+
+
+def find_missing_setting(state: DeviceStatusState, torch_version: str) -> str:
+    """The environment variable, with its value, that makes torch count the device's progress; empty
+    if it does already or no variable is known.
+
+    >>> find_missing_setting(DeviceStatusState.OFF, "2.9.1+cu128")
+    'TORCH_FR_BUFFER_SIZE=2000'
+    """
+    if state in (DeviceStatusState.UNKNOWN, DeviceStatusState.REPORTED):
+        return ""
+    version = _parse_version(torch_version)
+    if state is DeviceStatusState.OFF:
+        # The older name works in newer versions too, with a warning.
+        name = "TORCH_FR_BUFFER_SIZE" if version >= (2, 9) else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+        return f"{name}={_BUFFER_ENTRIES}"
+    if state is DeviceStatusState.UNSUPPORTED and version >= (2, 15):
+        return "TORCH_DIST_USE_NCCL2=0"  # the process group whose counters are in every version
+    return ""
+
+
+def _parse_version(torch_version: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", torch_version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def parse_exception(data: Mapping[str, Any] | None) -> ExceptionInfo | None:
+    """The exception that ended a rank; None if there is none, or it is malformed."""
+    if not data or not data.get("type"):
+        return None
+    site = None
+    if data.get("file"):
+        try:
+            site = Site(
+                file=str(data["file"]),
+                line=int(data.get("line", 0)),
+                function=str(data.get("function", "?")),
+            )
+        except (TypeError, ValueError):
+            site = None
+    return ExceptionInfo(type=str(data["type"]), message=str(data.get("message", "")), site=site)
+
+
+def exception_age_s(data: Mapping[str, Any] | None, now_ns: int) -> float:
+    at_ns = (data or {}).get("at_ns")
+    return max(0, now_ns - at_ns) / 1e9 if isinstance(at_ns, int) else 0.0
+
+
+def parse_identity(
+    data: Mapping[str, Any], *, pid: int, start_ticks: int
+) -> ProcessIdentity | None:
+    """The identity in a ring, without the process's age; None while the process does not know its
+    rank. Raises ValueError if it is malformed.
+    """
+    if data.get("rank") is None:
+        return None
+    try:
+        local = data.get("local_rank")
+        return ProcessIdentity(
+            job=str(data["job"]),
+            restart=int(data.get("restart", 0)),
+            rank=int(data["rank"]),
+            world_size=int(data.get("world_size", 0)),
+            local_rank=None if local is None else int(local),
+            pid=pid,
+            start_ticks=start_ticks,
+            python=str(data.get("python", "")),
+            torch=str(data.get("torch", "")),
+            program=str(data.get("program", "")),
+            master=str(data.get("master", "")),
+            on_hang=str(data.get("on_hang", "")),
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"malformed identity: {error!r}") from error
+
+
+PROGRESS_WINDOW_S = 3.0  # a rank makes progress if its last call is at most this old
+
+
+def is_progressing(
+    snapshot: RingSnapshot | None,
+    before: AckedState | None,
+    update: ProcessUpdate | None,
+    after: AckedState | None,
+) -> bool:
+    """The rank runs and makes calls, none of them is known to be blocked, and only its positions have
+    changed. Where completion is unknown, as on NCCL, the newest call of an idle group says nothing.
+
+    ``before`` is what the server knows, ``update`` the complete update, if any, and ``after`` what
+    the server would know after it.
+    """
+    if snapshot is None or before is None or after is None:
+        return False
+    if update is not None and _has_more_than_positions(update):
+        return False
+    if without_step(after.status_key) != without_step(before.status_key):
+        return False
+    if snapshot.pulse_s >= FROZEN_AFTER_S:
+        return False
+    for state in snapshot.active_streams:
+        if state.completed is not None and is_blocked(state):
+            return False
+    return snapshot.get_newest_call_s() <= PROGRESS_WINDOW_S
+
+
+def make_terse_update(
+    snapshot: RingSnapshot | None,
+    before: AckedState | None,
+    update: ProcessUpdate | None,
+    after: AckedState | None,
+) -> tuple[ProcessUpdate | None, AckedState | None]:
+    """The terse update of a rank that makes progress, if any, and what the server will know after
+    it.
+    """
+    if snapshot is None or before is None or update is None or after is None:
+        return None, before
+    reported_uids = {
+        state.uid
+        for state in snapshot.streams
+        if state.kind is StreamKind.SETUP or _is_known_as_blocked(before.streams.get(state.uid))
+    }
+    parts = [part for part in update.sequences if part.uid in reported_uids]
+    if not parts:
+        return None, before
+    streams = dict(before.streams)
+    for part in parts:
+        streams[part.uid] = after.streams[part.uid]
+    terse_update = ProcessUpdate(key=update.key, sequences=tuple(parts))
+    return terse_update, replace(before, streams=streams)
+
+
+def _has_more_than_positions(update: ProcessUpdate) -> bool:
+    if update.identity is not None or update.ended is not None:
+        return True
+    if update.state not in "RSI" or update.checksums or update.nonfinite or update.losses:
+        return True
+    return any(
+        part.identity is not None or part.shared or (part.calls and part.completed is not None)
+        for part in update.sequences
+    )
+
+
+def _is_known_as_blocked(before: AckedStream | None) -> bool:
+    """Whether the server believes that the rank is blocked in this stream's newest call."""
+    return before is not None and before.is_pending and before.last_blocked_seq == before.entered

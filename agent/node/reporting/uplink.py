@@ -1,27 +1,43 @@
 """Sends heartbeats to the server: one at a time, in a separate thread, so that a slow network
 delays nothing else.
+
+MERGED: Failed heartbeats: how long to back off, and how the user learns that the server is away.
+
+MERGED: Replies to the server's commands: a bounded queue that drops and counts the oldest ones.
+
+MERGED: When the next heartbeat is due. Pure.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import queue
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 from hangwatch.protocol.codec import decode_reply
-from hangwatch.protocol.heartbeat import URGENT_PRIORITY, HeartbeatReply, get_family
+from hangwatch.protocol.heartbeat import (
+    URGENT_PRIORITY,
+    CallsReply,
+    HardwareReply,
+    Heartbeat,
+    HeartbeatReply,
+    StackReply,
+    get_family,
+)
 
-from ...transport.client import Reply, TransportError
-from ...transport.servers import order_targets
-from ...transport.signed import SignedClient
-from ...transport.target import ServerTarget
+from ...environment import run_dir
+from ...transport.client import Reply, ServerTarget, SignedClient, TransportError, order_targets
+from ..system.daemon import AgentLog
 
 HEARTBEAT_PATH = "/api/v1/heartbeats"
 # They hold stacks, call sites or arguments of calls.
@@ -263,3 +279,176 @@ def explain_status(status: int, target: str, detail: str = "") -> str:
         why = f": {detail}" if detail else ": install the same hangwatch on both sides"
         return f"{target} does not accept this node agent's heartbeat ({status}){why}"
     return f"{target} answers {status}" + (f": {detail}" if detail else "")
+
+
+class OutageTracker:
+    """Follows whether the server answers."""
+
+    def __init__(self, folder: Path, log: AgentLog, notice_after_s: float) -> None:
+        """``notice_after_s``: seconds without the server until the user is notified."""
+        self._notice_path = folder / run_dir.NOTICE_NAME
+        self._log = log
+        self._notice_after_ns = int(notice_after_s * 1e9)
+        self._consecutive_failures = 0
+        self._consecutive_refusals = 0
+        self._began_ns = 0
+        self._problem = ""
+        self._is_user_notified = False
+
+    @property
+    def is_failing(self) -> bool:
+        """The last heartbeat failed."""
+        return self._consecutive_failures > 0
+
+    @property
+    def is_refused_repeatedly(self) -> bool:
+        """The server refused two heartbeats or more in succession."""
+        return self._consecutive_refusals > 1
+
+    def record_failure(self, outcome: HeartbeatOutcome, now_ns: int) -> float:
+        """Returns after how many seconds to try again."""
+        self._consecutive_failures += 1
+        if outcome.is_refused:
+            self._consecutive_refusals += 1
+        if not self._began_ns:
+            self._began_ns = now_ns
+            self._problem = outcome.problem
+            self._log.warning(f"{outcome.problem}; the job continues, heartbeats are retried")
+        return outcome.retry_after_s + draw_backoff_s(self._consecutive_failures)
+
+    def record_success(self, server: str) -> None:
+        """``server`` is its name in the log."""
+        self._consecutive_failures = self._consecutive_refusals = 0
+        if self._began_ns:
+            self._began_ns = 0
+            self._log.info(f"{server} answers again")
+            with contextlib.suppress(OSError):  # a rank has taken it
+                self._notice_path.unlink()
+
+    def write_user_notice(self, now_ns: int) -> None:
+        """Writes a line for a rank to print, once the server has been away for a while: the ranks
+        have the user's terminal.
+        """
+        if self._is_user_notified or not self._began_ns:
+            return
+        if now_ns - self._began_ns < self._notice_after_ns:
+            return
+        self._is_user_notified = True
+        temporary = self._notice_path.with_suffix(".new")
+        try:
+            temporary.write_text(
+                f"{self._problem}; the job continues, unwatched until the server answers\n"
+            )
+            temporary.replace(self._notice_path)
+        except OSError as error:
+            self._log.warn_once(f"cannot write the notice for the user: {error.strerror}")
+
+
+MAX_REPLIES = 256
+MAX_HARDWARE_REPLIES = 8
+MAX_FRAMES = 50_000  # of all stacks together: a few megabytes
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Keeps each reply until the server has acknowledged the heartbeat that carried it."""
+
+    max_replies: int = MAX_REPLIES
+    dropped_count: int = 0
+    _samples: deque[tuple[StackReply, int]] = field(default_factory=deque)
+    _calls: deque[CallsReply] = field(default_factory=deque)
+    _hardware: deque[tuple[HardwareReply, int]] = field(default_factory=deque)
+
+    def __bool__(self) -> bool:
+        return bool(self._samples or self._calls or self._hardware)
+
+    def add_sample(self, sample: StackReply, taken_ns: int) -> None:
+        self._samples.append((sample, taken_ns))
+        while self._has_too_many_samples():
+            self._samples.popleft()
+            self.dropped_count += 1
+
+    def _has_too_many_samples(self) -> bool:
+        if len(self._samples) > self.max_replies:
+            return True
+        return self._frame_count > MAX_FRAMES and len(self._samples) > 1
+
+    def add_calls(self, reply: CallsReply) -> None:
+        self._calls.append(reply)
+        while len(self._calls) > self.max_replies:
+            self._calls.popleft()
+            self.dropped_count += 1
+
+    def add_hardware(self, reply: HardwareReply, taken_ns: int) -> None:
+        self._hardware.append((reply, taken_ns))
+        while len(self._hardware) > MAX_HARDWARE_REPLIES:
+            self._hardware.popleft()
+            self.dropped_count += 1
+
+    @property
+    def _frame_count(self) -> int:
+        return sum(len(thread.frames) for sample, _ in self._samples for thread in sample.threads)
+
+    def pending_samples(self, now_ns: int) -> tuple[StackReply, ...]:
+        """All samples, with their ages as of now."""
+        return tuple(
+            replace(sample, taken_s=max(0, now_ns - taken_ns) / 1e9)
+            for sample, taken_ns in self._samples
+        )
+
+    def pending_hardware(self, now_ns: int) -> tuple[HardwareReply, ...]:
+        """All readings of the hardware, with their ages as of now."""
+        return tuple(
+            replace(reply, taken_s=max(0, now_ns - taken_ns) / 1e9)
+            for reply, taken_ns in self._hardware
+        )
+
+    def pending_calls(self) -> tuple[CallsReply, ...]:
+        return tuple(self._calls)
+
+    def mark_delivered(self, heartbeat: Heartbeat) -> None:
+        """Removes the replies that a heartbeat carried."""
+        sent = {(sample.key, sample.request) for sample in heartbeat.samples}
+        self._samples = deque(
+            entry for entry in self._samples if (entry[0].key, entry[0].request) not in sent
+        )
+        answered = {id(reply) for reply in heartbeat.calls}
+        self._calls = deque(reply for reply in self._calls if id(reply) not in answered)
+        reported = {reply.request for reply in heartbeat.hardware}
+        self._hardware = deque(
+            entry for entry in self._hardware if entry[0].request not in reported
+        )
+
+
+# Between two heartbeats that are sent before their time because a rank is in a call for long.
+EARLY_INTERVAL_NS = 1_000_000_000
+
+
+@dataclass(slots=True)
+class HeartbeatSchedule:
+    """Times are nanoseconds on the monotonic clock."""
+
+    next_ns: int
+    _unsteady_ns: int = 1 << 63  # when it is due if the host does not remain steady
+    _next_early_ns: int = 0
+
+    def set_next(self, at_ns: int) -> None:
+        self.next_ns = self._unsteady_ns = at_ns
+
+    def apply_reply(self, reply: HeartbeatReply, now_ns: int, *, is_steady: bool) -> None:
+        self.set_next(now_ns + int(reply.interval_s * 1e9))
+        if is_steady and reply.steady_s is not None:
+            self.next_ns = now_ns + int(reply.steady_s * 1e9)
+
+    def bring_forward(self, at_ns: int) -> None:
+        """It is due then at the latest."""
+        self.next_ns = min(self.next_ns, at_ns)
+
+    def end_steadiness(self) -> None:
+        self.bring_forward(self._unsteady_ns)
+
+    def bring_forward_once(self, now_ns: int) -> None:
+        """It is due now, unless another one was brought forward in this way shortly before."""
+        if now_ns >= self._next_early_ns:
+            self._next_early_ns = now_ns + EARLY_INTERVAL_NS
+            self.bring_forward(now_ns)

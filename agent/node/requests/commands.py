@@ -1,24 +1,42 @@
-"""Executes the server's commands."""
+"""Executes the server's commands.
+
+MERGED: Waits for the server's commands, so that they need not wait for the reply to the next heartbeat.
+
+MERGED: Ends ranks by order of the server, and reports the result for each.
+
+The signal is SIGKILL, without SIGTERM before it. A rank that hangs is in native code, where a
+Python handler for SIGTERM never runs; if a handler did run, it might communicate (to write a last
+checkpoint) and hang again, or exit with status 0, which every launcher takes for success. SIGABRT
+can be handled as well, and writes a core dump of all the rank's memory. SIGKILL also ends stopped
+processes, and always counts as a failure: torchrun sees -9, a shell, Kubernetes and Slurm see 137.
+No evidence is lost: it was stored before.
+"""
 
 from __future__ import annotations
 
+import json
+import queue
+import signal
+import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from hangwatch.model.calls import Call
 from hangwatch.model.hardware import UnavailableSource
-from hangwatch.protocol.commands import Command, CommandKind
-from hangwatch.protocol.hardware import HardwareReply
-from hangwatch.protocol.heartbeat import CallsReply, StackReply
+from hangwatch.model.ranks import ExitInfo
+from hangwatch.protocol import heartbeat
+from hangwatch.protocol.codec import decode_commands
+from hangwatch.protocol.commands import Command, CommandKind, allows_abort
+from hangwatch.protocol.heartbeat import COMMANDS_PATH, CallsReply, HardwareReply, StackReply
 
+from ...transport.client import ServerTarget, SignedClient, TransportError
 from ..discovery.watched import WatchedProcess, list_live_pids
 from ..hardware.monitor import HardwareMonitor, HardwareOrder
-from ..reporting.outbox import Outbox
-from ..stacks.callers import describe_newest_call, read_callers
+from ..reporting.uplink import Outbox
 from ..stacks.faulthandler_dumps import FaulthandlerRegistration
-from ..stacks.sampler import SampleOrder, StackSampler
-from ..system.log import AgentLog
-from .aborts import AbortTracker
+from ..stacks.sampler import SampleOrder, StackSampler, describe_newest_call, read_callers
+from ..system.daemon import AgentLog
 from .live import LiveRequests
 
 _MAX_REMEMBERED_COMMANDS = 1024
@@ -153,3 +171,190 @@ def find_faulthandler_registration(process: WatchedProcess) -> FaulthandlerRegis
     if process.snapshot is None:
         return None
     return FaulthandlerRegistration.from_identity(process.snapshot.identity)
+
+
+_TIMEOUT_S = 5.0  # to connect, and for the reply after the server has waited
+
+
+class CommandPoll:
+    """A thread that keeps one request open, while the server permits it. ``wake`` is called when
+    `take_commands` has something.
+    """
+
+    def __init__(self, agent: str, wake: Callable[[], None]) -> None:
+        self._body = json.dumps({"agent": agent}).encode()
+        self._target: ServerTarget | None = None  # the server that permitted it last
+        self._client: SignedClient | None = None  # of the thread
+        self._wake = wake
+        self._wait_s = 0.0
+        self._is_permitted = threading.Event()
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def permit(self, wait_s: float | None, target: ServerTarget) -> None:
+        """Called with each reply to a heartbeat: the server waits up to ``wait_s`` seconds for
+        commands; None: it does not.
+        """
+        if wait_s is None:
+            self._is_permitted.clear()
+            return
+        self._wait_s, self._target = wait_s, target
+        self._is_permitted.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="commands", daemon=True)
+            self._thread.start()
+
+    def take_commands(self) -> list[Command]:
+        return [self._commands.get_nowait() for _ in range(self._commands.qsize())]
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._is_permitted.set()
+        if self._thread is not None:
+            if (client := self._client) is not None:
+                client.abort()
+            self._thread.join(1.0)
+
+    def _run(self) -> None:
+        target = None
+        while True:
+            self._is_permitted.wait()
+            if self._is_closed:
+                break
+            if self._target is not target and self._target is not None:
+                target = self._target
+                self._close_client()
+                self._client = SignedClient(target, _TIMEOUT_S)
+            try:
+                commands = self._request_commands()
+            except Exception:  # the next reply to a heartbeat permits another attempt
+                self._is_permitted.clear()
+                continue
+            for command in commands:
+                self._commands.put(command)
+            if commands:
+                self._wake()
+        self._close_client()
+
+    def _close_client(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+    def _request_commands(self) -> tuple[Command, ...]:
+        """Raises TransportError, and whatever a malformed reply causes."""
+        client = self._client
+        assert client is not None  # see `_run`
+        reply = client.send_request(
+            "POST",
+            COMMANDS_PATH,
+            self._body,
+            {"Content-Type": "application/json"},
+            read_timeout_s=self._wait_s + _TIMEOUT_S,
+        )
+        if reply.status != 200:
+            raise TransportError(f"the server answers {reply.status}")
+        commands = decode_commands(reply.parse_json()["commands"])
+        if commands and not client.is_server_known:
+            raise TransportError("who answers is not known")
+        return commands
+
+
+ABORT_SIGNAL = signal.SIGKILL
+_EXIT_TIMEOUT_NS = 5_000_000_000  # then the signal is reported to have had no effect
+
+
+@dataclass(slots=True)
+class AbortTracker:
+    """Orders that were carried out, each until the server has acknowledged its result."""
+
+    # By process key: the order's id, and when the signal was sent.
+    _signalled: dict[str, tuple[str, int]] = field(default_factory=dict)
+    _replies: list[heartbeat.AbortReply] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self._signalled or self._replies)
+
+    def abort_process(self, command: Command, process: WatchedProcess | None, now_ns: int) -> None:
+        """Ends a watched process, and no other. ``process`` is the one that the command names, if
+        it is watched.
+        """
+        error = _find_refusal_reason(process)
+        exit_info = process.exit if process is not None else None
+        if process is None or error is not None or exit_info is not None or process.pidfd is None:
+            self._add_reply(command, exit_info, error)
+            return
+        try:
+            signal.pidfd_send_signal(process.pidfd, ABORT_SIGNAL)
+        except ProcessLookupError:
+            pass  # it has just ended: `check_exits` will see it
+        except OSError as refusal:
+            self._add_reply(
+                command, None, f"{ABORT_SIGNAL.name} could not be sent: {refusal.strerror}"
+            )
+            return
+        self._signalled[command.key] = (command.id, now_ns)
+
+    def _add_reply(self, command: Command, exit_info: ExitInfo | None, error: str | None) -> None:
+        self._replies.append(
+            heartbeat.AbortReply(key=command.key, request=command.id, ended=exit_info, error=error)
+        )
+
+    def check_exits(self, watched: Mapping[str, WatchedProcess], now_ns: int) -> bool:
+        """Makes a reply for each signalled process that has ended or whose time is up. Returns True
+        if there is one.
+        """
+        has_new_reply = False
+        for key, (request, since_ns) in list(self._signalled.items()):
+            process = watched.get(key)
+            exit_info = process.exit if process is not None else None
+            is_alive = process is not None and exit_info is None
+            if is_alive and now_ns - since_ns < _EXIT_TIMEOUT_NS:
+                continue
+            error = None if exit_info is not None else _describe_survivor(process)
+            self._replies.append(
+                heartbeat.AbortReply(
+                    key=key, request=request, signal=ABORT_SIGNAL, ended=exit_info, error=error
+                )
+            )
+            del self._signalled[key]
+            has_new_reply = True
+        return has_new_reply
+
+    def pending_replies(self) -> tuple[heartbeat.AbortReply, ...]:
+        return tuple(self._replies)
+
+    def mark_delivered(self, replies: tuple[heartbeat.AbortReply, ...]) -> None:
+        self._replies = [reply for reply in self._replies if reply not in replies]
+
+
+def _find_refusal_reason(process: WatchedProcess | None) -> str | None:
+    if process is None:
+        return "this node agent watches no such process"
+    if process.exit is not None:
+        return None
+    identity = process.identity
+    if identity is None or not allows_abort(identity.on_hang):
+        given = "" if identity is None else identity.on_hang
+        state = f"HANGWATCH_ON_HANG={given}" if given else "no HANGWATCH_ON_HANG"
+        return (
+            f"{state} in its environment does not allow that: start the job with"
+            " HANGWATCH_ON_HANG=abort"
+        )
+    if process.pidfd is None:
+        return (
+            "this kernel has no pidfd (Linux 5.3 has), so the signal could hit another process that"
+            " has the same pid by now"
+        )
+    return None
+
+
+def _describe_survivor(process: WatchedProcess | None) -> str:
+    state = process.activity.state if process is not None else "?"
+    text = (
+        f"still there {_EXIT_TIMEOUT_NS // 1_000_000_000} s after {ABORT_SIGNAL.name}, in state"
+        f" {state}"
+    )
+    if state == "D":
+        text += ": it ends when its system call returns, from a file system or device that is stuck"
+    return text

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from hangwatch.protocol import heartbeat
-from hangwatch.protocol.commands import Command, CommandKind
-from hangwatch.protocol.live import (
+from hangwatch.protocol.commands import (
     CallKind,
+    Command,
+    CommandKind,
     RecordingReply,
     TracedCall,
     TraceReply,
@@ -22,8 +23,7 @@ from hangwatch.ring.tracing import TimedEntry, read_trace
 
 from ..discovery.watched import WatchedProcess
 from ..stacks.pyspy import PySpy
-from .pyspy_record import RecordingSpec
-from .recordings import RecordingOrder, RecordingWorker
+from .recordings import RecordingOrder, RecordingSpec, RecordingWorker
 
 MAX_TRACE_REQUESTS = 256  # the oldest ones are dropped
 MAX_TRACED_CALLS = 8000  # in one heartbeat, for all requests together

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.model.ranks import Frame, ThreadStack
 from hangwatch.ring.layout import LIVE_OFFSET, LiveWord
 
 from ...environment import run_dir

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hangwatch.model.threads import RECORDER_THREAD_NAME, Frame, ThreadStack
+from hangwatch.model.ranks import RECORDER_THREAD_NAME, Frame, ThreadStack
 
 from ..system import permission, processes, thread_waits
 

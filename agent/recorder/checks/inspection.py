@@ -13,28 +13,45 @@ are examined in between in two cases:
 
 The results of other asynchronous calls are not examined: their caller may change them immediately
 after waiting.
+
+MERGED: Tracks runs of calls with NaN or Inf, and decides which of these calls to report.
+
+MERGED: Tracks whether the job uses loss scaling, and counts its rounds of training.
+
+Loss scaling tries ever larger scales: gradients with Inf or NaN are normal then, and it skips the
+step. Something is wrong only if they persist for many rounds.
+
+MERGED: Writes the check table behind a ring's heap. `hangwatch.ring.layout` documents the table,
+`hangwatch.ring.checks` reads it.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
-from hangwatch.ring.layout import CheckFlag, RecordFlag
-from hangwatch.ring.sampling import check_level, min_check_level
+from hangwatch.model.limits import PERSISTENT_ROUNDS
+from hangwatch.ring.checks import check_level, min_check_level
+from hangwatch.ring.layout import (
+    CHECK_SLOTS,
+    CHECK_STRUCT,
+    RECORD_SLOTS,
+    RECORD_STRUCT,
+    CheckFlag,
+    RecordFlag,
+)
 
 from .. import faults
 from ..groups import GroupTrack
 from ..streams import EnteredCall
 from ..writer import RingWriter
 from . import tensors as examine
-from .arguments import TensorArguments
-from .nonfinite import NonfiniteReporter
 from .settings import CheckSettings
-from .table import CheckedCall, CheckTableWriter
+from .tensors import TensorArguments, has_half_precision
 
 # Larger calls are sampled less often, so that checks delay no step for long.
 _LARGE_BYTES = 64 << 20
@@ -246,3 +263,189 @@ def _get_queue_callback() -> Callable[[Callable[[], None]], None]:
     engine: Any = torch.autograd.Variable._execution_engine
     queue: Callable[[Callable[[], None]], None] = engine.queue_callback
     return queue
+
+
+_MAX_RUNS = 256  # kinds of calls that are tracked as non-finite
+# The first calls of a run are always reported, further ones if they are sampled, and at least one
+# per interval, to show that the run continues.
+_ALWAYS_REPORTED_CALLS = 2
+_REPORT_INTERVAL_NS = 30_000_000_000
+# A run of this many calls is persistent, even if no rounds of training can be counted.
+_PERSISTENT_CALLS = 2048
+
+
+@dataclass(slots=True)
+class _NonfiniteRun:
+    """Consecutive non-finite calls of one kind."""
+
+    first_seq: int
+    first_round: int
+    call_count: int = 0
+    last_reported_ns: int = 0  # when the last reported call was entered
+    is_persistence_reported: bool = False
+
+    def count_rounds(self, current_round: int) -> int:
+        """The length of the run in rounds of training."""
+        rounds = current_round - self.first_round
+        return max(rounds, PERSISTENT_ROUNDS) if self.call_count >= _PERSISTENT_CALLS else rounds
+
+
+class NonfiniteReporter:
+    """Writes non-finite calls into the check table."""
+
+    def __init__(self, table: CheckTableWriter) -> None:
+        self.scaling = LossScalingTracker()
+        self._table = table
+        self._overflow_count = 0  # calls with an Inf that loss scaling or half precision explains
+        # By (stream uid, signature, whether the result is non-finite rather than the input).
+        self._runs: dict[tuple[int, int, bool], _NonfiniteRun] = {}
+
+    @property
+    def has_open_runs(self) -> bool:
+        return bool(self._runs)
+
+    def record_call(
+        self,
+        call: CheckedCall,
+        nan: int,
+        inf: int,
+        tensors: list[Any],
+        *,
+        output: bool,
+        is_sampled: bool,
+    ) -> None:
+        """Reports a non-finite call: the first ones of a run, samples of the others, and once that
+        the run persists. A finite call ends the run of its kind.
+        """
+        key = (call.uid, call.signature, output)
+        if not nan and not inf:
+            self._runs.pop(key, None)
+            return
+        if len(self._runs) >= _MAX_RUNS:
+            self._runs.clear()
+        run = self._runs.setdefault(key, _NonfiniteRun(call.seq, self.scaling.rounds))
+        run.call_count += 1
+        is_scaled = self.scaling.is_active or any(str(t.dtype) == "torch.float16" for t in tensors)
+        self._overflow_count += bool(inf) and (is_scaled or has_half_precision(tensors))
+        rounds = run.count_rounds(self.scaling.rounds)
+        reports_persistence = rounds >= PERSISTENT_ROUNDS and not run.is_persistence_reported
+        if not (
+            run.call_count <= _ALWAYS_REPORTED_CALLS
+            or is_sampled
+            or reports_persistence
+            or call.entered_ns - run.last_reported_ns > _REPORT_INTERVAL_NS
+        ):
+            return
+        run.is_persistence_reported |= reports_persistence
+        run.last_reported_ns = call.entered_ns
+        flags = CheckFlag.NONFINITE
+        flags |= CheckFlag.SCALED if is_scaled else CheckFlag(0)
+        flags |= CheckFlag.OUTPUT if output else CheckFlag(0)
+        self._table.write_check(
+            call,
+            flags,
+            nan=nan,
+            inf=inf,
+            first_seq=run.first_seq,
+            rounds=rounds,
+            overflows=self._overflow_count,
+        )
+
+
+class LossScalingTracker:
+    """``is_active`` once an enabled `torch.amp.GradScaler` was created; ``rounds`` counts its updates,
+    without one the optimizers' steps.
+    """
+
+    def __init__(self) -> None:
+        self.is_active = False
+        self.rounds = 0
+
+    def install_hooks(self) -> None:
+        """Starts tracking in this process."""
+        from torch.amp.grad_scaler import GradScaler
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        register_optimizer_step_post_hook(self._count_step)
+        scaler: Any = GradScaler
+        original = scaler.__init__
+
+        @functools.wraps(original)
+        def tracked_init(instance: Any, *args: Any, **kwargs: Any) -> None:
+            original(instance, *args, **kwargs)
+            try:
+                self._track_scaler(instance)
+            except Exception as error:  # ours: the scaler works without it
+                faults.record_fault("tracking a GradScaler", error)
+
+        scaler.__init__ = tracked_init
+
+    def _count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self.is_active:
+            self.rounds += 1
+
+    def _track_scaler(self, scaler: Any) -> None:
+        if not scaler.is_enabled():
+            return
+        self.is_active = True
+        owner: Any = next(cls for cls in type(scaler).__mro__ if "update" in vars(cls))
+        original = owner.update
+        if hasattr(original, "__hangwatch__"):
+            return
+
+        @functools.wraps(original)
+        def counted_update(instance: Any, *args: Any, **kwargs: Any) -> Any:
+            self.rounds += 1
+            return original(instance, *args, **kwargs)
+
+        counted_update.__hangwatch__ = True  # type: ignore[attr-defined]
+        owner.update = counted_update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedCall:
+    """The fields of a call's record that its check entries repeat, or that decide what to check."""
+
+    entered_ns: int
+    seq: int
+    chain: int
+    size: int
+    uid: int
+    signature: int
+    site: int
+    flags: int
+
+
+class CheckTableWriter:
+    def __init__(self, ring: RingWriter) -> None:
+        self._ring = ring
+        self._indices = itertools.count()  # atomic under the GIL: any thread may write
+
+    def read_call(self, call: EnteredCall) -> CheckedCall:
+        """Reads the record of a call that was just entered, and so still exists."""
+        record = RECORD_STRUCT.unpack_from(
+            self._ring.map,
+            self._ring.records_offset + (call[2] % RECORD_SLOTS) * RECORD_STRUCT.size,
+        )
+        _, entered_ns, _, seq, chain, _, size, uid, signature, site, _, flags, _, _, _ = record
+        return CheckedCall(
+            entered_ns=entered_ns,
+            seq=seq,
+            chain=chain,
+            size=size,
+            uid=uid,
+            signature=signature,
+            site=site,
+            flags=flags,
+        )
+
+    def write_check(
+        self, call: CheckedCall, flags: CheckFlag, *, checksum: int = 0, nan: int = 0, inf: int = 0,
+        stats: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0), first_seq: int = 0, rounds: int = 0, overflows: int = 0,
+    ) -> None:  # fmt: skip
+        index = next(self._indices)
+        CHECK_STRUCT.pack_into(
+            self._ring.map, self._ring.extra_offset + (index % CHECK_SLOTS) * CHECK_STRUCT.size,
+            index + 1, call.entered_ns, call.seq, call.chain, checksum, nan, inf, first_seq, *stats,
+            call.uid, call.signature, call.site, int(flags), rounds, overflows & 0xFFFFFFFF, 0, (index + 1) & 0xFFFFFFFF,
+        )  # fmt: skip

@@ -9,8 +9,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 from .. import faults
-from ..call_reader import CallReader
 from ..callers import find_caller, find_logged_callers, skip_logger_frames
+from ..calls import CallReader
 from ..dynamo import run_uncompiled
 from ..python_kernel import (
     can_communicate,
@@ -20,11 +20,9 @@ from ..python_kernel import (
     record_lost_completion,
 )
 from ..recorder import unbox_work
-from ..streams import EnteredCall, leave_call
-from ..watched_works import get_holding_locals
-from .arguments import TensorArguments
+from ..streams import EnteredCall, get_holding_locals, leave_call
 from .inspection import PendingCheck
-from .tensors import DispatchBypass
+from .tensors import DispatchBypass, TensorArguments
 
 
 def make_checking_kernel(

@@ -18,7 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ...environment.run_dir import make_private_folder
-from . import cache, prebuilt
+from . import cache
+from .cache import find_prebuilt
 
 COMPILE_TIMEOUT_S, CHECK_TIMEOUT_S = 600.0, 120.0
 COMPILERS = ("c++", "g++", "clang++")
@@ -56,7 +57,7 @@ def build_recorder(env: Mapping[str, str]) -> Path:
     """
     if why := cache.explain_unsupported():
         raise BuildError(why)
-    found = prebuilt.find_prebuilt()
+    found = find_prebuilt()
     if found is not None and found.is_tested:
         with contextlib.suppress(OSError):  # then it is built
             cache.verify_library(found.path)

@@ -1,21 +1,32 @@
 """The cache of built recorders: one file for each torch, interpreter, machine and version of the
 sources.
+
+MERGED: The byte offsets of a thread's frames in the interpreter's structs, which stay the same in all
+patch releases of a Python version.
+
+MERGED: The recorders that a wheel brings along: one for each minor version of torch and machine.
+
+They depend on torch's C++ interfaces, which stay the same in the patch releases of a minor version,
+and on the frames of Python, whose layout they are told; not on Python's own interfaces. The manifest
+says with which releases each one was tried when the wheel was built. With another one it is tried
+first, in a process of its own (`build.build_recorder`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
+import json
 import os
 import platform
 import stat
 import sys
 import sysconfig
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from .frames import get_frame_layout
 
 SOURCE_PATH = Path(__file__).with_name("recorder.cpp")
 NOT_BUILT_REASON = "it is not built yet: a node agent builds it in the background, for the next job"
@@ -123,3 +134,94 @@ def read_build_failure(library_path: Path) -> str:
         return library_path.with_suffix(".failed").read_text(errors="replace")
     except OSError:
         return ""
+
+
+class FrameLayout(ctypes.Structure):
+    """The offsets, as in python_frames.h."""
+
+    _fields_ = (
+        # In PyThreadState: the pointer to the struct that holds the newest frame; -1: it is held by
+        # PyThreadState itself.
+        ("indirect", ctypes.c_int32),
+        ("newest", ctypes.c_int32),  # in that struct: the pointer to the newest frame
+        ("back", ctypes.c_int32),  # in a frame, as are the next two
+        ("code", ctypes.c_int32),
+        ("instruction", ctypes.c_int32),
+    )
+
+
+# Source: Include/cpython/pystate.h, Include/cpython/frameobject.h (3.10),
+# Include/internal/pycore_frame.h of each release.
+_FRAME_LAYOUTS = {
+    (3, 10): FrameLayout(-1, 24, 24, 32, 96),
+    (3, 11): FrameLayout(56, 8, 48, 32, 56),
+    (3, 12): FrameLayout(56, 0, 8, 0, 56),
+    (3, 13): FrameLayout(-1, 72, 8, 0, 56),
+}
+
+
+def get_frame_layout() -> FrameLayout | None:
+    """The layout of this interpreter; None if it is not known."""
+    is_standard_build = (
+        sys.implementation.name == "cpython"
+        and sys.abiflags == ""
+        and not sysconfig.get_config_var("Py_GIL_DISABLED")
+    )
+    return _FRAME_LAYOUTS.get(sys.version_info[:2]) if is_standard_build else None
+
+
+FOLDER = Path(__file__).with_name("prebuilt")
+MANIFEST_NAME = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrebuiltRecorder:
+    """``is_tested``: it was tried with this release of torch and this minor version of Python."""
+
+    path: Path
+    is_tested: bool
+
+
+def find_prebuilt(folder: Path = FOLDER) -> PrebuiltRecorder | None:
+    """The recorder of the wheel for this torch and machine; None if there is none. Imports torch."""
+    try:
+        manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+        if manifest["sources"] != hash_sources():
+            return None  # built from other sources than those installed here
+        name = get_library_name()
+        tested = manifest["recorders"][name]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    path = folder / name
+    return PrebuiltRecorder(path=path, is_tested=describe_releases() in tested)
+
+
+def has_recorders(folder: Path = FOLDER) -> bool:
+    """Whether the wheel has any."""
+    return (folder / MANIFEST_NAME).exists()
+
+
+def get_library_name() -> str:
+    """The file name of the recorder for this torch and machine. Imports torch."""
+    import torch
+
+    minor = "_".join(torch.__version__.split(".")[:2])
+    abi: Any = torch._C._GLIBCXX_USE_CXX11_ABI
+    return f"recorder_torch_{minor}_{platform.machine()}_{'cxx11' if abi else 'precxx11'}.so"
+
+
+def describe_releases() -> dict[str, str]:
+    """The releases that a recorder is tried with, as in the manifest. All builds of one release of
+    torch, such as those for the CPU and for CUDA, are made from the same commit. Imports torch.
+    """
+    import torch
+
+    return {
+        "torch": str(torch.version.git_version),
+        "python": f"{sys.version_info[0]}.{sys.version_info[1]}",
+    }
+
+
+def hash_sources() -> str:
+    """Of the library's sources, whose functions `library` calls."""
+    return hashlib.blake2b(repr(read_sources()).encode(), digest_size=8).hexdigest()

@@ -1,5 +1,5 @@
 // The user's line behind a call. Python finds it the first time (`CallSites.find_site` in
-// agent/recorder/callsite.py); after that it is found here, without the GIL.
+// agent/recorder/callers.py); after that it is found here, without the GIL.
 
 #pragma once
 

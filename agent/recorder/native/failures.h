@@ -1,5 +1,5 @@
 // Decides whether a call that raised an exception had communicated before: `judge_failure` in
-// agent/recorder/failures.py explains how.
+// agent/recorder/calls.py explains how.
 
 #pragma once
 

@@ -11,18 +11,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hangwatch.model.losses import LossReason
+from hangwatch.model.calls import LossReason
 from hangwatch.ring.layout import RECORD_SLOTS
 
 from .. import faults
-from ..call_reader import CallDetails
+from ..calls import CallDetails, FailureRule
 from ..checks.settings import PYTHON_ONLY_REASON, load_check_settings
-from ..failures import FailureRule
 from ..streams import EnteredCall, StreamRecorder
 from ..writer import RingWriter
 from . import cache
-from .frames import FrameLayout, get_frame_layout
-from .prebuilt import find_prebuilt
+from .cache import FrameLayout, find_prebuilt, get_frame_layout
 
 _INT64_SIGN_BIT = 1 << 63
 

@@ -1,5 +1,5 @@
 // Calls from the library to Python, through operators of the library `hangwatch` that
-// agent/recorder/planner.py implements, and the faults that the library reports to Python.
+// agent/recorder/kernels.py implements, and the faults that the library reports to Python.
 
 #pragma once
 

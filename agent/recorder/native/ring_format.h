@@ -1,5 +1,5 @@
 // The binary format of the ring, as hangwatch/ring/layout.py defines it, and the sampling of calls,
-// as hangwatch/ring/sampling.py defines it.
+// as hangwatch/ring/checks.py defines it.
 
 #pragma once
 
@@ -16,7 +16,7 @@ constexpr int MIN_TIMED_LEVEL = 6; // one call in 64
 
 constexpr int LOSS_SEQ_BITS = 56;
 
-enum LossReason : uint64_t { FAULT = 1, CALL_RAISED = 2 }; // as in hangwatch/model/losses.py
+enum LossReason : uint64_t { FAULT = 1, CALL_RAISED = 2 }; // as in hangwatch/model/calls.py
 
 enum RecordFlag : uint32_t { RAISED = 4, SHARED = 8, TIMED = 16, RETRACTED = 32 };
 

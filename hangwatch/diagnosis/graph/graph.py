@@ -3,18 +3,32 @@
 The ends of its chains are causes, a cycle is a deadlock (see `cycles`), and all other ranks are
 victims. Prior art: T. Hilbrich et al., "MPI runtime error detection with MUST" (2012), on wait-for
 graphs for MPI.
+
+MERGED: Ranks whose node agent does not report. Their last known state is old, but what other ranks
+report may show that they are alive. Pure.
+
+MERGED: The calls in which a rank may be blocked, and those in which it certainly is.
+
+MERGED: Ranks that take part in a job and are not recorded: nothing is known of their calls.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
+from hangwatch.model.calls import StreamKind
+from hangwatch.model.groups import GroupKey
+from hangwatch.model.limits import MIN_WAIT_S
+from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Wait
-from hangwatch.tracking.call_stream import CallStream
+from hangwatch.stacks.frames import waits_for_work
+from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.call_stream import CallStream, GroupState
+from hangwatch.tracking.process import Process
 
-from .silence import Silence
+from .progress import has_continuing_caller, is_wholly_blocked
 
 _FREED_AT_A_TIME = 1000
 
@@ -200,3 +214,142 @@ def _merge_sets(sets: dict[int, set[int]], one: int, other: int) -> None:
     if small is not large:
         large |= small
         sets.update(dict.fromkeys(small, large))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silence:
+    """There are no reports since ``began_at``; ``last_alive_at`` is the last sign, also from other
+    ranks, that the ranks of the node run.
+    """
+
+    began_at: float
+    last_alive_at: float
+    # The last sign is from well within the silence: only the connection to the server is broken.
+    is_proven_alive: bool
+
+
+def find_silent_ranks(attempt: Attempt, now: float, lost_after_s: float) -> dict[int, Silence]:
+    """The ranks without a report for ``lost_after_s`` seconds in which they could have reported."""
+    silent_since = _find_silence_starts(attempt, now - lost_after_s)
+    if not silent_since:
+        return {}
+    alive_at_by_agent: dict[str, float] = {}  # the ranks of a node agent share their node
+    signs = [
+        *_find_collective_signs(attempt.streams_by_group, silent_since),
+        *_find_receive_signs(attempt, silent_since),
+    ]
+    for rank, at in signs:
+        agent = attempt.processes[rank].agent
+        alive_at_by_agent[agent] = max(at, alive_at_by_agent.get(agent, at))
+    silences: dict[int, Silence] = {}
+    for rank, began_at in silent_since.items():
+        alive_at = alive_at_by_agent.get(attempt.processes[rank].agent, began_at)
+        last_alive_at = max(began_at, alive_at)
+        silences[rank] = Silence(
+            began_at=began_at,
+            last_alive_at=last_alive_at,
+            is_proven_alive=last_alive_at - began_at > lost_after_s,
+        )
+    return silences
+
+
+def _find_silence_starts(attempt: Attempt, before: float) -> dict[int, float]:
+    resumed_at = attempt.resumed_at
+    if resumed_at > before:
+        return {}
+    return {
+        rank: max(attempt.processes[rank].reports.agent_seen_at, resumed_at)
+        for rank in attempt.list_unreported(before)
+    }
+
+
+def _find_collective_signs(
+    streams_by_group: Mapping[GroupKey, Mapping[int, CallStream]], silent: Mapping[int, float]
+) -> Iterator[tuple[int, float]]:
+    """All members of a group are alive at the time when other members complete its calls."""
+    for members in streams_by_group.values():
+        group_ranks = next(iter(members.values())).group.ranks
+        if silent.keys().isdisjoint(group_ranks):
+            continue
+        advanced_at = [
+            stream.advanced_at
+            for rank, stream in members.items()
+            if rank not in silent and stream.kind is StreamKind.COLLECTIVE
+        ]
+        if not advanced_at:
+            continue
+        last_advanced_at = max(advanced_at)
+        for rank in group_ranks:
+            if rank in silent:
+                yield rank, last_advanced_at
+
+
+def _find_receive_signs(
+    attempt: Attempt, silent: Mapping[int, float]
+) -> Iterator[tuple[int, float]]:
+    """A rank is alive when another rank receives from it."""
+    for rank, process in attempt.processes.items():
+        if rank in silent:
+            continue
+        for stream in process.streams.values():
+            if stream.kind is StreamKind.RECV and stream.peer is not None and stream.peer in silent:
+                yield stream.peer, stream.advanced_at
+
+
+def list_old_unfinished(process: Process, before: float) -> list[CallStream]:
+    return [
+        s for s in process.open_calls.unfinished_streams if s.entered_at <= before and s.entered > 0
+    ]
+
+
+def is_waiting_on_channel(process: Process, stream: CallStream) -> bool:
+    """Whether its stack shows that it waits. The completion of many sends is never reported, so
+    only a stack shows that a rank waits for a send that its peer received.
+
+    A message received from any source may be the one that this call was to receive.
+    """
+    samples = [s for s in process.samples if s.taken_at >= stream.entered_at and s.threads]
+    if not samples or not waits_for_work(samples[-1].calling_thread):
+        return False
+    return all(other.peer != -1 for other in process.streams.values())
+
+
+def find_blocked_streams(process: Process, before: float) -> Collection[CallStream]:
+    """The calls in which the whole process is blocked, and not one thread while others continue."""
+    blocked = [s for s in process.open_calls.blocked_streams if s.entered_at <= before]
+    if not blocked:
+        return blocked
+    since = max([stream.entered_at for stream in blocked])
+    if process.newest_call_at > since + MIN_WAIT_S:
+        # Another thread made calls since; it may wait for this one now.
+        return blocked if is_wholly_blocked(process, blocked) else []
+    return [] if has_continuing_caller(process, blocked, since) else blocked
+
+
+_FULL_MESH_BACKEND = "gloo"  # a group exists only once all its members are connected
+
+
+def shows_all_members(attempt: Attempt, group_state: GroupState) -> bool:
+    """Whether the members of a group that report show that the others exist: all took part in a
+    collective, or had to connect before any of them could continue.
+    """
+    return has_completed_calls(group_state) or any(
+        _FULL_MESH_BACKEND in stream.group.backend
+        and stream.kind is StreamKind.COLLECTIVE
+        and attempt.processes[member].lifecycle is Lifecycle.INITIALISED
+        and not stream.group.foreign
+        for member, stream in group_state.members.items()
+    )
+
+
+def has_completed_calls(group_state: GroupState) -> bool:
+    """Whether a collective of the group is complete: all members took part in it."""
+    return any(_has_completed_call(stream) for stream in group_state.members.values())
+
+
+def _has_completed_call(stream: CallStream) -> bool:
+    if stream.kind is not StreamKind.COLLECTIVE:
+        return False
+    if stream.device is not None:
+        return stream.device.completed > 0
+    return (stream.completed or 0) > 0

@@ -1,24 +1,53 @@
 """Devices that lag behind those of the other members, although every member's host has made the
 call: a kernel that never ends, or a stream that waits.
+
+MERGED: Devices that wait for each other: calls of several groups that hosts queued in different orders.
+
+MERGED: Calls that do not finish where no counters of devices can be compared.
+
+The counters of a group with sends and receives cannot be compared between ranks, which make
+different ones, but they show that no device goes on. And a backend counts nothing before a group's
+communicator exists: then the hosts themselves are blocked in the call.
+
+MERGED: Ranks whose hosts have not made the call that others' devices are in, while those ranks' hosts run
+ahead: they queue further calls, so that none of them seems to wait.
+
+MERGED: Messages on devices that lag, and on calls that all devices are in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
-from hangwatch.diagnosis import messages
-from hangwatch.diagnosis.context import (
+from hangwatch.model.groups import Group
+from hangwatch.model.kinds import KINDS, Severity, VerdictKind
+from hangwatch.model.limits import MIN_WAIT_S
+from hangwatch.model.verdicts import CallClass, Verdict, Wait
+from hangwatch.stacks.frames import waits_for_work
+from hangwatch.tracking.call_stream import CallStream
+from hangwatch.tracking.process import Process
+
+from ..context import (
     DiagnosisContext,
+    get_newest_call,
+    get_op_name,
     get_suspicion_delay_s,
     request_stacks,
 )
-from hangwatch.diagnosis.device_view import DeviceView
-from hangwatch.diagnosis.graph.devices import DeviceGroup, DeviceHang
-from hangwatch.model.kinds import KINDS, VerdictKind
-from hangwatch.model.verdicts import Verdict, Wait
-
+from ..graph.devices import READING_DELAY_S, DeviceGroup, DeviceHang, DeviceView, get_still_until
+from ..graph.progress import get_calling_thread_since, is_process_waiting
+from ..messages import (
+    describe_deadlock,
+    describe_position,
+    describe_ranks,
+    format_deadlock_advice,
+    format_lower_layers_advice,
+    format_waiter_count,
+)
+from .absence import make_absence_verdict
 from .agreement import check_agreement
-from .end_kinds import is_in_phase
+from .chain_ends import is_in_phase, is_working
 
 _MAX_WAITS_SHOWN = 64
 # Without recorded starts, a long kernel on all devices looks like a call that does not complete.
@@ -112,7 +141,7 @@ def make_stuck_verdict(
     stream = view.get_stream(group, first)
     seq = view.get_seq(group, first)
     furthest = max(other.completed for other in group.members.values())
-    summary = messages.describe_stuck_devices(
+    summary = describe_stuck_devices(
         culprits,
         view.get_op(group, first),
         stream.group,
@@ -133,7 +162,7 @@ def make_stuck_verdict(
         began_at=view.get_unchanged_since(stuck | hang.find_direct_waiters_of(stuck)),
         is_confirmed=due,
         summary=summary,
-        advice=messages.format_stuck_device_advice(culprits, records_starts=group.records_starts),
+        advice=format_stuck_device_advice(culprits, records_starts=group.records_starts),
     )
 
 
@@ -163,7 +192,7 @@ def make_stalled_verdict(
     first = group.ranks[0]
     stream = view.get_stream(group, first)
     seq = view.get_seq(group, first)
-    position = messages.describe_position(stream.group, seq)
+    position = describe_position(stream.group, seq)
     members = context.streams_by_group.get(stream.group.key, {})
     agreement = check_agreement(context, members, group.ranks, seq)
     return Verdict(
@@ -177,7 +206,344 @@ def make_stalled_verdict(
         began_at=view.get_unchanged_since(group.ranks),
         is_confirmed=due,
         summary=agreement.describe("none finishes", view.get_op(group, first), first, position),
-        advice=messages.format_stalled_device_advice(
+        advice=format_stalled_device_advice(
             records_starts=group.records_starts, are_equal=agreement.is_known
         ),
     )
+
+
+def diagnose_device_cycles(context: DiagnosisContext) -> None:
+    """One verdict for devices that wait for each other, in calls that their hosts queued in a
+    different order.
+    """
+    view = context.get_still_device_view()
+    if view is None:
+        return
+    hang = view.hang
+    waiting = hang.find_waiters_of(hang.cycle)
+    involved = hang.cycle | waiting
+    if not hang.cycle or not involved.isdisjoint(context.explained_ranks):
+        return
+    age_s = view.get_unchanged_s(involved)
+    if age_s < get_suspicion_delay_s(context.limits):
+        return
+    culprits = tuple(sorted(hang.cycle))
+    cycle_waits = _list_cycle_waits(view, hang)
+    calls: list[CallClass] = []
+    for rank in culprits:
+        calls += view.get_call(view.fronts[rank][0], rank)
+    first_wait = cycle_waits[0][0]
+    group = view.fronts[first_wait.rank][0]
+    verdict = Verdict(
+        kind=VerdictKind.DEADLOCK,
+        severity=KINDS[VerdictKind.DEADLOCK].severity,
+        culprits=culprits,
+        waiting=tuple(sorted(waiting)),
+        group=view.get_stream(group, first_wait.rank).group,
+        seq=first_wait.seq,
+        calls=tuple(calls),
+        waits=tuple(wait for wait, _ in cycle_waits),
+        began_at=view.get_unchanged_since(involved),
+        is_confirmed=age_s >= context.limits.stall_after_s,
+        summary=describe_deadlock(culprits, cycle_waits),
+        advice=format_deadlock_advice((), culprits),
+    )
+    context.verdicts.append(verdict)
+    context.explained_ranks |= involved
+    request_stacks(context, culprits, waiting, verdict.began_at)
+
+
+def _list_cycle_waits(view: DeviceView, hang: DeviceHang) -> list[tuple[Wait, str]]:
+    """One wait of each rank on the cycle, with the operation."""
+    cycle_waits: list[tuple[Wait, str]] = []
+    for rank in sorted(hang.cycle):
+        for wait in hang.waits:
+            awaited = sorted(wait.awaited & hang.cycle)
+            if rank in wait.waiters and awaited:
+                name = view.get_stream(wait.group, rank).group.name
+                seq = view.get_seq(wait.group, rank)
+                op = view.get_op(wait.group, rank)
+                cycle_waits.append((Wait(rank=rank, on_rank=awaited[0], group=name, seq=seq), op))
+                break
+    return cycle_waits
+
+
+def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
+    """One verdict if no rank makes a call, no device goes on, and hosts are seen to wait; not beside
+    another verdict, of which that may be a consequence.
+    """
+    attempt = context.attempt
+    if context.now - attempt.newest_call_at < get_suspicion_delay_s(context.limits):
+        return
+    if context.explained_ranks or context.graph.blocked_calls or context.graph.unsampled_ranks:
+        return
+    waiting = [process for process in attempt.processes.values() if _may_wait(context, process)]
+    if not waiting:
+        return
+    began_at = max(map(_get_advanced_at, attempt.processes.values()))
+    age_s = min(map(_get_known_until, waiting)) - began_at
+    if age_s < get_suspicion_delay_s(context.limits):
+        return
+    ranks = tuple(sorted(process.rank for process in waiting))
+    request_stacks(context, (), ranks, began_at)
+    answers = [_is_seen_waiting(process, began_at) for process in waiting if process.samples]
+    if False in answers or True not in answers:
+        return
+    has_counters = any(_has_unfinished_count(process) for process in waiting)
+    limit_s = context.limits.stall_after_s + (UNTIMED_GRACE_S if has_counters else 0.0)
+    first = attempt.processes[ranks[0]]
+    verdict = _make_verdict(
+        first, ranks, _find_first_devices(context), began_at, due=age_s >= limit_s
+    )
+    if all(map(_may_create_communicator, waiting)):
+        verdict = _describe_communicator(context, verdict)
+    context.verdicts.append(verdict)
+    context.explained_ranks.update(ranks)
+
+
+def _may_wait(context: DiagnosisContext, process: Process) -> bool:
+    """Whether its newest call may be unfinished, and nothing else explains that it waits."""
+    if not process.is_alive:
+        return False
+    newest = _find_newest_queued(process)
+    if newest is None:
+        return False
+    if process.rank in context.graph.silent_ranks or is_in_phase(context, process):
+        return False
+    if _has_messages(process):
+        return newest.device is None or _has_unfinished_count(process)
+    state = newest.group_state
+    return newest.device is None and state is not None and not state.has_member_behind(newest)
+
+
+def _find_newest_queued(process: Process) -> CallStream | None:
+    """The stream of its newest call that only queued work for its device."""
+    newest = None
+    for stream in process.open_calls.unfinished_streams:  # a loop: this runs for 100,000 processes
+        is_queued = stream.completed is None and stream.entered > 0
+        if is_queued and (newest is None or stream.entered_at > newest.entered_at):
+            newest = stream
+    return newest
+
+
+def _has_messages(process: Process) -> bool:
+    return any(stream.peer is not None and stream.entered for stream in process.streams.values())
+
+
+def _has_unfinished_count(process: Process) -> bool:
+    """Whether its counters show calls that are not complete. Those of a group with messages count
+    these and the collectives by different numbers.
+    """
+    devices = [stream.device for stream in process.streams.values()]
+    return any(device.completed != device.enqueued for device in devices if device is not None)
+
+
+def _get_known_until(process: Process) -> float:
+    """Until when it is known that its host made no further call and its device did not go on."""
+    if _has_unfinished_count(process):
+        return get_still_until(process)
+    return process.reports.last_seen_at
+
+
+def _is_seen_waiting(process: Process, since: float) -> bool | None:
+    """Whether a stack shows that its host waits; None if there is no evidence. Without counters, only
+    a host that is still inside torch.distributed is known to wait for its call.
+    """
+    if _has_unfinished_count(process):
+        if get_calling_thread_since(process, process.last_advanced_at) is None:
+            return None  # a host that uses the CPU may be polling its device
+        return is_process_waiting(process)
+    return True if waits_for_work(get_calling_thread_since(process, since)) else None
+
+
+def _get_advanced_at(process: Process) -> float:
+    """When its host last made a call, or its device was last seen to go on.
+
+    The first reading after the last call shows when the device was seen, not when it changed.
+    """
+    called_at = max(process.newest_call_at, process.reports.last_progress_at)
+    changed_at = process.device_changed_at
+    return changed_at if changed_at > called_at + READING_DELAY_S else called_at
+
+
+def _may_create_communicator(process: Process) -> bool:
+    """Whether its newest call is the first one of its group, in which a backend connects the members."""
+    newest = _find_newest_queued(process)
+    return newest is not None and newest.entered == 1 and newest.device is None
+
+
+def _describe_communicator(context: DiagnosisContext, verdict: Verdict) -> Verdict:
+    """Connecting thousands of ranks, or many on a busy machine, may take long without a fault."""
+    assert verdict.group is not None and verdict.seq is not None  # see `_make_verdict`
+    is_late = context.now - verdict.began_at >= context.limits.startup_after_s
+    return replace(
+        verdict,
+        severity=verdict.severity if is_late else Severity.WARNING,
+        summary=describe_communicator(
+            verdict.waiting, describe_position(verdict.group, verdict.seq)
+        ),
+        advice=COMMUNICATOR_ADVICE,
+    )
+
+
+def _find_first_devices(context: DiagnosisContext) -> tuple[int, ...]:
+    """The ranks whose devices hold up all others, as far as counters show it."""
+    view = context.get_device_view()
+    return () if view is None else tuple(sorted(view.hang.culprits))
+
+
+def _make_verdict(
+    first: Process, ranks: tuple[int, ...], ends: tuple[int, ...], began_at: float, *, due: bool
+) -> Verdict:
+    stream = _find_newest_queued(first)
+    assert stream is not None  # see `_may_wait`
+    position = describe_position(stream.group, stream.entered)
+    return Verdict(
+        kind=VerdictKind.NO_PROGRESS,
+        severity=KINDS[VerdictKind.NO_PROGRESS].severity,
+        culprits=(),
+        waiting=ranks,
+        group=stream.group,
+        seq=stream.entered,
+        calls=get_newest_call(stream, first.rank),
+        began_at=began_at,
+        is_confirmed=due,
+        summary=describe_still_devices(ranks, ends, first.rank, get_op_name(stream), position),
+        advice=STILL_DEVICES_ADVICE,
+    )
+
+
+def diagnose_hosts_behind(context: DiagnosisContext) -> None:
+    """One verdict for the ranks that devices wait for and whose hosts are alive in their own code.
+
+    Ranks that left, are frozen or do not report are other rules' subjects.
+    """
+    view = context.get_still_device_view()
+    if view is None:
+        return
+    hang = view.hang
+    waiting = hang.find_waiters_of(hang.host_ends)
+    involved = hang.host_ends | waiting
+    if not hang.host_ends or not involved.isdisjoint(context.explained_ranks):
+        return
+    age_s = view.get_unchanged_s(waiting)
+    if age_s < get_suspicion_delay_s(context.limits):
+        return
+    if any(_is_excused(context, rank) for rank in hang.host_ends):
+        return
+    began_at = view.get_unchanged_since(waiting)
+    processes = context.attempt.processes
+    if any(processes[rank].newest_call_at < began_at + MIN_WAIT_S for rank in waiting):
+        return  # a host that makes no further calls may be busy, and wait for none
+    request_stacks(context, sorted(hang.host_ends), waiting, began_at)
+    if age_s < context.limits.stall_after_s:
+        return  # the waits of hosts may show another cause until then
+    within_slow_limit = age_s < context.limits.slow_limit_s
+    kind = VerdictKind.MISSING_RANK
+    if within_slow_limit and any(is_working(context, r, began_at) for r in hang.host_ends):
+        kind = VerdictKind.SLOW_RANK
+    culprits = tuple(sorted(hang.host_ends))
+    edge = view.find_longest_wait(culprits)
+    assert edge is not None  # devices wait for these hosts
+    context.verdicts.append(
+        make_absence_verdict(context, kind, culprits, waiting, edge, began_at, due=True)
+    )
+    context.explained_ranks |= involved
+
+
+def _is_excused(context: DiagnosisContext, rank: int) -> bool:
+    process = context.attempt.processes[rank]
+    return (
+        rank in context.attempt.unable_ranks
+        or rank in context.graph.silent_ranks
+        or is_in_phase(context, process)
+    )
+
+
+_TIMING_HINT = (
+    "TORCH_NCCL_ENABLE_TIMING=1 (from torch 2.15 on, with TORCH_DIST_USE_NCCL2=0) would show which"
+    " devices have begun the call."
+)
+
+WATCHDOG_ADVICE = (
+    "The watchdog's message in the rank's log says which call did not complete, how long it took, and"
+    " which error the network reported."
+)
+STILL_DEVICES_ADVICE = (
+    "Each send has its receive, and each collective all its members, so check the network, the devices"
+    " and their drivers (nvidia-smi, dmesg). A device may be stuck before one of these calls."
+)
+
+
+COMMUNICATOR_ADVICE = (
+    "The backend connects the ranks in the first call of a group. If it usually takes less time, check"
+    " that all hosts reach each other on the same network (NCCL_SOCKET_IFNAME, NCCL_IB_HCA, firewalls);"
+    " NCCL_DEBUG=INFO shows what it chose."
+)
+
+
+def describe_communicator(ranks: tuple[int, ...], position: str) -> str:
+    return f"{describe_ranks(ranks)} connect to each other and do not finish: {position}"
+
+
+def describe_still_devices(
+    ranks: tuple[int, ...], ends: tuple[int, ...], first: int, op: str, position: str
+) -> str:
+    """``first`` is the rank whose newest call is ``op``; ``ends`` are the ranks whose devices hold up
+    all others, if that is known.
+    """
+    verb, devices = ("wait", "their devices") if len(ranks) > 1 else ("waits", "its device")
+    summary = (
+        f"{describe_ranks(ranks)} {verb} for {devices}, and no device finishes what is queued: rank"
+        f" {first}'s last call is {op} ({position})"
+    )
+    if 0 < len(ends) < len(ranks):
+        summary += f"; the others wait for {describe_ranks(ends)}"
+    return summary
+
+
+def describe_stuck_devices(
+    ranks: tuple[int, ...],
+    op: str,
+    group: Group,
+    seq: int,
+    waiter_count: int,
+    *,
+    is_begun: bool | None,
+    is_behind: bool,
+) -> str:
+    """The summary. ``is_begun`` is None where starts are not recorded; ``is_behind``: other members'
+    devices have completed the call.
+    """
+    have = "have" if len(ranks) > 1 else "has"
+    devices_have = "their devices have" if len(ranks) > 1 else "its device has"
+    verb = "begun" if is_begun is False else "completed"
+    summary = (
+        f"{describe_ranks(ranks)} {have} queued {op} ({describe_position(group, seq)}), but"
+        f" {devices_have} not {verb} it"
+    )
+    if is_behind:
+        summary += ", as other devices have"
+    return f"{summary}; {format_waiter_count(waiter_count)}"
+
+
+def format_stuck_device_advice(ranks: tuple[int, ...], *, records_starts: bool) -> str:
+    their, have = ("their", "have") if len(ranks) > 1 else ("its", "has")
+    advice = (
+        f"Check what {their} device{'s' if len(ranks) > 1 else ''} {have} to do before that call: a"
+        " kernel that does not end, or a stream that waits for an event; and the GPU itself"
+        " (nvidia-smi, dmesg)."
+    )
+    if records_starts or len(ranks) == 1:
+        return advice
+    return f"{advice} Any of them may be the one that is stuck: {_TIMING_HINT}"
+
+
+def format_stalled_device_advice(*, records_starts: bool, are_equal: bool) -> str:
+    """``are_equal``: the calls of all members were compared."""
+    if records_starts and are_equal:
+        return "Every device has begun the call, so check the network between them and its drivers."
+    advice = format_lower_layers_advice(are_equal=are_equal)
+    if records_starts:
+        return advice
+    return f"{advice} A device may be stuck before the call: {_TIMING_HINT}"

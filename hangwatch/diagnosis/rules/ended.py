@@ -1,37 +1,50 @@
 """Ranks that ended: the first failure is the cause, unless the rank failed because another one had
 left before it.
+
+MERGED: Whether processes were ended by their launcher after all ranks had finished their work. Ray, for
+one, ends its workers itself, and their exit status is not 0.
 """
 
 from __future__ import annotations
 
-from hangwatch.diagnosis import messages
-from hangwatch.diagnosis.context import (
+import signal
+
+from hangwatch.model.calls import Site, StreamKind
+from hangwatch.model.kinds import KINDS, VerdictKind
+from hangwatch.model.ranks import Lifecycle
+from hangwatch.model.verdicts import Verdict
+from hangwatch.tracking.call_stream import CallStream
+from hangwatch.tracking.process import Process
+
+from ..context import (
+    TERMINATION_SIGNALS,
     DiagnosisContext,
     find_last_site,
     find_silent_node_mates,
     get_newest_call,
     get_op_name,
+    has_peer_error,
     select_waits,
+    was_ended_by_watchdog,
 )
-from hangwatch.diagnosis.peer_errors import has_peer_error, was_ended_by_watchdog
-from hangwatch.model.calls import Site, StreamKind
-from hangwatch.model.kinds import KINDS, VerdictKind
-from hangwatch.model.verdicts import Verdict
-from hangwatch.tracking.call_stream import CallStream
-from hangwatch.tracking.process import Process
-
-from .departures import find_departed_before, find_not_reporting_since
+from .absence import (
+    describe_death,
+    describe_exited_ranks,
+    describe_lost_node,
+    format_dead_rank_advice,
+    format_exited_rank_advice,
+)
 from .failures import (
     PEER_ERROR_DELAY_S,
+    find_departed_before,
     find_independent_failures,
+    find_not_reporting_since,
     get_failure_time,
     has_failed_exit,
     sort_by_cause,
     was_terminated,
 )
-from .teardown import is_teardown
-from .timeouts import diagnose_timeout
-from .watchdogs import diagnose_watchdog_end, has_waited
+from .timeouts import diagnose_timeout, diagnose_watchdog_end, has_waited
 
 
 def diagnose_exits(context: DiagnosisContext) -> None:
@@ -119,8 +132,8 @@ def _add_dead_rank_verdict(
             waits=select_waits(context, waiting),
             began_at=get_failure_time(first),
             is_confirmed=due,
-            summary=messages.describe_death(first),
-            advice=messages.format_dead_rank_advice(first, independent_failures),
+            summary=describe_death(first),
+            advice=format_dead_rank_advice(first, independent_failures),
             site=first.exception.site if first.exception is not None else find_last_site(first),
         )
     )
@@ -148,7 +161,7 @@ def _add_exited_rank_verdict(
             waits=select_waits(context, waiting),
             began_at=last.entered_at,
             is_confirmed=context.now - get_failure_time(first) >= context.limits.settle_s,
-            summary=messages.describe_exited_ranks(
+            summary=describe_exited_ranks(
                 culprits,
                 _has_ended(context, departed[0]),
                 len(waiting),
@@ -156,7 +169,7 @@ def _add_exited_rank_verdict(
                 last.group,
                 last.entered,
             ),
-            advice=messages.format_exited_rank_advice(len(departed) > 1),
+            advice=format_exited_rank_advice(len(departed) > 1),
             site=_find_last_site_of(context, departed[0]),
         )
     )
@@ -189,7 +202,7 @@ def _add_lost_node_verdict(
     waiting = _find_failed_or_waiting(context, failed, lost_ranks)
     culprits = tuple(sorted(lost_ranks))
     host = context.attempt.processes[lost_ranks[0]].host
-    summary, advice = messages.describe_lost_node(host, culprits, len(waiting), get_op_name(last))
+    summary, advice = describe_lost_node(host, culprits, len(waiting), get_op_name(last))
     context.verdicts.append(
         Verdict(
             kind=VerdictKind.LOST_NODE,
@@ -205,3 +218,66 @@ def _add_lost_node_verdict(
         )
     )
     context.explained_ranks |= {*lost_ranks, *waiting}
+
+
+# Launchers end all processes within this time, in seconds.
+_TEARDOWN_S = 3.0
+_LAUNCHER_SIGNALS = (signal.SIGKILL, *TERMINATION_SIGNALS)
+
+
+def is_teardown(context: DiagnosisContext, failed: list[Process]) -> bool | None:
+    """Whether these processes were ended after they had finished their work. None if the others may
+    be about to end.
+
+    A process that destroyed its groups has finished. Where a thread makes the calls, its end does
+    not end the process, so nothing but the end of all processes in the same way shows that they
+    finished: then all have completed the same calls, and none waits.
+    """
+    if not all(map(_has_ended_quietly, failed)):
+        return False
+    if context.graph.find_waiters_of([process.rank for process in failed]):
+        return False
+    if all(process.lifecycle is Lifecycle.DESTROYED for process in failed):
+        return True
+    if not all(map(_has_called_in_thread, failed)) or context.graph.get_waiting_ranks():
+        return False
+    processes = context.attempt.processes.values()
+    if len(processes) < 2 or not all(map(_has_completed_all_calls, processes)):
+        return False
+    if len({process.exit for process in failed}) > 1:
+        return False
+    if len(failed) == len(processes):
+        return True
+    is_recent = context.now - get_failure_time(failed[0]) < _TEARDOWN_S
+    return None if is_recent else False
+
+
+def _has_ended_quietly(process: Process) -> bool:
+    """Whether its end shows no failure of its own: no exception, no signal but a launcher's."""
+    end = process.exit
+    if end is None or process.exception is not None:
+        return False
+    return not end.signal or end.signal in _LAUNCHER_SIGNALS
+
+
+def _has_called_in_thread(process: Process) -> bool:
+    """Whether another thread than the main thread made its newest call."""
+    newest = process.newest_stream
+    call = newest.calls.get(newest.entered) if newest is not None else None
+    return call is not None and call.thread not in (0, process.identity.pid)
+
+
+def _has_completed_all_calls(process: Process) -> bool:
+    return all(_is_complete(stream) for stream in process.streams.values())
+
+
+def _is_complete(stream: CallStream) -> bool:
+    """Whether all its calls are complete, and all members of the group made as many."""
+    if stream.completed is not None and stream.completed < stream.entered:
+        return False
+    if stream.device is not None and stream.device.is_behind_host:
+        return False
+    group_state = stream.group_state
+    if stream.kind is not StreamKind.COLLECTIVE or group_state is None:
+        return True
+    return not group_state.has_member_behind(stream)

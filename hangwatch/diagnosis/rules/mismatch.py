@@ -1,19 +1,365 @@
-"""Calls that should be equal on every member of a group and are not, found by their running hashes."""
+"""Verdicts on calls that should agree between ranks and do not.
+
+`mismatch` finds calls that differ within a group, `pairwise` finds those that do not fit between
+two ranks. Here it is decided who waits because of them.
+
+MERGED: Calls that should be equal on every member of a group and are not, found by their running hashes.
+
+MERGED: Arguments that may differ between the members of a group but must fit between two of them: what
+one rank sends is what the other expects.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 
-from hangwatch.diagnosis.alignment import MAX_WINDOW_CALLS
-from hangwatch.diagnosis.call_classes import HashClass, classify_members
-from hangwatch.model.calls import Call, Signature, StreamKind
+from hangwatch.model.calls import UNKNOWN_OP, Call, Signature, Site, StreamKind
 from hangwatch.model.groups import Group, GroupKey
-from hangwatch.model.signatures import UNKNOWN_OP
-from hangwatch.model.verdicts import CallClass
-from hangwatch.tracking.attempt import find_divergence
+from hangwatch.model.kinds import KINDS, VerdictKind
+from hangwatch.model.limits import MIN_WAIT_S
+from hangwatch.model.verdicts import CallClass, Verdict
+from hangwatch.tracking.attempt import Attempt, find_divergence
 from hangwatch.tracking.call_stream import CallStream, CallWindow, DivergenceBounds, list_histories
+from hangwatch.tracking.process import Process
+
+from ..alignment import MAX_WINDOW_CALLS
+from ..call_classes import HashClass, classify_members
+from ..context import (
+    DiagnosisContext,
+    EvidenceRequest,
+    get_last_seen_at,
+    request_stacks,
+    select_waits,
+)
+from ..graph.devices import get_first_unfinished
+from ..graph.waits import get_new_group_ranks
+from ..messages import (
+    GROUP_MISMATCH_ADVICE,
+    MISMATCH_ADVICE,
+    PAIR_MISMATCH_ADVICE,
+    SplitExchange,
+    describe_mismatch,
+    describe_pair_mismatch,
+)
+from .failures import get_failure_time, has_failed_exit, was_terminated
+
+# A rank that fails within this many calls, and this time, after a mismatched call that completed
+# is taken to have failed because of it.
+_MAX_CALLS_AFTER = 2
+_FAILED_SOON_S = 5.0
+# The verdict is confirmed without calls that have not arrived this long after the divergence was
+# found, or after the ranks were last seen; later if a node agent has not reported since the request.
+_MAX_EVIDENCE_WAIT_S = 3.0
+_MAX_NARROWING_S, _MAX_REPLY_WAIT_S, _MAX_REPORT_WAIT_S = 4.5, 1.0, 15.0
+
+
+def diagnose_call_mismatches(context: DiagnosisContext) -> None:
+    """One verdict for each group whose members made different calls at the same position."""
+    mismatches = find_call_mismatches(context.streams_by_group, context.attempt.diverged_groups)
+    for mismatch in mismatches:
+        _diagnose_call_mismatch(context, mismatch)
+
+
+def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -> None:
+    members = context.streams_by_group[mismatch.group.key]
+    for rank, window in mismatch.calls_to_fetch:
+        context.requests.append(EvidenceRequest.for_calls(rank, members[rank], window))
+    failed = _find_failed_members(context, mismatch, members)
+    is_harmless = _is_harmless(context, mismatch, members, failed)
+    if mismatch.kind is StreamKind.SETUP:
+        if len(mismatch.calls) < len(mismatch.classes):
+            if is_harmless:  # as far as can be told without the calls
+                return
+        elif _creates_separate_groups(mismatch, members):
+            return
+    outliers = set(mismatch.outliers)
+    delayed: set[int] = set()
+    waiting: set[int] = set()
+    if not is_harmless:
+        delayed = _find_delayed_members(context, mismatch, members)
+        waiting = (delayed | context.graph.find_waiters_of(delayed | outliers)) - outliers
+    verdict = _make_mismatch_verdict(context, mismatch, members, waiting)
+    context.verdicts.append(verdict)
+    if not is_harmless:
+        context.explained_ranks |= outliers | waiting | delayed | failed
+    if waiting:
+        request_stacks(context, mismatch.outliers, waiting, verdict.began_at)
+
+
+def _creates_separate_groups(mismatch: CallMismatch, members: dict[int, CallStream]) -> bool:
+    """Whether the ranks created different groups that have nothing to do with each other: each was made
+    by all of its members, as by ``new_subgroups(1, group=...)``.
+
+    Groups created at the same position have the same name and meet under the same keys of the store,
+    so only one of them may have more than one member.
+    """
+    connected_count = 0
+    for call_class in mismatch.calls:
+        group_ranks = get_new_group_ranks(members[call_class.ranks[0]], mismatch.seq)
+        if group_ranks is None:
+            return False
+        creators = set(group_ranks).intersection(call_class.ranks)
+        if creators and len(creators) < len(group_ranks):
+            return False
+        connected_count += len(creators) > 1
+    return connected_count < 2
+
+
+def _find_failed_members(
+    context: DiagnosisContext, mismatch: CallMismatch, members: dict[int, CallStream]
+) -> set[int]:
+    processes = context.attempt.processes
+    return {
+        rank
+        for rank in context.attempt.ended_ranks & members.keys()
+        if _failed_at_call(processes[rank], members[rank], mismatch.seq)
+    }
+
+
+def _find_first_unfinished(stream: CallStream) -> int:
+    """Where hosts run ahead of their devices, those tell which calls are complete."""
+    if stream.device is None:
+        return stream.first_unfinished
+    return get_first_unfinished(stream, stream.device)
+
+
+def _may_be_inside(stream: CallStream, seq: int) -> bool:
+    """Whether a member may not have got past call ``seq``. Where only devices count what they
+    complete, the host must have made another call as well.
+    """
+    is_newest = stream.completed is None and stream.entered <= seq
+    return is_newest or _find_first_unfinished(stream) <= seq
+
+
+def _is_harmless(
+    context: DiagnosisContext,
+    mismatch: CallMismatch,
+    members: dict[int, CallStream],
+    failed: set[int],
+) -> bool:
+    """Whether all members got past the mismatch: then it delays no rank, and a later hang has its
+    own cause.
+    """
+    if failed or _diverge_again(members):
+        return False
+    if any(_may_be_inside(stream, mismatch.seq) for stream in members.values()):
+        return False
+    if mismatch.kind is not StreamKind.SETUP:
+        return True
+    # A rank that skipped the creation of a group makes its next call where the others make a later
+    # one. So ranks that, by count, wait in these calls wait because of the mismatch.
+    for rank, stream in members.items():
+        blocked_calls = context.graph.blocked_calls.get(rank, ())
+        if any(blocked.stream is stream for blocked in blocked_calls):
+            return False
+    return not _was_group_made_elsewhere(context, mismatch, members)
+
+
+def _find_delayed_members(
+    context: DiagnosisContext, mismatch: CallMismatch, members: dict[int, CallStream]
+) -> set[int]:
+    """The waiting members at or past the mismatched call."""
+    blocked = context.graph.get_waiting_ranks()
+    return {
+        rank
+        for rank in mismatch.group.ranks
+        if rank in blocked and (rank not in members or members[rank].entered >= mismatch.seq)
+    }
+
+
+def _make_mismatch_verdict(
+    context: DiagnosisContext,
+    mismatch: CallMismatch,
+    members: dict[int, CallStream],
+    waiting: set[int],
+) -> Verdict:
+    is_setup = mismatch.kind is StreamKind.SETUP
+    kind = VerdictKind.GROUP_MISMATCH if is_setup else VerdictKind.MISMATCH
+    reported_ranks = [rank for ranks in mismatch.classes for rank in ranks]
+    entry_times = [members[rank].entered_at for rank in reported_ranks]
+    is_complete = not mismatch.calls_to_fetch and not _is_majority_undecided(
+        context, mismatch, members
+    )
+    return Verdict(
+        kind=kind,
+        severity=KINDS[kind].severity,
+        culprits=mismatch.outliers,
+        waiting=tuple(sorted(waiting)),
+        group=mismatch.group,
+        seq=mismatch.seq,
+        differing_fields=mismatch.differing_fields,
+        calls=mismatch.calls,
+        waits=select_waits(context, waiting),
+        began_at=min(entry_times, default=context.now),
+        is_confirmed=is_complete or _is_evidence_overdue(context, mismatch, members),
+        summary=describe_mismatch(
+            mismatch.outliers,
+            mismatch.calls,
+            mismatch.differing_fields,
+            mismatch.group,
+            mismatch.seq,
+            mismatch.last_equal,
+        ),
+        advice=GROUP_MISMATCH_ADVICE if is_setup else MISMATCH_ADVICE,
+        site=_find_site_of(mismatch.calls, mismatch.outliers),
+    )
+
+
+def _is_evidence_overdue(
+    context: DiagnosisContext, mismatch: CallMismatch, members: dict[int, CallStream]
+) -> bool:
+    """Whether it was waited for long enough for what is missing: then what is certain is reported."""
+    reported_ranks = [rank for ranks in mismatch.classes for rank in ranks]
+    report_times = [get_last_seen_at(context, rank) for rank in reported_ranks]
+    if context.now - max(report_times, default=context.now) > _MAX_EVIDENCE_WAIT_S:
+        return True
+    state = members[reported_ranks[0]].group_state
+    if state is None or not state.diverged:
+        return False
+    waited_s = context.now - state.diverged_at
+    if waited_s <= _MAX_EVIDENCE_WAIT_S or waited_s > _MAX_REPORT_WAIT_S:
+        return waited_s > _MAX_EVIDENCE_WAIT_S
+    if waited_s <= _MAX_NARROWING_S and context.now - state.narrowed_at <= _MAX_REPLY_WAIT_S:
+        return False  # each reply narrows the calls down
+    # The node agents of a large job report rarely, and get requests only then.
+    return all(
+        get_last_seen_at(context, rank) > state.diverged_at + _MAX_REPLY_WAIT_S
+        for rank, _ in mismatch.calls_to_fetch
+    )
+
+
+def _find_site_of(calls: Iterable[CallClass], ranks: Iterable[int]) -> Site | None:
+    """The call site of the first class of calls that only ``ranks`` made."""
+    for call_class in calls:
+        if set(call_class.ranks).issubset(ranks):
+            return call_class.call.site
+    return None
+
+
+def _was_group_made_elsewhere(
+    context: DiagnosisContext, mismatch: CallMismatch, members: dict[int, CallStream]
+) -> bool:
+    """Whether some rank waits in the first call of a group created since the mismatch: members that
+    created it at another position never enter this call.
+    """
+    created_groups = set()
+    for ranks in mismatch.classes:
+        for rank in ranks[:1]:
+            later = [seq for seq in members[rank].calls if seq >= mismatch.seq]
+            created_groups |= {get_new_group_ranks(members[rank], seq) for seq in later}
+    for waiter_group in context.graph.iter_waiter_groups():
+        blocked = waiter_group[0]
+        if blocked.stream.group.ranks in created_groups and 1 in blocked.awaited.values():
+            return True
+    return False
+
+
+def _failed_at_call(process: Process, stream: CallStream, seq: int) -> bool:
+    """Whether the process ended in call ``seq`` or failed soon after it: a wrong result may cause
+    an error only where it is used.
+    """
+    has_failed = has_failed_exit(process)
+    if (process.is_alive and not has_failed) or _made_later_calls(process, stream):
+        return False
+    if stream.entered == seq or stream.first_unfinished <= seq < stream.entered:
+        return True
+    if not has_failed or was_terminated(process):
+        return False
+    last_call_at = max(stream.entered_at, stream.last_completion_at)
+    failed_soon = get_failure_time(process) - last_call_at <= _FAILED_SOON_S
+    return failed_soon and seq < stream.entered <= seq + _MAX_CALLS_AFTER
+
+
+def _made_later_calls(process: Process, stream: CallStream) -> bool:
+    """Whether it made calls in other streams after the newest one of ``stream``: then its end has a
+    later cause.
+    """
+    return any(s.entered_at > stream.entered_at + MIN_WAIT_S for s in process.streams.values())
+
+
+def _diverge_again(members: dict[int, CallStream]) -> bool:
+    """Whether some members are blocked in a call where others made a different one."""
+    for seq in {s.first_unfinished for s in members.values() if s.is_pending}:
+        calls = [stream.calls.get(seq) for stream in members.values()]
+        agreement_hashes = {call.signature.agree for call in calls if call is not None}
+        if len(agreement_hashes) > 1:
+            return True
+    return False
+
+
+def _is_majority_undecided(
+    context: DiagnosisContext, mismatch: CallMismatch, members: dict[int, CallStream]
+) -> bool:
+    """Whether members that have not made the call yet, and may be about to, decide which side is
+    the minority.
+    """
+    reported_ranks = [rank for ranks in mismatch.classes for rank in ranks]
+    group_size = len(mismatch.group.ranks)
+    largest_class = max(map(len, mismatch.classes))
+    if len(reported_ranks) == group_size or 2 * largest_class > group_size:
+        return False
+    last_entered_at = max(members[rank].entered_at for rank in reported_ranks)
+    return context.now - last_entered_at < context.limits.settle_s
+
+
+def diagnose_pair_mismatches(context: DiagnosisContext) -> None:
+    """One verdict for each send, receive or all-to-all whose two ends do not fit."""
+    for mismatch in find_pair_mismatches(context.attempt):
+        if not context.explained_ranks.issuperset(mismatch.outliers):
+            _diagnose_pair_mismatch(context, mismatch)
+
+
+def _diagnose_pair_mismatch(context: DiagnosisContext, mismatch: PairMismatch) -> None:
+    outliers = set(mismatch.outliers)
+    concerned = context.graph.find_waiters_of(mismatch.outliers) | set(mismatch.ranks)
+    waiting = (concerned & context.graph.get_waiting_ranks()) - outliers
+    ended = set()
+    for rank in mismatch.ranks:
+        process = context.attempt.processes.get(rank)
+        if process is not None and not process.is_alive:
+            ended.add(rank)
+    context.verdicts.append(
+        Verdict(
+            kind=VerdictKind.MISMATCH,
+            severity=KINDS[VerdictKind.MISMATCH].severity,
+            culprits=mismatch.outliers,
+            waiting=tuple(sorted(waiting)),
+            group=mismatch.group,
+            seq=mismatch.seq,
+            differing_fields=mismatch.differing_fields,
+            calls=mismatch.calls,
+            waits=select_waits(context, waiting),
+            began_at=mismatch.began_at,
+            summary=_summarize_pair_mismatch(mismatch),
+            advice=PAIR_MISMATCH_ADVICE,
+            site=_find_site_of(mismatch.calls, mismatch.outliers),
+        )
+    )
+    context.explained_ranks |= outliers | waiting | ended
+    if waiting:
+        request_stacks(context, mismatch.outliers, waiting, mismatch.began_at)
+
+
+def _summarize_pair_mismatch(mismatch: PairMismatch) -> str:
+    if mismatch.exchange is None:
+        return describe_mismatch(
+            mismatch.outliers,
+            mismatch.calls,
+            mismatch.differing_fields,
+            mismatch.group,
+            mismatch.seq,
+        )
+    return describe_pair_mismatch(
+        mismatch.outliers,
+        mismatch.exchange,
+        mismatch.calls[0].call.signature.op,
+        mismatch.group,
+        mismatch.seq,
+    )
+
 
 _MAX_CALLS_TO_FETCH = 64
 _MAX_ASKED_PER_CLASS = 3  # for the same calls
@@ -220,3 +566,181 @@ _FIELD_READERS: dict[str, Callable[[Signature], object]] = {
     "reduce_op": lambda s: s.reduce_op,
     "root": lambda s: s.root,
 }
+
+
+MAX_CLASSES_SHOWN = 16  # of an all-to-all, in which every member may have different sizes
+_MAX_OUTLIERS_FIRST = 8  # whose calls are shown before those of the other members
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairMismatch:
+    """Two or more ranks whose calls do not fit. ``outliers`` are the culprits: all of the ranks if
+    it is unknown which one is wrong.
+
+    ``ranks`` made the call, and ``calls`` are those of some of them. ``exchange`` is a pair of
+    sizes in an all-to-all that an outlier has wrong.
+    """
+
+    group: Group
+    seq: int
+    outliers: tuple[int, ...]
+    differing_fields: tuple[str, ...]
+    calls: tuple[CallClass, ...]
+    ranks: tuple[int, ...]
+    began_at: float
+    exchange: SplitExchange | None = None
+
+
+def find_pair_mismatches(attempt: Attempt) -> list[PairMismatch]:
+    """The first mismatch of each channel and of each group's all-to-all calls, among the calls
+    whose arguments are known.
+    """
+    mismatches: list[PairMismatch] = []
+    for rank in sorted(attempt.sender_ranks):
+        for stream in attempt.processes[rank].streams.values():
+            if stream.kind is not StreamKind.SEND or not stream.calls or stream.other_end is None:
+                continue
+            mismatch = _compare_channel(rank, stream, stream.other_end)
+            if mismatch is not None:
+                mismatches.append(mismatch)
+    for key in attempt.uneven_groups:
+        mismatch = _compare_splits(attempt.streams_by_group[key])
+        if mismatch is not None:
+            mismatches.append(mismatch)
+    return mismatches
+
+
+def _compare_channel(rank: int, sending: CallStream, receiving: CallStream) -> PairMismatch | None:
+    for seq in sorted(sending.calls):
+        if not (sending.is_counted(seq) and receiving.is_counted(seq)):
+            break
+        sent, expected = sending.calls[seq], receiving.calls.get(seq)
+        if expected is None or sending.peer is None:
+            continue
+        differing_fields = _compare_channel_fields(sent.signature, expected.signature)
+        if differing_fields:
+            return PairMismatch(
+                group=sending.group,
+                seq=seq,
+                outliers=tuple(sorted((rank, sending.peer))),
+                differing_fields=differing_fields,
+                calls=(
+                    CallClass(ranks=(rank,), call=replace(sent, peer=sending.peer)),
+                    CallClass(ranks=(sending.peer,), call=replace(expected, peer=rank)),
+                ),
+                ranks=(rank, sending.peer),
+                began_at=max(sending.entered_at, receiving.entered_at),
+            )
+    return None
+
+
+def _compare_channel_fields(sent: Signature, expected: Signature) -> tuple[str, ...]:
+    if "?" in (sent.op, expected.op):
+        return ()
+    differing_fields: list[str] = []
+    if sent.dtype != expected.dtype:
+        differing_fields.append("dtype")
+    if sent.numel != expected.numel:
+        differing_fields.append("shape")
+    return tuple(differing_fields)
+
+
+def _compare_splits(members: dict[int, CallStream]) -> PairMismatch | None:
+    """The group's first all-to-all in which some member sends other sizes than their receivers
+    expect.
+    """
+    group = next(iter(members.values())).group
+    for seq, calls in sorted(_collect_uneven_calls(group, members).items()):
+        conflicts = list(_find_split_conflicts(group, calls))
+        if conflicts:
+            return _make_split_mismatch(group, seq, members, calls, conflicts)
+    return None
+
+
+def _collect_uneven_calls(
+    group: Group, members: dict[int, CallStream]
+) -> dict[int, dict[int, Call]]:
+    """By number and rank, the calls with split sizes."""
+    calls_by_seq: dict[int, dict[int, Call]] = {}
+    for rank, stream in members.items():
+        if not stream.calls or rank not in group.ranks:
+            continue
+        for seq, call in stream.calls.items():
+            if call.signature.splits is not None and stream.is_counted(seq):
+                calls_by_seq.setdefault(seq, {})[rank] = call
+    return calls_by_seq
+
+
+def _find_split_conflicts(group: Group, calls: dict[int, Call]) -> Iterator[SplitExchange]:
+    for sender, sending in calls.items():
+        for receiver, receiving in calls.items():
+            if sender == receiver:
+                continue
+            sent = _get_split_elements(sending, 0, group, receiver)
+            expected = _get_split_elements(receiving, 1, group, sender)
+            if sent != expected:
+                yield SplitExchange(sender=sender, receiver=receiver, sent=sent, expected=expected)
+
+
+def _make_split_mismatch(
+    group: Group,
+    seq: int,
+    members: dict[int, CallStream],
+    calls: dict[int, Call],
+    conflicts: list[SplitExchange],
+) -> PairMismatch:
+    """The ranks with the most conflicts are the outliers."""
+    counts: Counter[int] = Counter()
+    for conflict in conflicts:
+        counts.update((conflict.sender, conflict.receiver))
+    most = max(counts.values())
+    outliers = tuple(sorted(rank for rank, count in counts.items() if count == most))
+    exchange = _select_exchange(conflicts, outliers)
+    shown_first = outliers[:_MAX_OUTLIERS_FIRST]
+    if exchange is not None:
+        shown_first += (exchange.sender, exchange.receiver)
+    return PairMismatch(
+        group=group,
+        seq=seq,
+        outliers=outliers,
+        differing_fields=("splits",),
+        calls=_group_by_splits(calls, shown_first, outliers),
+        ranks=tuple(sorted(calls)),
+        began_at=max(members[rank].entered_at for rank in calls),
+        exchange=exchange,
+    )
+
+
+def _select_exchange(
+    conflicts: Iterable[SplitExchange], outliers: tuple[int, ...]
+) -> SplitExchange | None:
+    """The first conflict of an outlier in which both sizes are known."""
+    for conflict in conflicts:
+        is_of_outlier = conflict.sender in outliers or conflict.receiver in outliers
+        if is_of_outlier and min(conflict.sent, conflict.expected) >= 0:
+            return conflict
+    return None
+
+
+def _group_by_splits(
+    calls: dict[int, Call], shown_first: tuple[int, ...], outliers: tuple[int, ...]
+) -> tuple[CallClass, ...]:
+    """The ranks with equal sizes together, the outliers separate from the others."""
+    classes: dict[object, list[int]] = {}
+    for rank in dict.fromkeys((*shown_first, *sorted(calls))):
+        key = (rank in outliers, calls[rank].signature.splits)
+        classes.setdefault(key, []).append(rank)
+    shown = list(classes.values())[:MAX_CLASSES_SHOWN]
+    return tuple(CallClass(ranks=tuple(sorted(ranks)), call=calls[ranks[0]]) for ranks in shown)
+
+
+def _get_split_elements(call: Call, side: int, group: Group, other: int) -> float:
+    """The number of elements that a call sends to (side 0) or expects from (side 1) global rank
+    ``other``, -1 if it is unknown. A single number means equal parts.
+    """
+    assert call.signature.splits is not None
+    parts = call.signature.splits[side]
+    if len(parts) == 1:
+        return parts[0] / len(group.ranks)
+    index = group.ranks.index(other)
+    return parts[index] if index < len(parts) else -1.0

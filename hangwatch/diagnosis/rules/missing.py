@@ -1,44 +1,58 @@
-"""The ends of the wait chains: ranks that others wait for and that do not wait themselves."""
+"""The ends of the wait chains: ranks that others wait for and that do not wait themselves.
+
+MERGED: Waits for members of a foreign group that are no ranks of the attempt: processes of another job, or
+ones that are not known.
+
+MERGED: Waits for ranks that take part in the job and are not recorded: whether they made the call is not
+known, so none of them is a culprit.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hangwatch.diagnosis.context import (
-    MAX_CULPRIT_STACKS,
-    DiagnosisContext,
-    EvidenceRequest,
-    find_silent_node_mates,
-    get_state_known_until,
-    get_suspicion_delay_s,
-    request_stacks,
-)
-from hangwatch.diagnosis.graph.progress import find_working_threads, needs_another_sample
-from hangwatch.model.kinds import VerdictKind
+from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S
+from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
 from hangwatch.tracking.process_parts import FreezeReason
 
-from .absence_verdict import make_absence_verdict
-from .end_kinds import (
+from ..context import (
+    MAX_CULPRIT_STACKS,
+    DiagnosisContext,
+    EvidenceRequest,
+    find_missing_call,
+    find_silent_node_mates,
+    get_op_name,
+    get_state_known_until,
+    get_suspicion_delay_s,
+    request_stacks,
+    select_waits,
+)
+from ..graph.graph import shows_all_members
+from ..graph.progress import find_working_threads, needs_another_sample
+from ..messages import (
+    OUTSIDE_ADVICE,
+    describe_not_entered,
+    describe_unwatched_ranks,
+    format_unwatched_advice,
+)
+from .absence import get_severity, make_absence_verdict
+from .chain_ends import (
     KIND_PRECEDENCE,
+    LongestWaits,
     classify_ends,
+    collect_longest_waits,
     find_possible_victims,
+    get_accountable_since,
+    get_last_entered_at,
     get_unable_kind,
+    get_wait_age_s,
+    has_been_awaited_for,
     is_working,
     select_absent,
 )
-from .end_waits import (
-    LongestWaits,
-    collect_longest_waits,
-    get_accountable_since,
-    get_last_entered_at,
-    get_wait_age_s,
-    has_been_awaited_for,
-)
-from .outside import add_outside_verdict
-from .unwatched import add_unwatched_verdict, find_unwatched_ends
 
 _SECOND_SAMPLE_S = 2.0  # additional time for a second stack sample, which a busy host may delay
 _SIMULTANEOUS_SHARE = 0.9  # culprits are awaited for at least this share of the longest wait
@@ -264,3 +278,138 @@ def _request_new_samples(context: DiagnosisContext, ranks: list[int]) -> None:
         samples = context.attempt.processes[rank].samples
         if samples and context.now - samples[-1].taken_at >= context.limits.stall_after_s:
             context.requests.append(EvidenceRequest(rank=rank, stacks=True))
+
+
+def add_outside_verdict(
+    context: DiagnosisContext,
+    outside: Collection[int],
+    victims: set[int],
+    waits_by_end: dict[int, LongestWaits],
+) -> None:
+    """A warning, since nothing shows whether these processes work; an alert once that lasts. None if
+    they are ranks of an attempt of their own: its diagnosis names them.
+    """
+    ranks = tuple(sorted(outside, reverse=True))
+    if all(_is_diagnosed_elsewhere(context, rank) for rank in ranks):
+        return
+    own_victims = {rank for rank in victims if rank >= 0}
+    first = min(ranks, key=lambda rank: waits_by_end[rank].began_at)
+    waits = waits_by_end[first]
+    age_s = max(get_wait_age_s(context, rank, waits_by_end[rank], 0.0) for rank in ranks)
+    is_long = age_s >= context.limits.slow_limit_s
+    kind = VerdictKind.MISSING_RANK if is_long else VerdictKind.SLOW_RANK
+    edge = waits.make_first_edge(first)
+    calls = find_missing_call(context, edge, own_victims)
+    context.verdicts.append(
+        Verdict(
+            kind=kind,
+            severity=KINDS[kind].severity,
+            culprits=(),
+            waiting=tuple(sorted(own_victims)),
+            group=edge.stream.group,
+            seq=edge.wait.seq,
+            calls=calls,
+            waits=select_waits(context, own_victims),
+            began_at=waits.began_at,
+            is_confirmed=age_s >= context.limits.stall_after_s,
+            summary=describe_not_entered(
+                ranks,
+                get_op_name(edge.stream, edge.wait.seq),
+                edge.stream.group,
+                edge.wait.seq,
+                len(own_victims),
+                edge.wait.rank if edge.stream.peer is not None else None,
+                calls[0].ranks if calls else (),
+            ),
+            advice=OUTSIDE_ADVICE,
+        )
+    )
+    context.explained_ranks |= {*ranks, *victims}
+    if age_s >= context.limits.stall_after_s:
+        request_stacks(context, (), own_victims, waits.began_at)
+
+
+def _is_diagnosed_elsewhere(context: DiagnosisContext, rank: int) -> bool:
+    member = context.attempt.foreign_groups.find_outside(rank)
+    return member is not None and member.process.is_alive and not member.attempt.is_finished
+
+
+def drop_outside_members(verdict: Verdict) -> Verdict:
+    """The verdict with ranks of the attempt alone. Its texts may name others."""
+    calls = [replace(c, ranks=_select_known(c.ranks)) for c in verdict.calls]
+    return replace(
+        verdict,
+        culprits=_select_known(verdict.culprits),
+        waiting=_select_known(verdict.waiting),
+        calls=tuple(c for c in calls if c.ranks),
+        waits=tuple(w for w in verdict.waits if w.rank >= 0 and w.on_rank >= 0),
+    )
+
+
+def _select_known(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(rank for rank in ranks if rank >= 0)
+
+
+def find_unwatched_ends(
+    context: DiagnosisContext, ends: Collection[int], waits_by_end: dict[int, LongestWaits]
+) -> list[int]:
+    """Those of the ends of wait chains whose calls are not recorded."""
+    attempt, unwatched = context.attempt, []
+    # By the id of its state, whether a group shows that an end exists that does not report. Before all
+    # of 100,000 ranks have started, there are as many ends, and the groups have as many members.
+    is_shown: dict[int, bool] = {}
+    for rank in ends:
+        process = attempt.processes.get(rank)
+        if process is not None:
+            if process.identity.unrecorded:
+                unwatched.append(rank)
+            continue
+        for blocked in waits_by_end[rank].blocked_calls:
+            state = blocked.stream.group_state
+            if state is None:
+                continue
+            if id(state) not in is_shown:
+                is_shown[id(state)] = shows_all_members(attempt, state)
+            if is_shown[id(state)]:
+                unwatched.append(rank)
+                break
+    return unwatched
+
+
+def add_unwatched_verdict(
+    context: DiagnosisContext,
+    unwatched: Collection[int],
+    victims: set[int],
+    waits_by_end: dict[int, LongestWaits],
+) -> None:
+    """A warning at first, as for a start that takes long: the unwatched ranks may be at work."""
+    age_s = max(get_wait_age_s(context, rank, waits_by_end[rank], 0.0) for rank in unwatched)
+    first = min(unwatched, key=lambda rank: waits_by_end[rank].began_at)
+    waits = waits_by_end[first]
+    began_at = waits.began_at
+    edge = waits.make_first_edge(first)
+    kind = VerdictKind.STARTUP_STALL
+    ranks = tuple(sorted(unwatched))
+    processes = (context.attempt.processes.get(rank) for rank in ranks)
+    reasons = [p.identity.unrecorded for p in processes if p is not None and p.identity.unrecorded]
+    context.verdicts.append(
+        Verdict(
+            kind=kind,
+            severity=get_severity(context, kind, began_at),
+            culprits=(),
+            waiting=tuple(sorted(victims)),
+            group=edge.stream.group,
+            seq=edge.wait.seq,
+            calls=find_missing_call(context, edge, victims),
+            waits=select_waits(context, victims),
+            began_at=began_at,
+            is_confirmed=age_s >= context.limits.stall_after_s,
+            summary=describe_unwatched_ranks(
+                ranks, get_op_name(edge.stream, edge.wait.seq), len(victims)
+            ),
+            advice=format_unwatched_advice(reasons[0] if reasons else ""),
+        )
+    )
+    context.explained_ranks |= {*unwatched, *victims}
+    if age_s >= context.limits.stall_after_s:
+        request_stacks(context, (), victims, began_at)

@@ -1,5 +1,14 @@
 """Calls that every member has made and that do not complete: the cause is in the layers below the
 ranks, such as the network or the devices.
+
+MERGED: Requests the calls that show whether ranks that wait for each other made the same ones. Makes no verdict:
+if the calls differ, the next diagnosis finds the mismatch.
+
+Node agents report the running hashes of some calls only, and the arguments of those that block. Ranks that
+are ahead of a blocked or an awaited one, as the root of a broadcast, the sender of a message, or a host
+that runs ahead of its device, may not have reported the call at which it stopped.
+
+MERGED: Requests the stacks that show whether a busy rank waits for its device, in which its host may spin.
 """
 
 from __future__ import annotations
@@ -7,20 +16,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from hangwatch.diagnosis import messages
-from hangwatch.diagnosis.context import (
+from hangwatch.model.calls import StreamKind
+from hangwatch.model.kinds import KINDS, VerdictKind
+from hangwatch.model.limits import MIN_WAIT_S
+from hangwatch.model.verdicts import Verdict
+from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS, CallStream, CallWindow, GroupState
+
+from ..context import (
     DiagnosisContext,
+    EvidenceRequest,
     get_newest_call,
     get_op_name,
     get_state_known_until,
     get_suspicion_delay_s,
     request_stacks,
 )
-from hangwatch.model.calls import StreamKind
-from hangwatch.model.kinds import KINDS, VerdictKind
-from hangwatch.model.verdicts import Verdict
-from hangwatch.tracking.call_stream import CallStream, GroupState
-
+from ..graph.graph import BlockedCall
+from ..messages import (
+    DIFFERENT_MASTERS_ADVICE,
+    describe_different_masters,
+    describe_position,
+    describe_ranks,
+    describe_unfinished_message,
+    format_lower_layers_advice,
+    format_more_calls,
+)
 from .agreement import check_agreement
 
 
@@ -94,10 +114,10 @@ def _find_stuck_collectives(context: DiagnosisContext) -> Iterator[_StuckCall]:
         if len(inside) == len(group_ranks):
             unfinished = "none finishes"
         else:
-            unfinished = f"{messages.describe_ranks(tuple(sorted(inside)))} cannot finish it"
+            unfinished = f"{describe_ranks(tuple(sorted(inside)))} cannot finish it"
         waiting = {*group_ranks, *context.graph.find_waiters_of(inside)}
         agreement = check_agreement(context, group_state.members, group_ranks, stream.entered)
-        position = messages.describe_position(stream.group, stream.entered)
+        position = describe_position(stream.group, stream.entered)
         yield _StuckCall(
             stream=stream,
             inside=inside,
@@ -105,7 +125,7 @@ def _find_stuck_collectives(context: DiagnosisContext) -> Iterator[_StuckCall]:
             waiting=sorted(waiting - context.explained_ranks),
             began_at=max(group_state.members[rank].entered_at for rank in group_ranks),
             summary=agreement.describe(unfinished, get_op_name(stream), inside[0], position),
-            advice=messages.format_lower_layers_advice(are_equal=agreement.is_known),
+            advice=format_lower_layers_advice(are_equal=agreement.is_known),
         )
 
 
@@ -137,18 +157,18 @@ def _find_stuck_channels(context: DiagnosisContext) -> Iterator[_StuckCall]:
             waiting=sorted(waiting - context.explained_ranks),
             began_at=max(stream.entered_at, peer_advanced_at),
             summary=_describe_stuck_message(rank, peer, stream),
-            advice=messages.format_lower_layers_advice(are_equal=False),
+            advice=format_lower_layers_advice(are_equal=False),
         )
 
 
 def _describe_stuck_message(rank: int, peer: int, stream: CallStream) -> str:
-    message = messages.describe_unfinished_message(
+    message = describe_unfinished_message(
         rank,
         get_op_name(stream),
         f"rank {peer}",
         is_receive=stream.kind is StreamKind.RECV,
     )
-    return f"{message} ({messages.describe_position(stream.group, stream.entered)})"
+    return f"{message} ({describe_position(stream.group, stream.entered)})"
 
 
 def _make_verdict(context: DiagnosisContext, stuck_calls: list[_StuckCall]) -> Verdict:
@@ -158,7 +178,7 @@ def _make_verdict(context: DiagnosisContext, stuck_calls: list[_StuckCall]) -> V
     waiting = sorted({rank for stuck in stuck_calls for rank in stuck.waiting})
     context.explained_ranks |= set(waiting)
     age_s = max(_get_stuck_age_s(context, stuck) for stuck in stuck_calls)
-    more_calls = messages.format_more_calls(len(stuck_calls) - 1)
+    more_calls = format_more_calls(len(stuck_calls) - 1)
     return Verdict(
         kind=VerdictKind.NO_PROGRESS,
         severity=KINDS[VerdictKind.NO_PROGRESS].severity,
@@ -196,6 +216,121 @@ def _compare_master_addresses(context: DiagnosisContext, verdict: Verdict) -> Ve
         severity=KINDS[VerdictKind.STARTUP_STALL].severity,
         culprits=culprits,
         waiting=tuple(rank for rank in verdict.waiting if rank not in culprits),
-        summary=messages.describe_different_masters([*minorities, majority]),
-        advice=messages.DIFFERENT_MASTERS_ADVICE,
+        summary=describe_different_masters([*minorities, majority]),
+        advice=DIFFERENT_MASTERS_ADVICE,
     )
+
+
+# Most waits for a rank are shorter, in a healthy job.
+_MIN_WAIT_S = 1.0
+
+
+def request_last_calls(context: DiagnosisContext) -> None:
+    awaited_ranks = context.graph.find_chain_ends()
+    if len(awaited_ranks) <= MAX_URGENT_SUSPECTS:
+        for rank in sorted(awaited_ranks):
+            for blocked, last_seq in _iter_unknown_calls(context, rank):
+                _request_call(context, blocked.rank, blocked.stream, last_seq)
+    _request_stuck_calls(context)
+    _request_split_sizes(context)
+
+
+def _request_call(context: DiagnosisContext, rank: int, stream: CallStream, seq: int) -> None:
+    window = CallWindow(seq, seq)
+    if not stream.has_answered(window):
+        context.requests.append(EvidenceRequest.for_calls(rank, stream, window))
+
+
+def _iter_unknown_calls(context: DiagnosisContext, rank: int) -> Iterator[tuple[BlockedCall, int]]:
+    """The waits for ``rank`` of ranks whose call at the position of its last one is unknown, with that
+    position.
+    """
+    for blocked in context.graph.iter_waits_for(rank):
+        if blocked.stream.kind is not StreamKind.COLLECTIVE:
+            continue
+        if context.now - blocked.began_at < _MIN_WAIT_S or _has_diverged(blocked.stream):
+            continue
+        own = context.streams_by_group.get(blocked.stream.group.key, {}).get(rank)
+        if own is not None and _is_unknown(blocked.stream, own):
+            yield blocked, own.entered
+
+
+def _has_diverged(stream: CallStream) -> bool:
+    """Whether its group has; then the search for the first difference requests what is needed."""
+    return stream.group_state is not None and stream.group_state.diverged
+
+
+def _is_unknown(stream: CallStream, awaited: CallStream) -> bool:
+    seq = awaited.entered
+    if not (awaited.is_counted(seq) and stream.is_counted(seq)):
+        return False
+    return 0 < seq < stream.entered and seq not in stream.hashes_by_seq
+
+
+def _request_stuck_calls(context: DiagnosisContext) -> None:
+    """Requests the counterparts of calls that do not complete although all others have made theirs."""
+    graph = context.graph
+    stuck_ranks = graph.stuck_streams.keys() | graph.released_ranks
+    if len(stuck_ranks) > MAX_URGENT_SUSPECTS:
+        return
+    stuck_groups: dict[int, tuple[GroupState, int]] = {}
+    for rank in sorted(stuck_ranks):
+        for stream in context.attempt.processes[rank].open_calls.unfinished_streams:
+            if context.now - stream.entered_at < _MIN_WAIT_S:
+                continue
+            state = stream.group_state
+            if state is None:
+                _request_other_end(context, stream)
+            elif graph.stuck_streams.get(rank) is stream and not state.diverged:
+                stuck_groups[id(state)] = state, stream.entered
+    for state, seq in stuck_groups.values():
+        check_agreement(context, state.members, state.key[2], seq)
+
+
+def _request_other_end(context: DiagnosisContext, stream: CallStream) -> None:
+    """Requests the send that a receive waits for, or the receive of a send."""
+    other_end = stream.other_end
+    seq = stream.first_unfinished
+    if other_end is None or stream.peer is None or seq not in stream.calls:
+        return
+    if not (stream.is_counted(seq) and other_end.is_counted(seq)):
+        return
+    if other_end.entered >= seq and seq not in other_end.calls:
+        _request_call(context, stream.peer, other_end, seq)
+
+
+def _request_split_sizes(context: DiagnosisContext) -> None:
+    """Requests the split sizes of members that got past a call in which others are blocked."""
+    for key in context.attempt.uneven_groups:
+        members = context.streams_by_group[key]
+        if len(members) > MAX_URGENT_SUSPECTS:
+            continue
+        blocked_seqs = {
+            stream.entered
+            for stream in members.values()
+            if stream.blocks_thread and context.now - stream.entered_at >= _MIN_WAIT_S
+        }
+        for seq in sorted(blocked_seqs):
+            for rank, stream in members.items():
+                is_known = seq in stream.calls or not stream.is_counted(seq)
+                if stream.entered >= seq and not is_known:
+                    _request_call(context, rank, stream, seq)
+
+
+def sample_busy_ranks(context: DiagnosisContext) -> None:
+    """Requests a stack of some of the ranks that may have waited for longer than the suspicion delay, or
+    may wait for a rank that has left or is frozen.
+
+    Makes no verdict. A rank whose stack shows that it waits is part of the next wait-for graph.
+    """
+    delay_s = get_suspicion_delay_s(context.limits)
+    graph = context.graph
+    overdue = {
+        rank: began_at
+        for rank, began_at in graph.unsampled_ranks.items()
+        if rank not in context.explained_ranks
+        and get_state_known_until(context, rank) - began_at
+        >= (MIN_WAIT_S if rank in graph.unable_waiters else delay_s)
+    }
+    if overdue:
+        request_stacks(context, (), overdue, min(overdue.values()))

@@ -1,5 +1,7 @@
 """A call that timed out before the wait in it became a verdict: the culprits are the ranks that had
 not entered it by then, not the rank that raised the error. Pure.
+
+MERGED: Ranks that were ended by their own watchdog: victims of what they waited for, which is the cause.
 """
 
 from __future__ import annotations
@@ -7,25 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from hangwatch.diagnosis import messages
-from hangwatch.diagnosis.context import (
-    TERMINATION_SIGNALS,
-    DiagnosisContext,
-    find_last_site,
-    get_newest_call,
-    get_op_name,
-    get_state_known_until,
-    request_stacks,
-)
-from hangwatch.diagnosis.graph.awaited import WaitResolver, receives_from_any
-from hangwatch.diagnosis.graph.graph import BlockedCall, WaitEdge
-from hangwatch.diagnosis.graph.thread_waits import is_process_waiting
-from hangwatch.diagnosis.graph.waits import is_not_initialized
-from hangwatch.diagnosis.peer_errors import (
-    has_peer_error,
-    has_timed_out,
-    was_ended_by_watchdog,
-)
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.limits import FROZEN_AFTER_S, MIN_WAIT_S
@@ -34,9 +17,28 @@ from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
 
-from .absence_verdict import make_absence_verdict
+from ..context import (
+    TERMINATION_SIGNALS,
+    DiagnosisContext,
+    find_last_site,
+    get_newest_call,
+    get_op_name,
+    get_state_known_until,
+    has_peer_error,
+    has_timed_out,
+    request_stacks,
+    was_ended_by_watchdog,
+)
+from ..graph.devices import DeviceHang, build_device_view
+from ..graph.graph import BlockedCall, WaitEdge
+from ..graph.progress import is_process_waiting
+from ..graph.waits import WaitResolver, is_not_initialized, receives_from_any
+from ..messages import NO_STACK_ADVICE, describe_position, format_lower_layers_advice
+from .absence import describe_timeout, make_absence_verdict
 from .agreement import check_agreement
-from .end_kinds import KIND_PRECEDENCE
+from .chain_ends import KIND_PRECEDENCE
+from .devices import WATCHDOG_ADVICE, make_stalled_verdict, make_stuck_verdict
+from .failures import get_failure_time
 
 _MAX_SEARCHED_RANKS = 1000
 
@@ -210,7 +212,7 @@ def _make_absence_verdict(
     return replace(
         verdict,
         severity=KINDS[kind].severity,  # the wait for it has already ended a rank
-        summary=f"{verdict.summary}; {messages.describe_timeout(first, was_ended_by_watchdog(first))}",
+        summary=f"{verdict.summary}; {describe_timeout(first, was_ended_by_watchdog(first))}",
     )
 
 
@@ -228,7 +230,7 @@ def _add_last_site(context: DiagnosisContext, verdict: Verdict, timed_out_at: fl
         verdict,
         site=site,
         summary=f"{verdict.summary}: {possessive} last call was at {site}",
-        advice=messages.NO_STACK_ADVICE,
+        advice=NO_STACK_ADVICE,
     )
 
 
@@ -236,7 +238,7 @@ def _make_no_progress_verdict(
     context: DiagnosisContext, first: Process, last: CallStream, began_at: float, *, due: bool
 ) -> Verdict:
     ranks = last.group.ranks
-    position = messages.describe_position(last.group, last.entered)
+    position = describe_position(last.group, last.entered)
     members = context.streams_by_group.get(last.group.key, {})
     agreement = check_agreement(context, members, ranks, last.entered)
     verdict = make_unfinished_verdict(first, last, ranks, due=due)
@@ -246,7 +248,7 @@ def _make_no_progress_verdict(
         summary=agreement.describe(
             f"it timed out on rank {first.rank}", get_op_name(last), first.rank, position
         ),
-        advice=messages.format_lower_layers_advice(are_equal=agreement.is_known),
+        advice=format_lower_layers_advice(are_equal=agreement.is_known),
     )
 
 
@@ -254,7 +256,7 @@ def make_unfinished_verdict(
     first: Process, last: CallStream, waiting: Iterable[int], *, due: bool
 ) -> Verdict:
     """The verdict that the last call of ``first`` did not complete, without a culprit."""
-    position = messages.describe_position(last.group, last.entered)
+    position = describe_position(last.group, last.entered)
     return Verdict(
         kind=VerdictKind.NO_PROGRESS,
         severity=KINDS[VerdictKind.NO_PROGRESS].severity,
@@ -266,7 +268,7 @@ def make_unfinished_verdict(
         began_at=last.entered_at,
         is_confirmed=due,
         summary=f"{get_op_name(last)} did not complete ({position})",
-        advice=messages.WATCHDOG_ADVICE,
+        advice=WATCHDOG_ADVICE,
     )
 
 
@@ -292,3 +294,49 @@ def _was_frozen(context: DiagnosisContext, rank: int) -> bool:
     if ended_at is None or pulse_at is None:
         return False
     return ended_at - pulse_at >= FROZEN_AFTER_S
+
+
+# A rank that aborts sooner, and alone, was not ended because of its peers.
+_MIN_VICTIM_WAIT_S = 3.0
+
+
+def has_waited(aborted: Iterable[Process]) -> bool:
+    """Whether ranks that were aborted in a collective are victims: several were, or the only one
+    had waited for a while. A rank that fails by itself, as on an error of its device, does so soon.
+    """
+    waits_s = [_get_device_wait_s(process) for process in aborted]
+    return len(waits_s) > 1 or max(waits_s, default=0.0) >= _MIN_VICTIM_WAIT_S
+
+
+def _get_device_wait_s(process: Process) -> float:
+    return get_failure_time(process) - max(process.device_changed_at, process.newest_call_at)
+
+
+def diagnose_watchdog_end(
+    context: DiagnosisContext, first: Process, failed: set[int], *, due: bool
+) -> None:
+    """Adds the verdict on what ``first``, which its watchdog ended before others, waited for."""
+    view = build_device_view(context.attempt, ended=failed)
+    hang = view.hang if view is not None else DeviceHang(waits=[])
+    waiting = failed | context.graph.get_waiting_ranks()
+    verdict: Verdict | None = None
+    culprits = set() if view is None else view.find_stuck_ranks()
+    if view is not None and culprits and not hang.uncertain_ends:
+        waiting |= hang.find_waiters_of(hang.culprits) | hang.culprits
+        waiting -= culprits
+        verdict = make_stuck_verdict(view, culprits, waiting, hang, due=due)
+    elif view is not None and hang.stalled_groups and not hang.host_ends:
+        group = hang.stalled_groups[0]
+        waiting.update(group.ranks)
+        # Its end proves that the call did not just take long, so that no grace is needed.
+        has_stalled = view.get_waited_s(group.ranks) >= context.limits.stall_after_s
+        verdict = make_stalled_verdict(context, view, group, waiting, due=due or has_stalled)
+    elif diagnose_timeout(context, first, failed, get_failure_time(first), due=due):
+        return
+    if verdict is None:
+        last = first.newest_stream
+        assert last is not None  # it has a device with calls
+        verdict = make_unfinished_verdict(first, last, waiting, due=due)
+    end = describe_timeout(first, is_by_watchdog=True)
+    context.verdicts.append(replace(verdict, summary=f"{verdict.summary}; {end}"))
+    context.explained_ranks |= {*verdict.culprits, *verdict.waiting}

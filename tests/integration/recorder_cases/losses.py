@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 
 import hangwatch
 from hangwatch.agent.recorder import kernels
-from hangwatch.agent.recorder.call_signatures import SignatureCache
-from hangwatch.agent.recorder.callsite import CallSites
+from hangwatch.agent.recorder.callers import CallSites
+from hangwatch.agent.recorder.calls import SignatureCache
 from hangwatch.agent.recorder.groups import GroupRegistry
 from hangwatch.agent.recorder.python_kernel import get_recorder
 from hangwatch.ring.reader import RingReader

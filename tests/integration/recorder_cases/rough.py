@@ -223,9 +223,9 @@ def read_streams() -> Any:
 
 
 def get_current_rank() -> Any:
-    from hangwatch.agent.recorder import rank
+    from hangwatch.agent.recorder import installation
 
-    current_rank = rank.get_current_rank()
+    current_rank = installation.get_current_rank()
     assert current_rank is not None
     return current_rank
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hangwatch.agent.environment.identity import LaunchInfo, parse_environ
-from hangwatch.agent.recorder import worlds
+from hangwatch.agent.recorder import ring_file
 from hangwatch.agent.recorder.ring_file import AncestorRank
 from hangwatch.model.ranks import Lifecycle
 
@@ -26,36 +26,40 @@ def ancestor(monkeypatch: pytest.MonkeyPatch) -> None:
         world_size=4,
         master_address=_ADDRESS,
     )
-    monkeypatch.setattr(worlds, "find_ancestor_rank", lambda: rank)
+    monkeypatch.setattr(ring_file, "find_ancestor_rank", lambda: rank)
     monkeypatch.setenv("MASTER_ADDR", "node0")
     monkeypatch.setenv("MASTER_PORT", "29500")
 
 
 @pytest.mark.usefixtures("ancestor")
 def test_children_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not worlds.is_started_as_rank(_make_launch(0)), "a worker with its parent's environment"
-    assert not worlds.is_started_as_rank(_make_launch(None))
-    assert worlds.is_started_as_rank(_make_launch(2)), "rank 0 started it as rank 2"
+    assert not ring_file.is_started_as_rank(_make_launch(0)), (
+        "a worker with its parent's environment"
+    )
+    assert not ring_file.is_started_as_rank(_make_launch(None))
+    assert ring_file.is_started_as_rank(_make_launch(2)), "rank 0 started it as rank 2"
     monkeypatch.setenv("MASTER_PORT", "29999")
-    assert not worlds.is_started_as_rank(_make_launch(2)), "of a world of its own"
+    assert not ring_file.is_started_as_rank(_make_launch(2)), "of a world of its own"
 
 
 @pytest.mark.usefixtures("ancestor")
 def test_job_of_a_world_that_a_child_joins() -> None:
     launch = _make_launch(None)
-    assert worlds.choose_launch(launch, 2, 4, "") == launch, "the world of its parent"
-    assert worlds.choose_launch(launch, 0, 1, "node0:7") is None, "a world of one waits for no rank"
-    nested = worlds.choose_launch(launch, 1, 2, "node0:7")
+    assert ring_file.choose_launch(launch, 2, 4, "") == launch, "the world of its parent"
+    assert ring_file.choose_launch(launch, 0, 1, "node0:7") is None, (
+        "a world of one waits for no rank"
+    )
+    nested = ring_file.choose_launch(launch, 1, 2, "node0:7")
     assert nested is not None and nested.job == "run7/node0:7"
     other = _make_launch(None, job="eval")
-    assert worlds.choose_launch(other, 1, 2, "node0:7") == other, "its launcher gave it a name"
+    assert ring_file.choose_launch(other, 1, 2, "node0:7") == other, "its launcher gave it a name"
 
 
 def test_rank_without_an_ancestor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worlds, "find_ancestor_rank", lambda: None)
+    monkeypatch.setattr(ring_file, "find_ancestor_rank", lambda: None)
     launch = _make_launch(3)
-    assert worlds.is_started_as_rank(launch)
-    assert worlds.choose_launch(launch, 3, 4, "") == launch
+    assert ring_file.is_started_as_rank(launch)
+    assert ring_file.choose_launch(launch, 3, 4, "") == launch
 
 
 class _TcpStore:
@@ -80,7 +84,7 @@ class _FileStore:
     ],
 )
 def test_rendezvous_of_arguments(arguments: dict[str, object], rendezvous: str) -> None:
-    assert worlds.find_rendezvous(arguments) == rendezvous
+    assert ring_file.find_rendezvous(arguments) == rendezvous
 
 
 def test_environment_of_lightning_launcher() -> None:

@@ -12,13 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.node.stacks import children, source
+from hangwatch.agent.node.stacks import sampler
 from hangwatch.agent.node.stacks.pyspy import PySpy, locate_pyspy
 from hangwatch.agent.node.system.processes import TICKS_PER_S
-from hangwatch.model.kind_spec import Severity
-from hangwatch.model.kinds import VerdictKind
-from hangwatch.model.ranks import Lifecycle
-from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.ranks import Frame, Lifecycle, ThreadStack
 from hangwatch.protocol import heartbeat
 from hangwatch.stacks.activities import classify_activity
 from tests.simulation.scripted_job import ScriptedJob
@@ -628,7 +626,7 @@ def test_handler_around_line(tmp_path: Path) -> None:
     )
 
     def find_handler_at(line: int) -> str | None:
-        (stack,) = source.add_source_text(
+        (stack,) = sampler.add_source_text(
             [ThreadStack(thread="t", frames=(Frame(function="f", file=str(program), line=line),))],
             1,
         )
@@ -654,7 +652,7 @@ def test_polling_loop_around_line(tmp_path: Path) -> None:
     )
 
     def find_polling_at(line: int) -> str | None:
-        (stack,) = source.add_source_text(
+        (stack,) = sampler.add_source_text(
             [ThreadStack(thread="t", frames=(Frame(function="f", file=str(program), line=line),))],
             1,
         )
@@ -692,9 +690,9 @@ def test_awaited_children_are_sampled(tmp_path: Path) -> None:
         try:
             stacks_by_thread = {
                 child.thread.rpartition(" (pid")[0]: child
-                for child in children.collect_child_stacks([waits], parent.pid, pyspy)
+                for child in sampler.collect_child_stacks([waits], parent.pid, pyspy)
             }
-            no_stacks = children.collect_child_stacks(
+            no_stacks = sampler.collect_child_stacks(
                 [make_stack(text="with lock:")], parent.pid, pyspy
             )
         finally:
@@ -718,12 +716,12 @@ def test_importing_fork_server_counts_as_child(tmp_path: Path) -> None:
         b"python\0-c\0from multiprocessing.forkserver import main; main()\0"
     )
     pyspy = PySpy(path=None, proc=str(tmp_path))
-    assert [child.pid for child in children.collect_child_stacks([WAITS_FOR_FORKED], 1, pyspy)] == [
+    assert [child.pid for child in sampler.collect_child_stacks([WAITS_FOR_FORKED], 1, pyspy)] == [
         2
     ]
     (tmp_path / "2" / "task" / "2" / "children").write_text("3")
     add_process(tmp_path, 3, parent=2)
-    assert [child.pid for child in children.collect_child_stacks([WAITS_FOR_FORKED], 1, pyspy)] == [
+    assert [child.pid for child in sampler.collect_child_stacks([WAITS_FOR_FORKED], 1, pyspy)] == [
         3
     ]
 
@@ -736,12 +734,12 @@ def test_own_children_first_then_running_ones(
     add_process(tmp_path, 3, parent=2, start=300, ticks=500)
     for pid in range(10, 20):
         add_process(tmp_path, pid, parent=1, start=pid, state="R" if pid == 10 else "S")
-    children_stacks = children.collect_child_stacks(
+    children_stacks = sampler.collect_child_stacks(
         [WAITS_FOR_CHILD], 1, PySpy(path=None, proc=str(tmp_path))
     )
     assert [child.pid for child in children_stacks] == [10, *range(19, 12, -1)]
     (tmp_path / "1" / "task" / "1" / "children").write_text("2")
-    own, theirs = children.collect_child_stacks(
+    own, theirs = sampler.collect_child_stacks(
         [WAITS_FOR_CHILD], 1, PySpy(path=None, proc=str(tmp_path))
     )
     assert (own.pid, theirs.pid, theirs.cpu_s) == (2, 3, None)
@@ -753,7 +751,7 @@ def test_forked_child_stack_ends_at_fork() -> None:
     born = Frame(
         function="BaseProcess._bootstrap", file=f"{PYTHON_LIB}/multiprocessing/process.py", line=1
     )
-    assert children._drop_parent_frames(
+    assert sampler._drop_parent_frames(
         (USER_FRAME, born, Frame(function="Popen.__init__", file="x", line=1), USER_FRAME)
     ) == (USER_FRAME, born)
-    assert children._drop_parent_frames((USER_FRAME,)) == (USER_FRAME,)
+    assert sampler._drop_parent_frames((USER_FRAME,)) == (USER_FRAME,)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from hangwatch.diagnosis.alignment import align_calls, select_window
-from hangwatch.diagnosis.call_differences import (
+from hangwatch.diagnosis.differences import (
     find_left_out_calls,
     find_shift,
     find_swapped_calls,

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hangwatch.diagnosis import is_quiet
 from hangwatch.model.calls import Call
 from hangwatch.model.groups import Group
-from hangwatch.model.kind_spec import Severity
-from hangwatch.model.kinds import VerdictKind
+from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.limits import PERSISTENT_ROUNDS
 from hangwatch.model.verdicts import Verdict
 from hangwatch.protocol import heartbeat

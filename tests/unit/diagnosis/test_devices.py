@@ -8,11 +8,10 @@ import pytest
 
 from hangwatch.diagnosis import is_quiet
 from hangwatch.diagnosis.graph.devices import DeviceGraph, DeviceGroup
-from hangwatch.model.device import DeviceProgress
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import Limits
-from hangwatch.model.threads import Frame
-from hangwatch.model.verdicts import Verdict
+from hangwatch.model.ranks import Frame
+from hangwatch.model.verdicts import DeviceProgress, Verdict
 from tests.simulation.scripted_job import ScriptedJob
 
 STALL_AFTER_S = 10.0

@@ -7,17 +7,21 @@ from dataclasses import replace
 
 import pytest
 
-from hangwatch.diagnosis import diagnose, messages
-from hangwatch.diagnosis.graph.unwatched import shows_all_members
-from hangwatch.diagnosis.rules import unwatched
+from hangwatch.diagnosis import diagnose
+from hangwatch.diagnosis.graph.graph import shows_all_members
+from hangwatch.diagnosis.messages import (
+    REORDERED_TAGS_ADVICE,
+    WRONG_TAG_ADVICE,
+    describe_ranks,
+    format_new_tag_advice,
+)
+from hangwatch.diagnosis.rules import missing
 from hangwatch.diagnosis.rules.mismatch import find_call_mismatches
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.groups import DECLARED_BACKEND, Group
-from hangwatch.model.kind_spec import Severity
-from hangwatch.model.kinds import VerdictKind
+from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S, Limits
-from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle
-from hangwatch.model.threads import Frame
+from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, Lifecycle
 from hangwatch.model.verdicts import Verdict
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
@@ -694,7 +698,7 @@ def test_group_of_many_absent_ranks_is_examined_once(monkeypatch: pytest.MonkeyP
         examined.append(group_state)
         return shows_all_members(attempt, group_state)
 
-    monkeypatch.setattr(unwatched, "shows_all_members", record_examined)
+    monkeypatch.setattr(missing, "shows_all_members", record_examined)
     for number in range(10, job.world_size):
         del job.ranks[number]
     for number in range(10):
@@ -1028,7 +1032,7 @@ def test_a_receive_with_another_tag_than_the_send_is_a_mismatch(blocked: bool) -
         f"rank 1 waits to receive tag 5 from rank 0, which {'sends' if blocked else 'sent'} tag 4"
         " (group world)"
     )
-    assert (verdict.summary, verdict.advice) == (expected_summary, messages.WRONG_TAG_ADVICE)
+    assert (verdict.summary, verdict.advice) == (expected_summary, WRONG_TAG_ADVICE)
     assert [(c.ranks, c.call.signature.op, c.call.peer) for c in verdict.calls] == [
         ((0,), "send", 1),
         ((1,), "recv", 0),
@@ -1041,11 +1045,7 @@ def test_previously_used_tags_are_matched_in_any_order(
     before: tuple[int, ...], new_tag: int | None, blocked: bool
 ) -> None:
     verdict = diagnose_tag_mismatch(1, 2, before, blocked=blocked)
-    advice = (
-        messages.REORDERED_TAGS_ADVICE
-        if new_tag is None
-        else messages.format_new_tag_advice(new_tag)
-    )
+    advice = REORDERED_TAGS_ADVICE if new_tag is None else format_new_tag_advice(new_tag)
     assert (verdict.kind, verdict.culprits, verdict.waiting, verdict.advice) == (
         VerdictKind.DEADLOCK,
         (0, 1),
@@ -1492,10 +1492,10 @@ def test_progress_reported_late_does_not_extend_blocked_time() -> None:
 
 
 def test_summary_of_many_ranks_names_first_and_counts_all() -> None:
-    assert messages.describe_ranks((3,)) == "rank 3"
-    assert messages.describe_ranks((0, 2, 3)) == "ranks 0, 2-3"
-    assert messages.describe_ranks(tuple(range(100_000))) == "ranks 0-99999"
-    many = messages.describe_ranks(tuple(range(0, 100_000, 2)))
+    assert describe_ranks((3,)) == "rank 3"
+    assert describe_ranks((0, 2, 3)) == "ranks 0, 2-3"
+    assert describe_ranks(tuple(range(100_000))) == "ranks 0-99999"
+    many = describe_ranks(tuple(range(0, 100_000, 2)))
     assert many.startswith("50000 ranks (0, 2, 4, ") and many.endswith(", …)") and len(many) < 200
 
 

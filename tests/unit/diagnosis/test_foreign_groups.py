@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group
-from hangwatch.model.kind_spec import Severity
-from hangwatch.model.kinds import VerdictKind
-from hangwatch.model.threads import Frame
+from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.ranks import Frame
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.fleet import Fleet
 from tests.simulation.scripted_job import ScriptedJob

@@ -12,7 +12,7 @@ from hangwatch.model.hardware import Observation, ObservedValue, UnavailableSour
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import Limits
 from hangwatch.model.verdicts import Verdict
-from hangwatch.protocol.hardware import HardwareReply
+from hangwatch.protocol.heartbeat import HardwareReply
 from tests.simulation.scripted_job import ScriptedJob
 
 STALL_AFTER_S = 10.0

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from hangwatch.model.kind_spec import Severity
-from hangwatch.model.kinds import VerdictKind
-from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.ranks import Frame, ThreadStack
 from hangwatch.protocol import heartbeat
 from tests.simulation.scripted_job import LIMITS, ScriptedJob
 

@@ -11,10 +11,9 @@ import pytest
 
 import hangwatch.diagnosis
 from hangwatch.diagnosis.engine import RULES
-from hangwatch.diagnosis.rules.absence_verdict import MESSAGE_MAKERS
-from hangwatch.diagnosis.rules.end_kinds import KIND_PRECEDENCE
-from hangwatch.model.kind_spec import StackAdvice
-from hangwatch.model.kinds import KINDS, VerdictKind
+from hangwatch.diagnosis.rules.absence import MESSAGE_MAKERS
+from hangwatch.diagnosis.rules.chain_ends import KIND_PRECEDENCE
+from hangwatch.model.kinds import KINDS, StackAdvice, VerdictKind
 
 PROJECT = Path(__file__).parents[3]
 RULES_FOLDER = Path(hangwatch.diagnosis.__file__).parent / "rules"
@@ -60,7 +59,7 @@ def iter_verdict_arguments() -> Iterator[tuple[str, dict[str, str]]]:
 
 def test_every_verdict_has_a_summary_and_advice() -> None:
     for module, arguments in iter_verdict_arguments():
-        if module != "absence_verdict":  # it takes them from `MESSAGE_MAKERS`
+        if module != "absence":  # it takes them from `MESSAGE_MAKERS`
             assert {"summary", "advice"} <= arguments.keys(), f"in rules/{module}.py"
     assert MESSAGE_MAKERS.keys() == set(KIND_PRECEDENCE)
 

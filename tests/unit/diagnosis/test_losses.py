@@ -8,8 +8,7 @@ import pytest
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.model.ranks import Lifecycle
-from hangwatch.model.threads import Frame
+from hangwatch.model.ranks import Frame, Lifecycle
 from hangwatch.tracking.attempt import find_first_conflict
 from tests.simulation.scripted_job import ScriptedJob
 

@@ -6,11 +6,10 @@ import math
 
 import pytest
 
-from hangwatch.diagnosis import messages
+from hangwatch.diagnosis.messages import describe_mismatch
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.groups import Group
-from hangwatch.model.kind_spec import Severity
-from hangwatch.model.kinds import VerdictKind
+from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import ExceptionInfo, Lifecycle
 from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.report.text import resolve_root_rank
@@ -33,7 +32,7 @@ def summarize_mismatch(left: Signature, right: Signature, *fields: str) -> str:
         CallClass(ranks=(4,), call=Call(seq=6, signature=left)),
         CallClass(ranks=(3, 5), call=Call(seq=6, signature=right)),
     )
-    return messages.describe_mismatch((4,), calls, fields, GROUP, 6)
+    return describe_mismatch((4,), calls, fields, GROUP, 6)
 
 
 def diagnose_one(job: ScriptedJob) -> Verdict:

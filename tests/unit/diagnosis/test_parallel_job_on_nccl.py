@@ -13,7 +13,7 @@ from hangwatch.diagnosis import Diagnosis, EvidenceRequest, diagnose
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import Limits
 from hangwatch.model.verdicts import Verdict
-from hangwatch.server.ingest.decoding import decode_heartbeat
+from hangwatch.server.ingest.heartbeat_checks import decode_heartbeat
 from hangwatch.tracking.fleet import Fleet
 from tests.simulation.agent_encoding import JOB_NAME, HeartbeatEncoder
 from tests.simulation.agent_replies import CommandReplies

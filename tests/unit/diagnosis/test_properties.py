@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from hangwatch.model.calls import Signature, StreamKind
 from hangwatch.model.groups import Group
-from hangwatch.model.kind_spec import Severity
-from hangwatch.model.kinds import VerdictKind
+from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.limits import Limits
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Verdict

@@ -17,12 +17,12 @@ from hangwatch.agent.node.hardware import (
     versions,
 )
 from hangwatch.agent.node.hardware.host import Host
-from hangwatch.agent.node.hardware.readings import Baselines, Reading
+from hangwatch.agent.node.hardware.monitor import Baselines, Reading
 from hangwatch.model.hardware import Observation, Weight
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import Limits
 from hangwatch.model.verdicts import Verdict
-from hangwatch.protocol.hardware import HardwareReply
+from hangwatch.protocol.heartbeat import HardwareReply
 from tests.simulation.scripted_job import ScriptedJob
 from tests.unit.agent.node.hardware.ras_server import serve_report
 from tests.unit.agent.node.hardware.trees import make_host, write_files

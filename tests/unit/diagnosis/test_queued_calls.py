@@ -5,7 +5,7 @@ from __future__ import annotations
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import Limits
-from hangwatch.model.threads import Frame
+from hangwatch.model.ranks import Frame
 from hangwatch.model.verdicts import Verdict
 from tests.simulation.scripted_job import ScriptedJob
 

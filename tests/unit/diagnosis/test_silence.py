@@ -10,8 +10,7 @@ from hangwatch.diagnosis import diagnose
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import Limits
-from hangwatch.model.ranks import ExceptionInfo
-from hangwatch.model.threads import Frame
+from hangwatch.model.ranks import ExceptionInfo, Frame
 from hangwatch.model.verdicts import Verdict
 from hangwatch.protocol import heartbeat
 from tests.simulation.scripted_job import ScriptedJob

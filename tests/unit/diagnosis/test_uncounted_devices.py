@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from hangwatch.diagnosis import is_quiet
 from hangwatch.model.calls import StreamKind
-from hangwatch.model.kind_spec import Severity
-from hangwatch.model.kinds import VerdictKind
+from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.limits import Limits
-from hangwatch.model.threads import Frame
+from hangwatch.model.ranks import Frame
 from tests.simulation.scripted_job import ScriptedJob
 
 LIMITS = Limits(stall_after_s=10.0, slow_limit_s=60.0, startup_after_s=20.0)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.cli.arguments import build_parser
+from hangwatch.agent.cli.main import build_parser
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.server.command_line import format_flag
 from hangwatch.server.settings import Settings

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hangwatch.flight_recorder.analysis import OfflineDiagnosis, analyze_dumps
-from hangwatch.flight_recorder.dumps import parse_dump
+from hangwatch.flight_recorder.calls import parse_dump
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.verdicts import Verdict
 from tests.simulation.flight_recorders import SyntheticRecorder, make_recorders

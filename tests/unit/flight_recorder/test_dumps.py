@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from hangwatch.flight_recorder.analysis import OfflineDiagnosis, analyze_dumps
-from hangwatch.flight_recorder.dumps import FlightDumpError, parse_dump
+from hangwatch.flight_recorder.calls import FlightDumpError, parse_dump
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.verdicts import Verdict
 from tests.simulation.flight_recorders import SyntheticRecorder, make_recorders

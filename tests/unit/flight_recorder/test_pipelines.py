@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hangwatch.flight_recorder.analysis import analyze_dumps
-from hangwatch.flight_recorder.dumps import parse_dump
+from hangwatch.flight_recorder.calls import parse_dump
 from hangwatch.model.kinds import VerdictKind
 from tests.simulation.flight_recorders import SyntheticRecorder, make_recorders
 from tests.unit.server.ingest.test_fuzz import FUZZ_SETTINGS

@@ -7,17 +7,15 @@ from typing import Any
 
 import pytest
 
-from hangwatch.flight_recorder import plain_pickle
-from hangwatch.flight_recorder.unfinished_calls import find_unfinished_calls
+from hangwatch.flight_recorder import pickles
+from hangwatch.flight_recorder.calls import find_unfinished_calls
 
 DUMPS = Path(__file__).parents[2] / "fakegpu/dumps"
 
 
 @pytest.mark.parametrize("torch_version", ["torch-2.9.1", "torch-2.14.1"])
 def test_call_that_timed_out_comes_first(torch_version: str) -> None:
-    data: Any = plain_pickle.safe_loads(
-        (DUMPS / torch_version / "stall-timing/rank_0").read_bytes()
-    )
+    data: Any = pickles.safe_loads((DUMPS / torch_version / "stall-timing/rank_0").read_bytes())
     unfinished = [entry for entry in data["entries"] if entry["state"] != "completed"]
     written_ns = unfinished[0]["time_created_ns"] + 3_100_000_000
     calls = find_unfinished_calls(data, written_ns)

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from hangwatch.mcp.answers import Document
-from hangwatch.mcp.quoting import Answer
+from hangwatch.mcp.answers import Answer, Document
 from hangwatch.mcp.tools import TOOLS, ToolError, parse_ranks
 from hangwatch.report.documents import build_incident_document
 from tests.unit.incident_documents import make_incident

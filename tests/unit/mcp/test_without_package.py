@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hangwatch.agent.cli.entry import main
+from hangwatch.agent.cli.main import main
 from hangwatch.server.http.mcp_endpoint import McpEndpoint
 
 

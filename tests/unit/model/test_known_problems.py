@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hangwatch.model.known_problems import (
+from hangwatch.model.hardware import (
     KNOWN_PROBLEMS,
     KnownProblem,
     find_known_problems,

@@ -23,7 +23,7 @@ from hangwatch.performance.stragglers import (
     format_straggler,
     measure_skew,
 )
-from hangwatch.protocol.clocks import ClockOffset
+from hangwatch.protocol.heartbeat import ClockOffset
 
 
 @pytest.mark.parametrize(

@@ -6,23 +6,33 @@ import json
 from datetime import datetime, timedelta, timezone
 
 from hangwatch.model.calls import Call, Signature, Site
-from hangwatch.model.device import DevicePosition
 from hangwatch.model.groups import Group
 from hangwatch.model.hardware import HostObservation, MissingEvidence, Observation, Weight
-from hangwatch.model.incidents import Incident, MergedStack, ProcessSnapshot, Resolution
-from hangwatch.model.kind_spec import Severity
-from hangwatch.model.kinds import VerdictKind
-from hangwatch.model.ranks import ExceptionInfo
-from hangwatch.model.recoveries import RankAbort, Recovery
-from hangwatch.model.threads import Frame
-from hangwatch.model.verdicts import AlignedPair, CallClass, Divergence, Verdict, Wait
-from hangwatch.report.document_parsing import parse_incident
+from hangwatch.model.incidents import (
+    Incident,
+    MergedStack,
+    ProcessSnapshot,
+    RankAbort,
+    Recovery,
+    Resolution,
+)
+from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.ranks import ExceptionInfo, Frame
+from hangwatch.model.verdicts import (
+    AlignedPair,
+    CallClass,
+    DevicePosition,
+    Divergence,
+    Verdict,
+    Wait,
+)
 from hangwatch.report.documents import (
     build_incident_document,
     build_incident_event,
     build_verdict_document,
+    parse_incident,
 )
-from hangwatch.server.http import schema
+from hangwatch.server.http import openapi
 
 MOMENT = datetime(2026, 1, 1, 12, 30, 5, 250000, tzinfo=timezone.utc)
 SITE = Site(file="/home/me/train.py", line=41, function="step")
@@ -181,7 +191,7 @@ def test_analyze_and_server_give_the_same_fields() -> None:
 
 def test_documents_have_exactly_the_fields_of_the_http_schema() -> None:
     document = build_incident_document(INCIDENT)
-    described = schema.Incident.model_validate(document).model_dump(mode="json")
+    described = openapi.Incident.model_validate(document).model_dump(mode="json")
     assert described == document
     assert list(described) == list(document)
     assert json.loads(json.dumps(document)) == document
@@ -216,7 +226,7 @@ def test_documents_of_older_releases_have_default_values() -> None:
         "later": "an unknown field of a newer release",
     }
     document = build_incident_document(parse_incident(old))
-    expected = schema.Incident.model_validate(old).model_dump(mode="json")
+    expected = openapi.Incident.model_validate(old).model_dump(mode="json")
     assert document == expected
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hangwatch.model.hardware import Observation
-from hangwatch.report.hardware import describe_observation, format_hardware
+from hangwatch.report.terminal import describe_observation, format_hardware
 
 
 @pytest.mark.parametrize(

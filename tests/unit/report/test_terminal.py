@@ -9,8 +9,15 @@ from typing import Any
 
 import pytest
 
-from hangwatch.report import call_table, process_text, stack_text, terminal
+from hangwatch.report import terminal
 from hangwatch.report import text as words
+from hangwatch.report.terminal import (
+    format_calls,
+    format_devices,
+    format_processes,
+    format_stack,
+    merge_equal_stacks,
+)
 from hangwatch.report.text import Paint
 from hangwatch.stacks.frames import is_library
 
@@ -107,7 +114,7 @@ def test_verdict_comes_first_then_advice() -> None:
 
 
 def test_only_the_differing_row_is_marked() -> None:
-    text = list(call_table.format_calls(make_incident()))
+    text = list(format_calls(make_incident()))
     assert text[1].split() == ["ranks", "0,", "2-3", "rank", "1"]
     assert [line.split()[:4] for line in text if line.startswith("≠")] == [
         ["≠", "op", "all_reduce", "broadcast"]
@@ -142,7 +149,7 @@ def test_each_mismatch_field_has_a_row(field: str) -> None:
     ]
     marked = [
         line.split()[1]
-        for line in call_table.format_calls(make_incident(fields=[field], calls=calls))
+        for line in format_calls(make_incident(fields=[field], calls=calls))
         if line.startswith("≠")
     ]
     assert marked == [field]
@@ -154,7 +161,7 @@ def test_root_is_shown_as_global_rank() -> None:
         {"ranks": [3, 5], "op": "broadcast", "root": 0},
     ]
     text = list(
-        call_table.format_calls(
+        format_calls(
             make_incident(calls=calls, group={"name": "7", "desc": "tp", "ranks": [3, 4, 5]})
         )
     )
@@ -163,18 +170,18 @@ def test_root_is_shown_as_global_rank() -> None:
 
 def test_the_number_of_a_call_of_a_channel_is_not_shown_as_one_of_the_group() -> None:
     calls = [{"ranks": [0], "op": "send", "peer": 1}, {"ranks": [1], "op": "recv", "peer": 0}]
-    assert next(call_table.format_calls(make_incident(calls=calls))) == "Calls of group default_pg"
+    assert next(format_calls(make_incident(calls=calls))) == "Calls of group default_pg"
 
 
 def test_many_call_classes_stay_within_width() -> None:
     calls = [{"ranks": [r], "op": f"operator_{r}", "shapes": [[r] * 30]} for r in range(7)]
-    text = list(call_table.format_calls(make_incident(calls=calls)))
+    text = list(format_calls(make_incident(calls=calls)))
     assert all(f"operator_{r}" in "\n".join(text) for r in range(7))
     assert max(map(len, text)) <= words.TERMINAL_COLUMNS
 
 
 def test_user_frames_are_highlighted() -> None:
-    text = list(stack_text.format_stack(make_incident()["stacks"][0], Paint(colour=True)))
+    text = list(format_stack(make_incident()["stacks"][0], Paint(colour=True)))
     assert text[1].startswith("\x1b[2m    wait")
     assert "threading.py:331" in text[1]
     assert text[2].startswith("\x1b[1m  > step")
@@ -187,7 +194,7 @@ def test_frame_text_is_shown_if_known() -> None:
         "source": "py-spy",
         "frames": [make_frame("step", "train.py", 57) | {"text": "  batch = queue.get()"}],
     }
-    assert list(stack_text.format_stack(stack))[-1] == "      batch = queue.get()"
+    assert list(format_stack(stack))[-1] == "      batch = queue.get()"
 
 
 def test_long_runs_of_library_frames_are_folded_without_full() -> None:
@@ -271,16 +278,14 @@ def test_failed_dumps_show_their_remedy_and_waits_are_merged() -> None:
 )
 def test_process_state_text(process: dict[str, Any], expected: str) -> None:
     assert list(
-        process_text.format_processes(
-            {"processes": [{"rank": 1, "pid": 7, "host": "node1"} | process]}
-        )
+        format_processes({"processes": [{"rank": 1, "pid": 7, "host": "node1"} | process]})
     ) == [f"rank 1: process 7 on node1 {expected}"]
 
 
 def test_exception_is_shown_with_location() -> None:
     raised = {"type": "ValueError", "message": "bad\nbatch", "site": make_site(9)}
     text = list(
-        process_text.format_processes(
+        format_processes(
             {"processes": [{"rank": 1, "pid": 7, "exit_status": 1, "exception": raised}]}
         )
     )
@@ -410,7 +415,7 @@ def test_only_equal_stacks_merge() -> None:
         },
         {"ranks": [0], "thread": "MainThread", "source": "py-spy", "frames": same},
     ]
-    assert [entry["ranks"] for entry in stack_text.merge_equal_stacks(entries)] == [[0, 3], [1]]
+    assert [entry["ranks"] for entry in merge_equal_stacks(entries)] == [[0, 3], [1]]
 
 
 def test_plain_paint_adds_nothing() -> None:
@@ -424,10 +429,10 @@ def test_devices_in_the_same_position_share_a_line() -> None:
         for rank, started in ((0, 6), (1, 5), (2, 6))
     ]
     group = {"name": "0", "desc": "default_pg"}
-    lines = list(process_text.format_devices({"group": group, "device": positions}))
+    lines = list(format_devices({"group": group, "device": positions}))
     assert " ".join(lines) == (
         "rank 1: the device has begun 5 and completed 5 of 6 queued collectives of group default_pg"
         " ranks 0, 2: the device has begun 6 and completed 5 of 6 queued collectives of group"
         " default_pg"
     )
-    assert list(process_text.format_devices({})) == []
+    assert list(format_devices({})) == []

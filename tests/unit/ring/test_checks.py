@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.recorder.checks.table import CheckedCall, CheckTableWriter
+from hangwatch.agent.recorder.checks.inspection import CheckedCall, CheckTableWriter
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.ring import checks
 from hangwatch.ring.layout import CHECK_SLOTS, CHECK_STRUCT, CheckFlag

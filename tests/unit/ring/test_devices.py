@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.ring.devices import DeviceEntry, read_device_entries
 from hangwatch.ring.layout import (
     DEVICE_OFFSET,
     DEVICE_SLOTS,
@@ -19,6 +18,7 @@ from hangwatch.ring.layout import (
     DeviceStatusState,
     LiveWord,
 )
+from hangwatch.ring.parts import DeviceEntry, read_device_entries
 from hangwatch.ring.reader import RingReader
 
 

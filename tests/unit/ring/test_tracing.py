@@ -12,11 +12,9 @@ import pytest
 from hangwatch.agent.node.requests.live import LiveRequests
 from hangwatch.agent.node.stacks.pyspy import PySpy
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.model.calls import Signature, Site
-from hangwatch.model.signatures import encode_signature
+from hangwatch.model.calls import Signature, Site, encode_signature
 from hangwatch.protocol import heartbeat
-from hangwatch.protocol.commands import Command, CommandKind
-from hangwatch.protocol.live import TensorStats, decode_tensor_stats
+from hangwatch.protocol.commands import Command, CommandKind, TensorStats, decode_tensor_stats
 from hangwatch.ring import checks
 from hangwatch.ring.layout import (
     RECORD_SLOTS,

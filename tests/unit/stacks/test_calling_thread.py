@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hangwatch.model.threads import Frame, ThreadStack
-from hangwatch.stacks.calling_thread import find_calling_thread
+from hangwatch.model.ranks import Frame, ThreadStack
+from hangwatch.stacks.activities import find_calling_thread
 
 _USER = Frame(function="step", file="/home/me/train.py", line=3)
 _POOL = Frame(function="_worker", file="/usr/lib/python3.11/concurrent/futures/thread.py", line=81)

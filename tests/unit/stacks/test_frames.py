@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hangwatch.agent import recorder
-from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.model.ranks import Frame, ThreadStack
 from hangwatch.stacks.frames import (
     RECORDER_MODULES,
     is_library,

@@ -7,15 +7,10 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from hangwatch.model.threads import Frame
-from hangwatch.report.profiles import format_recording
-from hangwatch.server.http import recording_files
-from hangwatch.server.ondemand import schema
-from hangwatch.stacks.call_tree import (
-    build_call_tree,
-    find_hottest_functions,
-    layout_bars,
-)
+from hangwatch.agent.cli.commands.record import format_recording
+from hangwatch.model.ranks import Frame
+from hangwatch.server.http import ondemand_routes
+from hangwatch.server.ondemand import recordings
 from hangwatch.stacks.profile import (
     Profile,
     ThreadProfile,
@@ -24,6 +19,7 @@ from hangwatch.stacks.profile import (
     profiles_to_speedscope,
     unpack_profile,
 )
+from hangwatch.stacks.trees import build_call_tree, find_hottest_functions, layout_bars
 
 TORCH_LIB = "/x/lib/python3.11/site-packages/torch"
 BACKWARD_STACK = (
@@ -135,13 +131,13 @@ def test_profile_files(profile: Profile) -> None:
         stacks=(((Frame(function="<script>\x1b[2J", file="/u/a.py", line=1),), 3),),
     )
     profiles = [(0, profile), (3, Profile(threads=(hostile,)))]
-    picture = recording_files.render_flamegraph("job <x>", profiles, 100)
+    picture = ondemand_routes.render_flamegraph("job <x>", profiles, 100)
     root = ElementTree.fromstring(picture)
     assert root.tag.endswith("svg")
     titles = [t.text or "" for t in root.iter("{http://www.w3.org/2000/svg}title")]
     assert any(t.startswith("train /u/train.py:55, 0.60 s") for t in titles)
     assert "http" not in picture.replace("http://www.w3.org/2000/svg", ""), "nothing is fetched"
-    document = json.loads(recording_files.render_speedscope("job", profiles, 100))
+    document = json.loads(ondemand_routes.render_speedscope("job", profiles, 100))
     assert [p["name"] for p in document["profiles"]][:1] == ["rank 0, MainThread"]
     for thread_profile in document["profiles"]:
         assert len(thread_profile["samples"]) == len(thread_profile["weights"]) and thread_profile[
@@ -158,16 +154,16 @@ def test_profile_files(profile: Profile) -> None:
 def test_profile_text(profile: Profile) -> None:
     main = profile.threads[0]
     hot = [
-        schema.HotFunction(function=f.function, file=f.file, line=f.line, samples=n)
+        recordings.HotFunction(function=f.function, file=f.file, line=f.line, samples=n)
         for f, n in find_hottest_functions(main.stacks)
     ]
-    thread = schema.ThreadTime(
+    thread = recordings.ThreadTime(
         thread="MainThread",
         main=True,
         samples=100,
         hottest=hot,
         tree=[
-            schema.FunctionTime.model_validate(node, from_attributes=True)
+            recordings.FunctionTime.model_validate(node, from_attributes=True)
             for node in build_call_tree(main.stacks)
         ],
     )

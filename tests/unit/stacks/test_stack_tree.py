@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hangwatch.model.threads import Frame
-from hangwatch.stacks.stack_tree import format_folded_stacks, merge_stacks, stacks_to_speedscope
+from hangwatch.model.ranks import Frame
+from hangwatch.stacks.trees import format_folded_stacks, merge_stacks, stacks_to_speedscope
 
 MAIN_FRAME = Frame(function="main", file="/u/train.py", line=9)
 STEP_FRAME = Frame(function="step", file="/u/train.py", line=4)

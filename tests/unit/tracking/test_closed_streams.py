@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hangwatch.model.calls import StreamKind
-from hangwatch.model.losses import LossReason
+from hangwatch.model.calls import LossReason, StreamKind
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet

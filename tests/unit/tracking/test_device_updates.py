@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hangwatch.model.calls import StreamKind
-from hangwatch.model.device import DeviceProgress
+from hangwatch.model.verdicts import DeviceProgress
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.fleet import Fleet
 from hangwatch.tracking.process import Process

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hangwatch.tracking.hash_histories import (
+from hangwatch.tracking.call_stream import (
     MAX_PAIRS,
     MAX_SHARED,
     NEWEST_KEPT,

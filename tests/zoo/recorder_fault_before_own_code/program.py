@@ -10,7 +10,7 @@ import earlier_calls
 import torch
 import torch.distributed as dist
 
-from hangwatch.agent.recorder.call_signatures import SignatureCache
+from hangwatch.agent.recorder.calls import SignatureCache
 
 
 def upload_samples():

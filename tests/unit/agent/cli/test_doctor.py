@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.cli.doctor import activation, command, device, recorder, server
+from hangwatch.agent.cli.doctor import command, host, recording
+from hangwatch.agent.cli.doctor.command import check_server, judge_responses
 from hangwatch.agent.cli.doctor.findings import Finding
-from hangwatch.agent.transport.client import Reply
-from hangwatch.agent.transport.target import ServerTarget
+from hangwatch.agent.transport.client import Reply, ServerTarget
 
 GOOD = Finding(name="a", ok=True, detail="fine")
 WARN = Finding(name="b", ok=None, detail="hm", remedy="perhaps")
@@ -30,15 +30,15 @@ def test_exit_codes_and_lines() -> None:
 
 
 def test_activation() -> None:
-    assert activation.check_entry_point([]).ok is False
-    assert activation.check_entry_point(["x:y"]).ok
-    assert activation.check_autoload({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).ok is False
-    assert activation.check_autoload({"HANGWATCH_DISABLE": "1"}).ok is False
-    assert activation.check_autoload({"HANGWATCH_DISABLE": "0"}).ok
-    assert activation.check_url({}).ok is None
-    assert "make_runtime_env" in activation.make_ray_finding().detail
-    assert activation.check_url({"HANGWATCH_URL": "master"}).ok is False
-    finding = activation.check_url({"HANGWATCH_URL": "http://:hidden@m:1"})
+    assert recording.check_entry_point([]).ok is False
+    assert recording.check_entry_point(["x:y"]).ok
+    assert recording.check_autoload({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).ok is False
+    assert recording.check_autoload({"HANGWATCH_DISABLE": "1"}).ok is False
+    assert recording.check_autoload({"HANGWATCH_DISABLE": "0"}).ok
+    assert recording.check_url({}).ok is None
+    assert "make_runtime_env" in recording.make_ray_finding().detail
+    assert recording.check_url({"HANGWATCH_URL": "master"}).ok is False
+    finding = recording.check_url({"HANGWATCH_URL": "http://:hidden@m:1"})
     assert finding.ok and "hidden" not in finding.detail
 
 
@@ -50,34 +50,34 @@ def test_torch() -> None:
         "2.14.0 1": None,
         "2.8.0 0": False,
     }
-    assert {said: activation.check_torch(said, "").ok for said in verdicts} == verdicts
-    assert activation.check_torch("", "ModuleNotFoundError: No module named 'torch'").ok is None
-    assert activation.check_torch("", "ImportError: libcudart.so").ok is False
+    assert {said: recording.check_torch(said, "").ok for said in verdicts} == verdicts
+    assert recording.check_torch("", "ModuleNotFoundError: No module named 'torch'").ok is None
+    assert recording.check_torch("", "ImportError: libcudart.so").ok is False
 
 
 def test_disk_space() -> None:
     assert [
-        activation.check_space(Path("/x"), free).ok for free in (1 << 20, 16 << 20, 1 << 30)
+        recording.check_space(Path("/x"), free).ok for free in (1 << 20, 16 << 20, 1 << 30)
     ] == [False, None, True]
 
 
 def test_server_check_detects_other_services() -> None:
-    def check_server(health: int, jobs: int, body: bytes = b"", token: str = "t") -> Finding:
-        return server.judge_responses(
+    def judge(health: int, jobs: int, body: bytes = b"", token: str = "t") -> Finding:
+        return judge_responses(
             Reply(health, {}, b""),
             Reply(jobs, {}, body),
             ServerTarget(base_url="http://m", token=token),
         )
 
-    assert check_server(200, 200, b'{"items": []}').ok
-    assert "the token is wrong" in check_server(200, 401).detail
-    assert "requires a token" in check_server(200, 401, token="").detail
-    assert "not as a hangwatch server" in check_server(200, 200, b"<html>").detail
-    assert check_server(404, 404).ok is False
+    assert judge(200, 200, b'{"items": []}').ok
+    assert "the token is wrong" in judge(200, 401).detail
+    assert "requires a token" in judge(200, 401, token="").detail
+    assert "not as a hangwatch server" in judge(200, 200, b"<html>").detail
+    assert judge(404, 404).ok is False
 
 
 def test_unreachable_server() -> None:
-    (finding,) = server.check_server("http://127.0.0.1:9", None, {})
+    (finding,) = check_server("http://127.0.0.1:9", None, {})
     assert (finding.ok, finding.unreachable) == (False, True)
     assert "refuses connections" in finding.detail and "start hangwatch-server" in finding.remedy
 
@@ -85,16 +85,16 @@ def test_unreachable_server() -> None:
 def test_recorder() -> None:
     """The Python recorder is a reason to warn only if the native one was requested."""
     for mode, ok in (("auto", True), ("native", None)):
-        finding = recorder.judge_build(
+        finding = recording.judge_build(
             1, "hangwatch: there is no C++ compiler", {"HANGWATCH_RECORDER": mode}
         )
         assert (finding.ok, finding.detail) == (ok, "Python's: there is no C++ compiler")
         assert bool(finding.remedy) == (mode == "native")
     assert (
-        recorder.judge_build(0, "/cache/recorder.so\n", {}).detail == "native, /cache/recorder.so"
+        recording.judge_build(0, "/cache/recorder.so\n", {}).detail == "native, /cache/recorder.so"
     )
-    assert recorder.judge_build(1, "ModuleNotFoundError: No module named 'torch'", {}).ok is None
-    assert "status 3" in recorder.judge_build(3, "", {}).detail
+    assert recording.judge_build(1, "ModuleNotFoundError: No module named 'torch'", {}).ok is None
+    assert "status 3" in recording.judge_build(3, "", {}).detail
 
 
 @pytest.mark.parametrize(
@@ -113,13 +113,13 @@ def test_recorder() -> None:
 def test_setting_that_makes_torch_count_devices(
     version: str, env: dict[str, str], setting: str | None
 ) -> None:
-    finding = device.judge_torch(device.TorchBuild(version=version, has_nccl=True), env)
+    finding = host.judge_torch(host.TorchBuild(version=version, has_nccl=True), env)
     assert finding.ok is (True if setting is None else None)
     assert (setting or "") in finding.remedy
 
 
 def test_torch_without_nccl_has_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = device.parse_torch_build("__version__ = '2.13.0+cpu'\ncuda: str | None = None\n")
-    assert build == device.TorchBuild(version="2.13.0+cpu", has_nccl=False)
-    monkeypatch.setattr(device, "find_torch", lambda: build)
-    assert list(device.check_devices({})) == []
+    build = host.parse_torch_build("__version__ = '2.13.0+cpu'\ncuda: str | None = None\n")
+    assert build == host.TorchBuild(version="2.13.0+cpu", has_nccl=False)
+    monkeypatch.setattr(host, "find_torch", lambda: build)
+    assert list(host.check_devices({})) == []

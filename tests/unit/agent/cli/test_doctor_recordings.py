@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hangwatch.agent.cli.doctor.recordings import check_ring
+from hangwatch.agent.cli.doctor.recording import check_ring
 from hangwatch.agent.environment import run_dir
 from hangwatch.agent.node.discovery.rings import RingFile
 from hangwatch.agent.recorder.streams import StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.model.losses import LossReason
+from hangwatch.model.calls import LossReason
 from hangwatch.ring.layout import LiveWord
 
 

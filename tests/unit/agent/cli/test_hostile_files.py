@@ -22,11 +22,11 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from hangwatch.agent.cli import main
-from hangwatch.agent.cli.analyze.files import FileError, read_evidence
-from hangwatch.flight_recorder import plain_pickle
+from hangwatch.agent.cli.analyze import FileError, read_evidence
+from hangwatch.flight_recorder import pickles
 from hangwatch.flight_recorder.analysis import analyze_dumps
-from hangwatch.flight_recorder.dumps import FlightDumpError, parse_dump
-from hangwatch.flight_recorder.plain_pickle import HostileError, NotPlainError
+from hangwatch.flight_recorder.calls import FlightDumpError, parse_dump
+from hangwatch.flight_recorder.pickles import HostileError, NotPlainError
 from tests.simulation.flight_recorders import SyntheticRecorder, make_recorders
 from tests.unit.server.ingest.test_fuzz import (
     FUZZ_SETTINGS,
@@ -86,7 +86,7 @@ HOSTILE_PICKLES = {
 def test_pickle_with_code_execution_is_refused(name: str) -> None:
     data, message = HOSTILE_PICKLES[name]
     with pytest.raises(HostileError, match=message):
-        plain_pickle.safe_loads(data)
+        pickles.safe_loads(data)
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
@@ -96,9 +96,7 @@ def test_pickle_with_code_execution_is_refused(name: str) -> None:
 )
 def test_objects_are_refused_in_every_protocol(made: object, protocol: int) -> None:
     with pytest.raises(NotPlainError):
-        plain_pickle.safe_loads(
-            pickle.dumps({"version": "2.10", "entries": [made]}, protocol=protocol)
-        )
+        pickles.safe_loads(pickle.dumps({"version": "2.10", "entries": [made]}, protocol=protocol))
     assert EXECUTED == []
 
 
@@ -115,7 +113,7 @@ def test_registered_pickle_extension_is_refused(registered: int) -> None:
         pickle.loads(pickled) is record_execution
     )  # now Python takes it from its cache without calling find_class
     with pytest.raises(HostileError, match="extension registry"):
-        plain_pickle.safe_loads(pickled)
+        pickles.safe_loads(pickled)
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
@@ -137,7 +135,7 @@ def test_plain_data_is_read_in_every_protocol(protocol: int) -> None:
         (),
     ]
     data = {"a": shared, "b": [shared] * 300, "c": {str(n): [n] for n in range(5000)}}
-    assert plain_pickle.safe_loads(pickle.dumps(data, protocol=protocol)) == data
+    assert pickles.safe_loads(pickle.dumps(data, protocol=protocol)) == data
 
 
 @pytest.mark.parametrize(
@@ -172,7 +170,7 @@ def test_damaged_pickles_and_huge_lengths_are_refused_cheaply(data: bytes) -> No
     tracemalloc.start()
     try:
         with pytest.raises(NotPlainError):
-            plain_pickle.safe_loads(data)
+            pickles.safe_loads(data)
         assert tracemalloc.get_traced_memory()[1] < 40 << 20
     finally:
         tracemalloc.stop()
@@ -184,7 +182,7 @@ def test_cut_pickle_is_reported_as_cut_off(protocol: int) -> None:
     whole = pickle.dumps({"entries": [*values, values]}, protocol=protocol)
     for size in range(len(whole)):
         with pytest.raises(NotPlainError, match="cut off"):
-            plain_pickle.safe_loads(whole[:size])
+            pickles.safe_loads(whole[:size])
 
 
 @pytest.mark.parametrize(
@@ -192,13 +190,13 @@ def test_cut_pickle_is_reported_as_cut_off(protocol: int) -> None:
 )
 def test_pickle_cut_within_rare_opcode_is_reported_as_cut_off(argument: bytes) -> None:
     with pytest.raises(NotPlainError, match="cut off"):
-        plain_pickle.safe_loads(b"\x80\x02" + argument)
+        pickles.safe_loads(b"\x80\x02" + argument)
 
 
 @pytest.mark.parametrize("argument", [b"Ix\n", b"r\1\0\0\xff", b"\x8a\x0a" + bytes(10)])
 def test_invalid_argument_is_not_reported_as_cut_off(argument: bytes) -> None:
     with pytest.raises(NotPlainError, match="byte 2 is"):
-        plain_pickle.safe_loads(b"\x80\x02" + argument + b".")
+        pickles.safe_loads(b"\x80\x02" + argument + b".")
 
 
 @FUZZ_SETTINGS
@@ -211,7 +209,7 @@ def test_any_bytes_are_rejected_or_loaded_as_plain_data(
         whole = pickle.dumps(make_dumps()[0].make_dump(), protocol=2)
         tried = whole[:at] if cut else whole[:at] + data + whole[at + len(data) :]
     try:
-        loaded = plain_pickle.safe_loads(tried)
+        loaded = pickles.safe_loads(tried)
     except NotPlainError:
         return
     assert find_types(loaded) <= PLAIN_TYPES
@@ -320,8 +318,8 @@ def test_billion_laughs_pickle_is_not_expanded(at: tuple[Any, ...], bomb: list[A
         inner = inner[key]
     inner[at[-1]] = bomb
     began = time.process_time()
-    with contextlib.suppress(FlightDumpError, plain_pickle.NotPlainError):
-        analyze_dumps([parse_dump(0, plain_pickle.safe_loads(make_deep_pickle(data)))])
+    with contextlib.suppress(FlightDumpError, pickles.NotPlainError):
+        analyze_dumps([parse_dump(0, pickles.safe_loads(make_deep_pickle(data)))])
     assert time.process_time() - began < 2.0
 
 
@@ -336,9 +334,9 @@ def make_shared_tuples(depth: int, *, is_key: bool) -> bytes:
 @pytest.mark.parametrize("is_key", [True, False])
 def test_pickle_of_shared_tuples_is_refused(is_key: bool) -> None:
     """Hashing the key would not end."""
-    assert plain_pickle.safe_loads(make_shared_tuples(5, is_key=is_key))
-    with pytest.raises(plain_pickle.NotPlainError, match=r"a tuple of more than 10,000 values"):
-        plain_pickle.safe_loads(make_shared_tuples(60, is_key=is_key))
+    assert pickles.safe_loads(make_shared_tuples(5, is_key=is_key))
+    with pytest.raises(pickles.NotPlainError, match=r"a tuple of more than 10,000 values"):
+        pickles.safe_loads(make_shared_tuples(60, is_key=is_key))
 
 
 def test_bundle_with_too_many_values_is_skipped(tmp_path: Path) -> None:
@@ -405,7 +403,7 @@ def test_bundle_extraction_is_confined_and_bounded(
     assert {path.name for path in tmp_path.rglob("*")} == {"in", "slip.zip"}
     assert not Path("/hangwatch-slipped").exists()
 
-    monkeypatch.setattr("hangwatch.agent.cli.analyze.files._MAX_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr("hangwatch.agent.cli.analyze._MAX_FILE_BYTES", 1 << 20)
     (folder / "bomb.zip").write_bytes(
         make_archive(incident__json=b" " * (8 << 20), ranks__json=b"[]")
     )

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from hangwatch.agent.cli import main
-from hangwatch.agent.cli.argument_types import parse_ranks
-from hangwatch.agent.cli.arguments import build_parser
 from hangwatch.agent.cli.client import ServerAddress, parse_address
-from hangwatch.agent.cli.commands import overview
-from hangwatch.agent.cli.demo.verdict import names_planted_line
+from hangwatch.agent.cli.commands import status
+from hangwatch.agent.cli.demo.command import names_planted_line
 from hangwatch.agent.cli.errors import UsageError
+from hangwatch.agent.cli.main import build_parser, parse_ranks
 from hangwatch.agent.cli.terminal import detect_paint
 from hangwatch.report.text import PLAIN_PAINT, TERMINAL_COLUMNS
 
@@ -153,7 +152,7 @@ JOB_DOCUMENT = {
 
 def test_status_is_a_line_for_each_job_with_its_incidents() -> None:
     text = list(
-        overview.format_status(
+        status.format_status(
             [JOB_DOCUMENT, JOB_DOCUMENT | {"job": "run8", "state": "running", "step": 12}],
             [make_incident("01JA")],
             NOW,
@@ -170,7 +169,7 @@ def test_status_is_a_line_for_each_job_with_its_incidents() -> None:
 
 def test_status_keeps_incidents_of_earlier_attempts() -> None:
     text = list(
-        overview.format_status(
+        status.format_status(
             [JOB_DOCUMENT | {"attempt": 1}], [make_incident("01JA", attempt=0)], NOW, PLAIN_PAINT
         )
     )
@@ -182,7 +181,7 @@ def test_status_keeps_incidents_of_earlier_attempts() -> None:
 def test_incidents_table_has_typable_ids() -> None:
     ids = ["01JABCDEFGHJKLMNPQRSTVWXYZ", "01JABCDEFGHJKLMNPQRSTVWXY0", "01JZBCDEFGHJKLMNPQRSTVWXYZ"]
     text = list(
-        overview.format_incidents(
+        status.format_incidents(
             [make_incident(name, job="j" * 99) for name in ids], NOW, PLAIN_PAINT
         )
     )
@@ -193,10 +192,10 @@ def test_incidents_table_has_typable_ids() -> None:
 
 
 def test_shortest_unique_id_prefix() -> None:
-    assert overview.find_unique_prefix_width(["01JABCDEFGHJKA", "01JABCDEFGHJKB"]) == 14
-    assert overview.find_unique_prefix_width(["01JABCDEFGHJKA", "02JABCDEFGHJKB"]) == 10
-    assert overview.find_unique_prefix_width(["ab"]) == 2
-    assert overview.find_unique_prefix_width([]) == 10
+    assert status.find_unique_prefix_width(["01JABCDEFGHJKA", "01JABCDEFGHJKB"]) == 14
+    assert status.find_unique_prefix_width(["01JABCDEFGHJKA", "02JABCDEFGHJKB"]) == 10
+    assert status.find_unique_prefix_width(["ab"]) == 2
+    assert status.find_unique_prefix_width([]) == 10
 
 
 class FakeTerminal(io.StringIO):
@@ -241,7 +240,7 @@ def test_demo_checks_its_verdict(incident: dict[str, Any], is_right: bool) -> No
 def test_help_loads_no_http_client() -> None:
     program = (
         "import sys\n"
-        "from hangwatch.agent.cli.arguments import build_parser\n"
+        "from hangwatch.agent.cli.main import build_parser\n"
         "build_parser().format_help()\n"
         "print('httpx' in sys.modules)"
     )

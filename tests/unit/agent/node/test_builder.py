@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
-from hangwatch.agent.node.requests.builder import REQUIRED_MEMORY_BYTES, RecorderBuilder
-from hangwatch.agent.node.system import memory
-from hangwatch.agent.node.system.log import AgentLog
+from hangwatch.agent.node.requests.builder import (
+    REQUIRED_MEMORY_BYTES,
+    RecorderBuilder,
+    get_free_memory_bytes,
+)
+from hangwatch.agent.node.system.daemon import AgentLog
 from hangwatch.agent.recorder.native import build, cache
 from tests.simulation.waiting import wait_until
 
@@ -109,19 +112,19 @@ def test_remaining_memory(tmp_path: Path) -> None:
     left.
     """
     proc, cgroups = make_host_files(tmp_path, "4:memory:/pod/a", "0::/pod/b")
-    assert memory.get_free_memory_bytes(proc, cgroups) == 8 * GIB
-    assert memory.get_free_memory_bytes(str(tmp_path / "none"), cgroups) == 0
+    assert get_free_memory_bytes(proc, cgroups) == 8 * GIB
+    assert get_free_memory_bytes(str(tmp_path / "none"), cgroups) == 0
     v2 = {
         "memory.current": str(5 * GIB),
         "memory.stat": f"anon 1\nactive_file {GIB}\ninactive_file {GIB}\n",
     }
     make_cgroup(Path(cgroups, "pod/b"), {"memory.max": "max", **v2})
-    assert memory.get_free_memory_bytes(proc, cgroups) == 8 * GIB
+    assert get_free_memory_bytes(proc, cgroups) == 8 * GIB
     make_cgroup(Path(cgroups, "pod"), {"memory.max": str(10 * GIB), **v2})
-    assert memory.get_free_memory_bytes(proc, cgroups) == 7 * GIB
+    assert get_free_memory_bytes(proc, cgroups) == 7 * GIB
     v1 = {
         "memory.usage_in_bytes": str(3 * GIB),
         "memory.stat": f"total_active_file {GIB}\ntotal_inactive_file 0\n",
     }
     make_cgroup(Path(cgroups, "memory"), {"memory.limit_in_bytes": str(4 * GIB), **v1})
-    assert memory.get_free_memory_bytes(proc, cgroups) == 2 * GIB
+    assert get_free_memory_bytes(proc, cgroups) == 2 * GIB

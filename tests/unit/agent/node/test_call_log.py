@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from hangwatch.agent.node.discovery.watched import WatchedProcess
-from hangwatch.agent.node.reporting.call_log import CALLS_KEPT, CallLog
-from hangwatch.agent.node.system.cpu_activity import CpuActivity
+from hangwatch.agent.node.reporting.calls import CALLS_KEPT, CallLog
+from hangwatch.agent.node.system.processes import CpuActivity
 from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.model.calls import Signature
-from hangwatch.model.signatures import encode_signature
+from hangwatch.model.calls import Signature, encode_signature
 from hangwatch.ring.layout import RECORD_SLOTS, RecordFlag
 from hangwatch.ring.reader import RingReader
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from hangwatch.agent.node.stacks.callers import mark_callers, read_callers
+from hangwatch.agent.node.stacks.sampler import mark_callers, read_callers
 from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.model.ranks import Frame, ThreadStack
 from hangwatch.ring.layout import RECORD_SLOTS, RecordFlag
 from hangwatch.ring.reader import RingReader
 from hangwatch.ring.snapshot import Caller

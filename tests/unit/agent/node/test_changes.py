@@ -9,7 +9,7 @@ import pytest
 
 from hangwatch.agent.node.discovery.changes import ChangeDetector, find_changes
 from hangwatch.agent.node.discovery.watched import WatchedProcess
-from hangwatch.agent.node.system.cpu_activity import CpuActivity
+from hangwatch.agent.node.system.processes import CpuActivity
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.ranks import ExitInfo

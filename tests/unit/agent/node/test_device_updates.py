@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 
 from hangwatch.agent.node.reporting.acked import AckedState, UnackedHistory
-from hangwatch.agent.node.reporting.device_updates import find_missing_setting
-from hangwatch.agent.node.reporting.updates import ProcessView, compose_update
+from hangwatch.agent.node.reporting.updates import ProcessView, compose_update, find_missing_setting
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.protocol.heartbeat import DeviceStatus, ProcessIdentity, ProcessUpdate
-from hangwatch.ring.devices import DeviceEntry
 from hangwatch.ring.layout import DeviceStatusState
+from hangwatch.ring.parts import DeviceEntry
 from hangwatch.ring.snapshot import RingSnapshot, StreamState
 
 SECOND_NS = 1_000_000_000

@@ -7,17 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.node.reporting.call_tally import ProcessTally
-from hangwatch.agent.node.reporting.performance import REPORT_INTERVAL_S, PerformanceReporter
+from hangwatch.agent.node.reporting.calls import (
+    REPORT_INTERVAL_S,
+    PerformanceReporter,
+    ProcessTally,
+)
 from hangwatch.agent.node.reporting.uplink import HeartbeatOutcome
 from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.model.calls import Signature
-from hangwatch.model.signatures import encode_signature
+from hangwatch.model.calls import Signature, encode_signature
 from hangwatch.protocol import heartbeat
+from hangwatch.ring.checks import MIN_TIMED_LEVEL, sampling_level
 from hangwatch.ring.layout import RECORD_SLOTS, RecordFlag
 from hangwatch.ring.reader import RingReader
-from hangwatch.ring.sampling import MIN_TIMED_LEVEL, sampling_level
 
 SECOND_NS = 1_000_000_000
 

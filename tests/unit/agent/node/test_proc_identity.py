@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.node.discovery.proc_identity import TORCH_IMPORT_S, find_unrecorded_reason
+from hangwatch.agent.node.discovery.watched import TORCH_IMPORT_S, find_unrecorded_reason
 
 _URL = {"HANGWATCH_URL": "http://master:8642"}
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.node.discovery import exits, siblings
+from hangwatch.agent.node.discovery import rings, watchlist
 from hangwatch.agent.node.system import processes
-from hangwatch.agent.node.system.cpu_activity import CpuActivity, ThreadActivity
 from hangwatch.agent.node.system.permission import PtraceFacts
+from hangwatch.agent.node.system.processes import CpuActivity, ThreadActivity
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol.heartbeat import ProcessIdentity
 
@@ -162,17 +162,17 @@ def test_cpu_time_includes_children(tmp_path: Path) -> None:
 
 
 def test_wait_status() -> None:
-    assert exits.from_wait_status(0) == ExitInfo(exit_status=0)
-    assert exits.from_wait_status(3 << 8) == ExitInfo(exit_status=3)
-    assert exits.from_wait_status(9) == ExitInfo(signal=9)
-    assert exits.from_wait_status(11 | 0x80) == ExitInfo(signal=11), "with a core dump"
+    assert rings.from_wait_status(0) == ExitInfo(exit_status=0)
+    assert rings.from_wait_status(3 << 8) == ExitInfo(exit_status=3)
+    assert rings.from_wait_status(9) == ExitInfo(signal=9)
+    assert rings.from_wait_status(11 | 0x80) == ExitInfo(signal=11), "with a core dump"
 
 
 def test_exit_status_is_read_from_zombie_but_not_from_vanished_process(tmp_path: Path) -> None:
     add_process(tmp_path, 7, state="Z", code=str(6))
-    assert exits.read_exit_info(7, 100, None, str(tmp_path)) == ExitInfo(signal=6)
-    assert exits.read_exit_info(7, 99, None, str(tmp_path)) == ExitInfo()
-    assert exits.read_exit_info(8, 100, None, str(tmp_path)) == ExitInfo()
+    assert rings.read_exit_info(7, 100, None, str(tmp_path)) == ExitInfo(signal=6)
+    assert rings.read_exit_info(7, 99, None, str(tmp_path)) == ExitInfo()
+    assert rings.read_exit_info(8, 100, None, str(tmp_path)) == ExitInfo()
 
 
 def test_child_reaped_before_first_read() -> None:
@@ -181,7 +181,7 @@ def test_child_reaped_before_first_read() -> None:
     try:
         os.waitpid(pid, 0)
         # Kernels before 6.15 no longer know the status, and then none is claimed.
-        assert exits.read_exit_info(pid, 1, fd) in (ExitInfo(exit_status=5), ExitInfo())
+        assert rings.read_exit_info(pid, 1, fd) in (ExitInfo(exit_status=5), ExitInfo())
     finally:
         os.close(fd)
 
@@ -206,12 +206,14 @@ def test_siblings_under_launcher_and_wrapper(tmp_path: Path) -> None:
     proc = str(tmp_path)
     known = make_identity("j", 0)
     assert get_launcher(12, known, proc) == 10
-    sibling_processes = siblings.SiblingFinder(proc).find_siblings({12: known}, {("j", 0, 0)})
+    sibling_processes = watchlist.SiblingFinder(proc).find_siblings({12: known}, {("j", 0, 0)})
     assert [(f.pid, f.launch.rank) for f in sibling_processes] == [(21, 1)]
-    assert siblings.SiblingFinder(proc).find_siblings({12: known}, {("j", 0, 0), ("j", 0, 1)}) == []
-    assert siblings.SiblingFinder(proc).find_siblings({99: known}, set()) == []
+    assert (
+        watchlist.SiblingFinder(proc).find_siblings({12: known}, {("j", 0, 0), ("j", 0, 1)}) == []
+    )
+    assert watchlist.SiblingFinder(proc).find_siblings({99: known}, set()) == []
     nested = make_identity("j/nested:1", 0)
-    assert siblings.SiblingFinder(proc).find_siblings({12: nested}, set()) == [], (
+    assert watchlist.SiblingFinder(proc).find_siblings({12: nested}, set()) == [], (
         "of a world inside a rank"
     )
 
@@ -234,14 +236,14 @@ def test_siblings_under_mpirun_and_srun(tmp_path: Path, rank: str, count: str, l
     add_process(tmp_path, 31, parent=10, env={**make_task_env(2), count: "8"})  # another step
     add_process(tmp_path, 41, parent=10, env=make_task_env(3))
     proc = str(tmp_path)
-    found = siblings.SiblingFinder(proc).find_siblings(
+    found = watchlist.SiblingFinder(proc).find_siblings(
         {11: make_identity("m:1", 0)}, {("m:1", 0, 0)}
     )
     assert [(f.pid, f.launch.job, f.launch.rank, f.launch.world_size) for f in found] == [
         (21, "m:1", 1, 4),
         (41, "m:1", 3, 4),
     ]
-    other_rank = siblings.SiblingFinder(proc).find_siblings({11: make_identity("m:1", 2)}, set())
+    other_rank = watchlist.SiblingFinder(proc).find_siblings({11: make_identity("m:1", 2)}, set())
     assert other_rank == [], "the tasks are numbered in another way than the ranks"
 
 
@@ -254,13 +256,13 @@ def test_tasks_that_start_the_ranks_are_none(tmp_path: Path) -> None:
     add_process(tmp_path, 21, parent=10, env={**task, "SLURM_PROCID": "1"})
     proc = str(tmp_path)
     assert get_launcher(12, make_identity("j", 0), proc) == 11
-    assert siblings.SiblingFinder(proc).find_siblings({12: make_identity("j", 0)}, set()) == []
+    assert watchlist.SiblingFinder(proc).find_siblings({12: make_identity("j", 0)}, set()) == []
 
 
 def test_launcher_is_found_once(tmp_path: Path) -> None:
     add_process(tmp_path, 10, children=(12, 21))
     add_process(tmp_path, 12, parent=10, env=make_rank_env(0))
-    finder = siblings.SiblingFinder(str(tmp_path))
+    finder = watchlist.SiblingFinder(str(tmp_path))
     recorded = {12: make_identity("j", 0)}
     assert finder.find_siblings(recorded, set()) == []
     (tmp_path / "12" / "environ").unlink()
@@ -270,7 +272,7 @@ def test_launcher_is_found_once(tmp_path: Path) -> None:
 
 
 def get_launcher(pid: int, known: ProcessIdentity, proc: str) -> int | None:
-    launcher = siblings.find_launcher(pid, known, proc)
+    launcher = watchlist.find_launcher(pid, known, proc)
     return None if launcher is None else launcher.pid
 
 
@@ -306,13 +308,13 @@ def test_refusal_reason() -> None:
 def test_exit_status_that_is_published_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process is reaped and not in /proc any more, and its pidfd does not know yet."""
     known = iter([None, None, None, 3 << 8])
-    monkeypatch.setattr(exits, "_read_pidfd_status", lambda pidfd: next(known))
-    assert exits.read_exit_info(1 << 22, 1, pidfd=99) == ExitInfo(exit_status=3)
+    monkeypatch.setattr(rings, "_read_pidfd_status", lambda pidfd: next(known))
+    assert rings.read_exit_info(1 << 22, 1, pidfd=99) == ExitInfo(exit_status=3)
 
 
 def test_unknown_exit_status_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
-    monkeypatch.setattr(exits, "_read_pidfd_status", tries.append)
-    assert exits.read_exit_info(1 << 22, 1, pidfd=99) == ExitInfo()
+    monkeypatch.setattr(rings, "_read_pidfd_status", tries.append)
+    assert rings.read_exit_info(1 << 22, 1, pidfd=99) == ExitInfo()
     assert len(tries) == 5
-    assert exits.read_exit_info(1 << 22, 1, pidfd=None) == ExitInfo()
+    assert rings.read_exit_info(1 << 22, 1, pidfd=None) == ExitInfo()

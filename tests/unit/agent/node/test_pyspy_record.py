@@ -11,15 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.node.requests import pyspy_record
+from hangwatch.agent.node.requests import recordings
 from hangwatch.agent.node.requests.live import LiveRequests
-from hangwatch.agent.node.requests.pyspy_record import RecordingSpec, build_command, record_profile
-from hangwatch.agent.node.requests.recordings import RecordingOrder, RecordingWorker
+from hangwatch.agent.node.requests.recordings import (
+    RecordingOrder,
+    RecordingSpec,
+    RecordingWorker,
+    build_command,
+    record_profile,
+)
 from hangwatch.agent.node.stacks.pyspy import PySpy, PySpyError
 from hangwatch.agent.node.system.processes import read_stat
 from hangwatch.protocol import heartbeat
-from hangwatch.protocol.commands import Command, CommandKind
-from hangwatch.protocol.live import RecordingReply
+from hangwatch.protocol.commands import Command, CommandKind, RecordingReply
 from hangwatch.stacks.profile import unpack_profile
 from tests.simulation.waiting import wait_for_value, wait_until
 
@@ -74,7 +78,7 @@ def test_incomplete_sampling_is_reported(tmp_path: Path) -> None:
 
 
 def test_recording_time_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pyspy_record, "MAX_OVERRUN_S", -0.7)
+    monkeypatch.setattr(recordings, "MAX_OVERRUN_S", -0.7)
     began = time.monotonic()
     with pytest.raises(PySpyError, match="was killed"):
         record_profile(make_pyspy(tmp_path, "exec sleep 9"), RECORDING_REQUEST, never_refuse)
@@ -82,7 +86,7 @@ def test_recording_time_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_processes_that_cannot_be_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pyspy_record, "UNINTERRUPTIBLE_WAIT_S", 0.05)
+    monkeypatch.setattr(recordings, "UNINTERRUPTIBLE_WAIT_S", 0.05)
     (tmp_path / "7").mkdir()
     fields = ["1"] * 60
     fields[19] = "55"

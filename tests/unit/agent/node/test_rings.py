@@ -16,8 +16,7 @@ from hangwatch.agent.node.discovery.watched import (
 )
 from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.model.calls import Signature
-from hangwatch.model.signatures import encode_signature
+from hangwatch.model.calls import Signature, encode_signature
 from hangwatch.protocol import codec
 from hangwatch.ring.layout import HEADER_SIZE, LiveWord, RecordFlag, RingGeometry
 

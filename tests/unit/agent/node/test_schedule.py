@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hangwatch.agent.node.reporting.schedule import EARLY_INTERVAL_NS, HeartbeatSchedule
+from hangwatch.agent.node.reporting.uplink import EARLY_INTERVAL_NS, HeartbeatSchedule
 from hangwatch.protocol.heartbeat import HeartbeatReply
 
 SECOND_NS = 1_000_000_000

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.node.stacks import faulthandler_dumps, source
+from hangwatch.agent.node.stacks import faulthandler_dumps, sampler
 from hangwatch.agent.node.stacks.pyspy import PySpy, PySpyError, explain_failure, parse_dump
 from hangwatch.agent.node.system.processes import read_stat
-from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.model.ranks import Frame, ThreadStack
 from tests.simulation.waiting import wait_until
 
 FAULTHANDLER_DUMP = """Thread 0x00007f73526fc6c0 [loader one] (most recent call first):
@@ -269,7 +269,7 @@ def test_source_lines_are_read_from_regular_files_only(tmp_path: Path) -> None:
     stack = ThreadStack(
         thread="t", frames=tuple(Frame(function="f", file=file, line=line) for file, line in places)
     )
-    (annotated,) = source.add_source_text([stack], os.getpid())
+    (annotated,) = sampler.add_source_text([stack], os.getpid())
     assert [frame.text for frame in annotated.frames] == ["b = 2", None, None, None, None]
 
 
@@ -281,7 +281,7 @@ def test_user_line_is_read_below_many_library_frames(tmp_path: Path) -> None:
         for n in range(20)
     )
     mine = Frame(function="main", file=str(code), line=1)
-    (annotated,) = source.add_source_text(
+    (annotated,) = sampler.add_source_text(
         [ThreadStack(thread="t", frames=(*library, mine, replace(mine, function="run")))],
         os.getpid(),
     )

@@ -7,18 +7,21 @@ from dataclasses import replace
 import pytest
 
 from hangwatch.agent.node.reporting.acked import AckedState, UnackedHistory
-from hangwatch.agent.node.reporting.outbox import Outbox
-from hangwatch.agent.node.reporting.ring_metadata import parse_exception, parse_identity
-from hangwatch.agent.node.reporting.stream_updates import select_checkpoints
-from hangwatch.agent.node.reporting.terse import is_progressing
-from hangwatch.agent.node.reporting.updates import ProcessView, compose_update
-from hangwatch.model.calls import Call, Signature, Site, StreamKind
+from hangwatch.agent.node.reporting.updates import (
+    ProcessView,
+    compose_update,
+    is_progressing,
+    parse_exception,
+    parse_identity,
+    select_checkpoints,
+)
+from hangwatch.agent.node.reporting.uplink import Outbox
+from hangwatch.model.calls import Call, Loss, LossReason, Signature, Site, StreamKind
 from hangwatch.model.groups import Group
-from hangwatch.model.losses import Loss, LossReason
 from hangwatch.model.ranks import ExitInfo
-from hangwatch.protocol.hardware import HardwareReply
 from hangwatch.protocol.heartbeat import (
     CallsReply,
+    HardwareReply,
     Heartbeat,
     ProcessIdentity,
     ProcessUpdate,

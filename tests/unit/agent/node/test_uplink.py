@@ -13,7 +13,7 @@ from hangwatch.agent.node.reporting.uplink import (
     explain_status,
     parse_retry_after_s,
 )
-from hangwatch.agent.transport.target import ServerTarget, TargetError
+from hangwatch.agent.transport.client import ServerTarget, TargetError
 from hangwatch.server.core.load import MAX_USUAL_INTERVAL_S
 from tests.simulation.http_receiver import HttpReceiver
 

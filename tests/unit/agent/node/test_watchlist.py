@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 from hangwatch.agent.environment import run_dir
-from hangwatch.agent.node.discovery import exits
+from hangwatch.agent.node.discovery import rings
 from hangwatch.agent.node.discovery.watchlist import Watchlist
 from hangwatch.agent.node.main import open_rank_pidfds
-from hangwatch.agent.node.system.log import AgentLog
+from hangwatch.agent.node.system.daemon import AgentLog
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.ranks import ExitInfo
 
@@ -52,7 +52,7 @@ def test_exit_status_of_held_process_is_known_after_reaping(tmp_path: Path) -> N
     (fd,) = pidfds.values()
     process.send_signal(signal.SIGKILL)
     process.wait()
-    is_status_kept = exits._read_pidfd_status(fd) is not None  # by the kernel: since Linux 6.15
+    is_status_kept = rings._read_pidfd_status(fd) is not None  # by the kernel: since Linux 6.15
     with selectors.DefaultSelector() as selector:
         (watched,) = Watchlist(tmp_path, selector, AgentLog(), early_pidfds=pidfds).scan_processes(
             pulse + 3_000_000_000

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.recorder import backend_threads
+from hangwatch.agent.recorder import installation
 
 StartBusyThread = Callable[[str], threading.Event]
 
@@ -47,18 +47,18 @@ def busy() -> Iterator[StartBusyThread]:
 def test_busy_gloo_thread_is_awaited(busy: StartBusyThread) -> None:
     over = busy("pt_gloo_runloop")
     threading.Timer(0.3, over.set).start()
-    backend_threads.wait_until_idle(30)
+    installation.wait_until_idle(30)
     assert over.is_set()
 
 
 def test_busy_gloo_thread_is_awaited_for_a_limited_time(busy: StartBusyThread) -> None:
     over = busy("pt_gloo_runloop")
-    backend_threads.wait_until_idle(0.1)
+    installation.wait_until_idle(0.1)
     assert not over.is_set()
 
 
 def test_other_busy_threads_are_not_awaited(busy: StartBusyThread) -> None:
     busy("somebody's")
     began = time.monotonic()
-    backend_threads.wait_until_idle(60)
+    installation.wait_until_idle(60)
     assert time.monotonic() - began < 30

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from hangwatch.agent.recorder.checks.inspection import CallChecker
+from hangwatch.agent.recorder.checks.inspection import CallChecker, CheckedCall
 from hangwatch.agent.recorder.checks.settings import CheckSettings
-from hangwatch.agent.recorder.checks.table import CheckedCall
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.limits import PERSISTENT_ROUNDS
 from hangwatch.ring import checks

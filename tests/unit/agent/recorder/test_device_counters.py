@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch._C import _distributed_c10d
 
-from hangwatch.agent.recorder import recorder_hooks
-from hangwatch.agent.recorder.device_counters import (
+from hangwatch.agent.recorder import device
+from hangwatch.agent.recorder.device import (
     OWN_RECORDER,
     CounterKey,
+    count_attached_hooks,
     find_counter_key,
+    find_hook_number,
     read_flight_recorders,
 )
 from hangwatch.ring.layout import DeviceStatusState
@@ -47,8 +49,8 @@ def hook_class(monkeypatch: pytest.MonkeyPatch) -> type[FakeHook]:
     monkeypatch.setattr(FakeHook, "attach", FakeHook.__dict__["attach"])  # restored after the test
     monkeypatch.setattr(_distributed_c10d, "FlightRecorderHook", FakeHook, raising=False)
     monkeypatch.setattr(torch, "__version__", "2.15.0+cu130")
-    monkeypatch.setattr(recorder_hooks, "_next_number", iter(range(9)))
-    recorder_hooks.count_attached_hooks()
+    monkeypatch.setattr(device, "_next_number", iter(range(9)))
+    count_attached_hooks()
     return FakeHook
 
 
@@ -76,10 +78,10 @@ def test_hooks_are_numbered_in_the_order_of_their_attachment(hook_class: type[Fa
 
 
 def test_hooks_are_counted_once(hook_class: type[FakeHook]) -> None:
-    recorder_hooks.count_attached_hooks()
+    count_attached_hooks()
     group = FakeGroup(NCCL2)
     hook_class.attach(group)
-    assert recorder_hooks.find_hook_number(group) == 0
+    assert find_hook_number(group) == 0
 
 
 def test_group_without_a_hook_lacks_the_buffer(hook_class: type[FakeHook]) -> None:

@@ -10,16 +10,15 @@ from typing import Any, cast
 
 import pytest
 
-from hangwatch.agent.recorder import device_status, faults
-from hangwatch.agent.recorder.device_counters import (
+from hangwatch.agent.recorder import faults
+from hangwatch.agent.recorder.device import (
+    _MAX_FAILURES,
+    BUSY_INTERVAL_S,
     OWN_RECORDER,
     CounterKey,
     Counters,
-    FlightRecorderStatus,
-)
-from hangwatch.agent.recorder.device_status import (
-    BUSY_INTERVAL_S,
     DeviceStatusReader,
+    FlightRecorderStatus,
     ReadingSchedule,
 )
 from hangwatch.agent.recorder.recorder import Recorder
@@ -184,7 +183,7 @@ def test_reading_that_fails_is_given_up(
     process.error = RuntimeError("no status")
     for call_count in range(1, 20):
         process.poll(call_count)
-    assert process.read_count == len(recorded) == device_status._MAX_FAILURES
+    assert process.read_count == len(recorded) == _MAX_FAILURES
 
 
 def test_reading_that_queries_communicators_is_given_up(process: WatchedProcess) -> None:

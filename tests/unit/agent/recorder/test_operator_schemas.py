@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from hangwatch.agent.recorder.operator_schemas import (
+from hangwatch.agent.recorder.calls import (
     describe_unknown_operator,
     find_group_index,
     find_tensor_indices,
     iter_communicating_operators,
 )
-from hangwatch.model.operator_spec import MustMatch, P2pRole
-from hangwatch.model.operators import OPERATORS
+from hangwatch.model.operators import OPERATORS, MustMatch, P2pRole
 
 GROUP = "__torch__.torch.classes.c10d.ProcessGroup process_group"
 REDUCE_OP = "__torch__.torch.classes.c10d.ReduceOp reduce_op"

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hangwatch.agent.recorder import other_threads
+from hangwatch.agent.recorder import callers
 from tests.harness.processes import clean_environment
 
 # In Python 3.11 `sys._current_frames` in place of `find_frame` deadlocks here immediately,
 # with the GIL held.
 _SAMPLING_SCRIPT = """
 import threading, time
-from hangwatch.agent.recorder.other_threads import find_frame
+from hangwatch.agent.recorder.callers import find_frame
 
 class LetsGoOfTheGil:
     def __init__(self):
@@ -90,7 +90,7 @@ def _gc_state(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_frame_of_another_thread() -> None:
     waiter = Waiter()
     assert waiter.thread.ident is not None
-    frame = other_threads.find_frame(waiter.thread.ident)
+    frame = callers.find_frame(waiter.thread.ident)
     names = []
     while frame is not None:
         names.append(frame.f_code.co_name)
@@ -98,10 +98,10 @@ def test_frame_of_another_thread() -> None:
     assert "_wait_with_local" in names
     waiter.may_return.set()
     waiter.thread.join()
-    assert other_threads.find_frame(waiter.thread.ident) is None
+    assert callers.find_frame(waiter.thread.ident) is None
 
 
-@pytest.mark.parametrize("inspect", [other_threads.find_frame, other_threads.inspect_thread])
+@pytest.mark.parametrize("inspect", [callers.find_frame, callers.inspect_thread])
 def test_inspection_keeps_no_local_variable_alive(inspect: Callable[[int], object]) -> None:
     """All threads are sampled, so those that are not inspected count as well."""
     inspected, other = Waiter(), Waiter()

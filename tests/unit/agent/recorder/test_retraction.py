@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 
 from hangwatch.agent.node.reporting.acked import UnackedHistory
-from hangwatch.agent.recorder.failures import FailureOutcome, FailureRule, judge_failure
+from hangwatch.agent.recorder.calls import FailureOutcome, FailureRule, judge_failure
 from hangwatch.agent.recorder.streams import CompletionMode, EnteredCall, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.model.calls import Signature
-from hangwatch.model.losses import Loss, LossReason
-from hangwatch.model.signatures import encode_signature
+from hangwatch.model.calls import Loss, LossReason, Signature, encode_signature
 from hangwatch.ring.reader import RingReader
 from hangwatch.ring.snapshot import StreamState
 

@@ -12,12 +12,10 @@ from hangwatch.agent.recorder import groups as recorder_groups
 from hangwatch.agent.recorder.groups import GroupRegistry
 from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.model.calls import StreamKind
-from hangwatch.model.losses import LossReason
+from hangwatch.model.calls import LossReason, StreamKind
 from hangwatch.ring.layout import HEAP_SIZE, STREAM_SLOTS, RingGeometry
-from hangwatch.ring.reader import RingReader
+from hangwatch.ring.reader import DORMANT_AFTER_S, RingReader
 from hangwatch.ring.snapshot import RingSnapshot
-from hangwatch.ring.stream_table import DORMANT_AFTER_S
 
 SECOND_NS = 1_000_000_000
 

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hangwatch.agent.node.reporting.uplink import HeartbeatOutcome, Uplink
-from hangwatch.agent.transport.client import DEADLINE_FACTOR, MAX_REPLY_BYTES
-from hangwatch.agent.transport.target import ServerTarget
+from hangwatch.agent.transport.client import DEADLINE_FACTOR, MAX_REPLY_BYTES, ServerTarget
 
 TIMEOUT_S = 0.5
 CHUNK = b"x" * 65536

@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 
 from hangwatch.agent.node.reporting.uplink import Uplink
-from hangwatch.agent.transport.servers import order_targets, parse_targets
-from hangwatch.agent.transport.target import ServerTarget, TargetError
+from hangwatch.agent.transport.client import ServerTarget, TargetError, order_targets, parse_targets
 from tests.simulation.http_receiver import (
     HttpReceiver,
     HttpReply,

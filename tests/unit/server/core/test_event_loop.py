@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 
-from hangwatch.server.core.event_loop import ACCEPTED_PER_PASS, ThrottledListener
+from hangwatch.server.core.load import ACCEPTED_PER_PASS, ThrottledListener
 
 CLIENTS = 5 * ACCEPTED_PER_PASS
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from hangwatch.server.core.waiting import wait_for_event
+from hangwatch.server.core.events import wait_for_event
 
 
 @pytest.mark.parametrize("passes", range(4))

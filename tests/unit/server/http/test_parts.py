@@ -19,17 +19,15 @@ from starlette.datastructures import Headers
 from hangwatch.diagnosis import EvidenceRequest
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.incidents import Incident
-from hangwatch.model.kind_spec import Severity
-from hangwatch.model.kinds import VerdictKind
-from hangwatch.model.ranks import AttemptKey, ExitInfo, Lifecycle, RankState
-from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.ranks import AttemptKey, ExitInfo, Frame, Lifecycle, RankState, ThreadStack
 from hangwatch.protocol import heartbeat
-from hangwatch.server.core import limits, login_failures, origin
+from hangwatch.server.core import limits
 from hangwatch.server.core.clock import Clock
 from hangwatch.server.core.events import EventLog
 from hangwatch.server.core.job_views import RankView
 from hangwatch.server.core.problems import Problem
-from hangwatch.server.http import bundle, heartbeat_bodies
+from hangwatch.server.http import access, api, heartbeats
 from hangwatch.server.http.access import (
     COOKIE_NAME,
     derive_session_value,
@@ -39,10 +37,10 @@ from hangwatch.server.http.access import (
 from hangwatch.server.incidents.records import IncidentRecord
 from hangwatch.server.ingest.command_queue import REQUEST_EXPIRES_S, CommandQueue
 from hangwatch.server.ingest.heartbeat_checks import parse_heartbeat
-from hangwatch.server.monitor import job_status, rank_states, views
+from hangwatch.server.monitor import views
+from hangwatch.server.monitor.views import compute_states, count_states, describe_job_status
 from hangwatch.server.ondemand.dumps import REPLY_TIMEOUT_S, DumpRegistry
-from hangwatch.server.web.wait_graph import build_graph
-from hangwatch.server.web.wait_graph_layout import draw_graph
+from hangwatch.server.web.wait_graph import build_graph, draw_graph
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 from tests.unit.incident_documents import make_incident as build_incident
@@ -122,7 +120,7 @@ class TestAccess:
             by_cookie: bool = False, known: str | None = None, method: str = "POST", **headers: str
         ) -> bool:
             http_headers = {name.replace("_", "-"): value for name, value in headers.items()}
-            return origin.is_cross_site(
+            return access.is_cross_site(
                 method, Headers({"host": "h:1", **http_headers}), known, by_cookie=by_cookie
             )
 
@@ -153,7 +151,7 @@ class TestAccess:
             "a.localhost:1",
             "own",
         ):
-            assert origin.is_local_name(good, "own"), good
+            assert access.is_local_name(good, "own"), good
         for bad in (
             None,
             "",
@@ -163,16 +161,16 @@ class TestAccess:
             "127.0.0.1.evil.example",
             "[::2]",
         ):
-            assert not origin.is_local_name(bad, "own"), bad
+            assert not access.is_local_name(bad, "own"), bad
 
     def test_wrong_tokens_are_throttled(self) -> None:
-        failures = login_failures.LoginFailures()
-        for number in range(login_failures.MAX_FAILURES):
+        failures = access.LoginFailures()
+        for number in range(access.MAX_FAILURES):
             assert failures.wait_s("a", number) == 0
             failures.add_failure("a", number)
-        assert failures.wait_s("a", 10.0) == login_failures.FAILURE_WINDOW_S - 10
+        assert failures.wait_s("a", 10.0) == access.FAILURE_WINDOW_S - 10
         assert failures.wait_s("b", 10.0) == 0
-        assert failures.wait_s("a", login_failures.FAILURE_WINDOW_S) == 0
+        assert failures.wait_s("a", access.FAILURE_WINDOW_S) == 0
 
 
 class TestIngest:
@@ -200,7 +198,7 @@ class TestIngest:
                 parse_heartbeat(b'{"version": 3, ' + rest)
 
     def test_gzip_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert heartbeat_bodies.decompress_body(gzip.compress(b"{}")) == b"{}"
+        assert heartbeats.decompress_body(gzip.compress(b"{}")) == b"{}"
         monkeypatch.setattr(limits, "UNPACKED_BODY", replace(limits.UNPACKED_BODY, most=1000))
         for body, status in (
             (gzip.compress(b"0" * 2000), 413),
@@ -208,7 +206,7 @@ class TestIngest:
             (gzip.compress(b"{}")[:-4], 422),
         ):
             with pytest.raises(Problem) as raised:
-                heartbeat_bodies.decompress_body(body)
+                heartbeats.decompress_body(body)
             assert raised.value.status == status
 
 
@@ -238,14 +236,14 @@ class TestStates:
                 )
             ),
         ]
-        states = rank_states.compute_states(attempt, cases, 100.0)
+        states = compute_states(attempt, cases, 100.0)
         assert [states[r].value for r in range(10)] == [
             "running", "starting", "exited", "dead", "dead", "frozen", "lost", "stalled", "slow", "missing",
         ]  # fmt: skip
 
     def test_mismatch_without_hang_does_not_stall_job(self) -> None:
         cases = [IncidentRecord(incident=make_incident(kind=VerdictKind.MISMATCH, waiting=[]))]
-        assert rank_states.compute_states(make_attempt(), cases, 100.0)[1] is RankState.RUNNING
+        assert compute_states(make_attempt(), cases, 100.0)[1] is RankState.RUNNING
 
     def test_call_older_than_a_second_is_waiting(self) -> None:
         fleet = Fleet()
@@ -267,11 +265,11 @@ class TestStates:
             heartbeat.Heartbeat(host="n", agent="a", number=1, processes=(update,)), 100.0
         )
         attempt = fleet.attempts[AttemptKey("j", 0)]
-        assert rank_states.compute_states(attempt, [], 100.0) == {
+        assert compute_states(attempt, [], 100.0) == {
             0: RankState.WAITING,
             1: RankState.MISSING,
         }
-        assert rank_states.count_states(attempt, [], 100.0) == {
+        assert count_states(attempt, [], 100.0) == {
             RankState.WAITING: 1,
             RankState.MISSING: 1,
         }
@@ -402,7 +400,7 @@ def test_a_bundle_holds_the_incident_and_its_stacks() -> None:
         "taken_at": "2026-01-01T00:00:00Z",
         "frames": [frame],
     }
-    packed = bundle.build_archive(
+    packed = api.build_archive(
         make_incident(stacks=[stack]),
         [RankView(job="run7", attempt=0, rank=1, state=RankState.STALLED)],
     )
@@ -462,12 +460,11 @@ def test_headline_names_line_of_single_culprit() -> None:
 
 def test_headline_names_first_of_many_unreported_ranks() -> None:
     job = make_attempt(ranks=3, world=100_000)
-    view = views.describe_job(job, rank_states.count_states(job, [], 100.0), [], 100.0)
+    view = views.describe_job(job, count_states(job, [], 100.0), [], 100.0)
     assert (
-        "Not reported yet: ranks 3-99999."
-        in job_status.describe_job_status(job, view, 60.0, None, 100.0)[1]
+        "Not reported yet: ranks 3-99999." in describe_job_status(job, view, 60.0, None, 100.0)[1]
     )
     for rank in range(5, 100_000, 2):
         job.processes[rank] = job.processes[0]
-    text = job_status.describe_job_status(job, view, 60.0, None, 100.0)[1]
+    text = describe_job_status(job, view, 60.0, None, 100.0)[1]
     assert "Not reported yet: ranks 3-4, 6, 8, 10, " in text and len(text) < 250

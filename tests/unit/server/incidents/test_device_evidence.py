@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from hangwatch.model.calls import StreamKind
-from hangwatch.model.device import DevicePosition, DeviceProgress
 from hangwatch.model.groups import Group
-from hangwatch.model.kind_spec import Severity
-from hangwatch.model.kinds import VerdictKind
-from hangwatch.model.verdicts import Verdict, Wait
+from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.verdicts import DevicePosition, DeviceProgress, Verdict, Wait
 from hangwatch.protocol import heartbeat
-from hangwatch.server.incidents.device_evidence import (
+from hangwatch.server.incidents.evidence import (
     MAX_POSITIONS_SHOWN,
     add_device_advice,
     collect_device_positions,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hangwatch.model.calls import Call, Site
 from hangwatch.model.groups import Group
 from hangwatch.model.verdicts import AlignedPair, Divergence
-from hangwatch.report import call_table
+from hangwatch.report import terminal
 from hangwatch.report.documents import build_divergence_document
 from hangwatch.report.text import TERMINAL_COLUMNS
 from hangwatch.server.http import rendering
@@ -50,7 +50,7 @@ def test_divergence_document() -> None:
 
 
 def test_divergence_text() -> None:
-    text = list(call_table.format_divergence({"divergence": build_divergence_document(DIVERGENCE)}))
+    text = list(terminal.format_divergence({"divergence": build_divergence_document(DIVERGENCE)}))
     assert text[0] == "Calls of group default_pg, aligned"
     assert text[1].split() == ["ranks", "0,", "2", "rank", "1"]
     assert text[2].strip() == "… 3 more that agree"
@@ -58,7 +58,7 @@ def test_divergence_text() -> None:
     assert text[4].split() == ["≠", "6", "broadcast", "train.py:44", "[64]", "-"]
     assert "6 all_reduce raised train.py:41" in text[5]
     assert max(map(len, text)) <= TERMINAL_COLUMNS
-    assert list(call_table.format_divergence({"divergence": None})) == []
+    assert list(terminal.format_divergence({"divergence": None})) == []
 
 
 def test_divergence_page() -> None:

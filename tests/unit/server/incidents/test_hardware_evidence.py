@@ -13,8 +13,8 @@ from hangwatch.model.hardware import (
     Weight,
 )
 from hangwatch.model.limits import Limits
-from hangwatch.protocol.hardware import HardwareReply
-from hangwatch.server.incidents.hardware_evidence import (
+from hangwatch.protocol.heartbeat import HardwareReply
+from hangwatch.server.incidents.evidence import (
     collect_hardware,
     collect_missing,
     keep_known_hardware,

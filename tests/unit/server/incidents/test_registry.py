@@ -10,25 +10,23 @@ import pytest
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.incidents import Resolution
-from hangwatch.model.kind_spec import Severity
-from hangwatch.model.kinds import VerdictKind
-from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle
-from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, Lifecycle, ThreadStack
 from hangwatch.model.verdicts import CallClass, Verdict, Wait
 from hangwatch.protocol import heartbeat
 from hangwatch.report.documents import build_incident_document
 from hangwatch.server.core.clock import Clock, ulid
 from hangwatch.server.incidents.records import IncidentRecord
 from hangwatch.server.incidents.registry import (
+    AFTER_RESTART_ABSENT_S,
     EVIDENCE_WINDOW_S,
     JOB_END_GRACE_S,
     NOT_REPORTING_LIMIT_S,
+    VERDICT_ABSENT_S,
     IncidentRegistry,
 )
-from hangwatch.server.incidents.resolution import AFTER_RESTART_ABSENT_S, VERDICT_ABSENT_S
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.attempt_choice import FormerAttempt
-from hangwatch.tracking.fleet import Fleet
+from hangwatch.tracking.fleet import Fleet, FormerAttempt
 from hangwatch.tracking.process import StackSample
 
 WORLD = Group(name="0", desc="default_pg", ranks=(0, 1, 2, 3))

@@ -14,14 +14,16 @@ import pytest
 
 from hangwatch.server.ingest import connection_worker
 from hangwatch.server.ingest.connection_worker import ConnectionWorker
-from hangwatch.server.ingest.request_heads import OddRequestError, WorkerOptions, parse_head
 from hangwatch.server.ingest.worker_frames import (
     MAX_PACKET_BYTES,
     Frame,
     FrameType,
+    OddRequestError,
+    WorkerOptions,
     decode_packet,
     encode_frame,
     encode_packet,
+    parse_head,
     take_frames,
 )
 

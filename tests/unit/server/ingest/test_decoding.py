@@ -8,7 +8,7 @@ import pytest
 
 from hangwatch.protocol.codec import encode_message
 from hangwatch.protocol.heartbeat import Heartbeat, ProcessUpdate, StreamUpdate
-from hangwatch.server.ingest.decoding import decode_heartbeat
+from hangwatch.server.ingest.heartbeat_checks import decode_heartbeat
 
 UPDATES = (
     StreamUpdate(uid=1, entered=2),

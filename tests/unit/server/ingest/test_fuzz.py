@@ -21,14 +21,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
-from hangwatch.model.ranks import ExceptionInfo, ExitInfo
-from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, ThreadStack
 from hangwatch.protocol import codec, heartbeat
 from hangwatch.ring.layout import HEADER_SIZE, RingError, RingGeometry
 from hangwatch.ring.reader import RingReader
 from hangwatch.server.app import build_app
 from hangwatch.server.core.problems import Problem
-from hangwatch.server.http import heartbeat_bodies
+from hangwatch.server.http import heartbeats
 from hangwatch.server.http.app_state import AppState
 from hangwatch.server.http.metrics import format_exposition
 from hangwatch.server.ingest.heartbeat_checks import check_memory, parse_heartbeat
@@ -197,9 +196,7 @@ def test_fuzzed_heartbeat_is_refused_or_harmless(
 def test_invalid_body_is_refused(body: bytes, packed: bool) -> None:
     for sent in (body, gzip.compress(body)[: None if packed else -3]):
         assert (
-            refusal_status(
-                lambda given=sent: parse_heartbeat(heartbeat_bodies.decompress_body(given))
-            )
+            refusal_status(lambda given=sent: parse_heartbeat(heartbeats.decompress_body(given)))
             == 422
         )
         assert refusal_status(parse_heartbeat, sent) == 422

@@ -8,7 +8,7 @@ import pytest
 
 from hangwatch.protocol import heartbeat
 from hangwatch.server.core import limits
-from hangwatch.server.core.memory import read_resident_bytes
+from hangwatch.server.core.limits import read_resident_bytes
 from hangwatch.server.core.problems import Problem
 from hangwatch.server.ingest.heartbeat_checks import check_memory
 from hangwatch.tracking.fleet import Fleet

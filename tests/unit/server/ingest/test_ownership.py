@@ -19,7 +19,7 @@ from hangwatch.server.core.clock import Clock
 from hangwatch.server.http.app_state import AppState
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
-from hangwatch.tracking.attempt_choice import OWNER_SILENT_S
+from hangwatch.tracking.fleet import OWNER_SILENT_S
 
 RANKS = 2
 

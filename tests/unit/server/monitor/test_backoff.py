@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hangwatch.diagnosis import Diagnosis
-from hangwatch.model.kind_spec import Severity
-from hangwatch.model.kinds import VerdictKind
+from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.verdicts import Verdict
 from hangwatch.server.core.limits import LARGE_RANKS
-from hangwatch.server.monitor.backoff import (
+from hangwatch.server.monitor.diagnoser import (
     BACKLOG_STEP_S,
     EVIDENCE_FACTOR,
     FRESH_VERDICT_S,

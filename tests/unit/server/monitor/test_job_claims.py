@@ -13,7 +13,7 @@ from hangwatch.protocol.heartbeat import Heartbeat, ProcessIdentity, ProcessUpda
 from hangwatch.server.core.clock import Clock
 from hangwatch.server.core.problems import Problem
 from hangwatch.server.monitor.job_claims import RETRY_INTERVAL_S, UNUSED_S, JobClaims
-from hangwatch.server.storage.job_locks import JobLocks
+from hangwatch.server.storage.database import JobLocks
 from hangwatch.server.storage.store import JobHistory, Store
 from hangwatch.tracking.fleet import Fleet
 

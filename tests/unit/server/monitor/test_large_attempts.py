@@ -21,7 +21,7 @@ from hangwatch.server.app import build_app
 from hangwatch.server.core import events, limits
 from hangwatch.server.http.app_state import AppState
 from hangwatch.server.incidents.records import IncidentRecord
-from hangwatch.server.monitor import diagnoser, rank_states, report_scheduler, retention
+from hangwatch.server.monitor import diagnoser, diagnosis_loop, report_scheduler, views
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 from hangwatch.tracking.call_stream import CallStream
@@ -166,7 +166,7 @@ def test_terse_host_is_not_lost_and_sends_details_when_needed(
 def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
     live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert live.watch.intervals.lost_after_s == rank_states.LOST_AFTER_S
+    assert live.watch.intervals.lost_after_s == views.LOST_AFTER_S
     monkeypatch.setattr(live.watch.load, "late_s", 2.0)
     assert (
         live.watch.intervals.lost_after_s
@@ -174,9 +174,9 @@ def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
     )
     (attempt,) = live.watch.fleet.attempts.values()
     late = attempt.last_seen_at + 10.5
-    assert set(rank_states.compute_states(attempt, (), late).values()) == {RankState.LOST}
+    assert set(views.compute_states(attempt, (), late).values()) == {RankState.LOST}
     assert set(
-        rank_states.compute_states(attempt, (), late, live.watch.intervals.lost_after_s).values()
+        views.compute_states(attempt, (), late, live.watch.intervals.lost_after_s).values()
     ) == {RankState.RUNNING}
 
 
@@ -317,7 +317,7 @@ def test_missing_calls_are_awaited_briefly(live: AppState, monkeypatch: pytest.M
 def test_finished_large_attempt_is_dropped_for_next(
     live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "SUCCEEDED_PROCESSES_KEPT", 10)
+    monkeypatch.setattr(diagnosis_loop, "SUCCEEDED_PROCESSES_KEPT", 10)
     live.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
     live.watch.heartbeats.apply_heartbeat(make_heartbeat(2, ended=ExitInfo(signal=15)))
     asyncio.run(live.watch.loop.run_round())
@@ -331,7 +331,7 @@ def test_finished_large_attempt_is_dropped_for_next(
 def test_dropped_attempt_memory_is_freed_immediately(
     live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "SUCCEEDED_PROCESSES_KEPT", 10)
+    monkeypatch.setattr(diagnosis_loop, "SUCCEEDED_PROCESSES_KEPT", 10)
     group = heartbeat.StreamIdentity(
         kind=StreamKind.COLLECTIVE, name="no other has this name", desc="tp", ranks="0-15"
     )
@@ -367,12 +367,12 @@ def test_dropped_attempt_memory_is_freed_immediately(
 def test_attempt_with_lost_host_is_dropped_and_not_reopened(
     live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "SUCCEEDED_PROCESSES_KEPT", 10)
+    monkeypatch.setattr(diagnosis_loop, "SUCCEEDED_PROCESSES_KEPT", 10)
     live.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
     live.watch.heartbeats.apply_heartbeat(make_heartbeat(1, restart=1))
     asyncio.run(live.watch.loop.run_round())
     assert len(live.watch.fleet.attempts) == 2, "its host may still report"
-    monkeypatch.setattr(retention, "SUCCEEDED_SILENT_S", -1.0)
+    monkeypatch.setattr(diagnosis_loop, "SUCCEEDED_SILENT_S", -1.0)
     asyncio.run(live.watch.loop.run_round())
     assert [a.number for a in live.watch.fleet.attempts.values()] == [1]
     assert not live.watch.heartbeats.apply_heartbeat(make_heartbeat(2)).resync, (

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from hangwatch.model.calls import StreamKind
-from hangwatch.model.ranks import RankState
-from hangwatch.model.threads import Frame
-from hangwatch.server.monitor import rank_states, views
+from hangwatch.model.ranks import Frame, RankState
+from hangwatch.server.monitor import views
+from hangwatch.server.monitor.views import compute_states
 from tests.simulation.scripted_job import ScriptedJob
 
 
@@ -14,7 +14,7 @@ def make_frame(text: str) -> Frame:
 
 
 def describe_rank(job: ScriptedJob, rank: int) -> tuple[RankState, float | None]:
-    state = rank_states.compute_states(job.latest_attempt, (), job.now)[rank]
+    state = compute_states(job.latest_attempt, (), job.now)[rank]
     view = views.describe_rank(job.latest_attempt, rank, state, job.now)
     return view.state, view.waiting_s
 

@@ -16,12 +16,12 @@ from starlette.datastructures import URL
 
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.protocol import codec, heartbeat
-from hangwatch.server.core import garbage_collection, timeouts
-from hangwatch.server.core.garbage_collection import GarbageScheduler
+from hangwatch.server.core import load
+from hangwatch.server.core.load import GarbageScheduler
 from hangwatch.server.core.problems import Problem
 from hangwatch.server.http import connections
-from hangwatch.server.http.listing import MAX_MEMBERS_PER_PAGE, PageRequest
-from hangwatch.server.ingest import decoding
+from hangwatch.server.http.api import MAX_MEMBERS_PER_PAGE, PageRequest
+from hangwatch.server.ingest import heartbeat_checks
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
 from hangwatch.tracking.fleet import Fleet
 
@@ -52,18 +52,22 @@ HEARTBEAT = heartbeat.Heartbeat(
 class TestHeartbeats:
     def test_read_as_they_were_written(self) -> None:
         body = json.dumps(codec.encode_message(HEARTBEAT)).encode()
-        assert decoding.decode_heartbeat(body) == HEARTBEAT
+        assert heartbeat_checks.decode_heartbeat(body) == HEARTBEAT
 
     def test_decoded_messages_are_the_protocols_own_dataclasses(self) -> None:
         body = json.dumps(codec.encode_message(HEARTBEAT)).encode()
-        update = decoding.decode_heartbeat(body).processes[0]
+        update = heartbeat_checks.decode_heartbeat(body).processes[0]
         assert isinstance(update, heartbeat.ProcessUpdate)
         assert dataclasses.replace(update, step=5).step == 5
 
     @pytest.mark.parametrize("field", ['"number":7.0', '"number":"7"', '"number":7,"unknown":NaN'])
     def test_compatible_types_are_accepted(self, field: str) -> None:
         assert (
-            type(decoding.decode_heartbeat(b'{"host":"n","agent":"a",%s}' % field.encode()).number)
+            type(
+                heartbeat_checks.decode_heartbeat(
+                    b'{"host":"n","agent":"a",%s}' % field.encode()
+                ).number
+            )
             is int
         )
 
@@ -77,7 +81,7 @@ class TestHeartbeats:
     )  # fmt: skip
     def test_invalid_body_is_refused(self, body: bytes) -> None:
         with pytest.raises((ValueError, RecursionError)):
-            decoding.decode_heartbeat(body)
+            heartbeat_checks.decode_heartbeat(body)
 
 
 class TestListPaging:
@@ -174,18 +178,16 @@ class TestUrgentHosts:
 def test_stable_state_is_frozen_for_gc_once() -> None:
     made, before = GarbageScheduler(), gc.get_freeze_count()
     try:
-        made.update(garbage_collection.MIN_PROCESSES - 1, 0.0)
-        made.update(garbage_collection.MIN_PROCESSES - 1, 1000.0)
+        made.update(load.MIN_PROCESSES - 1, 0.0)
+        made.update(load.MIN_PROCESSES - 1, 1000.0)
         assert gc.get_freeze_count() == before, "the state of a small job is collected fast"
-        made.update(2 * garbage_collection.MIN_PROCESSES, 1001.0)
+        made.update(2 * load.MIN_PROCESSES, 1001.0)
         assert (frozen := gc.get_freeze_count()) > before
         kept = [[] for _ in range(1000)]  # type: ignore[var-annotated] # lists of nothing
-        made.update(2 * garbage_collection.MIN_PROCESSES, 2000.0)
+        made.update(2 * load.MIN_PROCESSES, 2000.0)
         assert gc.get_freeze_count() <= frozen, "nothing was added"
-        made.update(2 * garbage_collection.MIN_PROCESSES + 1, 2001.0)
-        made.update(
-            2 * garbage_collection.MIN_PROCESSES + 1, 2001.0 + garbage_collection.STEADY_AFTER_S + 1
-        )
+        made.update(2 * load.MIN_PROCESSES + 1, 2001.0)
+        made.update(2 * load.MIN_PROCESSES + 1, 2001.0 + load.STEADY_AFTER_S + 1)
         assert gc.get_freeze_count() >= frozen + len(kept), "one more, and steady since"
     finally:
         gc.unfreeze()
@@ -225,7 +227,7 @@ def make_http_request(name: str, body: bytes) -> bytes:
 
 def test_new_objects_are_collected_while_old_ones_are_freed() -> None:
     before = gc.get_threshold()
-    gc.set_threshold(*garbage_collection.THRESHOLDS)
+    gc.set_threshold(*load.THRESHOLDS)
     try:
         old = [[] for _ in range(50_000)]  # type: ignore[var-annotated] # lists of nothing
         gc.collect()
@@ -234,12 +236,12 @@ def test_new_objects_are_collected_while_old_ones_are_freed() -> None:
             kept.append([n])
             old.pop()
             if n % 500 == 0:
-                garbage_collection.collect_new_objects()
+                load.collect_new_objects()
                 assert len(gc.get_objects(0)) < 2_000
         assert len(kept) == 50_000
-        with garbage_collection.paused_collection():
+        with load.paused_collection():
             more = [[n] for n in range(5_000)]
-            garbage_collection.collect_new_objects()
+            load.collect_new_objects()
             assert len(gc.get_objects(0)) >= len(more), "some objects are still in use"
     finally:
         gc.set_threshold(*before)
@@ -319,8 +321,8 @@ def test_incomplete_request_times_out(
     import uvicorn
     from uvicorn.server import ServerState
 
-    monkeypatch.setattr(timeouts, "HEAD_S", 0.2)
-    monkeypatch.setattr(timeouts, "BODY_S", 0.2)
+    monkeypatch.setattr(connections, "HEAD_S", 0.2)
+    monkeypatch.setattr(connections, "BODY_S", 0.2)
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         while (await receive())["type"] != "http.disconnect":

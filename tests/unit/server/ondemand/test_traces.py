@@ -13,25 +13,35 @@ import pytest
 from hangwatch.model.calls import Signature, Site, StreamKind
 from hangwatch.model.ranks import ExitInfo, Lifecycle
 from hangwatch.protocol import heartbeat
-from hangwatch.protocol.commands import Command, CommandKind
-from hangwatch.protocol.live import CallKind, RecordingReply, TensorStats, TracedCall, TraceReply
+from hangwatch.protocol.commands import (
+    CallKind,
+    Command,
+    CommandKind,
+    RecordingReply,
+    TensorStats,
+    TracedCall,
+    TraceReply,
+)
 from hangwatch.server.core.clock import Clock
 from hangwatch.server.ingest.command_queue import CommandQueue
-from hangwatch.server.ondemand import schema
-from hangwatch.server.ondemand.recording_documents import describe_recording, unpack_profiles
+from hangwatch.server.ondemand import recordings
 from hangwatch.server.ondemand.recordings import (
     OVERHEAD_S,
     START_TIMEOUT_S,
     RecordingRecord,
     RecordingRegistry,
+    describe_recording,
+    unpack_profiles,
 )
-from hangwatch.server.ondemand.trace_session import MAX_PENDING_EVENTS, TraceFilter, TraceSession
-from hangwatch.server.ondemand.trace_stream import stream_events
-from hangwatch.server.ondemand.tracing import (
+from hangwatch.server.ondemand.traces import (
     EXIT_GRACE_S,
+    MAX_PENDING_EVENTS,
     REPLY_TIMEOUT_S,
     REQUEST_RETRY_S,
+    TraceFilter,
     TraceRegistry,
+    TraceSession,
+    stream_events,
 )
 from hangwatch.stacks.profile import pack_profile, parse_pyspy_raw
 from hangwatch.tracking.attempt import Attempt
@@ -298,7 +308,7 @@ class TestRecordings:
             clock = Clock(monotonic=lambda: NOW)
             command_queue = CommandQueue(clock=clock)
             registry = RecordingRegistry(clock=clock, command_queue=command_queue)
-            wanted = schema.RecordingRequest(ranks=list(ranks), seconds=2, **more)
+            wanted = recordings.RecordingRequest(ranks=list(ranks), seconds=2, **more)
             record = registry.request_recording(make_attempt(), wanted, NOW)
             return registry, record, command_queue.take_unsent("agent-a")
 
@@ -394,4 +404,4 @@ class TestRecordings:
 
     def test_too_many_samples_are_refused(self) -> None:
         with pytest.raises(ValueError, match="30000 samples"):
-            schema.RecordingRequest(ranks=[0], seconds=300, rate=1000)
+            recordings.RecordingRequest(ranks=[0], seconds=300, rate=1000)

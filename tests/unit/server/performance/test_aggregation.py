@@ -10,12 +10,15 @@ from hangwatch.model.calls import StreamKind
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
 from hangwatch.server.performance import views
-from hangwatch.server.performance.aggregation import PerformanceTotals
-from hangwatch.server.performance.arrivals import MAX_COMPARED_CALLS
-from hangwatch.server.performance.group_totals import MAX_SIZE_CLASS_ROWS, OTHER_OPS
-from hangwatch.server.performance.job_totals import MAX_GROUPS
-from hangwatch.server.performance.period_history import MAX_PERIODS
-from hangwatch.server.performance.schema import GroupPerformance
+from hangwatch.server.performance.totals import (
+    MAX_COMPARED_CALLS,
+    MAX_GROUPS,
+    MAX_PERIODS,
+    MAX_SIZE_CLASS_ROWS,
+    OTHER_OPS,
+    PerformanceTotals,
+)
+from hangwatch.server.performance.views import GroupPerformance
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 

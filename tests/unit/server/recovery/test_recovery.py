@@ -16,11 +16,9 @@ import pytest
 
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.groups import Group
-from hangwatch.model.incidents import Incident, Resolution
-from hangwatch.model.kind_spec import Severity
-from hangwatch.model.kinds import VerdictKind
+from hangwatch.model.incidents import Incident, RankAbort, Recovery, Resolution
+from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import ExitInfo
-from hangwatch.model.recoveries import RankAbort, Recovery
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.commands import Command, CommandKind
 from hangwatch.report.documents import build_incident_document

@@ -11,10 +11,9 @@ import pytest
 from hangwatch.agent.node.hardware import monitor, reader
 from hangwatch.agent.node.hardware.host import Host, SourceUnavailableError
 from hangwatch.agent.node.hardware.monitor import HardwareMonitor, HardwareOrder
-from hangwatch.agent.node.hardware.reader import ReaderProcess
-from hangwatch.agent.node.hardware.sources import Source
+from hangwatch.agent.node.hardware.reader import ReaderProcess, Source
 from hangwatch.model.hardware import Observation
-from hangwatch.protocol.hardware import HardwareReply
+from hangwatch.protocol.heartbeat import HardwareReply
 from tests.simulation.waiting import wait_for_value
 
 SECOND_NS = 1_000_000_000

@@ -1,0 +1,344 @@
+"""`hangwatch analyze`: diagnoses a hang from files, without a server and without the job.
+
+MERGED: Reads the files of a hang: Flight Recorder dumps, one for each rank, and hangwatch's own bundles.
+
+The files may be malicious: nothing is unpacked to disk, and all sizes are limited.
+
+MERGED: `hangwatch analyze`: the diagnosis from files, without a server and without the job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import io
+import json
+import pickle
+import re
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+from hangwatch.flight_recorder import pickles
+from hangwatch.flight_recorder.analysis import OfflineDiagnosis, analyze_dumps
+from hangwatch.flight_recorder.calls import FlightDump, FlightDumpError, InternPool
+from hangwatch.flight_recorder.calls import parse_dump as read_dump
+from hangwatch.flight_recorder.entries import MAX_DUMP_RANKS
+from hangwatch.flight_recorder.export import export_dumps
+from hangwatch.report.documents import build_verdict_document
+from hangwatch.report.terminal import format_incident
+from hangwatch.report.text import Paint, seconds_since
+
+from .errors import HANG, OK, CliError, UsageError
+from .terminal import detect_paint, print_json, print_lines, print_message, show_progress
+
+_MAX_UNUSABLE_SHOWN = 8  # unusable files, with their reasons
+_DOCUMENT_ERRORS = (
+    AttributeError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+def run_analyze(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    """Prints the verdicts, and returns `HANG` if one is an alert. Raises FileError or UsageError."""
+    with show_progress("reading files") as progress:
+        evidence = read_evidence(args.paths, progress)
+        finding = _diagnose_dumps(evidence)
+    if args.export is not None:
+        _export_bundle(evidence.bundles, args.export)
+    incidents = _build_documents(evidence, finding)
+    notes = list(evidence.unusable)
+    shown_notes = notes[:_MAX_UNUSABLE_SHOWN]
+    if finding is not None:
+        notes += finding.notes
+        shown_notes += finding.notes
+    lines = list(_format_incidents(evidence.bundles, incidents, detect_paint(env)))
+    if args.json:
+        print_json({"items": incidents, "next": None, "notes": notes})
+    else:
+        print_lines(lines)
+    for note in shown_notes:
+        print_message(note)
+    if len(shown_notes) < len(notes):
+        omitted_count = len(notes) - len(shown_notes)
+        print_message(f"{omitted_count} more files could not be used: --json lists all of them")
+    if not incidents:
+        dumps = "1 dump" if len(evidence.dumps) == 1 else f"{len(evidence.dumps)} dumps"
+        missing = "culprit" if finding and finding.inconclusive else "hang"
+        print_message(
+            f"no {missing} in {dumps}: all calls that can be compared agree, and no rank is known"
+            " to keep another one waiting"
+        )
+    has_alert = any(incident.get("severity") == "alert" for incident in incidents)
+    return HANG if has_alert else OK
+
+
+def diagnose_files(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The verdicts from files, as documents, and notes on what was left out. Raises FileError."""
+    evidence = read_evidence(paths)
+    finding = _diagnose_dumps(evidence)
+    notes = [*evidence.unusable, *(finding.notes if finding is not None else ())]
+    return _build_documents(evidence, finding), notes
+
+
+def _diagnose_dumps(evidence: Evidence) -> OfflineDiagnosis | None:
+    return analyze_dumps(evidence.dumps, evidence.written_at) if evidence.dumps else None
+
+
+def _build_documents(evidence: Evidence, finding: OfflineDiagnosis | None) -> list[dict[str, Any]]:
+    documents = [dict(bundle.incident) for bundle in evidence.bundles]
+    for verdict in finding.verdicts if finding is not None else ():
+        documents.append({"job": "dump", "status": "open", **build_verdict_document(verdict)})
+    return documents
+
+
+def _format_incidents(
+    bundles: list[Bundle], documents: Sequence[Mapping[str, Any]], colours: Paint
+) -> Iterator[str]:
+    """Raises FileError for a bundle whose incident cannot be shown."""
+    for i, document in enumerate(documents):
+        if i:
+            yield ""
+        try:
+            yield from list(format_incident(document, _find_latest_time(document), colours))
+        except _DOCUMENT_ERRORS as error:
+            path = bundles[i].path if i < len(bundles) else "a verdict"
+            raise FileError(
+                f"{path}: its incident is not one of the API's: {type(error).__name__}"
+            ) from error
+
+
+def _find_latest_time(document: Mapping[str, Any]) -> datetime:
+    """The latest time in the document, relative to which ages are shown: a bundle does not age."""
+    now = datetime.now(timezone.utc)
+    times = [document.get("opened_at"), document.get("resolved_at")]
+    times += [stack.get("taken_at") for stack in document.get("stacks") or ()]
+    ages = [seconds_since(time, now) for time in times]
+    known_ages = [age for age in ages if age is not None]
+    return now - timedelta(seconds=min(known_ages, default=0.0))
+
+
+def _export_bundle(bundles: list[Bundle], folder: Path) -> None:
+    if len(bundles) != 1:
+        raise UsageError(
+            f"--export writes the ranks of one bundle, not of {len(bundles)}: give one bundle"
+        )
+    try:
+        dumps, left_out = export_dumps(bundles[0].incident, bundles[0].ranks)
+    except _DOCUMENT_ERRORS as error:
+        raise FileError(
+            f"{bundles[0].path}: its documents are not those of the API: {type(error).__name__}"
+        ) from error
+    if not dumps:
+        print_message(
+            "nothing to export: no rank had made a call, or the job is so large that its bundle"
+            " omits the members of groups"
+        )
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank, dump in dumps.items():
+            (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump, protocol=2))
+    except OSError as error:
+        raise FileError(f"{folder}: {error.strerror}") from error
+    if left_out:
+        print_message(
+            f"left out, since PyTorch's analyzer does not support them: {', '.join(left_out)}"
+        )
+    print_message(f"read by PyTorch's analyzer: torchfrtrace {folder} --prefix rank_")
+
+
+_RANK_SUFFIX = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle))?$")
+_ZIP_MAGIC = b"PK\x03\x04"
+_MAX_FILE_BYTES = 1 << 28  # the limit of a bundle, and of one document in it
+
+
+class FileError(CliError):
+    """A file cannot be read, or its content is invalid."""
+
+
+class _UnusableFileError(Exception):
+    """A file cannot be used, but the other files can be analyzed without it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """An incident and the ranks of its job, as documents of the API."""
+
+    path: Path
+    incident: Mapping[str, Any]
+    ranks: list[Mapping[str, Any]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Evidence:
+    """The content of all usable files. ``written_at`` is the time of each rank's dump, in seconds
+    since the epoch; ``unusable`` has a message for each file that cannot be used.
+    """
+
+    bundles: list[Bundle] = field(default_factory=list)
+    dumps: list[FlightDump] = field(default_factory=list)
+    written_at: dict[int, float] = field(default_factory=dict)
+    unusable: list[str] = field(default_factory=list)
+
+
+def read_evidence(
+    paths: Iterable[Path], progress: Callable[[int, int], None] = lambda done, of: None
+) -> Evidence:
+    """Reads all evidence in files and folders. In a folder, only bundles and files whose names end
+    with a number are read.
+
+    Truncated and other unusable files are skipped and listed in `Evidence.unusable`. Raises
+    FileError if no file is usable, if two dumps have the same rank, and for a pickle that would
+    execute code.
+    """
+    evidence = Evidence()
+    dumps: dict[int, tuple[Path, FlightDump]] = {}
+    pool = InternPool()
+    files = list(_list_files(paths))
+    with _pause_gc():
+        for at, path in enumerate(files):
+            progress(at, len(files))
+            try:
+                content = _read_file(path, pool)
+            except pickles.HostileError as error:
+                raise FileError(f"{path}: {error}") from error
+            except (_UnusableFileError, FlightDumpError, pickles.NotPlainError) as error:
+                evidence.unusable.append(f"{path}: {error}")
+                continue
+            if isinstance(content, Bundle):
+                evidence.bundles.append(content)
+                continue
+            rank = content.rank
+            if rank in dumps:
+                raise FileError(
+                    f"{dumps[rank][0]} and {path} are both of rank {rank}: analyze one run of a job"
+                    " at a time"
+                )
+            dumps[rank] = (path, content)
+            evidence.written_at[rank] = path.stat().st_mtime
+    progress(len(files), len(files))
+    evidence.dumps = [dump for _, (_, dump) in sorted(dumps.items())]
+    if not evidence.bundles and not dumps:
+        nothing = (
+            f"{', '.join(map(str, paths))}: no dump whose name ends with a rank, as"
+            " nccl_trace_rank_3 does, and no bundle"
+        )
+        raise FileError("\n".join(evidence.unusable[:8]) or nothing)
+    return evidence
+
+
+def _list_files(paths: Iterable[Path]) -> Iterator[Path]:
+    for path in paths:
+        if path.is_dir():
+            yield from sorted(
+                p
+                for p in path.rglob("*")
+                if p.is_file() and (p.suffix == ".zip" or _RANK_SUFFIX.search(p.name))
+            )
+        else:
+            yield path
+
+
+@contextmanager
+def _pause_gc() -> Iterator[None]:
+    """Stops the garbage collector, which would scan millions of objects in use repeatedly."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _read_file(path: Path, pool: InternPool) -> Bundle | FlightDump:
+    """Raises FileError, _UnusableFileError, FlightDumpError or NotPlainError."""
+    try:
+        is_too_large = path.stat().st_size > _MAX_FILE_BYTES
+        with path.open("rb") as file:
+            # A pipe has no size, so the read is limited, too.
+            data = b"" if is_too_large else file.read(_MAX_FILE_BYTES + 1)
+    except FileNotFoundError as error:
+        raise FileError(f"{path}: {error.strerror}") from error
+    except OSError as error:
+        raise _UnusableFileError(error.strerror) from error
+    if is_too_large or len(data) > _MAX_FILE_BYTES:
+        raise _UnusableFileError(
+            f"it is larger than {_MAX_FILE_BYTES >> 20} MiB, the limit of dumps and bundles"
+        )
+    if data.startswith(_ZIP_MAGIC):
+        return _read_bundle(path, data)
+    number = _RANK_SUFFIX.search(path.name)
+    if number is None or len(number[1]) > 9 or int(number[1]) >= MAX_DUMP_RANKS:
+        raise _UnusableFileError("its name must end with its rank, as nccl_trace_rank_3 does")
+    return read_dump(int(number[1]), _load_plain(data), pool)
+
+
+def _load_plain(data: bytes) -> object:
+    if data[:64].lstrip()[:1] not in (b"{", b"["):
+        return pickles.safe_loads(data)
+    try:
+        return load_json(data)
+    except (ValueError, RecursionError) as error:
+        raise _UnusableFileError(f"it is cut off, or not JSON: {error}") from error
+
+
+def load_json(data: bytes) -> object:
+    """Raises ValueError if it is not JSON, or has so many values that they would not fit into memory,
+    and RecursionError if it is nested too deeply.
+    """
+    # At least as many as there are values in lists and dictionaries.
+    separators = sum(map(data.count, (b",", b"[", b"{")))
+    if separators > pickles.MAX_VALUES:
+        raise ValueError(f"it has more than {pickles.MAX_VALUES >> 20} million values")
+    return json.loads(data)
+
+
+def _read_bundle(path: Path, data: bytes) -> Bundle:
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            incident = _read_member(archive, "incident.json")
+            ranks = _read_member(archive, "ranks.json")
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        KeyError,
+        ValueError,
+        EOFError,
+        OSError,
+        RuntimeError,
+        NotImplementedError,
+        RecursionError,
+    ) as error:
+        raise _UnusableFileError(f"it is not a hangwatch bundle: {error}") from error
+    if (
+        not isinstance(incident, dict)
+        or not isinstance(ranks, list)
+        or not all(isinstance(rank, dict) for rank in ranks)
+    ):
+        raise _UnusableFileError(
+            "it is not a hangwatch bundle: its documents are not those of the API"
+        )
+    return Bundle(path=path, incident=incident, ranks=ranks)
+
+
+def _read_member(archive: zipfile.ZipFile, name: str) -> object:
+    """Reads one JSON document. The size that the archive states may be wrong, so the amount that is
+    unpacked is limited. Raises ValueError if the document is too large or not JSON.
+    """
+    with archive.open(name) as file:
+        data = file.read(_MAX_FILE_BYTES + 1)
+    if len(data) > _MAX_FILE_BYTES:
+        raise ValueError(f"{name} in it is larger than {_MAX_FILE_BYTES >> 20} MiB")
+    return load_json(data)

@@ -1,0 +1,330 @@
+"""Which sources of hardware evidence can be read here.
+
+MERGED: Whether torch will count how far the devices have come in NCCL's collectives.
+
+MERGED: Checks py-spy and faulthandler by taking the stacks of a small process that is started for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hangwatch.model.hardware import Observation, UnavailableSource, find_known_problems
+from hangwatch.ring.layout import DeviceStatusState
+
+from ...environment import run_dir
+from ...node.hardware.host import Host
+from ...node.hardware.reader import (
+    SOURCES,
+    TIME_LIMIT_S,
+    ReaderProcess,
+    Source,
+    find_absence,
+    read_source,
+)
+from ...node.reporting.updates import find_missing_setting
+from ...node.stacks import faulthandler_dumps
+from ...node.stacks.pyspy import PySpy, PySpyError, locate_pyspy
+from ...node.system import permission
+from .findings import Finding
+
+_MAX_PARTS_SHOWN = 4
+# By component of `hangwatch.model.hardware`: the distributions that install it.
+_PACKAGES = {"torch": ("torch",), "nccl": ("nvidia-nccl-cu12", "nvidia-nccl-cu13")}
+
+
+def check_hardware(
+    env: Mapping[str, str], sources: Sequence[Source] = SOURCES
+) -> Iterator[Finding]:
+    """One finding for each source. None of them fails: a host without a source has no such part."""
+    host = Host.from_environ(env, ())
+    reader = ReaderProcess()
+    for source in sources:
+        absence = find_absence(source, host)
+        if absence is not None:
+            yield judge_source(source.name, (), absence)
+            continue
+        if not source.may_block:
+            yield judge_source(source.name, *read_source(source, host))
+            continue
+        try:
+            reader.start_reading([source], host)
+            (result,) = reader.collect(TIME_LIMIT_S)
+            yield judge_source(source.name, *result)
+        except OSError as error:
+            reason = f"its reader cannot be started: {error.strerror}"
+            yield judge_source(
+                source.name, (), UnavailableSource(source=source.name, reason=reason)
+            )
+    reader.close()
+
+
+def check_known_problems() -> Iterator[Finding]:
+    """One finding for each installed version that is known to hang."""
+    machine = os.uname().machine
+    for component, packages in _PACKAGES.items():
+        for package in packages:
+            try:
+                version = importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+            yield from judge_version(component, version, machine)
+
+
+def judge_version(component: str, version: str, machine: str) -> Iterator[Finding]:
+    for known in find_known_problems(component, version, machine):
+        yield Finding(
+            name="known problem",
+            ok=None,
+            detail=known.describe(version),
+            remedy=f"upgrade {component} to {'.'.join(map(str, known.fixed))} or later",
+        )
+
+
+def judge_source(
+    name: str, observations: Sequence[Observation], unavailable: UnavailableSource | None
+) -> Finding:
+    title = f"evidence: {name}"
+    if unavailable is not None:
+        return Finding(
+            name=title,
+            ok=None if unavailable.remedy else True,  # nothing is wrong with a host that has none
+            detail=f"not available: {unavailable.reason}",
+            remedy=unavailable.remedy,
+        )
+    parts = list(dict.fromkeys(observation.about for observation in observations))
+    shown = ", ".join(parts[:_MAX_PARTS_SHOWN])
+    more = f" and {len(parts) - _MAX_PARTS_SHOWN} more" if len(parts) > _MAX_PARTS_SHOWN else ""
+    return Finding(name=title, ok=True, detail=f"{shown}{more}" if parts else "readable")
+
+
+NAME = "devices"
+_BUFFER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+# The first version that is known to have the Flight Recorder on by default. 2.9 has it off.
+_ON_BY_DEFAULT = (2, 11)
+_NCCL2_DEFAULT = (2, 15)  # the first version whose "nccl" is `nccl2`, which counts no starts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchBuild:
+    """The installed torch."""
+
+    version: str
+    has_nccl: bool  # built for CUDA
+
+    @property
+    def release(self) -> tuple[int, int]:
+        match = re.match(r"(\d+)\.(\d+)", self.version)
+        return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def check_devices(env: Mapping[str, str]) -> Iterator[Finding]:
+    """Nothing where torch has no NCCL."""
+    build = find_torch()
+    if build is not None and build.has_nccl:
+        yield judge_torch(build, env)
+
+
+def judge_torch(build: TorchBuild, env: Mapping[str, str]) -> Finding:
+    """What this torch counts in a job with this environment."""
+    if _has_buffer(build, env):
+        detail = "torch counts how far they have come, in its Flight Recorder"
+        if build.release >= _NCCL2_DEFAULT and env.get("TORCH_DIST_USE_NCCL2") != "0":
+            detail += ", but not the collectives that they have begun"
+        return Finding(name=NAME, ok=True, detail=detail)
+    setting = find_missing_setting(DeviceStatusState.OFF, build.version)
+    return Finding(
+        name=NAME,
+        ok=None,
+        detail=f"torch {build.version} does not count how far they have come in NCCL's collectives",
+        remedy=f"set {setting} in the job's environment: then hangwatch can name a device that lags",
+    )
+
+
+def _has_buffer(build: TorchBuild, env: Mapping[str, str]) -> bool:
+    for name in _BUFFER_VARIABLES:
+        if size := env.get(name):
+            return size.strip().isdecimal() and int(size) > 0
+    return build.release >= _ON_BY_DEFAULT
+
+
+def find_torch() -> TorchBuild | None:
+    """The installed torch, without importing it, which takes seconds."""
+    try:
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            return None
+        source = Path(spec.origin).with_name("version.py").read_text()
+    except (ImportError, ValueError, OSError):
+        return None
+    return parse_torch_build(source)
+
+
+def parse_torch_build(source: str) -> TorchBuild | None:
+    """The build that a ``torch/version.py`` describes.
+
+    >>> parse_torch_build("__version__ = '2.9.1+cu128'\\ncuda: Optional[str] = '12.8'\\nhip = None")
+    TorchBuild(version='2.9.1+cu128', has_nccl=True)
+    """
+    assigned = dict(re.findall(r"^(\w+)(?:\s*:[^=\n]+)?\s*=\s*['\"](.+?)['\"]", source, re.M))
+    if "__version__" not in assigned:
+        return None
+    return TorchBuild(version=assigned["__version__"], has_nccl="cuda" in assigned)
+
+
+_READY_S = 20.0
+_SLEEPER_CODE = """
+import sys
+sys.path[:] = [p for p in sys.path if p]
+import json, os, threading, time
+from pathlib import Path
+from hangwatch.agent.environment.run_dir import read_start_ticks
+from hangwatch.agent.recorder.poller import StackDumper
+from hangwatch.agent.recorder.writer import RingWriter
+path = Path(sys.argv[1])
+ring = RingWriter(path, pid=os.getpid(), start_ticks=read_start_ticks(os.getpid()))
+dumper = StackDumper(path, ring)
+def answer():
+    dumper.start_answering()
+    while True:
+        ring.write_pulse(0)
+        dumper.answer_request()
+        time.sleep(0.05)
+threading.Thread(target=answer, daemon=True).start()
+def hangwatch_doctor_sleeps():
+    print(json.dumps({**dumper.registration, "main_thread": threading.main_thread().ident}), flush=True)
+    sys.stdin.read()
+hangwatch_doctor_sleeps()
+"""
+
+
+def check_stacks(path: str | None = None) -> Iterator[Finding]:
+    """Checks py-spy (at ``path``, or where it is installed) and faulthandler."""
+    path = path or locate_pyspy()
+    with tempfile.TemporaryDirectory(prefix="hangwatch-doctor-") as folder:
+        ring_path = Path(folder, f"sleeper{run_dir.RING_SUFFIX}")
+        env = {k: v for k, v in os.environ.items() if k not in ("HANGWATCH_URL", "RANK")}
+        env["PYTHONSAFEPATH"] = "1"
+        with subprocess.Popen(
+            [sys.executable, "-c", _SLEEPER_CODE, str(ring_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+            cwd="/",
+        ) as sleeper:
+            try:
+                registered = _await_registration(sleeper)
+                pyspy_finding = check_pyspy(PySpy(path=path), sleeper.pid)
+                yield pyspy_finding
+                is_needed = not pyspy_finding.ok
+                yield check_faulthandler(sleeper.pid, registered, ring_path, needed=is_needed)
+            except (OSError, ValueError) as error:
+                yield Finding(
+                    name="stacks",
+                    ok=False,
+                    detail=f"the test process did not start: {error}",
+                    remedy="check whether Python itself works here",
+                )
+            finally:
+                with contextlib.suppress(OSError):  # it has ended already
+                    sleeper.kill()
+
+
+def check_pyspy(pyspy: PySpy, pid: int) -> Finding:
+    """Takes the stacks of the process ``pid`` with py-spy."""
+    name = "py-spy"
+    if pyspy.path is None:
+        return Finding(
+            name=name,
+            ok=None,
+            detail="not installed: stacks come from faulthandler",
+            remedy="pip install py-spy",
+        )
+    facts = _format_ptrace_facts()
+    try:
+        threads = pyspy.dump_stacks(pid, run_dir.read_start_ticks(pid)).threads
+    except PySpyError as error:
+        text = str(error)
+        # The message includes the remedy, since it is also shown with the stacks of a rank.
+        reason, _, remedy = text.partition(". " if permission.PTRACE_REMEDY in text else ": ")
+        return Finding(
+            name=name,
+            ok=False,
+            detail=f"{reason} ({facts})",
+            remedy=remedy or "pip install --upgrade py-spy",
+        )
+    functions = [frame.function for thread in threads for frame in thread.frames]
+    if not any("hangwatch_doctor_sleeps" in function for function in functions):
+        return Finding(
+            name=name,
+            ok=False,
+            detail=f"it reads wrong stacks ({facts})",
+            remedy="pip install --upgrade py-spy",
+        )
+    return Finding(
+        name=name, ok=True, detail=f"{pyspy.path} reads the stacks of another process ({facts})"
+    )
+
+
+def _format_ptrace_facts() -> str:
+    facts = permission.read_ptrace_facts()
+    parts = [
+        f"CAP_SYS_PTRACE {'held' if facts.has_capability else 'missing'}",
+        f"Yama scope {'none' if facts.yama_scope is None else facts.yama_scope}",
+    ]
+    if facts.has_seccomp_filter:
+        parts.append("a seccomp filter")
+    return ", ".join(parts)
+
+
+def check_faulthandler(
+    pid: int, registered: dict[str, Any], ring_path: Path, *, needed: bool
+) -> Finding:
+    """Lets the process ``pid`` write its own stacks with faulthandler, as a rank does."""
+    name = "faulthandler"
+    registration = faulthandler_dumps.FaulthandlerRegistration.from_identity(registered)
+    remedy = "without it, py-spy must work" if needed else "py-spy works, so it is not needed"
+    try:
+        dump = faulthandler_dumps.request_stacks(
+            pid, run_dir.read_start_ticks(pid), ring_path, registration
+        )
+    except faulthandler_dumps.FaultStacksError as error:
+        return Finding(name=name, ok=False if needed else None, detail=str(error), remedy=remedy)
+    if registration.signal is None:
+        return Finding(
+            name=name,
+            ok=None,
+            detail="no signal is free for it: a rank that keeps the GIL in native code has no stack",
+            remedy=remedy,
+        )
+    role = "replaces py-spy" if needed else "used where py-spy is not permitted"
+    return Finding(
+        name=name,
+        ok=True,
+        detail=f"a process writes the stacks of its {len(dump.threads)} threads: {role}",
+    )
+
+
+def _await_registration(sleeper: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """The registration that the process prints when it is ready. Raises ValueError if it fails."""
+    assert sleeper.stdout is not None
+    readable, _, _ = select.select([sleeper.stdout], [], [], _READY_S)
+    if not readable:
+        raise ValueError(f"it was not ready within {_READY_S:g} s")
+    registered = json.loads(sleeper.stdout.readline() or b"null")
+    if not isinstance(registered, dict):
+        raise ValueError("it ended immediately")
+    return registered

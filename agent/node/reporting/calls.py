@@ -1,0 +1,440 @@
+"""Adds up how the calls of one process perform, from the records in its ring.
+
+MERGED: Reports to the server, every few seconds, how the calls of this host's ranks perform.
+
+MERGED: The calls of one process that its ring no longer has. A ring holds some thousand calls, which a quick
+job makes in a second; a difference between ranks may be found after that.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hangwatch.model.calls import StreamKind
+from hangwatch.performance.distributions import (
+    MAX_DURATION_US,
+    MUTUAL_WAIT_OPS,
+    DurationHistogram,
+    full_size,
+    is_even_split,
+    size_class,
+)
+from hangwatch.protocol import heartbeat
+from hangwatch.protocol.heartbeat import ClockOffset
+from hangwatch.ring.checks import MIN_TIMED_LEVEL, sample_calls, sampling_level
+from hangwatch.ring.layout import RecordFlag
+from hangwatch.ring.parts import Record
+from hangwatch.ring.reader import RingReader
+from hangwatch.ring.snapshot import StreamState
+
+from .uplink import HeartbeatOutcome
+
+# (members of a group at most, calls of the group that are compared in one report)
+SAMPLES_BY_GROUP_SIZE = ((64, 16), (512, 8), (1 << 20, 2))
+
+_MAX_ARRIVALS = 64  # of a stream, before they are thinned
+_MAX_UNFINISHED_CALLS = 1024  # timed calls of a process that have not completed
+_MAX_CALL_SHAPES = 4096
+_MIN_STREAMS_DROPPED = 256  # closed streams that are dropped together
+
+# A sampled call is reported without its duration after this many later calls of its stream, or
+# after this time.
+_MAX_LATER_CALLS = 64
+_MAX_DURATION_WAIT_NS = 5_000_000_000
+
+# fields of a record
+_ENTERED, _COMPLETED, _SEQ, _BYTES, _UID, _SIGNATURE, _FLAGS = 1, 2, 3, 6, 7, 8, 11
+
+# As plain integers, since `&` of an enum is slow.
+_TIMED_FLAG = int(RecordFlag.TIMED)
+_RAISED_FLAG = int(RecordFlag.RAISED)
+
+
+@dataclass(frozen=True, slots=True)
+class _CallShape:
+    """What calls of one signature and size have in common."""
+
+    op: str
+    size_bytes: int  # as nccl-tests count them
+    is_even: bool  # the size is the same on every rank
+    totals_key: tuple[str, int]  # operation and size class
+
+
+@dataclass(slots=True)
+class _SizeClassTotals:
+    """The calls of one operation and size class since the last report."""
+
+    call_count: int = 0
+    total_bytes: int = 0
+    latency: DurationHistogram = field(default_factory=DurationHistogram)
+
+
+@dataclass(slots=True)
+class _CallArrival:
+    """A rank's arrival at a call that is compared between ranks. Nanoseconds; -1: unknown."""
+
+    entered_ns: int
+    since_previous_ns: int  # since the previous call of the stream was entered
+    shape: _CallShape
+    took_ns: int = -1
+
+
+@dataclass(slots=True)
+class _StreamTally:
+    """The calls of one stream since the last report."""
+
+    samples_per_report: int  # calls that are compared in a report; 0: none, as it has no peers
+    member_count: int
+    last_seq: int = 0  # the newest call that was read
+    last_ns: int = 0  # when it was entered
+    missed_count: int = 0
+    timed_ops: set[str] = field(default_factory=set)  # those with a call whose duration is known
+    totals_by_class: dict[tuple[str, int], _SizeClassTotals] = field(default_factory=dict)
+    arrivals: dict[int, _CallArrival] = field(default_factory=dict)  # by seq
+    thinning_level: int = 0  # arrivals of a lower sampling level are not kept
+
+    def get_totals(self, shape: _CallShape) -> _SizeClassTotals:
+        totals = self.totals_by_class.get(shape.totals_key)
+        if totals is None:
+            totals = self.totals_by_class[shape.totals_key] = _SizeClassTotals()
+        return totals
+
+    def add_arrival(self, seq: int, arrival: _CallArrival) -> None:
+        """Keeps an arrival, and thins out all of them if they are too many."""
+        self.arrivals[seq] = arrival
+        while len(self.arrivals) > _MAX_ARRIVALS:
+            self.thinning_level += 1
+            for kept_seq in list(self.arrivals):
+                if sampling_level(kept_seq) < self.thinning_level:
+                    del self.arrivals[kept_seq]
+
+
+@dataclass(slots=True)
+class ProcessTally:
+    """How the calls of one process performed since the last report."""
+
+    _record_cursor: int = 0  # the last record that was added
+    _streams: dict[int, _StreamTally] = field(default_factory=dict)  # by uid
+    # By group size, signature and bytes.
+    _shapes: dict[tuple[int, int, int], _CallShape] = field(default_factory=dict)
+    # By index of the record: uid of the stream, seq, entered_ns, shape.
+    _unfinished: dict[int, tuple[int, int, int, _CallShape]] = field(default_factory=dict)
+
+    def add_records(
+        self, records: Iterable[tuple[int, ...]], states: Sequence[StreamState], reader: RingReader
+    ) -> None:
+        """Adds the records that were written since the last time; others are skipped."""
+        self._recheck_unfinished(reader)
+        new_records = [record for record in records if record[0] > self._record_cursor]
+        if not new_records:
+            return
+        self._record_cursor = new_records[-1][0]
+        states_by_uid: dict[int, StreamState] | None = None
+        for record in new_records:
+            uid = record[_UID]
+            stream = self._streams.get(uid)
+            if stream is None:
+                if states_by_uid is None:
+                    states_by_uid = {state.uid: state for state in states}
+                    self._forget_closed_streams(states_by_uid)
+                state = states_by_uid.get(uid)
+                if state is None or state.loss is not None or state.kind is StreamKind.SETUP:
+                    continue
+                stream = self._streams[uid] = _make_stream_tally(state, record[_SEQ])
+            self._add_record(record, stream, reader)
+
+    def _forget_closed_streams(self, states_by_uid: Mapping[int, StreamState]) -> None:
+        """Drops the streams that are closed and reported, once there are many."""
+        if len(self._streams) > 2 * len(states_by_uid) + _MIN_STREAMS_DROPPED:
+            self._streams = {
+                uid: stream
+                for uid, stream in self._streams.items()
+                if uid in states_by_uid or stream.totals_by_class
+            }
+            self._unfinished = {
+                index: call for index, call in self._unfinished.items() if call[0] in self._streams
+            }
+
+    def _add_record(
+        self, record: tuple[int, ...], stream: _StreamTally, reader: RingReader
+    ) -> None:
+        seq = record[_SEQ]
+        entered_ns = record[_ENTERED]
+        since_previous_ns = -1
+        expected_seq = stream.last_seq + 1
+        if seq > expected_seq:
+            stream.missed_count += seq - expected_seq
+        elif seq == expected_seq and stream.last_ns:
+            since_previous_ns = max(-1, entered_ns - stream.last_ns)
+        if seq >= expected_seq:
+            stream.last_seq = seq
+        stream.last_ns = entered_ns
+        shape = self._find_shape(record, stream, reader)
+        totals = stream.get_totals(shape)
+        totals.call_count += 1
+        totals.total_bytes += shape.size_bytes
+        level = sampling_level(seq)
+        is_sampled = stream.samples_per_report and level >= stream.thinning_level
+        if is_sampled and shape.op in MUTUAL_WAIT_OPS:
+            stream.add_arrival(seq, _CallArrival(entered_ns, since_previous_ns, shape))
+        if level >= MIN_TIMED_LEVEL:
+            self._record_duration(record, record[_UID], seq, entered_ns, shape)
+
+    def build_report(self, key: str) -> list[heartbeat.StreamPerformance]:
+        """Everything since the last report, by stream; the next report starts from zero."""
+        parts: list[heartbeat.StreamPerformance] = []
+        for uid, stream in self._streams.items():
+            if not stream.totals_by_class:
+                continue
+            part = heartbeat.StreamPerformance(
+                key=key,
+                uid=uid,
+                totals=_pack_totals(stream),
+                samples=self._select_samples(uid, stream),
+                missed=stream.missed_count,
+            )
+            parts.append(part)
+            stream.totals_by_class = {}
+            stream.missed_count = 0
+        return parts
+
+    def _select_samples(self, uid: int, stream: _StreamTally) -> tuple[heartbeat.CallSample, ...]:
+        """Chooses the calls to compare, and drops those that were not chosen. Calls from the first
+        one on whose duration may still become known are kept for the next report.
+        """
+        end_seq = stream.last_seq + 1
+        for call_uid, seq, entered_ns, shape in self._unfinished.values():
+            if call_uid != uid or shape.op not in stream.timed_ops or seq >= end_seq:
+                continue
+            is_recent = stream.last_seq - seq < _MAX_LATER_CALLS
+            if is_recent and stream.last_ns - entered_ns < _MAX_DURATION_WAIT_NS:
+                end_seq = seq
+        ready = sorted(seq for seq in stream.arrivals if seq < end_seq)
+        samples: list[heartbeat.CallSample] = []
+        for seq in sample_calls(ready, stream.samples_per_report):
+            samples.append(_pack_sample(seq, stream.arrivals[seq]))
+        for seq in ready:
+            del stream.arrivals[seq]
+        stream.thinning_level = 0
+        return tuple(samples)
+
+    def _recheck_unfinished(self, reader: RingReader) -> None:
+        """Reads timed calls again that had not completed when they were read."""
+        for index, (uid, seq, entered_ns, shape) in list(self._unfinished.items()):
+            record = reader.read_record(index)
+            if record is None:
+                del self._unfinished[index]
+            elif record[_FLAGS] & _TIMED_FLAG and record[_COMPLETED]:
+                del self._unfinished[index]
+                self._record_duration(record, uid, seq, entered_ns, shape)
+
+    def _record_duration(
+        self, record: tuple[int, ...], uid: int, seq: int, entered_ns: int, shape: _CallShape
+    ) -> None:
+        stream = self._streams[uid]
+        if not (record[_FLAGS] & _TIMED_FLAG and record[_COMPLETED]):
+            if len(self._unfinished) < _MAX_UNFINISHED_CALLS and not record[_FLAGS] & _RAISED_FLAG:
+                self._unfinished[record[0] - 1] = uid, seq, entered_ns, shape
+            return
+        took_ns = min(max(0, record[_COMPLETED] - entered_ns), int(MAX_DURATION_US * 1000))
+        stream.timed_ops.add(shape.op)
+        stream.get_totals(shape).latency.add_duration(took_ns / 1000)
+        if seq in stream.arrivals:
+            stream.arrivals[seq].took_ns = took_ns
+
+    def _find_shape(
+        self, record: tuple[int, ...], stream: _StreamTally, reader: RingReader
+    ) -> _CallShape:
+        key = (stream.member_count, record[_SIGNATURE], record[_BYTES])
+        shape = self._shapes.get(key)
+        if shape is None:
+            if len(self._shapes) >= _MAX_CALL_SHAPES:
+                self._shapes.clear()
+            signature = reader.read_signature(record[_SIGNATURE])
+            op = signature.op
+            size_bytes = full_size(op, record[_BYTES], stream.member_count)
+            totals_key = op, size_class(size_bytes)
+            shape = _CallShape(op, size_bytes, is_even_split(signature), totals_key)
+            self._shapes[key] = shape
+        return shape
+
+
+def _make_stream_tally(state: StreamState, first_seq: int) -> _StreamTally:
+    member_count = max(1, len(state.group.ranks))
+    samples_per_report = 0
+    if state.kind is StreamKind.COLLECTIVE and member_count > 1:
+        samples_per_report = _choose_sample_count(member_count)
+    return _StreamTally(
+        samples_per_report=samples_per_report, member_count=member_count, last_seq=first_seq - 1
+    )
+
+
+def _choose_sample_count(member_count: int) -> int:
+    for max_members, sample_count in SAMPLES_BY_GROUP_SIZE:
+        if member_count <= max_members:
+            return sample_count
+    raise ValueError(f"a group of {member_count} ranks is larger than any supported")
+
+
+def _pack_totals(stream: _StreamTally) -> tuple[heartbeat.CallTotals, ...]:
+    packed: list[heartbeat.CallTotals] = []
+    for (op, size), totals in stream.totals_by_class.items():
+        packed.append(
+            heartbeat.CallTotals(
+                op=op,
+                size=size,
+                calls=totals.call_count,
+                bytes=totals.total_bytes,
+                latency=tuple(totals.latency.counts.items()),
+                longest_us=round(totals.latency.longest_us),
+            )
+        )
+    return tuple(packed)
+
+
+def _pack_sample(seq: int, arrival: _CallArrival) -> heartbeat.CallSample:
+    shape = arrival.shape
+    return (
+        seq,
+        arrival.entered_ns // 1000,
+        _to_us(arrival.since_previous_ns),
+        _to_us(arrival.took_ns),
+        *shape.totals_key,
+        shape.size_bytes if shape.is_even else -1,
+    )
+
+
+def _to_us(duration_ns: int) -> int:
+    return -1 if duration_ns < 0 else duration_ns // 1000
+
+
+REPORT_INTERVAL_S = 2.0
+
+# If heartbeats are further apart than usual, since the server is busy, so are reports.
+USUAL_HEARTBEAT_INTERVAL_S = 0.5
+HEARTBEATS_PER_REPORT = 8
+
+MAX_STREAMS_PER_REPORT = 512  # the others follow in the next report
+
+
+@dataclass(slots=True)
+class PerformanceReporter:
+    """Makes one report after the other, each of which is repeated until it is acknowledged."""
+
+    _report_number: int = 0
+    _unacked_report: heartbeat.PerformanceReport | None = None
+    _backlog: list[heartbeat.StreamPerformance] = field(default_factory=list)
+    _next_report_ns: int = 0
+    _report_interval_s: float = REPORT_INTERVAL_S
+    _clock_offset: ClockOffset = field(default_factory=ClockOffset)
+
+    def next_report(
+        self, now_ns: int, tallies: Mapping[str, ProcessTally], *, flush: bool = False
+    ) -> heartbeat.PerformanceReport | None:
+        """The report for this heartbeat, if any: the unacknowledged one, unchanged, or a new one if
+        it is due.
+        """
+        if self._unacked_report is not None:
+            return self._unacked_report
+        if now_ns < self._next_report_ns and not flush:
+            return None
+        self._next_report_ns = now_ns + int(self._report_interval_s * 1e9)
+        if not self._backlog:
+            for key, tally in tallies.items():
+                self._backlog.extend(tally.build_report(key))
+        if self._backlog:
+            self._report_number += 1
+            parts = self._backlog[:MAX_STREAMS_PER_REPORT]
+            self._backlog = self._backlog[MAX_STREAMS_PER_REPORT:]
+            self._unacked_report = heartbeat.PerformanceReport(
+                number=self._report_number, clock=self.clock_bounds_s, sequences=tuple(parts)
+            )
+        return self._unacked_report
+
+    @property
+    def clock_bounds_s(self) -> tuple[float, float] | None:
+        """The bounds, in seconds, of how far the server's clock is ahead of this host's; None
+        before the first reply.
+        """
+        return self._clock_offset.bounds
+
+    def mark_delivered(self, report: heartbeat.PerformanceReport | None) -> None:
+        """The server has the report, or will never accept it."""
+        if report is None or self._unacked_report is None:
+            return
+        if report.number == self._unacked_report.number:
+            self._unacked_report = None
+
+    def apply_outcome(self, outcome: HeartbeatOutcome) -> None:
+        """Updates the offset of the server's clock, and the interval between reports."""
+        if outcome.reply is None:
+            return
+        self._report_interval_s = REPORT_INTERVAL_S
+        if outcome.reply.interval_s > USUAL_HEARTBEAT_INTERVAL_S:
+            slow_interval_s = HEARTBEATS_PER_REPORT * outcome.reply.interval_s
+            self._report_interval_s = max(REPORT_INTERVAL_S, slow_interval_s)
+        if outcome.reply.clock_s is not None and outcome.answered_s:
+            self._clock_offset.add_exchange(
+                outcome.sent_s, outcome.reply.clock_s, outcome.answered_s
+            )
+
+
+CALLS_KEPT = 16_384  # for all streams of a process together: 720 kB
+# seq, running hash, time of entry; uid, signature, site, thread, flags
+_ENTRY = struct.Struct("<3Q5I")
+_RAISED = int(RecordFlag.RAISED)
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedCall:
+    """One call, with the numbers of its signature and site in the ring."""
+
+    seq: int
+    chain: int
+    entered_ns: int
+    signature: int
+    site: int
+    thread: int
+    raised: bool
+
+
+@dataclass(slots=True)
+class CallLog:
+    """The last calls that were read from a ring, each once."""
+
+    capacity: int = CALLS_KEPT
+    _last_index: int = 0  # the newest record's, counted from 1
+    _entries: bytearray = field(default_factory=bytearray)
+
+    def __len__(self) -> int:
+        return len(self._entries) // _ENTRY.size
+
+    def add_records(self, records: Iterable[Record]) -> None:
+        """Adds records in the order in which they were written; those that were added before are
+        skipped.
+        """
+        pack = _ENTRY.pack
+        packed: list[bytes] = []
+        for record in records:
+            (index, entered_ns, _, seq, chain, _, _, uid, signature, site, thread, flags, *_) = (
+                record
+            )
+            if index > self._last_index:
+                self._last_index = index
+                packed.append(pack(seq, chain, entered_ns, uid, signature, site, thread, flags))
+        self._entries += b"".join(packed)
+        # Not at each reading: all that stay are moved.
+        if len(self) > self.capacity * 5 // 4:
+            del self._entries[: len(self._entries) - self.capacity * _ENTRY.size]
+
+    def list_calls(self, uid: int, first: int, last: int, step: int = 1) -> list[LoggedCall]:
+        """The calls of one stream from number ``first`` to ``last`` at multiples of ``step``."""
+        return [
+            LoggedCall(seq, chain, entered_ns, signature, site, thread, bool(flags & _RAISED))
+            for seq, chain, entered_ns, entry_uid, signature, site, thread, flags in (
+                _ENTRY.iter_unpack(self._entries)
+            )
+            if entry_uid == uid and first <= seq <= last and seq % step == 0
+        ]

@@ -1,0 +1,569 @@
+"""Reads one ``c10d`` call: its stream, its signature, its site, and how its completion is found.
+
+Every call of every rank pays for this code, so it looks up what is known instead of computing it.
+
+MERGED: The signatures of one operator's calls, each interned in the ring once.
+
+MERGED: Finds the ``c10d`` operators of the running torch that communicate, and describes those that
+`hangwatch.model.operators` has no entry for.
+
+MERGED: The tensors in an operator's argument: a single one, a list, or a list of lists.
+
+MERGED: Decides whether a call that raised an exception had communicated before.
+
+A call that raised earlier is no call to the peers: the script may catch the exception and make the
+call again. gloo and NCCL check the arguments of a call before they queue it, and report what fails
+afterwards when its Work is waited for, or by an exception of its own type.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from _thread import get_ident
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hangwatch.model.calls import Signature, StreamKind, encode_signature, with_agreement_hash
+from hangwatch.model.groups import REPORTING_BACKENDS
+from hangwatch.model.operators import LOCAL_OPERATORS, OPERATORS, MustMatch, OperatorSpec, P2pRole
+from hangwatch.ring.layout import RecordFlag
+
+from . import faults
+from .callers import ReduceOpReader, find_named_reduce_ops, is_left_pending, make_reduce_op_reader
+from .groups import GroupTrack
+from .streams import CompletionMode, EnteredCall, StreamRecorder
+from .writer import RingWriter
+
+if TYPE_CHECKING:
+    from .callers import CallSites
+    from .groups import GroupRegistry
+
+
+class RecorderState(Protocol):
+    """What reading a call needs of the process's recorder."""
+
+    ring: RingWriter
+    groups: GroupRegistry
+    sites: CallSites
+
+
+_ASYNC_NAMES = ("async_op", "asyncOp")  # torch 2.6 and 2.7 know only the latter, on few operators
+_ASYNC, _BLOCKING = int(RecordFlag.ASYNC), int(RecordFlag.BLOCKING)
+
+# (stream, arguments of its `enter_call`: agreement hash, record body, blocked thread, completion
+# mode; the code whose id is in the plan's key, and unique as long as the code exists)
+CallPlan = tuple[StreamRecorder, int, bytes, int, int, CodeType]
+# (stream, agreement hash, number of the signature, bytes, peer, tag, flags, whether its thread
+# blocks, completion mode)
+CallDetails = tuple[StreamRecorder, int, int, int, int, int, int, bool, int]
+
+
+class CallReader:
+    """Reads one operator's arguments, at the positions that the schema of this torch gives them."""
+
+    def __init__(
+        self,
+        spec: OperatorSpec,
+        schema: Any,
+        unbox_group: Callable[[Any], Any],
+        read_reduce_op: ReduceOpReader | None = None,
+    ) -> None:
+        self.spec = spec
+        self._unbox_group = unbox_group
+        names = [argument.name for argument in schema.arguments]
+
+        def index_of(name: str | None) -> int:
+            return names.index(name) if name in names else -1
+
+        self._group_index = find_group_index(schema)
+        self.tensors_index = index_of(spec.tensors_arg or "tensor")
+        self._tensor_indices = find_tensor_indices(schema) if spec.is_generic else None
+        self.reduce_op_index = index_of(spec.reduce_op_arg)
+        self._read_reduce_op = read_reduce_op or make_reduce_op_reader()
+        self.root_index = index_of(spec.root_arg)
+        self._peer_index, self._tag_index = index_of(spec.peer_arg), index_of("tag")
+        self._split_indices: tuple[int, int] | None = None
+        if spec.split_args:
+            self._split_indices = index_of(spec.split_args[0]), index_of(spec.split_args[1])
+        self._output_index = index_of("output")
+        self._async_index = max(index_of(name) for name in _ASYNC_NAMES)
+        self.is_p2p = spec.is_p2p
+        self._p2p_kind = StreamKind.SEND if spec.p2p_role is P2pRole.SEND else StreamKind.RECV
+        self._signatures = SignatureCache(spec)
+        self.plans: dict[Any, CallPlan] = {}  # of calls that were entered before
+
+    def enter_call(
+        self,
+        recorder: RecorderState,
+        args: tuple[Any, ...],
+        caller: FrameType,
+        site_frame: FrameType,
+    ) -> EnteredCall | None:
+        """Records the call; None if it is not watched.
+
+        The search for its site begins at ``site_frame``. Trailing arguments that have their default
+        value are absent from ``args``.
+        """
+        plan = self._plan_call(recorder, args, caller, site_frame)
+        return None if plan is None else plan[0].enter_call(*plan[1:])
+
+    def _plan_call(
+        self,
+        recorder: RecorderState,
+        args: tuple[Any, ...],
+        caller: FrameType,
+        site_frame: FrameType,
+    ) -> tuple[StreamRecorder, int, bytes, int, int] | None:
+        """The stream of the call, and the arguments of `StreamRecorder.enter_call`."""
+        details = self.read_call(recorder, args, caller)
+        if details is None:
+            return None
+        stream, agree, signature, size, peer, tag, flags, blocks, mode = details
+        site = recorder.sites.get_cached_site(site_frame) or recorder.sites.find_site(site_frame)
+        record_body = stream.pack_record_body(signature, site, flags, size, peer, tag)
+        return stream, agree, record_body, get_ident() if blocks else 0, mode
+
+    def read_call(
+        self, recorder: RecorderState, args: tuple[Any, ...], caller: FrameType
+    ) -> CallDetails | None:
+        """The details of the call; None if it is not watched."""
+        track = self.open_track(recorder, args)
+        if track is None:
+            return None
+        if self._tensor_indices is None:
+            tensors = args[self.tensors_index]
+        else:
+            tensors = self._collect_tensors(args)
+        is_single = type(tensors) is list and len(tensors) == 1 and type(tensors[0]) is not list
+        first = tensors[0] if is_single else find_first_tensor(tensors)
+        reduce_op = None
+        if self.reduce_op_index >= 0:
+            reduce_op = self._read_reduce_op(args[self.reduce_op_index], caller)
+        root = args[self.root_index] if self.root_index >= 0 else None
+        if is_single and self._split_indices is None:
+            key = (first.shape, first.dtype, reduce_op, root)
+        else:
+            key = self._make_key(tensors, first, reduce_op, root, args)
+        interned = self._signatures.interned.get(key)
+        if interned is None or not recorder.ring.is_signature_fresh(interned[0]):
+            splits = self._read_split_sizes(args)
+            interned = self._signatures.add_signature(
+                key, recorder.ring, tensors, first, reduce_op, root, splits
+            )
+        signature, agree, size = interned
+        peer, tag = -1, 0
+        stream: StreamRecorder | None
+        if self.is_p2p:
+            peer = args[self._peer_index] if self._peer_index >= 0 else -1
+            tag = args[self._tag_index] if self._tag_index >= 0 else 0
+            stream = recorder.groups.get_channel(track, self._p2p_kind, peer, tag)
+        else:
+            stream = track.collective_stream
+        if stream is None:
+            return None
+        flags, blocks, mode = self._find_completion(track, stream, first, args, caller)
+        return stream, agree, signature, size, peer, tag, flags, blocks, mode
+
+    def open_track(self, recorder: RecorderState, args: tuple[Any, ...]) -> GroupTrack | None:
+        """The group of a call, which is opened at its first call; None if the call has no group."""
+        if self._tensor_indices is not None and not self._has_group(args):
+            return None
+        pg = self._unbox_group(args[self._group_index])
+        track = recorder.groups.tracks.get(id(pg))
+        if track is None or track.group_ref() is not pg:
+            track = recorder.groups.open_group(pg)
+        return track
+
+    def _find_completion(
+        self,
+        track: GroupTrack,
+        stream: StreamRecorder,
+        first: Any,
+        args: tuple[Any, ...],
+        caller: FrameType,
+    ) -> tuple[int, bool, int]:
+        """(flags, whether the calling thread blocks, completion mode)"""
+        spec = self.spec
+        if track.has_device_backend and first is not None and not first.is_cpu:
+            stream.mark_completion_unknown()
+            flags = _ASYNC if self.is_p2p and is_left_pending(caller) else 0
+            return flags, False, int(CompletionMode.UNOBSERVABLE)
+        # Nothing will report that the thread has left the call.
+        if spec.silent_backends and track.runs_on(spec.silent_backends):
+            return 0, False, int(CompletionMode.NEXT)
+        mode = int(CompletionMode.WORK if spec.returns_work else CompletionMode.RETURN)
+        if self._async_index >= 0:
+            is_async = len(args) <= self._async_index or args[self._async_index]
+            return (_ASYNC, False, mode) if is_async else (_BLOCKING, True, mode)
+        return (0 if spec.returns_work else _BLOCKING), False, mode
+
+    def enter_planned(
+        self,
+        recorder: RecorderState,
+        args: tuple[Any, ...],
+        caller: FrameType,
+        site_frame: FrameType,
+        key: Any,
+        reduce_op: Any,
+    ) -> EnteredCall | None:
+        """`enter_call`, and plans the next call that has this ``key``, unless the id of its reduce
+        op, which is in the key, may be reused.
+        """
+        plan = self._plan_call(recorder, args, caller, site_frame)
+        if plan is None:
+            return None
+        entered = plan[0].enter_call(*plan[1:])
+        pg = caller.f_locals["group"]
+        track = recorder.groups.tracks.get(id(pg))
+        if track is None or track.has_device_backend or len(self.plans) >= MAX_CACHED_CALLS:
+            return entered
+        if reduce_op is not None and id(reduce_op) not in find_named_reduce_ops():
+            return entered
+        if recorder.sites.get_cached_site(site_frame):
+            self.plans[key] = (*plan, site_frame.f_code)
+        return entered
+
+    def find_failure_rule(self, recorder: RecorderState, args: tuple[Any, ...]) -> FailureRule:
+        """Which exceptions show that the call, which was entered, did not communicate."""
+        track = self.find_track(recorder, args) if self._has_group(args) else None
+        return FailureRule.NONE if track is None else choose_rule(self.spec, track)
+
+    def find_track(self, recorder: RecorderState, args: tuple[Any, ...]) -> GroupTrack | None:
+        """The group of a call that was entered."""
+        return recorder.groups.tracks.get(id(self._unbox_group(args[self._group_index])))
+
+    def read_reduce_op(self, args: tuple[Any, ...], caller: FrameType) -> int | None:
+        """The number of the reduce op; None where this torch offers no way to read it."""
+        return self._read_reduce_op(args[self.reduce_op_index], caller)
+
+    def choose_native_mode(
+        self, recorder: RecorderState, mode: int, args: tuple[Any, ...], env: Mapping[str, str]
+    ) -> int:
+        """How the native recorder detects the completion of a call with this `CompletionMode`.
+
+        It publishes the time of completion of collectives: by default on gloo; with
+        HANGWATCH_TIMING=1 on any backend that computes on the CPU; with HANGWATCH_TIMING=0 never.
+        """
+        track = self.find_track(recorder, args) if mode == CompletionMode.WORK else None
+        if track is None:
+            return mode
+        setting = env.get("HANGWATCH_TIMING")
+        is_timed = not self.is_p2p and setting != "0"
+        if track.runs_on(REPORTING_BACKENDS):
+            return CompletionMode.REPORTED_TIMED if is_timed else CompletionMode.REPORTED
+        return CompletionMode.TIMED if is_timed and setting == "1" else mode
+
+    def clear_caches(self) -> None:
+        """The interned data is about to be overwritten, or belongs to another ring, or a group is
+        gone.
+        """
+        self._signatures.interned.clear()
+        self.plans.clear()
+
+    def _has_group(self, args: tuple[Any, ...]) -> bool:
+        """Whether the group, which is an optional argument of some operators, is given."""
+        return self._group_index < len(args) and args[self._group_index] is not None
+
+    def _collect_tensors(self, args: tuple[Any, ...]) -> list[Any]:
+        """All tensors of an unknown operator."""
+        assert self._tensor_indices is not None
+        given = [args[index] for index in self._tensor_indices if index < len(args)]
+        return [tensor for tensor in flatten_tensors(given) if tensor is not None]
+
+    def _make_key(
+        self,
+        tensors: Any,
+        first: Any,
+        reduce_op: int | None,
+        root: int | None,
+        args: tuple[Any, ...],
+    ) -> Any:
+        if first is None:
+            return (None, None, reduce_op, root)
+        shapes = list_shapes(tensors) if type(tensors) is list else first.shape
+        return (shapes, first.dtype, reduce_op, root, self._read_split_sizes(args))
+
+    def _read_split_sizes(self, args: tuple[Any, ...]) -> Any:
+        """(sent, received) per member, in elements; a single number where torch splits evenly."""
+        if self._split_indices is None or find_first_tensor(args[self.tensors_index]) is None:
+            return None
+        sent, received = args[self._split_indices[0]], args[self._split_indices[1]]
+        if sent and type(sent[0]) is not int:  # lists of tensors
+            return tuple(t.numel() for t in sent), tuple(t.numel() for t in received)
+        return (
+            count_split_elements(args[self.tensors_index], sent),
+            count_split_elements(args[self._output_index], received),
+        )
+
+
+MAX_CACHED_CALLS = 4096  # different signatures of one operator
+_MAX_SHAPES = 8  # tensors of a list whose shapes are kept
+_REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+
+# (its number in the ring, the hash of what must agree, the size in bytes)
+InternedSignature = tuple[int, int, int]
+
+
+class SignatureCache:
+    """By key: the interned signatures. The caller makes the key from all that is in a signature."""
+
+    def __init__(self, spec: OperatorSpec) -> None:
+        self._spec = spec
+        self._has_tensors = bool(spec.tensors_arg) or spec.is_generic
+        self.interned: dict[Any, InternedSignature] = {}
+
+    def add_signature(
+        self,
+        key: Any,
+        ring: RingWriter,
+        tensors: Any,
+        first: Any,
+        reduce_op: int | None,
+        root: int | None,
+        splits: Any,
+    ) -> InternedSignature:
+        """Interns a signature that is new or was overwritten. ``first`` is the first tensor."""
+        if len(self.interned) >= MAX_CACHED_CALLS:
+            self.interned.clear()
+        flat = flatten_tensors(tensors) if first is not None and self._has_tensors else []
+        signature = self._build_signature(flat, first, reduce_op, root, splits)
+        number = ring.intern_signature(encode_signature(signature))
+        size = sum(count_bytes(tensor) for tensor in flat)
+        entry = self.interned[key] = number, signature.agree, size
+        return entry
+
+    def _build_signature(
+        self, flat: list[Any], first: Any, reduce_op: int | None, root: int | None, splits: Any
+    ) -> Signature:
+        numels = count_numels(flat)
+        shapes = [tuple(tensor.shape) for tensor in flat[:_MAX_SHAPES]]
+        if len(flat) > _MAX_SHAPES:
+            shapes.append(())
+        signature = Signature(
+            op=self._spec.op,
+            shapes=tuple(shapes),
+            dtype=str(first.dtype).removeprefix("torch.") if flat else None,
+            reduce_op=_name_reduce_op(reduce_op),
+            root=root,
+            splits=splits,
+            numel=sum(numels[1:]),
+        )
+        must_match = self._spec.must_match
+        if not flat:
+            must_match &= ~(MustMatch.DTYPE | MustMatch.SHAPE)
+        return with_agreement_hash(signature, must_match, numels)
+
+
+def _name_reduce_op(number: int | None) -> str | None:
+    if number is None or number >= len(_REDUCE_OPS):
+        return None
+    return _REDUCE_OPS[number].lower()
+
+
+_NAMESPACE = "c10d::"
+_GROUP_TYPE, _WORK_TYPE, _REDUCE_OP_TYPE = "c10d.ProcessGroup", "c10d.Work", "c10d.ReduceOp"
+
+
+@dataclass(frozen=True, slots=True)
+class TorchOperator:
+    """One overload of an operator. ``name`` is without namespace, as in ``gather_`` or ``put.out``."""
+
+    name: str
+    overload: Any  # a torch._ops.OpOverload
+    spec: OperatorSpec
+
+    @property
+    def schema(self) -> Any:
+        return self.overload._schema
+
+
+def iter_communicating_operators() -> Iterator[TorchOperator]:
+    """All operators of torch's ``c10d`` library that take a process group, ordered by name."""
+    import torch
+
+    for qualified_name in sorted(torch._C._dispatch_get_all_op_names()):
+        if not qualified_name.startswith(_NAMESPACE):
+            continue
+        name = qualified_name.removeprefix(_NAMESPACE)
+        base_name, _, overload_name = name.partition(".")
+        overload = getattr(getattr(torch.ops.c10d, base_name), overload_name or "default")
+        if base_name in LOCAL_OPERATORS or find_group_index(overload._schema) < 0:
+            continue
+        if any(argument.kwarg_only for argument in overload._schema.arguments):
+            # A kernel gets such arguments by name, and what has none of these must not pay for it.
+            faults.record_message(f"calls of {qualified_name} are not watched: {overload._schema}")
+            continue
+        spec = OPERATORS.get(name) or describe_unknown_operator(base_name, overload._schema)
+        yield TorchOperator(name, overload, spec)
+
+
+def find_group_index(schema: Any) -> int:
+    """The position of the argument that holds the process group; -1 if there is none."""
+    return _find_type(schema.arguments, _GROUP_TYPE)
+
+
+def find_tensor_indices(schema: Any) -> tuple[int, ...]:
+    """The positions of all arguments that hold tensors."""
+    types = [str(argument.type) for argument in schema.arguments]
+    return tuple(index for index, kind in enumerate(types) if "Tensor" in kind)
+
+
+def describe_unknown_operator(name: str, schema: Any) -> OperatorSpec:
+    """An entry for an operator of which only the schema is known.
+
+    Only the operator itself must agree on all members, since its shapes may legally differ. c10d
+    calls the peers of point-to-point operators ``dst`` and ``src``.
+    """
+    arguments = [argument.name for argument in schema.arguments]
+    reduce_op_index = _find_type(schema.arguments, _REDUCE_OP_TYPE)
+    role, peer_arg = None, None
+    if ("dst" in arguments) != ("src" in arguments):
+        peer_arg = "dst" if "dst" in arguments else "src"
+        role = P2pRole.SEND if peer_arg == "dst" else P2pRole.RECV
+    returns = schema.returns
+    return OperatorSpec(
+        op=name.strip("_"),
+        tensors_arg="",
+        must_match=MustMatch.NOTHING,
+        reduce_op_arg=arguments[reduce_op_index] if reduce_op_index >= 0 else None,
+        root_arg="root_rank" if "root_rank" in arguments else None,
+        p2p_role=role,
+        peer_arg=peer_arg,
+        # The recorder takes the Work from the end of what the operator returns.
+        returns_work=bool(returns) and _WORK_TYPE in str(returns[-1].type),
+        is_generic=True,
+    )
+
+
+def _find_type(values: Any, type_name: str) -> int:
+    for index, value in enumerate(values):
+        if type_name in str(value.type):
+            return index
+    return -1
+
+
+_COMPARED_PER_END = 32  # at either end of a longer list; its length always is
+
+
+def find_first_tensor(tensors: Any) -> Any:
+    """The first tensor; None for an empty list."""
+    while type(tensors) is list:
+        if not tensors:
+            return None
+        tensors = tensors[0]
+    return tensors
+
+
+def flatten_tensors(tensors: Any) -> list[Any]:
+    """All tensors, in order."""
+    if type(tensors) is not list:
+        return [tensors]
+    return [tensor for part in tensors for tensor in flatten_tensors(part)]
+
+
+def select_ends(flat: list[Any]) -> list[Any]:
+    """The tensors of a list that are compared: all, or those at both ends of a long list."""
+    if len(flat) <= 2 * _COMPARED_PER_END:
+        return flat
+    return flat[:_COMPARED_PER_END] + flat[-_COMPARED_PER_END:]
+
+
+def list_shapes(tensors: list[Any]) -> tuple[Any, ...]:
+    """The number of tensors, and the shapes of those that are compared."""
+    flat = flatten_tensors(tensors)
+    return (len(flat), *(tensor.shape for tensor in select_ends(flat)))
+
+
+def count_numels(flat: list[Any]) -> tuple[int, ...]:
+    """The number of tensors, and the element counts of those that are compared."""
+    return (len(flat), *(tensor.numel() for tensor in select_ends(flat)))
+
+
+def count_split_elements(tensor: Any, rows: list[int]) -> tuple[int, ...]:
+    """The elements per member, from split sizes in rows of ``tensor``; one number for even splits."""
+    if not rows:
+        return (tensor.numel(),)
+    elements_per_row = tensor.numel() // max(1, len(tensor))
+    return tuple(row_count * elements_per_row for row_count in rows)
+
+
+def count_bytes(tensor: Any) -> int:
+    """The size in bytes; 0 for a sparse tensor, of which each member may send another number of
+    values.
+    """
+    return 0 if tensor.is_sparse or tensor.is_sparse_csr else int(tensor.nbytes)
+
+
+_CHECKING_BACKENDS = frozenset({"gloo", "nccl"})
+# What torch raises for wrong arguments, whichever backend is used.
+_ARGUMENT_ERRORS = (TypeError, ValueError, IndexError, NotImplementedError)
+# In messages of RuntimeErrors that are no check of an argument: gloo's own errors, which name the
+# line that raised them, and errors of a device, which an earlier kernel may have caused.
+_OTHER_MESSAGES = ("/gloo/", "CUDA error")
+
+
+class FailureRule(enum.IntEnum):
+    """Which exceptions of a call show that it did not communicate. The numbers are part of the plans
+    that the native recorder gets.
+    """
+
+    NONE = 0
+    ARGUMENT_ERRORS = 1  # those that torch raises for wrong arguments
+    CHECKS = 2  # those, and failed checks, which are plain RuntimeErrors
+
+
+class FailureOutcome(enum.IntEnum):
+    UNKNOWN = 0
+    COMMUNICATED = 1
+    NOT_MADE = 2
+
+
+def choose_rule(spec: OperatorSpec, track: GroupTrack) -> FailureRule:
+    """The rule for an operator's calls in a group."""
+    # With its debug level DETAIL, torch compares the calls of all members first, and raises an
+    # exception on all of them. An operator without a Work communicates itself.
+    if _compares_calls() or not spec.returns_work:
+        return FailureRule.NONE
+    parts = str(track.description["backend"]).split(",")
+    backends = {part.rpartition(":")[2] for part in parts}
+    return FailureRule.CHECKS if backends <= _CHECKING_BACKENDS else FailureRule.ARGUMENT_ERRORS
+
+
+def judge_failure(error: BaseException, rule: FailureRule) -> FailureOutcome:
+    """What an exception that left the operator shows; native/failures.h does the same in C++. The
+    first entry of its traceback is the kernel's.
+    """
+    if rule is FailureRule.NONE or not isinstance(error, Exception):
+        return FailureOutcome.COMMUNICATED
+    if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+        # Code in Python raised it: a backend's, or a signal handler that ran after the operator.
+        is_handler = rule is FailureRule.CHECKS
+        return FailureOutcome.COMMUNICATED if is_handler else FailureOutcome.UNKNOWN
+    if isinstance(error, _ARGUMENT_ERRORS):
+        return FailureOutcome.NOT_MADE
+    if isinstance(error, _get_communication_error()):
+        return FailureOutcome.COMMUNICATED
+    if type(error) is RuntimeError and rule is FailureRule.CHECKS:
+        message = str(error)
+        if not any(part in message for part in _OTHER_MESSAGES):
+            return FailureOutcome.NOT_MADE
+        if _OTHER_MESSAGES[0] in message:
+            return FailureOutcome.COMMUNICATED
+    return FailureOutcome.UNKNOWN
+
+
+@functools.cache
+def _get_communication_error() -> type[Exception]:
+    from torch.distributed import DistError
+
+    error_type: type[Exception] = DistError
+    return error_type
+
+
+def _compares_calls() -> bool:
+    from torch._C._distributed_c10d import DebugLevel, get_debug_level
+
+    return bool(get_debug_level() == DebugLevel.DETAIL)

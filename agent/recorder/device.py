@@ -1,0 +1,322 @@
+"""Copies the counters of torch's Flight Recorder into the ring: how far the device has come.
+
+NCCL's calls return before the device has begun them, so what a rank has called says little of what
+its device does. The Flight Recorder counts, for each process group, the collectives that were
+enqueued, started and completed; the backend's own watchdog keeps the counts. Reading them without
+the recorded calls takes below a millisecond and neither queries the device nor waits for it.
+
+They are read rarely while the process makes calls, and each second while it makes none and
+something is unfinished, or may be: see `ReadingSchedule`.
+
+MERGED: Finds and reads the counters that torch's Flight Recorder keeps of each process group's device.
+
+ProcessGroupNCCL has a Flight Recorder of its own, and its backend object has the number of the
+group in it. Other backends are recorded by hooks, from torch 2.15 on: see `recorder_hooks`.
+
+MERGED: Numbers the groups that torch's Flight Recorder watches by a hook, as torch does.
+
+From 2.15 on, torch records the calls of a backend without a Flight Recorder of its own by a hook on
+its process group. `nccl2`, the default for NCCL, is such a backend. The counters of a group have
+the number of its hook: its position in the order in which this process attached hooks, from 0
+(``next_pg_id`` in torch/csrc/distributed/c10d/hooks/FlightRecorderHook.cpp). Neither the hook nor
+the backend reports the number, so hooks are counted here as they are attached.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from time import monotonic_ns, thread_time_ns
+from typing import Any
+
+from hangwatch.ring.layout import DEVICE_SLOTS, DeviceStatusState, LiveWord
+from hangwatch.ring.parts import DeviceEntry
+
+from . import faults
+from .groups import GroupTrack
+from .recorder import Recorder
+from .writer import RingWriter
+
+OWN_RECORDER = ""  # ProcessGroupNCCL's
+
+Counters = tuple[int, int | None, int]  # enqueued, started (None: not counted), completed
+
+
+@dataclass(frozen=True, slots=True)
+class CounterKey:
+    """Where the counters of a group are: in which Flight Recorder, and under which number.
+
+    ``recorder`` is `OWN_RECORDER`, or the name of a backend that is recorded by hooks.
+    """
+
+    recorder: str
+    number: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlightRecorderStatus:
+    """The counters of all process groups of this process."""
+
+    is_enabled: bool  # the buffer exists, without which nothing is counted
+    # The communicators were asked for their state as well, which may block if one of them hangs.
+    # Builds with NCCLX do that.
+    queried_communicators: bool = False
+    # A group is absent until its first collective is enqueued.
+    counters: Mapping[CounterKey, Counters] = field(default_factory=dict)
+
+
+def find_counter_key(group: Any) -> CounterKey | DeviceStatusState:
+    """Where the group's counters are; if there are none, why."""
+    import torch
+
+    if torch.version.hip is not None:
+        # Builds for ROCm may ask the communicators for their state at the same time, and one that
+        # hangs may not answer (getNCCLCommDumpMap in ProcessGroupNCCL.cpp).
+        return DeviceStatusState.UNSUPPORTED
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:  # it is created with the group's first call on a device
+        return DeviceStatusState.UNSUPPORTED
+    number = getattr(backend, "uid", None)
+    if number is not None:
+        return CounterKey(OWN_RECORDER, str(number))
+    number = find_hook_number(group)
+    if number is not None:
+        return CounterKey(backend.name(), str(number))
+    # torch attaches its hook to each group, unless its buffer is off.
+    has_hooks = has_recorder_hooks()
+    return DeviceStatusState.OFF if has_hooks else DeviceStatusState.UNSUPPORTED
+
+
+def read_flight_recorders(recorders: Iterable[str]) -> FlightRecorderStatus:
+    """Reads the counters without the recorded calls, whose events would have to be queried."""
+    counters: dict[CounterKey, Counters] = {}
+    is_enabled = queried_communicators = False
+    for recorder in recorders:
+        data = json.loads(_dump_status(recorder))
+        for number, status in data.get("pg_status", {}).items():
+            counters[CounterKey(recorder, number)] = _parse_counters(status, recorder)
+        # The groups' configuration is recorded when they are created.
+        is_enabled |= bool(data.get("pg_config"))
+        queried_communicators |= bool(data.get("nccl_comm_state"))
+    return FlightRecorderStatus(
+        is_enabled=is_enabled, queried_communicators=queried_communicators, counters=counters
+    )
+
+
+def _dump_status(recorder: str) -> bytes:
+    from torch._C import _distributed_c10d
+
+    # A type checker does not know these: one is only in builds with NCCL, the other in newer ones.
+    if recorder == OWN_RECORDER:
+        dump = getattr(_distributed_c10d, "_dump_nccl_trace_json")  # noqa: B009
+        return bytes(dump(includeCollectives=False))
+    dump = getattr(_distributed_c10d, "_dump_fr_trace_json")  # noqa: B009
+    return bytes(dump(includeCollectives=False, backend=recorder))
+
+
+def _parse_counters(status: Mapping[str, str], recorder: str) -> Counters:
+    """Numbers a group's calls from 1 and has -1 for "none", as ProcessGroupNCCL does."""
+    enqueued = int(status["last_enqueued_collective"])
+    completed = int(status["last_completed_collective"])
+    if recorder == OWN_RECORDER:
+        return enqueued, int(status["last_started_collective"]), completed
+    # Hooks count from 0, and do not see when a collective begins.
+    return _number_from_one(enqueued), None, _number_from_one(completed)
+
+
+def _number_from_one(number: int) -> int:
+    return number + 1 if number >= 0 else -1
+
+
+BUSY_INTERVAL_S = 2.0  # between two readings while the process makes calls
+STILL_AFTER_S = 0.3  # without a call, the process may wait for its device
+STILL_INTERVAL_S = 1.0
+MAX_LOAD = 0.0005  # the share of the time that readings may take
+_MAX_FAILURES = 3
+
+_TIMING_VARIABLES = ("TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DESYNC_DEBUG")
+_TRUE_VALUES = ("1", "y", "yes", "t", "true", "on")  # torch/csrc/distributed/c10d/Utils.hpp
+
+
+class ReadingSchedule:
+    """Decides when to read the counters next. Times are in nanoseconds."""
+
+    def __init__(self) -> None:
+        self._last_call_ns = 0  # when a new call was last seen
+        self._call_count = 0
+        self._call_count_read = 0  # as of the last reading
+        self._read_ns = 0
+        self._cost_ns = 0
+        self._is_unfinished = False
+
+    def is_due(self, call_count: int, now_ns: int) -> bool:
+        if call_count != self._call_count:
+            self._call_count, self._last_call_ns = call_count, now_ns
+        has_new_calls = call_count != self._call_count_read
+        if not has_new_calls and not self._is_unfinished:
+            return False
+        is_still = now_ns - self._last_call_ns >= STILL_AFTER_S * 1e9
+        interval_ns = (STILL_INTERVAL_S if is_still else BUSY_INTERVAL_S) * 1e9
+        return now_ns - self._read_ns >= max(interval_ns, self._cost_ns / MAX_LOAD)
+
+    def record_reading(self, now_ns: int, cost_ns: int, *, is_unfinished: bool) -> None:
+        self._read_ns, self._cost_ns = now_ns, cost_ns
+        self._call_count_read = self._call_count
+        self._is_unfinished = is_unfinished
+
+
+class DeviceStatusReader:
+    """Called by the poller's thread. In a job without such a backend it does nothing."""
+
+    def __init__(
+        self,
+        ring: RingWriter,
+        recorder: Recorder,
+        read_status: Callable[[Iterable[str]], FlightRecorderStatus] = read_flight_recorders,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._ring, self._recorder = ring, recorder
+        self._read_status = read_status
+        self._schedule = ReadingSchedule()
+        self._slots_by_uid: dict[int, int] = {}
+        self._free_slots = list(reversed(range(DEVICE_SLOTS)))
+        self._keys_by_uid: dict[int, CounterKey] = {}  # by stream uid
+        self._absence = DeviceStatusState.UNSUPPORTED  # why no group has counters
+        self._failure_count = 0
+        self._is_stopped = False
+        self._records_starts = any(
+            environment.get(name, "").lower() in _TRUE_VALUES for name in _TIMING_VARIABLES
+        )
+
+    def update_ring(self, call_count: int, now_ns: int) -> None:
+        """Reads the counters if that is due; ``call_count`` grows with each recorded call."""
+        if self._is_stopped or not self._schedule.is_due(call_count, now_ns):
+            return
+        tracks = [t for t in self._recorder.groups.tracks.values() if t.has_flight_recorder]
+        if not tracks:
+            self._schedule.record_reading(now_ns, 0, is_unfinished=False)
+            return
+        try:
+            self._find_keys(tracks)
+            is_unfinished, cost_ns = (
+                self._read_groups(call_count) if self._keys_by_uid else (False, 0)
+            )
+        except Exception as error:  # ours: the job goes on
+            self._failure_count += 1
+            self._is_stopped = self._failure_count >= _MAX_FAILURES
+            faults.record_fault("reading the device's progress", error)
+            self._schedule.record_reading(now_ns, 0, is_unfinished=True)
+            return
+        if not self._keys_by_uid:
+            self._ring.set_word(LiveWord.DEVICE_STATUS, self._absence)
+        self._schedule.record_reading(now_ns, cost_ns, is_unfinished=is_unfinished)
+
+    def _read_groups(self, call_count: int) -> tuple[bool, int]:
+        """Returns whether some group's device is behind, and what the reading cost."""
+        recorders = {key.recorder for key in self._keys_by_uid.values()}
+        # CPU time: on an overloaded host, the thread also waits for a CPU. That costs the job nothing,
+        # and would delay the next reading by seconds.
+        began_ns = thread_time_ns()
+        status = self._read_status(recorders)
+        cost_ns = thread_time_ns() - began_ns
+        now_ns, is_unfinished = monotonic_ns(), False
+        for uid, key in self._keys_by_uid.items():
+            if (counts := status.counters.get(key)) is not None:
+                entry = self._make_entry(uid, counts, now_ns)
+                self._write_entry(entry)
+                is_unfinished |= entry.is_behind_host
+        self._is_stopped = status.queried_communicators
+        if self._is_stopped:
+            self._ring.set_word(LiveWord.DEVICE_STATUS, DeviceStatusState.UNSUPPORTED)
+        elif status.is_enabled:
+            self._ring.set_word(LiveWord.DEVICE_STATUS, DeviceStatusState.REPORTED)
+        elif call_count > 1:  # during its first call, torch has not recorded the group yet
+            self._ring.set_word(LiveWord.DEVICE_STATUS, DeviceStatusState.OFF)
+        return is_unfinished, cost_ns
+
+    def _find_keys(self, tracks: Iterable[GroupTrack]) -> None:
+        open_streams = self._recorder.groups.streams
+        for uid in [uid for uid in self._keys_by_uid if uid not in open_streams]:
+            del self._keys_by_uid[uid]
+            if (slot := self._slots_by_uid.pop(uid, None)) is not None:
+                self._free_slots.append(slot)
+        for track in tracks:
+            stream, group = track.collective_stream, track.group_ref()
+            if stream is None or group is None or stream.uid in self._keys_by_uid:
+                continue
+            key = find_counter_key(group)
+            if isinstance(key, CounterKey):
+                self._keys_by_uid[stream.uid] = key
+            else:
+                self._absence = key
+
+    def _make_entry(self, uid: int, counts: Counters, now_ns: int) -> DeviceEntry:
+        enqueued, started, completed = counts
+        self._records_starts |= started is not None and started >= 0
+        return DeviceEntry(
+            uid=uid,
+            enqueued=enqueued,
+            started=started if self._records_starts else None,
+            completed=completed,
+            read_ns=now_ns,
+        )
+
+    def _write_entry(self, entry: DeviceEntry) -> None:
+        slot = self._slots_by_uid.get(entry.uid)
+        if slot is None:
+            if not self._free_slots:
+                return
+            slot = self._slots_by_uid[entry.uid] = self._free_slots.pop()
+        self._ring.write_device_entry(slot, entry)
+
+
+FIRST_TORCH_RELEASE = (2, 15)
+
+_next_number = itertools.count()
+_numbers_by_group: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def count_attached_hooks() -> None:
+    """Counts the hooks that are attached from now on. To be called before the first group is
+    created; does nothing in a torch without such hooks.
+    """
+    hook_class = _find_hook_class()
+    if hook_class is None or hasattr(hook_class.attach, "__hangwatch__"):
+        return
+    attach = hook_class.attach
+
+    def attach_and_count(pg: Any, *args: Any, **kwargs: Any) -> Any:
+        number = next(_next_number)  # torch counts those that it fails to attach, too
+        hook = attach(pg, *args, **kwargs)
+        _numbers_by_group[pg] = number
+        return hook
+
+    attach_and_count.__hangwatch__ = True  # type: ignore[attr-defined]
+    hook_class.attach = staticmethod(attach_and_count)
+
+
+def has_recorder_hooks() -> bool:
+    """Whether this torch records backends by hooks, and the hooks are counted."""
+    hook_class = _find_hook_class()
+    return hook_class is not None and hasattr(hook_class.attach, "__hangwatch__")
+
+
+def find_hook_number(group: Any) -> int | None:
+    """The number of a process group's hook; None if it has none."""
+    return _numbers_by_group.get(group)
+
+
+def _find_hook_class() -> Any:
+    import torch
+
+    # In 2.14, torch attaches no hooks by itself and has one recorder for all backends.
+    if tuple(map(int, torch.__version__.split(".")[:2])) < FIRST_TORCH_RELEASE:
+        return None
+    from torch._C import _distributed_c10d
+
+    return getattr(_distributed_c10d, "FlightRecorderHook", None)

@@ -1,0 +1,594 @@
+"""Adds to a verdict how the culprits' calls diverge from those of other ranks: calls that were
+skipped, added or made in another order.
+
+MERGED: The differences that an alignment of two sides' calls shows: whether and since when they diverged,
+and which calls one side skipped, repeated or made in another order.
+
+MERGED: Messages on how the calls of some ranks diverge from those of others.
+
+Each is a predicate that follows the name of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hangwatch.model.calls import Call
+from hangwatch.model.groups import Group
+from hangwatch.model.kinds import KINDS, VerdictKind
+from hangwatch.model.limits import MIN_WAIT_S
+from hangwatch.model.ranks import ExceptionInfo, Lifecycle
+from hangwatch.model.verdicts import AlignedPair, CallClass, Divergence, Verdict
+from hangwatch.tracking.call_stream import CallStream, CallWindow
+from hangwatch.tracking.process import Process
+
+from .alignment import (
+    MAX_WINDOW_CALLS,
+    Alignment,
+    CallPair,
+    align_calls,
+    make_call_key,
+    select_window,
+)
+from .context import DiagnosisContext, EvidenceRequest, get_suspicion_delay_s
+from .messages import (
+    SWALLOWED_EXCEPTION_ADVICE,
+    describe_position,
+    describe_ranks,
+    format_call_short,
+    format_exception,
+    format_waiter_count,
+)
+
+RankSides = tuple[tuple[int, ...], tuple[int, ...]]  # the others, the culprits
+_MAX_REQUESTED_RANKS = 16  # of the ranks that are ahead of the others
+# A script may repeat this many calls, as when it tries a step again.
+_MAX_REPEAT_DISTANCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Explanation:
+    """``note`` is a predicate that follows the culprits' name, empty if nothing is certain;
+    ``since_seq`` is the first call that only one side made, if that is known.
+    """
+
+    note: str = ""
+    since_seq: int | None = None
+
+
+def add_divergence(context: DiagnosisContext, verdict: Verdict) -> Verdict:
+    """The verdict with its divergence, if the calls of its group diverge. Requests the calls that
+    are needed to show it.
+    """
+    group, seq = verdict.group, verdict.seq
+    # For a send or a receive, `seq` counts the calls of a channel.
+    is_point_to_point = any(c.call.peer is not None for c in verdict.calls)
+    if group is None or seq is None or is_point_to_point or not _is_due(context, verdict):
+        return verdict
+    members = context.streams_by_group.get(group.key, {})
+    if verdict.kind is VerdictKind.NO_PROGRESS:
+        verdict = _blame_swallowed_exception(context, verdict, members, seq)
+    sides = _split_sides(verdict, members)
+    spec = KINDS[verdict.kind]
+    if not spec.compares_calls or sides is None:
+        return verdict
+    left = _get_side_calls(context, members, sides[0], seq)
+    right = _get_side_calls(context, members, sides[1], seq)
+    if not left or not right:
+        return verdict
+    right_is_short = not spec.is_call_error or _ended_loop_early(left, right, seq)
+    alignment = align_calls(left, right, right_is_short)
+    lone_exceptions = find_lone_exceptions(alignment.pairs)
+    if not lone_exceptions and not has_diverged(alignment.pairs):
+        return verdict
+    is_tie = not set(sides[0]).isdisjoint(verdict.culprits)
+    reference = "the others"
+    if is_tie or len(group.ranks) == 2:
+        reference = describe_ranks(sides[0])
+    verb = "have been" if len(sides[1]) > 1 else "has been"
+    if lone_exceptions:
+        explanation = _explain_exceptions(
+            context, members, sides[1], lone_exceptions, reference, verb
+        )
+        verdict = _add_raised_call(verdict, sides[1], lone_exceptions)
+    else:
+        explanation = _explain_alignment(alignment, reference, verb)
+        if not explanation.note and verdict.kind is VerdictKind.MISMATCH:
+            explanation = _explain_omission(left, right, seq)
+    return _attach_divergence(verdict, group, alignment, sides, explanation)
+
+
+def _is_due(context: DiagnosisContext, verdict: Verdict) -> bool:
+    if KINDS[verdict.kind].is_call_error or verdict.is_confirmed:
+        return True
+    return context.now - verdict.began_at >= get_suspicion_delay_s(context.limits)
+
+
+def _attach_divergence(
+    verdict: Verdict,
+    group: Group,
+    alignment: Alignment,
+    sides: RankSides,
+    explanation: _Explanation,
+) -> Verdict:
+    """The verdict with the aligned calls, and with the explanation in its summary."""
+    note, culprits = explanation.note, describe_ranks(sides[1])
+    if note:
+        is_tie = not set(sides[0]).isdisjoint(verdict.culprits)
+        if "splits" in verdict.differing_fields or is_tie:
+            subject = culprits
+        else:  # the summary is about these ranks only
+            subject = "they" if len(sides[1]) > 1 else "it"
+        verdict = replace(verdict, summary=f"{verdict.summary}; {subject} {note}")
+    divergence = Divergence(
+        group=group,
+        sides=sides,
+        rows=select_rows(alignment.pairs),
+        since_seq=explanation.since_seq,
+        note=f"{culprits} {note}" if note else "",
+    )
+    return replace(verdict, divergence=divergence)
+
+
+def _blame_swallowed_exception(
+    context: DiagnosisContext, verdict: Verdict, members: dict[int, CallStream], seq: int
+) -> Verdict:
+    """Ranks that are ahead of a call that does not complete may never have taken part in it, if a
+    call of theirs before it raised an exception.
+    """
+    waiting = [rank for rank in verdict.waiting if rank in members]
+    ahead = [rank for rank in waiting if members[rank].entered > seq][:_MAX_REQUESTED_RANKS]
+    inside = tuple(rank for rank in waiting if members[rank].entered == seq)
+    if not ahead or not inside:
+        return verdict
+    inside_calls = _get_side_calls(context, members, inside, seq)
+    if not inside_calls:
+        return verdict
+    exceptions: dict[int, CallPair] = {}
+    for rank in ahead:
+        calls = _get_side_calls(context, members, (rank,), seq)
+        lone_exceptions = find_lone_exceptions(align_calls(inside_calls, calls).pairs)
+        if lone_exceptions:
+            exceptions[rank] = lone_exceptions[0]
+    if not exceptions:
+        return verdict
+    inside_call, raised_call = next(iter(exceptions.values()))
+    if inside_call is None or raised_call is None:
+        return verdict
+    culprits = tuple(sorted(exceptions))
+    waiter_count = format_waiter_count(len(inside))
+    position = describe_position(verdict.group, seq)
+    return replace(
+        verdict,
+        kind=VerdictKind.MISMATCH,
+        culprits=culprits,
+        waiting=tuple(rank for rank in verdict.waiting if rank not in exceptions),
+        calls=(
+            CallClass(ranks=inside, call=inside_call),
+            CallClass(ranks=culprits, call=raised_call),
+        ),
+        summary=(
+            f"{waiter_count} in {inside_call.signature.op} ({position}) for"
+            f" {describe_ranks(culprits)}"
+        ),
+        advice=SWALLOWED_EXCEPTION_ADVICE,
+        site=raised_call.site,
+    )
+
+
+def _split_sides(verdict: Verdict, members: dict[int, CallStream]) -> RankSides | None:
+    """The others and the culprits. If all are culprits, the ranks of the first class of calls take
+    the place of the others.
+    """
+    culprits = tuple(rank for rank in verdict.culprits if rank in members)
+    classes = [call_class.ranks for call_class in verdict.calls]
+    others = next((ranks for ranks in classes if set(ranks).isdisjoint(culprits)), None)
+    if others is None and len(classes) > 1:
+        others, culprits = classes[0], classes[1]
+    known_others = tuple(rank for rank in others or () if rank in members)
+    return (known_others, culprits) if known_others and culprits else None
+
+
+def _get_side_calls(
+    context: DiagnosisContext, members: dict[int, CallStream], ranks: tuple[int, ...], seq: int
+) -> list[Call]:
+    """The last calls of one rank for its side: of one whose calls were fetched, otherwise of the
+    first one that is alive, whose calls are requested.
+    """
+    rank = _select_representative(context, members, ranks, seq)
+    stream = members[rank]
+    last_seq = min(stream.entered, seq)
+    if not stream.is_counted(last_seq):
+        return []
+    if last_seq > 0 and not stream.has_answered(CallWindow(last_seq, last_seq)):
+        window = CallWindow(max(1, last_seq - MAX_WINDOW_CALLS + 1), last_seq)
+        context.requests.append(EvidenceRequest.for_calls(rank, stream, window))
+    return select_window(stream.calls, last_seq)
+
+
+def _select_representative(
+    context: DiagnosisContext, members: dict[int, CallStream], ranks: tuple[int, ...], seq: int
+) -> int:
+    for rank in ranks:
+        stream = members[rank]
+        last_seq = min(stream.entered, seq)
+        if last_seq > 0 and stream.has_answered(CallWindow(last_seq, last_seq)):
+            return rank
+    for rank in ranks:
+        process = context.attempt.processes.get(rank)
+        if process is not None and process.is_alive:
+            return rank
+    return ranks[0]
+
+
+def _ended_loop_early(left: list[Call], right: list[Call], seq: int) -> bool:
+    """Whether at ``seq`` the right side makes a call that was never made before while the left side
+    repeats one: the right side left its loop first.
+    """
+    left_call = next((call for call in left if call.seq == seq), None)
+    right_call = next((call for call in right if call.seq == seq), None)
+    if left_call is None or right_call is None:
+        return False
+    keys_before = {make_call_key(call) for call in left if call.seq < seq}
+    return make_call_key(left_call) in keys_before and make_call_key(right_call) not in keys_before
+
+
+def _explain_exceptions(
+    context: DiagnosisContext,
+    members: dict[int, CallStream],
+    ranks: tuple[int, ...],
+    lone_exceptions: list[CallPair],
+    reference: str,
+    verb: str,
+) -> _Explanation:
+    """Calls that raised exceptions on ``ranks`` only. Unless their scripts are known to have
+    continued, the exception may have ended them.
+    """
+    raised_calls = [right for _, right in lone_exceptions if right is not None]
+    first = raised_calls[0]
+    processes = context.attempt.processes
+    if all(_continued_after(processes.get(rank), members[rank], first) for rank in ranks):
+        note = describe_lone_exceptions(raised_calls, reference, verb)
+        return _Explanation(note, first.seq)
+    process = processes.get(ranks[0])
+    exception = process.exception if process is not None else None
+    if exception is not None:
+        raised_at, called_at = exception.site, first.site
+        is_same_line = (
+            raised_at is not None
+            and called_at is not None
+            and (raised_at.file, raised_at.line) == (called_at.file, called_at.line)
+        )
+        if not is_same_line:
+            exception = None
+    return _Explanation(describe_failed_call(first, exception), first.seq)
+
+
+def _continued_after(process: Process | None, stream: CallStream, call: Call) -> bool:
+    """Whether the rank made another call after one that raised, or still runs long after it."""
+    if stream.entered > call.seq:
+        return True
+    if process is None:
+        return False
+    if any(other.entered_at > stream.entered_at + MIN_WAIT_S for other in process.streams.values()):
+        return True
+    is_running = process.is_alive and process.lifecycle < Lifecycle.EXITING
+    if not is_running or process.exception is not None:
+        return False
+    last_call_at = max(stream.entered_at, stream.last_completion_at)
+    return process.reports.last_seen_at >= last_call_at + MIN_WAIT_S
+
+
+def _add_raised_call(
+    verdict: Verdict, ranks: tuple[int, ...], lone_exceptions: list[CallPair]
+) -> Verdict:
+    """A mismatch with the call behind it, which raised an exception before it communicated."""
+    raised_call = lone_exceptions[0][1]
+    if verdict.kind is not VerdictKind.MISMATCH or raised_call is None:
+        return verdict
+    if any(call_class.call.raised for call_class in verdict.calls):
+        return verdict
+    calls = (*verdict.calls, CallClass(ranks=ranks, call=raised_call))
+    return replace(verdict, calls=calls, site=raised_call.site)
+
+
+def _explain_alignment(alignment: Alignment, reference: str, verb: str) -> _Explanation:
+    shift = find_shift(alignment)
+    if shift is not None:
+        is_exact = shift.first is not None and shift.first.seq == shift.last.seq
+        note = describe_shift(shift.count, shift.first, shift.last, reference, verb)
+        return _Explanation(note, shift.last.seq if is_exact else None)
+    swapped = find_swapped_calls(alignment)
+    if swapped is not None:
+        left, right = swapped
+        note = describe_reordering(left, right, reference)
+        return _Explanation(note, min(left.seq, right.seq))
+    return _Explanation()
+
+
+def _explain_omission(left: list[Call], right: list[Call], seq: int) -> _Explanation:
+    """The calls that the right side probably skipped at ``seq``, unless it may have repeated calls
+    that it had just made.
+    """
+    omitted = find_left_out_calls(left, right, seq)
+    if not omitted:
+        return _Explanation()
+    max_distance = max(_MAX_REPEAT_DISTANCE, len(omitted))
+    repeated = find_repeated_call(right, seq, max_distance)
+    note = describe_omission(omitted, repeated)
+    return _Explanation(note, omitted[0].seq if repeated is None else None)
+
+
+_CONTEXT_ROWS = 3  # rows shown on either side of a difference
+_MIN_AGREEING_CALLS = 2  # calls that must agree after a shift
+_MIN_AGREEING_CALLS_UNANCHORED = 8  # the same, if no call before the shift is known
+_MAX_ROUND_CALLS = 64  # a round of the training loop has at most this many calls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallShift:
+    """From some call on, the right side is ``count`` calls behind the left one (ahead of it if that
+    is negative).
+
+    ``first`` and ``last`` delimit the calls that may be the first that only one side made: they are
+    equal if that is certain. ``first`` is None if it may be earlier than all known calls.
+    """
+
+    count: int
+    first: Call | None
+    last: Call
+
+
+def has_diverged(pairs: Sequence[CallPair]) -> bool:
+    """Whether each side has calls that the other lacks, or one side lacks calls in between. If one
+    side only has more calls at the end, the other may still make them.
+    """
+    unpaired = _list_unpaired(pairs)
+    trailing: list[int] = []
+    for index in reversed(range(len(pairs))):
+        if None not in pairs[index]:
+            break
+        trailing.append(index)
+    lacks_calls_before = len(unpaired) > len(trailing)
+    lacking_sides = {pairs[index][0] is None for index in trailing}
+    return lacks_calls_before or len(lacking_sides) > 1
+
+
+def _list_unpaired(pairs: Sequence[CallPair]) -> list[int]:
+    """The indices of calls that only one side made."""
+    return [index for index, pair in enumerate(pairs) if None in pair]
+
+
+def find_shift(alignment: Alignment) -> CallShift | None:
+    """A single run of calls that only one side made, after which both sides agree in all calls and
+    lines; None for anything more complex, and where they also agree by number: then one side may
+    have made another call instead of one more.
+    """
+    pairs = _strip_trailing(alignment.pairs)
+    unpaired = _list_unpaired(pairs)
+    if not alignment.is_certain or not unpaired:
+        return None
+    start, count = unpaired[0], len(unpaired)
+    if _agree_by_number(alignment.pairs, start):
+        return None
+    side = 1 if pairs[start][0] is None else 0  # of the calls that the other side lacks
+    run, after = pairs[start : start + count], pairs[start + count :]
+    if any(pair[1 - side] is not None for pair in run) or not all(map(_is_exact_match, after)):
+        return None
+    calls = [pair[side] for pair in pairs]
+    longer = [call for call in calls if call is not None]
+    earliest = _move_earlier(pairs, longer, start, count)
+    latest = _move_later(longer, start, count)
+    is_unanchored = earliest == 0 and longer[0].seq > 1
+    agreeing_count = len(after) + start - earliest
+    needed_count = _MIN_AGREEING_CALLS_UNANCHORED if is_unanchored else _MIN_AGREEING_CALLS
+    if agreeing_count < needed_count:
+        return None
+    return CallShift(
+        count=count if side == 0 else -count,
+        first=None if is_unanchored else longer[earliest],
+        last=longer[latest],
+    )
+
+
+def _agree_by_number(pairs: Sequence[CallPair], start: int) -> bool:
+    """Whether the calls with equal numbers after the first one of ``pairs[start]`` agree."""
+    left, right = ({call.seq: call for pair in pairs if (call := pair[side])} for side in (0, 1))
+    first = min(call.seq for call in pairs[start] if call is not None)
+    common = [seq for seq in left.keys() & right.keys() if seq > first]
+    return bool(common) and all(_is_exact_match((left[seq], right[seq])) for seq in common)
+
+
+def _strip_trailing(pairs: Sequence[CallPair]) -> Sequence[CallPair]:
+    """The pairs without the calls at the end that only one side has made so far."""
+    end = len(pairs)
+    while end and None in pairs[end - 1]:
+        end -= 1
+    return pairs[:end]
+
+
+def _move_earlier(pairs: Sequence[CallPair], longer: Sequence[Call], start: int, count: int) -> int:
+    """The earliest position to which a run of calls can be moved without fewer exact matches."""
+    while (
+        start > 0
+        and _is_exact_match(pairs[start - 1])
+        and make_call_key(longer[start - 1]) == make_call_key(longer[start - 1 + count])
+    ):
+        start -= 1
+    return start
+
+
+def _move_later(longer: Sequence[Call], start: int, count: int) -> int:
+    """The latest position to which a run of calls can be moved without fewer exact matches."""
+    while start + count < len(longer):
+        if make_call_key(longer[start]) != make_call_key(longer[start + count]):
+            break
+        start += 1
+    return start
+
+
+def find_lone_exceptions(pairs: Sequence[CallPair]) -> list[CallPair]:
+    """Calls that raised an exception on the right side and not on the left: they matched no call of
+    another rank, as if they had not been made.
+    """
+    return [
+        (left, right)
+        for left, right in pairs
+        if left is not None and right is not None and right.raised and not left.raised
+    ]
+
+
+def _is_exact_match(pair: CallPair) -> bool:
+    left, right = pair
+    if left is None or right is None:
+        return False
+    return make_call_key(left) == make_call_key(right)
+
+
+def find_swapped_calls(alignment: Alignment) -> tuple[Call, Call] | None:
+    """The call that both sides made at different positions, perhaps at other lines, if they agree
+    before and after: (left, right).
+    """
+    unpaired = _list_unpaired(alignment.pairs)
+    if not alignment.is_certain or len(unpaired) != 2:
+        return None
+    earlier, later = (alignment.pairs[index] for index in unpaired)
+    left, right = earlier[0] or later[0], earlier[1] or later[1]
+    after = alignment.pairs[unpaired[1] + 1 :]
+    if left is None or right is None or not after or not all(map(_is_exact_match, after)):
+        return None
+    is_same_call = make_call_key(left)[:2] == make_call_key(right)[:2]
+    return (left, right) if is_same_call else None
+
+
+def find_left_out_calls(left: Sequence[Call], right: Sequence[Call], seq: int) -> list[Call]:
+    """The calls that the right side skipped at ``seq``, where the sides diverge, judged by the order
+    of these calls in earlier rounds.
+
+    Empty if its call was never made before, or did not soon follow the call of the left side.
+    """
+    calls_by_seq = {call.seq: call for call in left}
+    keys_before = {call.seq: make_call_key(call) for call in left if call.seq < seq}
+    right_call = _find_call(right, seq)
+    if seq not in calls_by_seq or right_call is None:
+        return []
+    left_call = calls_by_seq[seq]
+    left_key, right_key = make_call_key(left_call), make_call_key(right_call)
+    if left_key == right_key:
+        return []
+    # The last round with the same call as the left side makes now, after the same call as before.
+    same_seqs = [
+        other
+        for other, key in keys_before.items()
+        if key == left_key and keys_before.get(other - 1) == keys_before.get(seq - 1)
+    ]
+    if not same_seqs:
+        return []
+    last_round = max(same_seqs)
+    for distance in range(1, _MAX_ROUND_CALLS):
+        if keys_before.get(last_round + distance) == right_key:
+            return [left_call, *(calls_by_seq[last_round + i] for i in range(1, distance))]
+    return []
+
+
+def find_repeated_call(right: Sequence[Call], seq: int, max_distance: int) -> Call | None:
+    """The call that the right side may have repeated at ``seq``: the last equal one among the
+    ``max_distance`` calls before.
+    """
+    repetition = _find_call(right, seq)
+    if repetition is None:
+        return None
+    key = make_call_key(repetition)
+    for call in reversed(right):
+        if seq - max_distance <= call.seq < seq and make_call_key(call) == key:
+            return call
+    return None
+
+
+def _find_call(calls: Sequence[Call], seq: int) -> Call | None:
+    return next((call for call in calls if call.seq == seq), None)
+
+
+def select_rows(pairs: Sequence[CallPair]) -> tuple[AlignedPair, ...]:
+    """The rows around every difference, and the last ones."""
+    shown = set(range(len(pairs) - _CONTEXT_ROWS, len(pairs)))
+    for index, pair in enumerate(pairs):
+        if None in pair or find_lone_exceptions([pair]):
+            shown.update(range(index - _CONTEXT_ROWS, index + _CONTEXT_ROWS + 1))
+    rows: list[AlignedPair] = []
+    previous = -1
+    for index, pair in enumerate(pairs):
+        if index in shown:
+            rows.append(AlignedPair(calls=pair, omitted=index - previous - 1))
+            previous = index
+    return tuple(rows)
+
+
+def describe_shift(
+    count: int, first: Call | None, last: Call, reference_name: str, verb: str
+) -> str:
+    """How many calls the ranks are behind the reference (ahead of it if ``count`` is negative), and
+    since when. ``verb`` is ``has been`` or ``have been``.
+    """
+    direction = "behind" if count > 0 else "ahead of"
+    shift = f"{verb} {_count_calls(abs(count))} {direction} {reference_name} since"
+    if first is None:
+        return f"{shift} call {last.seq} or earlier"
+    if first.seq != last.seq:
+        return f"{shift} one of calls {first.seq}-{last.seq} ({format_call_short(first)})"
+    pronoun = "they" if verb == "have been" else "it"
+    if count > 1:
+        which = f"the first that {pronoun} never made"
+    elif count == 1:
+        which = f"which {pronoun} never made"
+    else:
+        which = "which the others never made"
+    return f"{shift} call {first.seq} ({format_call_short(first)}), {which}"
+
+
+def describe_reordering(call: Call, counterpart: Call, reference_name: str) -> str:
+    """``counterpart`` is the same call as the ranks made it, at another position."""
+    when = "earlier" if counterpart.seq < call.seq else "later"
+    return (
+        f"made {call.signature.op} {when} than {reference_name}: as call {counterpart.seq}"
+        f" ({format_call_short(counterpart)}) and not {call.seq}"
+    )
+
+
+def describe_omission(calls: Sequence[Call], repeated_call: Call | None) -> str:
+    """``calls`` are those that, by the order of earlier rounds, come before the call that the ranks
+    made instead.
+
+    If they made that call shortly before, as ``repeated_call``, they may have repeated it instead.
+    """
+    first = calls[0]
+    which = f"call {first.seq}"
+    if len(calls) > 1:
+        which = f"{len(calls)} calls from call {first.seq} on"
+    omission = f"skipped {which} ({format_call_short(first)})"
+    if repeated_call is None:
+        return omission
+    return f"{omission} or made call {repeated_call.seq} again"
+
+
+def describe_lone_exceptions(calls: Sequence[Call], reference_name: str, verb: str) -> str:
+    """``calls`` raised exceptions where those of the reference returned, and the script went on
+    after the first one.
+    """
+    first = calls[0]
+    return (
+        f"{verb} {_count_calls(len(calls))} behind {reference_name} since call {first.seq}"
+        f" ({format_call_short(first)}), which raised an exception there, after which its script"
+        " continued"
+    )
+
+
+def describe_failed_call(call: Call, exception: ExceptionInfo | None) -> str:
+    """A call that raised and may have ended the script."""
+    raised = "an exception" if exception is None else format_exception(exception)
+    return f"failed in call {call.seq} ({format_call_short(call)}) with {raised}"
+
+
+def _count_calls(count: int) -> str:
+    return "1 call" if count == 1 else f"{count} calls"

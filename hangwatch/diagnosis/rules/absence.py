@@ -1,0 +1,353 @@
+"""The verdict on ranks that others wait for, with the summary and the advice of its kind.
+
+MERGED: Messages on ranks that ended, are frozen, or whose host does not report.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+
+from hangwatch.model.calls import Site
+from hangwatch.model.groups import Group
+from hangwatch.model.kinds import KINDS, Severity, Timing, VerdictKind
+from hangwatch.model.ranks import Lifecycle, ThreadStack
+from hangwatch.model.verdicts import Verdict
+from hangwatch.stacks.frames import find_user_site
+from hangwatch.tracking.process import Process
+from hangwatch.tracking.process_parts import FreezeReason
+
+from ..context import (
+    DiagnosisContext,
+    find_blocking_user_thread,
+    find_last_site,
+    find_missing_call,
+    find_newest_sample,
+    get_op_name,
+    select_waits,
+)
+from ..graph.graph import WaitEdge
+from ..messages import (
+    describe_blocking_thread,
+    describe_not_entered,
+    describe_not_initialized,
+    describe_not_started,
+    describe_position,
+    describe_ranks,
+    describe_slow_ranks,
+    format_exception,
+    format_slow_rank_advice,
+    format_stack_advice,
+    format_startup_advice,
+    format_waiter_count,
+)
+from .chain_ends import is_in_phase
+
+
+def make_absence_verdict(
+    context: DiagnosisContext,
+    kind: VerdictKind,
+    culprits: tuple[int, ...],
+    waiting: set[int],
+    edge: WaitEdge,
+    began_at: float,
+    *,
+    due: bool,
+) -> Verdict:
+    """The verdict on ``culprits``, for which others wait; ``edge`` is one of these waits."""
+    blocking_thread = find_blocking_user_thread(context, culprits, began_at, edge.stream.group)
+    verdict = Verdict(
+        kind=kind,
+        severity=get_severity(context, kind, began_at),
+        culprits=culprits,
+        waiting=tuple(sorted(waiting)),
+        group=edge.stream.group,
+        seq=edge.wait.seq,
+        calls=find_missing_call(context, edge, waiting),
+        waits=select_waits(context, waiting),
+        began_at=began_at,
+        is_confirmed=due,
+        site=find_user_site(blocking_thread[1]) if blocking_thread is not None else None,
+    )
+    summary, advice = _make_messages(context, verdict, edge)
+    if blocking_thread is not None and kind is not VerdictKind.EXITED_RANK:
+        rank, thread = blocking_thread
+        subject = _name_blocking_thread(culprits, rank, thread)
+        summary = f"{summary}: {subject} is at {verdict.site}"
+    return replace(verdict, summary=summary, advice=advice)
+
+
+def get_severity(context: DiagnosisContext, kind: VerdictKind, began_at: float) -> Severity:
+    """Slow imports, image pulls and launchers make a start late without a fault."""
+    spec = KINDS[kind]
+    awaited_s = context.now - began_at
+    if spec.timing is Timing.AFTER_STALL_THEN_ALERT and awaited_s < context.limits.startup_after_s:
+        return Severity.WARNING
+    return spec.severity
+
+
+def _name_blocking_thread(culprits: tuple[int, ...], rank: int, thread: ThreadStack) -> str:
+    subject = f"rank {rank}" if len(culprits) > 1 else "it"
+    return describe_blocking_thread(subject, thread)
+
+
+def _make_messages(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> tuple[str, str]:
+    """The summary and the advice."""
+    return MESSAGE_MAKERS[verdict.kind](context, verdict, edge)
+
+
+def _make_startup_messages(
+    context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
+) -> tuple[str, str]:
+    processes = {rank: context.attempt.processes.get(rank) for rank in verdict.culprits}
+    waiter_count = len(verdict.waiting)
+    if edge.stream.group.is_declared:
+        op = get_op_name(edge.stream, edge.wait.seq)
+        summary = describe_not_started(verdict.culprits, waiter_count, op)
+    else:
+        process = processes[verdict.culprits[0]]
+        was_destroyed = process is not None and process.lifecycle is Lifecycle.DESTROYED
+        summary = describe_not_initialized(verdict.culprits, was_destroyed, waiter_count)
+    return summary, format_startup_advice(processes)
+
+
+def _make_exited_messages(
+    context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
+) -> tuple[str, str]:
+    process = context.attempt.processes.get(verdict.culprits[0])
+    has_ended = process is None or not process.is_alive
+    summary = describe_exited_ranks(
+        verdict.culprits,
+        has_ended,
+        len(verdict.waiting),
+        get_op_name(edge.stream, edge.wait.seq),
+        edge.stream.group,
+        edge.wait.seq,
+    )
+    return summary, format_exited_rank_advice(len(verdict.culprits) > 1)
+
+
+def _make_frozen_messages(
+    context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
+) -> tuple[str, str]:
+    process = context.attempt.processes[verdict.culprits[0]]
+    return describe_frozen_ranks(
+        verdict.culprits,
+        process.freeze_reason(context.now),
+        process.activity.state,
+        len(verdict.waiting),
+        get_op_name(edge.stream, edge.wait.seq),
+        has_stack=find_newest_sample(process, verdict.began_at) is not None,
+        last_site=find_last_site(process),
+    )
+
+
+def _make_lost_messages(
+    context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
+) -> tuple[str, str]:
+    process = context.attempt.processes[verdict.culprits[0]]
+    op = get_op_name(edge.stream, edge.wait.seq)
+    return describe_lost_node(process.host, verdict.culprits, len(verdict.waiting), op)
+
+
+def _make_slow_messages(
+    context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
+) -> tuple[str, str]:
+    process = context.attempt.processes[verdict.culprits[0]]
+    phase = None if process.phase is None else process.phase.name
+    op = get_op_name(edge.stream, edge.wait.seq)
+    summary = describe_slow_ranks(verdict.culprits, phase, len(verdict.waiting), op)
+    is_declared = is_in_phase(context, process)
+    return summary, format_slow_rank_advice(process, verdict.began_at, is_declared)
+
+
+def _make_missing_messages(
+    context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
+) -> tuple[str, str]:
+    waiter = edge.wait.rank if edge.stream.peer is not None else None
+    if edge.stream.peer is None:
+        # By position: whether their calls are equal may be unknown.
+        members = context.streams_by_group.get(edge.stream.group.key, {})
+        ranks_inside = tuple(
+            rank
+            for rank in verdict.waiting
+            if rank in members and members[rank].entered >= edge.wait.seq
+        )
+    else:
+        ranks_inside = verdict.calls[0].ranks if verdict.calls else ()
+    summary = describe_not_entered(
+        verdict.culprits,
+        get_op_name(edge.stream, edge.wait.seq),
+        edge.stream.group,
+        edge.wait.seq,
+        len(verdict.waiting),
+        waiter,
+        ranks_inside,
+    )
+    return summary, format_stack_advice(len(verdict.culprits) > 1)
+
+
+# By kind, what makes the summary and the advice: one entry for each of `KIND_PRECEDENCE`.
+MESSAGE_MAKERS: dict[
+    VerdictKind, Callable[[DiagnosisContext, Verdict, WaitEdge], tuple[str, str]]
+] = {
+    VerdictKind.EXITED_RANK: _make_exited_messages,
+    VerdictKind.FROZEN_RANK: _make_frozen_messages,
+    VerdictKind.LOST_NODE: _make_lost_messages,
+    VerdictKind.STARTUP_STALL: _make_startup_messages,
+    VerdictKind.MISSING_RANK: _make_missing_messages,
+    VerdictKind.SLOW_RANK: _make_slow_messages,
+}
+
+
+_CRASH_SIGNALS = (
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGABRT,
+    signal.SIGFPE,
+    signal.SIGILL,
+)
+
+
+def describe_exit(process: Process) -> str:
+    """How a process ended: ``was killed by SIGKILL`` or ``exited with status 1``."""
+    end = process.exit
+    if end is None:
+        return "is alive"
+    if process.exception is not None:  # it came before whatever ended the process
+        return f"raised {format_exception(process.exception)}"
+    if end.signal:
+        return f"was killed by {get_signal_name(end.signal)}"
+    if end.exit_status is None:
+        return "vanished"
+    return f"exited with status {end.exit_status}"
+
+
+def describe_death(process: Process) -> str:
+    """The summary for a rank that ended."""
+    summary = f"rank {process.rank} {describe_exit(process)}"
+    if process.exception is None or process.exception.site is None:
+        return summary
+    return f"{summary} at {process.exception.site}"
+
+
+def describe_timeout(process: Process, is_by_watchdog: bool) -> str:
+    """How a rank ended after it had waited for too long."""
+    if is_by_watchdog:
+        return f"rank {process.rank} was ended by its watchdog (SIGABRT)"
+    return f"the call timed out on rank {process.rank}"
+
+
+def get_signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def format_dead_rank_advice(
+    process: Process, independent_failures: tuple[Process, ...] | None
+) -> str:
+    """``independent_failures`` are other ranks with an exception that may be unrelated; None if it
+    is not known whether there are any.
+    """
+    if process.exception is not None:
+        return _format_exception_advice(independent_failures)
+    end = process.exit
+    if end is not None and end.signal == signal.SIGKILL:
+        return (
+            "SIGKILL usually comes from the kernel's out-of-memory killer or from scancel: check"
+            " dmesg and the host's memory."
+        )
+    if end is not None and end.signal in _CRASH_SIGNALS:
+        return (
+            "It crashed in native code: check its last lines on stderr, and enable core files"
+            " (ulimit -c unlimited)."
+        )
+    if end is not None and end.signal is None and end.exit_status is None:
+        return "Its node agent could not read its exit status: check its launcher's log."
+    return "Check its last lines on stderr: it ended before the other ranks."
+
+
+def _format_exception_advice(independent_failures: tuple[Process, ...] | None) -> str:
+    if independent_failures is None:
+        return "Its exception came first."
+    if not independent_failures:
+        return "Its exception came first; the errors of other ranks are consequences of it."
+    types = {p.exception.type for p in independent_failures if p.exception is not None}
+    raised = types.pop() if len(types) == 1 else "exceptions"
+    ranks = describe_ranks(tuple(p.rank for p in independent_failures))
+    return f"Its exception came first; {ranks} also raised {raised}, which may be unrelated."
+
+
+def describe_exited_ranks(
+    ranks: tuple[int, ...], has_ended: bool, waiter_count: int, op: str, group: Group, seq: int
+) -> str:
+    have = "have" if len(ranks) > 1 else "has"
+    did = "finished" if has_ended else "destroyed the process group"
+    return (
+        f"{describe_ranks(ranks)} {have} {did} while {format_waiter_count(waiter_count)} in {op}"
+        f" ({describe_position(group, seq)})"
+    )
+
+
+def format_exited_rank_advice(are_several: bool) -> str:
+    they = "they" if are_several else "it"
+    return (
+        f"The others made one more call than {they} did: look for uneven data or a loop that ends"
+        " early."
+    )
+
+
+def describe_frozen_ranks(
+    ranks: tuple[int, ...],
+    reason: FreezeReason | None,
+    state: str,
+    waiter_count: int,
+    op: str,
+    *,
+    has_stack: bool,
+    last_site: Site | None,
+) -> tuple[str, str]:
+    """The summary and the advice. ``state`` is the process state in /proc; ``last_site`` is the line
+    of the newest recorded call, which stands in for a stack.
+    """
+    condition, advice = _describe_freeze(reason, state, len(ranks) > 1)
+    if reason is FreezeReason.GIL_HELD and not has_stack:
+        after = "" if last_site is None else f", which was at {last_site}"
+        advice = (
+            "No Python code can run there, and no stack is known: look for a native call after the"
+            f" newest recorded call{after}."
+        )
+    summary = f"{describe_ranks(ranks)} {condition}; {format_waiter_count(waiter_count)} in {op}"
+    return summary, advice
+
+
+def _describe_freeze(reason: FreezeReason | None, state: str, are_several: bool) -> tuple[str, str]:
+    be, pronoun = ("are", "them") if are_several else ("is", "it")
+    if reason is FreezeReason.STOPPED and state == "t":
+        return f"{be} stopped by a debugger", f"Detach the debugger that traces {pronoun}."
+    if reason is FreezeReason.STOPPED:
+        return f"{be} stopped (SIGSTOP or job control)", f"Resume {pronoun} with kill -CONT."
+    if reason is FreezeReason.UNINTERRUPTIBLE:
+        blocked = "They are blocked" if are_several else "It is blocked"
+        advice = f"{blocked} in the kernel: check disks, network file systems and drivers."
+        return f"{be} in uninterruptible sleep", advice
+    stacks_show = "their stacks show" if are_several else "its stack shows"
+    return (
+        f"{be} running native code that holds the GIL",
+        f"No Python code can run there: {stacks_show} which native call does not return.",
+    )
+
+
+def describe_lost_node(
+    host: str, ranks: tuple[int, ...], waiter_count: int, op: str
+) -> tuple[str, str]:
+    """The summary and the advice."""
+    summary = (
+        f"host {host} with {describe_ranks(ranks)} no longer reports;"
+        f" {format_waiter_count(waiter_count)} in {op}"
+    )
+    advice = "Check that the host is up and its network works. Its last known state is shown here."
+    return summary, advice

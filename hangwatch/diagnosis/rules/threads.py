@@ -1,0 +1,157 @@
+"""Threads that are blocked in a group of their own, such as those that save checkpoints, while the
+training continues. Nothing else is delayed, so the awaited ranks are slow and not missing, until the
+limit for slow ranks.
+
+MERGED: Two threads of a rank that make calls on one group at the same time: their order is a matter of
+chance, and may differ from rank to rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from hangwatch.model.calls import Call, StreamKind
+from hangwatch.model.kinds import KINDS, VerdictKind
+from hangwatch.model.verdicts import CallClass, Verdict
+from hangwatch.stacks.frames import waits_for_communication
+from hangwatch.tracking.call_stream import CallStream
+
+from ..context import DiagnosisContext, EvidenceRequest, get_suspicion_delay_s
+from ..graph.graph import BlockedCall
+from ..messages import describe_position, describe_ranks, format_line
+from .absence import make_absence_verdict
+
+_QUIET_S = 2.0  # without a call
+_MAX_SAMPLED = 2  # waiting ranks, and as many awaited ones
+
+
+def diagnose_thread_waits(context: DiagnosisContext) -> None:
+    """One verdict for each set of ranks that threads have waited for as long as a stall."""
+    groups: dict[int, list[BlockedCall]] = {}
+    for blocked_calls in context.graph.thread_waits.values():
+        for blocked in blocked_calls:
+            groups.setdefault(id(blocked.awaited), []).append(blocked)
+    for blocked_calls in groups.values():
+        _diagnose_group(context, blocked_calls)
+
+
+def _diagnose_group(context: DiagnosisContext, blocked_calls: list[BlockedCall]) -> None:
+    first = min(blocked_calls, key=lambda blocked: blocked.began_at)
+    waiting = {blocked.rank for blocked in blocked_calls}
+    culprits = tuple(sorted(rank for rank in first.awaited if _is_free(context, rank)))
+    age_s = context.now - first.began_at
+    if not culprits or age_s < get_suspicion_delay_s(context.limits):
+        return
+    if context.explained_ranks.intersection({*waiting, *culprits}):
+        return
+    _request_samples(context, waiting, first.began_at)
+    _request_samples(context, culprits, first.began_at)
+    is_seen = any(_is_thread_waiting(context, blocked) for blocked in blocked_calls)
+    is_late = age_s >= context.limits.slow_limit_s
+    verdict = make_absence_verdict(
+        context,
+        VerdictKind.MISSING_RANK if is_late else VerdictKind.SLOW_RANK,
+        culprits,
+        waiting,
+        first.make_edge(culprits[0]),
+        first.began_at,
+        due=is_seen and age_s >= context.limits.stall_after_s,
+    )
+    context.verdicts.append(verdict)
+    context.explained_ranks |= {*culprits, *waiting}
+
+
+def _is_free(context: DiagnosisContext, rank: int) -> bool:
+    """Whether it reports, and waits for no rank itself."""
+    process = context.attempt.processes.get(rank)
+    return (
+        process is not None
+        and process.is_alive
+        and rank not in context.graph.silent_ranks
+        and rank not in context.graph.blocked_calls
+        and rank not in context.graph.stuck_streams
+    )
+
+
+def _request_samples(context: DiagnosisContext, ranks: Collection[int], since: float) -> None:
+    """Requests one sample of some of the ranks since the wait began: they are at work. Once a rank
+    makes no more calls, another one shows whether it waits for its thread.
+    """
+    for rank in sorted(ranks)[:_MAX_SAMPLED]:
+        process = context.attempt.processes[rank]
+        is_quiet = context.now - process.newest_call_at >= _QUIET_S
+        needed_since = max(since, process.newest_call_at) if is_quiet else since
+        if all(sample.taken_at < needed_since for sample in process.samples):
+            context.requests.append(EvidenceRequest(rank=rank, stacks=True))
+
+
+def _is_thread_waiting(context: DiagnosisContext, blocked: BlockedCall) -> bool:
+    """Whether a stack shows the wait, in another thread than the one of the newest call. The Works
+    of some backends never report that they are complete.
+    """
+    for sample in context.attempt.processes[blocked.rank].samples:
+        if sample.taken_at < blocked.began_at:
+            continue
+        caller = sample.find_caller(blocked.stream)
+        if (
+            caller is not None
+            and caller.call_recency
+            and blocked.stream.uid in caller.called_uids
+            and waits_for_communication(caller)
+        ):
+            return True
+    return False
+
+
+def diagnose_concurrent_use(context: DiagnosisContext) -> None:
+    """One warning for each group, for all ranks with concurrent calls."""
+    for key in context.attempt.concurrent_groups:
+        members = context.streams_by_group[key]
+        shared = {
+            rank: stream
+            for rank, stream in members.items()
+            if stream.concurrent_calls and stream.kind is StreamKind.COLLECTIVE
+        }
+        if shared:
+            context.verdicts.append(_make_verdict(members, shared))
+
+
+def _make_verdict(members: dict[int, CallStream], shared: dict[int, CallStream]) -> Verdict:
+    """``shared`` are the members whose streams have concurrent calls."""
+    culprits = set(shared)
+    culprits.update(rank for rank, stream in members.items() if _count_threads(stream) > 1)
+    first_rank = min(shared, key=lambda rank: (shared[rank].concurrent_at, rank))
+    stream = shared[first_rank]
+    calls = stream.concurrent_calls
+    newest_call = calls[-1]
+    return Verdict(
+        kind=VerdictKind.CONCURRENT_USE,
+        severity=KINDS[VerdictKind.CONCURRENT_USE].severity,
+        culprits=tuple(sorted(culprits)),
+        waiting=(),
+        group=stream.group,
+        seq=newest_call.seq,
+        calls=tuple(CallClass(ranks=(first_rank,), call=call) for call in calls),
+        began_at=stream.concurrent_at,
+        summary=(
+            f"two threads of {describe_ranks(tuple(sorted(culprits)))} make calls on one"
+            f" group at the same time{_format_lines(calls)}"
+            f" ({describe_position(stream.group, newest_call.seq)})"
+        ),
+        advice=(
+            "Give each thread its own process group (new_group), or let one thread make all calls:"
+            " the order of calls from two threads is a matter of chance, and if it differs between"
+            " ranks, they mismatch or hang."
+        ),
+        site=newest_call.site,
+    )
+
+
+def _format_lines(calls: Iterable[Call]) -> str:
+    """The lines of the calls, as ``, at train.py:7 and train.py:9``."""
+    lines = dict.fromkeys(format_line(c.site) for c in calls if c.site is not None)
+    return f", at {' and '.join(lines)}" if lines else ""
+
+
+def _count_threads(stream: CallStream) -> int:
+    return len({call.thread for call in stream.calls.values() if call.thread})

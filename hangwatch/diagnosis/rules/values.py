@@ -1,0 +1,261 @@
+"""Where NaN or Inf entered a job: the first call that carried any, and the ranks whose input had
+them.
+
+Ranks that received them from that call are not culprits.
+
+MERGED: Results that must be equal on every rank of a group and are not, found by the checksums of
+sampled calls.
+"""
+
+from __future__ import annotations
+
+from hangwatch.model.calls import Call
+from hangwatch.model.groups import Group
+from hangwatch.model.kinds import KINDS, VerdictKind
+from hangwatch.model.operators import OPERATIONS
+from hangwatch.model.ranks import format_ranks
+from hangwatch.model.verdicts import CallClass, Verdict
+from hangwatch.tracking.call_stream import CallWindow
+from hangwatch.tracking.checks import (
+    CheckResults,
+    ChecksumComparison,
+    NonfiniteCall,
+    ReplicaChecksums,
+)
+
+from ..context import DiagnosisContext, EvidenceRequest
+from ..messages import describe_position, describe_ranks, format_call
+
+# A report that comes this much later includes everything that preceded the first one.
+_REPORT_MARGIN_S = 0.3
+_MAX_NONFINITE_WAIT_S = 8.0  # for ranks that do not report
+
+
+def diagnose_nonfinite(context: DiagnosisContext) -> None:
+    """One warning for a job."""
+    checks = context.attempt.checks
+    if checks.unscaled.is_ongoing(context.now) and checks.unscaled.calls:
+        first = _find_first_call(list(checks.unscaled.calls.values()))
+        _add_nonfinite_verdict(context, first, rounds_affected=0)
+    elif checks.persistent.is_ongoing(context.now) and checks.persistent.calls:
+        persistent = _find_first_call(list(checks.persistent.calls.values()))
+        first = _find_streak_start(checks, persistent)
+        _add_nonfinite_verdict(context, first, rounds_affected=persistent.first_report.rounds)
+
+
+def _find_first_call(calls: list[NonfiniteCall]) -> NonfiniteCall:
+    """The earliest call by the clock; within its group the calls' numbers are more reliable."""
+    earliest = min(calls, key=lambda call: call.entered_at)
+    in_same_stream = [
+        call
+        for call in calls
+        if (call.group.key, call.channel) == (earliest.group.key, earliest.channel)
+    ]
+    return min(in_same_stream, key=lambda call: call.seq)
+
+
+def _find_streak_start(checks: CheckResults, nonfinite_call: NonfiniteCall) -> NonfiniteCall:
+    """The first call of a streak, from a later call that was reported as part of it."""
+    group, first_seq = nonfinite_call.group, nonfinite_call.first_report.first
+    key = (group.key, first_seq, nonfinite_call.channel)
+    return checks.scaled.calls.get(key, nonfinite_call)
+
+
+def _add_nonfinite_verdict(
+    context: DiagnosisContext, nonfinite_call: NonfiniteCall, rounds_affected: int
+) -> None:
+    call = nonfinite_call.first_report.call
+    culprits = tuple(sorted(nonfinite_call.input_ranks))
+    if culprits:
+        summary, advice = _describe_input(nonfinite_call, culprits)
+    else:
+        summary, advice = _describe_output(nonfinite_call)
+    if rounds_affected:
+        summary += f"; none of the last {rounds_affected} rounds of training was free of them"
+        advice += " Loss scaling skips every step for as long as this continues."
+    ranks = culprits or tuple(sorted(nonfinite_call.output_ranks))
+    waited_s = context.now - nonfinite_call.reported_at
+    context.verdicts.append(
+        Verdict(
+            kind=VerdictKind.NONFINITE,
+            severity=KINDS[VerdictKind.NONFINITE].severity,
+            culprits=culprits,
+            waiting=(),
+            group=nonfinite_call.group,
+            seq=nonfinite_call.seq,
+            differing_fields=("input" if culprits else "output",),
+            calls=(CallClass(ranks=ranks, call=call),) if call is not None else (),
+            began_at=nonfinite_call.entered_at,
+            is_confirmed=waited_s > _MAX_NONFINITE_WAIT_S
+            or _have_all_reported(context, nonfinite_call),
+            summary=summary,
+            advice=advice,
+            site=call.site if call is not None else None,
+        )
+    )
+
+
+def _have_all_reported(context: DiagnosisContext, nonfinite_call: NonfiniteCall) -> bool:
+    """Whether every live rank has reported since, and with it any earlier NaN or Inf."""
+    reported_by = nonfinite_call.reported_at + _REPORT_MARGIN_S
+    return all(
+        process.reports.last_seen_at >= reported_by
+        for process in context.attempt.processes.values()
+        if process.is_alive
+    )
+
+
+def _describe_values(nonfinite_call: NonfiniteCall) -> str:
+    """``NaN``, ``Inf`` or both."""
+    report = nonfinite_call.first_report
+    return " and ".join(name for name, count in (("NaN", report.nan), ("Inf", report.inf)) if count)
+
+
+def _describe_position(nonfinite_call: NonfiniteCall) -> str:
+    return describe_position(nonfinite_call.group, nonfinite_call.seq)
+
+
+def _describe_input(nonfinite_call: NonfiniteCall, culprits: tuple[int, ...]) -> tuple[str, str]:
+    """The summary and the advice if ranks are known whose input had such values."""
+    op = format_call(nonfinite_call.first_report.call)
+    summary = (
+        f"{describe_ranks(culprits)} put {_describe_values(nonfinite_call)} into {op}"
+        f" ({_describe_position(nonfinite_call)}), the first call that carried any"
+    )
+    if len(culprits) == 1:
+        advice = (
+            "Check what it computed before this call: its batch, its loss and its memory. The other"
+            " ranks received theirs from this call."
+        )
+    else:
+        advice = (
+            "Several ranks did so at this position: check what they share, such as the parameters,"
+            " the learning rate or the loss."
+        )
+    return summary, f"{advice} torch.autograd.set_detect_anomaly(True) names the operation."
+
+
+def _describe_output(nonfinite_call: NonfiniteCall) -> tuple[str, str]:
+    """The summary and the advice if only the result had such values."""
+    call = nonfinite_call.first_report.call
+    dtype = call.signature.dtype if call is not None else None
+    summary = (
+        f"the result of {format_call(call)} ({_describe_position(nonfinite_call)})"
+        f" contains {_describe_values(nonfinite_call)} in {dtype or 'its type'}, although no rank's"
+        " input is known to contain any"
+    )
+    advice = (
+        "The sum over the ranks exceeds the range of this type (divide before reducing, or reduce"
+        " in a wider type), or the values came from a rank that runs without HANGWATCH_CHECKS."
+    )
+    return summary, advice
+
+
+_MAX_REPLICA_WAIT_S = 2.0  # for members that have not reported yet
+_MAX_CALL_WAIT_S = 3.0  # for the line of the call
+_MAX_REQUESTED_RANKS = 4  # of each side
+_MAX_SIDES_SHOWN = 4
+
+_Side = tuple[int, ...]  # ranks with the same result
+
+
+def diagnose_replica_divergence(context: DiagnosisContext) -> None:
+    """One warning for each group, for the first call that is known to differ."""
+    for checksums in context.attempt.checks.iter_differing():
+        members = context.streams_by_group.get(checksums.group.key, {})
+        # The calls of two threads have no common order on all ranks, so they cannot be compared.
+        if any(stream.concurrent_calls for stream in members.values()):
+            continue
+        first = checksums.differing[min(checksums.differing)]
+        context.verdicts.append(_make_verdict(context, checksums, first))
+
+
+def _make_verdict(
+    context: DiagnosisContext, checksums: ReplicaChecksums, comparison: ChecksumComparison
+) -> Verdict:
+    group, seq = checksums.group, comparison.seq
+    sides = [tuple(sorted(ranks)) for ranks in comparison.ranks_by_checksum.values()]
+    sides.sort(key=lambda ranks: (-len(ranks), ranks))
+    classes: list[CallClass] = []
+    for side in sides:
+        call = _find_or_request_call(context, group, side, seq)
+        if call is not None:
+            classes.append(CallClass(ranks=side, call=call))
+    correct = _find_correct_side(group, sides, classes[0].call if classes else None)
+    outliers = tuple(sorted(rank for side in sides if side != correct for rank in side))
+    outlier_call = next((c.call for c in classes if set(c.ranks) <= set(outliers)), None)
+    waited_s = context.now - comparison.differs_at
+    have_all_reported = sum(map(len, sides)) == len(group.ranks)
+    has_all_calls = len(classes) == len(sides)
+    return Verdict(
+        kind=VerdictKind.REPLICA_DIVERGENCE,
+        severity=KINDS[VerdictKind.REPLICA_DIVERGENCE].severity,
+        culprits=outliers,
+        waiting=(),
+        group=group,
+        seq=seq,
+        calls=tuple(classes),
+        began_at=comparison.differs_at,
+        is_confirmed=(have_all_reported or waited_s > _MAX_REPLICA_WAIT_S)
+        and (has_all_calls or waited_s > _MAX_CALL_WAIT_S),
+        summary=(
+            f"{_describe_difference(sides, correct, outliers, outlier_call)}"
+            f" ({describe_position(group, seq)})"
+        ),
+        advice=_format_advice(outliers, is_certain=correct is not None),
+        site=outlier_call.site if outlier_call is not None else None,
+    )
+
+
+def _find_or_request_call(
+    context: DiagnosisContext, group: Group, side: _Side, seq: int
+) -> Call | None:
+    """The call as one rank of the side made it; requests it from some of them if it is unknown."""
+    members = context.streams_by_group.get(group.key, {})
+    streams = {rank: members[rank] for rank in side if rank in members}
+    for stream in streams.values():
+        if seq in stream.calls:
+            return stream.calls[seq]
+    window = CallWindow(seq, seq)
+    not_fetched = [rank for rank, stream in streams.items() if not stream.has_answered(window)]
+    for rank in not_fetched[:_MAX_REQUESTED_RANKS]:
+        context.requests.append(EvidenceRequest.for_calls(rank, streams[rank], window))
+    return None
+
+
+def _find_correct_side(group: Group, sides: list[_Side], call: Call | None) -> _Side | None:
+    """The majority; on a tie, the side with the root of a broadcast; otherwise None."""
+    if len(sides[0]) > len(sides[1]):
+        return sides[0]
+    if call is None:
+        return None
+    spec = OPERATIONS.get(call.signature.op)
+    root = call.signature.root
+    if spec is None or not spec.root_is_source or root is None:
+        return None
+    if not 0 <= root < len(group.ranks):
+        return None
+    return next((side for side in sides if group.ranks[root] in side), None)
+
+
+def _describe_difference(
+    sides: list[_Side], correct: _Side | None, outliers: tuple[int, ...], call: Call | None
+) -> str:
+    op = format_call(call)
+    if correct is None:
+        all_ranks = " and ".join(format_ranks(side) for side in sides[:_MAX_SIDES_SHOWN])
+        return f"ranks {all_ranks} got different results from {op}"
+    return (
+        f"{describe_ranks(outliers)} got a different result from {op} than"
+        f" {describe_ranks(correct)}"
+    )
+
+
+def _format_advice(outliers: tuple[int, ...], is_certain: bool) -> str:
+    hosts = f"host of {describe_ranks(outliers)}" if is_certain else "hosts"
+    return (
+        "The bytes of what they received from the same call differ. Possible causes: output tensors"
+        " that share memory, memory, a network or a device that corrupts data, or a backend that is"
+        " wrong or never wrote this buffer. The replicas are no longer equal: test the"
+        f" {hosts}, and continue from an earlier checkpoint."
+    )

@@ -1,0 +1,314 @@
+"""Loads pickles of plain data only: dicts, lists, tuples, strings, numbers. A pickle that could
+import or call something is rejected.
+
+All opcodes are checked before any is executed. Only the opcodes of the stdlib's ``pickletools`` that
+build plain data are allowed, with arguments that fit into the file. Then Python's own unpickler,
+which is fast, loads the pickle.
+
+MERGED: Rejects pickles of tuples that share tuples. A tuple in a dictionary's key is hashed while it is
+loaded, which visits what it holds as often as it is reached: a few hundred bytes can take for ever.
+
+MERGED: Validates numbers and names from untrusted data. Pure.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import re
+from collections.abc import Collection
+from typing import Any
+
+MAX_PICKLE_BYTES = 1 << 27  # a dump of 100,000 calls with their stacks takes about 40 MB
+MAX_VALUES = 1 << 24  # such a dump has 7 million
+
+_LINE_OPCODES = rb"I-?\d{1,20}\n|L-?\d{1,20}L?\n|F[-+.\deinfaINFA]{1,40}\n|V[^\n]*\n|S[^\n]*\n|g\d{1,9}\n|p\d{1,7}\n"
+_FIXED_OPCODES = rb"[N\x88\x89\]})(aesuld\x94]|[Khq\x80].|M..|[Jj]....|[G\x95].{8}"
+_LONG_OPCODE = rb"\x8a(?:" + b"|".join(b"[%c]" % n + b"." * n for n in range(10)) + rb")"
+# The unpickler allocates the memo up to the largest index. A valid index is smaller than the file,
+# which has at least one byte for each entry. The keys are the bits of the file's size.
+_MEMO_INDEX_OPCODES = {
+    16: rb"r..\x00\x00",
+    20: rb"r..[\x00-\x0f]\x00",
+    24: rb"r...\x00",
+    28: rb"r...[\x00-\x0f]",
+}
+# The number of opcodes in a match is limited, because a longer match needs more memory to backtrack.
+_OPCODE_RUNS = {
+    bits: re.compile(
+        b"(?:" + b"|".join([_FIXED_OPCODES, index, _LONG_OPCODE, _LINE_OPCODES]) + b"){0,256}",
+        re.DOTALL,
+    )
+    for bits, index in _MEMO_INDEX_OPCODES.items()
+}
+# Opcodes of strings, by the size of the length that precedes the string.
+_LENGTH_PREFIX_BYTES = {
+    b"X": 4,
+    b"\x8c": 1,
+    b"\x8d": 8,
+    b"U": 1,
+    b"T": 4,
+    b"C": 1,
+    b"B": 4,
+}
+_ARGUMENT_BYTES = {
+    b"K": 1,
+    b"h": 1,
+    b"q": 1,
+    b"\x80": 1,
+    b"M": 2,
+    b"J": 4,
+    b"j": 4,
+    b"r": 4,
+    b"G": 8,
+    b"\x95": 8,
+}
+_TUPLE_OPCODES = (b"t", b"\x85", b"\x86", b"\x87")  # torch writes none
+_LINE_ARGUMENT_OPCODES = frozenset({b"I", b"L", b"F", b"V", b"S", b"g", b"p"})
+_IMPORT_OPCODES = (b"c", b"i")  # followed by a module and a name, each on its own line
+_EXTERNAL_OPCODES = {
+    b"P": "persistent id", b"Q": "persistent id",
+    b"\x82": "extension registry", b"\x83": "extension registry", b"\x84": "extension registry",
+}  # fmt: skip
+_CALL_OPCODES = (b"R", b"o", b"b", b"\x81", b"\x92")
+
+
+class NotPlainError(Exception):
+    """The bytes are not a pickle of plain data. No part of them was executed."""
+
+
+class HostileError(NotPlainError):
+    """The pickle would import or call something."""
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Rejects all imports. This is a second line of defence after `_check_opcodes`."""
+        raise HostileError(_format_refusal(f"import {module}.{name}"))
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise HostileError("it refers to an external object, as no dump does")
+
+
+def safe_loads(data: bytes) -> object:
+    """Loads a pickle of plain data. Raises HostileError if it would import or call something, and
+    NotPlainError if it is not a pickle of plain data.
+    """
+    has_tuples = _check_opcodes(data)
+    try:
+        if has_tuples:
+            check_tuples(data)
+        value = _PlainUnpickler(io.BytesIO(data)).load()
+        if count_values(value) > MAX_VALUES:
+            raise NotPlainError(
+                f"it has more than {MAX_VALUES >> 20} million values, as no dump has"
+            )
+        return value
+    except NotPlainError:
+        raise
+    # Invalid bytes make the unpickler raise many kinds of errors, MemoryError among them.
+    except Exception as error:
+        raise NotPlainError(
+            f"it cannot be read as a pickle: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_opcodes(data: bytes) -> bool:
+    """Whether it has tuples. Raises NotPlainError at the first opcode that does more than build plain
+    data, or that is incomplete.
+    """
+    has_tuples = False
+    if len(data) > MAX_PICKLE_BYTES:
+        raise NotPlainError(f"it is larger than {MAX_PICKLE_BYTES >> 20} MiB, as no dump is")
+    run = next(pattern for bits, pattern in _OPCODE_RUNS.items() if len(data) < 1 << bits)
+    at = 0
+    last_strings = (b"", b"")
+    while True:
+        match = run.match(data, at)
+        assert match is not None  # the pattern also matches the empty string
+        has_matched = match.end() > at
+        at = match.end()
+        operation = data[at : at + 1]
+        if operation == b".":
+            return has_tuples
+        if (size := _LENGTH_PREFIX_BYTES.get(operation)) is not None:
+            start = at + 1 + size
+            at = start + int.from_bytes(data[at + 1 : start], "little")
+            if start > len(data) or at > len(data):
+                raise NotPlainError(
+                    "it cannot be read as a pickle: it is cut off in a string, or the length of a"
+                    " string is wrong"
+                )
+            last_strings = (last_strings[1], data[start : min(at, start + 100)])
+        elif operation in _TUPLE_OPCODES:
+            has_tuples = True
+            at += 1
+        elif not has_matched:
+            raise _build_refusal(data, at, last_strings)
+
+
+def _build_refusal(data: bytes, at: int, last_strings: tuple[bytes, bytes]) -> NotPlainError:
+    """The error for the opcode at ``at``, which is not allowed or incomplete."""
+    operation = data[at : at + 1]
+    if not operation:
+        return NotPlainError("it cannot be read as a pickle: it is cut off")
+    if not data.startswith(b"\x80") and not data.endswith(b"."):
+        return NotPlainError("it is neither a pickle nor JSON")
+    if operation in _IMPORT_OPCODES:
+        names = data[at + 1 : at + 203].split(b"\n")[:2]
+        return HostileError(_format_refusal(f"import {_join_names(*names)}"))
+    if operation == b"\x93":
+        return HostileError(_format_refusal(f"import {_join_names(*last_strings)}"))
+    if operation in _CALL_OPCODES:
+        return HostileError(_format_refusal("call or build an object"))
+    if operation in _EXTERNAL_OPCODES:
+        return HostileError(
+            f"it refers to an external object ({_EXTERNAL_OPCODES[operation]}), as no dump does: it"
+            " was not executed"
+        )
+    if _is_argument_cut(data, at):
+        return NotPlainError("it cannot be read as a pickle: it is cut off")
+    return NotPlainError(f"it cannot be read as a pickle of plain data: byte {at} is {operation!r}")
+
+
+def _is_argument_cut(data: bytes, at: int) -> bool:
+    """Whether the data ends within the argument of the opcode at ``at``."""
+    operation = data[at : at + 1]
+    start = at + 1
+    remaining = len(data) - start
+    if operation in _LINE_ARGUMENT_OPCODES:
+        return data.find(b"\n", start) < 0
+    if operation == b"\x8a":  # an integer, after its size in one byte
+        return remaining == 0 or remaining < 1 + data[start]
+    return remaining < _ARGUMENT_BYTES.get(operation, 0)
+
+
+def _join_names(*names: bytes) -> str:
+    return ".".join(name.decode("utf-8", "replace") for name in names)
+
+
+def _format_refusal(action: str) -> str:
+    return f"it would {action}, as no dump does: it was not executed. Do not trust its source"
+
+
+MAX_WEIGHT = 10_000  # values that hashing a tuple may visit
+
+_PUTS = frozenset(("BINPUT", "LONG_BINPUT", "PUT"))
+_GETS = frozenset(("BINGET", "LONG_BINGET", "GET"))
+_TUPLE_SIZES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_MARK = -1
+
+
+def check_tuples(data: bytes) -> None:
+    """Follows the opcodes with the weight of each value, without building any. The opcodes must be
+    those of plain data. Raises ValueError for a tuple of more than `MAX_WEIGHT` values, and IndexError,
+    KeyError or ValueError for an invalid pickle.
+    """
+    stack: list[int] = []
+    memo: dict[int, int] = {}
+    for opcode, argument, _ in pickletools.genops(data):
+        name = opcode.name
+        index = argument if isinstance(argument, int) else -1
+        if name == "MARK":
+            stack.append(_MARK)
+        elif name in _GETS:
+            stack.append(memo[index])
+        elif name in _PUTS:
+            memo[index] = stack[-1]
+        elif name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif name == "TUPLE" or name in _TUPLE_SIZES:
+            stack.append(_weigh(_pop_items(stack, _TUPLE_SIZES.get(name))))
+        elif name in ("LIST", "DICT"):
+            _pop_items(stack, None)
+            stack.append(1)
+        elif name in ("APPENDS", "SETITEMS"):
+            _pop_items(stack, None)
+        elif name == "APPEND":
+            _pop_items(stack, 1)
+        elif name == "SETITEM":
+            _pop_items(stack, 2)
+        elif opcode.stack_after:  # it pushes a number, a text or an empty container
+            stack.append(1)
+
+
+def _pop_items(stack: list[int], count: int | None) -> list[int]:
+    """The topmost values; None: those above the mark, which is popped as well."""
+    if count is not None:
+        items = [stack.pop() for _ in range(count)]
+        if _MARK in items:
+            raise ValueError("a mark where a value should be")
+        return items
+    items = []
+    while (weight := stack.pop()) != _MARK:
+        items.append(weight)
+    return items
+
+
+def _weigh(items: list[int]) -> int:
+    weight = 1 + sum(items)
+    if weight > MAX_WEIGHT:
+        raise ValueError(f"a tuple of more than {MAX_WEIGHT:,} values, as no dump has")
+    return weight
+
+
+_MAX_TEXT_CHARS = 4096
+
+
+def parse_int(value: object) -> int:
+    """An integer, also from text or an integral float. Raises TypeError or ValueError for other
+    values and for more than 64 bits.
+    """
+    if (isinstance(value, str) and len(value) <= 20) or (
+        isinstance(value, float) and value.is_integer()
+    ):
+        value = int(value)
+    if not isinstance(value, int):
+        raise TypeError(f"a {type(value).__name__} where a number should be")
+    if not -(1 << 63) <= value < 1 << 63:
+        raise ValueError("a number of more than 64 bits")
+    return value
+
+
+def parse_text(value: object) -> str:
+    """A string, truncated to 4,096 characters. Raises TypeError for other types."""
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__} where text should be")
+    return value[:_MAX_TEXT_CHARS]
+
+
+def count_values(value: object) -> int:
+    """How many values nested containers hold, each as often as it is reached: shared containers of
+    a few bytes can hold more than any program could visit. Takes time proportional to the number of
+    different containers and their items.
+    """
+    counts: dict[int, int] = {}
+    pending = [value]
+    while pending:
+        container = pending[-1]
+        if id(container) in counts:
+            pending.pop()
+            continue
+        items = [item for item in _list_items(container) if isinstance(item, _CONTAINERS)]
+        unknown = [item for item in items if id(item) not in counts]
+        if unknown:
+            # Of a container that contains itself, the count would be infinite.
+            if counts.get(-id(container)) is not None:
+                raise ValueError("a container contains itself")
+            counts[-id(container)] = 0
+            pending += unknown
+            continue
+        leaves = len(_list_items(container)) - len(items)
+        counts[id(container)] = 1 + leaves + sum(counts[id(item)] for item in items)
+        pending.pop()
+    return counts[id(value)]
+
+
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+
+
+def _list_items(container: object) -> Collection[object]:
+    if isinstance(container, dict):
+        return [*container, *container.values()]
+    return container if isinstance(container, _CONTAINERS) else ()

@@ -1,0 +1,481 @@
+"""Applies what a heartbeat reports about one process to the process and its attempt. Pure.
+
+Times are in seconds on the server's monotonic clock.
+
+MERGED: Applies the stream updates of a heartbeat to a process and its attempt. Pure.
+
+Times are in seconds on the server's monotonic clock.
+
+MERGED: Applies what a heartbeat reports of a process's device to the streams of the process. Pure.
+
+MERGED: A process with the attempt that it belongs to, and how urgent its next report is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from sys import intern
+
+from hangwatch.model.calls import Call, Loss, LossReason
+from hangwatch.model.limits import MIN_WAIT_S, STOPPED_STATES
+from hangwatch.model.ranks import Lifecycle
+from hangwatch.model.verdicts import DeviceProgress
+from hangwatch.protocol import heartbeat
+from hangwatch.protocol.heartbeat import DeviceStatus
+
+from .attempt import Attempt
+from .call_stream import (
+    CALLS_KEPT,
+    FINISHED_CALLS_KEPT,
+    LAST_CALLS_KEPT,
+    MAX_URGENT_SUSPECTS,
+    NEWEST_KEPT,
+    SMALL_JOB_RANKS,
+    CallStream,
+    CallWindow,
+    DivergenceBounds,
+)
+from .foreign_groups import ForeignGroups
+from .process import IDLE_AFTER_S, Process, StackSample
+from .process_parts import MessageMark, Phase, ProcessActivity, RecorderHealth
+
+SAMPLES_KEPT_PER_PROCESS = 4
+
+
+def apply_process_update(
+    tracked: TrackedProcess, update: heartbeat.ProcessUpdate, now: float
+) -> bool:
+    """Applies a full update; False if it mentions a stream that is unknown."""
+    process, attempt = tracked.process, tracked.attempt
+    if update.identity is not None:
+        attempt.replace_identity(process, _share_texts(update.identity))
+    process.reports.last_seen_at = process.reports.updated_at = now
+    if attempt.last_seen_at != now:
+        attempt.mark_seen(now)
+    if update.lifecycle != process.lifecycle:
+        attempt.has_initialised |= update.lifecycle >= Lifecycle.INITIALISING
+        process.lifecycle = Lifecycle(min(max(update.lifecycle, 0), int(Lifecycle.EXITING)))
+    process.step = update.step
+    if update.phase is not None or process.phase is not None:
+        _apply_phase(process, update, now)
+    _apply_activity(process.activity, update, now)
+    if update.ended is not None or update.raised is not None or update.flight_file is not None:
+        _apply_ending(process, update, now, attempt.foreign_groups)
+    health = process.recorder
+    if update.dropped != health.dropped or update.faults != health.faults:
+        process.recorder = RecorderHealth(update.dropped, update.faults)
+    process.device_setting = update.device_setting
+    is_without_ring = update.lifecycle == Lifecycle.ALIVE and update.ended is None
+    if is_without_ring and process.streams and process.is_alive:
+        _record_lost_ring(tracked)
+    all_known = _apply_streams(tracked, update, now)
+    for uid in update.closed:
+        attempt.close_stream(process, uid)
+    process.opened_streams = max(process.opened_streams, update.opened)
+    if process.misses_streams and tracked.holds_rank:
+        attempt.incomplete_ranks.add(process.rank)
+    else:
+        attempt.incomplete_ranks.discard(process.rank)
+    if update.device:
+        apply_device_statuses(attempt, process, update.device, now)
+    if update.sequences or update.device or update.closed:
+        _refresh_streams(tracked)
+    if (update.checksums or update.nonfinite) and tracked.holds_rank:
+        process.overflows = max(process.overflows, update.overflows)
+        attempt.checks.apply_update(process, update, now)
+    return all_known
+
+
+def _share_texts(identity: heartbeat.ProcessIdentity) -> heartbeat.ProcessIdentity:
+    """Gives it texts that equal ones of other processes share, and returns it. Nearly all processes
+    of a job have the same.
+    """
+    for name in ("job", "python", "torch", "program", "master"):
+        object.__setattr__(identity, name, intern(getattr(identity, name)))
+    return identity
+
+
+def apply_terse_update(
+    tracked: TrackedProcess, update: heartbeat.ProcessUpdate, now: float
+) -> bool:
+    """Applies the stream updates of a brief heartbeat; False if a stream is unknown.
+
+    The process makes progress: in streams that are not mentioned it may be further than is known.
+    """
+    all_known = _apply_streams(tracked, update, now)
+    _refresh_streams(tracked)
+    tracked.attempt.update_suspects(tracked.process)
+    return all_known
+
+
+def _refresh_streams(tracked: TrackedProcess) -> None:
+    process, attempt = tracked.process, tracked.attempt
+    process.refresh_streams()
+    if process.newest_call_at > attempt.newest_call_at:
+        attempt.newest_call_at = process.newest_call_at
+
+
+def _apply_streams(tracked: TrackedProcess, update: heartbeat.ProcessUpdate, now: float) -> bool:
+    all_known = True
+    losses = _parse_losses(update)
+    for uid in losses.keys() & tracked.process.streams.keys():
+        tracked.attempt.record_loss(tracked.process, tracked.process.streams[uid], losses[uid])
+    for stream_update in update.sequences:
+        all_known &= apply_stream_update(
+            tracked.attempt, tracked.process, stream_update, losses, now
+        )
+    return all_known
+
+
+def _parse_losses(update: heartbeat.ProcessUpdate) -> dict[int, Loss]:
+    """By stream uid."""
+    return {
+        uid: Loss(from_seq, LossReason.from_number(reason))
+        for uid, from_seq, reason in update.losses
+    }
+
+
+def _record_lost_ring(tracked: TrackedProcess) -> None:
+    """Its positions are those before its ring could no longer be read."""
+    tracked.process.has_lost_ring = True
+    for stream in tracked.process.streams.values():
+        loss = Loss(stream.entered + 1, LossReason.UNREADABLE)
+        tracked.attempt.record_loss(tracked.process, stream, loss)
+
+
+def _apply_phase(process: Process, update: heartbeat.ProcessUpdate, now: float) -> None:
+    if update.phase is not None:
+        process.phase = Phase(
+            name=update.phase, began_at=now - update.phase_s, limit_s=update.phase_limit_s
+        )
+    else:
+        process.phase = None
+
+
+def _apply_activity(activity: ProcessActivity, update: heartbeat.ProcessUpdate, now: float) -> None:
+    activity.pulse_at = None if update.pulse_s is None else now - update.pulse_s
+    if activity.state != update.state:
+        activity.state, activity.state_since = update.state, now
+    activity.last_active_at = now - update.idle_s
+    activity.cpu_s = update.cpu_s
+
+
+def _apply_ending(
+    process: Process,
+    update: heartbeat.ProcessUpdate,
+    now: float,
+    foreign_groups: ForeignGroups,
+) -> None:
+    """Records the exception and the exit. The first report of each is kept."""
+    if update.raised is not None and process.exception is None:
+        process.exception, process.exception_at = update.raised, now - update.raised_s
+    if update.ended is not None and process.exit is None:
+        process.exit, process.exited_at = update.ended, now - update.ended_s
+        foreign_groups.mark_changed(process)
+    if update.flight_file is not None:
+        process.flight_file = update.flight_file
+
+
+def add_sample(process: Process, reply: heartbeat.StackReply, now: float) -> None:
+    """Adds the stacks that a node agent took; only the newest samples are kept."""
+    sample = StackSample.from_reply(reply, now)
+    process.samples = (*process.samples, sample)[-SAMPLES_KEPT_PER_PROCESS:]
+
+
+def apply_calls_reply(tracked: TrackedProcess, reply: heartbeat.CallsReply) -> None:
+    """Records calls that were requested from the node agent."""
+    stream = tracked.process.streams.get(reply.uid)
+    if stream is None:
+        return
+    stream.add_answer(_get_answered_window(reply))
+    record_calls(tracked.attempt, tracked.process, stream, reply.calls)
+    tracked.process.refresh_streams()
+
+
+def _get_answered_window(reply: heartbeat.CallsReply) -> CallWindow:
+    """The window that it answers. Node agents of earlier versions do not say, and send all calls from
+    some number on.
+    """
+    if reply.to_seq:
+        return CallWindow(reply.from_seq, reply.to_seq, reply.step)
+    seqs = [call.seq for call in reply.calls]
+    return CallWindow(min(seqs, default=0), max(seqs, default=0))
+
+
+def apply_stream_update(
+    attempt: Attempt,
+    process: Process,
+    update: heartbeat.StreamUpdate,
+    losses: Mapping[int, Loss],
+    now: float,
+) -> bool:
+    """Applies one update; False if the stream is unknown and the update does not identify it.
+    ``losses`` are those that the same heartbeat reports, by uid.
+    """
+    # Unpacked: a heartbeat has dozens of these, and reading a field by name takes longer.
+    (
+        uid,
+        entered,
+        completed,
+        entered_s,
+        op,
+        chain,
+        checkpoints,
+        pending_s,
+        calls,
+        identity,
+        concurrent_calls,
+    ) = update
+    stream = process.streams.get(uid)
+    is_known = stream is not None
+    if stream is None:
+        if identity is None:
+            return False
+        stream = _open_stream(attempt, process, uid, identity, losses.get(uid))
+    entered_at = now - entered_s
+    old_first_unfinished, old_completed = stream.first_unfinished, stream.completed or 0
+    if stream.peer is not None and entered > stream.entered:
+        _record_growth(attempt, stream, now)
+    stream.entered = entered
+    # Usually the same number: as one object it takes half the memory.
+    stream.completed = entered if completed == entered else completed
+    stream.chain = chain
+    stream.entered_at = entered_at
+    if op and op != stream.op:
+        stream.op = intern(op)
+    if stream.first_unfinished > old_first_unfinished:
+        stream.advanced_at = entered_at
+    # The completions in the first update of a stream may be old: the server may have started during
+    # a hang.
+    if is_known and completed is not None and completed > old_completed:
+        stream.last_completion_at = now
+        if stream.pending_at is not None or now - entered_at > MIN_WAIT_S:
+            _record_blocked_interval(process, stream, old_first_unfinished, now)
+    stream.pending_at = None if pending_s is None else now - pending_s
+    if stream.group_state is not None and (chain or checkpoints):
+        pairs = checkpoints
+        if entered and chain and (not pairs or pairs[-1][0] != entered):
+            pairs = (*pairs, (entered, chain))
+        attempt.record_hashes(stream, pairs)
+        if stream.reported_hashes and stream.reported_hashes[-1][1] == chain:
+            stream.chain = stream.reported_hashes[-1][1]  # the same number, shared by all ranks
+    if calls:
+        record_calls(attempt, process, stream, calls)
+    if concurrent_calls and not stream.concurrent_calls:
+        stream.concurrent_calls = concurrent_calls
+        stream.concurrent_at = now - concurrent_calls[-1].entered_s
+        process.open_calls.has_concurrent_calls = True
+        state = stream.group_state
+        # A process whose rank was taken over is no longer a member.
+        if state is not None and state.members.get(process.rank) is stream:
+            attempt.concurrent_groups[state.key] = None
+    return True
+
+
+def _open_stream(
+    attempt: Attempt,
+    process: Process,
+    uid: int,
+    identity: heartbeat.StreamIdentity,
+    loss: Loss | None,
+) -> CallStream:
+    peer, member_peer = identity.peer, None
+    if not identity.foreign:
+        group = attempt.intern_group(identity)
+    else:
+        group = attempt.join_foreign_group(process, identity)
+        if peer is not None and peer >= 0:
+            member_peer, peer = peer, group.ranks[peer] if peer < len(group.ranks) else -1
+    stream = CallStream(
+        uid=uid,
+        kind=identity.kind,
+        group=group,
+        peer=peer,
+        tag=identity.tag,
+        member_peer=member_peer,
+        loss=loss,
+    )
+    attempt.add_stream(process, stream)
+    return stream
+
+
+def _record_growth(attempt: Attempt, stream: CallStream, now: float) -> None:
+    """Records that a channel has more calls than before, if its peer is blocked."""
+    peer = stream.peer
+    if peer in attempt.suspects and (
+        stream.last_growth[1] <= attempt.processes[peer].reports.last_seen_at
+    ):
+        stream.last_growth = stream.entered, now
+
+
+def _record_blocked_interval(process: Process, stream: CallStream, seq: int, now: float) -> None:
+    """Records how long the process was blocked, after calls from ``seq`` on have completed.
+
+    Either it was reported as blocked in call ``seq``, or it may have been blocked in the newest
+    call since the previous heartbeat, until it became active.
+    """
+    if seq in stream.calls and stream.pending_at is not None:
+        process.open_calls.last_blocked = stream.pending_at, now
+    elif stream.completed == stream.entered:
+        began = max(process.reports.previously_seen_at, stream.entered_at)
+        ended = min(process.activity.last_active_at, now)
+        if ended - began > MIN_WAIT_S and ended > process.open_calls.last_blocked[1]:
+            process.open_calls.last_blocked = began, ended
+
+
+def record_calls(
+    attempt: Attempt, process: Process, stream: CallStream, calls: tuple[Call, ...]
+) -> None:
+    """Records calls with their arguments. If calls of this stream were requested, to compare them with
+    those of other members, completed ones are kept too.
+    """
+    pairs: dict[int, int] = {}
+    for call in calls:
+        stream.add_call(attempt.intern_call(call))
+        # The hash of the newest call came with the stream's position.
+        if call.chain and (call.seq, call.chain) != (stream.entered, stream.chain):
+            pairs[call.seq] = call.chain
+    attempt.track_calls(process, stream, calls)
+    if pairs:
+        report = tuple(sorted(pairs.items()))
+        if len(report) > NEWEST_KEPT:
+            attempt.record_requested_hashes(stream, report)
+        else:
+            attempt.record_hashes(stream, report)
+    if stream.answered:
+        stream.drop_old_calls(CALLS_KEPT)
+    elif process.is_alive and (
+        stream.completed is not None or attempt.rank_count > SMALL_JOB_RANKS
+    ):
+        stream.drop_old_calls(FINISHED_CALLS_KEPT)
+    else:
+        stream.drop_old_calls(LAST_CALLS_KEPT)
+
+
+def apply_device_statuses(
+    attempt: Attempt, process: Process, statuses: Iterable[DeviceStatus], now: float
+) -> None:
+    """Updates `CallStream.device`; ``now`` is on the server's monotonic clock.
+
+    A stream that is unknown is ignored: the same heartbeat requests a resync, after which the node
+    agent reports everything again.
+    """
+    was_idle = not any(
+        stream.device is not None and stream.device.is_behind_host
+        for stream in process.streams.values()
+    )
+    for status in statuses:
+        stream = process.streams.get(status.uid)
+        if stream is None:
+            continue
+        former = stream.device
+        if former is None:
+            attempt.device_groups[stream.group.key] = None
+        device = stream.device = DeviceProgress(
+            enqueued=status.enqueued,
+            started=status.started,
+            completed=status.completed,
+            read_at=now - status.read_s,
+        )
+        has_begun_again = was_idle and device.is_behind_host
+        if former is None or has_begun_again or _has_advanced(former, device):
+            stream.device_changed_at = device.read_at
+    read_at = process.device_read_at
+    process.device_still_s = read_at - process.device_changed_at
+    if attempt.message_groups:
+        _update_message_mark(process, read_at)
+
+
+def _update_message_mark(process: Process, read_at: float) -> None:
+    """Renews it if the host has queued a message since, or if its counters were not read since then."""
+    message_at = 0.0
+    for stream in process.streams.values():
+        if stream.peer is not None and stream.completed is None and stream.entered:
+            message_at = max(message_at, stream.entered_at)
+    mark = process.message_mark
+    if not message_at or (mark is not None and mark.enqueued and message_at <= mark.message_at):
+        return
+    enqueued = {
+        stream.uid: stream.device.enqueued
+        for stream in process.streams.values()
+        if stream.device is not None and read_at >= message_at
+    }
+    process.message_mark = MessageMark(message_at, enqueued)
+
+
+def _has_advanced(former: DeviceProgress, device: DeviceProgress) -> bool:
+    """Whether it began or completed a collective."""
+    return (former.started, former.completed) != (device.started, device.completed)
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedProcess:
+    """A process with its attempt, which stays the same for as long as the process is tracked."""
+
+    process: Process
+    attempt: Attempt
+
+    @property
+    def holds_rank(self) -> bool:
+        """Whether no later process has taken over its rank."""
+        return self.attempt.processes.get(self.process.rank) is self.process
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.process.rank in self.attempt.suspects
+
+    @property
+    def has_mutual_wait(self) -> bool:
+        """Whether it has an unfinished call with a suspected peer that waits for it."""
+        return any(
+            stream.peer is not None and self.attempt.waits_on(stream.peer, self.process.rank)
+            for stream in self.process.open_calls.unfinished_streams
+        )
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether its next report may decide a diagnosis.
+
+        True if it is stopped (py-spy may have stopped it); if it is one of the first suspects or of
+        the last ranks that are not suspected; if it and another rank wait for each other; or if it
+        is a member of a small group that diverged.
+        """
+        process, attempt = self.process, self.attempt
+        if not attempt.suspects and not attempt.diverged_groups:
+            return False
+        if self.is_suspect:
+            is_stopped = process.activity.state in STOPPED_STATES
+            if is_stopped or len(attempt.suspects) <= MAX_URGENT_SUSPECTS or self.has_mutual_wait:
+                return True
+        elif 2 * len(attempt.suspects) > len(attempt.processes):
+            return True
+        return bool(attempt.diverged_groups) and any(
+            stream.group_state is not None and stream.group_state.is_urgent
+            for stream in process.streams.values()
+        )
+
+    @property
+    def needs_wait_sample(self) -> bool:
+        """Whether it seems to wait for a rank that waits for it, and has no stack sample since its
+        last call that could confirm it.
+        """
+        process = self.process
+        idle_s = process.reports.updated_at - process.activity.last_active_at
+        if not self.is_suspect or idle_s < IDLE_AFTER_S or not self.has_mutual_wait:
+            return False
+        last_advanced_at = process.last_advanced_at
+        return all(sample.taken_at < last_advanced_at for sample in process.samples)
+
+    def iter_new_sides(self) -> Iterator[tuple[CallStream, DivergenceBounds]]:
+        """Its streams whose calls should be requested after a recent divergence, and where that is.
+        Each stream stands for its side of the divergence, and is returned once.
+        """
+        if not self.attempt.diverged_groups:
+            return
+        for stream in self.process.streams.values():
+            state = stream.group_state
+            if state is None or state.divergence is None:
+                continue
+            if state.register_side(stream, self.attempt.last_seen_at):
+                yield stream, state.divergence

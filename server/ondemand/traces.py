@@ -1,0 +1,334 @@
+"""Traces calls as they are made: requests them from node agents and passes the replies to clients.
+
+Without a client it costs nothing: no node agent is sent a request, and a heartbeat only checks an
+empty list.
+
+MERGED: One client's trace: the calls that it selects, the ranks that it follows, and the events that it
+has not received yet.
+
+MERGED: A trace session as a stream of server-sent events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+from hangwatch.protocol import heartbeat
+from hangwatch.protocol.commands import CallKind, Command, CommandKind, TracedCall, TraceReply
+from hangwatch.report.documents import build_signature_document, build_site_document
+from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.process import Process
+
+from ..core.clock import Clock, ulid
+from ..core.events import encode_event, wait_for_event
+
+MAX_SESSIONS = 16  # at a time
+MAX_TRACED_RANKS = 64  # of one session
+MAX_CALLS_PER_REPLY = 1000
+REQUEST_RETRY_S = 5.0  # an unanswered request is repeated after this time
+REPLY_TIMEOUT_S = 30.0  # for the first and the last reply: hosts of a large job report every 20 s
+EXIT_GRACE_S = 3.0  # after the end of a process, in which its last calls may arrive
+
+
+@dataclass(slots=True, kw_only=True)
+class TraceRegistry:
+    """All sessions. Times are the monotonic clock's."""
+
+    clock: Clock
+    sessions: list[TraceSession] = field(default_factory=list)
+
+    def start_session(
+        self, attempt: Attempt, ranks: Sequence[int], trace_filter: TraceFilter, now: float
+    ) -> TraceSession:
+        """Starts to trace ``ranks``, each of which must be in ``attempt.processes``."""
+        session = TraceSession(
+            filter=trace_filter,
+            ranks={
+                rank: TracedRank(rank=rank, process=attempt.processes[rank], added_at=now)
+                for rank in ranks
+            },
+        )
+        self.sessions.append(session)
+        return session
+
+    def stop_session(self, session: TraceSession) -> None:
+        self.sessions.remove(session)
+
+    def is_agent_traced(self, agent: str) -> bool:
+        """Whether one of the agent's ranks is traced, so that it should report more often."""
+        return any(traced.process.agent == agent for _, traced in self._iter_active_ranks())
+
+    def _iter_active_ranks(self) -> Iterator[tuple[TraceSession, TracedRank]]:
+        for session in self.sessions:
+            for traced in session.ranks.values():
+                if not traced.is_done:
+                    yield session, traced
+
+    def build_commands(self, agent: str, now: float) -> tuple[Command, ...]:
+        """The requests to send with the reply to an agent's heartbeat."""
+        if not self.sessions:
+            return ()
+        commands: list[Command] = []
+        for session, traced in self._iter_active_ranks():
+            is_due = not traced.request or now - traced.requested_at >= REQUEST_RETRY_S
+            if traced.process.agent == agent and is_due:
+                commands.append(self._build_command(session, traced, now))
+        return tuple(commands)
+
+    def _build_command(self, session: TraceSession, traced: TracedRank, now: float) -> Command:
+        traced.request = ulid(self.clock.wall())
+        traced.requested_at = now
+        has_exited = traced.process.exit is not None
+        traced.is_last_request = traced.started_at is not None and (
+            has_exited or now >= session.compute_end(traced)
+        )
+        return Command(
+            id=traced.request,
+            ask=CommandKind.TRACE,
+            key=traced.process.key,
+            after=traced.next_record,
+            op=session.filter.op,
+            values=session.filter.values,
+            most=MAX_CALLS_PER_REPLY,
+            last=traced.is_last_request,
+        )
+
+    def apply_heartbeat(self, beat: heartbeat.Heartbeat, now: float) -> None:
+        """Passes an agent's replies to the sessions. A repeated reply is ignored."""
+        if not beat.traces or not self.sessions:
+            return
+        # The calls of several ranks on one host are sorted by time.
+        known_counts = {
+            session: len(session.events) for session in self.sessions if len(session.ranks) > 1
+        }
+        pending = {
+            traced.request: (session, traced)
+            for session, traced in self._iter_active_ranks()
+            if traced.request
+        }
+        sent_at = now if beat.sent_s is None else beat.sent_s
+        for reply in beat.traces:
+            requested = pending.pop(reply.request, None)
+            if requested is not None:
+                session, traced = requested
+                traced.request = ""
+                self._apply_reply(session, traced, reply, sent_at, now)
+        for session, known_count in known_counts.items():
+            session.sort_new_events(known_count)
+
+    def _apply_reply(
+        self,
+        session: TraceSession,
+        traced: TracedRank,
+        reply: TraceReply,
+        sent_at: float,
+        now: float,
+    ) -> None:
+        """``sent_at`` is on the agent's clock."""
+        if reply.error is not None:
+            session.fail_rank(traced, reply.error)
+            return
+        traced.next_record = reply.upto
+        if traced.started_at is None:
+            traced.started_at = now
+            traced.clock_offset_s = now - sent_at
+            session.add_event("start", rank=traced.rank)
+        missed = reply.missed + self._add_calls(session, traced, reply, sent_at)
+        if missed:
+            session.add_event("missed", rank=traced.rank, calls=missed)
+        session.add_excluded_ops(reply.others)
+        if traced.is_last_request and not reply.more:
+            traced.is_done = True
+        session.changed.set()
+
+    def _add_calls(
+        self, session: TraceSession, traced: TracedRank, reply: TraceReply, sent_at: float
+    ) -> int:
+        """Adds the reply's calls as events. Returns the number of calls that were dropped because
+        the client reads too slowly.
+        """
+        dropped = 0
+        end = session.compute_end(traced)
+        clock_origin = self.clock.wall() - timedelta(seconds=self.clock.monotonic())
+        for call in reply.calls:
+            entered_at = traced.clock_offset_s + sent_at - call.entered_s
+            if entered_at > end or not 0 <= call.kind < len(reply.kinds):
+                continue
+            date = clock_origin + timedelta(seconds=entered_at)
+            document = session.describe_call(traced, call, reply.kinds[call.kind], date)
+            if document is None:
+                continue
+            if len(session.events) >= MAX_PENDING_EVENTS:
+                dropped += 1
+            else:
+                session.add_event("call", **document)
+        return dropped
+
+    def expire_ranks(self, session: TraceSession, now: float) -> None:
+        """Ends the trace of ranks whose replies are overdue."""
+        for traced in session.ranks.values():
+            process = traced.process
+            if traced.is_done:
+                continue
+            if traced.started_at is None and now - traced.added_at >= REPLY_TIMEOUT_S:
+                session.fail_rank(
+                    traced,
+                    f"its node agent did not reply within {REPLY_TIMEOUT_S:.0f} s: check that the"
+                    f" hangwatch agent runs on {process.host}",
+                )
+            elif now - REPLY_TIMEOUT_S >= session.compute_end(traced):
+                session.fail_rank(
+                    traced, "its last calls did not arrive: its node agent has stopped reporting"
+                )
+            elif process.exit is not None:
+                exited_at = process.exited_at or now
+                if now - max(exited_at, traced.requested_at, traced.added_at) >= EXIT_GRACE_S:
+                    traced.is_done = True
+                    session.changed.set()
+
+
+MAX_PENDING_EVENTS = 20_000  # for a client that reads more slowly than calls are made
+
+
+@dataclass(slots=True, kw_only=True)
+class TracedRank:
+    """One rank of a session, and the request to its node agent. Times are the monotonic clock's."""
+
+    rank: int
+    process: Process
+    added_at: float
+    next_record: int = -1  # index in the ring; -1: where the ring ends now
+    request: str = ""  # the id of the unanswered command
+    requested_at: float = 0.0
+    is_last_request: bool = False
+    started_at: float | None = None  # the time of the first reply: later calls are traced
+    # This server's clock minus the host's, as of the first reply. It stays fixed, so that network
+    # delays do not change the time between two calls of a rank.
+    clock_offset_s: float = 0.0
+    is_done: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceFilter:
+    """Which calls to trace."""
+
+    op: str = ""
+    group: str = ""  # its name or description
+    values: bool = False
+    seconds: float | None = None  # None: until the client leaves or the job ends
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TraceSession:
+    """``events`` are pairs of the event's name and its data."""
+
+    filter: TraceFilter
+    ranks: dict[int, TracedRank]
+    events: deque[tuple[str, dict[str, Any]]] = field(default_factory=deque)
+    excluded_ops: set[str] = field(default_factory=set)  # operations that the filter leaves out
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_done(self) -> bool:
+        return all(traced.is_done for traced in self.ranks.values())
+
+    @property
+    def have_all_exited(self) -> bool:
+        return all(traced.process.exit is not None for traced in self.ranks.values())
+
+    def compute_end(self, traced: TracedRank) -> float:
+        """When calls of a rank are no longer traced; some replies may be outstanding then. Infinite
+        if that is not known (yet).
+        """
+        if traced.started_at is None or self.filter.seconds is None:
+            return math.inf
+        return traced.started_at + self.filter.seconds
+
+    def add_event(self, name: str, **data: Any) -> None:
+        self.events.append((name, data))
+        self.changed.set()
+
+    def add_excluded_ops(self, ops: tuple[str, ...]) -> None:
+        if not self.excluded_ops.issuperset(ops):
+            self.excluded_ops.update(ops)
+            self.add_event("others", ops=sorted(self.excluded_ops))
+
+    def fail_rank(self, traced: TracedRank, detail: str) -> None:
+        traced.is_done = True
+        self.add_event("error", rank=traced.rank, detail=detail)
+
+    def sort_new_events(self, known_count: int) -> None:
+        """Sorts the events after the first ``known_count`` by time; those of one moment stay in
+        their order.
+        """
+        added = [self.events.pop() for _ in range(len(self.events) - known_count)]
+        added.reverse()
+        self.events.extend(sorted(added, key=lambda event: str(event[1].get("at", ""))))
+
+    def describe_call(
+        self, traced: TracedRank, call: TracedCall, kind: CallKind, at: datetime
+    ) -> dict[str, Any] | None:
+        """A call as the API describes it; None if it belongs to another group than the wanted one."""
+        stream = traced.process.streams.get(call.uid)
+        group = None if stream is None else stream.group
+        wanted_group = self.filter.group
+        if wanted_group and (group is None or wanted_group not in (group.name, group.desc)):
+            return None
+        return {
+            "rank": traced.rank,
+            "at": at.isoformat(timespec="microseconds").replace("+00:00", "Z"),
+            **build_signature_document(kind.signature),
+            "peer": None if stream is None else stream.peer,
+            "group": None if group is None else {"name": group.name, "desc": group.desc},
+            "seq": call.seq,
+            "site": build_site_document(kind.site),
+            "async": None if kind.blocking is None else not kind.blocking,
+            "within_s": call.within_s,
+            "pending": call.pending,
+            "raised": call.raised,
+            "values": None if call.values is None else dataclasses.asdict(call.values),
+        }
+
+
+POLL_INTERVAL_S = 1.0  # between two checks whether the trace has ended
+KEEPALIVE_INTERVAL_S = 10.0  # a comment is sent after this time without events
+MAX_EVENTS_PER_CHUNK = 200
+
+
+async def stream_events(
+    registry: TraceRegistry, session: TraceSession, is_closed: Callable[[], bool]
+) -> AsyncIterator[str]:
+    """The session's events until it ends, or until the server stops: ``is_closed``."""
+    clock = registry.clock
+    last_sent_at = clock.monotonic()
+    while True:
+        session.changed.clear()
+        while session.events:
+            last_sent_at = clock.monotonic()
+            yield _encode_chunk(session)
+        if session.is_done or is_closed():
+            yield encode_event("end", {"reason": _get_end_reason(session, is_closed())})
+            return
+        if clock.monotonic() - last_sent_at >= KEEPALIVE_INTERVAL_S:
+            last_sent_at = clock.monotonic()
+            yield ": still here\n\n"
+        if not await wait_for_event(POLL_INTERVAL_S, session.changed):
+            registry.expire_ranks(session, clock.monotonic())
+
+
+def _get_end_reason(session: TraceSession, is_closed: bool) -> str:
+    if is_closed:
+        return "closed"
+    return "ended" if session.have_all_exited else "done"
+
+
+def _encode_chunk(session: TraceSession) -> str:
+    count = min(len(session.events), MAX_EVENTS_PER_CHUNK)
+    return "".join(encode_event(*session.events.popleft()) for _ in range(count))

@@ -1,0 +1,457 @@
+"""Adds up the performance reports in heartbeats, by job and process group. Memory is bounded,
+whatever the size of the jobs and whatever is sent.
+
+MERGED: The performance of the calls of one job, by process group and by operation.
+
+MERGED: The performance of the calls of one process group, with bounded memory.
+
+MERGED: How one operation of a group performed over time, in periods of equal length.
+
+MERGED: The arrivals of a group's members at the same calls: collected until every member has reported,
+then compared to find out who comes last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hangwatch.model.calls import StreamKind
+from hangwatch.model.groups import Group, GroupKey
+from hangwatch.model.operators import OPERATIONS
+from hangwatch.model.ranks import AttemptKey
+from hangwatch.performance import stragglers
+from hangwatch.performance.distributions import (
+    MAX_DURATION_US,
+    MUTUAL_WAIT_OPS,
+    DurationHistogram,
+    are_valid_counts,
+)
+from hangwatch.performance.stragglers import Arrival, CallSkew, LatenessStats
+from hangwatch.protocol import heartbeat
+from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.call_stream import CallStream
+from hangwatch.tracking.fleet import Fleet
+
+MAX_REPORTED_NUMBER = 1 << 60
+MAX_SIZE_CLASS = 64
+
+
+@dataclass(slots=True)
+class PerformanceTotals:
+    """The totals of all jobs. Changed only by `apply_heartbeat` and `forget_agent`."""
+
+    attempts: dict[AttemptKey, JobTotals] = field(default_factory=dict)
+    clocks: ClockBounds = field(default_factory=dict)
+    _report_numbers: dict[str, int] = field(default_factory=dict)  # the last report of each agent
+
+    def apply_heartbeat(self, beat: heartbeat.Heartbeat, fleet: Fleet, now: float) -> None:
+        """Adds a heartbeat's report. A repeated report, and parts about unknown processes and
+        streams, are ignored.
+        """
+        report = beat.performance
+        if report is None or report.number <= self._report_numbers.get(beat.agent, 0):
+            return
+        self._report_numbers[beat.agent] = report.number
+        if report.clock is not None and report.clock[0] <= report.clock[1]:
+            self.clocks[beat.agent] = report.clock
+        for part in report.sequences:
+            tracked = fleet.processes.get((beat.host, part.key))
+            if tracked is None:
+                continue
+            process = tracked.process
+            stream = process.streams.get(part.uid)
+            if stream is None or not tracked.holds_rank or not _is_plausible(part):
+                continue
+            job = self.attempts.setdefault(tracked.attempt.key, JobTotals())
+            self._add_part(job, process.rank, stream, beat.agent, part, now)
+
+    def _add_part(
+        self,
+        job: JobTotals,
+        rank: int,
+        stream: CallStream,
+        agent: str,
+        part: heartbeat.StreamPerformance,
+        now: float,
+    ) -> None:
+        job.add_report(part)
+        group = job.get_group(stream.group)
+        if group is None:
+            return
+        group.add_report(rank, part, now)
+        group.queued |= stream.completed is None
+        members = stream.group.ranks
+        if stream.kind is StreamKind.COLLECTIVE and rank in members and len(members) > 1:
+            for spread_s in group.add_samples(rank, agent, part.samples, self.clocks, now):
+                job.spread.add_duration(spread_s * 1e6)
+
+    def get_job(self, attempt: Attempt) -> JobTotals:
+        """The totals of an attempt; empty ones if it has not reported any calls."""
+        return self.attempts.get(attempt.key) or JobTotals()
+
+    def forget_agent(self, agent: str) -> None:
+        self._report_numbers.pop(agent, None)
+        self.clocks.pop(agent, None)
+
+
+def _is_plausible(part: heartbeat.StreamPerformance) -> bool:
+    """Whether all numbers are within the limits; they may come from anywhere."""
+    return (
+        0 <= part.missed < MAX_REPORTED_NUMBER
+        and all(_is_plausible_total(total) for total in part.totals)
+        and all(_is_plausible_sample(sample) for sample in part.samples)
+    )
+
+
+def _is_plausible_total(total: heartbeat.CallTotals) -> bool:
+    return (
+        0 <= total.size <= MAX_SIZE_CLASS
+        and 0 <= total.calls < MAX_REPORTED_NUMBER
+        and 0 <= total.bytes < MAX_REPORTED_NUMBER
+        and 0 <= total.longest_us <= MAX_DURATION_US
+        and are_valid_counts(total.latency)
+    )
+
+
+def _is_plausible_sample(sample: heartbeat.CallSample) -> bool:
+    _, entered_us, since_previous_us, duration_us, _, size_class, size_bytes = sample
+    return (
+        0 <= entered_us < MAX_REPORTED_NUMBER
+        and -1 <= since_previous_us < MAX_REPORTED_NUMBER
+        and -1 <= duration_us <= MAX_DURATION_US
+        and 0 <= size_class <= MAX_SIZE_CLASS
+        and -1 <= size_bytes < MAX_REPORTED_NUMBER
+    )
+
+
+MAX_GROUPS = 2048  # of an attempt
+
+
+@dataclass(slots=True, kw_only=True)
+class JobTotals:
+    """The totals of one attempt of a job."""
+
+    groups: dict[GroupKey, GroupTotals] = field(default_factory=dict)
+    ignored_reports: int = 0  # of groups beyond `MAX_GROUPS`
+    operations: dict[str, OperationTotals] = field(default_factory=dict)  # in all groups
+    spread: DurationHistogram = field(default_factory=DurationHistogram)
+
+    def add_report(self, part: heartbeat.StreamPerformance) -> None:
+        for reported in part.totals:
+            op = reported.op if reported.op in OPERATIONS else OTHER_OPS
+            self.operations.setdefault(op, OperationTotals()).add_report(reported)
+
+    def merge_operations(self, other: JobTotals) -> None:
+        """Adds another job's operations and spread."""
+        for op, added in other.operations.items():
+            totals = self.operations.setdefault(op, OperationTotals())
+            totals.calls += added.calls
+            totals.bytes += added.bytes
+            totals.latency.merge_counts(added.latency.counts.items(), added.latency.longest_us)
+        self.spread.merge_counts(other.spread.counts.items(), other.spread.longest_us)
+
+    def get_group(self, group: Group) -> GroupTotals | None:
+        """The totals of a group, created if needed; None beyond `MAX_GROUPS`."""
+        totals = self.groups.get(group.key)
+        if totals is None:
+            if len(self.groups) >= MAX_GROUPS:
+                self.ignored_reports += 1
+                return None
+            totals = self.groups[group.key] = GroupTotals(group=group)
+        return totals
+
+
+MAX_COMPARED_CALLS = 256  # calls of a group by which latecomers are judged
+# Arrivals of a group that are kept until all members have reported; at least so many calls.
+MAX_PENDING_ARRIVALS = 1 << 16
+MIN_PENDING_CALLS = 8
+MAX_PENDING_CALLS = 64
+# Latecomers are computed again after at most this many calls, as they are compared, so that no
+# reader has to wait for thousands of groups to be judged.
+MAX_CALLS_BETWEEN_JUDGEMENTS = 16
+
+# By agent: the lower and the upper bound, in seconds, of this server's clock minus the agent's.
+ClockBounds = dict[str, tuple[float, float]]
+
+
+class ReportedArrival(NamedTuple):
+    """One member's arrival at a call. Times are in µs; -1 where they are not known."""
+
+    entered_us: int  # on the agent's clock
+    since_previous_us: int  # since the member's previous call
+    duration_us: int  # from entry to completion
+    agent: str
+
+
+@dataclass(slots=True)
+class PendingCall:
+    """One call that some members have reported."""
+
+    seq: int
+    op: str
+    size_class: int
+    size_bytes: int  # -1: the members reported different sizes
+    arrivals: dict[int, ReportedArrival] = field(default_factory=dict)  # by rank
+
+    @property
+    def agents(self) -> set[str]:
+        return {arrival.agent for arrival in self.arrivals.values()}
+
+
+@dataclass(slots=True)
+class PendingCalls:
+    """The calls of one group that not all members have reported yet, by sequence number."""
+
+    member_count: int
+    calls: dict[int, PendingCall] = field(default_factory=dict)
+
+    def add_sample(self, rank: int, agent: str, sample: heartbeat.CallSample) -> PendingCall | None:
+        """Records the arrival of a member. Returns the call once all members have reported it."""
+        seq, entered_us, since_previous_us, duration_us, op, size_class, size_bytes = sample
+        call = self.calls.get(seq)
+        if call is None:
+            call = self.calls[seq] = PendingCall(seq, op, size_class, size_bytes)
+            self._drop_oldest()
+        if op != call.op:  # a mismatch: the diagnosis reports it
+            self.calls.pop(seq, None)
+            return None
+        if call.size_bytes != size_bytes:
+            call.size_bytes = -1
+        call.arrivals[rank] = ReportedArrival(entered_us, since_previous_us, duration_us, agent)
+        if len(call.arrivals) < self.member_count:
+            return None
+        self.calls.pop(seq, None)
+        return call
+
+    def _drop_oldest(self) -> None:
+        affordable = min(MAX_PENDING_CALLS, MAX_PENDING_ARRIVALS // self.member_count)
+        while len(self.calls) > max(MIN_PENDING_CALLS, affordable):
+            del self.calls[min(self.calls)]
+
+
+def convert_arrivals(call: PendingCall, clocks: Mapping[str, tuple[float, float]]) -> list[Arrival]:
+    """The arrivals on this server's clock. A single agent needs no known clock."""
+    arrivals: list[Arrival] = []
+    for rank, reported in call.arrivals.items():
+        low, high = clocks.get(reported.agent, (0.0, 0.0))
+        arrived_at = reported.entered_us / 1e6 + (low + high) / 2
+        since_s = reported.since_previous_us / 1e6 if reported.since_previous_us >= 0 else math.inf
+        arrivals.append(Arrival(rank, arrived_at, (high - low) / 2, reported.agent, since_s))
+    return arrivals
+
+
+@dataclass(slots=True)
+class ArrivalComparison:
+    """Which members of a group come last at its calls."""
+
+    recent_skews: deque[CallSkew] = field(default_factory=lambda: deque(maxlen=MAX_COMPARED_CALLS))
+    spread: DurationHistogram = field(default_factory=DurationHistogram)
+    compared_calls: int = 0
+    undecided_calls: int = 0  # the clocks do not show who came last
+    # As of the last judgement: see `MAX_CALLS_BETWEEN_JUDGEMENTS`.
+    latecomers: list[LatenessStats] = field(default_factory=list)
+    straggler: LatenessStats | None = None
+    _next_judgement: int = 1  # compared calls
+
+    def add_skew(self, skew: CallSkew) -> None:
+        self.recent_skews.append(skew)
+        self.spread.add_duration(skew.spread_s * 1e6)
+        self.compared_calls += 1
+        self.undecided_calls += not skew.last_ranks
+        if self.compared_calls >= self._next_judgement:
+            self._judge_latecomers()
+
+    def _judge_latecomers(self) -> None:
+        self.latecomers = stragglers.find_latecomers(self.recent_skews)
+        self.straggler = stragglers.find_straggler(self.recent_skews, self.latecomers)
+        interval = 1 + self.compared_calls // MAX_CALLS_BETWEEN_JUDGEMENTS
+        self._next_judgement = self.compared_calls + min(MAX_CALLS_BETWEEN_JUDGEMENTS, interval)
+
+    @property
+    def error_s(self) -> float:
+        """The largest error of the recent comparisons, due to the hosts' clocks."""
+        return max((skew.error_s for skew in self.recent_skews), default=0.0)
+
+
+MAX_SIZE_CLASS_ROWS = 96  # operations and size classes of a group
+MAX_HISTORIES = 12  # operations of a group with a history
+MAX_WAITS_PER_CALL = 32  # approximately: members whose waiting time is counted
+MAX_OP_LENGTH = 64
+OTHER_OPS = "(others)"  # operations beyond these limits
+
+
+@dataclass(slots=True)
+class OperationTotals:
+    """The calls of one operation, of all ranks together."""
+
+    calls: int = 0
+    bytes: int = 0
+    latency: DurationHistogram = field(default_factory=DurationHistogram)
+
+    def add_report(self, reported: heartbeat.CallTotals) -> None:
+        self.calls += reported.calls
+        self.bytes += reported.bytes
+        self.latency.merge_counts(reported.latency, reported.longest_us)
+
+
+@dataclass(slots=True)
+class SizeClassTotals(OperationTotals):
+    """The calls of one operation and size class in a group."""
+
+    # From each member's arrival to the last one's.
+    wait: DurationHistogram = field(default_factory=DurationHistogram)
+    # From the last arrival to completion, and the sizes of the calls of which that is known.
+    transfer: DurationHistogram = field(default_factory=DurationHistogram)
+    transferred_bytes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupTotals:
+    """The totals of one process group."""
+
+    group: Group
+    reporting_ranks: set[int] = field(default_factory=set)
+    size_classes: dict[tuple[str, int], SizeClassTotals] = field(default_factory=dict)
+    histories: dict[str, PeriodHistory] = field(default_factory=dict)  # by operation
+    arrivals: ArrivalComparison = field(default_factory=ArrivalComparison)
+    # Calls wait on a device, not the threads that make them: a late thread may delay no other rank.
+    queued: bool = False
+    missed_calls: int = 0  # too many for the node agent to read
+    _pending: PendingCalls = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._pending = PendingCalls(len(self.group.ranks))
+
+    def add_report(self, rank: int, part: heartbeat.StreamPerformance, now: float) -> None:
+        """Adds the totals that one member reports."""
+        self.reporting_ranks.add(rank)
+        self.missed_calls += part.missed
+        for reported in part.totals:
+            self._get_size_class(reported.op, reported.size).add_report(reported)
+            period = self._get_period(reported.op, now)
+            period.calls += reported.calls
+            period.latency.merge_counts(reported.latency, reported.longest_us)
+
+    def add_samples(
+        self,
+        rank: int,
+        agent: str,
+        samples: Iterable[heartbeat.CallSample],
+        clocks: ClockBounds,
+        now: float,
+    ) -> list[float]:
+        """Records a member's arrivals, and compares the calls that all members have reported.
+        Returns the spread of each of these, in seconds.
+        """
+        spreads_s: list[float] = []
+        for sample in samples:
+            call = self._pending.add_sample(rank, agent, sample)
+            if call is not None and (len(call.agents) == 1 or call.agents <= clocks.keys()):
+                spreads_s.append(self._compare_arrivals(call, clocks, now))
+        return spreads_s
+
+    def _compare_arrivals(self, call: PendingCall, clocks: ClockBounds, now: float) -> float:
+        arrivals = convert_arrivals(call, clocks)
+        skew = stragglers.measure_skew(call.seq, arrivals)
+        self.arrivals.add_skew(skew)
+        self._get_period(call.op, now).spread.add_duration(1e6 * skew.spread_s)
+        row = self._get_size_class(call.op, call.size_class)
+        _add_waits(row, arrivals, skew)
+        _add_transfer(row, call)
+        return skew.spread_s
+
+    def _get_size_class(self, op: str, size_class: int) -> SizeClassTotals:
+        key = op[:MAX_OP_LENGTH], size_class
+        if key not in self.size_classes and len(self.size_classes) >= MAX_SIZE_CLASS_ROWS:
+            key = OTHER_OPS, 0
+        return self.size_classes.setdefault(key, SizeClassTotals())
+
+    def _get_period(self, op: str, now: float) -> PeriodTotals:
+        op = op[:MAX_OP_LENGTH]
+        if op not in self.histories and len(self.histories) >= MAX_HISTORIES:
+            op = OTHER_OPS
+        return self.histories.setdefault(op, PeriodHistory()).get_current(now)
+
+
+def _add_waits(row: SizeClassTotals, arrivals: Sequence[Arrival], skew: CallSkew) -> None:
+    """Adds how long some of the members waited; the first, which waited longest, is one of them."""
+    times = sorted(arrival.arrived_at for arrival in arrivals)
+    step = max(1, len(times) // MAX_WAITS_PER_CALL)
+    for arrived_at in times[::step]:
+        waited_s = skew.last_arrival_at - arrived_at
+        row.wait.add_duration(1e6 * waited_s if waited_s > skew.error_s else 0.0)
+
+
+def _add_transfer(row: SizeClassTotals, call: PendingCall) -> None:
+    shortest_us = min(reported.duration_us for reported in call.arrivals.values())
+    if call.op in MUTUAL_WAIT_OPS and shortest_us >= 0 and call.size_bytes > 0:
+        # The shortest call is that of the last member to arrive, which did not wait.
+        row.transfer.add_duration(shortest_us)
+        row.transferred_bytes += call.size_bytes
+
+
+PERIOD_S = 10.0
+MAX_PERIODS = 90
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeriodPoint:
+    """One period. Quantiles are in seconds, and None where nothing was measured."""
+
+    started_at: float
+    calls: int
+    latency_p50_p95: tuple[float, float] | None
+    spread_p50_p95: tuple[float, float] | None
+
+
+@dataclass(slots=True)
+class PeriodTotals:
+    """The calls and arrival spreads of one period."""
+
+    started_at: float = 0.0
+    calls: int = 0
+    latency: DurationHistogram = field(default_factory=DurationHistogram)
+    spread: DurationHistogram = field(default_factory=DurationHistogram)
+
+    def list_points(self) -> list[PeriodPoint]:
+        """Its point; none if nothing was measured."""
+        if not self.calls and not self.spread.total_count:
+            return []
+        return [
+            PeriodPoint(
+                started_at=self.started_at,
+                calls=self.calls,
+                latency_p50_p95=compute_p50_p95(self.latency),
+                spread_p50_p95=compute_p50_p95(self.spread),
+            )
+        ]
+
+
+@dataclass(slots=True)
+class PeriodHistory:
+    """The last periods of one operation in a group."""
+
+    closed_points: deque[PeriodPoint] = field(default_factory=lambda: deque(maxlen=MAX_PERIODS))
+    _current: PeriodTotals = field(default_factory=PeriodTotals)
+
+    def get_current(self, now: float) -> PeriodTotals:
+        """The current period: a new one if the last one has ended."""
+        started_at = now - now % PERIOD_S
+        if started_at > self._current.started_at:
+            self.closed_points += self._current.list_points()
+            self._current = PeriodTotals(started_at)
+        return self._current
+
+    def list_points(self) -> list[PeriodPoint]:
+        """The periods in order, including the current one."""
+        return [*self.closed_points, *self._current.list_points()]
+
+
+def compute_p50_p95(durations: DurationHistogram) -> tuple[float, float] | None:
+    """In seconds; None for an empty histogram."""
+    p50, p95 = durations.quantile(0.5), durations.quantile(0.95)
+    return None if p50 is None or p95 is None else (p50, p95)
