@@ -365,7 +365,7 @@ def make_deep_pickle(data: object) -> bytes:
                 + b"r"
                 + numbers[id(value)].to_bytes(4, "little")
             )
-            each = (
+            each: list[tuple[Any, Any]] = (
                 list(value.items())
                 if isinstance(value, dict)
                 else [(None, inner) for inner in value]
