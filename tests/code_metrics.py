@@ -1,85 +1,258 @@
 """``python -m tests.code_metrics [PACKAGE ...]``: how the code reads, in numbers, beside other projects.
 
-For each part of the product, and for each installed package that is named (``uvicorn`` and ``pystack`` by default):
-modules, their lines (median, 95th percentile, longest), the share of functions with a one-word
-name, AST nodes per line of code, and the share of functions with a docstring.
+For each part of the product, and for each installed package that is named (by default uvicorn, dask.distributed and sentry-sdk, which are
+models for code of this size), without their tests and generated files:
+
+- modules, all lines, and the lines of a module (median, 95th percentile, longest);
+- the share of lines that are imports, and of modules with a single importer in the same tree;
+- functions, and the share of those that the tree uses once or whose name is a single word;
+- AST nodes per line of code, both without docstrings;
+- the share of functions with a docstring;
+- the share of comments that begin with a bare preposition or pronoun, so that they have no subject;
+- class names that are defined more than once.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import io
 import statistics
 import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("hangwatch", "agent", "server")
+MODELS = {"uvicorn": "uvicorn", "distributed": "distributed", "sentry_sdk": "sentry-sdk"}
+SKIPPED_FOLDERS = {"tests", "__pycache__", "node_modules", "_vendor"}
+WORDS_WITHOUT_SUBJECT = frozenset(
+    [
+        "as",
+        "at",
+        "by",
+        "for",
+        "from",
+        "in",
+        "into",
+        "like",
+        "of",
+        "on",
+        "than",
+        "to",
+        "until",
+        "with",
+        "within",
+        "without",
+        "he",
+        "her",
+        "him",
+        "his",
+        "it",
+        "its",
+        "she",
+        "that",
+        "their",
+        "them",
+        "these",
+        "they",
+        "this",
+        "those",
+        "us",
+        "we",
+        "which",
+        "who",
+        "whose",
+    ]
+)
+COLUMNS = (
+    ("", 12, ""),
+    ("modules", 8, "d"),
+    ("lines", 7, "d"),
+    ("median", 7, ".0f"),
+    ("p95", 5, "d"),
+    ("max", 5, "d"),
+    ("imports", 8, ".1%"),
+    ("one importer", 13, ".0%"),
+    ("functions", 10, "d"),
+    ("used once", 10, ".0%"),
+    ("one word", 9, ".0%"),
+    ("nodes/line", 11, ".1f"),
+    ("docstring", 10, ".0%"),
+    ("no subject", 11, ".0%"),
+    ("same class", 11, "d"),
+)
 
 
 @dataclass(kw_only=True)
 class CodeMetrics:
     """The figures of one tree of modules. Dunder methods do not count as functions."""
 
-    lines: list[int] = field(default_factory=list)  # of each module
-    code_lines: int = 0  # neither blank nor comment only
+    name: str
+    lines: list[int] = field(default_factory=list)  # one number for each module
+    import_lines: int = 0
+    code_lines: int = 0  # lines that are neither blank, nor only a comment, nor part of a docstring
     nodes: int = 0
-    functions: int = 0
-    one_word: int = 0
+    functions: list[str] = field(default_factory=list)
     documented: int = 0
+    uses: Counter[str] = field(default_factory=Counter)  # names and attributes that are read
+    classes: Counter[str] = field(default_factory=Counter)
+    comments: int = 0
+    comments_without_subject: int = 0
+    importers: dict[str, set[str]] = field(default_factory=dict)
 
     def add_module(self, source: str) -> None:
+        tree = ast.parse(source)
         lines = source.splitlines()
         self.lines.append(len(lines))
-        self.code_lines += sum(bool(s) and not s.startswith("#") for s in map(str.strip, lines))
-        for node in ast.walk(ast.parse(source)):
-            self.nodes += 1
-            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                continue
-            if node.name.startswith("__"):
-                continue
-            self.functions += 1
-            self.one_word += "_" not in node.name.strip("_")
-            self.documented += ast.get_docstring(node) is not None
+        docstrings = list(iter_docstrings(tree))
+        in_docstrings = {
+            number for node in docstrings for number in range(node.lineno, get_end(node) + 1)
+        }
+        self.code_lines += sum(
+            bool(text) and not text.startswith("#") and number not in in_docstrings
+            for number, text in enumerate(map(str.strip, lines), 1)
+        )
+        # A docstring is an expression statement and its constant.
+        self.nodes += sum(1 for _ in ast.walk(tree)) - 2 * len(docstrings)
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                self.import_lines += get_end(node) - node.lineno + 1
+            elif isinstance(node, ast.ClassDef):
+                self.classes[node.name] += 1
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                if not node.name.startswith("__"):
+                    self.functions.append(node.name)
+                    self.documented += ast.get_docstring(node) is not None
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                self.uses[node.id] += 1
+            elif isinstance(node, ast.Attribute):
+                self.uses[node.attr] += 1
+        self._count_comments(source)
 
-    def format_row(self, name: str) -> str:
+    def _count_comments(self, source: str) -> None:
+        """A block of comment lines counts once, by its first word."""
+        last_line = -1
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type != tokenize.COMMENT:
+                continue
+            line, is_own_line = token.start[0], not token.line[: token.start[1]].strip()
+            is_continued = is_own_line and line == last_line + 1
+            last_line = line if is_own_line else -1
+            words = token.string.lstrip("#!: ").replace(",", " ").split()
+            if is_continued or not words or words[0] in ("noqa", "type", "fmt", "pragma"):
+                continue
+            self.comments += 1
+            self.comments_without_subject += words[0].lower() in WORDS_WITHOUT_SUBJECT
+
+    def format_row(self) -> str:
         ordered = sorted(self.lines)
-        p95 = ordered[max(0, round(0.95 * len(ordered)) - 1)]
-        functions = max(1, self.functions)
-        return (
-            f"{name:<12}{len(ordered):>8}{statistics.median(ordered):>8.0f}{p95:>6}{ordered[-1]:>6}"
-            f"{self.functions:>11}{self.one_word / functions:>10.0%}"
-            f"{self.nodes / max(1, self.code_lines):>12.1f}{self.documented / functions:>12.0%}"
+        functions = max(1, len(self.functions))
+        values = (
+            self.name,
+            len(ordered),
+            sum(ordered),
+            statistics.median(ordered),
+            ordered[max(0, round(0.95 * len(ordered)) - 1)],
+            ordered[-1],
+            self.import_lines / sum(ordered),
+            sum(len(users) == 1 for users in self.importers.values()) / len(ordered),
+            len(self.functions),
+            sum(self.uses[name] == 1 for name in self.functions) / functions,
+            sum("_" not in name.strip("_") for name in self.functions) / functions,
+            self.nodes / max(1, self.code_lines),
+            self.documented / functions,
+            self.comments_without_subject / max(1, self.comments),
+            sum(count > 1 for count in self.classes.values()),
+        )
+        cells = zip(values, COLUMNS, strict=True)
+        return "".join(
+            f"{value:{'<' if spec == '' else '>'}{width}{spec}}"
+            for value, (_, width, spec) in cells
         )
 
 
-def measure_tree(*folders: Path) -> CodeMetrics:
-    """The metrics of all modules below ``folders``, empty ones left out."""
-    metrics = CodeMetrics()
+def iter_docstrings(tree: ast.Module) -> Iterator[ast.Expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and ast.get_docstring(node) is not None:
+                yield first
+
+
+def get_end(node: ast.stmt) -> int:
+    return node.end_lineno or node.lineno
+
+
+def find_importers(modules: dict[str, tuple[bool, ast.Module]]) -> dict[str, set[str]]:
+    """Which other modules import each one, by dotted names. Each module comes with whether it is a
+    package.
+    """
+    importers: dict[str, set[str]] = {name: set() for name in modules}
+    for name, (is_package, tree) in modules.items():
+        for node in ast.walk(tree):
+            targets: list[str] = []
+            if isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                base = node.module or ""
+                if node.level:
+                    package = name.split(".") if is_package else name.split(".")[:-1]
+                    parents = package[: len(package) - node.level + 1]
+                    base = ".".join([*parents, *filter(None, [node.module])])
+                for alias in node.names:
+                    full = f"{base}.{alias.name}"
+                    targets.append(full if strip_root(full) in modules else base)
+            for target in map(strip_root, targets):
+                if target in modules and target != name:
+                    importers[target].add(name)
+    return importers
+
+
+def strip_root(name: str) -> str:
+    """`agent` and `server` are installed as `hangwatch.agent` and `hangwatch.server`."""
+    return (
+        name.removeprefix("hangwatch.") if name.split(".")[1:2] in (["agent"], ["server"]) else name
+    )
+
+
+def measure_tree(name: str, *folders: Path) -> CodeMetrics:
+    """The metrics of all modules below ``folders``, except tests and empty modules."""
+    metrics = CodeMetrics(name=name)
+    trees: dict[str, tuple[bool, ast.Module]] = {}
     for folder in folders:
         for path in sorted(folder.rglob("*.py")):
-            if source := path.read_text(encoding="utf-8").strip():
-                metrics.add_module(source)
+            parts = path.relative_to(folder.parent).with_suffix("").parts
+            source = path.read_text(encoding="utf-8")
+            if not source.strip() or not SKIPPED_FOLDERS.isdisjoint(parts):
+                continue
+            metrics.add_module(source)
+            is_package = parts[-1] == "__init__"
+            module = ".".join(parts[:-1] if is_package else parts)
+            trees[module] = (is_package, ast.parse(source))
+    metrics.importers = find_importers(trees)
     return metrics
 
 
-def main() -> int:
-    print(
-        f"{'':<12}{'modules':>8}{'median':>8}{'p95':>6}{'max':>6}{'functions':>11}{'one word':>10}"
-        f"{'nodes/line':>12}{'docstring':>12}"
-    )
+def main(arguments: Sequence[str]) -> int:
+    print("".join(f"{title:{'>' if title else '<'}{width}}" for title, width, _ in COLUMNS))
     for part in PARTS:
-        print(measure_tree(ROOT / part).format_row(part))
-    print(measure_tree(*(ROOT / part for part in PARTS)).format_row("all three"))
-    for name in sys.argv[1:] or ["uvicorn", "pystack"]:
+        print(measure_tree(part, ROOT / part).format_row())
+    print(measure_tree("all three", *(ROOT / part for part in PARTS)).format_row())
+    missing = []
+    for name in arguments or MODELS:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:
-            print(f"{name} is not installed: pip install {name}", file=sys.stderr)
-            return 1
-        print(measure_tree(Path(spec.origin).parent).format_row(name))
-    return 0
+            missing.append(MODELS.get(name, name))
+            continue
+        print(measure_tree(name, Path(spec.origin).parent).format_row())
+    if missing:
+        print(f"not installed: pip install {' '.join(missing)}", file=sys.stderr)
+    return int(bool(missing and arguments))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
