@@ -1,11 +1,9 @@
-"""Recorded calls: signature, call site and position in a stream.
+"""Recorded calls: their signatures and positions in a stream, the hashes by which ranks are compared,
+and the losses after which they cannot be.
 
-MERGED: Hashes of signatures, equal in every process, and their JSON encoding.
-
-MERGED: Why the calls of a stream are not recorded completely.
-
-A rank that failed to record a call counts fewer calls than its peers, so that its numbers and running
-hashes cannot be compared with theirs from there on.
+The hash of a signature is equal in every process. A rank that failed to record a call counts fewer
+calls than its peers, so that from there on neither its numbers nor its running hashes can be compared
+with theirs.
 """
 
 from __future__ import annotations
@@ -19,6 +17,11 @@ from .operators import MustMatch
 
 Hash64 = Annotated[int, "a hash of 64 bits"]
 
+UINT64_MASK = (1 << 64) - 1
+UNKNOWN_OP = "?"  # the operation of a call whose signature is lost
+CHAIN_BASE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: odd, with evenly distributed bits
+_CHAIN_BASE_INVERSE = pow(CHAIN_BASE, -1, 1 << 64)
+
 
 class StreamKind(str, enum.Enum):
     """The kind of a stream of calls, which determines the calls it must match."""
@@ -26,7 +29,7 @@ class StreamKind(str, enum.Enum):
     COLLECTIVE = "collective"  # the calls of one process group, equal on every member
     # init_process_group, new_group, destroy_process_group: equal on every rank of a world.
     SETUP = "setup"
-    SEND = "send"  # to one peer with one tag; each send matches one receive of the peer
+    SEND = "send"  # sends to one peer with one tag; each matches one receive of the peer
     RECV = "recv"
 
 
@@ -72,20 +75,50 @@ class Call:
     signature: Signature
     site: Site | None = None
     chain: Hash64 = 0  # running hash of the stream after this call; 0 if unknown
-    entered_s: float = 0.0  # its age in seconds when it was read
+    entered_s: float = 0.0  # the age of the call in seconds when it was read
     duration_s: float | None = None  # None while it is not known to be complete
     blocking: bool | None = None  # the calling thread waits in it; None if torch does not say
     thread: int = 0  # the operating system's id of the thread that made it
-    peer: int | None = None  # of a point-to-point call: the peer's global rank
-    raised: bool = False  # it raised an exception
-    # A call that raised an exception before it communicated, and would have had this number.
+    peer: int | None = None  # the global rank of a point-to-point call's peer
+    raised: bool = False  # the call raised an exception
+    # The call that raised an exception before it communicated, and would have had this number.
     preceded_by: Call | None = None
 
 
-UINT64_MASK = (1 << 64) - 1
-UNKNOWN_OP = "?"  # of a call whose signature is lost
-CHAIN_BASE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: odd, with evenly distributed bits
-_CHAIN_BASE_INVERSE = pow(CHAIN_BASE, -1, 1 << 64)
+class LossReason(enum.IntEnum):
+    """Why a call was not recorded. The numbers are part of the ring's layout and of heartbeats."""
+
+    UNKNOWN = 0  # a reason that only a newer writer knows
+    FAULT = 1  # the recorder itself failed
+    RAISED = 2  # a call raised an exception, before or after it communicated
+    LATE = 3  # recording began, or began again, after calls were made
+    UNREADABLE = 4  # the ring could not be read for a time; the server's own reason
+
+    @classmethod
+    def from_number(cls, number: int) -> LossReason:
+        return cls(number) if number in cls._value2member_map_ else cls.UNKNOWN
+
+    @property
+    def description(self) -> str:
+        """A clause that follows "because"."""
+        return _DESCRIPTIONS[self]
+
+
+_DESCRIPTIONS = {
+    LossReason.UNKNOWN: "its recorder lost calls",
+    LossReason.FAULT: "its recorder failed to record a call",
+    LossReason.RAISED: "a call raised an exception, and whether it communicated is not known",
+    LossReason.UNREADABLE: "its ring could not be read",
+    LossReason.LATE: "its recorder was not active from the beginning",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A stream whose numbers and hashes are not certain from call ``from_seq`` on."""
+
+    from_seq: int
+    reason: LossReason = LossReason.UNKNOWN
 
 
 def with_agreement_hash(
@@ -123,7 +156,7 @@ def extend_chain(previous: int, agreement_hash: int) -> int:
 def unchain(after: int, agreement_hash: int) -> int:
     """The running hash before a call, from the one after it.
 
-    >>> unchain(chain(5, 7), 7)
+    >>> unchain(extend_chain(5, 7), 7)
     5
     """
     return (after - agreement_hash) * _CHAIN_BASE_INVERSE & UINT64_MASK
@@ -164,39 +197,3 @@ def decode_signature(data: dict[str, Any]) -> Signature:
 
 def _optional_text(value: object) -> str | None:
     return None if value is None else str(value)
-
-
-class LossReason(enum.IntEnum):
-    """The numbers are part of the ring's layout and of heartbeats."""
-
-    UNKNOWN = 0  # of a newer writer
-    FAULT = 1  # an error of the recorder's own
-    RAISED = 2  # a call raised an exception, before or after it communicated
-    LATE = 3  # recording began, or began again, after calls were made
-    UNREADABLE = 4  # the ring could not be read for a time; the server's own reason
-
-    @classmethod
-    def from_number(cls, number: int) -> LossReason:
-        return cls(number) if number in cls._value2member_map_ else cls.UNKNOWN
-
-    @property
-    def description(self) -> str:
-        """A clause that follows "because"."""
-        return _DESCRIPTIONS[self]
-
-
-_DESCRIPTIONS = {
-    LossReason.UNKNOWN: "its recorder lost calls",
-    LossReason.FAULT: "its recorder failed to record a call",
-    LossReason.RAISED: "a call raised an exception, and whether it communicated is not known",
-    LossReason.UNREADABLE: "its ring could not be read",
-    LossReason.LATE: "its recorder was not active from the beginning",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """From call ``from_seq`` of a stream on, the numbers and hashes of its calls are not certain."""
-
-    from_seq: int
-    reason: LossReason = LossReason.UNKNOWN

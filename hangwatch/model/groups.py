@@ -1,7 +1,4 @@
-"""Process groups and their members.
-
-MERGED: The communication backends of torch.distributed, and what can be observed of each.
-"""
+"""Process groups, their members as compact text, and the backends with what can be observed of each."""
 
 from __future__ import annotations
 
@@ -14,14 +11,15 @@ GroupKey = tuple[int, str, tuple[int, ...], int]
 
 # The backend of a group that is only known from `hangwatch.collective`.
 DECLARED_BACKEND = "declared"
+_MAX_CACHED_RANKS = 1 << 17
 
 
 class OutsideMember(int):
-    """Stands for a member of a foreign group that is not known to be a rank of the attempt. Its value
-    is negative, and different for different processes.
+    """A member of a foreign group that is not known to be a rank of the attempt. The value is negative,
+    and different for different processes.
     """
 
-    label: str  # says who it is
+    label: str  # a description of the member for people
 
     @classmethod
     def create(cls, value: int, label: str) -> OutsideMember:
@@ -45,17 +43,17 @@ class Group:
     backend: str = ""
     generation: int = 1
     world_size: int = 0  # 0 if not reported
-    # Of a group that numbers its members by itself: what identifies it on all of them. Its ``ranks``
-    # are those of the processes that are known to have its numbers, and `OutsideMember` for others.
+    # The identity, on all members, of a group that numbers its members by itself. Its ``ranks`` are
+    # those of the processes that are known to have its numbers, and `OutsideMember` for others.
     foreign: str = ""
     part: str = ""  # distinguishes the streams of a foreign group that are not compared
-    numbers: tuple[int, ...] = ()  # of all members of a foreign group
-    number: int = -1  # of the process that reports a foreign group
+    numbers: tuple[int, ...] = ()  # the numbers of all members of a foreign group
+    number: int = -1  # the number of the process that reports a foreign group
 
     @property
     def key(self) -> GroupKey:
         if self.foreign:
-            # Not its ranks: they become known one after the other.
+            # Ranks are no part of the key, because they become known one after the other.
             return (0, f"{self.foreign}{self.part}", self.numbers or self.ranks, 0)
         return (self.generation, self.name, self.ranks, self.world_size)
 
@@ -104,9 +102,6 @@ def pack_ranks(ranks: Sequence[int]) -> str:
     return ",".join(parts)
 
 
-_MAX_CACHED_RANKS = 1 << 17
-
-
 class RankTuple(tuple[int, ...]):
     """The ranks of a group with a cached hash, so that looking up a group key does not take time
     proportional to the group's size.
@@ -122,7 +117,10 @@ class RankTuple(tuple[int, ...]):
 
 def count_ranks(text: str) -> int:
     """How many ranks `unpack_ranks` would return, at no cost. Raises ValueError for malformed text."""
-    return sum(map(_count_span, _iter_spans(text)))
+    # ``len(span)`` overflows on malicious input.
+    return sum(
+        max(0, (span.stop - span.start + span.step - 1) // span.step) for span in _iter_spans(text)
+    )
 
 
 def unpack_ranks(text: str, max_ranks: int = 1 << 20) -> tuple[int, ...]:
@@ -156,20 +154,15 @@ def _iter_spans(text: str) -> Iterator[range]:
             raise ValueError(f"the step of {part[:40]!r} is not positive")
 
 
-def _count_span(span: range) -> int:
-    """Its length. ``len()`` overflows on malicious input."""
-    return max(0, (span.stop - span.start + span.step - 1) // span.step)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSpec:
-    """One backend. A backend without an entry is assumed to have the defaults."""
+    """What can be observed of one backend. A backend without an entry has the defaults."""
 
-    # Its calls run on a device, whose Work objects cannot be queried without disturbing the device.
+    # Calls run on a device, whose Work objects cannot be queried without disturbing the device.
     is_device: bool = False
-    # Its Flight Recorder adds an entry after the parts of a coalesced call.
+    # The Flight Recorder adds an entry after the parts of a coalesced call.
     records_coalesced_end: bool = False
-    # Its Flight Recorder counts what the device has begun and completed; torch reports the counters
+    # The Flight Recorder counts what the device has begun and completed; torch reports the counters
     # by `_dump_nccl_trace_json`.
     counts_device_progress: bool = False
     # The Work of a call on the CPU reports its completion, by `Work::finish`.

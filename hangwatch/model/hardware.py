@@ -1,9 +1,8 @@
 """What a host knows without the training processes: its links, devices, memory, storage and kernel
-log, and NCCL's own report.
+log, NCCL's own report, and versions of software that are known to hang.
 
-MERGED: Versions of software below the training script that are known to hang, with the source of each.
-
-Only what its own maintainers confirmed, with the version that fixes it. As of 2026-11-26.
+`KNOWN_PROBLEMS` has only what the software's own maintainers confirmed, with the version that fixes
+it, as of 2026-11-26.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-JOB_SOURCE = "nccl ras"  # it reports on the whole job, wherever it is asked
+JOB_SOURCE = "nccl ras"  # a source that reports on the whole job, whichever host reads it
 
 ObservedValue = int | float | str | None
 
@@ -21,8 +20,8 @@ ObservedValue = int | float | str | None
 class Weight(str, enum.Enum):
     """How much an observation explains."""
 
-    FAULT = "fault"  # it can stop a job by itself: a link that went down, a GPU that left the bus
-    HINT = "hint"  # it may contribute: retransmitted packets, a throttled clock
+    FAULT = "fault"  # can stop a job by itself: a link that went down, a GPU that left the bus
+    HINT = "hint"  # may contribute: retransmitted packets, a throttled clock
     FACT = "fact"  # a version, to be compared with known problems
 
 
@@ -34,15 +33,15 @@ class Observation:
     A state is one if it is abnormal by itself, and then ``before`` may be None.
     """
 
-    source: str  # such as "infiniband"
+    source: str  # for example "infiniband"
     about: str  # the part of the host: "mlx5_0/1", "GPU 3", "process 4711"
     what: str  # "link_downed", "xid"
     now: ObservedValue
     before: ObservedValue = None
     weight: Weight = Weight.HINT
-    is_counter: bool = False  # it only grows, and its value means nothing by itself
-    is_abnormal: bool = False  # this value needs no earlier one to mean something
-    age_s: float = 0.0  # since it was read; of an event, since it happened
+    is_counter: bool = False  # the value only grows, and means nothing by itself
+    is_abnormal: bool = False  # the value needs no earlier one to mean something
+    age_s: float = 0.0  # the time since the reading, or since the event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +72,7 @@ class UnavailableSource:
 
 
 Version = tuple[int, ...]
+_COMPONENT_NAMES = {"nccl": "NCCL", "torch": "torch"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +94,11 @@ class KnownProblem:
         fixed = ".".join(map(str, self.fixed))
         workaround = f" Without an upgrade: {self.workaround}." if self.workaround else ""
         return (
-            f"{_NAMES[self.component]} {version} is known to {self.problem}; {fixed} has the fix"
+            f"{_COMPONENT_NAMES[self.component]} {version} is known to {self.problem}; {fixed} has the fix"
             f" ({self.source}).{workaround}"
         )
 
 
-_NAMES = {"nccl": "NCCL", "torch": "torch"}
 KNOWN_PROBLEMS = (
     KnownProblem(
         component="torch",
@@ -144,7 +143,7 @@ KNOWN_PROBLEMS = (
 
 
 def find_known_problems(component: str, version: str, machine: str = "") -> Iterator[KnownProblem]:
-    """Those of an installed version such as "2.7.0+cu126"; none if the text is not a version."""
+    """The problems of an installed version such as "2.7.0+cu126"; none if the text is no version."""
     numbers = parse_version(version)
     if not numbers:
         return
@@ -156,6 +155,6 @@ def find_known_problems(component: str, version: str, machine: str = "") -> Iter
 
 
 def parse_version(text: str) -> Version:
-    """The leading numbers; empty if there are none."""
+    """The numbers with which a version begins; empty if there are none."""
     match = re.match(r"\d+(?:\.\d+)*", text)
     return tuple(map(int, match[0].split("."))) if match is not None else ()

@@ -1,9 +1,5 @@
-"""Incidents: a verdict over time, with the evidence that was gathered for it.
-
-MERGED: What ``--on-hang abort`` does about an incident.
-
-MERGED: What a rank's Flight Recorder file says about its unfinished calls. torch's watchdog writes the
-file when a collective times out.
+"""Incidents: a verdict over time, with the evidence that was gathered for it, and what
+``--on-hang abort`` does about it.
 """
 
 from __future__ import annotations
@@ -80,8 +76,8 @@ class Incident:
     verdict: Verdict
     processes: tuple[ProcessSnapshot, ...] = ()
     stacks: tuple[MergedStack, ...] = ()
-    device: tuple[DevicePosition, ...] = ()  # of the members of its groups
-    hardware: tuple[HostObservation, ...] = ()  # of the hosts that may explain it
+    device: tuple[DevicePosition, ...] = ()  # the devices of the members of its groups
+    hardware: tuple[HostObservation, ...] = ()  # the observations that may explain it
     hardware_missing: tuple[MissingEvidence, ...] = ()
     recovery: Recovery | None = None  # None unless --on-hang abort applies
 
@@ -154,7 +150,7 @@ class Recovery:
     state: RecoveryState
     scope: RecoveryScope
     ranks: tuple[int, ...]
-    number: int  # its number among the recoveries of the job, from 1
+    number: int  # counts the recoveries of the job, from 1
     limit: int
     planned_at: datetime
     due_at: datetime  # the earliest time; later while a rank still moves or does not report
@@ -172,9 +168,9 @@ class UnfinishedCall:
     desc: str = ""
     seq: int
     op: str
-    shapes: tuple[tuple[int, ...], ...] = ()  # of the inputs
-    state: str = ""  # as torch writes it: "scheduled" or "started"
-    waited_s: float  # from its call to the writing of the file
+    shapes: tuple[tuple[int, ...], ...] = ()  # the shapes of the inputs
+    state: str = ""  # torch's word: "scheduled" or "started"
+    waited_s: float  # the time from its call to the writing of the file
     timeout_s: float | None = None
 
     @property
@@ -184,7 +180,9 @@ class UnfinishedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightFile:
-    """A file of one rank, on the rank's host. ``error`` says why it could not be read."""
+    """The Flight Recorder file of one rank, on the rank's host, and its unfinished calls. torch's watchdog
+    writes it when a collective times out. ``error`` says why it could not be read.
+    """
 
     path: str
     calls: tuple[UnfinishedCall, ...] = ()  # the one that waited longest is first

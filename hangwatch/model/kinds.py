@@ -3,8 +3,6 @@
 A new kind is a member of `VerdictKind` and an entry of `KINDS` here, a rule module under
 `hangwatch.diagnosis.rules`, and its entry in `hangwatch.diagnosis.engine.RULES`. Everything else,
 including its documentation, follows from its `KindSpec`.
-
-MERGED: The type of a kind's entry in `hangwatch.model.kinds`.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ class Timing(str, enum.Enum):
 class Role(enum.Enum):
     """How a kind relates to other verdicts on the same attempt, when incidents are matched."""
 
-    # wrong arguments or a wrong order of calls: it explains every wait and death that follows
+    # Wrong arguments or a wrong order of calls explain every wait and death that follows.
     ROOT = "root"
-    END = "end"  # a process or a host is gone: whatever waits or dies afterwards follows from it
-    # ranks cannot go on: a later exit is a consequence, since a launcher ends a job that hangs
+    END = "end"  # a process or a host is gone: whatever waits or dies afterwards follows from that
+    # Ranks cannot go on. A later exit is a consequence, since a launcher ends a job that hangs.
     HANG = "hang"
     SLOWDOWN = "slowdown"  # ranks wait, but may go on by themselves
     INDEPENDENT = "independent"  # neither the cause nor the effect of a wait
@@ -48,7 +46,7 @@ class Abort(enum.Enum):
     """Whether ``--on-hang abort`` may end ranks for a kind."""
 
     NEVER = "never"
-    ON_REQUEST = "on request"  # it may heal by itself: a debugger, a late rank, a network partition
+    ON_REQUEST = "on request"  # a debugger, a late rank or a network partition may end by itself
     BY_DEFAULT = "by default"
 
 
@@ -56,12 +54,12 @@ class StackAdvice(enum.Enum):
     """Whether the advice of a kind says what the culprit's stack shows."""
 
     NONE = "none"
-    BEFORE = "before"  # followed by the general advice
-    INSTEAD = "instead"  # of the general advice, which only refers to the stack
+    BEFORE = "before"  # the general advice follows
+    INSTEAD = "instead"  # replaces the general advice, which only refers to the stack
 
 
 class HardwareScope(enum.Enum):
-    """Of which ranks' hosts the hardware may explain a verdict."""
+    """The ranks whose hosts' hardware may explain a verdict."""
 
     NONE = "none"
     CULPRITS = "culprits"
@@ -73,7 +71,7 @@ class KindSpec:
     """What holds for every verdict of one kind."""
 
     meaning: str  # one sentence for the table of kinds
-    remedy: str  # what to do about it, for the documentation, in Markdown
+    remedy: str  # advice for the documentation, in Markdown
     severity: Severity
     timing: Timing
     role: Role

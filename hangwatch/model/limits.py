@@ -12,7 +12,7 @@ FROZEN_AFTER_S = 3.0  # a process that runs no Python for this long is frozen
 # of them halves the initial scale of 2**16, so that it has reached 2**-8 by then.
 PERSISTENT_ROUNDS = 24
 
-LATE_BY_S = 5.0  # a heartbeat of a host that reports rarely may be late by this
+LATE_BY_S = 5.0  # the most that a heartbeat of a host that reports rarely may be late
 
 # Process states in /proc: stopped, and all in which a thread does not run.
 STOPPED_STATES = frozenset("Tt")
@@ -26,8 +26,10 @@ class Limits:
     stall_after_s: float = 60.0
     slow_limit_s: float = 360.0
     startup_after_s: float = 300.0  # how long ranks may take to start before it is an alert
-    settle_s: float = 1.5  # after a first death, the last reports of other ranks may be in transit
-    # Between two heartbeats of a host. It grows with the number of hosts to bound the server's load.
+    # After a first death, the last reports of other ranks may be in transit for this long.
+    settle_s: float = 1.5
+    # The time between two heartbeats of a host. It grows with the number of hosts, to bound the
+    # server's load.
     report_interval_s: float = 0.5
 
     @property

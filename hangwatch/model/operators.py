@@ -3,8 +3,6 @@
 The names and schemas are those of ``torch/csrc/distributed/c10d/Ops.cpp``. The recorder looks
 arguments up by name in the schema of the running torch. An operator of torch without an entry here
 is recorded generically, see `hangwatch.agent.recorder.calls`.
-
-MERGED: The type of an operator's entry in `hangwatch.model.operators`.
 """
 
 from __future__ import annotations
@@ -83,22 +81,22 @@ class OperatorSpec:
     split_args: tuple[str, str] | None = None  # (sent, received) sizes per member
     p2p_role: P2pRole | None = None
     peer_arg: str | None = None  # group rank; absent from a receive from any source
-    # The recorder.
+    # What the recorder needs.
     returns_work: bool = True  # False: the call itself blocks until it is complete
     # Backends whose Work never reports completion, not even after wait().
     silent_backends: tuple[str, ...] = ()
     # The function of this name in torch.distributed passes exactly one tensor.
     passes_one_tensor: bool = False
     is_generic: bool = False  # derived from the schema of an operator that has no entry here
-    # The checks of HANGWATCH_CHECKS.
+    # What the checks of HANGWATCH_CHECKS need.
     input_arg: str = ""  # what this rank contributes
     replicated_arg: str = ""  # what must be equal on all members afterwards
-    # Performance.
+    # What performance figures need.
     size_is_per_rank: bool = False  # ``tensors_arg`` holds one rank's part of the whole array
     bus_factor: BusFactor | None = None  # None: it moves no data
-    # PyTorch's Flight Recorder.
-    flight_names: tuple[str, ...] = ()  # its names there, apart from ``op``
-    analyzer_name: str = ""  # its name in PyTorch's own analyzer, which fails on unknown names
+    # What the analysis of PyTorch's Flight Recorder dumps needs.
+    flight_names: tuple[str, ...] = ()  # the names in dumps, apart from ``op``
+    analyzer_name: str = ""  # the name in PyTorch's own analyzer, which fails on unknown names
     list_side: ListSide | None = None
     output_scale: OutputScale | None = None  # None: it does not follow from the input
 
@@ -346,6 +344,7 @@ OPERATORS: dict[str, OperatorSpec] = {
         bus_factor=BusFactor.ONE,
     ),
 }
+
 # Operators of the library that do not communicate.
 LOCAL_OPERATORS = frozenset({"check_for_nan"})
 
@@ -377,6 +376,6 @@ _FLIGHT_RECORDER_OPERATIONS = (
     ),
 )
 
-# By the name that users know.
+# All operations by the name that users know.
 OPERATIONS = {spec.op: spec for spec in OPERATORS.values()}
 FLIGHT_OPERATIONS = OPERATIONS | {spec.op: spec for spec in _FLIGHT_RECORDER_OPERATIONS}

@@ -1,6 +1,5 @@
-"""The states of a rank, the lifecycle of its process, and how the process exited.
-
-MERGED: Frames and the stacks of threads.
+"""Ranks: the states of a rank, the lifecycle of its process and how it exited, the stacks of its
+threads, and lists of ranks as text.
 """
 
 from __future__ import annotations
@@ -11,6 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .calls import Site
+
+RECORDER_THREAD_NAME = "hangwatch"  # hangwatch's own thread in the training process
+_MAX_RANK_DIGITS = 9
 
 
 class AttemptKey(NamedTuple):
@@ -25,7 +27,7 @@ class RankState(str, enum.Enum):
 
     RUNNING = "running"
     EXITED = "exited"
-    STARTING = "starting"  # before its process group exists
+    STARTING = "starting"  # its process group does not exist yet
     WAITING = "waiting"  # inside a call that others have not entered or finished
     SLOW = "slow"
     MISSING = "missing"  # expected by WORLD_SIZE, never reported
@@ -67,9 +69,6 @@ class ExceptionInfo:
     site: Site | None = None
 
 
-_MAX_DIGITS = 9  # of a rank in a list
-
-
 def format_ranks(ranks: Iterable[int]) -> str:
     """Ranks as sorted text with ranges: ``0, 2-3``. Numbers below zero stand for no rank."""
     ranks = [rank for rank in ranks if rank >= 0]
@@ -103,10 +102,7 @@ def parse_rank_ranges(text: str) -> list[tuple[int, int]]:
 
 
 def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
-
-
-RECORDER_THREAD_NAME = "hangwatch"  # our own thread in the training process
+    return text.isascii() and text.isdigit() and len(text) <= _MAX_RANK_DIGITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +123,9 @@ class ThreadStack:
     thread: str
     frames: tuple[Frame, ...]
     main: bool = False
-    active: bool | None = None  # on a CPU when sampled; None if unknown
+    active: bool | None = None  # whether it was on a CPU when sampled; None if unknown
     holds_gil: bool | None = None
-    pid: int | None = None  # of a child process that the rank waits for; None: the rank itself
+    pid: int | None = None  # the child process that the rank waits for; None: the rank itself
     error: str | None = None  # why that child's frames are missing, with the remedy
     tid: int | None = None  # the operating system's thread id
     # CPU time used; for a direct child of the rank, including the child's descendants.

@@ -1,7 +1,4 @@
-"""The verdicts of the diagnosis and their parts.
-
-MERGED: How far the device of one rank has come in the collectives of one process group.
-"""
+"""The verdicts of the diagnosis and their parts, and how far the devices of ranks have come."""
 
 from __future__ import annotations
 
@@ -102,12 +99,12 @@ class DevicePosition:
     """The device progress of one rank in one group, as evidence of an incident."""
 
     rank: int
-    group: str  # its name
+    group: str  # the name of the group
     enqueued: int
     started: int | None = None
     completed: int
     source: str = "flight recorder"
-    age_s: float = 0.0  # of the counters, when they became evidence
+    age_s: float = 0.0  # the age of the counters when they became evidence
 
     @property
     def counters(self) -> tuple[int, int | None, int]:
