@@ -15,7 +15,6 @@ import logging
 import zlib
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -33,9 +32,6 @@ from ..ingest import heartbeat_checks
 from ..ingest.heartbeat_checks import (
     check_job,
     check_memory,
-    check_volume,
-    count_objects,
-    count_values,
     parse_heartbeat,
 )
 from ..ingest.heartbeat_queue import DecodeHeartbeat
@@ -355,7 +351,6 @@ async def _read_body(headers: Mapping[str, str], receive: Receive, grant: AgentG
     return decode_body(headers, b"".join(parts), grant)
 
 
-_PART_BYTES = 1 << 20  # decompressed at a time
 SIZE_REMEDY = "send the heartbeat in parts"
 
 
@@ -378,26 +373,17 @@ def decode_body(headers: Mapping[str, str], body: bytes, grant: AgentGrant) -> b
     return decompress_body(body) if is_compressed else body
 
 
-def decompress_body(body: Annotated[bytes, "gzip"]) -> bytes:
-    """Raises Problem for anything but one gzip stream of bounded size, and as soon as what is
-    decompressed has more values than a heartbeat may have: 63 KB can hold 64 MB of them.
+def decompress_body(body: bytes) -> bytes:
+    """The content of a gzip stream. Raises Problem for anything else, and for more than
+    `UNPACKED_BODY` bytes, which 63 KB can hold.
     """
     stream = zlib.decompressobj(wbits=31)
-    parts: list[bytes] = []
-    size = objects = values = 0
-    while not stream.eof:
-        try:
-            part = stream.decompress(stream.unconsumed_tail or body, _PART_BYTES)
-        except zlib.error as error:
-            raise Problem(422, f"the body is not gzip: {error}") from None
-        if not (part or stream.eof):
-            raise Problem(422, "the gzip body is cut short")
-        body = b""
-        parts.append(part)
-        size += len(part)
-        objects += count_objects(part)
-        values += count_values(part)
-        if size > limits.UNPACKED_BODY.most:
-            raise limits.UNPACKED_BODY.make_problem(remedy=SIZE_REMEDY)
-        check_volume(objects, values)
-    return b"".join(parts)
+    try:
+        unpacked = stream.decompress(body, limits.UNPACKED_BODY.most + 1)
+    except zlib.error as error:
+        raise Problem(422, f"the body is not gzip: {error}") from None
+    if len(unpacked) > limits.UNPACKED_BODY.most:
+        raise limits.UNPACKED_BODY.make_problem(remedy=SIZE_REMEDY)
+    if not stream.eof:
+        raise Problem(422, "the gzip body is cut short")
+    return unpacked

@@ -60,7 +60,7 @@ _REMEDY = "run another hangwatch-server for the rest"
 def parse_heartbeat(body: bytes) -> heartbeat.Heartbeat:
     """A heartbeat that can be applied without errors. Raises Problem."""
     if len(body) > _UNSUSPICIOUS_BYTES:
-        check_volume(count_objects(body), count_values(body))
+        _check_volume(body)
         _check_sizes(body)
     try:
         beat = decode_heartbeat(body)
@@ -95,20 +95,14 @@ def check_job(beat: heartbeat.Heartbeat, allowed: str | None) -> None:
             )
 
 
-def count_objects(body: bytes) -> int:
-    """At least the number of objects in the JSON; more if its texts have braces."""
-    return body.count(b"{")
-
-
-def count_values(body: bytes) -> int:
-    """At least the number of values in the JSON; more if its texts have commas or brackets."""
-    return body.count(b",") + body.count(b"[") + body.count(b"{")
-
-
-def check_volume(objects: int, values: int) -> None:
-    """Raises Problem for so much JSON that parsing it could exhaust the memory."""
+def _check_volume(body: bytes) -> None:
+    """Raises Problem for so much JSON that parsing it could exhaust the memory. Braces, commas and
+    brackets in texts count, too.
+    """
+    objects = body.count(b"{")
     if objects > limits.OBJECTS.most:
         raise limits.OBJECTS.make_problem(f"{objects} objects")
+    values = body.count(b",") + body.count(b"[") + objects
     if values > limits.VALUES.most:
         raise limits.VALUES.make_problem(f"{values} values")
 
@@ -319,9 +313,8 @@ class HeartbeatBody(RootModel[Heartbeat]):
 
 
 def decode_heartbeat(body: bytes) -> Heartbeat:
-    """Raises ValueError or RecursionError, with the first error, if it is not a valid heartbeat.
-
-    `heartbeat_checks.check_volume` must have accepted the body.
+    """A body whose volume was checked. Raises ValueError or RecursionError, with the first error, if
+    it is not a valid heartbeat.
     """
     decoder = _heartbeat_decoder()
     try:
