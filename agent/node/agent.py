@@ -31,10 +31,10 @@ from .scanner import ProcessScanner
 from .stacks.pyspy import PySpy
 from .stacks.sampler import SampleResult, StackSampler
 from .system import processes
-from .system.daemon import AgentLog, AgentTiming, WakeupSelector
+from .system.runtime import AgentLog, AgentTiming, WakeupSelector
 
-# A scan is delayed by up to this much to coincide with a heartbeat: waking twice costs more than
-# either.
+# A scan is delayed by up to this much so that it coincides with a heartbeat: waking twice costs more
+# than either.
 _SCAN_ALIGNMENT_NS = 50_000_000
 
 
@@ -98,8 +98,8 @@ class NodeAgent:
         self._change_detector = ChangeDetector()
         self._in_flight: InFlightHeartbeat | None = None
         self._schedule = HeartbeatSchedule(clock())
-        self._is_urgent = False  # the next heartbeat is sent immediately
-        # The two other reasons to mark a heartbeat as urgent, once it is sent.
+        self._is_urgent = False  # the next heartbeat is sent immediately, and marked as urgent
+        # Two other reasons to mark the next heartbeat as urgent, which do not hasten it.
         self._has_urgent_changes = False
         self._is_server_waiting = False
         self.is_stop_requested = False
@@ -119,7 +119,9 @@ class NodeAgent:
             outcome = self._uplink.take_outcome()
             if outcome is not None:
                 self._handle_outcome(outcome, now_ns)
-            if self._is_heartbeat_due(now_ns):
+            is_hastened = self._is_urgent and not self._outage.is_failing
+            is_due = is_hastened or now_ns >= self._schedule.next_ns
+            if is_due and not self._uplink.is_busy:
                 self._post_heartbeat(now_ns)
             if self._may_exit(now_ns):
                 break
@@ -137,13 +139,6 @@ class NodeAgent:
         if not self._uplink.is_busy and 0 <= delay_ns < _SCAN_ALIGNMENT_NS:
             return self._schedule.next_ns
         return next_scan_ns
-
-    def _is_heartbeat_due(self, now_ns: int) -> bool:
-        if self._uplink.is_busy:
-            return False
-        if self._is_urgent and not self._outage.is_failing:
-            return True
-        return now_ns >= self._schedule.next_ns
 
     def _wait_for_events(self, now_ns: int) -> None:
         due_ns = self._scan_due_ns
@@ -256,21 +251,19 @@ class NodeAgent:
         idle_s = self._scanner.idle_s(now_ns)
         if self._watchlist.has_alive or idle_s < self._scanner.linger_s:
             return False
-        if self._has_unreported() and idle_s < self._timing.absent_server_timeout_s:
-            return False
-        return not self._watchlist.scan_processes(now_ns)
-
-    def _has_unreported(self) -> bool:
-        if self._outbox or self._abort_tracker or self._live_requests or self._uplink.is_busy:
-            return True
-        return any(
+        has_replies = bool(self._outbox or self._abort_tracker or self._live_requests)
+        has_unreported = has_replies or any(
             process.identity is not None
             and (not process.exit_acked_ns or process.has_unsent_flight_file)
             for process in self._watchlist.watched.values()
         )
+        is_waiting = has_unreported or self._uplink.is_busy
+        if is_waiting and idle_s < self._timing.absent_server_timeout_s:
+            return False
+        return not self._watchlist.scan_processes(now_ns)
 
     def _send_last_heartbeat(self) -> None:
-        """Sends what is known. Whatever ended this agent will not wait long for it."""
+        """Sends what is known. The wait is short, since whatever stops this agent waits for it."""
         timeout_s = self._timing.last_heartbeat_timeout_s
         if self._uplink.is_busy:
             outcome = self._uplink.take_outcome(timeout_s)

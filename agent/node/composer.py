@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import secrets
 import socket
 from dataclasses import dataclass, field
@@ -15,24 +18,16 @@ from .reporting.updates import is_progressing, make_terse_update
 from .reporting.uplink import HeartbeatOutcome, Outbox
 from .requests.commands import AbortTracker
 from .requests.live import LiveRequests
-from .system import daemon
 
 COST_INTERVAL_HEARTBEATS = 20
-
-
-@dataclass(slots=True, kw_only=True)
-class ProcessUpdates:
-    """The updates of all processes in one heartbeat, and what the server will know once it has
-    acknowledged them; both by process key.
-    """
-
-    updates: dict[str, ProcessUpdate | None] = field(default_factory=dict)
-    acked_states: dict[str, AckedState | None] = field(default_factory=dict)
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFlightHeartbeat:
-    """A heartbeat that was handed to the uplink."""
+    """A heartbeat that was handed to the uplink, and what the server will know of each process once
+    it has acknowledged it, by process key.
+    """
 
     heartbeat: Heartbeat
     acked_states: dict[str, AckedState | None] = field(default_factory=dict)
@@ -60,23 +55,32 @@ class HeartbeatComposer:
         self._owner, self._server_count = owner, server_count
         self._number = 0
         self._terse_until_ns = 0
-        self.is_full_due = (
-            True  # the next heartbeat holds everything, since the server knows nothing
-        )
+        # The server knows nothing yet, so the next heartbeat holds everything.
+        self.is_full_due = True
 
     def compose_heartbeat(self, now_ns: int, *, is_last: bool = False) -> InFlightHeartbeat:
         self._number += 1
+        watched = self._watchlist.watched
         gone = list(self._watchlist.finished_keys)
         if is_last:
-            watched = self._watchlist.watched
             gone += [key for key, process in watched.items() if process.exit is not None]
-        parts = self._compose_updates(now_ns)
+        updates: dict[str, ProcessUpdate | None] = {}
+        acked_states: dict[str, AckedState | None] = {}
+        for key, process in watched.items():
+            process.is_paused = self._live_requests.recording_worker.is_pausing(key)
+            updates[key], acked_states[key] = process.compose_update(now_ns)
         is_brief = False
-        if parts.updates and not self.is_full_due and not gone and now_ns < self._terse_until_ns:
-            is_brief = self._are_all_progressing(parts)
+        if updates and not self.is_full_due and not gone and now_ns < self._terse_until_ns:
+            is_brief = all(
+                is_progressing(process.snapshot, process.acked, updates[key], acked_states[key])
+                for key, process in watched.items()
+            )
         if is_brief:
-            parts = self._shorten_updates(parts)
-        tallies = {key: process.tally for key, process in self._watchlist.watched.items()}
+            for key, process in watched.items():
+                updates[key], acked_states[key] = make_terse_update(
+                    process.snapshot, process.acked, updates[key], acked_states[key]
+                )
+        tallies = {key: process.tally for key, process in watched.items()}
         heartbeat = Heartbeat(
             version=PROTOCOL_VERSION,
             host=self._host,
@@ -87,47 +91,36 @@ class HeartbeatComposer:
             full=self.is_full_due,
             brief=is_brief,
             gone=tuple(gone),
-            processes=tuple([part for part in parts.updates.values() if part is not None]),
+            processes=tuple([update for update in updates.values() if update is not None]),
             samples=self._outbox.pending_samples(now_ns),
             calls=self._outbox.pending_calls(),
             hardware=self._outbox.pending_hardware(now_ns),
             aborts=self._abort_tracker.pending_replies(),
             sent_s=round(now_ns / 1e9, 3),
-            traces=self._live_requests.build_trace_replies(self._watchlist.watched, now_ns),
+            traces=self._live_requests.build_trace_replies(watched, now_ns),
             recordings=self._live_requests.next_recording_replies(),
-            cost=self._measure_cost(),
+            cost=self._measure_cost() if self._number % COST_INTERVAL_HEARTBEATS == 1 else None,
             performance=self._performance_reporter.next_report(now_ns, tallies, flush=is_last),
         )
-        return InFlightHeartbeat(heartbeat=heartbeat, acked_states=parts.acked_states)
+        return InFlightHeartbeat(heartbeat=heartbeat, acked_states=acked_states)
 
-    def _compose_updates(self, now_ns: int) -> ProcessUpdates:
-        parts = ProcessUpdates()
-        recordings = self._live_requests.recording_worker
-        for key, process in self._watchlist.watched.items():
-            process.is_paused = recordings.is_pausing(key)
-            parts.updates[key], parts.acked_states[key] = process.compose_update(now_ns)
-        return parts
-
-    def _are_all_progressing(self, parts: ProcessUpdates) -> bool:
-        return all(
-            is_progressing(
-                process.snapshot, process.acked, parts.updates[key], parts.acked_states[key]
-            )
-            for key, process in self._watchlist.watched.items()
+    def _measure_cost(self) -> AgentCost:
+        """What the node agent costs its host: CPU time, including that of helper processes, and
+        resident memory (proc(5)).
+        """
+        cpu_s = 0.0
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+            usage = resource.getrusage(who)
+            cpu_s += usage.ru_utime + usage.ru_stime
+        pages = 0
+        with (
+            contextlib.suppress(OSError, ValueError, IndexError),
+            open("/proc/self/statm", "rb") as file,
+        ):
+            pages = int(file.read().split()[1])
+        return AgentCost(
+            cpu_s=round(cpu_s, 3), memory=pages * _PAGE_BYTES, dropped=self._outbox.dropped_count
         )
-
-    def _shorten_updates(self, parts: ProcessUpdates) -> ProcessUpdates:
-        shortened = ProcessUpdates()
-        for key, process in self._watchlist.watched.items():
-            shortened.updates[key], shortened.acked_states[key] = make_terse_update(
-                process.snapshot, process.acked, parts.updates[key], parts.acked_states[key]
-            )
-        return shortened
-
-    def _measure_cost(self) -> AgentCost | None:
-        if self._number % COST_INTERVAL_HEARTBEATS != 1:
-            return None
-        return daemon.measure_cost(self._outbox.dropped_count)
 
     def apply_outcome(self, outcome: HeartbeatOutcome, now_ns: int) -> None:
         """Applies what a reply says about later heartbeats: how long positions may be left out, and

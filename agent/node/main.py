@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from .discovery.rings import open_pidfd
 from .system import daemon
 
 
@@ -69,7 +68,7 @@ def _run_agent(folder: Path, url: str, linger_s: float) -> int:
     from ..transport.client import TargetError, parse_targets
     from .agent import NodeAgent
     from .stacks.pyspy import PySpy, locate_pyspy
-    from .system.daemon import AgentLog, AgentTiming
+    from .system.runtime import AgentLog, AgentTiming
 
     log = AgentLog()
     failed = True
@@ -92,7 +91,7 @@ def _run_agent(folder: Path, url: str, linger_s: float) -> int:
                 signal.signal(number, lambda *_, agent=agent: agent.request_stop())
             agent.run_loop()
             # While this agent ends, it holds the lock. Ranks that have started meanwhile, such as
-            # those of a restarted job, rely on it: they may have exited before they look again.
+            # those of a restarted job, rely on it: they may exit before they try the lock again.
             early_pidfds = {} if agent.is_stop_requested else open_rank_pidfds(folder)
             if not early_pidfds:
                 break
@@ -119,7 +118,7 @@ def open_rank_pidfds(folder: Path) -> dict[str, int]:
     with contextlib.suppress(OSError):  # the run dir cannot be read: the agent reports it
         files, _ = rings.find_ring_files(folder)
         for file in files:
-            pidfd = open_pidfd(file.pid, file.start_ticks)
+            pidfd = rings.open_pidfd(file.pid, file.start_ticks)
             if pidfd is not None:
                 pidfds[file.key] = pidfd
     return pidfds

@@ -1,5 +1,5 @@
-"""Scans for processes, reads them, and decides when to do so again. The processes of a steady host
-are not read at each scan.
+"""Scans for processes, reads them, and decides when to do so again. A scan of a steady host samples
+the positions of its processes without reading them.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from .discovery.watchlist import Watchlist
 from .requests.builder import RecorderBuilder
 from .requests.commands import make_sample_order
 from .stacks.sampler import StackSampler
-from .system.daemon import AgentTiming
+from .system.runtime import AgentTiming
 
-_LOOK_INTERVAL_NS = 250_000_000  # between two looks at a steady host
+_STEADY_SCAN_INTERVAL_NS = 250_000_000  # between two scans of a steady host
 _MAX_READING_AGE_NS = 150_000_000  # a more recent reading is sent as it is
 
 
 class ProcessScanner:
-    """Reads all processes at intervals. Checks of each new one whether py-spy can sample it."""
+    """Reads all processes at intervals, and checks once for each whether py-spy can sample it."""
 
     def __init__(
         self,
@@ -39,21 +39,26 @@ class ProcessScanner:
         self._had_live_process = False
         self._steadiness = SteadinessCheck()
         self._next_read_ns = now_ns
-        self.is_steady = False  # by the last scan; see `discovery.steadiness`
+        self.is_steady = False  # by the last scan; see `discovery.changes`
         self.has_urgent_changes = False  # the last scan found something to report immediately
 
     def scan_processes(self, now_ns: int, *, must_read: bool = False) -> bool:
-        """Returns True if a process has ended. ``must_read``: what is read will be reported."""
+        """Returns True if a process has ended. With ``must_read`` the processes are read in any case,
+        since a heartbeat is about to report them.
+        """
         discovered = self._watchlist.scan_processes(now_ns)
         watched = self._watchlist.watched.values()
-        self.has_urgent_changes = self._steadiness.look_at_processes(watched, now_ns)
+        self.has_urgent_changes = self._steadiness.sample_processes(watched, now_ns)
         self.is_steady = self._steadiness.is_steady and not discovered
         is_due = must_read or self.has_urgent_changes or self._steadiness.is_reading_due
         has_ended = False
         if is_due or discovered or (not self.is_steady and now_ns >= self._next_read_ns):
             has_ended = self._read_processes(now_ns, discovered)
-        next_scan_ns = now_ns + _LOOK_INTERVAL_NS if self.is_steady else self._next_read_ns
-        self.next_scan_ns = min(next_scan_ns, self._steadiness.next_block_ns)
+        steady_scan_ns = now_ns + _STEADY_SCAN_INTERVAL_NS
+        self.next_scan_ns = min(
+            steady_scan_ns if self.is_steady else self._next_read_ns,
+            self._steadiness.next_block_ns,
+        )
         if self._watchlist.has_alive:
             self._last_alive_ns = now_ns
             self._had_live_process = True
@@ -65,33 +70,22 @@ class ProcessScanner:
         self._last_read_ns = now_ns
         if discovered:
             self._last_discovery_ns = now_ns
-        self._next_read_ns = now_ns + int(self._choose_interval_s(now_ns) * 1e9)
-        self._watchlist.clean_up(now_ns)
-        for process in self._watchlist.watched.values():
-            self._prepare_process(process)
-        self._probed_keys &= self._watchlist.watched.keys()
-        return has_ended
-
-    def _choose_interval_s(self, now_ns: int) -> float:
+        interval_s = self._timing.scan_interval_s
         is_starting = now_ns - self._last_discovery_ns < self._timing.startup_window_s * 1e9
         if is_starting or any(process.is_flooded for process in self._watchlist.watched.values()):
-            return self._timing.fast_scan_interval_s
-        return self._timing.scan_interval_s
-
-    def _prepare_process(self, process: WatchedProcess) -> None:
-        """Checks once whether py-spy works, and starts the build of the native recorder if the
-        process lacks it.
-        """
-        if process.snapshot is None:
-            return
-        is_due = (
-            process.key not in self._probed_keys
-            and process.exit is None
-            and process.identity is not None
-        )
-        if is_due and self._sampler.submit_order(make_sample_order(process)):
-            self._probed_keys.add(process.key)
-        self._recorder_builder.update_build(process.snapshot.identity)
+            interval_s = self._timing.fast_scan_interval_s
+        self._next_read_ns = now_ns + int(interval_s * 1e9)
+        self._watchlist.clean_up(now_ns)
+        for process in self._watchlist.watched.values():
+            if process.snapshot is None:
+                continue
+            is_known = process.exit is None and process.identity is not None
+            is_unprobed = is_known and process.key not in self._probed_keys
+            if is_unprobed and self._sampler.submit_order(make_sample_order(process)):
+                self._probed_keys.add(process.key)
+            self._recorder_builder.update_build(process.snapshot.identity)
+        self._probed_keys &= self._watchlist.watched.keys()
+        return has_ended
 
     def is_reading_old(self, now_ns: int) -> bool:
         """The last reading is too old to be sent."""

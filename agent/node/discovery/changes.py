@@ -1,16 +1,16 @@
-"""Detects changes that a host with infrequent heartbeats reports before the next one is due: rare
-changes, and those that only this host can see.
+"""Detects what a host reports before its next heartbeat is due.
 
-If all its ranks wait in the same operation, that need not be reported early: the other hosts report
-it too. It is reported early if only some of them wait, since a rank that does not may be the one
+`ChangeDetector` serves hosts with infrequent heartbeats: it finds rare changes, and those that only
+this host can see. Ranks that all wait in the same operation are no such change, since the other
+hosts report it too. It is one if only some of them wait, since a rank that does not may be the one
 that all others wait for; or if all members of a group are on this host, in a call that does not
 complete.
 
-MERGED: Whether a host is steady: its ranks make calls or compute, and none of them has been in a call for
-long. Such a host is read and reported less often. When it stops being steady, that is reported immediately.
-
-A look at a rank takes microseconds, and reads its whole ring only where its process stopped making
-calls. What only /proc or a whole ring shows is found when the host is next read.
+`SteadinessCheck` finds out whether a host is steady: its ranks make calls or compute, and none of
+them has been in a call for long. Such a host is read and reported less often, and its end of
+steadiness is reported immediately. A sample of a rank takes microseconds, and reads its whole ring
+only where the process stopped making calls. What only /proc or a whole ring shows is found when the
+host is next read.
 """
 
 from __future__ import annotations
@@ -29,6 +29,22 @@ from hangwatch.ring.snapshot import StreamState
 
 from ..reporting.updates import BLOCKED_AFTER_S
 from .watched import FLOOD_DIVISOR, WatchedProcess
+
+SETTLE_NS = 2_000_000_000  # how long a host must be quiet before it counts as steady
+_MAX_PULSE_AGE_NS = 1_000_000_000  # the recorder's thread runs ten times a second
+_NEVER_NS = 1 << 63
+# A change to any of these is reported immediately.
+_get_reported_words = operator.itemgetter(
+    LiveWord.LIFECYCLE,
+    LiveWord.DROPPED,
+    LiveWord.ERRORS,
+    LiveWord.OFF,
+    LiveWord.PHASE,
+    LiveWord.PHASE_NS,
+    LiveWord.PHASE_LIMIT_NS,
+    LiveWord.SEQUENCES,
+    LiveWord.DEVICE_STATUS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +70,7 @@ class ChangeDetector:
 
     def check_changes(self, watched: Iterable[WatchedProcess]) -> tuple[float, bool] | None:
         """If something changed: in how many seconds to report it, and whether the report is urgent.
-        Group creation is not: all hosts create groups at the same time.
+        The creation of a group is not urgent, since all hosts create groups at the same time.
         """
         if self._report_within_s is None or self._reported_changes is None:
             return None
@@ -64,7 +80,7 @@ class ChangeDetector:
         within_s = self._report_within_s
         self._report_within_s = None
         is_urgent = any(not isinstance(change, _GroupCreation) for change in new_changes)
-        # Random, since the cause may have changed all hosts at the same time.
+        # The delay is random, since the cause may have changed all hosts at the same time.
         return random.uniform(0.0, within_s), is_urgent
 
     def mark_reported(self, watched: Iterable[WatchedProcess]) -> None:
@@ -82,9 +98,15 @@ class ChangeDetector:
 def find_changes(watched: Iterable[WatchedProcess]) -> frozenset[Hashable]:
     """Everything that is worth an early report at this moment, whether or not it was reported. Pure."""
     alive = [process for process in watched if process.exit is None and process.snapshot]
-    changes = _find_partial_waits(alive) + _find_complete_waits(alive)
+    changes: set[Hashable] = set()
+    blocked: list[tuple[WatchedProcess, StreamState]] = []
     for process in alive:
-        changes.extend(_iter_process_changes(process))
+        changes.update(_iter_process_changes(process))
+        stream = _find_longest_blocked_stream(process)
+        if stream is not None:
+            blocked.append((process, stream))
+    changes.update(_find_partial_wait(blocked, len(alive)))
+    changes.update(_find_complete_waits(blocked, len(alive)))
     return frozenset(changes)
 
 
@@ -102,37 +124,31 @@ def _iter_process_changes(process: WatchedProcess) -> Iterator[Hashable]:
         yield process.key, "shared", uid
 
 
-def _find_partial_waits(alive: list[WatchedProcess]) -> list[Hashable]:
-    """The calls in which ranks are blocked while others are not, or are blocked in another
+def _find_partial_wait(
+    blocked: list[tuple[WatchedProcess, StreamState]], alive_count: int
+) -> list[Hashable]:
+    """All calls in which ranks are blocked, as one change, if not all ranks are blocked in the same
     operation.
     """
-    blocked_calls: list[tuple[str, str, int, int]] = []
-    blocked_ops: set[str] = set()
-    for process in alive:
-        stream = _find_longest_blocked_stream(process)
-        if stream is None:
-            continue
-        op = process.history.newest_ops.get(stream.uid, "")
-        blocked_ops.add(op)
-        blocked_calls.append((process.key, op, stream.uid, stream.entered))
-    if not blocked_calls:
-        return []
-    if len(blocked_calls) == len(alive) and len(blocked_ops) == 1:
-        return []
-    return [tuple(blocked_calls)]
+    calls = tuple(
+        (process.key, process.history.newest_ops.get(stream.uid, ""), stream.uid, stream.entered)
+        for process, stream in blocked
+    )
+    ops = {op for _, op, _, _ in calls}
+    return [calls] if calls and (len(calls) < alive_count or len(ops) > 1) else []
 
 
-def _find_complete_waits(alive: list[WatchedProcess]) -> list[Hashable]:
+def _find_complete_waits(
+    blocked: list[tuple[WatchedProcess, StreamState]], alive_count: int
+) -> list[Hashable]:
     """The calls in which all members of a group are blocked, if all of them are on this host."""
     blocked_ranks: dict[tuple[str, tuple[int, ...], int], set[int]] = {}
-    for process in alive:
-        stream = _find_longest_blocked_stream(process)
-        if stream is None or process.identity is None:
+    for process, stream in blocked:
+        group = stream.group
+        if process.identity is None or stream.kind is not StreamKind.COLLECTIVE:
             continue
-        members = stream.group.ranks
-        if stream.kind is StreamKind.COLLECTIVE and 1 < len(members) <= len(alive):
-            group = stream.group
-            call = (group.foreign or group.name, members, stream.entered)
+        if 1 < len(group.ranks) <= alive_count:
+            call = (group.foreign or group.name, group.ranks, stream.entered)
             rank = group.number if group.foreign else process.identity.rank
             blocked_ranks.setdefault(call, set()).add(rank)
     return [call for call, ranks in blocked_ranks.items() if ranks.issuperset(call[1])]
@@ -152,65 +168,50 @@ def _find_longest_blocked_stream(process: WatchedProcess) -> StreamState | None:
     return longest
 
 
-SETTLE_NS = 2_000_000_000  # how long a host must be quiet before it counts as steady
-_MAX_PULSE_AGE_NS = 1_000_000_000  # the recorder's thread runs ten times a second
-_NEVER_NS = 1 << 63
-# A change to any of these is reported immediately.
-_get_reported_words = operator.itemgetter(
-    LiveWord.LIFECYCLE,
-    LiveWord.DROPPED,
-    LiveWord.ERRORS,
-    LiveWord.OFF,
-    LiveWord.PHASE,
-    LiveWord.PHASE_NS,
-    LiveWord.PHASE_LIMIT_NS,
-    LiveWord.SEQUENCES,
-    LiveWord.DEVICE_STATUS,
-)
-
-
 @dataclass(slots=True)
-class _Look:
-    """What the last look at a process saw."""
+class _ProcessSample:
+    """The last sample of a process."""
 
     reported_words: tuple[int, ...] = ()
     record_count: int = 0
     is_between_calls: bool = False  # all calls up to then are complete
-    is_quiet: bool = False
-    is_ring_filling: bool = False  # much of it was written since it was read
+    is_quiet: bool = False  # there was nothing to report
+    is_ring_filling: bool = False  # much of the ring was written since it was read
 
 
 @dataclass(slots=True)
 class SteadinessCheck:
-    """``next_block_ns``: when a rank will have been in a call for long, as far as that is known."""
+    """Whether the host is steady, by its last samples. ``next_block_ns`` is when a rank will have been
+    in a call for long, as far as that is known.
+    """
 
     is_steady: bool = False
     next_block_ns: int = _NEVER_NS
-    _quiet_since_ns: int = 0  # 0: something happened at the last look
-    _looks: dict[str, _Look] = field(default_factory=dict)  # by process key
+    _quiet_since_ns: int = 0  # 0: the last samples were not all quiet
+    _samples: dict[str, _ProcessSample] = field(default_factory=dict)  # by process key
 
     @property
     def is_reading_due(self) -> bool:
         """A ring may soon overwrite what was not read."""
-        return any(look.is_ring_filling for look in self._looks.values())
+        return any(sample.is_ring_filling for sample in self._samples.values())
 
-    def look_at_processes(self, watched: Iterable[WatchedProcess], now_ns: int) -> bool:
-        """Looks at all processes. Returns True if a process that was quiet at the last look no longer is."""
-        looks: dict[str, _Look] = {}
+    def sample_processes(self, watched: Iterable[WatchedProcess], now_ns: int) -> bool:
+        """Samples all processes. Returns True if one that was quiet in its last sample no longer is."""
+        samples: dict[str, _ProcessSample] = {}
         next_block_ns = _NEVER_NS
         has_urgent_changes = False
         for process in watched:
             if process.exit is not None and process.exit_acked_ns:
                 continue
-            look = looks[process.key] = self._looks.get(process.key) or _Look()
-            quiet_until_ns = _find_end_of_quiet(process, look, now_ns)
-            was_quiet, look.is_quiet = look.is_quiet, quiet_until_ns > now_ns
-            has_urgent_changes |= was_quiet and not look.is_quiet
-            if look.is_quiet:
+            sample = samples[process.key] = self._samples.get(process.key) or _ProcessSample()
+            quiet_until_ns = _find_end_of_quiet(process, sample, now_ns)
+            was_quiet, sample.is_quiet = sample.is_quiet, quiet_until_ns > now_ns
+            has_urgent_changes |= was_quiet and not sample.is_quiet
+            if sample.is_quiet:
                 next_block_ns = min(next_block_ns, quiet_until_ns)
-        self._looks = looks
+        self._samples = samples
         self.next_block_ns = next_block_ns
-        if not looks or not all(look.is_quiet for look in looks.values()):
+        if not samples or not all(sample.is_quiet for sample in samples.values()):
             self._quiet_since_ns = 0
         elif not self._quiet_since_ns:
             self._quiet_since_ns = now_ns
@@ -219,30 +220,35 @@ class SteadinessCheck:
         return has_urgent_changes
 
 
-def _find_end_of_quiet(process: WatchedProcess, look: _Look, now_ns: int) -> int:
+def _find_end_of_quiet(process: WatchedProcess, sample: _ProcessSample, now_ns: int) -> int:
     """When there will be something to report about a process, as far as that is known; not later
-    than ``now_ns`` if there is something already.
+    than ``now_ns`` if there is something already. Updates ``sample``.
     """
     reader = _find_intact_reader(process)
     if process.exit is not None or reader is None or process.pidfd is None or process.is_paused:
         return now_ns
     words = reader.read_live_words()
     reported_words = _get_reported_words(words)
-    is_changed = reported_words != look.reported_words
-    look.reported_words = reported_words
+    is_changed = reported_words != sample.reported_words
+    sample.reported_words = reported_words
     if is_changed or now_ns - words[LiveWord.PULSE_NS] > _MAX_PULSE_AGE_NS:
         return now_ns
     if reader.parts.checks.count:  # the results of checks are reported as they come
         return now_ns
-    if words[LiveWord.RECORDS] > look.record_count or reader.has_record(look.record_count):
-        look.record_count = reader.count_records()
-        look.is_between_calls = False
+    if words[LiveWord.RECORDS] > sample.record_count or reader.has_record(sample.record_count):
+        sample.record_count = reader.count_records()
+        sample.is_between_calls = False
         unread = reader.record_capacity // FLOOD_DIVISOR
-        look.is_ring_filling = reader.has_record(process.history.cursor + unread)
+        sample.is_ring_filling = reader.has_record(process.history.cursor + unread)
         return now_ns + int(BLOCKED_AFTER_S * 1e9)
-    if look.is_between_calls:
+    if sample.is_between_calls:
         return _NEVER_NS
-    return _find_end_of_pause(reader, look, now_ns)
+    streams, devices = reader.read_positions(now_ns)
+    ages_s = list_unfinished_ages(streams, devices, now_ns)
+    sample.is_between_calls = not ages_s
+    if not ages_s:
+        return _NEVER_NS
+    return now_ns + int((BLOCKED_AFTER_S - max(ages_s)) * 1e9)
 
 
 def _find_intact_reader(process: WatchedProcess) -> RingReader | None:
@@ -254,16 +260,6 @@ def _find_intact_reader(process: WatchedProcess) -> RingReader | None:
     except (OSError, RingError):
         return None
     return reader if inode == process.ring_inode else None
-
-
-def _find_end_of_pause(reader: RingReader, look: _Look, now_ns: int) -> int:
-    """When a process that makes no calls will have been in one for long."""
-    streams, devices = reader.read_positions(now_ns)
-    ages_s = list_unfinished_ages(streams, devices, now_ns)
-    look.is_between_calls = not ages_s
-    if not ages_s:
-        return _NEVER_NS
-    return now_ns + int((BLOCKED_AFTER_S - max(ages_s)) * 1e9)
 
 
 def list_unfinished_ages(

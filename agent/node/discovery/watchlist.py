@@ -19,7 +19,7 @@ from hangwatch.protocol.heartbeat import ProcessIdentity
 
 from ...environment import identity, run_dir
 from ..system import processes
-from ..system.daemon import AgentLog
+from ..system.runtime import AgentLog
 from . import rings
 from .watched import WatchedProcess, watch_process
 

@@ -37,7 +37,7 @@ from hangwatch.protocol.heartbeat import (
 
 from ...environment import run_dir
 from ...transport.client import Reply, ServerTarget, SignedClient, TransportError, order_targets
-from ..system.daemon import AgentLog
+from ..system.runtime import AgentLog
 
 HEARTBEAT_PATH = "/api/v1/heartbeats"
 # They hold stacks, call sites or arguments of calls.

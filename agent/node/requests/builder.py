@@ -16,7 +16,7 @@ from typing import Any
 from ...recorder.native import build, cache
 from ...recorder.native.cache import has_recorders
 from ..system import processes
-from ..system.daemon import AgentLog
+from ..system.runtime import AgentLog
 
 _CGROUP_ROOT = "/sys/fs/cgroup"
 # For each version of control groups: the files of the limit and of the usage, and the counters in

@@ -36,7 +36,7 @@ from ..hardware.monitor import HardwareMonitor, HardwareOrder
 from ..reporting.uplink import Outbox
 from ..stacks.faulthandler_dumps import FaulthandlerRegistration
 from ..stacks.sampler import SampleOrder, StackSampler, describe_newest_call, read_callers
-from ..system.daemon import AgentLog
+from ..system.runtime import AgentLog
 from .live import LiveRequests
 
 _MAX_REMEMBERED_COMMANDS = 1024

@@ -1,1 +1,1 @@
-"""Reads processes from the operating system, and makes the node agent a daemon."""
+"""Reads processes from the operating system, and runs the node agent as a daemon."""

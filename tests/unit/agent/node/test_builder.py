@@ -13,7 +13,7 @@ from hangwatch.agent.node.requests.builder import (
     RecorderBuilder,
     get_free_memory_bytes,
 )
-from hangwatch.agent.node.system.daemon import AgentLog
+from hangwatch.agent.node.system.runtime import AgentLog
 from hangwatch.agent.recorder.native import build, cache
 from tests.simulation.waiting import wait_until
 

@@ -1,4 +1,4 @@
-"""When a host is steady, by looks at a real ring of this very process."""
+"""When a host is steady, by samples of a real ring of this very process."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Rank:
     def look(self, at_ns: int, *, with_pulse: bool = True) -> bool:
         if with_pulse:
             self.write_pulse(at_ns)
-        return self.check.look_at_processes([self.watched], self.start_ns + at_ns)
+        return self.check.sample_processes([self.watched], self.start_ns + at_ns)
 
     def become_steady(self) -> int:
         """When it is."""
@@ -175,7 +175,7 @@ def test_process_without_a_ring_is_never_steady() -> None:
     watched = watch_process(os.getpid(), ticks, time.monotonic_ns())
     check = SteadinessCheck()
     for number in range(20):
-        check.look_at_processes([watched], time.monotonic_ns() + number * SECOND_NS)
+        check.sample_processes([watched], time.monotonic_ns() + number * SECOND_NS)
     assert not check.is_steady
     watched.close()
 

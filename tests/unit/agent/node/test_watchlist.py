@@ -15,7 +15,7 @@ from hangwatch.agent.environment import run_dir
 from hangwatch.agent.node.discovery import rings
 from hangwatch.agent.node.discovery.watchlist import Watchlist
 from hangwatch.agent.node.main import open_rank_pidfds
-from hangwatch.agent.node.system.daemon import AgentLog
+from hangwatch.agent.node.system.runtime import AgentLog
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.ranks import ExitInfo
 

@@ -1,0 +1,95 @@
+"""What the node agent's loop runs on: its intervals and timeouts, the selector that it waits in, and
+its log (lines on stderr, which is the run dir's agent.log).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import stat
+import sys
+import time
+from dataclasses import dataclass
+
+from hangwatch.report.text import clean_text
+
+MAX_LOG_BYTES = 1 << 20  # a longer log is truncated
+_MAX_UNIQUE_WARNINGS = 1000
+_READ_BYTES = 4096  # of the wakeup pipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentTiming:
+    """The node agent's intervals and timeouts, in seconds."""
+
+    scan_interval_s: float = 0.5
+    fast_scan_interval_s: float = 0.2  # used while processes start, or a ring fills quickly
+    startup_window_s: float = 10.0  # more processes are expected for this long after a new one
+    heartbeat_interval_s: float = 0.5  # used until the server sets another one
+    linger_s: float = 3.0  # how long the agent stays without a live process
+    first_process_timeout_s: float = 5.0
+    absent_server_timeout_s: float = 30.0  # how long it stays with something left to report
+    user_notice_after_s: float = 3.0  # the server's absence until the user is notified
+    last_heartbeat_timeout_s: float = 2.0
+
+
+class WakeupSelector:
+    """A selector that any thread or signal handler can wake.
+
+    Other descriptors are registered in `selector` with a key as their data.
+    """
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.selector.register(self._read_fd, selectors.EVENT_READ)
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, so the loop wakes anyway
+            os.write(self._write_fd, b"\0")
+
+    def wait(self, timeout_s: float) -> list[str]:
+        """Waits until woken, or until a registered descriptor is ready, and returns the keys of
+        those that are.
+        """
+        ready_keys: list[str] = []
+        for selector_key, _ in self.selector.select(max(0.0, timeout_s)):
+            if selector_key.data is not None:
+                ready_keys.append(selector_key.data)
+                continue
+            with contextlib.suppress(BlockingIOError):  # already empty
+                os.read(self._read_fd, _READ_BYTES)
+        return ready_keys
+
+
+class AgentLog:
+    """Writes lines to the log, and counts the warnings."""
+
+    def __init__(self) -> None:
+        self.warning_count = 0
+        self._seen_warnings: set[str] = set()
+
+    def info(self, text: str) -> None:
+        """Writes one line. ``text`` may quote a server or a job."""
+        # On a full disk or with a closed stderr, there is no place to report the error.
+        with contextlib.suppress(OSError, ValueError):
+            status = os.fstat(2)
+            if stat.S_ISREG(status.st_mode) and status.st_size > MAX_LOG_BYTES:
+                os.ftruncate(2, 0)
+            print(
+                f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {clean_text(text)}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def warning(self, text: str) -> None:
+        self.warning_count += 1
+        self.info(f"warning: {text}")
+
+    def warn_once(self, text: str) -> None:
+        """Writes each warning only once, and a limited number of different ones."""
+        if text in self._seen_warnings or len(self._seen_warnings) >= _MAX_UNIQUE_WARNINGS:
+            return
+        self._seen_warnings.add(text)
+        self.warning(text)
