@@ -1,10 +1,7 @@
 """`hangwatch analyze`: diagnoses a hang from files, without a server and without the job.
 
-MERGED: Reads the files of a hang: Flight Recorder dumps, one for each rank, and hangwatch's own bundles.
-
-The files may be malicious: nothing is unpacked to disk, and all sizes are limited.
-
-MERGED: `hangwatch analyze`: the diagnosis from files, without a server and without the job.
+The files are Flight Recorder dumps, one for each rank, and hangwatch's own bundles. They may be
+malicious: nothing is unpacked to disk, and all sizes are limited.
 """
 
 from __future__ import annotations
@@ -26,14 +23,19 @@ from typing import Any
 
 from hangwatch.flight_recorder import pickles
 from hangwatch.flight_recorder.analysis import OfflineDiagnosis, analyze_dumps
-from hangwatch.flight_recorder.calls import FlightDump, FlightDumpError, InternPool
-from hangwatch.flight_recorder.calls import parse_dump as read_dump
+from hangwatch.flight_recorder.calls import (
+    FlightDump,
+    FlightDumpError,
+    InternPool,
+    parse_dump,
+)
 from hangwatch.flight_recorder.entries import MAX_DUMP_RANKS
 from hangwatch.flight_recorder.export import export_dumps
 from hangwatch.report.documents import build_verdict_document
 from hangwatch.report.terminal import format_incident
 from hangwatch.report.text import Paint, seconds_since
 
+from .arguments import add_format_option
 from .errors import HANG, OK, CliError, UsageError
 from .terminal import detect_paint, print_json, print_lines, print_message, show_progress
 
@@ -47,6 +49,38 @@ _DOCUMENT_ERRORS = (
     TypeError,
     ValueError,
 )
+_RANK_SUFFIX = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle))?$")
+_ZIP_MAGIC = b"PK\x03\x04"
+_MAX_FILE_BYTES = 1 << 28  # the limit of a bundle, and of one document in it
+
+
+def add_analyze_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Diagnoses from files, without a server and without the job: PyTorch Flight Recorder"
+        " dumps (pickle or JSON), one for each rank, or a bundle that hangwatch wrote. Ranks may"
+        " be missing. Files that cannot be read are reported and skipped."
+    )
+    parser.epilog = (
+        "Exit codes: 0 no hang found, 1 no file could be read or a file tries to run code,"
+        " 2 usage, 4 a hang. torch keeps the calls for dumps if TORCH_FR_BUFFER_SIZE (formerly"
+        " TORCH_NCCL_TRACE_BUFFER_SIZE) is above 0. `curl -O` of /api/v1/incidents/ID/bundle"
+        " downloads a bundle."
+    )
+    add_format_option(parser)
+    parser.add_argument(
+        "paths",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
+        help="dumps whose names end with their rank, bundles, or folders of these",
+    )
+    parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="DIR",
+        help="write the calls of a single bundle to DIR as Flight Recorder dumps",
+    )
+    parser.set_defaults(run=run_analyze)
 
 
 def run_analyze(args: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -158,11 +192,6 @@ def _export_bundle(bundles: list[Bundle], folder: Path) -> None:
     print_message(f"read by PyTorch's analyzer: torchfrtrace {folder} --prefix rank_")
 
 
-_RANK_SUFFIX = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle))?$")
-_ZIP_MAGIC = b"PK\x03\x04"
-_MAX_FILE_BYTES = 1 << 28  # the limit of a bundle, and of one document in it
-
-
 class FileError(CliError):
     """A file cannot be read, or its content is invalid."""
 
@@ -252,7 +281,7 @@ def _list_files(paths: Iterable[Path]) -> Iterator[Path]:
 
 @contextmanager
 def _pause_gc() -> Iterator[None]:
-    """Stops the garbage collector, which would scan millions of objects in use repeatedly."""
+    """Stops the garbage collector, which would repeatedly scan millions of objects in use."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -282,23 +311,21 @@ def _read_file(path: Path, pool: InternPool) -> Bundle | FlightDump:
     number = _RANK_SUFFIX.search(path.name)
     if number is None or len(number[1]) > 9 or int(number[1]) >= MAX_DUMP_RANKS:
         raise _UnusableFileError("its name must end with its rank, as nccl_trace_rank_3 does")
-    return read_dump(int(number[1]), _load_plain(data), pool)
-
-
-def _load_plain(data: bytes) -> object:
-    if data[:64].lstrip()[:1] not in (b"{", b"["):
-        return pickles.safe_loads(data)
-    try:
-        return load_json(data)
-    except (ValueError, RecursionError) as error:
-        raise _UnusableFileError(f"it is cut off, or not JSON: {error}") from error
+    if data[:64].lstrip()[:1] in (b"{", b"["):
+        try:
+            content = load_json(data)
+        except (ValueError, RecursionError) as error:
+            raise _UnusableFileError(f"it is cut off, or not JSON: {error}") from error
+    else:
+        content = pickles.safe_loads(data)
+    return parse_dump(int(number[1]), content, pool)
 
 
 def load_json(data: bytes) -> object:
-    """Raises ValueError if it is not JSON, or has so many values that they would not fit into memory,
-    and RecursionError if it is nested too deeply.
+    """Raises ValueError if it is not JSON, or has so many values that they would not fit into
+    memory, and RecursionError if it is nested too deeply.
     """
-    # At least as many as there are values in lists and dictionaries.
+    # There are at least as many separators as values in lists and dictionaries.
     separators = sum(map(data.count, (b",", b"[", b"{")))
     if separators > pickles.MAX_VALUES:
         raise ValueError(f"it has more than {pickles.MAX_VALUES >> 20} million values")

@@ -16,9 +16,9 @@ from urllib.parse import unquote, urljoin, urlsplit
 import httpx
 
 from ..transport.client import ServerTarget, TargetError
+from .arguments import DEFAULT_URL
 from .errors import CliError, NotFoundError, RefusedError, UnreachableError, UsageError
 
-DEFAULT_URL = "http://127.0.0.1:8642"
 TIMEOUT_S = 10.0
 STREAM_TIMEOUT_S = 30.0  # the server sends something on a stream more often than that
 _PROBE_TIMEOUT_S = 2.0
@@ -151,7 +151,14 @@ class Client:
             )
 
     def _request_document(self, method: str, url: str, **options: Any) -> dict[str, Any]:
-        return self._parse_document(self._send_request(method, url, **options))
+        response = self._send_request(method, url, **options)
+        try:
+            document = response.json()
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            document = None
+        if not isinstance(document, dict):
+            raise self._build_address_error()
+        return document
 
     def _send_request(self, method: str, url: str, **options: Any) -> httpx.Response:
         with self._translate_errors():
@@ -177,40 +184,28 @@ class Client:
                 " another address with --url or HANGWATCH_URL"
             ) from None
 
-    def _parse_document(self, response: httpx.Response) -> dict[str, Any]:
-        try:
-            document = response.json()
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            document = None
-        if not isinstance(document, dict):
-            raise self._build_address_error()
-        return document
-
     def _build_error(self, response: httpx.Response) -> CliError:
         try:
             document = response.json()
             detail = str(document.get("detail") or document.get("title") or "")
         except (json.JSONDecodeError, UnicodeDecodeError, AttributeError):
             detail = ""
+        if response.status_code in (401, 403) and self.server.token:
+            return RefusedError(
+                f"{self.server.url} refuses the token: compare it with the HANGWATCH_URL line that"
+                " the server printed when it started"
+            )
         if response.status_code in (401, 403):
-            return self._build_token_error()
+            return RefusedError(
+                f"{self.server.url} requires a token: give --token, HANGWATCH_TOKEN, or the URL as"
+                " http://:TOKEN@host:port"
+            )
         if response.status_code == 404 and detail:
             return NotFoundError(detail)
         if response.status_code == 404 or response.is_redirect:
             return self._build_address_error()
         text = f"{self.server.url} answers {response.status_code}"
         return CliError(f"{text}: {detail}" if detail else text)
-
-    def _build_token_error(self) -> RefusedError:
-        if self.server.token:
-            return RefusedError(
-                f"{self.server.url} refuses the token: compare it with the HANGWATCH_URL line that"
-                " the server printed when it started"
-            )
-        return RefusedError(
-            f"{self.server.url} requires a token: give --token, HANGWATCH_TOKEN, or the URL as"
-            " http://:TOKEN@host:port"
-        )
 
     def _build_address_error(self) -> CliError:
         return CliError(
@@ -220,7 +215,7 @@ class Client:
 
 
 def _parse_server_time(date: str | None, default: datetime) -> datetime:
-    """The server's time (RFC 9110, 6.6.1): ages by the clock of this host could be wrong."""
+    """The server's time (RFC 9110, 6.6.1), since ages by the clock of this host could be wrong."""
     if not date:
         return default
     try:

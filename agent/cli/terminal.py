@@ -1,8 +1,5 @@
-"""Writes to the terminal: data to stdout, messages to stderr.
-
-MERGED: Shows long text page by page on a terminal, as git does: with PAGER, else with less.
-
-MERGED: Shows a view of the server again and again, as `--watch` does.
+"""Writes to the terminal: data to stdout, messages to stderr, long text through a pager, and views
+that are refreshed, as for ``--watch``.
 """
 
 from __future__ import annotations
@@ -23,6 +20,11 @@ from hangwatch.report.text import PLAIN_PAINT, Paint, clean_text
 from .errors import OK, NotFoundError, UnreachableError
 
 _MIN_PROGRESS_ITEMS, _PROGRESS_STEP = 32, 8
+_DEFAULT_PAGER = "less"
+# less: exit if the text fits on one screen, show colours, and do not clear the screen at exit.
+_LESS_OPTIONS = "FRX"
+_REFRESH_S = 1.0
+_CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
 
 def detect_paint(env: Mapping[str, str], stream: TextIO | None = None) -> Paint:
@@ -33,7 +35,7 @@ def detect_paint(env: Mapping[str, str], stream: TextIO | None = None) -> Paint:
 
 
 def choose_paint(args: argparse.Namespace, env: Mapping[str, str]) -> Paint:
-    """No colour with ``--json``; else as `detect_paint`."""
+    """No colour with ``--json``, else the result of `detect_paint`."""
     return PLAIN_PAINT if args.json else detect_paint(env)
 
 
@@ -78,11 +80,6 @@ def show_progress(label: str, stream: TextIO | None = None) -> Iterator[Callable
             output.flush()
 
 
-_DEFAULT_PAGER = "less"
-# less: exit if the text fits on one screen, show colours, and do not clear the screen at exit.
-_LESS_OPTIONS = "FRX"
-
-
 def page_lines(lines: Iterable[str], env: Mapping[str, str]) -> None:
     """Prints the lines, through the pager if stdout is a terminal."""
     command = shlex.split(env.get("PAGER", _DEFAULT_PAGER))
@@ -98,23 +95,19 @@ def page_lines(lines: Iterable[str], env: Mapping[str, str]) -> None:
             text=True,
             errors="replace",
         )
-    except OSError:  # it is not installed
+    except OSError:  # the pager is not installed
         print(text, end="")
         return
-    with contextlib.suppress(BrokenPipeError):  # the user has left it
+    with contextlib.suppress(BrokenPipeError):  # the user has left the pager
         pager.communicate(text)
     while pager.poll() is None:
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the pager's
             pager.wait()
 
 
-_REFRESH_S = 1.0
-_CLEAR_SCREEN = "\x1b[H\x1b[2J"
-
-
 def watch_view(print_view: Callable[[], int], paint: Paint) -> int:
-    """Prints the view each second until Ctrl-C, and returns its last exit code. A server that cannot be
-    reached, and something that does not exist yet, are waited for.
+    """Prints the view each second until Ctrl-C, and returns its last exit code. A server that
+    cannot be reached, and something that does not exist yet, are waited for.
     """
     code = OK
     try:

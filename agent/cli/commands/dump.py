@@ -11,6 +11,7 @@ from urllib.parse import quote
 from hangwatch.report.terminal import format_stack, merge_equal_stacks
 from hangwatch.report.text import Paint, name_ranks
 
+from ..arguments import add_query_options, parse_positive, parse_ranks
 from ..client import Client, open_client
 from ..errors import ERROR, OK, NotFoundError
 from ..terminal import choose_paint, print_json, print_lines, print_message
@@ -20,8 +21,25 @@ _POLL_S = 0.2
 _TIMEOUT_S, _NATIVE_TIMEOUT_S = 15, 60
 
 
+def add_dump_arguments(parser: argparse.ArgumentParser) -> None:
+    add_query_options(parser)
+    parser.add_argument("ranks", type=parse_ranks, metavar="RANKS", help="such as 0,3-5")
+    parser.add_argument(
+        "--native",
+        action="store_true",
+        help="include C and C++ frames (slow: the first dump takes seconds)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=parse_positive,
+        metavar="SECONDS",
+        help="how long to wait for the stacks (default: 15, native 60)",
+    )
+    parser.set_defaults(run=run_dump)
+
+
 def run_dump(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Returns `ERROR` unless all of the ranks returned their stacks. Raises CliError."""
+    """Returns `OK` if all of the ranks returned their stacks, else `ERROR`. Raises CliError."""
     timeout_s = args.timeout or (_NATIVE_TIMEOUT_S if args.native else _TIMEOUT_S)
     with open_client(args, env) as client:
         document = _await_dump(client, _request_dump(client, args), timeout_s)
@@ -53,7 +71,7 @@ def _request_dump(client: Client, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _await_dump(client: Client, document: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """The dump once it is complete, or as far as it is after the timeout."""
+    """The complete dump, or after the timeout what has arrived of it."""
     deadline = time.monotonic() + timeout_s
     while document.get("status") == "pending" and time.monotonic() < deadline:
         time.sleep(_POLL_S)

@@ -1,6 +1,5 @@
-"""`hangwatch incidents` lists incidents, and `hangwatch show` prints one of them.
-
-MERGED: `hangwatch report` saves an incident as one HTML file, for a ticket or a colleague.
+"""`hangwatch incidents` lists incidents, `hangwatch show` prints one of them, and `hangwatch
+report` saves one as an HTML file, for a ticket or a colleague.
 """
 
 from __future__ import annotations
@@ -14,15 +13,36 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.report.terminal import format_incident
 
+from ..arguments import add_query_options, parse_positive
 from ..client import Client, open_client
 from ..errors import OK, CliError, NotFoundError, UsageError
 from ..terminal import choose_paint, page_lines, print_json, print_lines, print_message, watch_view
-from . import status
-from .status import abbreviate_list, check_job
+from .status import abbreviate_list, check_job, format_incidents
 
 _MAX_PAGE_SIZE = 100  # the API's limit
+_STDOUT = "-"
+
+
+def add_incidents_arguments(parser: argparse.ArgumentParser) -> None:
+    add_query_options(parser)
+    parser.add_argument("--status", choices=("open", "resolved"), help="only these")
+    parser.add_argument(
+        "--kind",
+        choices=[kind.value for kind in VerdictKind],
+        metavar="KIND",
+        help="only this kind, such as missing_rank",
+    )
+    parser.add_argument(
+        "--limit",
+        type=parse_positive,
+        default=20,
+        metavar="N",
+        help="at most N incidents (default: 20)",
+    )
+    parser.set_defaults(run=run_incidents)
 
 
 def run_incidents(args: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -35,7 +55,7 @@ def run_incidents(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         print_json({"items": incidents, "next": None})
     elif incidents:
         paint = choose_paint(args, env)
-        print_lines(status.format_incidents(incidents, client.server_time, paint))
+        print_lines(format_incidents(incidents, client.server_time, paint))
     else:
         has_filter = args.job or args.status or args.kind
         print_message("no incident matches" if has_filter else "no incident")
@@ -43,11 +63,35 @@ def run_incidents(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 
 def _fetch_incidents(client: Client, args: argparse.Namespace) -> list[dict[str, Any]]:
-    # The API cannot filter by kind, so then the pages must be longer than the limit.
+    # The API cannot filter by kind: a page that is filtered here must not end at the limit.
     page_size = min(args.limit, _MAX_PAGE_SIZE) if args.kind is None else None
     items = client.iter_items("incidents", job=args.job, status=args.status, limit=page_size)
     matching = (item for item in items if args.kind in (None, item.get("kind")))
     return list(islice(matching, args.limit))
+
+
+def add_show_arguments(parser: argparse.ArgumentParser) -> None:
+    add_query_options(parser)
+    _add_id(parser)
+    parser.add_argument("--full", action="store_true", help="show all frames, also of libraries")
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="refresh every second until Ctrl-C; waits for an incident",
+    )
+    parser.add_argument(
+        "--no-pager", action="store_true", help="print all at once, not through PAGER or less"
+    )
+    parser.set_defaults(run=run_show)
+
+
+def _add_id(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "id",
+        nargs="?",
+        metavar="ID",
+        help="its id, or the beginning of it (default: the newest incident)",
+    )
 
 
 def run_show(args: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -107,7 +151,17 @@ def _fetch_incident(client: Client, incident_id: str) -> dict[str, Any]:
     return client.get(f"incidents/{quote(incident_id, safe='')}")
 
 
-_STDOUT = "-"
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    add_query_options(parser)
+    _add_id(parser)
+    parser.add_argument(
+        "--out",
+        "-o",
+        default="",
+        metavar="FILE",
+        help="the file or its folder; - for stdout (default: hangwatch-ID.html)",
+    )
+    parser.set_defaults(run=run_report)
 
 
 def run_report(args: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -119,7 +173,7 @@ def run_report(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         sys.stdout.buffer.write(page)
         return OK
     path = Path(args.out)
-    if path.is_dir():  # as "" is, which is the current one
+    if path.is_dir():  # "" is the current folder
         path /= f"hangwatch-{incident_id}.html"
     try:
         path.write_bytes(page)

@@ -12,9 +12,22 @@ from hangwatch.mcp.answers import Answer, Document, describe_analysis
 from hangwatch.mcp.tools import TOOLS, Arguments, Fetch, Tool, ToolError
 
 from ..analyze import diagnose_files
+from ..arguments import add_format_option, add_server_options
 from ..client import Client, open_client
 from ..errors import OK, CliError
 from ..terminal import print_message
+
+
+def add_mcp_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Serves the server's view to a coding agent, read-only, over the Model Context Protocol on"
+        " stdin and stdout: the agent's program starts this command. It needs the extra"
+        " hangwatch[mcp]. The server itself answers at /mcp, with the token."
+    )
+    parser.epilog = "Example: claude mcp add hangwatch -- hangwatch mcp --url http://master:8642"
+    add_server_options(parser)
+    add_format_option(parser)
+    parser.set_defaults(run=run_mcp)
 
 
 def run_mcp(args: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -41,7 +54,7 @@ def run_mcp(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 
 def make_fetch(client: Client) -> Fetch:
-    """Reads documents from a server; its answers and errors do not block the protocol."""
+    """A function that reads documents from a server, in a thread since it blocks."""
 
     async def fetch(path: str, query: Mapping[str, object]) -> Document:
         try:

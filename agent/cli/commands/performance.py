@@ -19,14 +19,20 @@ from hangwatch.report.text import (
     wrap_text,
 )
 
+from ..arguments import add_query_options
 from ..client import open_client
 from ..errors import OK
 from ..terminal import detect_paint, print_json, print_lines, print_message
 
-_MAX_LATE_RANKS = 4  # named for each group
-_MAX_CALL_LINES = 12  # for each group
+_MAX_LATE_RANKS = 4  # lines for each group
+_MAX_CALL_LINES = 12  # lines for each group
 _BARS = "▁▂▃▄▅▆▇█"
-_MAX_PERIODS = 34  # in a sparkline
+_MAX_PERIODS = 34  # the width of a sparkline
+
+
+def add_perf_arguments(parser: argparse.ArgumentParser) -> None:
+    add_query_options(parser)
+    parser.set_defaults(run=run_perf)
 
 
 def run_perf(args: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -44,7 +50,7 @@ def run_perf(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 
 def format_performance(documents: Sequence[Document], paint: Paint) -> Iterator[str]:
-    """For each job, its stragglers, then its groups in the given order."""
+    """The stragglers of each job, then its groups in the given order."""
     jobs = itertools.groupby(documents, key=lambda item: (item.get("job"), item.get("attempt")))
     for number, ((job, attempt), job_groups) in enumerate(jobs):
         groups = list(job_groups)
@@ -120,7 +126,7 @@ def _format_time(duration_s: float | None) -> str:
 
 
 def _format_arrivals(group: Document) -> Iterator[str]:
-    """How far apart the ranks arrive at the group's calls, and which ones arrive last."""
+    """The spread of the ranks' arrivals at the group's calls, and the ranks that arrive last."""
     arrivals = group["arrivals"]
     spread = arrivals.get("spread")
     if not spread:

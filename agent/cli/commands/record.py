@@ -1,7 +1,5 @@
-"""`hangwatch record`: samples where ranks spend their time.
-
-MERGED: Where ranks spend their time, as lines of text. Pure, from the API's JSON documents; see
-`hangwatch.report.terminal`.
+"""`hangwatch record`: samples where ranks spend their time, and prints it as call trees. The lines
+are made from the API's JSON documents; see `hangwatch.report.terminal`.
 """
 
 from __future__ import annotations
@@ -11,32 +9,97 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from hangwatch.protocol.commands import MAX_RECORDING_SAMPLES
+from hangwatch.protocol.commands import (
+    MAX_RECORDING_HZ,
+    MAX_RECORDING_S,
+    MAX_RECORDING_SAMPLES,
+)
 from hangwatch.report.text import (
     PLAIN_PAINT,
     TERMINAL_COLUMNS,
+    Document,
     Paint,
     clean_text,
+    format_line,
     name_ranks,
     truncate_end,
     truncate_start,
     wrap_text,
 )
 
+from ..arguments import add_query_options, is_number, parse_ranks
 from ..client import Client, open_client
 from ..errors import ERROR, OK, CliError, UsageError
 from ..terminal import detect_paint, print_json, print_lines, print_message
 
 MAX_RECORDED_RANKS = 64
 _POLL_S = 0.3
+_MIN_SHARE = 0.02  # a line or branch with a smaller share of its thread's samples is not shown
+_MIN_LOCATION_WIDTH = 16  # columns; a longer path loses its start
+_MAX_HOTTEST_SHOWN = 3
+_MAX_INDENT_DEPTH = 12
+_MAX_TREE_LINES = 40  # a thread's tree shows its heaviest branches first
+_INSTALL_PREFIX = re.compile(r"^.*(?:/(?:site|dist)-packages|/lib(?:64)?/python3[.\d]*)/")
+
+
+def add_record_arguments(parser: argparse.ArgumentParser) -> None:
+    add_query_options(parser)
+    parser.add_argument(
+        "--rank",
+        type=parse_ranks,
+        required=True,
+        metavar="RANKS",
+        help="the ranks to record, one after the other on each host",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=lambda text: _parse_whole_number(text, MAX_RECORDING_S, "seconds"),
+        default=10,
+        metavar="N",
+        help=f"duration, 1 to {MAX_RECORDING_S} (default: 10)",
+    )
+    parser.add_argument(
+        "--rate",
+        type=lambda text: _parse_whole_number(text, MAX_RECORDING_HZ, "samples a second"),
+        default=100,
+        metavar="HZ",
+        help=f"samples a second, 1 to {MAX_RECORDING_HZ} (default: 100)",
+    )
+    parser.add_argument(
+        "--native",
+        action="store_true",
+        help="include C and C++ frames (pauses the process for each sample)",
+    )
+    parser.add_argument(
+        "--gil",
+        action="store_true",
+        help="only threads that hold the GIL, instead of everything that a thread does or waits for",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="the folder for the two files (default: the current one)",
+    )
+    parser.set_defaults(run=run_record)
+
+
+def _parse_whole_number(text: str, maximum: int, unit: str) -> int:
+    if not is_number(text) or not 1 <= int(text) <= maximum:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} should be a whole number of {unit}, 1 to {maximum}"
+        )
+    return int(text)
 
 
 def run_record(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Records, prints where the time was spent, and writes two files. Returns `ERROR` unless every
-    rank was recorded. Raises CliError.
+    """Records, prints where the time was spent, and writes two files. Returns `OK` if every rank
+    was recorded, else `ERROR`. Raises CliError.
     """
     if args.seconds * args.rate > MAX_RECORDING_SAMPLES:
         raise UsageError(
@@ -45,7 +108,10 @@ def run_record(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         )
     if len(args.rank) > MAX_RECORDED_RANKS:
         raise UsageError(f"{len(args.rank)} ranks are too many: give at most {MAX_RECORDED_RANKS}")
-    _check_folder(args)
+    try:  # before anything is recorded
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CliError(f"{args.out}: {error.strerror}: name another folder with --out") from error
     body: dict[str, object] = {
         "ranks": args.rank,
         "seconds": args.seconds,
@@ -97,7 +163,7 @@ def _build_path(document: Mapping[str, Any]) -> str:
 
 
 def _describe_progress(document: Mapping[str, Any]) -> str:
-    """Which ranks are recorded or queued now, and how many are done."""
+    """The ranks that are recorded or queued now, and the number of those that are done."""
     ranks = document.get("ranks") or []
     recording = [rank["rank"] for rank in ranks if rank.get("status") == "recording"]
     waiting = [rank["rank"] for rank in ranks if rank.get("status") == "waiting"]
@@ -109,14 +175,6 @@ def _describe_progress(document: Mapping[str, Any]) -> str:
         done_count = sum(rank.get("status") in ("done", "failed") for rank in ranks)
         text += f", {done_count} of {len(ranks)} done"
     return text
-
-
-def _check_folder(args: argparse.Namespace) -> None:
-    """Creates the output folder before anything is recorded. Raises CliError if that fails."""
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CliError(f"{args.out}: {error.strerror}: name another folder with --out") from error
 
 
 def _write_files(client: Client, document: Mapping[str, Any], args: argparse.Namespace) -> None:
@@ -132,18 +190,8 @@ def _write_files(client: Client, document: Mapping[str, Any], args: argparse.Nam
         print_message(message)
 
 
-Document = Mapping[str, Any]
-
-_MIN_SHARE = 0.02  # of a thread's samples: smaller shares are not shown
-_MIN_LOCATION_WIDTH = 16  # in columns; a longer path loses its start
-_MAX_HOTTEST_SHOWN = 3
-_MAX_INDENT_DEPTH = 12
-_MAX_TREE_LINES = 40  # of a thread's tree, the heaviest branches first
-_INSTALL_PREFIX = re.compile(r"^.*(?:/(?:site|dist)-packages|/lib(?:64)?/python3[.\d]*)/")
-
-
 def format_recording(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator[str]:
-    """For each rank, a sentence on where it spends most of its time, and a call tree."""
+    """A sentence on where each rank spends most of its time, and its call tree."""
     rate_hz, gil_only = int(document.get("rate") or 1), bool(document.get("gil"))
     for index, rank in enumerate(document.get("ranks") or []):
         if index:
@@ -192,7 +240,7 @@ def _format_hottest(thread: Document, sample_count: int) -> str:
         share = line.get("samples", 0) / max(1, sample_count)
         if share >= _MIN_SHARE:
             function = clean_text(line.get("function", "?"))
-            parts.append(f"{100 * share:.0f} % in {function} ({_format_location(line)})")
+            parts.append(f"{100 * share:.0f} % in {function} ({format_line(line)})")
     return ", ".join(parts)
 
 
@@ -218,7 +266,9 @@ def _format_tree(roots: Sequence[Document], sample_count: int, paint: Paint) -> 
 def _format_node(node: Document, depth: int, sample_count: int, paint: Paint) -> str:
     is_library = bool(node.get("library"))
     share = 100 * node.get("samples", 0) / sample_count
-    numbers = f"{share:5.0f} % {_format_share(node.get('own', 0), sample_count):>5}"
+    own = node.get("own", 0)
+    own_share = f"{100 * own / sample_count:.0f} %" if own >= 0.005 * sample_count else ""
+    numbers = f"{share:5.0f} % {own_share:>5}"
     indent = "  " * min(depth, _MAX_INDENT_DEPTH)
     marker = "  " if is_library else "> "
     name = f"{indent}{marker}{clean_text(node.get('function', '?'))}"
@@ -226,7 +276,10 @@ def _format_node(node: Document, depth: int, sample_count: int, paint: Paint) ->
         innermost = node.get("ends") or {}
         if innermost and innermost.get("function") != node.get("function"):
             name += f" … {clean_text(innermost['function'])}"
-        location = _format_library_location(innermost or node)
+        frame = innermost or node
+        location = _INSTALL_PREFIX.sub("", clean_text(frame.get("file", "")))
+        if frame.get("line"):
+            location += f":{clean_text(frame['line'])}"
     else:
         location = _format_lines(node)
     width = TERMINAL_COLUMNS - len(numbers) - 2
@@ -235,18 +288,10 @@ def _format_node(node: Document, depth: int, sample_count: int, paint: Paint) ->
     return paint.dim(line) if is_library else paint.bold(line)
 
 
-def _format_library_location(frame: Document) -> str:
-    path = _INSTALL_PREFIX.sub("", clean_text(frame.get("file", "")))
-    return f"{path}:{clean_text(frame['line'])}" if frame.get("line") else path
-
-
-def _format_share(own: int, samples: int) -> str:
-    return f"{100 * own / samples:.0f} %" if own >= 0.005 * samples else ""
-
-
 def _format_lines(node: Document) -> str:
     """``train.py:55`` or, for several lines, ``train.py:55 (61 %), :52``."""
-    file, lines = _get_file_name(node.get("file", "")), node.get("lines") or []
+    file = clean_text(node.get("file", "")).rsplit("/", 1)[-1]
+    lines = node.get("lines") or []
     if not lines:
         return file
     total = max(1, int(node.get("samples", 1)))
@@ -256,11 +301,3 @@ def _format_lines(node: Document) -> str:
     if others:
         text += f" ({100 * first.get('samples', 0) / total:.0f} %)"
     return text + "".join(f", :{line.get('line')}" for line in others)
-
-
-def _format_location(frame: Document) -> str:
-    return f"{_get_file_name(frame.get('file', '?'))}:{clean_text(frame.get('line', '?'))}"
-
-
-def _get_file_name(path: object) -> str:
-    return clean_text(path).rsplit("/", 1)[-1]

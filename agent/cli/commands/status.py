@@ -1,8 +1,6 @@
 """`hangwatch status`: every job on one line, with its open incidents.
 
-MERGED: Formats jobs and incidents as lines of text. Pure.
-
-MERGED: Errors for a job that the server does not know.
+The table of `hangwatch incidents` and the error for an unknown job are here as well.
 """
 
 from __future__ import annotations
@@ -24,9 +22,19 @@ from hangwatch.report.text import (
     wrap_text,
 )
 
+from ..arguments import add_query_options
 from ..client import Client, open_client
 from ..errors import HANG, OK, NotFoundError
 from ..terminal import choose_paint, print_json, print_lines, print_message, watch_view
+
+_MIN_ID_WIDTH = 10
+_MAX_LISTED = 8  # jobs or ids named in a message
+
+
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    add_query_options(parser)
+    parser.add_argument("--watch", action="store_true", help="refresh every second, until Ctrl-C")
+    parser.set_defaults(run=run_status)
 
 
 def run_status(args: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -58,9 +66,6 @@ def _print_status(client: Client, args: argparse.Namespace, paint: Paint) -> int
     return HANG if has_alert else OK
 
 
-_MIN_ID_WIDTH = 10
-
-
 def format_status(
     jobs: Sequence[Document], incidents: Sequence[Document], now: datetime, paint: Paint
 ) -> Iterator[str]:
@@ -70,8 +75,9 @@ def format_status(
     remaining = list(incidents)
     for job in jobs:
         yield from _format_job(job, paint)
-        job_incidents = [incident for incident in remaining if _belongs_to(incident, job)]
-        remaining = [incident for incident in remaining if not _belongs_to(incident, job)]
+        key = (job.get("job"), job.get("attempt"))
+        job_incidents = [i for i in remaining if (i.get("job"), i.get("attempt")) == key]
+        remaining = [i for i in remaining if (i.get("job"), i.get("attempt")) != key]
         for incident in job_incidents:
             yield from _format_open_incident(incident, now, paint)
         if not job_incidents or job.get("state") in ("lost", "failed", "finished"):
@@ -82,13 +88,6 @@ def format_status(
         yield from _format_open_incident(incident, now, paint)
 
 
-def _belongs_to(incident: Document, job: Document) -> bool:
-    """The incident is one of this attempt of the job."""
-    if incident.get("job") != job.get("job"):
-        return False
-    return incident.get("attempt") == job.get("attempt")
-
-
 def _format_job(job: Document, paint: Paint) -> Iterator[str]:
     """Name, state and facts of a job: on one line if they fit."""
     state = clean_text(job.get("state", "?"))
@@ -96,7 +95,12 @@ def _format_job(job: Document, paint: Paint) -> Iterator[str]:
     if job.get("attempt"):
         name += f" (attempt {clean_text(job['attempt'])})"
     facts = " · ".join(_list_job_facts(job))
-    coloured_state = _colour_job_state(state, paint)
+    if state in ("stalled", "failed", "lost"):
+        coloured_state = paint.as_error(state)
+    elif state in ("running", "finished"):
+        coloured_state = paint.as_success(state)
+    else:
+        coloured_state = paint.as_warning(state)
     if len(f"{name}  {state}  {facts}") <= TERMINAL_COLUMNS:
         yield f"{paint.bold(name)}  {coloured_state}  {facts}"
         return
@@ -121,17 +125,8 @@ def _list_job_facts(job: Document) -> list[str]:
     return facts
 
 
-def _colour_job_state(state: str, paint: Paint) -> str:
-    """Red for a job that hangs or failed, green for one that is well, otherwise yellow."""
-    if state in ("stalled", "failed", "lost"):
-        return paint.as_error(state)
-    if state in ("running", "finished"):
-        return paint.as_success(state)
-    return paint.as_warning(state)
-
-
 def _colour_by_severity(text: str, severity: object, paint: Paint) -> str:
-    """Red for an alert, yellow for a warning."""
+    """An alert is red, a warning yellow."""
     return paint.as_error(text) if severity == "alert" else paint.as_warning(text)
 
 
@@ -181,11 +176,8 @@ def find_unique_prefix_width(ids: Iterable[str]) -> int:
     return min(width, longest)
 
 
-_MAX_LISTED = 8  # jobs or ids named in a message
-
-
 def check_job(client: Client, job: str) -> None:
-    """Raises NotFoundError, which lists the known jobs, if this one is not known."""
+    """Raises NotFoundError, which lists the known jobs, for an unknown one."""
     if not any(known.get("job") == job for known in client.iter_items("jobs")):
         raise build_unknown_job_error(client, job)
 

@@ -8,8 +8,26 @@ from collections.abc import Mapping
 
 from hangwatch.protocol.signatures import Credential, derive_job_token
 
+from ..arguments import add_format_option
 from ..client import parse_address
 from ..errors import UsageError
+
+
+def add_token_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Prints a token for one job, derived from the server's. A job that is started with it"
+        " can report itself, but no other job, and cannot read the API."
+    )
+    parser.epilog = (
+        "Example: HANGWATCH_TOKEN=$(hangwatch token --job run7) HANGWATCH_JOB=run7 torchrun …"
+    )
+    add_format_option(parser)
+    parser.add_argument("--job", required=True, help="the job's name, as in HANGWATCH_JOB")
+    parser.add_argument(
+        "--token",
+        help="the server's token (default: the one in HANGWATCH_URL, else HANGWATCH_TOKEN)",
+    )
+    parser.set_defaults(run=print_job_token)
 
 
 def print_job_token(args: argparse.Namespace, env: Mapping[str, str]) -> int:

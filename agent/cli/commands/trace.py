@@ -1,7 +1,6 @@
-"""`hangwatch trace`: prints the calls of some ranks while they make them.
-
-MERGED: Calls as lines of text, one line for each call as it arrives, and their counts. Pure, from the
-API's JSON documents; see `hangwatch.report.terminal`.
+"""`hangwatch trace`: prints the calls of some ranks while they make them, one line for each, and
+then their counts. The lines are made from the API's JSON documents; see
+`hangwatch.report.terminal`.
 """
 
 from __future__ import annotations
@@ -14,13 +13,62 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from hangwatch.report.text import PLAIN_PAINT, Paint, clean_text, group_name, name_ranks
+from hangwatch.report.text import (
+    PLAIN_PAINT,
+    Paint,
+    clean_text,
+    format_line,
+    group_name,
+    name_ranks,
+)
 
+from ..arguments import add_query_options, parse_ranks
 from ..client import open_client
 from ..errors import ERROR, OK, CliError
 from ..terminal import detect_paint, print_lines, print_message
 
 MAX_TRACED_RANKS = 64
+_MAX_TRACE_S = 86_400
+_VALUE_FIELDS = ("mean", "min", "max", "norm")
+
+
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    add_query_options(parser)
+    parser.add_argument(
+        "--rank",
+        type=parse_ranks,
+        required=True,
+        metavar="RANKS",
+        help="the ranks to trace, such as 0 or 0,3-5",
+    )
+    parser.add_argument("--op", default="", help="only this operation, such as all_reduce")
+    parser.add_argument(
+        "--group", default="", help="only this process group, by its name or description"
+    )
+    parser.add_argument(
+        "--values",
+        action="store_true",
+        help="include tensor statistics, if the job runs with HANGWATCH_CHECKS=values",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=_parse_seconds,
+        metavar="N",
+        help="stop after N seconds (default: at Ctrl-C)",
+    )
+    parser.set_defaults(run=run_trace)
+
+
+def _parse_seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= _MAX_TRACE_S:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} should be a number of seconds above 0, and at most {_MAX_TRACE_S}"
+        )
+    return value
 
 
 def run_trace(args: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -55,7 +103,8 @@ class _TraceOutput:
 
     args: argparse.Namespace
     colours: Paint
-    call_counts: Counter[tuple[str, int]] = field(default_factory=Counter)  # by operation and rank
+    # The keys are operations and ranks.
+    call_counts: Counter[tuple[str, int]] = field(default_factory=Counter)
     missed_counts: Counter[int] = field(default_factory=Counter)
     other_ops: list[str] = field(default_factory=list)
     started_ranks: set[int] = field(default_factory=set)
@@ -70,11 +119,9 @@ class _TraceOutput:
         elif kind == "start":
             self.started_ranks.add(int(event.get("rank", -1)))
             if not self.args.json and len(self.started_ranks) == len(self.args.rank):
+                operation = f", {self.args.op} only" if self.args.op else ""
                 until = "" if self.args.seconds else ", until Ctrl-C"
-                print_message(
-                    "tracing"
-                    f" {name_ranks(self.started_ranks)}{f', {self.args.op} only' if self.args.op else ''}{until}"
-                )
+                print_message(f"tracing {name_ranks(self.started_ranks)}{operation}{until}")
         elif kind == "missed":
             self.missed_counts[int(event.get("rank", -1))] += int(event.get("calls", 0))
         elif kind == "others":
@@ -100,7 +147,7 @@ class _TraceOutput:
             )
 
     def print_summary(self) -> None:
-        """Prints the counts, and what a reader should know about them."""
+        """Prints the counts, why the trace ended, and why there are no calls or values."""
         if not self.started_ranks and not self.reason:
             return
         items = [
@@ -138,12 +185,9 @@ class _TraceOutput:
             )
 
 
-_VALUE_FIELDS = ("mean", "min", "max", "norm")
-
-
 def format_call(document: Mapping[str, Any], paint: Paint = PLAIN_PAINT) -> Iterator[str]:
-    """``12:00:01.123  rank 0  all_reduce [64] float32 sum  default_pg 812  train.py:41 in step  ≤
-    1.2 ms``.
+    """A line such as ``12:00:01.123  rank 0  all_reduce [64] float32 sum  default_pg 812
+    train.py:41 in step  ≤ 1.2 ms``, and a second one if the call has values.
     """
     group, site = document.get("group"), document.get("site")
     name = group_name(group.get("name"), group.get("desc")) if group else "?"
@@ -152,7 +196,9 @@ def format_call(document: Mapping[str, Any], paint: Paint = PLAIN_PAINT) -> Iter
         f"rank {clean_text(document.get('rank', '?'))}",
         _format_arguments(document, paint),
         f"{name} {clean_text(document.get('seq', '?'))}",
-        paint.dim(_format_site(site) if site else ""),
+        paint.dim(
+            f"{format_line(site)} in {clean_text(site.get('function', '?'))}" if site else ""
+        ),
         _format_latency(document, paint),
     )
     yield "  ".join(column for column in columns if column)
@@ -188,11 +234,6 @@ def _format_values(values: Mapping[str, Any], paint: Paint) -> str:
     else:
         columns.append("all finite")
     return "  ".join(columns)
-
-
-def _format_site(site: Mapping[str, Any]) -> str:
-    file = clean_text(site.get("file", "?")).rsplit("/", 1)[-1]
-    return f"{file}:{clean_text(site.get('line', '?'))} in {clean_text(site.get('function', '?'))}"
 
 
 def _format_time(stamp: object) -> str:

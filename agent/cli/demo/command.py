@@ -1,10 +1,8 @@
-"""`hangwatch demo`: runs a server and a job of four ranks with a planted hang on this machine, and
-prints the verdict.
+"""`hangwatch demo`: runs a server and a job of four ranks with a planted hang on this machine,
+prints the verdict, and checks whether it names the planted rank and line.
 
-MERGED: Starts the processes of a demo in sessions of their own, so that the terminal's Ctrl-C does not
-reach them, and ends all processes that have the demo's mark in their environment.
-
-MERGED: Whether an incident names the fault that the demo planted.
+The processes are in sessions of their own, so that the terminal's Ctrl-C does not reach them. They
+have a mark in their environment, by which all of them are found and ended.
 """
 
 from __future__ import annotations
@@ -28,14 +26,15 @@ from hangwatch.report.terminal import format_incident
 from hangwatch.report.text import clean_text
 
 from ...environment.run_dir import make_private_folder
+from ..arguments import add_format_option
 from ..client import Client, parse_address
 from ..errors import ERROR, OK, CliError, UnreachableError
 from ..terminal import detect_paint, print_json, print_lines, print_message
 
 WORLD_SIZE = 4
+CULPRIT_RANK = 2
 JOB_NAME = "demo"
 STALL_AFTER_S = 5
-# The limits of the stages.
 SERVER_TIMEOUT_S = 20.0
 TRAINING_TIMEOUT_S = 60.0
 VERDICT_TIMEOUT_S = 30.0
@@ -52,10 +51,25 @@ REQUIRED_MODULES = (
 PLANTED_MARK = "# planted"
 _POLL_S = 0.1
 _SERVER_CODE = "import sys; from hangwatch.server.main import main; sys.exit(main())"
+MARK_VARIABLE = "HANGWATCH_RUN_DIR"  # its value, a folder of the demo, marks the demo's processes
+
+# Variables that a launcher or a watched job around the demo has set would change the demo's job.
+_FOREIGN_PREFIXES = (
+    "HANGWATCH_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_",
+    "PET_", "TORCH_DEVICE_BACKEND_AUTOLOAD", "TORCH_NCCL_", "TORCH_DISTRIBUTED_DEBUG", "PYTHONPATH", "PYTHONSAFEPATH",
+)  # fmt: skip
+
+
+def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
+    add_format_option(parser)
+    parser.add_argument(
+        "--keep", action="store_true", help="leave the server and the hung job running until Ctrl-C"
+    )
+    parser.set_defaults(run=run_demo)
 
 
 class DemoError(CliError):
-    """The demo itself failed; the message ends with the last output of the failing part."""
+    """The demo itself failed. The message ends with the last output of the failing part."""
 
 
 def run_demo(args: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -69,7 +83,13 @@ def run_demo(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         demo = _DemoRun(args, env)
         with contextlib.closing(demo):
             code = demo.run_stages()
-        demo.print_end()
+        if args.keep:
+            demo.print_message("everything has ended and is cleaned up")
+        else:
+            demo.print_message(
+                "everything has ended and is cleaned up; the dashboard was"
+                f" {demo.incident_url} (`hangwatch demo --keep` leaves it running)"
+            )
     return code
 
 
@@ -91,10 +111,12 @@ def _interrupt_on_signals() -> Iterator[None]:
 
 
 class _DemoRun:
+    """The stages of a demo: the server, the job, its hang, the verdict."""
+
     def __init__(self, args: argparse.Namespace, env: Mapping[str, str]) -> None:
         self._args, self._env = args, env
         self._started_at = time.monotonic()
-        self._incident_url = ""  # the incident on the dashboard
+        self.incident_url = ""  # the dashboard's page of the incident
         self._sandbox = DemoSandbox(env)
 
     def close(self) -> None:
@@ -117,24 +139,20 @@ class _DemoRun:
             else:
                 print_lines(format_incident(incident, client.server_time, detect_paint(self._env)))
             is_correct = names_planted_line(incident, script.name, line)
-            self._incident_url = f"{client.server.url}/incidents/{incident['id']}"
+            self.incident_url = f"{client.server.url}/incidents/{incident['id']}"
         sys.stdout.flush()  # before the messages that follow, if both are sent to one pipe
         if not self._args.json:
             self._print_outcome(is_correct, script, line)
         if self._args.keep:
-            self._keep_running()
+            self.print_message(
+                f"everything keeps running: open {self.incident_url}, and end it with Ctrl-C"
+            )
+            with contextlib.suppress(KeyboardInterrupt):  # the usual end
+                while True:
+                    time.sleep(3600)
         return OK if is_correct else ERROR
 
-    def print_end(self) -> None:
-        message = "everything has ended and is cleaned up"
-        if not self._args.keep:
-            message += (
-                f"; the dashboard was {self._incident_url} (`hangwatch demo --keep` leaves it"
-                " running)"
-            )
-        self._print_message(message)
-
-    def _print_message(self, message: str) -> None:
+    def print_message(self, message: str) -> None:
         print_message(f"[{time.monotonic() - self._started_at:4.1f} s] {message}")
 
     def _start_server(self) -> str:
@@ -157,7 +175,7 @@ class _DemoRun:
                 if line.startswith("HANGWATCH_URL="):
                     url = line.partition("=")[2].strip()
                     self._wait_ready(url, deadline)
-                    self._print_message(f"server up: {url}/ranks")
+                    self.print_message(f"server up: {url}/ranks")
                     return url
             time.sleep(_POLL_S)
         raise DemoError(
@@ -175,8 +193,8 @@ class _DemoRun:
                 time.sleep(_POLL_S)
 
     def _copy_script(self) -> tuple[Path, int]:
-        """Copies the training script out of site-packages, where it would count as a library's code.
-        Returns its path and the number of the planted line.
+        """Copies the training script out of site-packages, where it would count as a library's
+        code. Returns its path and the number of the planted line.
         """
         source = Path(__file__).with_name("job.py").read_text(encoding="utf-8")
         script = self._sandbox.folder / "train.py"
@@ -193,7 +211,7 @@ class _DemoRun:
             str(WORLD_SIZE),
             str(script),
         )
-        self._print_message(
+        self.print_message(
             f"HANGWATCH_URL={url} torchrun --standalone --nproc-per-node {WORLD_SIZE} {script.name}"
         )
         # Otherwise the node agent may build the native recorder, for which no further job has a use.
@@ -219,10 +237,10 @@ class _DemoRun:
             ]
             if steps and steps[-1] != last:
                 if not last or len(steps) % 4 == 0:
-                    self._print_message(f"training: {clean_text(steps[-1])}")
+                    self.print_message(f"training: {clean_text(steps[-1])}")
                 last, since = steps[-1], time.monotonic()
             elif last and time.monotonic() - since > 1.0:
-                self._print_message(
+                self.print_message(
                     f"rank {CULPRIT_RANK} now hangs and the others wait for it; the verdict is due"
                     f" in {STALL_AFTER_S} s"
                 )
@@ -265,27 +283,13 @@ class _DemoRun:
             )
 
     def _print_outcome(self, is_correct: bool, script: Path, line: int) -> None:
-        source = (
-            script.read_text(encoding="utf-8").splitlines()[line - 1].strip().partition("  #")[0]
+        source = script.read_text(encoding="utf-8").splitlines()[line - 1]
+        code = source.strip().partition("  #")[0]
+        outcome, request = ("right", "") if is_correct else ("wrong", "; please report this")
+        self.print_message(
+            f"{outcome}: the planted line is {script.name}:{line}, `{code}`, on rank"
+            f" {CULPRIT_RANK}{request}"
         )
-        if is_correct:
-            self._print_message(
-                f"right: the planted line is {script.name}:{line}, `{source}`, on rank"
-                f" {CULPRIT_RANK}"
-            )
-        else:
-            self._print_message(
-                f"wrong: the planted line is {script.name}:{line}, `{source}`, on rank"
-                f" {CULPRIT_RANK}; please report this"
-            )
-
-    def _keep_running(self) -> None:
-        self._print_message(
-            f"everything keeps running: open {self._incident_url}, and end it with Ctrl-C"
-        )
-        with contextlib.suppress(KeyboardInterrupt):  # the usual end
-            while True:
-                time.sleep(3600)
 
 
 def _format_last_lines(text: str, line_count: int = 12) -> str:
@@ -293,15 +297,6 @@ def _format_last_lines(text: str, line_count: int = 12) -> str:
         "\n".join("  " + clean_text(line) for line in text.splitlines()[-line_count:])
         or "  (no output)"
     )
-
-
-MARK_VARIABLE = "HANGWATCH_RUN_DIR"  # the demo's own folder: unique to its processes
-
-# Variables that a launcher or a watched job around the demo has set would change the demo's job.
-_FOREIGN_PREFIXES = (
-    "HANGWATCH_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_",
-    "PET_", "TORCH_DEVICE_BACKEND_AUTOLOAD", "TORCH_NCCL_", "TORCH_DISTRIBUTED_DEBUG", "PYTHONPATH", "PYTHONSAFEPATH",
-)  # fmt: skip
 
 
 class DemoSandbox:
@@ -346,7 +341,7 @@ class DemoSandbox:
         return started
 
     def read_output(self, name: str) -> str:
-        with contextlib.suppress(FileNotFoundError):  # not started yet
+        with contextlib.suppress(FileNotFoundError):  # the process has not started yet
             return (self.folder / name).read_text(errors="replace")
         return ""
 
@@ -368,15 +363,16 @@ class DemoSandbox:
         """All processes that have the mark. Process groups would not do: the ranks are in sessions
         of their own, and the node agent is not a child of the demo.
         """
+        pids = [int(path.name) for path in Path(self._proc).iterdir() if path.name.isdigit()]
         return [
             pid
-            for pid in _list_pids(self._proc)
+            for pid in pids
             if pid != os.getpid() and self._mark in _read_environ(self._proc, pid)
         ]
 
     def _signal_processes(self, number: signal.Signals) -> None:
         for pid in self.find_processes():
-            with contextlib.suppress(ProcessLookupError):  # it has exited meanwhile
+            with contextlib.suppress(ProcessLookupError):  # the process has exited meanwhile
                 os.kill(pid, number)
 
     def _reap_processes(self) -> None:
@@ -384,18 +380,11 @@ class DemoSandbox:
             process.poll()
 
 
-def _list_pids(proc: str) -> list[int]:
-    return [int(path.name) for path in Path(proc).iterdir() if path.name.isdigit()]
-
-
 def _read_environ(proc: str, pid: int) -> list[bytes]:
     try:
         return Path(proc, str(pid), "environ").read_bytes().split(b"\0")
-    except OSError:  # it has exited, or belongs to another user
+    except OSError:  # the process has exited, or belongs to another user
         return []
-
-
-CULPRIT_RANK = 2
 
 
 def names_planted_line(document: Mapping[str, Any], file: str, line: int) -> bool:

@@ -1,13 +1,12 @@
-"""Runs all checks of ``hangwatch doctor`` and prints their findings.
+"""`hangwatch doctor`: runs all checks and prints their findings.
 
-MERGED: Checks the connection to the server, made as a node agent makes it.
+The check of the server is here as well. It connects as a node agent does.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -19,21 +18,23 @@ from ...transport.client import (
     TransportError,
     parse_targets,
 )
+from ..arguments import DEFAULT_URL, add_format_option, add_server_options
 from ..terminal import print_json, print_lines
 from . import host, recording
 from .findings import Finding
 
-DEFAULT_URL = "http://127.0.0.1:8642"
+_SERVER_TIMEOUT_S = 5.0
 
 
-def run_doctor(args: argparse.Namespace, env: Mapping[str, str] | None = None) -> int:
-    """Returns 0 if nothing fails, 3 if only the server is unreachable, otherwise 1.
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server_options(parser)
+    add_format_option(parser)
+    parser.set_defaults(run=run_doctor)
 
-    Uses ``args.json``, and ``args.url`` and ``args.token`` if present.
-    """
-    env = os.environ if env is None else env
-    url = getattr(args, "url", None) or env.get("HANGWATCH_URL") or DEFAULT_URL
-    token = getattr(args, "token", None)
+
+def run_doctor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    """Prints the findings and returns `choose_exit_code` of them."""
+    url = args.url or env.get("HANGWATCH_URL") or DEFAULT_URL
     findings = [
         *recording.check_start(env),
         *recording.check_run_dir(url),
@@ -43,10 +44,10 @@ def run_doctor(args: argparse.Namespace, env: Mapping[str, str] | None = None) -
         *host.check_stacks(),
         *host.check_hardware(env),
         *host.check_known_problems(),
-        *check_server(url, token, env),
+        *check_server(url, args.token, env),
     ]
     exit_code = choose_exit_code(findings)
-    if getattr(args, "json", False):
+    if args.json:
         documents = [finding.to_document() for finding in findings]
         print_json({"ok": exit_code == 0, "findings": documents})
     else:
@@ -70,17 +71,13 @@ def choose_exit_code(findings: Sequence[Finding]) -> int:
     return 3 if all(finding.unreachable for finding in failed) else 1
 
 
-NAME = "server"
-TIMEOUT_S = 5.0
-
-
 def check_server(url: str, token: str | None, env: Mapping[str, str]) -> Iterator[Finding]:
-    """Each server must answer, be a hangwatch server, and accept the token."""
+    """One finding for each server, which must answer as a hangwatch server and accept the token."""
     try:
         targets = parse_targets(url, env.get("HANGWATCH_TOKEN", ""))
     except TargetError as error:
         detail = "not the address of a server"
-        yield Finding(name=NAME, ok=False, detail=detail, remedy=str(error))
+        yield Finding(name="server", ok=False, detail=detail, remedy=str(error))
         return
     for target in targets:
         if token:
@@ -90,7 +87,7 @@ def check_server(url: str, token: str | None, env: Mapping[str, str]) -> Iterato
 
 def _check_target(target: ServerTarget) -> Finding:
     try:
-        with contextlib.closing(BoundedClient(target, TIMEOUT_S)) as client:
+        with contextlib.closing(BoundedClient(target, _SERVER_TIMEOUT_S)) as client:
             health, jobs = (
                 client.send_request("GET", path, headers=target.auth_headers)
                 for path in ("/healthz", "/api/v1/jobs?limit=1")
@@ -98,7 +95,7 @@ def _check_target(target: ServerTarget) -> Finding:
             return judge_responses(health, jobs, target)
     except TransportError as error:
         detail, remedy = explain_error(error, target)
-        return Finding(name=NAME, ok=False, detail=detail, remedy=remedy, unreachable=True)
+        return Finding(name="server", ok=False, detail=detail, remedy=remedy, unreachable=True)
 
 
 def judge_responses(health: Reply, jobs: Reply, target: ServerTarget) -> Finding:
@@ -109,7 +106,10 @@ def judge_responses(health: Reply, jobs: Reply, target: ServerTarget) -> Finding
         if target.token:
             problem = "the token is wrong"
         return Finding(
-            name=NAME, ok=False, detail=f"{target} answers, but {problem}", remedy=use_printed_url
+            name="server",
+            ok=False,
+            detail=f"{target} answers, but {problem}",
+            remedy=use_printed_url,
         )
     try:
         document = jobs.parse_json() if jobs.status == 200 else None
@@ -118,13 +118,13 @@ def judge_responses(health: Reply, jobs: Reply, target: ServerTarget) -> Finding
     if health.status != 200 or not isinstance(document, dict) or "items" not in document:
         detail = f"{target} answers, but not as a hangwatch server ({health.status}, {jobs.status})"
         remedy = f"is another service on that port, or a path prefix missing? {use_printed_url}"
-        return Finding(name=NAME, ok=False, detail=detail, remedy=remedy)
+        return Finding(name="server", ok=False, detail=detail, remedy=remedy)
     token_result = "accepts the token" if target.token else "requires no token"
-    return Finding(name=NAME, ok=True, detail=f"{target} answers and {token_result}")
+    return Finding(name="server", ok=True, detail=f"{target} answers and {token_result}")
 
 
 def explain_error(error: TransportError, target: ServerTarget) -> tuple[str, str]:
-    """Why there was no response, and the remedy."""
+    """The reason for which there was no response, and the remedy."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

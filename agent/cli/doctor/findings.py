@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """``ok`` is None for a warning; ``unreachable``: the check failed because no server answers."""
+    """``ok`` is None for a warning. A finding is ``unreachable`` if no server answers."""
 
     name: str
     ok: bool | None

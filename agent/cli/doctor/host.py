@@ -1,8 +1,6 @@
-"""Which sources of hardware evidence can be read here.
-
-MERGED: Whether torch will count how far the devices have come in NCCL's collectives.
-
-MERGED: Checks py-spy and faulthandler by taking the stacks of a small process that is started for it.
+"""Checks of this host: the sources of hardware evidence, versions that are known to hang, the
+devices' counters, and py-spy and faulthandler, which take the stacks of a small process that is
+started for it.
 """
 
 from __future__ import annotations
@@ -42,8 +40,12 @@ from ...node.system import permission
 from .findings import Finding
 
 _MAX_PARTS_SHOWN = 4
-# By component of `hangwatch.model.hardware`: the distributions that install it.
+# The distributions that install a component of `hangwatch.model.hardware`.
 _PACKAGES = {"torch": ("torch",), "nccl": ("nvidia-nccl-cu12", "nvidia-nccl-cu13")}
+_BUFFER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+# The first version that is known to have the Flight Recorder on by default. 2.9 has it off.
+_ON_BY_DEFAULT = (2, 11)
+_NCCL2_DEFAULT = (2, 15)  # the first version whose "nccl" is `nccl2`, which counts no starts
 
 
 def check_hardware(
@@ -111,13 +113,6 @@ def judge_source(
     return Finding(name=title, ok=True, detail=f"{shown}{more}" if parts else "readable")
 
 
-NAME = "devices"
-_BUFFER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-# The first version that is known to have the Flight Recorder on by default. 2.9 has it off.
-_ON_BY_DEFAULT = (2, 11)
-_NCCL2_DEFAULT = (2, 15)  # the first version whose "nccl" is `nccl2`, which counts no starts
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchBuild:
     """The installed torch."""
@@ -132,22 +127,22 @@ class TorchBuild:
 
 
 def check_devices(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Nothing where torch has no NCCL."""
+    """One finding on what torch counts of the devices, if it was built with NCCL."""
     build = find_torch()
     if build is not None and build.has_nccl:
         yield judge_torch(build, env)
 
 
 def judge_torch(build: TorchBuild, env: Mapping[str, str]) -> Finding:
-    """What this torch counts in a job with this environment."""
+    """The finding on what this torch counts in a job with this environment."""
     if _has_buffer(build, env):
         detail = "torch counts how far they have come, in its Flight Recorder"
         if build.release >= _NCCL2_DEFAULT and env.get("TORCH_DIST_USE_NCCL2") != "0":
             detail += ", but not the collectives that they have begun"
-        return Finding(name=NAME, ok=True, detail=detail)
+        return Finding(name="devices", ok=True, detail=detail)
     setting = find_missing_setting(DeviceStatusState.OFF, build.version)
     return Finding(
-        name=NAME,
+        name="devices",
         ok=None,
         detail=f"torch {build.version} does not count how far they have come in NCCL's collectives",
         remedy=f"set {setting} in the job's environment: then hangwatch can name a device that lags",
@@ -239,7 +234,7 @@ def check_stacks(path: str | None = None) -> Iterator[Finding]:
                     remedy="check whether Python itself works here",
                 )
             finally:
-                with contextlib.suppress(OSError):  # it has ended already
+                with contextlib.suppress(OSError):  # the process has ended already
                     sleeper.kill()
 
 

@@ -1,8 +1,6 @@
-"""Checks what a job needs to start: activation by torch, torch itself, the folder for the rings.
-
-MERGED: Checks which recorder a job that is started here would use, and why.
-
-MERGED: Checks what the recorders of the jobs on this host did not record.
+"""Checks of what a job that is started here needs: activation by torch, torch itself, the folder
+for the rings, the recorder that it would use. The last check is of what jobs on this host did not
+record.
 """
 
 from __future__ import annotations
@@ -36,7 +34,8 @@ _TORCH_PROBE_CODE = "import torch; print(torch.__version__, int(torch.distribute
 def check_start(env: Mapping[str, str]) -> Iterator[Finding]:
     """Checks activation and torch."""
     yield check_python(sys.version_info[:2])
-    yield check_entry_point(_list_entry_points())
+    points = importlib.metadata.entry_points(group="torch.backends")
+    yield check_entry_point([point.value for point in points if point.name == "hangwatch"])
     yield check_autoload(env)
     yield check_url(env)
     if importlib.util.find_spec("ray") is not None:
@@ -194,17 +193,9 @@ def check_space(folder: Path, free_bytes: int, rank_count: int = 8) -> Finding:
     return Finding(name=name, ok=True, detail=detail)
 
 
-def _list_entry_points() -> list[str]:
-    return [
-        point.value
-        for point in importlib.metadata.entry_points(group="torch.backends")
-        if point.name == "hangwatch"
-    ]
-
-
 def _probe_torch(env: Mapping[str, str]) -> tuple[str, str]:
-    """The output of importing torch, and the error. In a separate process, since the import may
-    take seconds, or crash.
+    """The output of importing torch, and the error. torch is imported in a separate process, since
+    that may take seconds, or crash.
     """
     bare_env = {k: v for k, v in env.items() if k not in ("HANGWATCH_URL", "RANK")}
     bare_env["PYTHONSAFEPATH"] = "1"
@@ -226,9 +217,6 @@ def _probe_torch(env: Mapping[str, str]) -> tuple[str, str]:
     return done.stdout.strip().splitlines()[-1], ""
 
 
-NAME = "recorder"
-
-
 def check_recorder(env: Mapping[str, str]) -> Iterator[Finding]:
     """Checks HANGWATCH_CHECKS, then the recorder.
 
@@ -245,10 +233,10 @@ def check_recorder(env: Mapping[str, str]) -> Iterator[Finding]:
             f"Python's, since only it can check {check_settings.enabled_names}: one call in"
             f" {check_settings.sample_every} is sampled"
         )
-        yield Finding(name=NAME, ok=True, detail=detail)
+        yield Finding(name="recorder", ok=True, detail=detail)
         return
     if cache.get_recorder_mode(env) == "python":
-        yield Finding(name=NAME, ok=True, detail="Python's, as HANGWATCH_RECORDER says")
+        yield Finding(name="recorder", ok=True, detail="Python's, as HANGWATCH_RECORDER says")
         return
     try:
         done = subprocess.run(
@@ -265,20 +253,20 @@ def check_recorder(env: Mapping[str, str]) -> Iterator[Finding]:
 def judge_build(status: int, output: str, env: Mapping[str, str]) -> Finding:
     """The finding for the exit status and the output of the build."""
     if status == 0:
-        return Finding(name=NAME, ok=True, detail=f"native, {output.splitlines()[-1]}")
+        return Finding(name="recorder", ok=True, detail=f"native, {output.splitlines()[-1]}")
     reason = f"the build ended with status {status}"
     if output:
         reason = output.splitlines()[-1].removeprefix("hangwatch: ")
     if "No module named 'torch'" in reason:
-        return Finding(name=NAME, ok=None, detail="no torch, so none is needed")
+        return Finding(name="recorder", ok=None, detail="no torch, so none is needed")
     detail = f"Python's: {reason}"
     if cache.get_recorder_mode(env) != "native":
-        return Finding(name=NAME, ok=True, detail=detail)
+        return Finding(name="recorder", ok=True, detail=detail)
     remedy = (
         "it takes about 8 µs per collective, the native one 0.4; HANGWATCH_RECORDER=python selects"
         " it"
     )
-    return Finding(name=NAME, ok=None, detail=detail, remedy=remedy)
+    return Finding(name="recorder", ok=None, detail=detail, remedy=remedy)
 
 
 def check_recordings(url: str) -> Iterator[Finding]:
@@ -289,13 +277,13 @@ def check_recordings(url: str) -> Iterator[Finding]:
     try:
         run_dir.check_owner(folder)
         files, _ = find_ring_files(folder)
-    except OSError:  # `activation.check_run_dir` reports it
+    except OSError:  # `check_run_dir` reports it
         return
     for file in files:
         try:
             if run_dir.read_start_ticks(file.pid) == file.start_ticks:
                 yield from check_ring(file)
-        except (OSError, ValueError, RingError):  # its process has exited, or is just starting
+        except (OSError, ValueError, RingError):  # the process has exited, or is just starting
             continue
 
 

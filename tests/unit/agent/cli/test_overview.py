@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from hangwatch.agent.cli import main
+from hangwatch.agent.cli.arguments import parse_ranks
 from hangwatch.agent.cli.client import ServerAddress, parse_address
 from hangwatch.agent.cli.commands import status
 from hangwatch.agent.cli.demo.command import names_planted_line
 from hangwatch.agent.cli.errors import UsageError
-from hangwatch.agent.cli.main import build_parser, parse_ranks
+from hangwatch.agent.cli.main import build_parser
 from hangwatch.agent.cli.terminal import detect_paint
 from hangwatch.report.text import PLAIN_PAINT, TERMINAL_COLUMNS
 
@@ -241,7 +242,7 @@ def test_help_loads_no_http_client() -> None:
     program = (
         "import sys\n"
         "from hangwatch.agent.cli.main import build_parser\n"
-        "build_parser().format_help()\n"
+        "build_parser(['--help']).format_help()\n"
         "print('httpx' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
