@@ -243,7 +243,7 @@ class StreamPerformance:
     key: str  # of the process
     uid: int  # of the stream
     totals: tuple[CallTotals, ...] = ()
-    # The same calls on every rank: see `hangwatch.ring.checks.sample_calls`.
+    # The same calls on every rank: see `hangwatch.ring.sampling.sample_calls`.
     samples: tuple[CallSample, ...] = ()
     missed: int = 0  # calls that were overwritten in the ring before they were read
 

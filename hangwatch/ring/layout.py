@@ -104,7 +104,7 @@ STREAM_STRUCT = struct.Struct("<5Q2IQ")
 RECORD_STRUCT = struct.Struct("<7Q5I2iI")
 # A record's part from size to tag, for writers that pack it in advance.
 RECORD_BODY_STRUCT = struct.Struct("<Q5I2i")
-# A whole record, with that part already packed.
+# A whole record whose part from size to tag is already packed.
 RECORD_PACKED_STRUCT = struct.Struct(f"<6Q{RECORD_BODY_STRUCT.size}sI")
 CHECK_STRUCT = struct.Struct("<8Q4d8I")
 LOSS_STRUCT = struct.Struct("<Q")
@@ -115,7 +115,7 @@ UNKNOWN_COMPLETED = (1 << 64) - 1
 
 STREAM_SLOTS, RECORD_SLOTS, SIGNATURE_SLOTS, SITE_SLOTS = 8192, 2048, 3072, 1024
 HEAP_SIZE = 1 << 22
-# Of the heap, the stream table and the loss table, the writer allocates as much as it uses.
+# The writer allocates as much of the heap, the stream table and the loss table as it uses.
 INITIAL_STREAM_SLOTS, INITIAL_HEAP_SIZE = 256, 1 << 16
 CHECK_SLOTS = 1024
 MAX_FILE_BYTES = 64 << 20
@@ -151,7 +151,7 @@ class DeviceStatusState(enum.IntEnum):
 
     UNKNOWN = 0  # no group with such a backend, or no calls on it yet
     REPORTED = 1
-    OFF = 2  # its Flight Recorder has no buffer
+    OFF = 2  # the Flight Recorder has no buffer
     UNSUPPORTED = 3  # this backend's Flight Recorder keeps no counters
 
 
@@ -161,11 +161,11 @@ class RecordFlag(enum.IntFlag):
     BLOCKING = 1  # the calling thread waits until the call is complete
     ASYNC = 2  # the calling thread does not wait
     RAISED = 4
-    # Entered by another thread than the previous call, without synchronisation between the two.
+    # Another thread than that of the previous call entered it, without synchronisation between them.
     SHARED = 8
     TIMED = 16  # done_ns is the time of completion itself, not of its detection
-    # It raised an exception before it communicated. It is no call of its stream: the next one has
-    # its number, and a running hash without it.
+    # The call raised an exception before it communicated, and is no call of its stream: the next one
+    # has its number, and a running hash without it.
     RETRACTED = 32
 
 
@@ -176,7 +176,7 @@ class CheckFlag(enum.IntFlag):
     CHECKSUM = 2
     NONFINITE = 4
     VALUES = 8
-    SCALED = 16  # under loss scaling, which handles Infs by skipping a step
+    SCALED = 16  # loss scaling is on, which handles Infs by skipping a step
 
 
 LIVE_STRUCT = struct.Struct(f"<{len(LiveWord)}Q")

@@ -1,11 +1,8 @@
-"""Reads the raw parts of a ring: live words, notes, records, interned entries and the heap.
+"""Reads the raw parts of a ring, and decodes those that are JSON: live words, notes, records, interned
+entries, the heap and the device table.
 
 Each part is read so that a concurrent write is noticed. `hangwatch.ring.layout` documents the
 layout.
-
-MERGED: Decodes the JSON parts of a ring: stream descriptions, call sites and signatures.
-
-MERGED: Reads a ring's device table. `hangwatch.ring.layout` documents the layout.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from .layout import (
     RingError,
 )
 
-# A locked part that keeps changing is read at most this many times.
+# A part that keeps changing is read at most this many times.
 READ_ATTEMPTS = 8
 
 Record = tuple[int, ...]  # unpacked with `RECORD_STRUCT`
@@ -53,6 +50,37 @@ class Table:
 
     offset: int
     count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamDescription:
+    """What never changes about a stream."""
+
+    kind: StreamKind
+    group: Group
+    # A global rank, or a number in a foreign group; -1: any source; None: a stream of collectives
+    peer: int | None
+    tag: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceEntry:
+    """How far the device has come in the collectives of one group; see `hangwatch.model.verdicts`."""
+
+    uid: int  # the group's stream of collectives
+    enqueued: int
+    started: int | None  # None: the backend does not record starts
+    completed: int
+    read_ns: int  # when the counters were read, on the host's monotonic clock
+
+    @property
+    def counters(self) -> tuple[int, int | None, int]:
+        return self.enqueued, self.started, self.completed
+
+    @property
+    def is_behind_host(self) -> bool:
+        """Whether the host has queued collectives that the device has not completed."""
+        return self.completed < self.enqueued
 
 
 class RingParts:
@@ -76,7 +104,7 @@ class RingParts:
         is invalid.
         """
         self.data = data
-        # By offset: the lock of a note when it was last read, and its content.
+        # The lock of each note when it was last read, and its content, by the offset of the note.
         self._notes: dict[int, tuple[int, dict[str, Any]]] = {}
         size = len(data)
         if size < HEADER_SIZE:
@@ -94,10 +122,15 @@ class RingParts:
         tables = [Table(rest[i], rest[i + 1]) for i in range(0, 10, 2)]
         strides = (STREAM_STRUCT.size, RECORD_STRUCT.size, INTERNED_SIZE, INTERNED_SIZE, 1)
         for table, stride in zip(tables, strides, strict=True):
-            _check_table(table, stride, file_size)
+            end = table.offset + table.count * stride
+            if table.offset < HEADER_SIZE or table.count < 1 or end > file_size:
+                raise RingError(
+                    f"corrupt: a table of {table.count} x {stride} bytes at {table.offset} lies"
+                    " outside the file"
+                )
         self.streams, self.records, self.signatures, self.sites, self.heap = tables
         self.pid, _, self.start_ticks = rest[10:13]
-        # Behind the heap; a ring without checks has no entries there.
+        # The check table is behind the heap; without checks it has no entries.
         checks_offset = self.heap.offset + self.heap.count
         self.checks = Table(checks_offset, (file_size - checks_offset) // CHECK_STRUCT.size)
 
@@ -196,27 +229,6 @@ class RingParts:
         return bytes(self.data[offset : offset + length])
 
 
-def _check_table(table: Table, stride: int, file_size: int) -> None:
-    """Raises RingError if the table is not inside the file."""
-    end = table.offset + table.count * stride
-    if table.offset < HEADER_SIZE or table.count < 1 or end > file_size:
-        raise RingError(
-            f"corrupt: a table of {table.count} x {stride} bytes at {table.offset} lies outside the"
-            " file"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamDescription:
-    """What never changes about a stream."""
-
-    kind: StreamKind
-    group: Group
-    # Global rank, or number in a foreign group; -1: any source; None: a stream of collectives
-    peer: int | None
-    tag: int | None
-
-
 def compute_age_s(now_ns: int, then_ns: int) -> float:
     """The seconds since ``then_ns``; 0 if that is unset or in the future."""
     return max(0, now_ns - then_ns) / 1e9 if then_ns else 0.0
@@ -277,29 +289,6 @@ def parse_signature(data: dict[str, Any] | None) -> Signature:
         return Signature(op=UNKNOWN_OP)
 
 
-_READ_ATTEMPTS = 8  # an entry that keeps changing is read at most this many times
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceEntry:
-    """How far the device has come in the collectives of one group; see `hangwatch.model.verdicts`."""
-
-    uid: int  # of the group's stream of collectives
-    enqueued: int
-    started: int | None  # None: the backend does not record starts
-    completed: int
-    read_ns: int  # when the counters were read, on the host's monotonic clock
-
-    @property
-    def counters(self) -> tuple[int, int | None, int]:
-        return self.enqueued, self.started, self.completed
-
-    @property
-    def is_behind_host(self) -> bool:
-        """Whether the host has queued collectives that the device has not completed."""
-        return self.completed < self.enqueued
-
-
 def read_device_entries(data: Any) -> tuple[DeviceEntry, ...]:
     """All entries of a mapped ring, in the order in which they were first written. An entry that
     is being written is left out.
@@ -307,7 +296,7 @@ def read_device_entries(data: Any) -> tuple[DeviceEntry, ...]:
     entries: list[DeviceEntry] = []
     for slot in range(DEVICE_SLOTS):
         offset = DEVICE_OFFSET + slot * DEVICE_STRUCT.size
-        for _ in range(_READ_ATTEMPTS):
+        for _ in range(READ_ATTEMPTS):
             values = DEVICE_STRUCT.unpack_from(data, offset)
             lock, uid, records_starts, enqueued, started, completed, read_ns = values
             if not lock:  # slots are used in order

@@ -1,9 +1,7 @@
 """Reads a ring and validates everything in it. `hangwatch.ring.layout` documents the layout.
 
-MERGED: Reads the positions of streams: from the stream table, which the recorder updates when it polls,
-and from the records written since.
-
-MERGED: Decodes records into calls, with their signatures and call sites.
+The position of a stream is read from the stream table, which the recorder updates when it polls, and
+from the records written since.
 """
 
 from __future__ import annotations
@@ -54,264 +52,27 @@ from .parts import (
 from .snapshot import Caller, RecordEntry, RingDelta, RingSnapshot, StreamState, StreamStates
 
 # Plain integers, because the & operator of an enum is slow.
+_BLOCKING = int(RecordFlag.BLOCKING)
+_ASYNC = int(RecordFlag.ASYNC)
+_RAISED = int(RecordFlag.RAISED)
 _SHARED = int(RecordFlag.SHARED)
 _RETRACTED = int(RecordFlag.RETRACTED)
-# Records that are read again, since a call may be retracted after it was read.
-_RETRACTION_WINDOW = 64
-
-
-class RingReader:
-    """Reads a mapped ring. Invalid parts are omitted and counted; an invalid header or a missing
-    identity raises RingError.
-
-    ``data`` is any bytes-like object that supports slicing, usually an mmap.
-    """
-
-    __slots__ = ("_decoder", "_streams", "parts")
-
-    def __init__(self, data: Any) -> None:
-        self.parts = RingParts(data)
-        self._streams = StreamTable(self.parts)
-        self._decoder = CallDecoder(self.parts)
-
-    @property
-    def data(self) -> Any:
-        return self.parts.data
-
-    @property
-    def record_capacity(self) -> int:
-        """The number of records that the ring can hold."""
-        return self.parts.records.count
-
-    def count_records(self) -> int:
-        """The number of records written so far."""
-        return self.parts.count_records()
-
-    def read_live_words(self) -> tuple[int, ...]:
-        """All live words, by `LiveWord`. Each is from a moment of its own."""
-        return self.parts.read_live_words()
-
-    def has_record(self, index: int) -> bool:
-        """The record with this index was written, or is being written. It may have been overwritten."""
-        return self.parts.has_record(index)
-
-    def read_snapshot(self, now_ns: int) -> RingSnapshot:
-        """Reads everything but the calls. Raises RingError if the identity cannot be read."""
-        identity = self.parts.read_note(IDENTITY_OFFSET, IDENTITY_SIZE)
-        if identity is None:
-            raise RingError("no identity in it: its process is still creating it, or died doing so")
-        written = self.parts.count_records()
-        words = self.parts.read_live_words()
-        streams = self._streams.read_streams(written, now_ns)
-        faults = self.parts.read_note(FAULTS_OFFSET, NOTE_SIZE) or {}
-        device_status = _parse_device_status(words)
-        step, phase_limit_ns = words[LiveWord.STEP], words[LiveWord.PHASE_LIMIT_NS]
-        return RingSnapshot(
-            pid=self.parts.pid,
-            start_ticks=self.parts.start_ticks,
-            identity=identity,
-            lifecycle=words[LiveWord.LIFECYCLE],
-            step=step - 1 if step else None,
-            pulse_s=compute_age_s(now_ns, words[LiveWord.PULSE_NS]),
-            phase=self._read_phase(words[LiveWord.PHASE]),
-            phase_s=compute_age_s(now_ns, words[LiveWord.PHASE_NS]),
-            phase_limit_s=phase_limit_ns / 1e9 if phase_limit_ns else None,
-            record_count=written,
-            dropped=words[LiveWord.DROPPED],
-            errors=words[LiveWord.ERRORS],
-            is_disabled=bool(words[LiveWord.OFF]),
-            streams=streams.active + streams.dormant,
-            dormant_streams=streams.dormant,
-            dormant_chunks=streams.dormant_chunks,
-            exception=self.parts.read_note(EXCEPTION_OFFSET, NOTE_SIZE),
-            faults=tuple(str(line) for line in faults.get("lines", ())),
-            device_status=device_status,
-            device_entries=_read_devices(self.data, words),
-            read_ns=now_ns,
-            opened=words[LiveWord.OPENED],
-            torn_parts=streams.torn_count,
-        )
-
-    def read_positions(self, now_ns: int) -> tuple[Sequence[StreamState], tuple[DeviceEntry, ...]]:
-        """The positions of all streams, and of their devices: a part of what a snapshot has."""
-        streams = self._streams.read_streams(self.parts.count_records(), now_ns)
-        return streams.active + streams.dormant, _read_devices(
-            self.data, self.parts.read_live_words()
-        )
-
-    def _read_phase(self, number: int) -> str | None:
-        """The name of the declared phase, which is interned like a site."""
-        data = self.parts.read_interned(self.parts.sites, number) if number else None
-        return str(data.get("phase")) if data else None
-
-    def read_record(self, index: int) -> Record | None:
-        """One record; None while it is being written and after it was overwritten."""
-        return self.parts.read_record(index)
-
-    def read_signature(self, number: int) -> Signature:
-        """The signature with the number that a record refers to; operation "?" if it is lost."""
-        return self._decoder.read_signature(number)
-
-    def make_call(self, seq: int, signature: int, site: int, **fields: Any) -> Call:
-        """A call, from the numbers of its signature and site and the remaining fields of `Call`."""
-        return self._decoder.make_call(seq, signature, site, **fields)
-
-    def read_calls(
-        self,
-        uid: int,
-        now_ns: int,
-        *,
-        max_calls: int = 64,
-        from_seq: int = 0,
-        to_seq: int | None = None,
-        step: int = 1,
-    ) -> list[Call]:
-        """The last calls of one stream that are still in the ring, oldest first: those up to number
-        ``to_seq`` at multiples of ``step``.
-        """
-        calls: list[Call] = []
-        for record in self._iter_newest_first():
-            if record[UID] != uid:
-                continue
-            seq = record[SEQ]
-            if seq < from_seq:
-                break
-            if seq % step or (to_seq is not None and seq > to_seq):
-                continue
-            if record[FLAGS] & _RETRACTED:
-                self._add_retracted(record, now_ns, calls)
-                continue
-            if len(calls) >= max_calls:
-                break
-            calls.append(self._decoder.decode_record(record, now_ns))
-        calls.reverse()
-        return calls
-
-    def _add_retracted(self, record: Record, now_ns: int, calls: list[Call]) -> None:
-        """Adds a retracted call to the one that got its number, the last of ``calls``, if any did."""
-        if calls and calls[-1].seq == record[SEQ] and calls[-1].preceded_by is None:
-            retracted = self._decoder.decode_record(record, now_ns)
-            calls[-1] = replace(calls[-1], preceded_by=retracted)
-
-    def read_last_calls(self, now_ns: int, *, max_calls: int = 64) -> dict[int, list[Call]]:
-        """The last calls of each stream by uid, oldest first, in one pass. Used when a process has
-        exited.
-        """
-        calls_by_uid: dict[int, list[Call]] = {}
-        for record in self._iter_newest_first():
-            calls = calls_by_uid.setdefault(record[UID], [])
-            if record[FLAGS] & _RETRACTED:
-                self._add_retracted(record, now_ns, calls)
-            elif len(calls) < max_calls:
-                calls.append(self._decoder.decode_record(record, now_ns))
-        return {uid: calls[::-1] for uid, calls in calls_by_uid.items()}
-
-    def read_newest_call(self, now_ns: int) -> Call | None:
-        """The newest call of all streams; None if there is none in the ring."""
-        for record in self._iter_newest_first():
-            return self._decoder.decode_record(record, now_ns)
-        return None
-
-    def read_callers(self) -> tuple[Caller, ...]:
-        """The threads that made the calls in the ring; the one of the newest call comes first."""
-        uids_by_thread: dict[int, list[int]] = {}
-        seen_uids: set[int] = set()
-        for record in self._iter_newest_first():
-            uids = uids_by_thread.setdefault(record[THREAD], [])
-            if record[UID] not in seen_uids:
-                seen_uids.add(record[UID])
-                uids.append(record[UID])
-        return tuple(
-            Caller(thread=thread, uids=tuple(uids)) for thread, uids in uids_by_thread.items()
-        )
-
-    def _iter_newest_first(self) -> Iterator[Record]:
-        """All whole records in the ring."""
-        written = self.parts.count_records()
-        oldest = max(0, written - self.record_capacity)
-        for index in range(written - 1, oldest - 1, -1):
-            record = self.parts.read_record(index)
-            if record is not None:
-                yield record
-
-    def read_delta(self, from_index: int) -> RingDelta:
-        """The calls of all streams in the records from ``from_index`` on that are still in the
-        ring, in one pass.
-        """
-        written = self.parts.count_records()
-        from_index = max(0, from_index)
-        first_index = max(0, from_index - _RETRACTION_WINDOW)
-        records: list[Record] = []
-        retracted: dict[int, tuple[int, int]] = {}
-        for record in self.parts.read_records(first_index, written):
-            if record[FLAGS] & _RETRACTED:
-                retracted[record[STAMP] - 1] = record[UID], record[SEQ]
-            elif record[STAMP] > from_index:
-                records.append(record)
-        chains: dict[int, dict[int, int]] = {}
-        newest_signatures: dict[int, int] = {}
-        first_concurrent: dict[int, int] = {}
-        for record in records:
-            uid = record[UID]
-            chains.setdefault(uid, {})[record[SEQ]] = record[CHAIN]
-            newest_signatures[uid] = record[SIGNATURE]
-            if record[FLAGS] & _SHARED:
-                first_concurrent.setdefault(uid, record[SEQ])
-        newest_ops = {
-            uid: self._decoder.read_signature(number).op
-            for uid, number in newest_signatures.items()
-        }
-        return RingDelta(
-            next_index=written,
-            chains=chains,
-            newest_ops=newest_ops,
-            first_concurrent=first_concurrent,
-            records=tuple(records),
-            retracted=retracted,
-        )
-
-    def read_entries(self, from_index: int, now_ns: int) -> tuple[int, list[RecordEntry | None]]:
-        """The records from ``from_index`` on that are still in the ring, oldest first, preceded by
-        the index of the first of them.
-
-        None stands for a record that is being written or was overwritten while it was read.
-        """
-        written = self.parts.count_records()
-        first = max(from_index, written - self.record_capacity, 0)
-        kinds: CallKinds = {}
-        entries: list[RecordEntry | None] = []
-        for index in range(first, written):
-            record = self.parts.read_record(index)
-            if record is None:
-                entries.append(None)
-                continue
-            completed = None if record[COMPLETED] == UNKNOWN_COMPLETED else record[COMPLETED]
-            call = self._decoder.decode_record(record, now_ns, kinds)
-            entries.append(RecordEntry(index, record[UID], record[ENTERED_NS], completed, call))
-        return first, entries
-
-
-def _read_devices(data: Any, words: tuple[int, ...]) -> tuple[DeviceEntry, ...]:
-    is_reported = _parse_device_status(words) is DeviceStatusState.REPORTED
-    return read_device_entries(data) if is_reported else ()
-
-
-def _parse_device_status(words: tuple[int, ...]) -> DeviceStatusState:
-    try:
-        return DeviceStatusState(words[LiveWord.DEVICE_STATUS])
-    except ValueError:  # of a newer writer
-        return DeviceStatusState.UNKNOWN
-
 
 # A stream is dormant as long as all its calls are complete. Where completion is unknown, it is once
 # its newest call is that old: by then the call has been reported as one that may be unfinished.
 DORMANT_AFTER_S = 10.0
 _CHUNK_SLOTS = 16
+# The last records that are read again, since a call may be retracted after it was read.
+_RETRACTION_WINDOW = 64
+_SIGNATURES_KEPT = 1024
+
+# Signatures and sites by (signature number, site number).
+CallKinds = dict[tuple[int, int], tuple[Signature, Site | None]]
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Adjacent slots. ``dormant`` are their streams if all are dormant, as long as ``content`` stays the
+    """Adjacent slots. ``dormant`` has their streams if all are dormant, as long as ``content`` stays the
     same.
     """
 
@@ -319,24 +80,24 @@ class _Chunk:
     dormant: tuple[StreamState, ...] | None = None
 
 
-class StreamTable:
-    """The stream table of a ring. Descriptions are cached, because uids are not reused, and so are the
-    states of dormant streams: a process may have thousands of channels, of which it uses a few.
+class StreamTable(RingParts):
+    """A ring with the positions of its streams. Descriptions are cached, because uids are not reused,
+    and so are the states of dormant streams: a process may have thousands of channels, of which it
+    uses a few.
     """
 
     __slots__ = (
         "_chunks",
         "_chunks_by_uid",
-        "_descriptions",
+        "_descriptions_by_uid",
         "_dormant",
         "_dormant_chunks",
         "_losses_offset",
-        "_parts",
     )
 
-    def __init__(self, parts: RingParts) -> None:
-        self._parts = parts
-        self._descriptions: dict[int, StreamDescription] = {}  # by uid
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
+        self._descriptions_by_uid: dict[int, StreamDescription] = {}
         self._losses_offset = 0  # 0: not known yet, or there is none
         self._chunks: list[_Chunk] = []
         self._chunks_by_uid: dict[int, int] = {}
@@ -346,7 +107,7 @@ class StreamTable:
     def read_streams(self, written: int, now_ns: int) -> StreamStates:
         """All streams. ``written`` is the number of records written so far."""
         newest_records = self._read_newest_records(written)
-        slot_count = min(self._parts.read_live_word(LiveWord.SEQUENCES), self._parts.streams.count)
+        slot_count = min(self.read_live_word(LiveWord.SEQUENCES), self.streams.count)
         contents = self._copy_chunks(slot_count)
         self._chunks += [_Chunk() for _ in range(len(contents) - len(self._chunks))]
         called = {self._chunks_by_uid.get(uid) for uid in newest_records}
@@ -379,7 +140,7 @@ class StreamTable:
 
     def _copy_chunks(self, slot_count: int) -> list[tuple[bytes, bytes]]:
         """The bytes of the slots and of their losses, by chunk."""
-        data, start = self._parts.data, self._parts.streams.offset
+        data, start = self.data, self.streams.offset
         slots = bytes(data[start : start + slot_count * STREAM_STRUCT.size])
         losses = b""
         if losses_offset := self._find_losses():
@@ -395,20 +156,20 @@ class StreamTable:
         ]
 
     def _forget_closed_streams(self, active: list[StreamState]) -> None:
-        """Drops what is cached of them, once that is about half."""
+        """Drops what is cached of closed streams, once that is about half."""
         known_count = len(active) + len(self._dormant)
-        if len(self._descriptions) > 2 * known_count + 2 * _CHUNK_SLOTS:
+        if len(self._descriptions_by_uid) > 2 * known_count + 2 * _CHUNK_SLOTS:
             known = {state.uid for state in (*active, *self._dormant)}
-            for cache in (self._descriptions, self._chunks_by_uid):
+            for cache in (self._descriptions_by_uid, self._chunks_by_uid):
                 for uid in cache.keys() - known:
                     del cache[uid]
 
     def _read_newest_records(self, written: int) -> dict[int, Record]:
-        """By uid: the newest record since the last poll."""
-        polled = self._parts.read_live_word(LiveWord.RECORDS)
+        """The newest record of each stream since the last poll, by uid."""
+        polled = self.read_live_word(LiveWord.RECORDS)
         return {
             record[UID]: record
-            for record in self._parts.read_records(polled, written)
+            for record in self.read_records(polled, written)
             if not record[FLAGS] & _RETRACTED
         }
 
@@ -416,7 +177,7 @@ class StreamTable:
         self, slot: int, newest_records: dict[int, Record], now_ns: int
     ) -> StreamState | int:
         """One stream; otherwise the number of torn parts: 1 if it is torn, 0 if the slot is free."""
-        data, offset = self._parts.data, self._parts.streams.offset + slot * STREAM_STRUCT.size
+        data, offset = self.data, self.streams.offset + slot * STREAM_STRUCT.size
         for _ in range(READ_ATTEMPTS):
             values = STREAM_STRUCT.unpack_from(data, offset)
             if STREAM_STRUCT.unpack_from(data, offset) != values:
@@ -429,32 +190,32 @@ class StreamTable:
                 return 1
             loss = self._read_loss(slot)
             if STREAM_STRUCT.unpack_from(data, offset)[5] != uid:
-                continue  # another stream has taken the slot
+                continue  # Another stream has taken the slot.
             return _make_state(uid, description, values, newest_records.get(uid), loss, now_ns)
         return 1
 
     def _find_losses(self) -> int:
         """The offset of the loss table; 0 if there is none."""
         if not self._losses_offset:
-            self._losses_offset = self._parts.read_live_word(LiveWord.LOSSES)
-        end = self._losses_offset + self._parts.streams.count * LOSS_STRUCT.size
-        return self._losses_offset if end <= self._parts.records.offset else 0
+            self._losses_offset = self.read_live_word(LiveWord.LOSSES)
+        end = self._losses_offset + self.streams.count * LOSS_STRUCT.size
+        return self._losses_offset if end <= self.records.offset else 0
 
     def _read_loss(self, slot: int) -> Loss | None:
         losses_offset = self._find_losses()
         if not losses_offset:
             return None
         at = losses_offset + slot * LOSS_STRUCT.size
-        from_seq, reason = unpack_loss(LOSS_STRUCT.unpack_from(self._parts.data, at)[0])
+        from_seq, reason = unpack_loss(LOSS_STRUCT.unpack_from(self.data, at)[0])
         return Loss(from_seq, LossReason.from_number(reason)) if from_seq else None
 
     def _read_description(self, uid: int, offset: int, length: int) -> StreamDescription | None:
-        description = self._descriptions.get(uid)
+        description = self._descriptions_by_uid.get(uid)
         if description is None:
-            data = self._parts.read_heap(offset, length)
+            data = self.read_heap(offset, length)
             description = parse_description(data) if data else None
             if description is not None:
-                self._descriptions[uid] = description
+                self._descriptions_by_uid[uid] = description
         return description
 
 
@@ -496,31 +257,84 @@ def _is_dormant(state: StreamState) -> bool:
     return state.entered_s >= DORMANT_AFTER_S
 
 
-# Plain integers, because the & operator of an enum is slow.
-_BLOCKING = int(RecordFlag.BLOCKING)
-_ASYNC = int(RecordFlag.ASYNC)
-_RAISED = int(RecordFlag.RAISED)
+class RingReader(StreamTable):
+    """Reads a mapped ring. Invalid parts are omitted and counted; an invalid header or a missing
+    identity raises RingError.
 
-_SIGNATURES_KEPT = 1024
+    ``data`` is any bytes-like object that supports slicing, usually an mmap. Signatures are cached:
+    their numbers are not reused.
+    """
 
-# By (signature number, site number).
-CallKinds = dict[tuple[int, int], tuple[Signature, "Site | None"]]
+    __slots__ = ("_signatures",)
 
-
-class CallDecoder:
-    """Decodes the calls of one ring. Signatures are cached: their numbers are not reused."""
-
-    __slots__ = ("_parts", "_signatures")
-
-    def __init__(self, parts: RingParts) -> None:
-        self._parts = parts
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
         self._signatures: dict[int, Signature] = {}
+
+    @property
+    def record_capacity(self) -> int:
+        """The number of records that the ring can hold."""
+        return self.records.count
+
+    def read_snapshot(self, now_ns: int) -> RingSnapshot:
+        """Reads everything but the calls. Raises RingError if the identity cannot be read."""
+        identity = self.read_note(IDENTITY_OFFSET, IDENTITY_SIZE)
+        if identity is None:
+            raise RingError("no identity in it: its process is still creating it, or died doing so")
+        written = self.count_records()
+        words = self.read_live_words()
+        streams = self.read_streams(written, now_ns)
+        faults = self.read_note(FAULTS_OFFSET, NOTE_SIZE) or {}
+        device_status, device_entries = self._read_devices(words)
+        phase_number = words[LiveWord.PHASE]  # The phase's name is interned like a site.
+        phase = self.read_interned(self.sites, phase_number) if phase_number else None
+        step, phase_limit_ns = words[LiveWord.STEP], words[LiveWord.PHASE_LIMIT_NS]
+        return RingSnapshot(
+            pid=self.pid,
+            start_ticks=self.start_ticks,
+            identity=identity,
+            lifecycle=words[LiveWord.LIFECYCLE],
+            step=step - 1 if step else None,
+            pulse_s=compute_age_s(now_ns, words[LiveWord.PULSE_NS]),
+            phase=str(phase.get("phase")) if phase else None,
+            phase_s=compute_age_s(now_ns, words[LiveWord.PHASE_NS]),
+            phase_limit_s=phase_limit_ns / 1e9 if phase_limit_ns else None,
+            record_count=written,
+            dropped=words[LiveWord.DROPPED],
+            errors=words[LiveWord.ERRORS],
+            is_disabled=bool(words[LiveWord.OFF]),
+            streams=streams.active + streams.dormant,
+            dormant_streams=streams.dormant,
+            dormant_chunks=streams.dormant_chunks,
+            exception=self.read_note(EXCEPTION_OFFSET, NOTE_SIZE),
+            faults=tuple(str(line) for line in faults.get("lines", ())),
+            device_status=device_status,
+            device_entries=device_entries,
+            read_ns=now_ns,
+            opened=words[LiveWord.OPENED],
+            torn_parts=streams.torn_count,
+        )
+
+    def read_positions(self, now_ns: int) -> tuple[Sequence[StreamState], tuple[DeviceEntry, ...]]:
+        """The positions of all streams, and of their devices: a part of what a snapshot has."""
+        streams = self.read_streams(self.count_records(), now_ns)
+        return streams.active + streams.dormant, self._read_devices(self.read_live_words())[1]
+
+    def _read_devices(
+        self, words: tuple[int, ...]
+    ) -> tuple[DeviceStatusState, tuple[DeviceEntry, ...]]:
+        try:
+            status = DeviceStatusState(words[LiveWord.DEVICE_STATUS])
+        except ValueError:  # The writer is newer.
+            status = DeviceStatusState.UNKNOWN
+        is_reported = status is DeviceStatusState.REPORTED
+        return status, read_device_entries(self.data) if is_reported else ()
 
     def read_signature(self, number: int) -> Signature:
         """The signature with the number that a record refers to; operation "?" if it is lost."""
         signature = self._signatures.get(number)
         if signature is None:
-            data = self._parts.read_interned(self._parts.signatures, number)
+            data = self.read_interned(self.signatures, number)
             signature = parse_signature(data)
             if data is not None:
                 if len(self._signatures) >= _SIGNATURES_KEPT:
@@ -528,7 +342,145 @@ class CallDecoder:
                 self._signatures[number] = signature
         return signature
 
-    def decode_record(self, record: Record, now_ns: int, kinds: CallKinds | None = None) -> Call:
+    def make_call(self, seq: int, signature: int, site: int, **fields: Any) -> Call:
+        """A call, from the numbers of its signature and site and the remaining fields of `Call`."""
+        decoded_signature, decoded_site = self._read_kind(signature, site)
+        return Call(seq=seq, signature=decoded_signature, site=decoded_site, **fields)
+
+    def read_calls(
+        self,
+        uid: int,
+        now_ns: int,
+        *,
+        max_calls: int = 64,
+        from_seq: int = 0,
+        to_seq: int | None = None,
+        step: int = 1,
+    ) -> list[Call]:
+        """The last calls of one stream that are still in the ring, oldest first: those up to number
+        ``to_seq`` at multiples of ``step``.
+        """
+        calls: list[Call] = []
+        for record in self._iter_newest_first():
+            if record[UID] != uid:
+                continue
+            seq = record[SEQ]
+            if seq < from_seq:
+                break
+            if seq % step or (to_seq is not None and seq > to_seq):
+                continue
+            if record[FLAGS] & _RETRACTED:
+                self._add_retracted(record, now_ns, calls)
+                continue
+            if len(calls) >= max_calls:
+                break
+            calls.append(self._decode_record(record, now_ns))
+        calls.reverse()
+        return calls
+
+    def _add_retracted(self, record: Record, now_ns: int, calls: list[Call]) -> None:
+        """Adds a retracted call to the one that got its number, the last of ``calls``, if any did."""
+        if calls and calls[-1].seq == record[SEQ] and calls[-1].preceded_by is None:
+            retracted = self._decode_record(record, now_ns)
+            calls[-1] = replace(calls[-1], preceded_by=retracted)
+
+    def read_last_calls(self, now_ns: int, *, max_calls: int = 64) -> dict[int, list[Call]]:
+        """The last calls of each stream by uid, oldest first, in one pass. Used when a process has
+        exited.
+        """
+        calls_by_uid: dict[int, list[Call]] = {}
+        for record in self._iter_newest_first():
+            calls = calls_by_uid.setdefault(record[UID], [])
+            if record[FLAGS] & _RETRACTED:
+                self._add_retracted(record, now_ns, calls)
+            elif len(calls) < max_calls:
+                calls.append(self._decode_record(record, now_ns))
+        return {uid: calls[::-1] for uid, calls in calls_by_uid.items()}
+
+    def read_newest_call(self, now_ns: int) -> Call | None:
+        """The newest call of all streams; None if there is none in the ring."""
+        for record in self._iter_newest_first():
+            return self._decode_record(record, now_ns)
+        return None
+
+    def read_callers(self) -> tuple[Caller, ...]:
+        """The threads that made the calls in the ring; the one of the newest call comes first."""
+        uids_by_thread: dict[int, list[int]] = {}
+        seen_uids: set[int] = set()
+        for record in self._iter_newest_first():
+            uids = uids_by_thread.setdefault(record[THREAD], [])
+            if record[UID] not in seen_uids:
+                seen_uids.add(record[UID])
+                uids.append(record[UID])
+        return tuple(
+            Caller(thread=thread, uids=tuple(uids)) for thread, uids in uids_by_thread.items()
+        )
+
+    def _iter_newest_first(self) -> Iterator[Record]:
+        """All whole records in the ring."""
+        written = self.count_records()
+        oldest = max(0, written - self.record_capacity)
+        for index in range(written - 1, oldest - 1, -1):
+            record = self.read_record(index)
+            if record is not None:
+                yield record
+
+    def read_delta(self, from_index: int) -> RingDelta:
+        """The calls of all streams in the records from ``from_index`` on that are still in the
+        ring, in one pass.
+        """
+        written = self.count_records()
+        from_index = max(0, from_index)
+        first_index = max(0, from_index - _RETRACTION_WINDOW)
+        records: list[Record] = []
+        retracted: dict[int, tuple[int, int]] = {}
+        for record in self.read_records(first_index, written):
+            if record[FLAGS] & _RETRACTED:
+                retracted[record[STAMP] - 1] = record[UID], record[SEQ]
+            elif record[STAMP] > from_index:
+                records.append(record)
+        chains: dict[int, dict[int, int]] = {}
+        newest_signatures: dict[int, int] = {}
+        first_concurrent: dict[int, int] = {}
+        for record in records:
+            uid = record[UID]
+            chains.setdefault(uid, {})[record[SEQ]] = record[CHAIN]
+            newest_signatures[uid] = record[SIGNATURE]
+            if record[FLAGS] & _SHARED:
+                first_concurrent.setdefault(uid, record[SEQ])
+        newest_ops = {
+            uid: self.read_signature(number).op for uid, number in newest_signatures.items()
+        }
+        return RingDelta(
+            next_index=written,
+            chains=chains,
+            newest_ops=newest_ops,
+            first_concurrent=first_concurrent,
+            records=tuple(records),
+            retracted=retracted,
+        )
+
+    def read_entries(self, from_index: int, now_ns: int) -> tuple[int, list[RecordEntry | None]]:
+        """The records from ``from_index`` on that are still in the ring, oldest first, preceded by
+        the index of the first of them.
+
+        None stands for a record that is being written or was overwritten while it was read.
+        """
+        written = self.count_records()
+        first = max(from_index, written - self.record_capacity, 0)
+        kinds: CallKinds = {}
+        entries: list[RecordEntry | None] = []
+        for index in range(first, written):
+            record = self.read_record(index)
+            if record is None:
+                entries.append(None)
+                continue
+            completed = None if record[COMPLETED] == UNKNOWN_COMPLETED else record[COMPLETED]
+            call = self._decode_record(record, now_ns, kinds)
+            entries.append(RecordEntry(index, record[UID], record[ENTERED_NS], completed, call))
+        return first, entries
+
+    def _decode_record(self, record: Record, now_ns: int, kinds: CallKinds | None = None) -> Call:
         """The call of a record. ``kinds`` caches signatures and sites over several records."""
         _, entered_ns, done_ns, seq, chain, _, _, _, signature, site, thread, flags, _, _, _ = (
             record
@@ -538,6 +490,11 @@ class CallDecoder:
             kind = self._read_kind(signature, site)
             if kinds is not None:
                 kinds[signature, site] = kind
+        blocking = None  # The recorder could not find out.
+        if flags & _BLOCKING:
+            blocking = True
+        elif flags & _ASYNC:
+            blocking = False
         return Call(
             seq=seq,
             signature=kind[0],
@@ -545,23 +502,11 @@ class CallDecoder:
             chain=chain,
             entered_s=compute_age_s(now_ns, entered_ns),
             duration_s=max(0, done_ns - entered_ns) / 1e9 if done_ns else None,
-            blocking=_decode_blocking(flags),
+            blocking=blocking,
             thread=thread,
             raised=bool(flags & _RAISED),
         )
 
-    def make_call(self, seq: int, signature: int, site: int, **fields: Any) -> Call:
-        """A call, from the numbers of its signature and site and the remaining fields of `Call`."""
-        decoded_signature, decoded_site = self._read_kind(signature, site)
-        return Call(seq=seq, signature=decoded_signature, site=decoded_site, **fields)
-
     def _read_kind(self, signature: int, site: int) -> tuple[Signature, Site | None]:
-        site_data = self._parts.read_interned(self._parts.sites, site) if site else None
+        site_data = self.read_interned(self.sites, site) if site else None
         return self.read_signature(signature), parse_site(site_data)
-
-
-def _decode_blocking(flags: int) -> bool | None:
-    """Whether the calling thread waits; None if the recorder could not find out."""
-    if flags & _BLOCKING:
-        return True
-    return False if flags & _ASYNC else None

@@ -20,7 +20,7 @@ class StreamState:
     uid: int
     kind: StreamKind
     group: Group
-    # Global rank, or number in a foreign group; -1: any source; None: a stream of collectives
+    # A global rank, or a number in a foreign group; -1: any source; None: a stream of collectives
     peer: int | None
     tag: int | None
     entered: int
@@ -46,9 +46,9 @@ class StreamState:
 
 @dataclass(frozen=True, slots=True)
 class StreamStates:
-    """The streams of a ring. ``dormant`` are those without an unfinished call, whose ages are of the
-    time at which each was read. ``dormant_chunks`` has the same, in parts that each stay the same
-    object as long as none of its streams changes.
+    """The streams of a ring. ``dormant`` ones have no unfinished call, and their ages are those of the
+    time at which each was read. ``dormant_chunks`` has the same streams, in parts that each stay the
+    same object as long as none of its streams changes.
     """
 
     active: tuple[StreamState, ...]
@@ -82,7 +82,7 @@ class RingSnapshot:
     dormant_streams: tuple[StreamState, ...] = ()  # see `StreamStates`
     dormant_chunks: tuple[tuple[StreamState, ...], ...] = ()
     read_ns: int = 0
-    opened: int = 0  # streams ever opened; 0: of an older writer
+    opened: int = 0  # streams ever opened; 0: the writer is older and does not say
     torn_parts: int = 0  # parts left out because they kept changing while they were read
 
     @property
@@ -105,7 +105,7 @@ class Caller:
     """A thread that makes calls."""
 
     thread: int  # the operating system's id
-    uids: tuple[int, ...]  # of the streams whose newest call it made
+    uids: tuple[int, ...]  # the streams whose newest call it made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +118,8 @@ class RingDelta:
     # Sequence number of the first call with `RecordFlag.SHARED`.
     first_concurrent: dict[int, int] = field(default_factory=dict)
     records: tuple[tuple[int, ...], ...] = ()  # unpacked with `RECORD_STRUCT`
-    # By index of the record: (uid, seq) of calls that were retracted, which are in none of the
-    # above, among these records and some before them.
+    # The (uid, seq) of retracted calls among these records and some before them, by the index of the
+    # record. These calls are in none of the fields above.
     retracted: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 

@@ -92,33 +92,30 @@ def bound_durations(entries: Sequence[RecordEntry | None]) -> list[float | None]
     later record of the same stream holds the number of calls completed when it was written.
     """
     bounds: list[float | None] = [None] * len(entries)
-    blocking_by_thread: dict[int, int] = {}  # position of the blocking call that a thread is in
-    unfinished_by_stream: dict[int, list[int]] = {}  # positions of calls not known to be complete
+    # The blocking call that a thread is in, and the calls of a stream that are not known to be
+    # complete, each with its position.
+    blocking_by_thread: dict[int, tuple[int, RecordEntry]] = {}
+    unfinished_by_stream: dict[int, list[tuple[int, RecordEntry]]] = {}
 
-    def mark_complete(position: int, by_ns: int) -> None:
-        if (entry := entries[position]) is not None:
-            seconds = max(0, by_ns - entry.entered_ns) / 1e9
-            bound = bounds[position]
-            bounds[position] = seconds if bound is None else min(seconds, bound)
+    def mark_complete(position: int, entry: RecordEntry, by_ns: int) -> None:
+        seconds = max(0, by_ns - entry.entered_ns) / 1e9
+        bound = bounds[position]
+        bounds[position] = seconds if bound is None else min(seconds, bound)
 
     for position, entry in enumerate(entries):
         if entry is None:
             continue
         bounds[position] = entry.call.duration_s
         if (previous := blocking_by_thread.pop(entry.call.thread, None)) is not None:
-            mark_complete(previous, entry.entered_ns)
+            mark_complete(*previous, entry.entered_ns)
         if entry.call.blocking:
-            blocking_by_thread[entry.call.thread] = position
+            blocking_by_thread[entry.call.thread] = position, entry
         unfinished = unfinished_by_stream.setdefault(entry.uid, [])
         while (
             unfinished
             and entry.completed is not None
-            and _entry_seq(entries[unfinished[0]]) <= entry.completed
+            and unfinished[0][1].call.seq <= entry.completed
         ):
-            mark_complete(unfinished.pop(0), entry.entered_ns)
-        unfinished.append(position)
+            mark_complete(*unfinished.pop(0), entry.entered_ns)
+        unfinished.append((position, entry))
     return bounds
-
-
-def _entry_seq(entry: RecordEntry | None) -> int:
-    return 0 if entry is None else entry.call.seq

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.ring.checks import MIN_TIMED_LEVEL, sampling_level
+from hangwatch.ring.sampling import MIN_TIMED_LEVEL, sampling_level
 from tests.harness import job, native
 from tests.harness.processes import clean_environment
 from tests.harness.server import running_server

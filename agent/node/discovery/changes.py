@@ -233,7 +233,7 @@ def _find_end_of_quiet(process: WatchedProcess, sample: _ProcessSample, now_ns: 
     sample.reported_words = reported_words
     if is_changed or now_ns - words[LiveWord.PULSE_NS] > _MAX_PULSE_AGE_NS:
         return now_ns
-    if reader.parts.checks.count:  # the results of checks are reported as they come
+    if reader.checks.count:  # the results of checks are reported as they come
         return now_ns
     if words[LiveWord.RECORDS] > sample.record_count or reader.has_record(sample.record_count):
         sample.record_count = reader.count_records()

@@ -14,10 +14,11 @@ from typing import Any
 from hangwatch.model.calls import Call
 from hangwatch.protocol.heartbeat import NonfiniteReport, ProcessIdentity
 from hangwatch.ring import checks
-from hangwatch.ring.checks import CheckEntry, thin_checks
+from hangwatch.ring.checks import CheckEntry
 from hangwatch.ring.layout import CheckFlag
 from hangwatch.ring.parts import THREAD, DeviceEntry
 from hangwatch.ring.reader import RingReader
+from hangwatch.ring.sampling import thin_checks
 from hangwatch.ring.snapshot import RingDelta, StreamState
 
 _MAX_PENDING_ENTRIES = 2048

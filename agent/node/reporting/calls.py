@@ -23,10 +23,10 @@ from hangwatch.performance.distributions import (
 )
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.heartbeat import ClockOffset
-from hangwatch.ring.checks import MIN_TIMED_LEVEL, sample_calls, sampling_level
 from hangwatch.ring.layout import RecordFlag
 from hangwatch.ring.parts import Record
 from hangwatch.ring.reader import RingReader
+from hangwatch.ring.sampling import MIN_TIMED_LEVEL, sample_calls, sampling_level
 from hangwatch.ring.snapshot import StreamState
 
 from .uplink import HeartbeatOutcome

@@ -35,7 +35,6 @@ from types import CodeType, FrameType
 from typing import Any
 
 from hangwatch.model.limits import PERSISTENT_ROUNDS
-from hangwatch.ring.checks import check_level, min_check_level
 from hangwatch.ring.layout import (
     CHECK_SLOTS,
     CHECK_STRUCT,
@@ -44,6 +43,7 @@ from hangwatch.ring.layout import (
     CheckFlag,
     RecordFlag,
 )
+from hangwatch.ring.sampling import check_level, min_check_level
 
 from .. import faults
 from ..groups import GroupTrack

@@ -1,5 +1,5 @@
 // The binary format of the ring, as hangwatch/ring/layout.py defines it, and the sampling of calls,
-// as hangwatch/ring/checks.py defines it.
+// as hangwatch/ring/sampling.py defines it.
 
 #pragma once
 

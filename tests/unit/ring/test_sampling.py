@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hangwatch.ring.checks import (
+from hangwatch.ring.sampling import (
     ALWAYS_CHECKED_CALLS,
     check_level,
     min_check_level,

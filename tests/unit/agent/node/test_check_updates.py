@@ -12,9 +12,9 @@ import pytest
 from hangwatch.agent.node.reporting.acked import CheckHistory
 from hangwatch.agent.recorder.checks.inspection import CheckedCall, CheckTableWriter
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.ring.checks import check_level
 from hangwatch.ring.layout import CHECK_SLOTS, CHECK_STRUCT, CheckFlag
 from hangwatch.ring.reader import RingReader
+from hangwatch.ring.sampling import check_level
 
 RESULT_FLAGS = CheckFlag.OUTPUT | CheckFlag.CHECKSUM
 

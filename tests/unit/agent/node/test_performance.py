@@ -17,9 +17,9 @@ from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature, encode_signature
 from hangwatch.protocol import heartbeat
-from hangwatch.ring.checks import MIN_TIMED_LEVEL, sampling_level
 from hangwatch.ring.layout import RECORD_SLOTS, RecordFlag
 from hangwatch.ring.reader import RingReader
+from hangwatch.ring.sampling import MIN_TIMED_LEVEL, sampling_level
 
 SECOND_NS = 1_000_000_000
 
