@@ -70,32 +70,33 @@ def decode_reply(data: dict[str, Any]) -> HeartbeatReply:
 
 
 def decode_commands(items: Iterable[dict[str, Any]]) -> tuple[Command, ...]:
-    """Raises KeyError, TypeError or ValueError if one is malformed."""
-    return tuple([_decode_command(item) for item in items])
+    """The commands in a reply. Raises KeyError, TypeError or ValueError if one is malformed."""
+    return tuple(
+        [
+            Command(
+                id=str(item["id"]),
+                ask=CommandKind(item["ask"]),
+                key=str(item["key"]),
+                native=bool(item.get("native", False)),
+                uid=int(item.get("uid", 0)),
+                from_seq=int(item.get("from_seq", 0)),
+                to_seq=int(item.get("to_seq", 0)),
+                step=max(1, int(item.get("step", 1))),
+                most=min(2048, int(item.get("most", 64))),
+                after=int(item.get("after", 0)),
+                op=str(item.get("op", "")),
+                values=bool(item.get("values", False)),
+                last=bool(item.get("last", False)),
+                seconds=min(MAX_RECORDING_S, int(item.get("seconds", 0))),
+                rate=min(MAX_RECORDING_HZ, int(item.get("rate", 0))),
+                gil=bool(item.get("gil", False)),
+                since_s=max(0.0, float(item.get("since_s", 0.0))),
+                ends=str(item.get("ends", "")),
+            )
+            for item in items
+        ]
+    )
 
 
 def _optional_seconds(value: Any, most: float) -> float | None:
     return None if value is None else min(most, max(0.0, float(value)))
-
-
-def _decode_command(data: dict[str, Any]) -> Command:
-    return Command(
-        id=str(data["id"]),
-        ask=CommandKind(data["ask"]),
-        key=str(data["key"]),
-        native=bool(data.get("native", False)),
-        uid=int(data.get("uid", 0)),
-        from_seq=int(data.get("from_seq", 0)),
-        to_seq=int(data.get("to_seq", 0)),
-        step=max(1, int(data.get("step", 1))),
-        most=min(2048, int(data.get("most", 64))),
-        after=int(data.get("after", 0)),
-        op=str(data.get("op", "")),
-        values=bool(data.get("values", False)),
-        last=bool(data.get("last", False)),
-        seconds=min(MAX_RECORDING_S, int(data.get("seconds", 0))),
-        rate=min(MAX_RECORDING_HZ, int(data.get("rate", 0))),
-        gil=bool(data.get("gil", False)),
-        since_s=max(0.0, float(data.get("since_s", 0.0))),
-        ends=str(data.get("ends", "")),
-    )

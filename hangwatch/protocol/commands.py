@@ -1,8 +1,7 @@
-"""The requests that the server sends to a node agent with its reply to a heartbeat.
+"""The requests that the server sends to a node agent with its reply to a heartbeat, and two kinds of
+replies to them: traced calls and sampled profiles.
 
-MERGED: The parts of a heartbeat that are only sent on request: traced calls and sampled profiles.
-
-Part of `hangwatch.protocol.heartbeat`; as there, times are ages in seconds at the time of sending.
+Times are ages in seconds at the time of sending, as in `hangwatch.protocol.heartbeat`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hangwatch.model.calls import Signature, Site
+
+# Limits of one recording.
+MAX_RECORDING_S, MAX_RECORDING_HZ, MAX_RECORDING_SAMPLES = 300, 1000, 30_000
 
 
 class CommandKind(str, enum.Enum):
@@ -39,10 +41,10 @@ class Command:
     id: str
     ask: CommandKind
     key: str
-    native: bool = False  # STACKS, RECORD: with native frames
+    native: bool = False  # STACKS, RECORD: include native frames
     uid: int = 0  # CALLS: the stream
     from_seq: int = 0  # CALLS: omit calls before this sequence number
-    to_seq: int = 0  # CALLS: and those after this one; 0: up to the newest
+    to_seq: int = 0  # CALLS: omit calls after this one; 0: send all up to the newest
     step: int = 1  # CALLS: only multiples of this power of two
     most: int = 64  # CALLS, TRACE: the maximum number of calls; the newest are sent
     after: int = 0  # TRACE: index of the first record; -1: only new records
@@ -54,10 +56,6 @@ class Command:
     gil: bool = False  # RECORD: only threads that hold the GIL
     since_s: float = 0.0  # HARDWARE: age of the condition, whose changes are wanted
     ends: str = ""  # RECORD: stop the recording of the command with this id, start none
-
-
-# Limits of one recording.
-MAX_RECORDING_S, MAX_RECORDING_HZ, MAX_RECORDING_SAMPLES = 300, 1000, 30_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +82,12 @@ class CallKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedCall:
-    uid: int  # of its stream
+    uid: int  # its stream
     seq: int
     kind: int  # index in `TraceReply.kinds`
     entered_s: float
     within_s: float | None = None  # upper bound of its duration; None if completion is not known
-    pending: bool = False  # it is known to be unfinished
+    pending: bool = False  # the call is known to be unfinished
     raised: bool = False
     values: TensorStats | None = None
 
@@ -118,7 +116,7 @@ class RecordingReply:
     begun: bool = False
     seconds: float = 0.0  # duration of the sampling
     profile: str = ""  # see `hangwatch.stacks.profile.pack_profile`
-    note: str = ""  # in what way the recording falls short of the request
+    note: str = ""  # what the request asked and the recording lacks
     error: str | None = None  # includes the remedy
 
 

@@ -7,16 +7,6 @@ the time of sending, so that clocks of different hosts need not agree.
 
 The messages have no ``slots``: msgspec fills a dataclass that has a ``__dict__`` more than twice as
 fast as one with slots, see `server.ingest.heartbeat_checks`.
-
-MERGED: The part of a heartbeat that says what the host knows: sent on request only.
-
-MERGED: Estimates the offset between the local clock and that of another host. Pure.
-
-A message is sent at ``sent_at`` on the local clock and received at ``remote_at`` on the remote one;
-its reply arrives at ``returned_at`` on the local clock. Then the offset lies between
-``remote_at - returned_at`` and ``remote_at - sent_at``. The tightest bounds of many exchanges are
-kept, as in Cristian, "Probabilistic clock synchronization" (1989) and in NTP's clock filter (RFC
-5905, 10), and widened by the clocks' possible drift since.
 """
 
 from __future__ import annotations
@@ -32,11 +22,13 @@ from hangwatch.model.ranks import ExceptionInfo, ExitInfo, ThreadStack
 from .commands import Command, RecordingReply, TraceReply
 
 PROTOCOL_VERSION = 2
-# In version 1, which heartbeats without a version have, stream updates are objects.
+# Stream updates are objects in version 1, which heartbeats without a version have.
 ACCEPTED_VERSIONS = frozenset({1, PROTOCOL_VERSION})
 COMMANDS_PATH = "/api/v1/commands"
 # The Priority header (RFC 9218) of a heartbeat that the server should process before others.
 URGENT_PRIORITY = "u=1"
+MAX_CHECKPOINTS = 8
+MAX_CLOCK_DRIFT = 2e-4  # seconds per second between two clocks: twice the error of a bad crystal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +62,8 @@ class StreamIdentity:
     world: int = 0
     peer: int | None = None
     tag: int | None = None
-    # Of a group that numbers its members by itself: what identifies it on all of them, and the number
-    # of this process. Then ``ranks`` and ``peer`` are such numbers, too.
+    # The identity, on all members, of a group that numbers its members by itself, and the number of
+    # this process. ``ranks`` and ``peer`` are then such numbers, too.
     foreign: str = ""
     number: int = -1
 
@@ -85,7 +77,7 @@ class StreamUpdate(NamedTuple):
     entered: int
     completed: int | None = None
     entered_s: float = 0.0  # age of the newest call
-    op: str = ""  # of the newest call
+    op: str = ""  # the operation of the newest call
     chain: Hash64 = 0
     # (sequence number, running hash) at the multiples of a power of two: the smallest power that
     # gives at most `MAX_CHECKPOINTS` since the last heartbeat. Multiples of a coarser step are also
@@ -94,12 +86,9 @@ class StreamUpdate(NamedTuple):
     pending_s: float | None = None  # age of the oldest unfinished call
     # Unfinished calls that are older than a second; of an exited process, its last calls.
     calls: tuple[Call, ...] = ()
-    identity: StreamIdentity | None = None  # only in the first update
+    identity: StreamIdentity | None = None  # the first update has it
     # Sent once, when two threads make calls at the same time: the last call of each.
     shared: tuple[Call, ...] = ()
-
-
-MAX_CHECKPOINTS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +99,8 @@ class NonfiniteReport:
     seq: int
     nan: int = 0
     inf: int = 0
-    output: bool = False  # they are in the result, but not in this rank's input
-    scaled: bool = False  # under loss scaling
+    output: bool = False  # the values are in the result, but not in this rank's input
+    scaled: bool = False  # loss scaling is on
     first: int = 0  # sequence number of the first call of the run
     rounds: int = 0  # length of the run in training rounds
     at_s: float = 0.0  # age of the call
@@ -124,7 +113,7 @@ class DeviceStatus:
     counters; see `hangwatch.model.verdicts`.
     """
 
-    uid: int  # of the group's stream of collectives
+    uid: int  # the group's stream of collectives
     enqueued: int = -1
     started: int | None = None  # None: the backend does not record starts
     completed: int = -1
@@ -141,8 +130,8 @@ class ProcessUpdate:
     phase_s: float = 0.0
     phase_limit_s: float | None = None
     pulse_s: float | None = None  # time since Python last ran there; None without a ring
-    state: str = "?"  # of the main thread, as in /proc; D if the thread of the newest call is in D
-    idle_s: float = 0.0  # since one of these threads last used a CPU or was ready to run
+    state: str = "?"  # the main thread's, as in /proc; D if the thread of the newest call is in D
+    idle_s: float = 0.0  # time since one of these threads last used a CPU or was ready to run
     cpu_s: float = 0.0  # CPU time of the whole process
     ended: ExitInfo | None = None
     ended_s: float = 0.0
@@ -150,21 +139,21 @@ class ProcessUpdate:
     raised_s: float = 0.0
     dropped: int = 0  # calls and streams that were not recorded, and whose place is not known
     faults: tuple[str, ...] = ()
-    opened: int = 0  # streams that it ever opened; 0: of an older recorder
-    # Of the streams that miss a call, once each: (uid, first uncertain call, number of the
-    # `hangwatch.model.calls.LossReason`).
+    opened: int = 0  # streams that it ever opened; 0: its recorder is older and does not say
+    # (uid, first uncertain call, number of the `hangwatch.model.calls.LossReason`) of each stream that
+    # misses a call, sent once.
     losses: tuple[tuple[int, int, int], ...] = ()
     closed: tuple[int, ...] = ()  # streams (uids) that were reported and whose groups are gone
     sequences: tuple[StreamUpdate, ...] = ()
-    # Of sampled calls: (uid, seq, running hash after the call, CRC-32 of its result).
+    # (uid, seq, running hash after the call, CRC-32 of its result) of sampled calls.
     checksums: tuple[tuple[int, int, Hash64, int], ...] = ()
     nonfinite: tuple[NonfiniteReport, ...] = ()
     # Calls with an Inf in 16-bit data or under loss scaling, as of the last of `nonfinite`.
     overflows: int = 0
-    device: tuple[DeviceStatus, ...] = ()  # of the groups whose counters changed or were confirmed
+    device: tuple[DeviceStatus, ...] = ()  # the groups whose counters changed or were confirmed
     # NAME=VALUE of the variable that makes the backend report the device's progress; else empty.
     device_setting: str = ""
-    flight_file: FlightFile | None = None  # of a process that SIGABRT ended
+    flight_file: FlightFile | None = None  # sent for a process that SIGABRT ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,10 +198,21 @@ class AbortReply:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HardwareReply:
+    """What changed on the host since before the hang, and what is abnormal."""
+
+    key: str  # the process whose command this answers
+    request: str  # the command's id
+    taken_s: float = 0.0  # age of the reading
+    observations: tuple[Observation, ...] = ()
+    unavailable: tuple[UnavailableSource, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class AgentCost:
     """The resources that the node agent itself uses on its host."""
 
-    cpu_s: float  # since its start, including the helper processes that it ran
+    cpu_s: float  # CPU time since its start, including the helper processes that it ran
     memory: int  # bytes
     dropped: int = 0  # replies dropped because the queue was full
 
@@ -224,7 +224,7 @@ class CallTotals:
     """
 
     op: str
-    size: int  # class
+    size: int  # the size class
     calls: int
     bytes: int
     # (bucket, count) of a `DurationHistogram`, for the calls whose completion time is known.
@@ -240,10 +240,10 @@ CallSample = tuple[int, int, int, int, str, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class StreamPerformance:
-    key: str  # of the process
-    uid: int  # of the stream
+    key: str  # the process
+    uid: int  # the stream
     totals: tuple[CallTotals, ...] = ()
-    # The same calls on every rank: see `hangwatch.ring.sampling.sample_calls`.
+    # Calls that are the same on every rank: see `hangwatch.ring.sampling.sample_calls`.
     samples: tuple[CallSample, ...] = ()
     missed: int = 0  # calls that were overwritten in the ring before they were read
 
@@ -261,13 +261,13 @@ class Heartbeat:
     version: int = 1  # node agents send `PROTOCOL_VERSION`
     host: str
     agent: str  # unique per node agent process
-    owner: str = ""  # a secret that a node agent shares with those that replace it
-    servers: int = 1  # that the agent may report to: with several, one may refuse another's job
+    owner: str = ""  # a secret that a node agent shares with its successors
+    servers: int = 1  # how many the agent may report to: with several, one may refuse another's job
     number: int  # counts this agent's heartbeats, from 1
     full: bool = False  # holds everything known, not only what changed
     # All processes make progress, and their positions are left out, or given for few streams only.
     brief: bool = False
-    # On the agent's clock. Only differences matter: they show how long a heartbeat was delayed.
+    # The time on the agent's clock. Only differences matter: they show how long a heartbeat was delayed.
     sent_s: float | None = None
     processes: tuple[ProcessUpdate, ...] = ()
     gone: tuple[str, ...] = ()  # processes that this agent will not report again
@@ -284,17 +284,17 @@ class Heartbeat:
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatReply:
     interval_s: float = 0.5  # until the next heartbeat; the server uses it to spread its load
-    # The same while the host is steady (see `hangwatch.agent.node.discovery.changes`). The
+    # The interval while the host is steady (see `hangwatch.agent.node.discovery.changes`). The
     # agent reports immediately when it stops being steady. None: use `interval_s`.
     steady_s: float | None = None
     # The agent must report rare changes within this time; None: with the next regular heartbeat.
     news_s: float | None = None
-    # For this long the agent may omit the positions of processes that make progress; None: every
+    # The agent may omit the positions of processes that make progress for this long; None: every
     # heartbeat contains them.
     details_s: float | None = None
     urgent: bool = False  # mark the next heartbeat as urgent: a diagnosis waits for it
-    # For how long a request for commands waits until there is one (`COMMANDS_PATH`); None: the agent
-    # gets commands with the replies to heartbeats alone.
+    # A request for commands (`COMMANDS_PATH`) waits this long until there is one; None: the agent gets
+    # commands with the replies to heartbeats alone.
     poll_s: float | None = None
     resync: bool = False  # send everything in the next heartbeat
     commands: tuple[Command, ...] = ()
@@ -312,24 +312,16 @@ def get_family(job: str) -> str:
     return job.partition("/")[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class HardwareReply:
-    """What changed on the host since before the hang, and what is abnormal."""
-
-    key: str  # of the process whose command this answers
-    request: str  # the command's id
-    taken_s: float = 0.0  # age of the reading
-    observations: tuple[Observation, ...] = ()
-    unavailable: tuple[UnavailableSource, ...] = ()
-
-
-# Seconds per second between two clocks: twice the error of a bad crystal.
-MAX_CLOCK_DRIFT = 2e-4
-
-
 @dataclass(slots=True)
 class ClockOffset:
-    """Bounds on how many seconds the remote clock is ahead of the local one."""
+    """Bounds on how many seconds the remote clock is ahead of the local one.
+
+    A message is sent at ``sent_at`` on the local clock and received at ``remote_at`` on the remote one;
+    its reply arrives at ``returned_at`` on the local clock. Then the offset lies between
+    ``remote_at - returned_at`` and ``remote_at - sent_at``. The tightest bounds of many exchanges are
+    kept, as in Cristian, "Probabilistic clock synchronization" (1989) and in NTP's clock filter (RFC
+    5905, 10), and widened by the clocks' possible drift since.
+    """
 
     low_s: float = 0.0
     high_s: float = 0.0
@@ -341,7 +333,7 @@ class ClockOffset:
         return None if self.updated_at is None else (self.low_s, self.high_s)
 
     def add_exchange(self, sent_at: float, remote_at: float, returned_at: float) -> None:
-        """Tightens the bounds by one exchange; see the module for the arguments."""
+        """Tightens the bounds by one exchange."""
         low, high = remote_at - returned_at, remote_at - sent_at
         if self.updated_at is not None:
             drift = MAX_CLOCK_DRIFT * max(0.0, returned_at - self.updated_at)

@@ -65,7 +65,7 @@ def _request_owner(
     family: int, local: tuple[Any, ...], remote: tuple[Any, ...]
 ) -> tuple[int, bool] | None:
     """The user id of the established connection with these addresses, of which at most one exists,
-    and whether a process has it. Asks the kernel.
+    and whether a process has it, as the kernel answers.
     """
     addresses = b"".join(
         socket.inet_pton(family, address[0].partition("%")[0]).ljust(16, b"\0")

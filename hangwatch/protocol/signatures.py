@@ -15,8 +15,8 @@ import hmac
 import secrets
 from dataclasses import dataclass
 
-SCHEME = "Hangwatch"  # of the Authorization header
-PROOF_HEADER = "Hangwatch-Proof"  # of the reply
+SCHEME = "Hangwatch"  # the scheme of the Authorization header
+PROOF_HEADER = "Hangwatch-Proof"  # a header of the reply
 _JOB_TOKEN_PREFIX = "hwjob."
 _NONCE_BYTES = 16
 
@@ -39,7 +39,7 @@ class Credential:
         return cls(token.encode())
 
     def sign_request(self, body: bytes) -> SignedRequest:
-        """``body``: as sent, after compression."""
+        """The signature of a request whose ``body`` is sent as it is here, after compression."""
         nonce = secrets.token_hex(_NONCE_BYTES)
         digest = hashlib.sha256(body).hexdigest()
         return SignedRequest(

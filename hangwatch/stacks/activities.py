@@ -1,16 +1,8 @@
-"""What a thread is doing, by its stack: what it waits for, and in what larger operation it is.
+"""What a thread is doing, by its stack: what it waits for, in what larger operation it is, and which
+thread of a rank makes its calls.
 
-MERGED: The kinds of activity that a stack can show.
-
-MERGED: The larger operations that a thread can be in, and the frames that show them.
-
-Only modules of Python and torch are covered.
-
-MERGED: What threads wait for: the kinds of waits, and the frames and lines that show them.
-
-Only modules of Python and torch are covered.
-
-MERGED: Which thread of a rank makes its calls, and so stands for the rank: not always the main thread.
+The tables cover modules of Python and torch only: each row has a file, a function or a source line,
+and what it shows.
 """
 
 from __future__ import annotations
@@ -30,10 +22,10 @@ class RequiredProgress(enum.Enum):
     not a hang.
     """
 
-    NONE = enum.auto()  # their work shows nothing: it may wait for something else
-    ANY = enum.auto()  # they share its work, and those without any are idle
-    NEWEST = enum.auto()  # it waits for the one that was started last
-    ALL = enum.auto()  # it waits for one of them, and it is not known for which
+    NONE = enum.auto()  # their work shows nothing: the thread may wait for something else
+    ANY = enum.auto()  # they share the thread's work, and those without any are idle
+    NEWEST = enum.auto()  # the thread waits for the one that was started last
+    ALL = enum.auto()  # the thread waits for one of them, and it is not known for which
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +36,10 @@ class ActivityKind:
     advice: str = ""  # where to look
     waits_for_child: bool = False  # a child process may end the wait
     waits_for_thread: bool = False  # another thread of the process may end the wait
-    # Neither another thread of the process nor a call of another rank can end the wait. A rank may
-    # still end it in another way, such as by writing a file or setting a key.
+    # No other thread of the process and no call of another rank can end the wait. A rank may still
+    # end it in another way, such as by writing a file or setting a key.
     is_external: bool = False
-    may_take_long: bool = False  # it may take long in a healthy job
+    may_take_long: bool = False  # a healthy job may take long, too
     waits_for_rank: bool = False  # another rank may end the wait
     # The threads and processes that may end the wait have a frame in a file that matches this.
     file_pattern: str = ""
@@ -234,8 +226,8 @@ _DATALOADER_BATCH = ActivityKind(
     file_pattern=rf"/torch/utils/data/_utils/worker\.py$|{_CHILD_STARTUP_FILES}",
     required_progress=RequiredProgress.ANY,
 )
-# (file, function, wait). Of the frames from the innermost to the user's code, the outermost one that
-# matches decides.
+# (file, function, wait). Among the frames from the innermost to the user's code, the outermost one
+# that matches decides.
 WAIT_TABLE = [
     (TORCH + r"utils/data/dataloader\.py$", r"_?(try_get|get|next)_data|__next__", _DATALOADER_BATCH),
     (TORCH + r"utils/file_baton\.py$", r"wait", _FILE_LOCK),
@@ -257,7 +249,7 @@ WAIT_TABLE = [
     (STDLIB + r"selectors\.py$", r"select", ActivityKind(phrase="waits for input or output", waits_for_rank=True)),
 ]  # fmt: skip
 
-# (source line, wait): of a thread that waits in C code of the interpreter or a library.
+# (source line, wait), for a thread that waits in C code of the interpreter or of a library.
 TEXT_TABLE = [
     (r"\b(input|breakpoint)\s*\(|\bstdin\b", _USER_INPUT),
     (r"\bos\.wait\w*\s*\(", _CHILD_EXIT),
@@ -266,7 +258,7 @@ TEXT_TABLE = [
     (
         r"\b\w*store\.(get|wait|multi_get)\s*\(|\.\s*wait\s*\(\s*\[",
         STORE_KEY,
-    ),  # a Work's takes no list
+    ),  # `Work.wait` takes no list.
     (
         r"\bopen\s*\(|\bos\.(open|read|write|fsync|sync)\s*\(|\.\s*(read|readline|readinto|write|flush)\s*\(",
         _FILE,
@@ -281,7 +273,7 @@ TEXT_TABLE = [
     (r"\.\s*acquire\s*\(|\bwith\b.*(lock|mutex|sem)", LOCK),
     (r"\bsleep\s*\(", _SLEEP),
     (r"\.\s*to_here\s*\(|\brpc_sync\s*\(", _RPC_REPLY),
-    (r"\.\s*wait\s*\(\s*\)", _FUTURE),  # those of Python's own are in its modules
+    (r"\.\s*wait\s*\(\s*\)", _FUTURE),  # Python's own waits are in `WAIT_TABLE`.
 ]
 
 
@@ -374,53 +366,16 @@ def classify_activity(stack: ThreadStack | None) -> Activity:
     """What a thread does; an empty `Activity` if its stack shows nothing that is known here."""
     if stack is None or not stack.frames:
         return Activity()
-    waits = _find_wait_in_libraries(stack.frames)
-    if waits is None and not stack.active:
-        waits = _find_wait_in_text(stack.frames[0].text or "")
-    return Activity(waits=waits, inside=_find_place(stack.frames))
-
-
-def _find_wait_in_libraries(frames: Sequence[Frame]) -> ActivityKind | None:
-    """The wait that the outermost of the library frames below the user's code shows."""
-    library_frames: list[Frame] = []
-    for frame in frames:
+    waits = None
+    for frame in stack.frames:
         if is_user_frame(frame):
             break
-        library_frames.append(frame)
-    for frame in reversed(library_frames):
-        waits = _match_rows(_WAIT_ROWS, frame)
-        if waits is not None:
-            return waits
-    return None
-
-
-def _find_wait_in_text(text: str) -> ActivityKind | None:
-    """The wait that the innermost source line shows."""
-    for pattern, kind in _TEXT_ROWS:
-        if pattern.search(text):
-            return kind
-    return None
-
-
-def _find_place(frames: Sequence[Frame]) -> ActivityKind | None:
-    for frame in frames:
-        place = _match_place(frame)
-        if place is not None:
-            return place
-    return None
-
-
-def waits_for_external(stack: ThreadStack | None) -> bool:
-    """Whether a thread certainly waits for something that neither another thread of its process nor
-    a call of another rank provides.
-    """
-    waits = classify_activity(stack).waits
-    if stack is None or waits is None:
-        return False
-    innermost = stack.frames[0]
-    if is_torch_frame(innermost) or innermost.polls is not None:
-        return False
-    return waits.is_external and (waits is STORE_KEY or not waits_for_work(stack))
+        waits = _match_rows(_WAIT_ROWS, frame) or waits
+    if waits is None and not stack.active:
+        text = stack.frames[0].text or ""
+        waits = next((kind for pattern, kind in _TEXT_ROWS if pattern.search(text)), None)
+    inside = next(filter(None, map(_match_place, stack.frames)), None)
+    return Activity(waits=waits, inside=inside)
 
 
 def _match_place(frame: Frame) -> ActivityKind | None:
@@ -436,6 +391,19 @@ def _match_rows(rows: list[_PatternRow], frame: Frame) -> ActivityKind | None:
         if function.fullmatch(name) and file.search(frame.file):
             return kind
     return None
+
+
+def waits_for_external(stack: ThreadStack | None) -> bool:
+    """Whether a thread certainly waits for something that neither another thread of its process nor
+    a call of another rank provides.
+    """
+    waits = classify_activity(stack).waits
+    if stack is None or waits is None:
+        return False
+    innermost = stack.frames[0]
+    if is_torch_frame(innermost) or innermost.polls is not None:
+        return False
+    return waits.is_external and (waits is STORE_KEY or not waits_for_work(stack))
 
 
 def find_calling_thread(threads: Sequence[ThreadStack], uid: int = 0) -> ThreadStack | None:
@@ -456,7 +424,8 @@ def find_calling_thread(threads: Sequence[ThreadStack], uid: int = 0) -> ThreadS
         return main  # the case of nearly all ranks
     for thread in callers:
         # Code of torch's makes calls as well, such as that of asynchronous checkpoints.
-        if uid in thread.called_uids and (runs_user_code(thread) or _runs_torch(thread)):
+        runs_torch = any(map(is_torch_frame, thread.frames))
+        if uid in thread.called_uids and (runs_torch or runs_user_code(thread)):
             return thread
     candidates = [*callers, main]
     if classify_activity(main).inside is not INTERPRETER_EXIT:
@@ -478,7 +447,3 @@ def find_thread_without_calls(threads: Sequence[ThreadStack]) -> ThreadStack | N
         and runs_user_code(thread)
     ]
     return candidates[0] if len(candidates) == 1 else None
-
-
-def _runs_torch(thread: ThreadStack) -> bool:
-    return any(map(is_torch_frame, thread.frames))

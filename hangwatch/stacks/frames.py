@@ -1,6 +1,4 @@
-"""Whose code a frame is: the user's, or torch's, a library's, Python's own. Decided by its path
-alone.
-"""
+"""Whose code a frame is, by its path alone: the user's, torch's, a library's or Python's own."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ _TORCH_PATH = re.compile(r"(^|/)torch/")
 _LIBRARY_PATH = re.compile(
     r"/(site|dist)-packages/|/lib(64)?/python3[^/]*/|^<frozen |^<(?!string>|stdin>)|^python3"
 )
-_PYTHON_FILE = re.compile(r"\.py[cw]?$")  # at the end only: there are folders named .pyenv
+_PYTHON_FILE = re.compile(r"\.py[cw]?$")  # only at the end: there are folders named .pyenv
 # All modules of the recorder, relative to its folder. They are recognized by name where the recorder
 # runs from its source tree: stacks come from other hosts, and users may have a folder
 # agent/recorder of their own. Installed, the recorder is a library like any other.
@@ -41,7 +39,7 @@ def is_torch_frame(frame: Frame) -> bool:
 
 
 def is_user_frame(frame: Frame) -> bool:
-    """Outside torch, site-packages, the standard library and the recorder."""
+    """Whether a frame is outside torch, site-packages, the standard library and the recorder."""
     library = (
         is_torch_frame(frame)
         or _LIBRARY_PATH.search(frame.file)
@@ -64,7 +62,9 @@ def runs_user_code(stack: ThreadStack) -> bool:
 
 
 def _list_caller_frames(stack: ThreadStack) -> list[Frame]:
-    """The frames without native ones and the recorder's: a thread in the recorder's kernel is in the call that it records."""
+    """The frames without native ones and the recorder's: a thread in the recorder's kernel is in the
+    call that it records.
+    """
     return [
         f for f in stack.frames if not _is_native_frame(f) and not _RECORDER_PATH.search(f.file)
     ]

@@ -1,30 +1,25 @@
-"""Where the threads of one process spent their time: stacks with the number of samples of each.
-Pure.
-"""
+"""Where the threads of one process spent their time: stacks with the number of samples of each."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from hangwatch.model.ranks import Frame
+from hangwatch.model.ranks import RECORDER_THREAD_NAME, Frame
 
 from .frames import is_library
 
-MAX_PROFILE_FRAMES = 400_000  # in all stacks of a profile together: some megabytes
+MAX_PROFILE_FRAMES = 400_000  # all stacks of a profile together, which take some megabytes
 MAX_STACK_DEPTH = 400
-# A path may hold parentheses, and so may a C++ function.
+# Two patterns, because a path may hold parentheses, and so may a C++ function.
 _FRAME_PATTERNS = tuple(
     re.compile(rf"(?P<function>{function}) \((?P<file>{file})(?::(?P<line>\d+))?\)", re.DOTALL)
     for function, file in ((".*?", "/.*?"), (".*", ".*?"))
 )
 _THREAD_PATTERN = re.compile(r"thread \((?P<id>\w+)\)(?:: (?P<name>.*))?", re.DOTALL)
-# The recorder's own thread in the training process, which is not part of the job.
-_RECORDER_THREAD_NAME = "hangwatch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +59,7 @@ class Profile:
 
 
 def parse_pyspy_raw(lines: Iterable[str], pid: int) -> Profile:
-    """From py-spy's raw format with thread names: ``thread (ID): NAME;FRAME;…;FRAME COUNT``. Raises
+    """Reads py-spy's raw format with thread names: ``thread (ID): NAME;FRAME;…;FRAME COUNT``. Raises
     ValueError for anything else.
     """
     samples: dict[tuple[str, str], Counter[tuple[Frame, ...]]] = {}
@@ -79,7 +74,7 @@ def parse_pyspy_raw(lines: Iterable[str], pid: int) -> Profile:
         stacks[frames] += int(count)
     threads: list[ThreadProfile] = []
     for (thread_id, name), stacks in samples.items():
-        if name == _RECORDER_THREAD_NAME:
+        if name == RECORDER_THREAD_NAME:  # This thread is not part of the job.
             continue
         is_first = thread_id == str(pid)
         default_name = "MainThread" if is_first else f"thread {thread_id}"
@@ -122,7 +117,7 @@ def _limit_frames(threads: Sequence[ThreadProfile]) -> Profile:
     limited: list[ThreadProfile] = []
     for thread in threads:
         stacks: list[tuple[tuple[Frame, ...], int]] = []
-        for frames, count in thread.stacks:  # the most frequent first
+        for frames, count in thread.stacks:  # The most frequent stack is first.
             remaining_frames -= len(frames)
             if remaining_frames < 0:
                 dropped_samples += count
@@ -168,22 +163,22 @@ def unpack_profile(text: str) -> Profile:
             Frame(function=str(function), file=str(file), line=int(line))
             for function, file, line in document["frames"]
         ]
-        threads = [_unpack_thread(thread, frames) for thread in document["threads"]]
+        threads: list[ThreadProfile] = []
+        for thread in document["threads"]:
+            stacks: list[tuple[tuple[Frame, ...], int]] = []
+            for indices, count in thread["stacks"]:
+                if any(index < 0 for index in indices):
+                    raise ValueError("a frame has a negative index")
+                stack = tuple(frames[index] for index in indices)
+                stacks.append((stack, max(0, int(count))))
+            threads.append(
+                ThreadProfile(
+                    thread=str(thread["thread"]), is_main=bool(thread["main"]), stacks=tuple(stacks)
+                )
+            )
         return Profile(threads=tuple(threads), dropped_samples=int(document["dropped"]))
     except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a profile: {error!r}") from error
-
-
-def _unpack_thread(document: Mapping[str, Any], frames: Sequence[Frame]) -> ThreadProfile:
-    stacks: list[tuple[tuple[Frame, ...], int]] = []
-    for indices, count in document["stacks"]:
-        if any(index < 0 for index in indices):
-            raise ValueError("a frame has a negative index")
-        stack = tuple(frames[index] for index in indices)
-        stacks.append((stack, max(0, int(count))))
-    return ThreadProfile(
-        thread=str(document["thread"]), is_main=bool(document["main"]), stacks=tuple(stacks)
-    )
 
 
 def profiles_to_speedscope(
@@ -191,8 +186,6 @@ def profiles_to_speedscope(
 ) -> dict[str, object]:
     """A speedscope profile for each thread of the named ``profiles``. The samples of a stack are
     adjacent, since their order is not recorded.
-
-    Format: https://www.speedscope.app/file-format-schema.json
     """
     table = _FrameTable()
     documents: list[dict[str, object]] = []
@@ -213,10 +206,20 @@ def profiles_to_speedscope(
         frames.append({"name": frame.function, "file": frame.file})
         if frame.line:
             frames[-1]["line"] = frame.line
+    return make_speedscope_document(name, frames, documents)
+
+
+def make_speedscope_document(
+    name: str, frames: Sequence[dict[str, object]], profiles: Sequence[dict[str, object]]
+) -> dict[str, object]:
+    """A file for speedscope. The samples in ``profiles`` are lists of indices in ``frames``.
+
+    Format: https://www.speedscope.app/file-format-schema.json
+    """
     return {
         "$schema": "https://www.speedscope.app/file-format-schema.json",
         "name": name,
         "exporter": "hangwatch",
         "shared": {"frames": frames},
-        "profiles": documents,
+        "profiles": profiles,
     }

@@ -1,15 +1,13 @@
-"""The stacks of many ranks as one tree: common frames first, then a branch for each difference.
-Pure.
+"""Trees of stacks: the stacks of many ranks with a branch for each difference, and a profile as a call
+tree of the user's functions, with the frames of libraries folded.
 
-After STAT, https://doi.org/10.1109/IPDPS.2007.370254: a prefix tree over call paths, each branch
-with the ranks that are in it.
-
-MERGED: A profile as a call tree: the user's functions and their share of the time, with the frames of
-libraries folded. Pure.
+The first is that of STAT, https://doi.org/10.1109/IPDPS.2007.370254: a prefix tree over call paths,
+each branch with the ranks that are in it.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,9 +17,17 @@ from typing import NamedTuple
 from hangwatch.model.ranks import Frame
 
 from .frames import is_library
+from .profile import make_speedscope_document
+
+MIN_SHARE = 0.005  # nodes with a smaller share of all samples are omitted
+_MAX_DEPTH = 60  # the most nested nodes, in case of an endless recursion
+_MAX_LINES = 5
+_WRAPPER = re.compile(r"<locals>|^(wrapper|inner|wrapped|decorate_context)$|_call_impl$")
 
 # Ranks, and their frames from the innermost outwards.
 RankedStack = tuple[Sequence[int], Sequence[Frame]]
+# Frames from the outermost inwards, and the number of samples.
+CountedStacks = Iterable[tuple[tuple[Frame, ...], int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +42,8 @@ class Branch:
 
     def iter_frame_runs(self) -> Iterator[tuple[bool, tuple[Frame, ...]]]:
         """The frames in runs of the user's code (True) and of libraries."""
-        run: list[Frame] = []
-        for frame in self.frames:
-            if run and is_library(run[0].file) != is_library(frame.file):
-                yield not is_library(run[0].file), tuple(run)
-                run = []
-            run.append(frame)
-        if run:
-            yield not is_library(run[0].file), tuple(run)
+        for in_library, run in itertools.groupby(self.frames, lambda f: is_library(f.file)):
+            yield not in_library, tuple(run)
 
 
 @dataclass(slots=True)
@@ -95,23 +95,19 @@ def format_folded_stacks(stacks: Iterable[RankedStack]) -> Iterator[str]:
     Format: https://github.com/brendangregg/FlameGraph#2-fold-stacks
     """
     for ranks, frames in stacks:
-        path = ";".join(map(_format_folded_frame, reversed(frames)))
+        # Semicolons separate frames; other characters could separate lines or control a terminal.
+        path = ";".join(
+            f"{frame.function} ({frame.file}:{frame.line})".replace(";", ":")
+            for frame in reversed(frames)
+        )
+        path = "".join(c if c.isprintable() else " " for c in path)
         yield f"{path} {len(ranks)}"
-
-
-def _format_folded_frame(frame: Frame) -> str:
-    """Without the characters that separate frames and lines, or control a terminal."""
-    text = f"{frame.function} ({frame.file}:{frame.line})".replace(";", ":")
-    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def stacks_to_speedscope(
     name: str, stacks: Iterable[tuple[str, Sequence[Frame]]]
 ) -> dict[str, object]:
-    """One profile for each named stack, so that they can be viewed one by one.
-
-    Format: https://www.speedscope.app/file-format-schema.json
-    """
+    """One speedscope profile for each named stack, so that they can be viewed one by one."""
     indices: dict[tuple[str, str, int], int] = {}
     profiles: list[dict[str, object]] = []
     for label, frames in stacks:
@@ -130,24 +126,10 @@ def stacks_to_speedscope(
                 "weights": [1],
             }
         )
-    shared_frames = [
+    shared_frames: list[dict[str, object]] = [
         {"name": function, "file": file, "line": line} for function, file, line in indices
     ]
-    return {
-        "$schema": "https://www.speedscope.app/file-format-schema.json",
-        "name": name,
-        "exporter": "hangwatch",
-        "shared": {"frames": shared_frames},
-        "profiles": profiles,
-    }
-
-
-MIN_SHARE = 0.005  # of all samples: rarer nodes are omitted
-_MAX_DEPTH = 60  # nested nodes, in case of an endless recursion
-_MAX_LINES = 5
-_WRAPPER = re.compile(r"<locals>|^(wrapper|inner|wrapped|decorate_context)$|_call_impl$")
-
-CountedStacks = Iterable[tuple[tuple[Frame, ...], int]]  # outermost frame first, samples
+    return make_speedscope_document(name, shared_frames, profiles)
 
 
 class LineSamples(NamedTuple):
@@ -164,8 +146,8 @@ class ProfileNode:
     function: str
     file: str
     library: bool
-    samples: int  # in it, and in what it calls
-    own: int  # of these, in its own lines
+    samples: int  # the samples in the function and in what it calls
+    own: int  # the samples in its own lines
     lines: tuple[LineSamples, ...] = ()  # the most frequent ones
     ends: Frame | None = None
     children: tuple[ProfileNode, ...] = ()
@@ -217,25 +199,21 @@ def _iter_steps(frames: tuple[Frame, ...]) -> Iterator[tuple[Frame, bool]]:
         yield next(called, below[0]), True
 
 
-def _build_nodes(node: _NodeBuilder, min_samples: float) -> tuple[ProfileNode, ...]:
-    children = [child for child in node.children.values() if child.samples >= min_samples]
+def _build_nodes(parent: _NodeBuilder, min_samples: float) -> tuple[ProfileNode, ...]:
+    children = [child for child in parent.children.values() if child.samples >= min_samples]
     children.sort(key=lambda child: -child.samples)
-    return tuple(_build_node(child, min_samples) for child in children)
-
-
-def _build_node(builder: _NodeBuilder, min_samples: float) -> ProfileNode:
-    ends = None
-    if builder.leaf_frames:
-        ends = max(builder.leaf_frames, key=lambda frame: builder.leaf_frames[frame])
-    return ProfileNode(
-        function=builder.first_frame.function,
-        file=builder.first_frame.file,
-        library=builder.library,
-        samples=builder.samples,
-        own=builder.own_samples,
-        lines=tuple(LineSamples(*counted) for counted in builder.lines.most_common(_MAX_LINES)),
-        ends=ends,
-        children=_build_nodes(builder, min_samples),
+    return tuple(
+        ProfileNode(
+            function=child.first_frame.function,
+            file=child.first_frame.file,
+            library=child.library,
+            samples=child.samples,
+            own=child.own_samples,
+            lines=tuple(LineSamples(*counted) for counted in child.lines.most_common(_MAX_LINES)),
+            ends=max(child.leaf_frames, key=child.leaf_frames.__getitem__, default=None),
+            children=_build_nodes(child, min_samples),
+        )
+        for child in children
     )
 
 
@@ -279,9 +257,9 @@ def layout_bars(
     are omitted.
     """
     bars: list[ProfileBar] = []
-    ordered = sorted(stacks, key=_make_path_key)
+    ordered = sorted(stacks, key=lambda stack: [(f.function, f.file, f.line) for f in stack[0]])
     to_lay_out = [(ordered, x, 0)]
-    while to_lay_out:  # not by recursion: stacks are deeper than Python's own limit allows
+    while to_lay_out:  # A recursion could be deeper than Python's own limit allows.
         level_stacks, left, level = to_lay_out.pop()
         groups: dict[Frame, list[tuple[tuple[Frame, ...], int]]] = {}
         for frames, count in level_stacks:
@@ -304,8 +282,3 @@ def layout_bars(
                 to_lay_out.append((inside, left, level + 1))
             left += width
     return bars
-
-
-def _make_path_key(stack: tuple[tuple[Frame, ...], int]) -> list[tuple[str, str, int]]:
-    frames, _ = stack
-    return [(frame.function, frame.file, frame.line) for frame in frames]
