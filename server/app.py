@@ -30,16 +30,12 @@ from .http import (
     openapi,
     rendering,
 )
-from .http.access import PathPrefixMiddleware
 from .http.app_state import AppState
-from .http.heartbeats import HeartbeatAnswerer
-from .http.rendering import SECURITY_HEADERS, install_error_handlers
 from .ingest.agent_worker import AgentWorker
 from .monitor.watch import Watch
 from .settings import Settings
 from .storage.store import Store
-from .web import incident_page, pages
-from .web import performance_pages as performance_routes
+from .web import incident_page, incidents_page, performance_pages, ranks_page
 
 
 def build_app(
@@ -61,7 +57,7 @@ def build_app(
     agent_worker = AgentWorker(
         heartbeat_paths=heartbeats.list_paths(settings.path_prefix),
         count_hosts=lambda: watch.agents.reporting_count,
-        answer_request=HeartbeatAnswerer(watch, authenticator).answer_request,
+        answer_request=heartbeats.HeartbeatAnswerer(watch, authenticator).answer_request,
     )
     watch.heartbeat_queue.worker = agent_worker
     live = AppState(
@@ -84,7 +80,7 @@ def build_app(
     # The middleware that is added last is the outermost: its headers are on rejections, too.
     app.add_middleware(access.AuthMiddleware, authenticator=authenticator)
     app.add_middleware(limits.BodySizeLimit)
-    app.add_middleware(PathPrefixMiddleware, prefix=settings.path_prefix)
+    app.add_middleware(access.PathPrefixMiddleware, prefix=settings.path_prefix)
     app.add_middleware(_SecurityHeadersMiddleware)
     return heartbeats.HeartbeatFastPath(app, live, authenticator, settings.path_prefix), live
 
@@ -108,14 +104,15 @@ async def _run_tasks(live: AppState, mcp: mcp_endpoint.McpEndpoint) -> AsyncIter
 
 
 def _add_routes(app: FastAPI, live: AppState) -> None:
-    install_error_handlers(app, live.watch.counters.refusals_by_limit)
+    rendering.install_error_handlers(app, live.watch.counters.refusals_by_limit)
     for part in (
         heartbeats,
         api,
         ondemand_routes,
         incident_page,
-        pages,
-        performance_routes,
+        ranks_page,
+        incidents_page,
+        performance_pages,
         access,
     ):
         app.include_router(part.build_router(live))
@@ -124,9 +121,14 @@ def _add_routes(app: FastAPI, live: AppState) -> None:
 
     @app.get("/docs", include_in_schema=False)
     async def show_docs() -> Response:
-        return pages.render_docs(app)
+        operations = [
+            {"method": method.upper(), "path": path, **operation}
+            for path, methods in app.openapi()["paths"].items()
+            for method, operation in methods.items()
+        ]
+        return rendering.render_page("docs.html", operations=operations)
 
-    app.mount("/static", StaticFiles(directory=pages.STATIC_DIR))
+    app.mount("/static", StaticFiles(directory=rendering.STATIC_DIR))
 
 
 def _build_operations_router(live: AppState) -> APIRouter:
@@ -164,7 +166,7 @@ class _SecurityHeadersMiddleware:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in SECURITY_HEADERS.items():
+                for name, value in rendering.SECURITY_HEADERS.items():
                     headers.setdefault(name, value)
             await send(message)
 

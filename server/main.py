@@ -35,15 +35,17 @@ from .storage.store import Store
 FAILED, USAGE, NOT_STARTED = 1, 2, 3
 TOKEN_FILE = "token"
 BACKLOG = 2048  # a large job's node agents connect at the same time
-SHUTDOWN_GRACE_S = 2  # for open requests
-# For which the event loop waits, at each read and write of a connection, while another thread reads
-# a large job.
+SHUTDOWN_GRACE_S = 2  # the time that open requests have to end
+# While another thread reads a large job, the event loop waits this long at each read and write of a
+# connection.
 SWITCH_INTERVAL_S = 5e-4
-MIN_TOKEN_LENGTH = 16  # in characters
+MIN_TOKEN_LENGTH = 16  # characters
 
 
 class _PlainFormatter(logging.Formatter):
-    """Cleans each line: messages quote jobs, which must not control the operator's terminal."""
+    """A formatter that cleans each line: messages quote jobs, which must not control the operator's
+    terminal.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(map(clean_text, super().format(record).splitlines()))
@@ -135,7 +137,7 @@ def _check_certificate(settings: Settings) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
             settings.tls_cert, settings.tls_key, password=lambda: b""
         )
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # the base class of ssl.SSLError
         why = getattr(error, "reason", None) or error.strerror or error
         files = f"--tls-cert {settings.tls_cert}" + (
             f", --tls-key {settings.tls_key}" if settings.tls_key else ""
@@ -166,13 +168,13 @@ def listen(host: str, port: int) -> socket.socket:
             f"--host {host}: {error.strerror or error}; give an address of this machine, such as"
             " 0.0.0.0"
         ) from None
-    made = ThrottledListener(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening = ThrottledListener(family, kind, protocol)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind(address)
-        made.listen(BACKLOG)
+        listening.bind(address)
+        listening.listen(BACKLOG)
     except OSError as error:
-        made.close()
+        listening.close()
         explanations = {
             errno.EADDRINUSE: (
                 f"port {port} of {host} is in use: is another hangwatch-server running? "
@@ -185,7 +187,7 @@ def listen(host: str, port: int) -> socket.socket:
         }
         other = f"cannot listen on {host}:{port}: {error.strerror or error}"
         raise StartError(explanations.get(error.errno or 0, other)) from None
-    return made
+    return listening
 
 
 def kept_token(data_dir: Path) -> str:
@@ -224,7 +226,7 @@ def announce(settings: Settings, base_url: str, token: str | None) -> None:
     if settings.on_hang == "abort":
         kinds = ", ".join(kind.value for kind in settings.abort_kinds)
         _print_message(f"ranks are ended {settings.abort_after:g} s after an alert ({kinds})")
-    if settings.token is not None:  # the operator knows it, so it is not logged
+    if settings.token is not None:  # the operator knows this token, so it is not logged
         _print_message("jobs and people need the token that was given: HANGWATCH_TOKEN")
         if len(settings.token) < MIN_TOKEN_LENGTH:
             _print_message(f"a token of less than {MIN_TOKEN_LENGTH} characters can be guessed")

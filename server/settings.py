@@ -35,7 +35,7 @@ from .alerting.message import Channel
 from .recovery import policy
 
 CONFIG_FILE_NAME = "hangwatch.toml"
-# For a field: what its text must match, and what the message says otherwise.
+# The pattern that a field's text must match, and the message for any other text.
 _TEXT_SHAPES = {
     "database": (
         r"(?s)postgres(ql)?://[^/]*/[^/].*",

@@ -1,9 +1,5 @@
-"""Sends alerts: a line on stderr, and a message to each channel. A slow channel delays neither the
-server nor another channel.
-
-MERGED: The events for which alerts are sent, and when one is due.
-
-MERGED: The text and content of alerts. Pure.
+"""When an alert is due, what it says, and how it is sent: as a line on stderr, and as a message to each
+channel. A slow channel delays neither the server nor another channel.
 """
 
 from __future__ import annotations
@@ -33,11 +29,20 @@ from hangwatch.report.text import (
 from ..incidents.records import IncidentRecord
 from .message import AlertMessage, Channel, ChannelError, Delivery
 
+OPENED, REMINDER, RESOLVED = "opened", "reminder", "resolved"
+PLANNED = "planned"  # ranks may be ended, which was not known when the incident opened
+ABORTING, ABORTED = "aborting", "aborted"  # ranks are about to be ended, and were ended
+
+MAX_RANKS_LENGTH = 60  # characters in a title
+_RESOLVED_TITLES: dict[Resolution | None, str] = {
+    Resolution.ENDED: "ENDED WITH ITS JOB",
+    Resolution.ABORTED: "ENDED BY HANGWATCH",
+}
 # The delay between two attempts to send a message doubles, with jitter.
 FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 60.0
-RETRY_LIMIT_S = 3600.0  # after which a message is given up
-MAX_QUEUED_MESSAGES = 500  # for one channel
-CLOSE_TIMEOUT_S = 1.0  # for messages that are being sent when the server stops
+RETRY_LIMIT_S = 3600.0  # the age at which a message is given up
+MAX_QUEUED_MESSAGES = 500  # the messages that wait for one channel
+CLOSE_TIMEOUT_S = 1.0  # the time for messages that are being sent when the server stops
 
 
 @dataclass(slots=True, kw_only=True)
@@ -129,7 +134,7 @@ class Alerter:
             return
         waiting.messages.put((message, delivery))
         if waiting.thread is None:
-            # A daemon: a channel that never answers must not keep the server from ending.
+            # The thread is a daemon: a channel that never answers must not keep the server from ending.
             waiting.thread = threading.Thread(
                 target=self._send_messages, args=(waiting,), name=f"alerts to {name}", daemon=True
             )
@@ -140,7 +145,9 @@ class Alerter:
             message, delivery = queued
             try:
                 self._send_with_retries(waiting.channel, message)
-            except Exception as error:  # of any library; the other messages are still to be sent
+            except (
+                Exception
+            ) as error:  # a library may raise any; other messages are still to be sent
                 if self._stopping.is_set():
                     return
                 waiting.failed += 1
@@ -152,7 +159,7 @@ class Alerter:
                 waiting.sent += 1
             try:
                 self._delivered(delivery)
-            except Exception as error:  # the thread goes on with the other messages
+            except Exception as error:  # the thread continues with the other messages
                 self.print_line(f"cannot record that {message.title!r} was sent: {error}")
 
     def _send_with_retries(self, channel: Channel, message: AlertMessage) -> None:
@@ -178,6 +185,45 @@ class Alerter:
         tries(channel.send_message, message)
 
 
+def compose_message(incident: Incident, event: str, url: str, now: datetime) -> AlertMessage:
+    """A message with the verdict in one sentence, the culprit's line and a link. The body is the
+    incident's document. Receivers may show it unchanged, so no text in it has control characters.
+    """
+    kind = event.partition("-")[0]
+    title = f"{_format_label(incident, kind, now)} job {incident.job}: {incident.summary}"
+    if incident.site is not None and str(incident.site) not in incident.summary:
+        title = f"{title} [{incident.site}]"
+    body = clean_document({**build_incident_document(incident), "url": url})
+    lines = [
+        incident.advice if kind == OPENED else "",
+        recovery_text.format_recovery(body) if kind != RESOLVED else "",
+    ]
+    return AlertMessage(
+        id=f"{incident.id}.{event}",
+        event=kind,
+        title=clean_text(title),
+        advice="\n".join(clean_text(line) for line in lines if line),
+        body=body,
+    )
+
+
+def _format_label(incident: Incident, kind: str, now: datetime) -> str:
+    """What happened to the incident, in upper case."""
+    age_s = ((incident.resolved_at or now) - incident.opened_at).total_seconds()
+    age = format_coarse_age(age_s)
+    ranks = name_ranks(incident.recovery.ranks if incident.recovery else [])
+    ranks = truncate_end(ranks, MAX_RANKS_LENGTH)
+    labels = {
+        OPENED: incident.severity.value.upper(),
+        REMINDER: f"STILL OPEN after {age}:",
+        RESOLVED: f"{_RESOLVED_TITLES.get(incident.resolution, 'RESOLVED')} after {age}:",
+        PLANNED: f"ABORT PLANNED of {ranks}:",
+        ABORTING: f"ABORTING {ranks}:",
+        ABORTED: f"ABORTED {ranks}:",
+    }
+    return labels[kind]
+
+
 def send_test_messages(channels: Sequence[Channel], base_url: str) -> list[tuple[str, str | None]]:
     """Sends each channel one message. Returns each channel's name, and the error if it failed."""
     title = (
@@ -195,16 +241,11 @@ def send_test_messages(channels: Sequence[Channel], base_url: str) -> list[tuple
     for channel in channels:
         try:
             channel.send_message(message)
-        except Exception as error:  # whatever a library raises
+        except Exception as error:  # a library may raise any
             results.append((channel.name, str(error) or type(error).__name__))
         else:
             results.append((channel.name, None))
     return results
-
-
-OPENED, REMINDER, RESOLVED = "opened", "reminder", "resolved"
-PLANNED = "planned"  # ranks may be ended for it, which was not known when it opened
-ABORTING, ABORTED = "aborting", "aborted"  # before ranks are ended, and afterwards
 
 
 def take_due_event(
@@ -212,8 +253,8 @@ def take_due_event(
 ) -> str | None:
     """The event for which an alert is due now, if any. The record then counts as alerted.
 
-    ``ready``: its evidence is complete. ``hangs_on``: its job still exists. ``repeat_after`` is in
-    seconds; 0 means that no reminder is sent.
+    ``ready`` says that the evidence is complete, ``hangs_on`` that the job still exists.
+    ``repeat_after`` is in seconds; 0 means that no reminder is sent.
     """
     incident = record.incident
     if not record.is_own:
@@ -235,54 +276,3 @@ def take_due_event(
         return None
     record.alerted_at, record.reminders = now, record.reminders + 1
     return f"{REMINDER}-{record.reminders}"
-
-
-MAX_RANKS_LENGTH = 60  # characters
-_RESOLVED_TITLES: dict[Resolution | None, str] = {
-    Resolution.ENDED: "ENDED WITH ITS JOB",
-    Resolution.ABORTED: "ENDED BY HANGWATCH",
-}
-
-
-def format_sentence(incident: Incident) -> str:
-    """``job run7: SUMMARY [train.py:41 in step]``"""
-    sentence = f"job {incident.job}: {incident.summary}"
-    if incident.site is None or str(incident.site) in incident.summary:
-        return sentence
-    return f"{sentence} [{incident.site}]"
-
-
-def compose_message(incident: Incident, event: str, url: str, now: datetime) -> AlertMessage:
-    """The verdict in one sentence, with the culprit's line and a link. The body is the incident's
-    document. What receives it may show it as it is, so that no text in it has control characters.
-    """
-    kind = event.partition("-")[0]
-    body = clean_document({**build_incident_document(incident), "url": url})
-    lines = [
-        incident.advice if kind == OPENED else "",
-        recovery_text.format_recovery(body) if kind != RESOLVED else "",
-    ]
-    return AlertMessage(
-        id=f"{incident.id}.{event}",
-        event=kind,
-        title=clean_text(f"{_format_label(incident, kind, now)} {format_sentence(incident)}"),
-        advice="\n".join(clean_text(line) for line in lines if line),
-        body=body,
-    )
-
-
-def _format_label(incident: Incident, kind: str, now: datetime) -> str:
-    """What happened to the incident, in upper case."""
-    age_s = ((incident.resolved_at or now) - incident.opened_at).total_seconds()
-    age = format_coarse_age(age_s)
-    ranks = name_ranks(incident.recovery.ranks if incident.recovery else [])
-    ranks = truncate_end(ranks, MAX_RANKS_LENGTH)
-    labels = {
-        OPENED: incident.severity.value.upper(),
-        REMINDER: f"STILL OPEN after {age}:",
-        RESOLVED: f"{_RESOLVED_TITLES.get(incident.resolution, 'RESOLVED')} after {age}:",
-        PLANNED: f"ABORT PLANNED of {ranks}:",
-        ABORTING: f"ABORTING {ranks}:",
-        ABORTED: f"ABORTED {ranks}:",
-    }
-    return labels[kind]

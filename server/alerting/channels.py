@@ -1,18 +1,13 @@
-"""The channel for each setting: a signed webhook, a command, a service of our own (`chat`, `pagers`), or
-any that apprise supports. Each sends one message or raises an error that gives the reason.
+"""The alert channels: signed webhooks, commands, Slack, Teams, PagerDuty and Opsgenie, and every service
+that apprise supports. Each sends one message or raises an error that gives the reason.
 
-MERGED: Channels to Slack and Teams, with cards. With a bot's token, Slack shows later messages on an incident
-in the thread of the first one.
-
-MERGED: Channels to PagerDuty and Opsgenie. One incident is one alert there, however many messages there are on it, and
-is resolved with it.
-
-https://developer.pagerduty.com/docs/events-api-v2-overview, https://docs.opsgenie.com/docs/alert-api
-
-MERGED: Alerts as messages of Slack (Block Kit) and Teams (Adaptive Cards): the verdict, culprit, line and a
-link. Pure. What the job wrote is plain text in them, so that it cannot mention people or make links.
-
+Slack and Teams get cards, in which everything that the job wrote is plain text, so that it can neither
+mention people nor make links:
 https://docs.slack.dev/reference/block-kit, https://adaptivecards.io/explorer
+
+In PagerDuty and Opsgenie, an incident is one alert, however many messages there are on it, and is
+resolved with it:
+https://developer.pagerduty.com/docs/events-api-v2-overview, https://docs.opsgenie.com/docs/alert-api
 """
 
 from __future__ import annotations
@@ -39,17 +34,103 @@ from .message import AlertMessage, Channel, ChannelError, post_content
 COMMAND_TIMEOUT_S = 30.0
 _SECRET_PREFIX = "whsec_"
 
+_SLACK_API = "https://slack.com/api"
+_SLACK_WEBHOOK_HOST = "hooks.slack.com"
+_SLACK_BOT = re.compile(r"slack://(?P<token>xox[a-z]-[\w-]+)/(?P<channel>(?:#|%23)?[\w-]+)/?")
+_TEAMS_HOSTS = re.compile(
+    r"(^|\.)(webhook\.office\.com|logic\.azure\.com|api\.powerplatform\.com)$"
+)
+_MAX_SLACK_THREADS = 1000
+# A retry may overcome these errors.
+_SLACK_TRANSIENT_ERRORS = frozenset(
+    ["ratelimited", "internal_error", "fatal_error", "service_unavailable", "request_timeout"]
+)
+# Limits of Slack, in characters.
+_MAX_HEADER, _MAX_SECTION, _MAX_FIELD = 150, 2900, 300
+_ADAPTIVE_CARD = "application/vnd.microsoft.card.adaptive"
+_TITLE_COLOURS = {"resolved": "Good", "test": "Accent"}  # in Teams; other titles are Attention
+_LINK_LABEL = "Open the incident"
+_ICONS = {"resolved": "✅", "test": "🧪"}
+
+_PAGERDUTY_URLS = {"us": "https://events.pagerduty.com", "eu": "https://events.eu.pagerduty.com"}
+_OPSGENIE_URLS = {"us": "https://api.opsgenie.com", "eu": "https://api.eu.opsgenie.com"}
+# A URL with "@" in it is one of apprise's.
+_PAGER_URL = re.compile(
+    r"(?P<service>pagerduty|opsgenie)://(?P<key>[\w-]{16,})/?(?:\?region=(?P<region>us|eu))?"
+)
+_MAX_SUMMARY, _MAX_ALERT, _MAX_DESCRIPTION = 1024, 130, 10_000  # characters
+
+
+def make_channels(urls: Sequence[str], secret: str | None, command: str | None) -> list[Channel]:
+    """A channel for each setting. Raises ValueError for a URL that `make_channel` refuses."""
+    channels = [make_channel(url, secret) for url in urls]
+    if command is not None:
+        channels.append(CommandChannel(address=command))
+    return channels
+
+
+def make_channel(url: str, secret: str | None = None) -> Channel:
+    """The channel for a URL. Raises ValueError, without the URL's secrets, for an invalid one."""
+    if not re.match(r"[\w+-]+://\S", url):
+        raise ValueError(
+            "should be URLs: https://HOST/PATH for a webhook, or one of those at"
+            " https://github.com/caronc/apprise/wiki"
+        )
+    if bot := _SLACK_BOT.fullmatch(url):
+        return SlackBot(token=bot["token"], channel=unquote(bot["channel"]))
+    if pager := _PAGER_URL.fullmatch(url):
+        region = pager["region"] or "us"
+        if pager["service"] == "pagerduty":
+            return PagerDuty(routing_key=pager["key"], api_url=_PAGERDUTY_URLS[region])
+        return Opsgenie(api_key=pager["key"], api_url=_OPSGENIE_URLS[region])
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if parts.scheme == "https" and host == _SLACK_WEBHOOK_HOST:
+        return SlackWebhook(address=url)
+    if parts.scheme == "https" and _TEAMS_HOSTS.search(host):
+        return TeamsWebhook(address=url)
+    # Services come before webhooks: some have HTTP URLs, and require their own message format.
+    if _load_apprise().Apprise.instantiate(url, suppress_exceptions=True) is not None:
+        return AppriseService(address=url)
+    scheme = url.partition("://")[0]
+    if scheme not in ("http", "https"):
+        raise ValueError(
+            f"should be URLs that apprise supports, and {scheme}:// is not: see"
+            " https://github.com/caronc/apprise/wiki"
+        )
+    if not host:
+        raise ValueError(
+            "should be URLs, and one that begins with http:// or https:// names no host"
+        )
+    return Webhook(address=url, secret=secret)
+
+
+def check_command(line: str) -> None:
+    """Raises ValueError if an alert command is invalid."""
+    try:
+        arguments = shlex.split(line)
+    except ValueError as error:
+        raise ValueError(f"is not a valid command: {error}") from None
+    if not arguments:
+        raise ValueError("should begin with a program, and is empty")
+    if shutil.which(arguments[0]) is None:
+        raise ValueError(
+            f"should begin with an executable program, and {arguments[0]!r} is not one"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Webhook(Channel):
-    """A POST of JSON. With a secret, it is signed as https://www.standardwebhooks.com specifies."""
+    """A POST of JSON. With a secret, it is signed as https://www.standardwebhooks.com specifies: a
+    secret that begins with ``whsec_`` is base64, any other is used unchanged.
+    """
 
     address: str = field(repr=False)
     secret: str | None = field(default=None, repr=False)
 
     @property
     def name(self) -> str:
-        parts = urlsplit(self.address)  # for many services, path and user info are secrets
+        parts = urlsplit(self.address)  # the path and the user info are secrets of many services
         return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
 
     def send_message(self, message: AlertMessage) -> None:
@@ -60,21 +141,13 @@ class Webhook(Channel):
             "Webhook-Timestamp": str(int(time.time())),
         }
         if self.secret is not None:
-            headers["Webhook-Signature"] = sign_webhook(
-                self.secret, message.id, headers["Webhook-Timestamp"], content
-            )
+            key = self.secret.encode()
+            if self.secret.startswith(_SECRET_PREFIX):
+                key = base64.b64decode(self.secret.removeprefix(_SECRET_PREFIX))
+            signed = f"{message.id}.{headers['Webhook-Timestamp']}.".encode() + content
+            digest = hmac.digest(key, signed, "sha256")
+            headers["Webhook-Signature"] = "v1," + base64.b64encode(digest).decode()
         post_content(self.address, headers=headers, content=content)
-
-
-def sign_webhook(secret: str, id: str, timestamp: str, content: bytes) -> str:
-    """The Standard Webhooks signature. A secret that begins with ``whsec_`` is base64; any other is
-    used unchanged.
-    """
-    key = secret.encode()
-    if secret.startswith(_SECRET_PREFIX):
-        key = base64.b64decode(secret.removeprefix(_SECRET_PREFIX))
-    digest = hmac.digest(key, f"{id}.{timestamp}.".encode() + content, "sha256")
-    return "v1," + base64.b64encode(digest).decode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +177,19 @@ class AppriseService(Channel):
             reason = captured_log.getvalue().strip() if captured_log else ""
         if not done:
             raise ChannelError((reason or "the service did not accept it").splitlines()[-1])
+
+
+def _load_apprise() -> Any:
+    """Imports apprise when it is first used, because that is slow. Its log is discarded, because it
+    contains whole URLs; our own errors report what failed.
+    """
+    import apprise
+
+    log = logging.getLogger("apprise")
+    log.propagate = False
+    if not log.handlers:
+        log.addHandler(logging.NullHandler())
+    return apprise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,79 +232,6 @@ class CommandChannel(Channel):
             )
 
 
-def make_channels(urls: Sequence[str], secret: str | None, command: str | None) -> list[Channel]:
-    """A channel for each setting. Raises ValueError for a URL that `make_channel` refuses."""
-    channels = [make_channel(url, secret) for url in urls]
-    if command is not None:
-        channels.append(CommandChannel(address=command))
-    return channels
-
-
-def make_channel(url: str, secret: str | None = None) -> Channel:
-    """The channel for a URL. Raises ValueError, without the URL's secrets, if it is invalid."""
-    if not re.match(r"[\w+-]+://\S", url):
-        raise ValueError(
-            "should be URLs: https://HOST/PATH for a webhook, or one of those at"
-            " https://github.com/caronc/apprise/wiki"
-        )
-    if channel := make_chat_channel(url) or make_pager_channel(url):
-        return channel
-    # Before webhooks: some services have HTTP URLs, and require their own message format.
-    if _load_apprise().Apprise.instantiate(url, suppress_exceptions=True) is not None:
-        return AppriseService(address=url)
-    scheme = url.partition("://")[0]
-    if scheme not in ("http", "https"):
-        raise ValueError(
-            f"should be URLs that apprise supports, and {scheme}:// is not: see"
-            " https://github.com/caronc/apprise/wiki"
-        )
-    if not urlsplit(url).hostname:
-        raise ValueError(
-            "should be URLs, and one that begins with http:// or https:// names no host"
-        )
-    return Webhook(address=url, secret=secret)
-
-
-def check_command(line: str) -> None:
-    """Raises ValueError if an alert command is invalid."""
-    try:
-        arguments = shlex.split(line)
-    except ValueError as error:
-        raise ValueError(f"is not a valid command: {error}") from None
-    if not arguments:
-        raise ValueError("should begin with a program, and is empty")
-    if shutil.which(arguments[0]) is None:
-        raise ValueError(
-            f"should begin with an executable program, and {arguments[0]!r} is not one"
-        )
-
-
-def _load_apprise() -> Any:
-    """Imports apprise when it is first used, because that is slow. Its log is discarded, because it
-    contains whole URLs; our own errors report what failed.
-    """
-    import apprise
-
-    log = logging.getLogger("apprise")
-    log.propagate = False
-    if not log.handlers:
-        log.addHandler(logging.NullHandler())
-    return apprise
-
-
-_SLACK_API = "https://slack.com/api"
-_SLACK_WEBHOOK_HOST = "hooks.slack.com"
-_SLACK_BOT = re.compile(r"slack://(?P<token>xox[a-z]-[\w-]+)/(?P<channel>(?:#|%23)?[\w-]+)/?")
-_TEAMS_HOSTS = re.compile(
-    r"(^|\.)(webhook\.office\.com|logic\.azure\.com|api\.powerplatform\.com)$"
-)
-_MAX_THREADS = 1000
-# Errors of Slack that a retry may overcome.
-_TRANSIENT_ERRORS = frozenset(
-    ["ratelimited", "internal_error", "fatal_error", "service_unavailable", "request_timeout"]
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlackWebhook(Channel):
     """An incoming webhook of Slack: https://hooks.slack.com/services/T/B/X."""
@@ -234,14 +247,14 @@ class SlackWebhook(Channel):
 class SlackBot(Channel):
     """A bot with the right chat:write: slack://xoxb-TOKEN/CHANNEL.
 
-    Threads are remembered while the server runs: after a restart, the next message on an incident
-    begins a new one.
+    Later messages on an incident are in the thread of the first one. Threads are remembered while the
+    server runs: after a restart, the next message on an incident begins a new one.
     """
 
     token: str = field(repr=False)
     channel: str
     api_url: str = _SLACK_API
-    # By incident: the time stamp of its first message, which identifies its thread.
+    # The time stamp of an incident's first message, which identifies its thread, by incident.
     _threads: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -266,10 +279,10 @@ class SlackBot(Channel):
         answer = response.json()
         if not answer.get("ok"):
             error = str(answer.get("error", "no reason given"))
-            raise ChannelError(f"it answered {error}", final=error not in _TRANSIENT_ERRORS)
+            raise ChannelError(f"it answered {error}", final=error not in _SLACK_TRANSIENT_ERRORS)
         if thread is None and answer.get("ts"):
             self._threads[message.incident_id] = str(answer["ts"])
-            if len(self._threads) > _MAX_THREADS:
+            if len(self._threads) > _MAX_SLACK_THREADS:
                 del self._threads[next(iter(self._threads))]
 
 
@@ -282,28 +295,6 @@ class TeamsWebhook(Channel):
 
     def send_message(self, message: AlertMessage) -> None:
         post_content(self.address, json=build_teams_message(message))
-
-
-def make_chat_channel(url: str) -> Channel | None:
-    """The channel for a URL of Slack or Teams; None if it is another one."""
-    if bot := _SLACK_BOT.fullmatch(url):
-        return SlackBot(token=bot["token"], channel=unquote(bot["channel"]))
-    parts = urlsplit(url)
-    if parts.scheme != "https":
-        return None
-    host = parts.hostname or ""
-    if host == _SLACK_WEBHOOK_HOST:
-        return SlackWebhook(address=url)
-    return TeamsWebhook(address=url) if _TEAMS_HOSTS.search(host) else None
-
-
-_PAGERDUTY_URLS = {"us": "https://events.pagerduty.com", "eu": "https://events.eu.pagerduty.com"}
-_OPSGENIE_URLS = {"us": "https://api.opsgenie.com", "eu": "https://api.eu.opsgenie.com"}
-# With "@" in it, the URL is one of apprise's.
-_PAGER_URL = re.compile(
-    r"(?P<service>pagerduty|opsgenie)://(?P<key>[\w-]{16,})/?(?:\?region=(?P<region>us|eu))?"
-)
-_MAX_SUMMARY, _MAX_ALERT, _MAX_DESCRIPTION = 1024, 130, 10_000  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,27 +370,8 @@ def _make_details(message: AlertMessage) -> dict[str, str]:
     return details
 
 
-def make_pager_channel(url: str) -> Channel | None:
-    """The channel for a URL of PagerDuty or Opsgenie; None if it is another one."""
-    found = _PAGER_URL.fullmatch(url)
-    if found is None:
-        return None
-    region = found["region"] or "us"
-    if found["service"] == "pagerduty":
-        return PagerDuty(routing_key=found["key"], api_url=_PAGERDUTY_URLS[region])
-    return Opsgenie(api_key=found["key"], api_url=_OPSGENIE_URLS[region])
-
-
-# Slack's limits, in characters.
-_MAX_HEADER, _MAX_SECTION, _MAX_FIELD = 150, 2900, 300
-_ADAPTIVE_CARD = "application/vnd.microsoft.card.adaptive"
-_COLOURS = {"resolved": "Good", "test": "Accent"}  # of the title in Teams; otherwise Attention
-_LINK_LABEL = "Open the incident"
-_ICONS = {"resolved": "✅", "test": "🧪"}
-
-
 def build_slack_message(message: AlertMessage) -> dict[str, Any]:
-    """``text`` is what notifications show."""
+    """A message with the verdict, culprit, line and a link. Notifications show its ``text``."""
     label, _, sentence = message.title.partition(" job ")
     header = _make_plain_text(f"{_ICONS.get(message.event, '🛑')} {label}", _MAX_HEADER)
     blocks: list[dict[str, Any]] = [
@@ -422,8 +394,8 @@ def _make_plain_text(text: str, limit: int) -> dict[str, Any]:
 
 
 def build_teams_message(message: AlertMessage) -> dict[str, Any]:
-    """For an incoming webhook, or a workflow that posts what it receives."""
-    colour = _COLOURS.get(message.event, "Attention")
+    """A card for an incoming webhook, or for a workflow that posts what it receives."""
+    colour = _TITLE_COLOURS.get(message.event, "Attention")
     body: list[dict[str, Any]] = [
         _make_text_block(message.title, weight="Bolder", size="Medium", color=colour)
     ]
@@ -449,7 +421,7 @@ def _make_text_block(text: str, **style: str) -> dict[str, Any]:
 
 
 def _escape(text: str) -> str:
-    """Teams renders a part of Markdown in cards, including links."""
+    """The text as Teams shows it unchanged: in cards, it renders a part of Markdown, such as links."""
     return "".join(f"\\{c}" if c in "\\`*_[]()#<>" else c for c in text)
 
 

@@ -1,4 +1,4 @@
-"""What a channel is and sends, and how it posts JSON."""
+"""An alert channel: its interface, the messages that it sends, and how it posts JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-POST_TIMEOUT_S = 10.0  # for the whole request
+POST_TIMEOUT_S = 10.0  # the time for the whole request
 
 
 class ChannelError(Exception):
@@ -38,7 +38,7 @@ class AlertMessage:
 
     @property
     def text(self) -> str:
-        """What follows the title."""
+        """The text after the title."""
         return f"{self.advice}\n{self.url}" if self.advice else self.url
 
     @property
@@ -53,7 +53,7 @@ class AlertMessage:
 
     @property
     def is_test(self) -> bool:
-        """It must not page anyone."""
+        """Whether it is a test, which must not page anyone."""
         return self.event == "test"
 
 
@@ -63,7 +63,7 @@ class Delivery:
 
     incident: str
     event: str
-    channel: str  # its key
+    channel: str  # the channel's key
 
 
 class Channel(abc.ABC):
@@ -82,7 +82,7 @@ class Channel(abc.ABC):
 
     @property
     def key(self) -> str:
-        """Identifies the channel in the database."""
+        """The channel's name in the database, which contains no secret."""
         return hashlib.sha256(self.address.encode()).hexdigest()[:16]
 
     @abc.abstractmethod

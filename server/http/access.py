@@ -1,12 +1,9 @@
-"""Authentication: only the health checks and the login page are served to everybody.
+"""Who may use the server: only the health checks and the login page are served to everybody.
 
-If a token is set, everything else needs it. Without a token, the server listens on this machine only,
-answers only to the user who started it and to root, and accepts only this machine's host names.
-
-MERGED: Limits how many wrong tokens may be tried at the login.
-
-MERGED: Where a request comes from: a page of another site must not act through a person's browser, and a
-reverse proxy may add a path.
+If a token is set, everything else needs it; the login limits how many wrong ones may be tried.
+Without a token, the server listens on this machine only, answers only to the user who started it and
+to root, and accepts only this machine's host names. In both cases, a page of another site must not
+act through a person's browser.
 """
 
 from __future__ import annotations
@@ -37,9 +34,13 @@ from .app_state import AppState
 from .rendering import STYLESHEET_PATH, render_page
 
 COOKIE_NAME = "hangwatch"
-# In a connection's scope: the user at its other end on this machine, see `protocol.local_peer`.
+# The key in a connection's scope of the user at its other end, if that is on this machine.
 PEER_UID = "hangwatch.peer_uid"
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/login", "/login/style.css"})
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+# Wrong tokens that one address may try within the time.
+MAX_FAILURES, FAILURE_WINDOW_S = 10, 300.0
+_MAX_KEPT_ADDRESSES = 10_000
 
 _CROSS_SITE = Problem(
     403,
@@ -62,7 +63,9 @@ _NO_TOKEN = Problem(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentGrant:
-    """What a node agent may send. ``signed`` and ``credential`` are those of a signed request."""
+    """What a node agent may send. ``signed`` and ``credential`` are None if it sent the token itself,
+    or if the server has none.
+    """
 
     signed: SignedRequest | None = None
     credential: Credential | None = None
@@ -140,19 +143,6 @@ class Authenticator:
         )
 
 
-class AuthMiddleware:
-    """ASGI middleware that rejects requests that the authenticator does not accept."""
-
-    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
-        self._app, self._authenticator = app, authenticator
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = None
-        if scope["type"] == "http":
-            refusal = self._authenticator.check_request(scope, Headers(scope=scope))
-        await (refusal or self._app)(scope, receive, send)
-
-
 def has_token(headers: Mapping[str, str], token: str) -> bool:
     """Whether a request carries the token itself."""
     scheme, _, value = headers.get("authorization", "").partition(" ")
@@ -163,6 +153,10 @@ def has_token(headers: Mapping[str, str], token: str) -> bool:
         except (binascii.Error, UnicodeDecodeError):
             return False
     return scheme.lower() in ("bearer", "basic") and _constant_time_equal(given, token)
+
+
+def _constant_time_equal(given: str, expected: str) -> bool:
+    return hmac.compare_digest(given.encode(), expected.encode())
 
 
 def has_session_cookie(headers: Mapping[str, str], token: str) -> bool:
@@ -177,6 +171,84 @@ def derive_session_value(token: str) -> str:
     valid after a restart of the server.
     """
     return hmac.new(token.encode(), b"hangwatch session", hashlib.sha256).hexdigest()
+
+
+def is_cross_site(
+    method: str, headers: Mapping[str, str], public_url: str | None, *, by_cookie: bool
+) -> bool:
+    """Whether a request that changes something comes from a page of another site.
+    ``public_url`` is the address behind a proxy.
+
+    Browsers report it by themselves; other clients report nothing, and have no cookie that a page
+    could use. https://words.filippo.io/csrf/
+    """
+    if method in SAFE_METHODS:
+        return False
+    if (fetch_site := headers.get("sec-fetch-site")) is not None:
+        return fetch_site not in ("same-origin", "none")
+    if (origin := headers.get("origin")) is not None:
+        return urlsplit(origin).netloc not in {
+            headers.get("host"),
+            urlsplit(public_url or "").netloc or None,
+        }
+    return by_cookie
+
+
+@functools.lru_cache(maxsize=256)
+def is_local_name(host: str | None, own_name: str) -> bool:
+    """Whether a Host header means this machine, and is not a name that a foreign page made point here
+    (DNS rebinding).
+    """
+    name = urlsplit(f"//{host or ''}").hostname or ""
+    if name == own_name or name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+class AuthMiddleware:
+    """ASGI middleware that rejects requests that the authenticator does not accept."""
+
+    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
+        self._app, self._authenticator = app, authenticator
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = None
+        if scope["type"] == "http":
+            refusal = self._authenticator.check_request(scope, Headers(scope=scope))
+        await (refusal or self._app)(scope, receive, send)
+
+
+class PathPrefixMiddleware:
+    """ASGI middleware that serves everything under a path prefix, whether or not the proxy in front
+    has taken it off.
+    """
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app, self._prefix = app, prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._prefix:
+            return await self._app(scope, receive, send)
+        path = scope["path"]
+        if path == self._prefix or not path.startswith(self._prefix + "/"):
+            path = self._prefix + (path.removeprefix(self._prefix) or "/")
+
+        async def send_with_prefix(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                target = headers.get("location", "")
+                if target.startswith("/") and not target.startswith(self._prefix + "/"):
+                    headers["location"] = self._prefix + target
+            await send(message)
+
+        await self._app(
+            {**scope, "path": path, "raw_path": path.encode(), "root_path": self._prefix},
+            receive,
+            send_with_prefix,
+        )
 
 
 def build_router(live: AppState) -> APIRouter:
@@ -212,9 +284,9 @@ def build_router(live: AppState) -> APIRouter:
             return render_page(
                 "login.html", status_code=401, next=target, wrong=True, signed_out=True
             )
-        answer = RedirectResponse(target, status_code=303)
+        response = RedirectResponse(target, status_code=303)
         if live.token is not None:
-            answer.set_cookie(
+            response.set_cookie(
                 COOKIE_NAME,
                 derive_session_value(live.token),
                 max_age=30 * 86400,
@@ -223,13 +295,9 @@ def build_router(live: AppState) -> APIRouter:
                 samesite="lax",
                 secure=request.url.scheme == "https" or live.base_url.startswith("https:"),
             )
-        return answer
+        return response
 
     return routes
-
-
-def _constant_time_equal(given: str, expected: str) -> bool:
-    return hmac.compare_digest(given.encode(), expected.encode())
 
 
 def _sanitize_redirect(target: str) -> str:
@@ -238,10 +306,6 @@ def _sanitize_redirect(target: str) -> str:
     """
     plain = target.startswith("/") and not target.startswith(("//", "/\\")) and target.isprintable()
     return target if plain else "/"
-
-
-MAX_FAILURES, FAILURE_WINDOW_S = 10, 300.0  # from one address
-_MAX_KEPT_ADDRESSES = 10_000
 
 
 @dataclass(slots=True)
@@ -261,71 +325,3 @@ class LoginFailures:
         self._failed_at.setdefault(address, deque(maxlen=MAX_FAILURES)).append(now)
         while len(self._failed_at) > _MAX_KEPT_ADDRESSES:
             del self._failed_at[next(iter(self._failed_at))]
-
-
-SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-
-
-def is_cross_site(
-    method: str, headers: Mapping[str, str], public_url: str | None, *, by_cookie: bool
-) -> bool:
-    """Whether a request that changes something comes from a page of another site.
-    ``public_url`` is the address behind a proxy.
-
-    Browsers say so by themselves; what is no browser says nothing and has no cookie to lend.
-    https://words.filippo.io/csrf/
-    """
-    if method in SAFE_METHODS:
-        return False
-    if (fetch_site := headers.get("sec-fetch-site")) is not None:
-        return fetch_site not in ("same-origin", "none")
-    if (origin := headers.get("origin")) is not None:
-        return urlsplit(origin).netloc not in {
-            headers.get("host"),
-            urlsplit(public_url or "").netloc or None,
-        }
-    return by_cookie
-
-
-@functools.lru_cache(maxsize=256)
-def is_local_name(host: str | None, own_name: str) -> bool:
-    """Whether a Host header means this machine. A name that a foreign page made point here does not
-    (DNS rebinding).
-    """
-    name = urlsplit(f"//{host or ''}").hostname or ""
-    if name == own_name or name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
-
-
-class PathPrefixMiddleware:
-    """ASGI middleware that serves everything under a path prefix, whether or not the proxy in front
-    has taken it off.
-    """
-
-    def __init__(self, app: ASGIApp, prefix: str) -> None:
-        self._app, self._prefix = app, prefix
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._prefix:
-            return await self._app(scope, receive, send)
-        path = scope["path"]
-        if path == self._prefix or not path.startswith(self._prefix + "/"):
-            path = self._prefix + (path.removeprefix(self._prefix) or "/")
-
-        async def send_with_prefix(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                target = headers.get("location", "")
-                if target.startswith("/") and not target.startswith(self._prefix + "/"):
-                    headers["location"] = self._prefix + target
-            await send(message)
-
-        await self._app(
-            {**scope, "path": path, "raw_path": path.encode(), "root_path": self._prefix},
-            receive,
-            send_with_prefix,
-        )

@@ -1,8 +1,7 @@
 """The JSON API under ``/api/v1``: jobs, ranks, groups, incidents, dumps and events.
 
-MERGED: Lists in pages: ``?limit=``, and ``?after=`` with the cursor of the last item of the previous page.
-
-MERGED: An incident as one archive, to attach to a bug report.
+Lists come in pages: ``?limit=``, and ``?after=`` with the cursor of the previous page's last item. An
+incident can be downloaded as one archive, to attach to a bug report.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import asyncio
 import io
 import json
 import zipfile
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Generic, Literal, TypeVar
 
@@ -37,6 +36,13 @@ from .app_state import AppState
 from .rendering import make_attachment, make_json_response
 
 MAX_PENDING_DUMP_RANKS = 65536  # in dumps that are not complete
+# Members of groups in one response, or 1.5 MB: a group of 100,000 ranks repeats all of them for each
+# rank.
+MAX_MEMBERS_PER_PAGE = 1 << 18
+MAX_DETAILED_RANKS = 4000  # the largest job whose bundle has all data about every rank
+
+Item = TypeVar("Item")
+Row = TypeVar("Row")
 
 JobName = Annotated[str | None, Query(description="only this job")]
 RankNumber = Annotated[int | None, Query(ge=0, description="only this rank")]
@@ -198,10 +204,7 @@ def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
     async def download_bundle(id: str) -> Response:
         record = live.get_incident(id)
         attempt = live.watch.fleet.attempts.get(record.attempt_key)
-        ranks: list[RankView] = []
-        if attempt is not None:
-            states = live.get_rank_states(attempt)
-            ranks = describe_ranks(attempt, states, record.incident, live.now())
+        ranks = [] if attempt is None else describe_ranks(live, attempt, record.incident)
         archive = build_archive(record.incident, ranks)
         return make_attachment(f"hangwatch-{id}.zip", archive, "application/zip")
 
@@ -246,18 +249,10 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
         return make_json_response(build_dump_document(dump))
 
 
-T = TypeVar("T")
-S = TypeVar("S")
-
-# Members of groups in one response, or 1.5 MB: a group of 100,000 ranks repeats all of them for each
-# rank.
-MAX_MEMBERS_PER_PAGE = 1 << 18
-
-
-class Page(ApiModel, Generic[T]):
+class Page(ApiModel, Generic[Item]):
     """Describes the responses; ``next`` is the URL of the next page."""
 
-    items: list[T]
+    items: list[Item]
     next: str | None = None
 
 
@@ -271,14 +266,14 @@ class PageRequest:
 
     def make_response(
         self,
-        rows: Iterable[S],
-        make_cursor: Callable[[S], str],
-        make_item: Callable[[S], object],
-        count_members: Callable[[S], int] = lambda _: 0,
+        rows: Iterable[Row],
+        make_cursor: Callable[[Row], str],
+        make_item: Callable[[Row], object],
+        count_members: Callable[[Row], int] = lambda _: 0,
     ) -> Response:
         """The page of ``rows`` as JSON. It is shorter than ``limit`` if its items would have more than
         `MAX_MEMBERS_PER_PAGE` members by ``count_members``. Only the items of the page are built.
-        Raises Problem for a stale cursor.
+        Raises Problem for a cursor that no row has.
         """
         remaining = iter(rows)
         if self.after is not None and not any(make_cursor(row) == self.after for row in remaining):
@@ -286,7 +281,7 @@ class PageRequest:
                 422,
                 f"the list has no item {self.after!r} to continue after: start again without ?after=",
             )
-        chosen: list[S] = []
+        chosen: list[Row] = []
         weight, next_url = 0, None
         for row in remaining:
             weight += count_members(row)
@@ -313,20 +308,17 @@ def _read_page_request(default_limit: int) -> Callable[..., Awaitable[PageReques
     return read_page_request
 
 
-# Parameters of a route: pages of up to 100 large items, or 1000 small ones, unless requested otherwise.
+# The parameters of routes whose pages have up to 100 large items or 1000 small ones, unless the
+# request has another limit.
 PageOf100 = Annotated[PageRequest, Depends(_read_page_request(100))]
 PageOf1000 = Annotated[PageRequest, Depends(_read_page_request(1000))]
 
 
-MAX_DETAILED_RANKS = 4000  # the largest job whose bundle has all data about every rank
-
-
-def describe_ranks(
-    attempt: Attempt, states: Mapping[int, RankState], incident: Incident, now: float
-) -> list[RankView]:
+def describe_ranks(live: AppState, attempt: Attempt, incident: Incident) -> list[RankView]:
     """All ranks. For a large job: the culprits and the first waiting ranks, without the members of
     their groups.
     """
+    states, now = live.get_rank_states(attempt), live.now()
     is_large = len(states) > MAX_DETAILED_RANKS
     involved = (*incident.culprits, *incident.waiting)[: MAX_DETAILED_RANKS // 4]
     return [
@@ -342,12 +334,12 @@ def build_archive(incident: Incident, ranks: Sequence[RankView]) -> bytes:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("incident.json", json.dumps(build_incident_document(incident), indent=1))
         archive.writestr("ranks.json", json.dumps(msgspec.to_builtins(ranks), indent=1))
-        archive.writestr("stacks.txt", "\n".join(iter_stack_lines(incident)) + "\n")
+        archive.writestr("stacks.txt", "\n".join(_iter_stack_lines(incident)) + "\n")
         archive.writestr("VERSION", __version__ + "\n")
     return buffer.getvalue()
 
 
-def iter_stack_lines(incident: Incident) -> Iterator[str]:
+def _iter_stack_lines(incident: Incident) -> Iterator[str]:
     """All stacks as text, innermost frame first."""
     yield f"# {incident.summary}"
     for entry in incident.stacks:

@@ -17,6 +17,7 @@ from ..ingest.agent_worker import AgentWorker
 from ..monitor import views
 from ..monitor.views import compute_states, count_states, describe_job_status
 from ..monitor.watch import Watch
+from ..performance.views import RankedGroup, rank_groups
 from ..settings import Settings
 
 NOT_READY_AFTER_S = 10.0  # seconds without a round of diagnosis after which the server is not ready
@@ -24,7 +25,7 @@ NOT_READY_AFTER_S = 10.0  # seconds without a round of diagnosis after which the
 
 @dataclass(slots=True, kw_only=True)
 class AppState:
-    """The settings and the live state."""
+    """The settings, and everything that the server knows and runs."""
 
     settings: Settings
     base_url: str
@@ -38,8 +39,8 @@ class AppState:
         return self.watch.clock.monotonic()
 
     def list_down_parts(self) -> dict[str, str]:
-        """The parts of the server that do not work, with reasons. It is shown without the token, so
-        nothing of a job is in it.
+        """The parts of the server that do not work, with reasons. These are shown without the token,
+        so they must not name a job.
         """
         down = dict.fromkeys(self.tasks.list_down(), "it failed, and is started again")
         round_age_s = self.now() - self.watch.loop.last_round_at
@@ -60,7 +61,7 @@ class AppState:
 
     def find_attempts(self, job: str | None, number: int | None = None) -> list[Attempt]:
         """The latest attempt of each job, or of one job and its worlds that run beside it; or the
-        attempt of a job with that number. Raises Problem if it is unknown.
+        attempt of a job with that number. Raises Problem for an unknown job or attempt.
         """
         if job is None:
             return self.list_latest_attempts()
@@ -79,7 +80,9 @@ class AppState:
         return [attempt]
 
     def get_rank_states(self, attempt: Attempt) -> dict[int, RankState]:
-        """The state of each rank; of a large attempt as of the last round, at most seconds ago."""
+        """The state of each rank; in a large attempt, that of the last round of diagnosis, which was
+        at most seconds ago.
+        """
         states = self.watch.states.rank_states.get(attempt.key)
         if states is not None and is_large(attempt.rank_count):
             return states
@@ -121,6 +124,15 @@ class AppState:
             self.settings.stall_after,
             self.watch.diagnoser.unexplained_waits.get(attempt.key),
             self.now(),
+        )
+
+    def get_ranked_groups(self, attempt: Attempt) -> list[RankedGroup]:
+        """The process groups whose calls were measured, those that wait longest for a straggler
+        first.
+        """
+        return self.cache.get_or_compute(
+            ("performance", attempt.key),
+            lambda: rank_groups(self.watch.performance.get_job(attempt)),
         )
 
     def choose_attempt(self, job: str | None, ranks: Sequence[int]) -> Attempt:

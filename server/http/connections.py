@@ -1,7 +1,7 @@
-"""uvicorn's HTTP connections, with timeouts and limits for incomplete requests. Those of node agents
-are passed on to the process that serves them, if it runs.
+"""uvicorn's server and its HTTP connections, with timeouts and limits for incomplete requests.
 
-MERGED: uvicorn's server, which also serves the connections that the processes for node agents return.
+While the process for node agents' connections runs, a connection that begins with a heartbeat is
+passed on to it. It returns connections with other requests, which are then served here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..ingest.agent_worker import AgentWorker
 from .access import PEER_UID
 from .app_state import AppState
 
-CHUNK_HEAD_BYTES = 16  # of a chunked body: its size, and the ends of lines
+CHUNK_HEAD_BYTES = 16  # the size and the line ends of a chunk
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
@@ -36,15 +36,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     A request that arrives in one piece needs no timer here, unlike in a middleware.
     """
 
-    refusals: ClassVar[Counter[str]] = Counter()  # by the limit's name
-    identifies_peers: ClassVar[bool] = False  # without a token, the peer's user decides
+    refusals: ClassVar[Counter[str]] = Counter()  # requests by the limit that they exceed
+    identifies_peers: ClassVar[bool] = False  # the peer's user decides where there is no token
     agent_worker: ClassVar[AgentWorker | None] = None
-    # Of a connection that an agent worker returned: what it read of a request that it does not take.
+    # What an agent worker read from a connection before it returned the connection.
     returned_data: bytes = b""
     _peer_uid: int | None = None
     _exceeded: limits.Limit | None = None
-    _head_bytes: int = 0  # received since the last complete request, other than its body
-    _timeout_s: float = 0.0  # for the data that is expected from the client; 0: none is expected
+    _head_bytes: int = 0  # bytes since the last complete request, other than its body
+    _timeout_s: float = 0.0  # the limit for the client's next data; 0: none is expected
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -62,8 +62,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         # Most of what has been received may be the body, if it came in the same piece.
-        if self._head_bytes > limits.HEAD.most and self._measure_head() > limits.HEAD.most:
-            self._stop_parsing(limits.HEAD)
+        if self._head_bytes > limits.HEAD.most:
+            head_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            if head_bytes > limits.HEAD.most:
+                self._stop_parsing(limits.HEAD)
         if len(self.pipeline) >= limits.PIPELINED.most:
             self._stop_parsing(limits.PIPELINED)
         super().on_headers_complete()
@@ -71,9 +73,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _stop_parsing(self, limit: limits.Limit) -> None:
         self._exceeded = limit
         raise ValueError(limit.text)  # uvicorn calls `send_400_response`
-
-    def _measure_head(self) -> int:
-        return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = max(0, self._head_bytes - len(body) - CHUNK_HEAD_BYTES)
@@ -102,16 +101,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if worker is None or not worker.is_running or not data.startswith(worker.request_starts):
             return False
         is_idle = not self._head_bytes and self.cycle is None
-        if (
-            not is_idle
-            or self.returned_data
-            or self.transport.get_extra_info("sslcontext") is not None
-        ):
+        has_tls = self.transport.get_extra_info("sslcontext") is not None
+        if not is_idle or self.returned_data or has_tls:
             return False
         connected = self.transport.get_extra_info("socket")
         if not worker.take_connection(connected, data, self._peer_uid):
             return False
-        self.transport.abort()  # this process's descriptor only
+        self.transport.abort()  # closes this process's descriptor only
         return True
 
     def send_400_response(self, msg: str) -> None:
@@ -173,8 +169,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 def make_protocol_class(
     refusals: Counter[str], identifies_peers: bool, agent_worker: AgentWorker | None = None
 ) -> type[LimitedHttpProtocol]:
-    """The protocol for `uvicorn.Config`. ``refusals`` counts the requests that exceed a limit;
-    ``identifies_peers``: requests say which user of this machine sent them.
+    """The protocol for `uvicorn.Config`. ``refusals`` counts the requests that exceed a limit. If
+    ``identifies_peers``, the scope of a request has the user of this machine who sent it.
     """
     members = {
         "refusals": refusals,
@@ -185,7 +181,9 @@ def make_protocol_class(
 
 
 class HttpServer(uvicorn.Server):
-    """Ends the event streams and what waits for commands when a signal arrives."""
+    """Also serves the connections that the agent worker returns. When a signal arrives, it ends the
+    event streams and the requests that wait for commands.
+    """
 
     def __init__(
         self, config: uvicorn.Config, live: AppState, protocol_class: type[LimitedHttpProtocol]
@@ -199,7 +197,6 @@ class HttpServer(uvicorn.Server):
         self._live.agent_worker.serve_connection = self._serve_connection
 
     def _serve_connection(self, connected: socket.socket, received: bytes) -> None:
-        """Serves a connection that a process for node agents returned."""
 
         def create_protocol() -> LimitedHttpProtocol:
             protocol = self._protocol_class(

@@ -1,10 +1,9 @@
 """``POST /api/v1/heartbeats``: what node agents report, validated before any of it is applied; and
 ``POST /api/v1/commands``: what they should do, as soon as there is something.
 
-MERGED: Answers heartbeats that the process for node agents' connections has read (see `agent_worker`).
-`heartbeats` answers those that arrive here, by the same steps.
-
-MERGED: The bodies of requests that node agents send.
+Both bypass the application's middleware and routing, which take longer than a heartbeat: requests
+that arrive here go through `HeartbeatFastPath`, those that the process for node agents' connections
+has read through `HeartbeatAnswerer`.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi import APIRouter, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -29,160 +27,40 @@ from hangwatch.protocol.signatures import may_report_job
 from ..core import limits
 from ..core.problems import Problem
 from ..ingest import heartbeat_checks
-from ..ingest.heartbeat_checks import (
-    check_job,
-    check_memory,
-    parse_heartbeat,
-)
+from ..ingest.heartbeat_checks import check_job, check_memory, parse_heartbeat
 from ..ingest.heartbeat_queue import DecodeHeartbeat
 from ..ingest.worker_frames import Frame
 from ..monitor.job_claims import NOT_HERE_STATUSES
 from ..monitor.report_scheduler import POLL_S
 from ..monitor.watch import Watch
-from . import rendering
 from .access import PEER_UID, AgentGrant, Authenticator
 from .app_state import AppState
-from .rendering import SECURITY_HEADERS
-
-REPLY_HEADERS = {"Content-Type": "application/json", **SECURITY_HEADERS}
-
-
-@dataclass(frozen=True, slots=True)
-class HeartbeatAnswerer:
-    watch: Watch
-    authenticator: Authenticator
-
-    def answer_request(self, request: Frame, send_response: Callable[[bytes], None]) -> None:
-        """An `agent_worker.AnswerRequest`."""
-        try:
-            self._submit_heartbeat(request, send_response)
-        except Exception as error:
-            send_response(format_refusal(self._make_refusal(error)))
-
-    def _submit_heartbeat(self, request: Frame, send_response: Callable[[bytes], None]) -> None:
-        """Raises Problem."""
-        path, headers = parse_request_head(request.head)
-        peer_uid = None if request.peer_uid < 0 else request.peer_uid
-        scope = {"method": "POST", "path": path, "root_path": "", PEER_UID: peer_uid}
-        grant = self.authenticator.check_agent(scope, headers)
-        if not isinstance(grant, AgentGrant):
-            return send_response(format_refusal(grant))
-        body = decode_body(headers, request.body, grant)
-        is_urgent = headers.get("priority") == URGENT_PRIORITY
-        decode = prepare_heartbeat(self.watch, body, grant, is_urgent)
-
-        def take_reply(reply: heartbeat.HeartbeatReply | Exception) -> None:
-            if isinstance(reply, Exception):
-                return send_response(format_refusal(self._make_refusal(reply)))
-            encoded = encode_reply(reply)
-            return send_response(format_reply(grant.make_headers(encoded), encoded))
-
-        return self.watch.heartbeat_queue.submit(decode, is_urgent, request.arrived_at, take_reply)
-
-    def _make_refusal(self, error: Exception) -> Response:
-        if isinstance(error, Problem):
-            count_refusal(self.watch, error)
-            return error.make_response()
-        log.error("a heartbeat failed; please report this", exc_info=error)
-        return Problem(500, rendering.INTERNAL_ERROR_DETAIL).make_response()
-
-
-def prepare_heartbeat(
-    watch: Watch, body: bytes, grant: AgentGrant, is_urgent: bool
-) -> DecodeHeartbeat:
-    """What decodes a heartbeat once it is its turn. Raises Problem if the server is overloaded."""
-    refusal = watch.load.make_refusal(is_urgent)
-    if refusal is not None:
-        watch.heartbeats.refuse_heartbeat(heartbeat_checks.decode_head(body).agent)
-        raise refusal
-    return lambda: _decode_heartbeat(watch, body, grant)
-
-
-def _decode_heartbeat(watch: Watch, body: bytes, grant: AgentGrant) -> heartbeat.Heartbeat:
-    """A heartbeat that may be applied. Raises Problem."""
-    beat = parse_heartbeat(body)
-    check_job(beat, grant.job)
-    check_memory(beat, watch.fleet, beat.agent in watch.agents, len(watch.agents))
-    if watch.job_claims is not None:
-        watch.job_claims.check_heartbeat(beat)
-    return beat
-
-
-def encode_reply(reply: heartbeat.HeartbeatReply) -> bytes:
-    return msgspec.json.encode(codec.encode_message(reply))
-
-
-def count_refusal(watch: Watch, problem: Problem) -> None:
-    """Counts a heartbeat that is not applied because of what it contains."""
-    if problem.status in NOT_HERE_STATUSES:
-        return
-    watch.counters.malformed += 1
-    watch.counters.refusals_by_limit.update(problem.limits)
-
-
-def parse_request_head(head: bytes) -> tuple[str, dict[str, str]]:
-    """The path, and the first header of each name, in lower case."""
-    request_line, *lines = head.decode("latin-1").split("\r\n")
-    headers: dict[str, str] = {}
-    for line in lines:
-        name, _, value = line.partition(":")
-        headers.setdefault(name.lower(), value.strip())
-    return request_line.split(" ", 2)[1], headers
-
-
-def format_refusal(response: Response) -> bytes:
-    response.headers.update(SECURITY_HEADERS)
-    return _join_response(
-        _format_status(response.status_code), response.raw_headers, bytes(response.body)
-    )
-
-
-def format_reply(headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bytes:
-    """A successful response; ``headers`` are in addition to the usual ones."""
-    return _join_response(_REPLY_HEAD, headers, body)
-
-
-def _format_status(status: int) -> bytes:
-    return b"HTTP/1.1 %d %s\r\n" % (status, http.HTTPStatus(status).phrase.encode())
-
-
-def _join_response(start: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bytes:
-    lines = [b"%s: %s\r\n" % (name, value) for name, value in headers if name != b"content-length"]
-    return b"%s%scontent-length: %d\r\n\r\n%s" % (start, b"".join(lines), len(body), body)
-
-
-_REPLY_HEAD = _format_status(200) + b"".join(
-    f"{name.lower()}: {value}\r\n".encode() for name, value in REPLY_HEADERS.items()
-)
-
-
-log = logging.getLogger("hangwatch")
+from .rendering import INTERNAL_ERROR_DETAIL, SECURITY_HEADERS
 
 PATH = "/api/v1/heartbeats"
 PROOF_PATH = "/api/v1/proof"
-_HEARTBEAT_SCHEMA = {"$ref": "#/components/schemas/HeartbeatBody"}
-_POLL_SCHEMA = {
-    "type": "object",
-    "required": ["agent"],
-    "properties": {"agent": {"type": "string"}},
-}
-_Handler = Callable[[Mapping[str, str], Receive, Watch, "AgentGrant"], Coroutine[None, None, bytes]]
-_HEADERS = [(name.lower().encode(), value.encode()) for name, value in REPLY_HEADERS.items()]
+_SIZE_REMEDY = "send the heartbeat in parts"
+_HEADERS = [
+    (name.lower().encode(), value.encode())
+    for name, value in {"Content-Type": "application/json", **SECURITY_HEADERS}.items()
+]
+
+log = logging.getLogger("hangwatch")
 
 
-def list_paths(prefix: str = "") -> list[str]:
+def list_paths(prefix: str) -> list[str]:
     """The paths of heartbeats: behind a reverse proxy also with its prefix."""
     return [before + PATH for before in dict.fromkeys(("", prefix))]
 
 
 class HeartbeatFastPath:
     """The outermost ASGI application: it answers node agents itself and passes all other requests to
-    ``app``, whose middleware and routing take longer than a heartbeat. Like these it
-    authenticates, limits the body, and sends the security headers.
+    ``app``. Like the middleware there, it authenticates, limits the body, and sends the security
+    headers.
     """
 
     def __init__(
-        self, app: ASGIApp, live: AppState, authenticator: Authenticator, prefix: str = ""
+        self, app: ASGIApp, live: AppState, authenticator: Authenticator, prefix: str
     ) -> None:
         self._app, self._watch, self._authenticator = app, live.watch, authenticator
         self._routes: dict[tuple[str, str], _Handler] = {}
@@ -195,7 +73,11 @@ class HeartbeatFastPath:
         handle = self._routes.get((scope.get("method", ""), scope.get("path", "")))
         if handle is None:
             return await self._app(scope, receive, send)
-        headers = _decode_headers(scope["headers"])
+        # The first header of each name. A dozen look-ups in starlette's `Headers` take longer than a
+        # heartbeat.
+        headers: dict[str, str] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
         grant = self._authenticator.check_agent(scope, headers)
         if not isinstance(grant, AgentGrant):
             return await _send_refusal(grant, scope, receive, send)
@@ -205,10 +87,8 @@ class HeartbeatFastPath:
             return await _send_refusal(problem.make_response(), scope, receive, send)
         except ClientDisconnect:
             return None
-        except Exception:
-            log.exception("a heartbeat failed; please report this")
-            refusal = Problem(500, rendering.INTERNAL_ERROR_DETAIL).make_response()
-            return await _send_refusal(refusal, scope, receive, send)
+        except Exception as error:
+            return await _send_refusal(_report_bug(error), scope, receive, send)
         headers_sent = [
             (b"content-length", b"%d" % len(body)),
             *grant.make_headers(body),
@@ -223,71 +103,32 @@ async def _send_refusal(refusal: Response, scope: Scope, receive: Receive, send:
     await refusal(scope, receive, send)
 
 
-def build_router(live: AppState) -> APIRouter:
-    routes = APIRouter(tags=["agents"])
-
-    async def answer_request(request: Request, handle: _Handler) -> Response:
-        body = await handle(request.headers, request.receive, live.watch, AgentGrant())
-        return Response(body, media_type="application/json")
-
-    @routes.post(
-        PATH,
-        summary="A node agent's report; the reply says what it should do next",
-        openapi_extra=_describe_body(_HEARTBEAT_SCHEMA),
-    )
-    async def post_heartbeat(request: Request) -> Response:
-        # `HeartbeatFastPath` answers first: the routes of node agents are for ``/docs``.
-        return await answer_request(request, _handle_heartbeat)
-
-    @routes.post(
-        COMMANDS_PATH,
-        summary="Waits for commands for a node agent",
-        openapi_extra=_describe_body(_POLL_SCHEMA),
-    )
-    async def post_poll(request: Request) -> Response:
-        """The reply comes as soon as there is a command, or without one after `poll_s` seconds of the
-        reply to a heartbeat.
-        """
-        return await answer_request(request, _handle_poll)
-
-    @routes.get(
-        PROOF_PATH,
-        summary="Proves that the server knows the token, before an agent sends stacks to it",
-    )
-    async def get_proof() -> dict[str, str]:
-        """The ``Hangwatch-Proof`` header of the answer to a signed request is the proof."""
-        return {}
-
-    return routes
+def _report_bug(error: Exception) -> Response:
+    log.error("a heartbeat failed; please report this", exc_info=error)
+    return Problem(500, INTERNAL_ERROR_DETAIL).make_response()
 
 
-def _describe_body(schema: Mapping[str, object]) -> dict[str, object]:
-    """Of a route that decodes its body itself, for ``/openapi.json``."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+# A handler returns the JSON of its reply. It raises Problem or ClientDisconnect.
+_Handler = Callable[[Mapping[str, str], Receive, Watch, AgentGrant], Coroutine[None, None, bytes]]
 
 
-def _decode_headers(raw_headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """The first header of each name, in lower case. A dozen look-ups in starlette's `Headers` take
-    longer than a heartbeat.
-    """
-    headers: dict[str, str] = {}
-    for name, value in raw_headers:
-        headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
-    return headers
-
-
-async def _handle_proof_request(
+async def _handle_heartbeat(
     headers: Mapping[str, str], receive: Receive, watch: Watch, grant: AgentGrant
 ) -> bytes:
-    """Raises Problem or ClientDisconnect."""
-    await _read_body(headers, receive, grant)
-    return b"{}"
+    is_urgent = headers.get("priority") == URGENT_PRIORITY
+    try:
+        body = await _read_body(headers, receive, grant)
+        decode = _prepare_heartbeat(watch, body, grant, is_urgent)
+        return _encode_reply(await watch.heartbeat_queue.apply(decode, is_urgent))
+    except Problem as problem:
+        _count_refusal(watch, problem)
+        raise
 
 
 async def _handle_poll(
     headers: Mapping[str, str], receive: Receive, watch: Watch, grant: AgentGrant
 ) -> bytes:
-    """Waits for commands. Raises Problem or ClientDisconnect."""
+    """Waits for commands."""
     agent = heartbeat_checks.decode_head(await _read_body(headers, receive, grant)).agent
     if agent is None:
         raise Problem(422, 'the body must name the node agent: {"agent": ID}')
@@ -314,28 +155,21 @@ async def _wait_while_connected(waiting: Coroutine[None, None, None], receive: R
         awaited.cancel()
 
 
-async def _handle_heartbeat(
+async def _handle_proof_request(
     headers: Mapping[str, str], receive: Receive, watch: Watch, grant: AgentGrant
 ) -> bytes:
-    """Returns the encoded reply. Raises Problem or ClientDisconnect."""
-    is_urgent = headers.get("priority") == URGENT_PRIORITY
-    try:
-        body = await _read_body(headers, receive, grant)
-        decode = prepare_heartbeat(watch, body, grant, is_urgent)
-        return encode_reply(await watch.heartbeat_queue.apply(decode, is_urgent))
-    except Problem as problem:
-        count_refusal(watch, problem)
-        raise
+    await _read_body(headers, receive, grant)
+    return b"{}"
 
 
 async def _read_body(headers: Mapping[str, str], receive: Receive, grant: AgentGrant) -> bytes:
     """The decompressed body. Raises Problem if it is too large or does not match its headers, and
     ClientDisconnect if it ends early.
     """
-    check_content_coding(headers)  # before a large body is read
+    _check_content_coding(headers)  # before a large body is read
     content_length = headers.get("content-length", "")
     if content_length.isdecimal() and int(content_length) > limits.BODY.most:
-        raise limits.BODY.make_problem(remedy=SIZE_REMEDY)
+        raise limits.BODY.make_problem(remedy=_SIZE_REMEDY)
     parts: list[bytes] = []
     size, has_more = 0, True
     while has_more:
@@ -347,14 +181,159 @@ async def _read_body(headers: Mapping[str, str], receive: Receive, grant: AgentG
         size += len(part)
         has_more = message.get("more_body", False)
         if size > limits.BODY.most:
-            raise limits.BODY.make_problem(remedy=SIZE_REMEDY)
-    return decode_body(headers, b"".join(parts), grant)
+            raise limits.BODY.make_problem(remedy=_SIZE_REMEDY)
+    return _decode_body(headers, b"".join(parts), grant)
 
 
-SIZE_REMEDY = "send the heartbeat in parts"
+def build_router(live: AppState) -> APIRouter:
+    """The routes of node agents, for ``/docs`` only: `HeartbeatFastPath` answers before them."""
+    routes = APIRouter(tags=["agents"])
+
+    @routes.post(
+        PATH,
+        summary="A node agent's report; the reply says what it should do next",
+        openapi_extra=_describe_body({"$ref": "#/components/schemas/HeartbeatBody"}),
+    )
+    async def post_heartbeat() -> Response:
+        raise NotImplementedError
+
+    @routes.post(
+        COMMANDS_PATH,
+        summary="Waits for commands for a node agent",
+        openapi_extra=_describe_body(
+            {
+                "type": "object",
+                "required": ["agent"],
+                "properties": {"agent": {"type": "string"}},
+            }
+        ),
+    )
+    async def post_poll() -> Response:
+        """The reply comes as soon as there is a command, or without one after `poll_s` seconds of the
+        reply to a heartbeat.
+        """
+        raise NotImplementedError
+
+    @routes.get(
+        PROOF_PATH,
+        summary="Proves that the server knows the token, before an agent sends stacks to it",
+    )
+    async def get_proof() -> dict[str, str]:
+        """The ``Hangwatch-Proof`` header of the answer to a signed request is the proof."""
+        raise NotImplementedError
+
+    return routes
 
 
-def check_content_coding(headers: Mapping[str, str]) -> bool:
+def _describe_body(schema: Mapping[str, object]) -> dict[str, object]:
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatAnswerer:
+    """Answers the heartbeats that the process for node agents' connections has read."""
+
+    watch: Watch
+    authenticator: Authenticator
+
+    def answer_request(self, request: Frame, send_response: Callable[[bytes], None]) -> None:
+        """An `agent_worker.AnswerRequest`."""
+        try:
+            self._submit_heartbeat(request, send_response)
+        except Exception as error:
+            send_response(_format_refusal(self._make_refusal(error)))
+
+    def _submit_heartbeat(self, request: Frame, send_response: Callable[[bytes], None]) -> None:
+        """Raises Problem."""
+        path, headers = _parse_request_head(request.head)
+        peer_uid = None if request.peer_uid < 0 else request.peer_uid
+        scope = {"method": "POST", "path": path, "root_path": "", PEER_UID: peer_uid}
+        grant = self.authenticator.check_agent(scope, headers)
+        if not isinstance(grant, AgentGrant):
+            return send_response(_format_refusal(grant))
+        body = _decode_body(headers, request.body, grant)
+        is_urgent = headers.get("priority") == URGENT_PRIORITY
+        decode = _prepare_heartbeat(self.watch, body, grant, is_urgent)
+
+        def take_reply(reply: heartbeat.HeartbeatReply | Exception) -> None:
+            if isinstance(reply, Exception):
+                return send_response(_format_refusal(self._make_refusal(reply)))
+            encoded = _encode_reply(reply)
+            return send_response(_join_response(_REPLY_START, grant.make_headers(encoded), encoded))
+
+        return self.watch.heartbeat_queue.submit(decode, is_urgent, request.arrived_at, take_reply)
+
+    def _make_refusal(self, error: Exception) -> Response:
+        if isinstance(error, Problem):
+            _count_refusal(self.watch, error)
+            return error.make_response()
+        return _report_bug(error)
+
+
+def _parse_request_head(head: bytes) -> tuple[str, dict[str, str]]:
+    """The path, and the first header of each name, in lower case."""
+    request_line, *lines = head.decode("latin-1").split("\r\n")
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        headers.setdefault(name.lower(), value.strip())
+    return request_line.split(" ", 2)[1], headers
+
+
+def _format_refusal(response: Response) -> bytes:
+    response.headers.update(SECURITY_HEADERS)
+    start = _format_status(response.status_code)
+    return _join_response(start, response.raw_headers, bytes(response.body))
+
+
+def _format_status(status: int) -> bytes:
+    return b"HTTP/1.1 %d %s\r\n" % (status, http.HTTPStatus(status).phrase.encode())
+
+
+# The beginning of each successful reply.
+_REPLY_START = _format_status(200) + b"".join(b"%s: %s\r\n" % header for header in _HEADERS)
+
+
+def _join_response(start: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bytes:
+    lines = [b"%s: %s\r\n" % (name, value) for name, value in headers if name != b"content-length"]
+    return b"%s%scontent-length: %d\r\n\r\n%s" % (start, b"".join(lines), len(body), body)
+
+
+def _prepare_heartbeat(
+    watch: Watch, body: bytes, grant: AgentGrant, is_urgent: bool
+) -> DecodeHeartbeat:
+    """The function that decodes a heartbeat once it is its turn, and raises Problem if it may not be
+    applied. Raises Problem if the server is overloaded.
+    """
+    refusal = watch.load.make_refusal(is_urgent)
+    if refusal is not None:
+        watch.heartbeats.refuse_heartbeat(heartbeat_checks.decode_head(body).agent)
+        raise refusal
+
+    def decode_heartbeat() -> heartbeat.Heartbeat:
+        beat = parse_heartbeat(body)
+        check_job(beat, grant.job)
+        check_memory(beat, watch.fleet, beat.agent in watch.agents, len(watch.agents))
+        if watch.job_claims is not None:
+            watch.job_claims.check_heartbeat(beat)
+        return beat
+
+    return decode_heartbeat
+
+
+def _encode_reply(reply: heartbeat.HeartbeatReply) -> bytes:
+    return msgspec.json.encode(codec.encode_message(reply))
+
+
+def _count_refusal(watch: Watch, problem: Problem) -> None:
+    """Counts a heartbeat that is not applied because of what it contains."""
+    if problem.status in NOT_HERE_STATUSES:
+        return
+    watch.counters.malformed += 1
+    watch.counters.refusals_by_limit.update(problem.limits)
+
+
+def _check_content_coding(headers: Mapping[str, str]) -> bool:
     """Whether the body is compressed. Raises Problem if it is compressed in another way than gzip."""
     coding = headers.get("content-encoding", "identity").lower()
     if coding not in ("identity", "gzip"):
@@ -366,9 +345,9 @@ def check_content_coding(headers: Mapping[str, str]) -> bool:
     return coding == "gzip"
 
 
-def decode_body(headers: Mapping[str, str], body: bytes, grant: AgentGrant) -> bytes:
+def _decode_body(headers: Mapping[str, str], body: bytes, grant: AgentGrant) -> bytes:
     """The decompressed body. Raises Problem if it is too large or does not match its headers."""
-    is_compressed = check_content_coding(headers)
+    is_compressed = _check_content_coding(headers)
     grant.check_body(body)
     return decompress_body(body) if is_compressed else body
 
@@ -383,7 +362,7 @@ def decompress_body(body: bytes) -> bytes:
     except zlib.error as error:
         raise Problem(422, f"the body is not gzip: {error}") from None
     if len(unpacked) > limits.UNPACKED_BODY.most:
-        raise limits.UNPACKED_BODY.make_problem(remedy=SIZE_REMEDY)
+        raise limits.UNPACKED_BODY.make_problem(remedy=_SIZE_REMEDY)
     if not stream.eof:
         raise Problem(422, "the gzip body is cut short")
     return unpacked

@@ -1,7 +1,7 @@
 """Serves coding agents at ``/mcp``: the Model Context Protocol over streamable HTTP, with the token.
 
-Everything is imported, and the service is started, by the first request: it takes seconds and 20 MB,
-and most servers get none.
+The first request imports everything and starts the service, which takes seconds and 20 MB: most
+servers get no such request.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class McpEndpoint:
         self._task: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._started is None:  # nothing is awaited until it is set: requests may come together
+        if self._started is None:  # nothing is awaited before it is set, so one request starts it
             self._started = asyncio.get_running_loop().create_future()
             self._task = asyncio.create_task(self._run(self._started))
         try:
@@ -59,7 +59,7 @@ class McpEndpoint:
 
         from hangwatch.mcp.service import build_service
 
-        # Without sessions, requests leave nothing behind; and the reply is one document.
+        # No request leaves a session behind, and each reply is one document.
         return StreamableHTTPSessionManager(
             build_service(TOOLS, self._fetch),
             json_response=True,

@@ -2,8 +2,6 @@
 
 No label names a rank or a host, and only the newest jobs have series of their own: the number of
 series is bounded for a fleet of any size.
-
-MERGED: The names and texts of all metrics, and Prometheus's objects for them.
 """
 
 from __future__ import annotations
@@ -34,186 +32,11 @@ from ..monitor.watch import Watch
 from ..performance.totals import JobTotals
 from ..performance.views import list_stragglers
 from .app_state import AppState
-from .performance_board import get_ranked_groups
 
 MAX_JOBS_SHOWN = 100
 OTHERS = "(others)"  # the label of all older jobs together
 BUCKET_EXPONENTS = range(4, 26, 2)  # powers of two of microseconds: from 16 µs to 17 s
-REPORTING_WITHIN_S = 60.0  # since the last heartbeat of an agent that is counted
-
-LabelledAttempts = Sequence[
-    tuple[Attempt, str]
-]  # with the labels of their jobs, which may be shared
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Collector(Collector):
-    live: AppState
-
-    def collect(self) -> Iterator[Metric]:
-        live = self.live
-        jobs = [
-            (attempt, attempt.job if place < MAX_JOBS_SHOWN else OTHERS)
-            for place, attempt in enumerate(live.list_latest_attempts())
-        ]
-        yield _count_ranks(live, jobs)
-        yield from _collect_progress(live, jobs)
-        yield from _collect_incidents(live, jobs)
-        yield from _collect_performance(live, jobs)
-        yield from _collect_agents(live.watch, live.now())
-        yield from _collect_server(live.watch)
-        yield make_metric("hangwatch_task_failures", live.tasks.count_failures(), "task")
-
-
-def _count_ranks(live: AppState, jobs: LabelledAttempts) -> Metric:
-    counts: Counter[tuple[str, str]] = Counter()
-    for attempt, job in jobs:
-        by_state = Counter(live.get_rank_states(attempt).values())
-        counts.update({(job, state.value): by_state[state] for state in RankState})
-    return make_metric("hangwatch_ranks", counts, JOB, "state")
-
-
-def _collect_progress(live: AppState, jobs: LabelledAttempts) -> Iterator[Metric]:
-    now = live.now()
-    steps: dict[str, float] = {}
-    paces: dict[str, float] = {}
-    ages: dict[str, float] = {}
-    calls: Counter[str] = Counter()
-    dropped: Counter[str] = Counter()
-    overflows: Counter[str] = Counter()
-    for attempt, job in jobs:
-        processes = list(attempt.processes.values())
-        process_ages = [now - p.reports.agent_seen_at for p in processes if p.is_alive]
-        ages[job] = max([ages.get(job, 0.0), *process_ages])
-        calls[job] += sum(
-            s.entered
-            for p in processes
-            for s in p.streams.values()
-            if s.kind is StreamKind.COLLECTIVE
-        )
-        dropped[job] += sum(p.recorder.dropped for p in processes)
-        overflows[job] += sum(p.overflows for p in processes)
-        if job != OTHERS:
-            if reached := [p.step for p in processes if p.step is not None]:
-                steps[job] = min(reached)
-            pace = live.watch.states.paces.get(attempt.key)
-            if pace is not None and pace.steps_per_s is not None:
-                paces[job] = pace.steps_per_s
-    yield make_metric("hangwatch_job_step", steps, JOB)
-    yield make_metric("hangwatch_job_steps_per_second", paces, JOB)
-    yield make_metric("hangwatch_heartbeat_age_seconds", ages, JOB)
-    yield make_metric("hangwatch_collectives", calls, JOB)
-    yield make_metric("hangwatch_records_dropped", dropped, JOB)
-    yield make_metric("hangwatch_overflows", overflows, JOB)
-
-
-def _collect_incidents(live: AppState, jobs: LabelledAttempts) -> Iterator[Metric]:
-    labels = {attempt.job: job for attempt, job in jobs}
-    counts: Counter[tuple[str, str, str]] = Counter()
-    ages = dict.fromkeys(labels.values(), 0.0)
-    for record in live.watch.incidents.records.values():
-        incident = record.incident
-        if record.is_live and incident.job in labels:
-            job = labels[incident.job]
-            counts[job, incident.kind.value, incident.severity.value] += 1
-            if is_hang(incident):
-                ages[job] = max(ages[job], live.now() - record.onset_at)
-    yield make_metric("hangwatch_incidents_open", counts, JOB, "kind", "severity")
-    yield make_metric("hangwatch_stall_seconds", ages, JOB)
-
-
-def _collect_performance(live: AppState, jobs: LabelledAttempts) -> Iterator[Metric]:
-    totals_by_job: dict[str, JobTotals] = {}
-    waited_ratios: dict[str, float] = {}
-    for attempt, job in jobs:
-        job_totals = totals_by_job.setdefault(job, JobTotals())
-        job_totals.merge_operations(live.watch.performance.get_job(attempt))
-        stragglers = list_stragglers(get_ranked_groups(live, attempt))
-        shares = [straggler.waited_share or 0.0 for straggler in stragglers]
-        waited_ratios[job] = max([waited_ratios.get(job, 0.0), *shares])
-    totals_by_op = {
-        (job, op): totals
-        for job, job_totals in totals_by_job.items()
-        for op, totals in job_totals.operations.items()
-    }
-    calls = {key: totals.calls for key, totals in totals_by_op.items()}
-    yield make_metric("hangwatch_calls", calls, JOB, "op")
-    sizes = {key: totals.bytes for key, totals in totals_by_op.items()}
-    yield make_metric("hangwatch_call_bytes", sizes, JOB, "op")
-    latencies = [(key, totals.latency) for key, totals in totals_by_op.items()]
-    yield _make_histogram("hangwatch_call_seconds", latencies, JOB, "op")
-    spreads = [((job,), job_totals.spread) for job, job_totals in totals_by_job.items()]
-    yield _make_histogram("hangwatch_arrival_spread_seconds", spreads, JOB)
-    yield make_metric("hangwatch_straggler_waited_ratio", waited_ratios, JOB)
-
-
-def _make_histogram(
-    name: str, histograms: Iterable[tuple[tuple[str, ...], DurationHistogram]], *labels: str
-) -> Metric:
-    """One of `HISTOGRAMS`, by label values. Empty ones are left out."""
-    family = HistogramMetricFamily(name, HISTOGRAMS[name], labels=labels)
-    for label_values, histogram in histograms:
-        if histogram.counts:
-            family.add_metric(label_values, _build_buckets(histogram), None)
-    return family
-
-
-def _build_buckets(distribution: DurationHistogram) -> list[tuple[str, float]]:
-    """Cumulative counts by upper bound in seconds."""
-    buckets: list[tuple[str, float]] = []
-    for exponent in BUCKET_EXPONENTS:
-        last_index = exponent * BUCKETS_PER_OCTAVE
-        count = sum(n for index, n in distribution.counts.items() if index <= last_index)
-        buckets.append((f"{2**exponent / 1e6:g}", float(count)))
-    return [*buckets, ("+Inf", float(distribution.total_count))]
-
-
-def _collect_agents(watch: Watch, now: float) -> Iterator[Metric]:
-    oldest_at = now - REPORTING_WITHIN_S
-    reporting = [agent for agent in watch.agents.values() if agent.last_seen_at > oldest_at]
-    costs = [agent.cost for agent in reporting if agent.cost is not None]
-    memory = [cost.memory for cost in costs]
-    yield make_metric("hangwatch_agents_cpu_seconds", watch.counters.agents_cpu_s)
-    yield make_metric("hangwatch_agents", len(reporting))
-    yield make_metric("hangwatch_agents_memory_bytes", sum(memory))
-    yield make_metric("hangwatch_agent_memory_max_bytes", max(memory, default=0))
-    yield make_metric("hangwatch_agents_answers_dropped", sum(cost.dropped for cost in costs))
-
-
-def _collect_server(watch: Watch) -> Iterator[Metric]:
-    yield make_metric("hangwatch_build_info", {__version__: 1}, "version")
-    late_s = max(watch.load.late_s, watch.load.waited_s)
-    yield make_metric("hangwatch_event_loop_lag_seconds", late_s)
-    counters = watch.counters
-    yield make_metric("hangwatch_heartbeats", counters.heartbeats)
-    yield make_metric("hangwatch_heartbeats_malformed", counters.malformed)
-    yield make_metric("hangwatch_heartbeats_refused", counters.refused)
-    yield make_metric("hangwatch_foreign_reports", counters.foreign_reports)
-    yield make_metric("hangwatch_resyncs", counters.resyncs)
-    yield make_metric("hangwatch_incidents_opened", counters.opened)
-    yield make_metric("hangwatch_diagnoses", counters.diagnoses)
-    yield make_metric("hangwatch_diagnosis_failures", counters.failures.count)
-    yield make_metric("hangwatch_diagnosis_seconds", counters.diagnosis_s)
-    yield make_metric("hangwatch_store_failures", watch.persistence.failures)
-    refusals = {limit.name: counters.refusals_by_limit[limit.name] for limit in LIMITS}
-    yield make_metric("hangwatch_limit_refusals", refusals, "limit")
-    sent: Counter[str] = Counter()
-    failed: Counter[str] = Counter()
-    for queue in watch.alerter.queues:  # two channels may have the same name
-        sent[queue.channel.name] += queue.sent
-        failed[queue.channel.name] += queue.failed
-    yield make_metric("hangwatch_alerts_sent", sent, "channel")
-    yield make_metric("hangwatch_alerts_failed", failed, "channel")
-
-
-def format_exposition(live: AppState) -> bytes:
-    """All metrics in the text format of Prometheus."""
-    registry = CollectorRegistry()
-    registry.register(_Collector(live))
-    ProcessCollector(registry=registry)
-    return generate_latest(registry)
-
-
+REPORTING_WITHIN_S = 60.0  # the age of the last heartbeat of an agent that counts as reporting
 JOB = "training_job"  # a label's name; `job` is the label that Prometheus gives each target
 
 GAUGES = {
@@ -268,7 +91,113 @@ HISTOGRAMS = {
     ),
 }
 
+# Attempts with the labels of their jobs, which several may share.
+LabelledAttempts = Sequence[tuple[Attempt, str]]
 LabelValues = TypeVar("LabelValues", str, tuple[str, str], tuple[str, str, str])
+
+
+def format_exposition(live: AppState) -> bytes:
+    """All metrics in the text format of Prometheus."""
+    registry = CollectorRegistry()
+    registry.register(_Collector(live))
+    ProcessCollector(registry=registry)
+    return generate_latest(registry)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Collector(Collector):
+    live: AppState
+
+    def collect(self) -> Iterator[Metric]:
+        live = self.live
+        jobs = [
+            (attempt, attempt.job if place < MAX_JOBS_SHOWN else OTHERS)
+            for place, attempt in enumerate(live.list_latest_attempts())
+        ]
+        yield from _collect_progress(live, jobs)
+        yield from _collect_incidents(live, jobs)
+        yield from _collect_performance(live, jobs)
+        yield from _collect_agents(live.watch, live.now())
+        yield from _collect_server(live.watch)
+        yield make_metric("hangwatch_task_failures", live.tasks.count_failures(), "task")
+
+
+def _collect_progress(live: AppState, jobs: LabelledAttempts) -> Iterator[Metric]:
+    now = live.now()
+    ranks: Counter[tuple[str, str]] = Counter()
+    steps: dict[str, float] = {}
+    paces: dict[str, float] = {}
+    ages: dict[str, float] = {}
+    calls: Counter[str] = Counter()
+    dropped: Counter[str] = Counter()
+    overflows: Counter[str] = Counter()
+    for attempt, job in jobs:
+        by_state = Counter(live.get_rank_states(attempt).values())
+        ranks.update({(job, state.value): by_state[state] for state in RankState})
+        processes = list(attempt.processes.values())
+        process_ages = [now - p.reports.agent_seen_at for p in processes if p.is_alive]
+        ages[job] = max([ages.get(job, 0.0), *process_ages])
+        calls[job] += sum(
+            s.entered
+            for p in processes
+            for s in p.streams.values()
+            if s.kind is StreamKind.COLLECTIVE
+        )
+        dropped[job] += sum(p.recorder.dropped for p in processes)
+        overflows[job] += sum(p.overflows for p in processes)
+        if job != OTHERS:
+            if reached := [p.step for p in processes if p.step is not None]:
+                steps[job] = min(reached)
+            pace = live.watch.states.paces.get(attempt.key)
+            if pace is not None and pace.steps_per_s is not None:
+                paces[job] = pace.steps_per_s
+    yield make_metric("hangwatch_ranks", ranks, JOB, "state")
+    yield make_metric("hangwatch_job_step", steps, JOB)
+    yield make_metric("hangwatch_job_steps_per_second", paces, JOB)
+    yield make_metric("hangwatch_heartbeat_age_seconds", ages, JOB)
+    yield make_metric("hangwatch_collectives", calls, JOB)
+    yield make_metric("hangwatch_records_dropped", dropped, JOB)
+    yield make_metric("hangwatch_overflows", overflows, JOB)
+
+
+def _collect_incidents(live: AppState, jobs: LabelledAttempts) -> Iterator[Metric]:
+    labels = {attempt.job: job for attempt, job in jobs}
+    counts: Counter[tuple[str, str, str]] = Counter()
+    ages = dict.fromkeys(labels.values(), 0.0)
+    for record in live.watch.incidents.records.values():
+        incident = record.incident
+        if record.is_live and incident.job in labels:
+            job = labels[incident.job]
+            counts[job, incident.kind.value, incident.severity.value] += 1
+            if is_hang(incident):
+                ages[job] = max(ages[job], live.now() - record.onset_at)
+    yield make_metric("hangwatch_incidents_open", counts, JOB, "kind", "severity")
+    yield make_metric("hangwatch_stall_seconds", ages, JOB)
+
+
+def _collect_performance(live: AppState, jobs: LabelledAttempts) -> Iterator[Metric]:
+    totals_by_job: dict[str, JobTotals] = {}
+    waited_ratios: dict[str, float] = {}
+    for attempt, job in jobs:
+        job_totals = totals_by_job.setdefault(job, JobTotals())
+        job_totals.merge_operations(live.watch.performance.get_job(attempt))
+        stragglers = list_stragglers(live.get_ranked_groups(attempt))
+        shares = [straggler.waited_share or 0.0 for straggler in stragglers]
+        waited_ratios[job] = max([waited_ratios.get(job, 0.0), *shares])
+    totals_by_op = {
+        (job, op): totals
+        for job, job_totals in totals_by_job.items()
+        for op, totals in job_totals.operations.items()
+    }
+    calls = {key: totals.calls for key, totals in totals_by_op.items()}
+    yield make_metric("hangwatch_calls", calls, JOB, "op")
+    sizes = {key: totals.bytes for key, totals in totals_by_op.items()}
+    yield make_metric("hangwatch_call_bytes", sizes, JOB, "op")
+    latencies = [(key, totals.latency) for key, totals in totals_by_op.items()]
+    yield _make_histogram("hangwatch_call_seconds", latencies, JOB, "op")
+    spreads = [((job,), job_totals.spread) for job, job_totals in totals_by_job.items()]
+    yield _make_histogram("hangwatch_arrival_spread_seconds", spreads, JOB)
+    yield make_metric("hangwatch_straggler_waited_ratio", waited_ratios, JOB)
 
 
 def make_metric(
@@ -286,3 +215,61 @@ def make_metric(
     else:
         family.add_metric([], values)
     return family
+
+
+def _make_histogram(
+    name: str, histograms: Iterable[tuple[tuple[str, ...], DurationHistogram]], *labels: str
+) -> Metric:
+    """One of `HISTOGRAMS`, by label values, with cumulative counts by upper bound in seconds. Empty
+    histograms are left out.
+    """
+    family = HistogramMetricFamily(name, HISTOGRAMS[name], labels=labels)
+    for label_values, histogram in histograms:
+        if not histogram.counts:
+            continue
+        buckets: list[tuple[str, float]] = []
+        for exponent in BUCKET_EXPONENTS:
+            last_index = exponent * BUCKETS_PER_OCTAVE
+            count = sum(n for index, n in histogram.counts.items() if index <= last_index)
+            buckets.append((f"{2**exponent / 1e6:g}", float(count)))
+        buckets.append(("+Inf", float(histogram.total_count)))
+        family.add_metric(label_values, buckets, None)
+    return family
+
+
+def _collect_agents(watch: Watch, now: float) -> Iterator[Metric]:
+    oldest_at = now - REPORTING_WITHIN_S
+    reporting = [agent for agent in watch.agents.values() if agent.last_seen_at > oldest_at]
+    costs = [agent.cost for agent in reporting if agent.cost is not None]
+    memory = [cost.memory for cost in costs]
+    yield make_metric("hangwatch_agents_cpu_seconds", watch.counters.agents_cpu_s)
+    yield make_metric("hangwatch_agents", len(reporting))
+    yield make_metric("hangwatch_agents_memory_bytes", sum(memory))
+    yield make_metric("hangwatch_agent_memory_max_bytes", max(memory, default=0))
+    yield make_metric("hangwatch_agents_answers_dropped", sum(cost.dropped for cost in costs))
+
+
+def _collect_server(watch: Watch) -> Iterator[Metric]:
+    yield make_metric("hangwatch_build_info", {__version__: 1}, "version")
+    late_s = max(watch.load.late_s, watch.load.waited_s)
+    yield make_metric("hangwatch_event_loop_lag_seconds", late_s)
+    counters = watch.counters
+    yield make_metric("hangwatch_heartbeats", counters.heartbeats)
+    yield make_metric("hangwatch_heartbeats_malformed", counters.malformed)
+    yield make_metric("hangwatch_heartbeats_refused", counters.refused)
+    yield make_metric("hangwatch_foreign_reports", counters.foreign_reports)
+    yield make_metric("hangwatch_resyncs", counters.resyncs)
+    yield make_metric("hangwatch_incidents_opened", counters.opened)
+    yield make_metric("hangwatch_diagnoses", counters.diagnoses)
+    yield make_metric("hangwatch_diagnosis_failures", counters.failures.count)
+    yield make_metric("hangwatch_diagnosis_seconds", counters.diagnosis_s)
+    yield make_metric("hangwatch_store_failures", watch.persistence.failures)
+    refusals = {limit.name: counters.refusals_by_limit[limit.name] for limit in LIMITS}
+    yield make_metric("hangwatch_limit_refusals", refusals, "limit")
+    sent: Counter[str] = Counter()
+    failed: Counter[str] = Counter()
+    for queue in watch.alerter.queues:  # two channels may have the same name
+        sent[queue.channel.name] += queue.sent
+        failed[queue.channel.name] += queue.failed
+    yield make_metric("hangwatch_alerts_sent", sent, "channel")
+    yield make_metric("hangwatch_alerts_failed", failed, "channel")

@@ -1,9 +1,6 @@
-"""``/api/v1/trace`` shows the calls of ranks as they are made, ``/api/v1/recordings`` where ranks
-spend their time.
-
-MERGED: A recording as files for other tools: a flame graph, and a profile for speedscope.
-
-MERGED: An incident's stacks as files for other tools, and its verdict as text.
+"""Evidence in detail: ``/api/v1/trace`` shows the calls of ranks as they are made,
+``/api/v1/recordings`` where ranks spend their time. Recordings and the stacks of incidents can be
+downloaded as files for other tools: flame graphs, folded stacks, and profiles for speedscope.
 """
 
 from __future__ import annotations
@@ -50,8 +47,11 @@ from .app_state import AppState
 from .rendering import FLAME_GRAPH_WIDTH_PX, make_attachment, render_flame_graph
 
 MAX_TRACE_S = 86_400
+MIN_BAR_WIDTH_PX = 0.5  # narrower bars of flame graphs are omitted
+MAX_STACK_DEPTH = 250  # frames in a flame graph
 
 NameQuery = Annotated[str, Query(max_length=256)]
+RankProfiles = Sequence[tuple[int, Profile]]
 
 
 def build_router(live: AppState) -> APIRouter:
@@ -177,8 +177,21 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
         return await asyncio.to_thread(describe_recording, _find_recording(live, id))
 
     async def render_recording(id: str, render: Callable[[str, RankProfiles, int], str]) -> str:
-        record = _find_finished_recording(live, id)
-        title, rate = _format_title(record), record.request.rate
+        record = _find_recording(live, id)
+        if record.is_pending:
+            raise Problem(
+                409,
+                f"recording {id} is still in progress: see /api/v1/recordings/{id}",
+                headers={"Retry-After": "2"},
+            )
+        if not record.profile_bytes:
+            detail = f"recording {id} failed on every rank: /api/v1/recordings/{id} shows why"
+            raise Problem(409, detail)
+        sampled, rate = [rank.rank for rank in record.ranks if rank.profile], record.request.rate
+        title = (
+            f"job {record.job}, {name_ranks(sampled)}: {record.request.seconds} s at {rate} Hz,"
+            f" {record.created_at:%Y-%m-%d %H:%M:%S} UTC"
+        )
         return await asyncio.to_thread(lambda: render(title, unpack_profiles(record), rate))
 
     @routes.get(
@@ -214,34 +227,6 @@ def _find_recording(live: AppState, id: str) -> RecordingRecord:
     return record
 
 
-def _find_finished_recording(live: AppState, id: str) -> RecordingRecord:
-    record = _find_recording(live, id)
-    if record.is_pending:
-        raise Problem(
-            409,
-            f"recording {id} is still in progress: see /api/v1/recordings/{id}",
-            headers={"Retry-After": "2"},
-        )
-    if not record.profile_bytes:
-        detail = f"recording {id} failed on every rank: /api/v1/recordings/{id} shows why"
-        raise Problem(409, detail)
-    return record
-
-
-def _format_title(recording: RecordingRecord) -> str:
-    sampled = [rank.rank for rank in recording.ranks if rank.profile]
-    return (
-        f"job {recording.job}, {name_ranks(sampled)}: {recording.request.seconds} s at"
-        f" {recording.request.rate} Hz, {recording.created_at:%Y-%m-%d %H:%M:%S} UTC"
-    )
-
-
-MIN_BAR_WIDTH_PX = 0.5  # narrower bars are omitted
-MAX_STACK_DEPTH = 250
-
-RankProfiles = Sequence[tuple[int, Profile]]  # by rank
-
-
 def render_flamegraph(title: str, profiles: RankProfiles, rate: int) -> str:
     """An SVG with a flame graph of each thread that was active. The width of a frame is the time
     spent in it.
@@ -275,23 +260,9 @@ def _format_frame(frame: Frame) -> str:
 
 
 def render_speedscope(title: str, profiles: RankProfiles, rate: int) -> str:
+    """A file for https://www.speedscope.app."""
     by_name = ((f"rank {rank}", profile) for rank, profile in profiles)
     return json.dumps(profiles_to_speedscope(title, by_name, rate))
-
-
-def select_calling_stacks(stacks: Sequence[MergedStack]) -> list[MergedStack]:
-    """The calling thread's stack of each rank: the rank's first entry with frames."""
-    seen: set[int] = set()
-    calling_stacks = []
-    for entry in stacks:
-        if entry.frames and not seen.issuperset(entry.ranks):
-            seen.update(entry.ranks)
-            calling_stacks.append(entry)
-    return calling_stacks
-
-
-def convert_stacks(entries: Sequence[MergedStack]) -> list[RankedStack]:
-    return [(entry.ranks, entry.frames) for entry in entries]
 
 
 def build_stack_router(live: AppState) -> APIRouter:
@@ -346,17 +317,33 @@ def build_stack_router(live: AppState) -> APIRouter:
     async def download_flamegraph(id: str) -> Response:
         incident = live.get_incident(id).incident
         tree = merge_stacks(convert_stacks(select_calling_stacks(incident.stacks)))
-        bars = list(_iter_bars(tree, 0.0, 0, max(1, sum(len(b.ranks) for b in tree))))
+        rank_count = max(1, sum(len(branch.ranks) for branch in tree))
+        bars = list(_iter_bars(tree, 0.0, 0, rank_count))
         image = render_flame_graph(incident.summary, bars)
         return make_attachment(f"hangwatch-{id}.svg", image, "image/svg+xml")
 
     return routes
 
 
+def select_calling_stacks(stacks: Sequence[MergedStack]) -> list[MergedStack]:
+    """The calling thread's stack of each rank: the rank's first entry with frames."""
+    seen: set[int] = set()
+    calling_stacks = []
+    for entry in stacks:
+        if entry.frames and not seen.issuperset(entry.ranks):
+            seen.update(entry.ranks)
+            calling_stacks.append(entry)
+    return calling_stacks
+
+
+def convert_stacks(entries: Sequence[MergedStack]) -> list[RankedStack]:
+    return [(entry.ranks, entry.frames) for entry in entries]
+
+
 def _iter_bars(
     branches: tuple[Branch, ...], x: float, depth: int, total_ranks: int
 ) -> Iterator[tuple[ProfileBar, str, str]]:
-    """With texts and tooltips. Ranks are counted as samples are in a profile."""
+    """Bars with their texts and tooltips. Ranks are counted as samples are in a profile."""
     for branch in branches:
         width = len(branch.ranks) / total_ranks
         for level, frame in enumerate(branch.frames, depth):

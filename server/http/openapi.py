@@ -1,9 +1,7 @@
-"""Adds to ``/openapi.json`` what FastAPI cannot derive from the routes.
+"""The HTTP schema of incidents and dumps, and the parts of ``/openapi.json`` that FastAPI cannot derive
+from the routes.
 
-MERGED: The HTTP schema of incidents and dumps: it validates requests, and describes responses in
-``/openapi.json``.
-
-Responses are encoded from the documents of `hangwatch.report.documents`, and a test checks that these
+The schema validates requests, and only describes responses. Responses are encoded from the documents of `hangwatch.report.documents`, and a test checks that these
 match the schema. Parts that the documents have as they are in `hangwatch.model` are described from there.
 Jobs, ranks and groups are described by `server.core.job_views`, whose objects are encoded as they are.
 """
@@ -31,7 +29,7 @@ _PROBLEM_RESPONSE = {
     "description": "What is wrong, and the remedy, as an RFC 9457 problem document",
     "content": {problems.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
 }
-# Of all routes. FastAPI describes no 422 of its own where there is a "4XX".
+# All routes have these responses. FastAPI describes no 422 of its own where there is a "4XX".
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": _PROBLEM_RESPONSE,
     "5XX": _PROBLEM_RESPONSE,
@@ -122,7 +120,7 @@ class HostObservation(ApiModel):
     before: int | float | str | None = None
     now: int | float | str | None = None
     weight: Weight  # whether it can stop a job by itself
-    age_s: float  # of the value or event, when it became evidence
+    age_s: float  # the age of the value or event when it became evidence
 
 
 class CallClass(ApiModel):
@@ -148,7 +146,7 @@ class AlignedCall(ApiModel):
     reduce_op: str | None = None
     root: int | None = None  # the rank within the group, as torch reports it
     detail: str | None = None
-    raised: bool = False  # it ended with an exception
+    raised: bool = False  # whether it ended with an exception
     site: Site | None = None
 
 

@@ -1,6 +1,5 @@
-"""Templates and their filters, and the responses of all routes with their headers.
-
-MERGED: Error responses: a problem document for programs, a page for browsers.
+"""Templates and their filters, and the responses of all routes with their headers. Errors are problem
+documents for programs, and pages for browsers.
 """
 
 from __future__ import annotations
@@ -38,9 +37,11 @@ from hangwatch.stacks.trees import ProfileBar
 from ..core.problems import Problem, describe_validation_errors
 from ..monitor.views import format_verdict
 
-SERVER_DIR = Path(__file__).parents[1] / "web"
-STYLESHEET_PATH = SERVER_DIR / "static" / "hangwatch.css"
-FLAME_GRAPH_WIDTH_PX = 1200  # of the whole image
+WEB_DIR = Path(__file__).parents[1] / "web"
+STATIC_DIR = WEB_DIR / "static"
+STYLESHEET_PATH = STATIC_DIR / "hangwatch.css"
+FLAME_GRAPH_WIDTH_PX = 1200  # the whole image
+INTERNAL_ERROR_DETAIL = "hangwatch-server failed on this request; see its stderr"
 SECURITY_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none';"
@@ -82,7 +83,7 @@ def format_shapes(value: list[list[int]]) -> str:
 
 
 _ENVIRONMENT = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(SERVER_DIR / "templates"),
+    loader=jinja2.FileSystemLoader(WEB_DIR / "templates"),
     autoescape=True,
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
@@ -111,7 +112,7 @@ _ENVIRONMENT.globals.update(version=__version__, state_shapes=STATE_SHAPES, sign
 def set_path_prefix(prefix: str) -> None:
     """Sets the path prefix of the links in all pages."""
     _ENVIRONMENT.globals["root"] = prefix
-    # Macros, available in every block.
+    # The macros are a global, since `render_parts` renders blocks without their template's imports.
     _ENVIRONMENT.globals["ui"] = _ENVIRONMENT.get_template("_ui.html").make_module()
 
 
@@ -139,7 +140,7 @@ def render_text(template: str, **values: object) -> str:
 
 
 def render_flame_graph(title: str, bars: Sequence[tuple[ProfileBar, str, str]]) -> str:
-    """An SVG with a bar for each frame below the bar of its caller. Each has a text and a tooltip."""
+    """An SVG with a bar for each frame, below the bar of its caller; ``bars`` have texts and tooltips."""
     rows = 1 + max((bar.depth for bar, _, _ in bars), default=0)
     return render_text(
         "flamegraph.svg", title=title, bars=bars, rows=rows, width=FLAME_GRAPH_WIDTH_PX
@@ -164,14 +165,14 @@ def make_attachment(name: str, content: str | bytes, media_type: str) -> Respons
 
 
 def wants_json(request: Request) -> bool:
-    """The request accepts JSON and not HTML; browsers and plain curl get the page."""
+    """Whether the request accepts JSON and not HTML: browsers and plain curl get the page."""
     accepted = request.headers.get("accept", "")
     return "application/json" in accepted and "text/html" not in accepted
 
 
 def make_linker(request: Request) -> Callable[..., str]:
-    """Returns a function that builds URLs of the same view with some parameters changed. They start
-    at the first page.
+    """Returns a function that builds the URL of the same view with some parameters changed, at its
+    first page.
     """
     path = request.url.path
     kept = {k: v for k, v in request.query_params.items() if k not in ("page", "after")}
@@ -181,9 +182,6 @@ def make_linker(request: Request) -> Callable[..., str]:
         return f"{path}?{urlencode(query)}" if query else path
 
     return build_link
-
-
-INTERNAL_ERROR_DETAIL = "hangwatch-server failed on this request; see its stderr"
 
 
 def install_error_handlers(app: FastAPI, refusals: Counter[str]) -> None:

@@ -19,10 +19,10 @@ from ..core.problems import Problem
 from .app_state import AppState
 from .rendering import render_parts
 
-POLL_INTERVAL_S = 0.5  # between two checks, at the same times for all viewers
-ALIVE_INTERVAL_S = 2.0  # without changes, after which an ``alive`` event is sent
+POLL_INTERVAL_S = 0.5  # the time between two checks, which are simultaneous for all viewers
+ALIVE_INTERVAL_S = 2.0  # the time without changes after which an ``alive`` event is sent
 RETRY_MS = 1000
-MAX_READERS = 256  # of all streams together
+MAX_READERS = 256  # the readers of all streams together
 
 
 def make_stream_response(live: AppState, events: AsyncIterator[str]) -> StreamingResponse:

@@ -1,13 +1,10 @@
-"""What ``/incidents/{id}`` shows of one incident: the graph, the calls, the stacks, the timeline.
-
-MERGED: The timeline of an incident: onset, opening, stacks, recovery and resolution, in order.
-
-MERGED: An incident as one HTML file, for a ticket: it needs no server and makes no request.
+"""What ``/incidents/{id}`` shows of one incident: the graph, the calls, the stacks, the timeline; and
+the same as one HTML file for a ticket, which needs no server and makes no request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -19,13 +16,10 @@ from hangwatch.model.incidents import Incident, MergedStack
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.report import recovery, terminal
 from hangwatch.report.documents import (
-    JsonObject,
     build_incident_document,
     build_recovery_document,
     parse_time,
 )
-from hangwatch.report.recovery import format_recovery
-from hangwatch.report.terminal import describe_observation
 from hangwatch.report.text import group_name, name_ranks, truncate_end
 from hangwatch.stacks.frames import is_library
 from hangwatch.stacks.trees import merge_stacks
@@ -40,29 +34,47 @@ from .wait_graph import GraphPicture, build_graph, draw_graph
 
 COMPARED_FIELDS = ("op", "shapes", "dtype", "reduce_op", "root", "peer", "splits", "detail")
 MAX_PROPOSED_RANKS = 32  # ranks that the form for new stacks begins with
+MAX_RANKS_LENGTH = 60  # characters in a line of the timeline
+# The parts of the incident's page that the file has, in this order, with their labels.
+SECTIONS = (
+    ("verdict", "Verdict"),
+    ("graph", "Graph"),
+    ("calls", "Calls"),
+    ("stacks", "Stacks"),
+    ("device", "Devices"),
+    ("hardware", "Hardware"),
+    ("processes", "Processes"),
+    ("timeline", "Timeline"),
+)
 
 
 def build_page_values(live: AppState, id: str, ranks: str, dump_id: str) -> dict[str, Any]:
     """The values of the page. ``ranks`` selects the ranks whose stacks and processes are shown.
-    Raises Problem for an unknown incident.
+    ``dump_id`` names the stacks that were requested from the page, if any. Raises Problem for an
+    unknown incident.
     """
     incident = live.get_incident(id).incident
     spans = parse_rank_spans(ranks)
     picture = draw_graph(build_graph(incident))
     document = build_incident_document(replace(incident, stacks=()))
     ended_at = incident.resolved_at or live.watch.clock.date(live.now())
+    dump = live.watch.on_demand.dumps.find_dump(dump_id, live.now()) if dump_id else None
     proposed = (incident.culprits or incident.waiting)[:MAX_PROPOSED_RANKS]
     return {
         "incident": incident,
         "calls": document["calls"],
         "divergence": document["divergence"],
         "culprit_frame": views.find_culprit_frame(incident),
-        "recovery": format_recovery(document),
+        "recovery": recovery.format_recovery(document),
         "open_s": (ended_at - incident.onset_at).total_seconds(),
         "picture": picture,
-        "box_labels": label_boxes(incident, picture),
-        **build_graph_labels(live, incident, {arrow.waiter for arrow in picture.arrows}),
-        "differing": find_differing_fields(document["calls"]),
+        "box_labels": _label_boxes(incident, picture),
+        **_build_graph_labels(live, incident, {arrow.waiter for arrow in picture.arrows}),
+        "differing": {
+            name
+            for name in COMPARED_FIELDS
+            if len({repr(call[name]) for call in document["calls"]}) > 1
+        },
         "compared": COMPARED_FIELDS,
         "ranks": ranks,
         "is_invalid_filter": bool(ranks.strip()) and spans is None,
@@ -70,10 +82,12 @@ def build_page_values(live: AppState, id: str, ranks: str, dump_id: str) -> dict
         "processes": [p for p in incident.processes if filter_ranks([p.rank], spans)],
         "device": [p for p in incident.device if filter_ranks([p.rank], spans)],
         "hardware": [
-            (entry, describe_observation(entry.observation)) for entry in incident.hardware
+            (entry, terminal.describe_observation(entry.observation)) for entry in incident.hardware
         ],
-        "timeline": build_timeline(incident),
-        **_build_dump_values(live, dump_id),
+        "timeline": _build_timeline(incident),
+        "dump_id": dump_id,
+        "dump": dump,
+        "dump_stacks": _merge_dump_stacks(dump) if dump else [],
         "proposed_ranks": ", ".join(map(str, proposed)),
     }
 
@@ -97,17 +111,7 @@ def _build_stack_values(incident: Incident, spans: list[RankSpan] | None) -> dic
     }
 
 
-def _build_dump_values(live: AppState, dump_id: str) -> dict[str, Any]:
-    """The stacks that were requested from the page."""
-    dump = live.watch.on_demand.dumps.find_dump(dump_id, live.now()) if dump_id else None
-    return {
-        "dump_id": dump_id,
-        "dump": dump,
-        "dump_stacks": merge_dump_stacks(dump) if dump else [],
-    }
-
-
-def build_graph_labels(
+def _build_graph_labels(
     live: AppState, incident: Incident, waiters: Iterable[int]
 ) -> dict[str, dict[Any, str]]:
     """Names for the graph: ``group_names`` by group, and ``ops`` by (rank, call). Calls outside the
@@ -134,9 +138,14 @@ def build_graph_labels(
     return {"group_names": group_names, "ops": ops}
 
 
-def label_boxes(incident: Incident, picture: GraphPicture) -> list[str]:
+def _label_boxes(incident: Incident, picture: GraphPicture) -> list[str]:
     """The second line of each box in the graph: where one of its ranks is, if a stack is known."""
-    lines = find_user_lines(incident)
+    lines: dict[int, str] = {}
+    for ranks, frames in convert_stacks(select_calling_stacks(incident.stacks)):
+        frame = next((f for f in frames if not is_library(f.file)), None)
+        if frame is not None:
+            file_name = frame.file.rsplit("/", 1)[-1]
+            lines |= dict.fromkeys(ranks, f"{file_name}:{frame.line} {frame.function}")
     labels: list[str] = []
     for box in picture.boxes:
         known_lines = (lines[rank] for rank in box.wait_class.ranks if rank in lines)
@@ -144,26 +153,8 @@ def label_boxes(incident: Incident, picture: GraphPicture) -> list[str]:
     return labels
 
 
-def find_user_lines(incident: Incident) -> dict[int, str]:
-    """By rank: the innermost frame of user code, for ranks whose stack is known."""
-    lines: dict[int, str] = {}
-    for ranks, frames in convert_stacks(select_calling_stacks(incident.stacks)):
-        frame = next((f for f in frames if not is_library(f.file)), None)
-        if frame is not None:
-            file_name = frame.file.rsplit("/", 1)[-1]
-            lines |= dict.fromkeys(ranks, f"{file_name}:{frame.line} {frame.function}")
-    return lines
-
-
-def find_differing_fields(calls: Sequence[JsonObject]) -> frozenset[str]:
-    """The fields in which the incident's calls differ."""
-    return frozenset(
-        name for name in COMPARED_FIELDS if len({repr(call[name]) for call in calls}) > 1
-    )
-
-
-def merge_dump_stacks(dump: Dump) -> list[tuple[MergedStack, bool]]:
-    """The stacks of a dump, equal ones merged; and whether each is that of a calling thread."""
+def _merge_dump_stacks(dump: Dump) -> list[tuple[MergedStack, bool]]:
+    """The stacks of a dump, equal ones merged, each with whether it is a calling thread's."""
     merged: dict[MergedStack, tuple[list[int], MergedStack, bool]] = {}
     for rank in dump.ranks:
         for index, stack in enumerate(rank.stacks):
@@ -174,9 +165,6 @@ def merge_dump_stacks(dump: Dump) -> list[tuple[MergedStack, bool]]:
     return [(replace(stack, ranks=tuple(ranks)), is_caller) for ranks, stack, is_caller in ordered]
 
 
-MAX_RANKS_LENGTH = 60  # characters
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineEntry:
     at: datetime
@@ -184,7 +172,7 @@ class TimelineEntry:
     text: str
 
 
-def build_timeline(incident: Incident) -> list[TimelineEntry]:
+def _build_timeline(incident: Incident) -> list[TimelineEntry]:
     started = ""
     if incident.waiting:
         started = (
@@ -223,19 +211,6 @@ def _iter_stack_events(incident: Incident) -> Iterator[tuple[datetime, str]]:
         yield min(stack.taken_at for stack in stacks), f"{what} {ranks} ({source})"
 
 
-# The parts of the incident's page that the file has, in this order, with their labels.
-SECTIONS = (
-    ("verdict", "Verdict"),
-    ("graph", "Graph"),
-    ("calls", "Calls"),
-    ("stacks", "Stacks"),
-    ("device", "Devices"),
-    ("hardware", "Hardware"),
-    ("processes", "Processes"),
-    ("timeline", "Timeline"),
-)
-
-
 def build_router(live: AppState) -> APIRouter:
     routes = APIRouter(prefix="/api/v1/incidents/{id}", tags=["incidents"])
 
@@ -246,22 +221,16 @@ def build_router(live: AppState) -> APIRouter:
         responses={200: {"content": {"text/html": {}}}},
     )
     async def download_report(id: str) -> Response:
-        incident = live.get_incident(id).incident
-        name = f"hangwatch-{incident.id}.html"
-        return make_attachment(name, render_report(live, incident.id), "text/html")
+        values = build_page_values(live, id, "", "")
+        document = render_text(
+            "report.html",
+            **values,
+            parts=render_parts("incident.html", **values),
+            sections=SECTIONS,
+            stylesheet=STYLESHEET_PATH.read_text(encoding="utf-8"),
+            made_at=live.watch.clock.date(live.now()),
+            address=f"{live.base_url}/incidents/{id}",
+        )
+        return make_attachment(f"hangwatch-{id}.html", document, "text/html")
 
     return routes
-
-
-def render_report(live: AppState, id: str) -> str:
-    """The HTML of the file. Raises Problem for an unknown incident."""
-    values = build_page_values(live, id, "", "")
-    return render_text(
-        "report.html",
-        **values,
-        parts=render_parts("incident.html", **values),
-        sections=SECTIONS,
-        stylesheet=STYLESHEET_PATH.read_text(encoding="utf-8"),
-        made_at=live.watch.clock.date(live.now()),
-        address=f"{live.base_url}/incidents/{id}",
-    )

@@ -60,7 +60,6 @@ def build_router(live: AppState) -> APIRouter:
     ) -> Response:
         if wants_json(request):
             return make_json_response(build_incident_document(live.get_incident(id).incident))
-
         return serve_page(
             live, request, "incident.html", lambda: build_page_values(live, id, ranks, dump)
         )
@@ -69,7 +68,7 @@ def build_router(live: AppState) -> APIRouter:
 
 
 def _find_matching_records(live: AppState, query: IncidentsQuery) -> list[IncidentRecord]:
-    """Newest first."""
+    """The matching incidents, the newest first."""
     rank = int(query.rank) if query.rank else None
     records = live.find_incidents(query.job or None, query.status or None, rank)
     if query.kind:

@@ -1,6 +1,5 @@
-"""What /ranks shows of one attempt as a whole: its state, its incidents and the map. Computed once for all viewers.
-
-MERGED: The table of process groups: how far the members of each have come in its calls.
+"""What /ranks shows of one attempt as a whole: its state, its incidents, the map of all ranks, and the
+table of process groups. Everything is computed once for all viewers.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from hangwatch.tracking.call_stream import CallStream
 from ..core.job_views import JobView
 from ..http.app_state import AppState
 from ..monitor import views
-from ..monitor.views import list_expected_ranks
 
 STATE_CONCERN = {state: order for order, state in enumerate(RankState)}
 MAX_MAP_CELLS = 65_536
@@ -97,20 +95,20 @@ class MapLayout:
 
     ranks: str  # packed
     blocks: str  # JSON: a list of [label, packed ranks]
-    by: str  # one of the choices
+    by: str  # the one of the choices that applies
     choices: tuple[str, ...]
 
 
 def get_map_layout(live: AppState, attempt: Attempt, by: str) -> MapLayout:
-    """The map by host, or by the process groups with a given description."""
+    """The map by host, or by the process groups with the description ``by``."""
     return live.cache.get_or_compute(
         ("layout", attempt.key, by), lambda: _build_map_layout(attempt, by)
     )
 
 
 def _build_map_layout(attempt: Attempt, by: str) -> MapLayout:
-    expected = list_expected_ranks(attempt)[:MAX_MAP_CELLS]
-    groups = list_group_streams(attempt)
+    expected = views.list_expected_ranks(attempt)[:MAX_MAP_CELLS]
+    groups = _list_group_streams(attempt)
     descriptions = {group.desc for group, _ in groups}
     choices = ("host", *sorted(descriptions - {"", "host"})[:MAX_MAP_GROUPINGS])
     by = by if by in choices else "host"
@@ -127,12 +125,18 @@ def _build_map_layout(attempt: Attempt, by: str) -> MapLayout:
     return MapLayout(ranks=pack_ranks(expected), blocks=json.dumps(listed), by=by, choices=choices)
 
 
+def _list_group_streams(attempt: Attempt) -> list[tuple[Group, Mapping[int, CallStream]]]:
+    """Each process group, and its streams by member."""
+    listed = [attempt.streams_by_group[key] for key in views.list_groups(attempt)]
+    return [(next(iter(streams.values())).group, streams) for streams in listed]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPosition:
     """The members of a group that have entered the same number of its calls."""
 
     entered: int
-    op: str  # of the last of these
+    op: str  # the operation of the last of these calls
     ranks: tuple[int, ...]
     behind: int  # calls behind the most advanced member
 
@@ -152,18 +156,13 @@ class GroupRow:
 
 def get_group_rows(live: AppState, attempt: Attempt) -> list[GroupRow]:
     """The process groups, those whose members are at different positions first."""
-    return live.cache.get_or_compute(("groups", attempt.key), lambda: _build_group_rows(attempt))
-
-
-def _build_group_rows(attempt: Attempt) -> list[GroupRow]:
-    rows = [_build_group_row(group, streams) for group, streams in list_group_streams(attempt)]
-    return sorted(rows, key=lambda row: row.sort_key)
-
-
-def list_group_streams(attempt: Attempt) -> list[tuple[Group, Mapping[int, CallStream]]]:
-    """Each process group, and its streams by member."""
-    listed = [attempt.streams_by_group[key] for key in views.list_groups(attempt)]
-    return [(next(iter(streams.values())).group, streams) for streams in listed]
+    return live.cache.get_or_compute(
+        ("groups", attempt.key),
+        lambda: sorted(
+            (_build_group_row(group, streams) for group, streams in _list_group_streams(attempt)),
+            key=lambda row: row.sort_key,
+        ),
+    )
 
 
 def _build_group_row(group: Group, streams: Mapping[int, CallStream]) -> GroupRow:

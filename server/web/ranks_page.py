@@ -1,11 +1,8 @@
 """``/ranks``: the verdict, the map of all ranks, and the table of ranks or process groups.
 
-MERGED: The columns of the table of ranks. Head, cells and sorting all derive from `RANK_COLUMNS`.
-
-A new column is an entry of that list. If its cells need markup, `templates/_rank_cells.html` gets a
-case for it; other cells show `RankColumn.text`.
-
-MERGED: Which ranks a view shows, and in which order. Done on the server, so that a browser never holds
+The head, the cells and the sorting of the table of ranks derive from `RANK_COLUMNS`. A new column is an
+entry there; if its cells need markup, `templates/_rank_cells.html` gets a case for it, and other cells
+show `RankColumn.text`. Ranks are filtered and sorted on the server, so that a browser never holds
 more than one page.
 """
 
@@ -17,7 +14,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import Response
+from fastapi.responses import RedirectResponse, Response
 from pydantic import BaseModel
 
 from hangwatch.diagnosis.unexplained import describe_losses
@@ -29,7 +26,6 @@ from hangwatch.tracking.process import Process
 
 from ..http.api import PageOf100, PageRequest
 from ..http.app_state import AppState
-from ..http.performance_board import get_ranked_groups
 from ..http.rendering import make_json_response, wants_json
 from ..monitor import views
 from ..performance.views import list_stragglers
@@ -38,10 +34,18 @@ from .serving import PageNumber, TextQuery, choose_attempt, serve_page, slice_pa
 
 RANKS_PER_PAGE = 50
 GROUPS_PER_PAGE = 50
+UNKNOWN = "–"
+MIN_SHOWN_WAIT_S = 1.0
+
+RankSpan = tuple[int, int]  # first and last
 
 
 def build_router(live: AppState) -> APIRouter:
     routes = APIRouter(include_in_schema=False)
+
+    @routes.get("/")
+    async def redirect_home() -> Response:
+        return RedirectResponse("/ranks", status_code=307)
 
     @routes.get("/ranks")
     async def show_ranks(
@@ -73,7 +77,7 @@ def _build_page_values(live: AppState, query: RanksQuery) -> dict[str, Any]:
         start_values = {"overview": None, "url": live.base_url, "token": live.token is not None}
         return values | start_values
     overview = get_overview(live, attempt)
-    stragglers = list_stragglers(get_ranked_groups(live, attempt))
+    stragglers = list_stragglers(live.get_ranked_groups(attempt))
     values |= {
         "overview": overview,
         "jobs": [a.job for a in live.list_latest_attempts()],
@@ -84,33 +88,18 @@ def _build_page_values(live: AppState, query: RanksQuery) -> dict[str, Any]:
     if query.view == "groups":
         rows = get_group_rows(live, attempt)
         return values | {"shown": slice_page(rows, query.page, GROUPS_PER_PAGE)}
-    return values | _build_rank_table(live, overview, query)
-
-
-def _build_rank_table(
-    live: AppState, overview: AttemptOverview, query: RanksQuery
-) -> dict[str, Any]:
     now = live.now()
     shown = slice_page(select_ranks(overview, now, query), query.page, RANKS_PER_PAGE)
-    return {
+    incident_ids: dict[int, str] = {}
+    for incident in reversed(overview.incidents):  # the most severe one is the last to set a rank's
+        incident_ids.update(dict.fromkeys(incident.waiting, incident.id))
+        incident_ids.update(dict.fromkeys(incident.culprits, incident.id))
+    return values | {
         "columns": RANK_COLUMNS,
         "shown": shown,
         "rows": [RankRow(overview, rank, now) for rank in shown.rows],
-        "incident_ids": _map_ranks_to_incidents(overview),
+        "incident_ids": incident_ids,
     }
-
-
-def _map_ranks_to_incidents(overview: AttemptOverview) -> dict[int, str]:
-    """The id of the most severe incident that involves a rank."""
-    ids: dict[int, str] = {}
-    for incident in reversed(overview.incidents):
-        ids.update(dict.fromkeys(incident.waiting, incident.id))
-        ids.update(dict.fromkeys(incident.culprits, incident.id))
-    return ids
-
-
-UNKNOWN = "–"
-MIN_SHOWN_WAIT_S = 1.0
 
 
 class RankRow(NamedTuple):
@@ -147,7 +136,7 @@ class RankRow(NamedTuple):
 
     @property
     def waiting_s(self) -> float | None:
-        """How long it has waited in its current call; 0 if it does not wait."""
+        """How long the rank has waited in its current call; 0 if it does not wait."""
         process = self.process
         if process is None:
             return None
@@ -155,7 +144,7 @@ class RankRow(NamedTuple):
 
     @property
     def last_seen_s(self) -> float | None:
-        """The age of its host's last heartbeat."""
+        """The age of the host's last heartbeat."""
         process = self.process
         return None if process is None else max(0.0, self.now - process.reports.agent_seen_at)
 
@@ -168,8 +157,8 @@ class RankRow(NamedTuple):
         return any(stream.group.name == name for stream in self.streams)
 
     def contains_text(self, text: str) -> bool:
-        """Whether its host, its phase, or one of its calls with the group's description contains
-        ``text``, which is in lower case.
+        """Whether the rank's host, its phase, or one of its calls with the group's description
+        contains ``text``, which is in lower case.
         """
         process = self.process
         if process is None:
@@ -180,8 +169,9 @@ class RankRow(NamedTuple):
 
     @property
     def current_stream(self) -> CallStream | None:
-        """The group's stream in which it waits, or else made its last call. If that was a while
-        ago and its device is behind, the stream whose last call came first of those not completed.
+        """The group's stream in which the rank waits, or else made its last call. If that was a while
+        ago and the device is behind, the stream whose last call is the oldest that the device has not
+        completed.
         """
         collective = [s for s in self.streams if s.kind is StreamKind.COLLECTIVE]
         pending = [s for s in collective if s.is_pending]
@@ -193,13 +183,13 @@ class RankRow(NamedTuple):
 
     @property
     def loss_text(self) -> str:
-        """Which of its calls are not completely recorded; empty if all are."""
+        """Which calls of the rank are not completely recorded; empty if all are."""
         return "; ".join(describe_losses(self.overview.attempt, (self.rank,)))
 
     @property
     def device_text(self) -> str:
-        """How far its device has come in that stream's group; empty if the backend does not report
-        it.
+        """How far the device has come in the current stream's group; empty if the backend does not
+        report it.
         """
         stream = self.current_stream
         if stream is None or stream.device is None:
@@ -228,7 +218,7 @@ class RankColumn:
     format_value: Callable[[Any], str] = str
     get_order: Callable[[RankRow], float] | None = None  # None: sorted by the values
     is_sortable: bool = True
-    is_largest_first: bool = False  # the order that the first click on its title gives
+    is_largest_first: bool = False  # the order after the first click on the title
     css_class: str = ""  # "wide": hidden on a narrow screen; "number": aligned to the right
 
     def text(self, row: RankRow) -> str:
@@ -286,7 +276,7 @@ RANK_COLUMNS = (
         css_class="call",
     ),
     RankColumn(
-        "heard",  # public: saved addresses contain it
+        "heard",  # the key stays, since saved addresses contain it
         "Last seen",
         lambda row: row.last_seen_s,
         _format_last_seen,
@@ -298,9 +288,6 @@ SORTABLE_COLUMNS = {column.key: column for column in RANK_COLUMNS if column.is_s
 SORT_PATTERN = f"^-?({'|'.join(SORTABLE_COLUMNS)})$"
 
 
-RankSpan = tuple[int, int]  # first and last
-
-
 class RanksQuery(BaseModel):
     """The state of the view, as the address gives it. Empty texts select everything."""
 
@@ -309,7 +296,7 @@ class RanksQuery(BaseModel):
     state: RankState | Literal[""] = ""
     group: str = ""
     q: TextQuery = ""
-    # The key of a column, with ``-`` before it for the largest first.
+    # The key of a column; ``-`` before it means the largest first.
     sort: Annotated[str, Query(pattern=SORT_PATTERN)] = "rank"
     view: Literal["ranks", "groups"] = "ranks"  # the table
     by: TextQuery = "host"  # what the map is divided by
@@ -317,8 +304,8 @@ class RanksQuery(BaseModel):
 
 
 def select_ranks(overview: AttemptOverview, now: float, query: RanksQuery) -> list[int]:
-    """The ranks of a view, in its order. The text selects ranks if it looks like ``0, 4-7``; else
-    those of which a text contains it.
+    """The ranks of a view, in its order. A text like ``0, 4-7`` selects these ranks; any other text
+    selects the ranks with a host, a phase or a call that contains it.
     """
 
     def make_row(rank: int) -> RankRow:
@@ -336,7 +323,7 @@ def select_ranks(overview: AttemptOverview, now: float, query: RanksQuery) -> li
     elif text:
         ranks = [rank for rank in ranks if make_row(rank).contains_text(text.lower())]
     key, is_reversed = query.sort.removeprefix("-"), query.sort.startswith("-")
-    if key == "rank":  # their order already
+    if key == "rank":  # the ranks are in this order
         return ranks[::-1] if is_reversed else ranks
     column = SORTABLE_COLUMNS[key]
     order = {rank: column.sort_key(make_row(rank)) for rank in ranks}

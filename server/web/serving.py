@@ -1,7 +1,5 @@
-"""What all pages share: the page and its stream of updates at one address, and the job that it is
-about.
-
-MERGED: Pages of a long list on one address: ``?page=``, from 1.
+"""The common part of all pages: a page and its stream of updates have one address, ``?job=`` chooses
+the job, and ``?page=`` the part of a long list.
 """
 
 from __future__ import annotations
@@ -21,13 +19,15 @@ from ..http.app_state import AppState
 from ..http.rendering import make_linker, render_page
 
 TextQuery = Annotated[str, Query(max_length=500)]
+PageNumber = Annotated[int, Query(ge=1, le=1_000_000)]
+Row = TypeVar("Row")
 
 
 def serve_page(
     live: AppState, request: Request, template: str, build_values: Callable[[], Mapping[str, Any]]
 ) -> Response:
     """The page; or its updates as server-sent events, which the page requests at its own address.
-    Templates have the values and ``link``: see `make_linker`.
+    The template gets the values, and `make_linker`'s function as ``link``.
     """
     link = make_linker(request)
 
@@ -42,7 +42,7 @@ def serve_page(
 
 def choose_attempt(live: AppState, job: str, attempt: int | None) -> Attempt | None:
     """The attempt to show. Without a name: the newest running job with an open alert, else the newest
-    job. Raises Problem for an unknown one.
+    job. Raises Problem for an unknown job or attempt.
     """
     attempts = live.find_attempts(job or None, attempt)
     if job:
@@ -56,10 +56,6 @@ def choose_attempt(live: AppState, job: str, attempt: int | None) -> Attempt | N
         if candidate.job in alerted_jobs and not candidate.is_finished:
             return candidate
     return next(iter(attempts), None)
-
-
-PageNumber = Annotated[int, Query(ge=1, le=1_000_000)]
-Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,5 @@
-"""The wait-for graph of an incident, with ranks that wait alike merged. Pure.
-
-MERGED: Places the boxes and arrows of a wait-for graph. Lengths are in pixels. Pure.
+"""The wait-for graph of an incident as a picture: ranks that wait alike are one box, and arrows lead
+to the ranks that they wait for. Pure.
 """
 
 from __future__ import annotations
@@ -15,6 +14,15 @@ from hangwatch.model.verdicts import Wait
 
 MAX_SINGLE_CULPRITS = 8  # more culprits than this share boxes
 MAX_CLASSES = 24
+BOX_WIDTH_PX, BOX_HEIGHT_PX = 230.0, 54.0
+COLUMN_GAP_PX, ROW_GAP_PX = 190.0, 34.0
+ARROW_BEND_PX = 34.0  # how far an arrow deviates from the straight line
+LABEL_MARGIN_PX = 90.0  # room for a label beside the boxes
+LABEL_GAP_PX = 8.0
+PICTURE_MARGIN_PX = 16.0
+MIN_RING_RADIUS_PX = 95.0
+RING_BOX_SPACING_PX = 60.0
+RING_ASPECT = 1.3  # boxes are wider than high
 
 
 class WaitLabel(NamedTuple):
@@ -57,7 +65,7 @@ def build_graph(incident: Incident) -> WaitClassGraph:
 
 
 def _find_unlisted_waiters(incident: Incident) -> list[int]:
-    """Waiting ranks without a listed wait: of thousands of waits, an incident keeps only some."""
+    """Waiting ranks without a listed wait: an incident keeps only some of thousands of waits."""
     if incident.verdict.waits:
         in_call = {
             rank
@@ -138,17 +146,6 @@ def _partition_ranks(
         class_of = refined
 
 
-BOX_WIDTH_PX, BOX_HEIGHT_PX = 230.0, 54.0
-COLUMN_GAP_PX, ROW_GAP_PX = 190.0, 34.0
-ARROW_BEND_PX = 34.0  # how far an arrow deviates from the straight line
-LABEL_MARGIN_PX = 90.0  # room for a label beside the boxes
-LABEL_GAP_PX = 8.0
-PICTURE_MARGIN_PX = 16.0
-MIN_RING_RADIUS_PX = 95.0
-RING_BOX_SPACING_PX = 60.0
-RING_ASPECT = 1.3  # boxes are wider than high
-
-
 class Point(NamedTuple):
     x: float
     y: float
@@ -191,8 +188,16 @@ def draw_graph(graph: WaitClassGraph) -> GraphPicture:
     for index, depth in _compute_depths(graph).items():
         columns.setdefault(depth, []).append(index)
     rightmost = columns.pop(0, [])
-    if _has_culprit_cycle(graph) and len(rightmost) > 1:
-        centres = _place_ring(rightmost)
+    culprits = {index for index, c in enumerate(graph.classes) if c.is_culprit}
+    has_culprit_cycle = any(a != b and {a, b} <= culprits for a, b in graph.edges)
+    if has_culprit_cycle and len(rightmost) > 1:
+        circumference = len(rightmost) * (BOX_WIDTH_PX + RING_BOX_SPACING_PX)
+        radius = max(MIN_RING_RADIUS_PX, circumference / (2 * math.pi))
+        centres: dict[int, Point] = {}
+        for position, index in enumerate(rightmost):
+            angle = 2 * math.pi * position / len(rightmost) - math.pi / 2
+            x, y = RING_ASPECT * radius * math.cos(angle), radius * math.sin(angle)
+            centres[index] = Point(x, y)
     else:
         centres = _place_column(rightmost, 0.0)
     left = min((point.x for point in centres.values()), default=0.0)
@@ -201,13 +206,10 @@ def draw_graph(graph: WaitClassGraph) -> GraphPicture:
     return _build_picture(graph, centres)
 
 
-def _has_culprit_cycle(graph: WaitClassGraph) -> bool:
-    classes = graph.classes
-    return any(a != b and classes[a].is_culprit and classes[b].is_culprit for a, b in graph.edges)
-
-
 def _compute_depths(graph: WaitClassGraph) -> dict[int, int]:
-    """By class: how many waits lead from it to a culprit. Without culprits, all are in one column."""
+    """The number of waits that lead from each class to a culprit. Without culprits, all classes are in
+    one column.
+    """
     depths = {index: 0 for index, c in enumerate(graph.classes) if c.is_culprit}
     default_depth = 1 if depths else 0
     reached = set(depths)
@@ -225,16 +227,6 @@ def _place_column(indices: Sequence[int], x: float) -> dict[int, Point]:
     middle = (len(indices) - 1) / 2
     pitch = BOX_HEIGHT_PX + ROW_GAP_PX
     return {index: Point(x, (row - middle) * pitch) for row, index in enumerate(indices)}
-
-
-def _place_ring(indices: Sequence[int]) -> dict[int, Point]:
-    circumference = len(indices) * (BOX_WIDTH_PX + RING_BOX_SPACING_PX)
-    radius = max(MIN_RING_RADIUS_PX, circumference / (2 * math.pi))
-    centres: dict[int, Point] = {}
-    for position, index in enumerate(indices):
-        angle = 2 * math.pi * position / len(indices) - math.pi / 2
-        centres[index] = Point(RING_ASPECT * radius * math.cos(angle), radius * math.sin(angle))
-    return centres
 
 
 def _build_picture(graph: WaitClassGraph, centres: Mapping[int, Point]) -> GraphPicture:
@@ -283,7 +275,7 @@ def _draw_arrow(
     label_y = (tail.y + 2 * control.y + head.y) / 4
     anchor = "middle"
     if is_mutual and abs(height) > abs(width):
-        # Two arrows side by side: each has its label on its outer side.
+        # The two arrows are side by side: each has its label on its outer side.
         anchor = "start" if control.x > middle_x else "end"
         label_x += LABEL_GAP_PX if anchor == "start" else -LABEL_GAP_PX
     return PictureArrow(
@@ -299,7 +291,7 @@ def _draw_arrow(
 
 
 def _draw_loop(centre: Point, labels: tuple[WaitLabel, ...], waiter: int) -> PictureArrow:
-    """From the top of a box to its right side: its ranks wait for each other."""
+    """An arrow from the top of a box to its right side: the box's ranks wait for each other."""
     top, right = centre.y - BOX_HEIGHT_PX / 2, centre.x + BOX_WIDTH_PX / 2
     start_x = centre.x + 30
     return PictureArrow(
