@@ -1,1 +1,1 @@
-"""What the host knows of its hardware: a module for each source, and the monitor that reads them."""
+"""What the host knows of its hardware: the sources, and the monitor that reads them."""

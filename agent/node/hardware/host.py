@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+HOST_ROOT_VARIABLE = "HANGWATCH_HOST_ROOT"
+
 
 class SourceUnavailableError(Exception):
     """A source cannot be read on this host. ``remedy`` is empty where there is nothing to repair."""
@@ -15,9 +17,6 @@ class SourceUnavailableError(Exception):
     def __init__(self, reason: str, remedy: str = "") -> None:
         super().__init__(reason)
         self.reason, self.remedy = reason, remedy
-
-
-HOST_ROOT_VARIABLE = "HANGWATCH_HOST_ROOT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +33,8 @@ class Host:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str], pids: tuple[int, ...]) -> Host:
-        """In a container, HANGWATCH_HOST_ROOT is where the host's /sys and /dev/kmsg are mounted. The
-        ranks' processes are those of the own /proc all the same.
+        """The host of these ranks. In a container, HANGWATCH_HOST_ROOT is where the host's /sys and
+        /dev/kmsg are mounted; the ranks' processes are in the container's own /proc all the same.
         """
         root = Path(environ.get(HOST_ROOT_VARIABLE) or "/")
         return cls(
@@ -54,7 +53,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_number(path: Path) -> int | None:
-    """None if the file cannot be read or has no number."""
+    """The number in a small file; None if it cannot be read or has none."""
     text = read_text(path)
     try:
         return None if text is None else int(text)

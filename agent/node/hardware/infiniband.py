@@ -62,7 +62,7 @@ def probe(host: Host) -> tuple[Observation, ...]:
 
 
 def _read_port(about: str, port: Path) -> Iterator[Observation]:
-    # A port that was down before the job is not used by it: only a change means something.
+    # Only a change means something, since the job uses no port that was down before it.
     for what in ("state", "phys_state"):
         state = read_text(port / what)
         if state:

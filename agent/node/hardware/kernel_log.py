@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,21 +90,24 @@ def probe(host: Host) -> tuple[Observation, ...]:
     the log may not be read.
     """
     now_s = host.uptime_s()
-    found = [
-        observation
-        for time_s, message in _parse_records(_read_log(host.kernel_log))
-        if now_s - time_s <= MAX_AGE_S
-        for observation in _match_message(message, now_s - time_s)
-    ]
+    found: list[Observation] = []
+    for line in _read_log(host.kernel_log).splitlines():
+        head, separator, message = line.partition(";")
+        fields = head.split(",")  # priority, sequence number, microseconds since the host started
+        if not separator or len(fields) < 3 or not fields[2].isdigit():
+            continue
+        age_s = now_s - int(fields[2]) / 1e6
+        if age_s <= MAX_AGE_S:
+            found += _match_message(message, age_s)
     return tuple(found[-MAX_MESSAGES:])
 
 
-def _match_message(message: str, age_s: float) -> Iterator[Observation]:
+def _match_message(message: str, age_s: float) -> list[Observation]:
     for pattern in _PATTERNS:
         match = pattern.expression.search(message)
         if match is not None:
             groups = {"message": match[0], **match.groupdict("")}
-            yield Observation(
+            observation = Observation(
                 source=SOURCE,
                 about=pattern.about.format(**groups),
                 what=pattern.what,
@@ -114,16 +116,8 @@ def _match_message(message: str, age_s: float) -> Iterator[Observation]:
                 is_abnormal=True,
                 age_s=round(max(0.0, age_s), 1),
             )
-            return
-
-
-def _parse_records(log: str) -> Iterator[tuple[float, str]]:
-    """(seconds since the host was started, message) of each record, oldest first."""
-    for line in log.splitlines():
-        head, separator, message = line.partition(";")
-        fields = head.split(",")
-        if separator and len(fields) >= 3 and fields[2].isdigit():
-            yield int(fields[2]) / 1e6, message
+            return [observation]
+    return []
 
 
 def _read_log(path: Path) -> str:

@@ -1,7 +1,7 @@
-"""Reads the sources of a host: once a minute what counts, and everything on request. In a thread of
-its own, so that the node agent's loop never waits for a source.
+"""Reads the sources of a host: once a minute the counters, as a baseline, and everything on request.
+A thread of its own does it, so that the node agent's loop never waits for a source.
 
-MERGED: Readings of all sources, and what changed between two of them. Pure.
+A request gets what changed since the newest baseline from before the onset of the hang.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,13 +22,17 @@ from .host import Host
 from .reader import SOURCES, TIME_LIMIT_S, ReaderProcess, Source, find_absence, read_source
 
 BASELINE_INTERVAL_S = 60.0
-_FIRST_BASELINE_S = 2.0  # after the first rank was found: it still imports torch
+_FIRST_BASELINE_S = 2.0  # the delay after the first rank was found, which still imports torch
+MAX_BASELINES = 30  # half an hour
+MAX_OBSERVATIONS = 128  # in one reply
 MAX_WAITING_ORDERS = 8
+
+_Key = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareOrder:
-    """Without a request, the reading is the next baseline."""
+    """An order for one reading. Without a request, the reading is the next baseline."""
 
     pids: tuple[int, ...]
     key: str = ""
@@ -41,7 +45,9 @@ def _make_host(pids: tuple[int, ...]) -> Host:
 
 
 class HardwareMonitor:
-    """`take_results` returns the replies to requests; ``wake`` is called for each."""
+    """The thread that reads the sources. `take_results` returns the replies to requests, and ``wake``
+    is called for each.
+    """
 
     def __init__(
         self,
@@ -71,18 +77,15 @@ class HardwareMonitor:
             return
         if not self._next_baseline_ns:
             self._next_baseline_ns = now_ns + int(_FIRST_BASELINE_S * 1e9)
-        if now_ns >= self._next_baseline_ns and self._submit_order(HardwareOrder(pids=pids)):
+        if now_ns >= self._next_baseline_ns and self.request_reading(HardwareOrder(pids=pids)):
             self._next_baseline_ns = now_ns + self._interval_ns
-
-    def request_reading(self, order: HardwareOrder) -> bool:
-        """Returns False if too many readings are queued."""
-        return self._submit_order(order)
 
     def take_results(self) -> list[tuple[HardwareReply, int]]:
         """The replies that are ready, each with the time at which its reading was taken."""
         return [self._results.get_nowait() for _ in range(self._results.qsize())]
 
-    def _submit_order(self, order: HardwareOrder) -> bool:
+    def request_reading(self, order: HardwareOrder) -> bool:
+        """Returns False if too many readings are queued."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run_worker, name="hardware", daemon=True)
             self._thread.start()
@@ -105,7 +108,10 @@ class HardwareMonitor:
     def _execute_order(self, order: HardwareOrder) -> None:
         host = self._make_host(order.pids)
         if not order.request_id:
-            self._baselines.add_reading(self._read_baseline(host))
+            counted = [s for s in self._sources if s.has_counters and s.name not in self._absent]
+            reading = self._read_sources(counted, host)
+            self._absent.update(missing.source for missing in reading.unavailable)
+            self._baselines.add_reading(reading)
             return
         reading = self._read_sources(self._sources, host)
         observations = self._baselines.find_changes(reading, order.onset_ns)
@@ -122,14 +128,10 @@ class HardwareMonitor:
             self._results.put((reply, taken_ns))
             self._wake()
 
-    def _read_baseline(self, host: Host) -> Reading:
-        counted = [s for s in self._sources if s.has_counters and s.name not in self._absent]
-        reading = self._read_sources(counted, host)
-        self._absent.update(missing.source for missing in reading.unavailable)
-        return reading
-
     def _read_sources(self, sources: Sequence[Source], host: Host) -> Reading:
-        """Those that may block are read at the same time, and have one time limit together."""
+        """Reads these sources. Those that may block are read at the same time, and have one time
+        limit together.
+        """
         observations: list[Observation] = []
         unavailable: list[UnavailableSource] = []
         give_up_at = time.monotonic() + TIME_LIMIT_S
@@ -162,12 +164,6 @@ class HardwareMonitor:
         )
 
 
-MAX_BASELINES = 30  # one a minute
-MAX_OBSERVATIONS = 128  # in one reply
-
-_Key = tuple[str, str, str]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """What the sources said at one time, on the clock of `time.monotonic_ns`."""
@@ -191,31 +187,21 @@ class Baselines:
 
     def find_changes(self, reading: Reading, onset_ns: int) -> tuple[Observation, ...]:
         """The observations that changed since before ``onset_ns``, or that are abnormal or facts by
-        themselves, the weightiest first.
+        themselves, the weightiest first. They are compared with the newest baseline from before the
+        onset, or with the oldest if all are later.
         """
-        before = self._choose_baseline(onset_ns)
-        changes = sorted(
-            _compare(reading.observations, before),
-            key=lambda observation: list(Weight).index(observation.weight),
-        )
+        baseline = self._readings[0][1] if self._readings else {}
+        for taken_ns, values in self._readings:
+            if taken_ns <= onset_ns:
+                baseline = values
+        changes: list[Observation] = []
+        for observation in reading.observations:
+            before = baseline.get(_get_key(observation))
+            has_changed = before is not None and before != observation.now
+            if observation.weight is Weight.FACT or observation.is_abnormal or has_changed:
+                changes.append(replace(observation, before=before if has_changed else None))
+        changes.sort(key=lambda observation: list(Weight).index(observation.weight))
         return tuple(changes[:MAX_OBSERVATIONS])
-
-    def _choose_baseline(self, onset_ns: int) -> Mapping[_Key, ObservedValue]:
-        """The newest reading from before the onset, or the oldest if all are later."""
-        earlier = [values for taken_ns, values in self._readings if taken_ns <= onset_ns]
-        if earlier:
-            return earlier[-1]
-        return self._readings[0][1] if self._readings else {}
-
-
-def _compare(
-    observations: Iterable[Observation], before: Mapping[_Key, ObservedValue]
-) -> Iterator[Observation]:
-    for observation in observations:
-        earlier = before.get(_get_key(observation))
-        has_changed = earlier is not None and earlier != observation.now
-        if observation.weight is Weight.FACT or observation.is_abnormal or has_changed:
-            yield replace(observation, before=earlier if has_changed else None)
 
 
 def _get_key(observation: Observation) -> _Key:

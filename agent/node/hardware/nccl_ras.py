@@ -27,11 +27,12 @@ QUERY_TIMEOUT_S = 4.0  # NCCL waits two seconds for processes that do not answer
 _MAX_REPORT_BYTES = 8 << 20
 _MAX_RANKS_SHOWN = 16
 _LISTENING = "0A"  # TCP_LISTEN in include/net/tcp_states.h
+_TITLE = re.compile(r"^(?:#(\S+) \((\w+)\) )?(INCOMPLETE|DEAD|MISMATCH|TIMEOUT)$")
 _NO_SERVER = "no process of the job listens at {}: NCCL is older than 2.24, or NCCL_RAS_ENABLE=0"
 
 
 def check(host: Host) -> None:
-    """Raises SourceUnavailableError if no process listens there."""
+    """Raises SourceUnavailableError if no process of this job listens at the address of RAS."""
     address = _get_address(host)
     _connect(address).close()
     _check_owner(host, address)
@@ -75,17 +76,17 @@ def _check_owner(host: Host, address: str) -> None:
     """
     sockets = _list_listening_sockets(host, _parse_address(address)[1])
     if not sockets or not host.pids:
-        return  # it is on another host, or this is no job's node agent
+        return  # the listener is on another host, or this is no job's node agent
     for pid in host.pids:
         folder = host.proc / str(pid) / "fd"
         try:
             names = os.listdir(folder)
         except PermissionError:
-            return  # unknown
-        except OSError:  # it has ended
+            return  # the owner of the socket stays unknown
+        except OSError:  # the process has ended
             continue
         for name in names:
-            with contextlib.suppress(OSError):  # it is closed meanwhile
+            with contextlib.suppress(OSError):  # the descriptor was closed meanwhile
                 if os.readlink(folder / name) in sockets:
                     return
     raise SourceUnavailableError(
@@ -95,7 +96,9 @@ def _check_owner(host: Host, address: str) -> None:
 
 
 def _list_listening_sockets(host: Host, port: int) -> set[str]:
-    """What /proc/PID/fd shows for them: ``socket:[inode]``. The columns are those of proc_pid_net(5)."""
+    """The sockets that listen at a port, as /proc/PID/fd shows them: ``socket:[inode]``. The columns
+    are those of proc_pid_net(5).
+    """
     found: set[str] = set()
     for name in ("tcp", "tcp6"):
         for line in (read_text(host.proc / "net" / name) or "").splitlines()[1:]:
@@ -115,7 +118,7 @@ def request_report(address: str) -> str:
                 stream.flush()
                 if not stream.readline(200).startswith(b"SERVER PROTOCOL"):
                     raise SourceUnavailableError(f"what listens at {address} is not NCCL")
-                # An older NCCL answers with an error, and sends text.
+                # An older NCCL answers this line with an error, and sends its report as text.
                 stream.write(b"set format json\n")
                 stream.flush()
                 stream.readline(200)
@@ -176,8 +179,8 @@ def _read_json(document: Mapping[str, Any]) -> Iterator[Observation]:
 
 
 def _compare_counts(about: str, ranks: Any) -> Iterator[Observation]:
-    """The ranks that have begun fewer collectives of a kind than most others. Also in a healthy job,
-    for a moment: so it is a hint.
+    """The ranks that have begun fewer collectives of a kind than most others. That is only a hint,
+    since in a healthy job there are such ranks for a moment as well.
     """
     operations = {op for rank in ranks for op in rank.get("collective_counts") or ()}
     for op in sorted(operations):
@@ -205,9 +208,6 @@ def _make_observation(
     return Observation(
         source=SOURCE, about=about, what=what, now=now[:200], weight=weight, is_abnormal=True
     )
-
-
-_TITLE = re.compile(r"^(?:#(\S+) \((\w+)\) )?(INCOMPLETE|DEAD|MISMATCH|TIMEOUT)$")
 
 
 def _read_text(report: str) -> Iterator[Observation]:

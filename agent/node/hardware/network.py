@@ -43,8 +43,8 @@ def probe(host: Host) -> tuple[Observation, ...]:
 
 
 def choose_interfaces(host: Host, names: list[str]) -> list[str]:
-    """Those that NCCL's or Gloo's variable selects; else the one on the route to the master; else all
-    that are up. Loopback only if it was selected.
+    """The interfaces that NCCL's or Gloo's variable selects; else the one on the route to the master;
+    else all that are up. Loopback is among them only if a variable selects it.
     """
     for variable in _VARIABLES:
         if chosen := _select_names(host.environ.get(variable, ""), names):
@@ -59,8 +59,8 @@ def choose_interfaces(host: Host, names: list[str]) -> list[str]:
 
 
 def _select_names(selection: str, names: list[str]) -> list[str]:
-    """NCCL's notation: prefixes separated by commas, after "^" those to leave out, after "=" exact
-    names.
+    """The names that match a selection in NCCL's notation: prefixes separated by commas, after "^"
+    those to leave out, after "=" exact names.
     """
     inverts, selection = selection.startswith("^"), selection.removeprefix("^")
     is_exact, selection = selection.startswith("="), selection.removeprefix("=")
@@ -79,7 +79,7 @@ def _find_route(proc: Path, address: str) -> str:
     """The interface on the route to an IPv4 address, by /proc/net/route; empty if it is not known."""
     try:
         (target,) = struct.unpack("<I", socket.inet_aton(address))
-    except OSError:  # a name: to resolve it could block
+    except OSError:  # the address is a name, and to resolve it could block
         return ""
     best_mask, best_name = -1, ""
     for line in (read_text(proc / "net" / "route") or "").splitlines()[1:]:
@@ -124,7 +124,9 @@ def _read_tcp(proc: Path) -> Iterator[Observation]:
 
 
 def _parse_counters(text: str) -> dict[str, Mapping[str, int]]:
-    """/proc/net/snmp and /proc/net/netstat: a line of names and a line of values for each protocol."""
+    """The counters in /proc/net/snmp or /proc/net/netstat, by protocol and name: each protocol has a
+    line of names and a line of values.
+    """
     lines = text.splitlines()
     counters: dict[str, Mapping[str, int]] = {}
     for names, values in zip(lines[::2], lines[1::2], strict=False):

@@ -1,6 +1,6 @@
 """NVIDIA's GPUs, by NVML: memory errors, throttling, links, and kernels that spin.
 
-NVML may block for long on a sick GPU: it is called in a process of its own only (`reader`).
+NVML may block for long on a sick GPU, so that it is only called in a process of its own (`probes`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _THROTTLE_REASONS = {
     0x40: "hardware thermal",
     0x80: "power brake",
 }
-_SPINNING_POWER_SHARE = 0.4  # of the power limit, at full utilisation: a kernel that only waits
+# A kernel that only waits takes less than this share of the power limit, at full utilisation.
+_SPINNING_POWER_SHARE = 0.4
 _NVLINK_ERRORS = {0: "nvlink_replays", 1: "nvlink_recoveries", 2: "nvlink_crc_errors"}
 
 
@@ -47,15 +48,13 @@ def probe(host: Host) -> tuple[Observation, ...]:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         raise SourceUnavailableError(f"NVML does not start: {error}") from None
-    observations = [
-        Observation(
-            source=SOURCE,
-            about="driver",
-            what="version",
-            now=_decode(pynvml.nvmlSystemGetDriverVersion()),
-            weight=Weight.FACT,
-        )
-    ]
+    version = pynvml.nvmlSystemGetDriverVersion()
+    if isinstance(version, bytes):
+        version = version.decode(errors="replace")
+    driver = Observation(
+        source=SOURCE, about="driver", what="version", now=version, weight=Weight.FACT
+    )
+    observations = [driver]
     for index in range(pynvml.nvmlDeviceGetCount()):
         try:
             device = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -86,7 +85,7 @@ class _GpuReader:
             self._read_processes,
         )
         for read in readers:
-            # One at a time: an older driver lacks some of these functions.
+            # Each is read by itself, since an older driver lacks some of these functions.
             with contextlib.suppress(self._nvml.NVMLError, AttributeError):
                 found += read()
         return found
@@ -120,7 +119,7 @@ class _GpuReader:
             yield self._observe("throttled", ", ".join(reasons), is_abnormal=True)
 
     def _read_power(self) -> Iterator[Observation]:
-        """NCCL's kernels spin: full utilisation at little power is a GPU that waits for others."""
+        """NCCL's kernels spin while a GPU waits for others: full utilisation at little power."""
         busy = self._nvml.nvmlDeviceGetUtilizationRates(self._device).gpu
         power_mw = self._nvml.nvmlDeviceGetPowerUsage(self._device)
         limit_mw = self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._device)
@@ -144,7 +143,9 @@ class _GpuReader:
             yield self._observe(what, total, is_counter=True)
 
     def _read_processes(self) -> Iterator[Observation]:
-        """Processes of others on the GPU. In a container their pids may be unknown, and not be ours."""
+        """Processes of others on the GPU. Where NVML shows none of our pids, those that it shows are
+        of another pid namespace, and say nothing.
+        """
         running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._device)
         foreign = sorted({process.pid for process in running} - self._pids)
         if foreign and len(foreign) < len(running):
@@ -157,7 +158,3 @@ def _make_observation(
     return Observation(
         source=SOURCE, about=f"GPU {index}", what=what, now=now, weight=weight, **flags
     )
-
-
-def _decode(text: bytes | str) -> str:
-    return text.decode(errors="replace") if isinstance(text, bytes) else text

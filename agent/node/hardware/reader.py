@@ -1,27 +1,16 @@
-"""Reads sources: here, or in a process of their own if a driver may block them.
-
-MERGED: The list of sources. A new one is a module with a function `probe`, and a line here.
-
-MERGED: Reads sources that may block, in a process that can be abandoned if a driver does not return:
-``python -P -m hangwatch.agent.node.hardware.reader``.
-
-Each line of its input is a request: ``{"pids": [...], "sources": {NAME: MODULE, ...}}``. It prints the
-result of each source as a line of JSON, as soon as it has it, and ends with its input.
+"""The sources of a host, and how they are read: here, or in a process of their own if a driver may
+block them (`probes`). A new source is a function that takes a `Host`, and an entry in `SOURCES`; one
+that may block is named `probe`, in a module of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import dataclasses
-import importlib
 import json
 import os
 import selectors
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,77 +18,51 @@ from typing import Any
 
 from hangwatch.model.hardware import Observation, UnavailableSource, Weight
 
-from . import cgroups, infiniband, kernel_log, nccl_ras, network, nvml, pressure, storage, versions
+from . import host_resources, infiniband, kernel_log, nccl_ras, network, nvml, probes, versions
 from .host import Host, SourceUnavailableError
-
-_PR_SET_PDEATHSIG = 1
-
-
-def run_probe(
-    name: str, probe: Callable[[Host], tuple[Observation, ...]], host: Host
-) -> tuple[tuple[Observation, ...], UnavailableSource | None]:
-    """Reads the source ``name`` here. Whatever goes wrong with it is returned, not raised."""
-    try:
-        return probe(host), None
-    except SourceUnavailableError as error:
-        return (), UnavailableSource(source=name, reason=error.reason, remedy=error.remedy)
-    except Exception as error:  # the files of an unknown kernel or driver
-        reason = f"hangwatch failed to read it: {type(error).__name__}: {error}"
-        return (), UnavailableSource(source=name, reason=reason, remedy="please report this")
-
-
-def print_result(name: str, module: str, host: Host, printing: threading.Lock) -> None:
-    """Reads a source and prints its line."""
-    probe = importlib.import_module(module).probe
-    observations, unavailable = run_probe(name, probe, host)
-    line = json.dumps(
-        {
-            "source": name,
-            "observations": [dataclasses.asdict(observation) for observation in observations],
-            "unavailable": dataclasses.asdict(unavailable) if unavailable else None,
-        }
-    )
-    with printing:  # longer lines than PIPE_BUF would be interleaved
-        print(line, flush=True)
-
-
-def serve_request(pids: list[int], sources: dict[str, str]) -> None:
-    """Reads all sources at the same time."""
-    host = Host.from_environ(os.environ, tuple(pids))
-    printing = threading.Lock()
-    threads = [
-        threading.Thread(target=print_result, args=(name, module, host, printing))
-        for name, module in sources.items()
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def main() -> int:
-    # A reader that is blocked must not outlive its node agent.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    for line in sys.stdin:
-        serve_request(**json.loads(line))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
-
+from .probes import SourceResult, run_probe
 
 TIME_LIMIT_S = 5.0
 _KILL_WAIT_S = 0.5
 _END_WAIT_S = 0.2  # until a process that has closed its output is gone
 _READ_BYTES = 1 << 16
 _SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
-_COMMAND = (sys.executable, *_SAFE_PATH, "-m", __name__)
+_COMMAND = (sys.executable, *_SAFE_PATH, "-m", probes.__name__)
 _BLOCKED_REMEDY = (
     "its driver or device may be blocked: see /proc/PID/stack of the reader, and the kernel log"
 )
 
-SourceResult = tuple[tuple[Observation, ...], UnavailableSource | None]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A source of evidence. ``probe`` raises SourceUnavailableError where the source cannot be read,
+    and ``check`` where that can be said without reading it.
+    """
+
+    name: str
+    probe: Callable[[Host], tuple[Observation, ...]]
+    has_counters: bool = False  # it is also read once a minute, to know what changes
+    may_block: bool = False  # it is read in a process of its own: a driver or network may block it
+    check: Callable[[Host], None] = lambda host: None
+
+
+SOURCES = (
+    Source(
+        name=infiniband.SOURCE,
+        probe=infiniband.probe,
+        has_counters=True,
+        may_block=True,
+        check=infiniband.check,
+    ),
+    Source(name=network.SOURCE, probe=network.probe, has_counters=True),
+    Source(name=nvml.SOURCE, probe=nvml.probe, has_counters=True, may_block=True, check=nvml.check),
+    Source(name=nccl_ras.SOURCE, probe=nccl_ras.probe, may_block=True, check=nccl_ras.check),
+    Source(name=kernel_log.SOURCE, probe=kernel_log.probe),
+    Source(name=host_resources.CGROUPS, probe=host_resources.probe_cgroups, has_counters=True),
+    Source(name=host_resources.PRESSURE, probe=host_resources.probe_pressure),
+    Source(name=host_resources.STORAGE, probe=host_resources.probe_storage),
+    Source(name=versions.SOURCE, probe=versions.probe),
+)
 
 
 def read_source(source: Source, host: Host) -> SourceResult:
@@ -117,8 +80,9 @@ def find_absence(source: Source, host: Host) -> UnavailableSource | None:
 
 
 class ReaderProcess:
-    """A process that reads sources that may block, all at the same time. It inherits the environment
-    and nothing else. It is kept for later readings: starting one takes more than most readings do.
+    """A process that reads the sources that may block, all at the same time. It inherits the
+    environment and nothing else. It is kept for later readings, since starting one takes more than
+    most readings do.
     """
 
     def __init__(self, command: tuple[str, ...] = _COMMAND) -> None:
@@ -147,7 +111,7 @@ class ReaderProcess:
 
     def collect(self, timeout_s: float) -> list[SourceResult]:
         """Waits for the results, one of each source in their order. A process that is late is killed,
-        and hardly waited for: in a driver it may not end.
+        and hardly waited for, since one that is blocked in a driver may not end.
         """
         results: dict[str, SourceResult] = {}
         waiting = set(self._names)
@@ -159,13 +123,21 @@ class ReaderProcess:
                 results[document["source"]] = _decode_result(document)
                 waiting.discard(document["source"])
         is_late = time.monotonic() >= give_up_at
-        status = self._abandon() if waiting else None
+        status = None
+        if waiting:
+            assert self._process is not None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=_END_WAIT_S)
+            status = self._process.returncode  # None if it did not end by itself
+            self.close()
         return [
             results.get(name) or _explain_missing(name, is_late, status) for name in self._names
         ]
 
     def _iter_lines(self, give_up_at: float) -> Iterator[bytes]:
-        """The lines that the process prints until then, or until it ends."""
+        """The lines that the process prints until ``give_up_at`` (`time.monotonic`), or until it
+        ends.
+        """
         assert self._process is not None and self._process.stdout is not None
         output, unfinished = self._process.stdout.fileno(), b""
         with selectors.DefaultSelector() as selector:
@@ -176,15 +148,6 @@ class ReaderProcess:
                     return
                 *lines, unfinished = (unfinished + data).split(b"\n")
                 yield from lines
-
-    def _abandon(self) -> int | None:
-        """Its exit status, if it had ended by itself."""
-        assert self._process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=_END_WAIT_S)
-        status = self._process.returncode
-        self.close()
-        return status
 
     def close(self) -> None:
         process, self._process = self._process, None
@@ -220,35 +183,3 @@ def _decode_result(document: dict[str, Any]) -> SourceResult:
     )
     unavailable = document["unavailable"]
     return observations, UnavailableSource(**unavailable) if unavailable else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """``probe`` raises SourceUnavailableError where the source cannot be read, and ``check`` where
-    that can be said without reading it.
-    """
-
-    name: str
-    probe: Callable[[Host], tuple[Observation, ...]]
-    has_counters: bool = False  # it is also read once a minute, to know what changes
-    may_block: bool = False  # in a driver, or on a network: it is read in a process of its own
-    check: Callable[[Host], None] = lambda host: None
-
-
-SOURCES = (
-    Source(
-        name=infiniband.SOURCE,
-        probe=infiniband.probe,
-        has_counters=True,
-        may_block=True,
-        check=infiniband.check,
-    ),
-    Source(name=network.SOURCE, probe=network.probe, has_counters=True),
-    Source(name=nvml.SOURCE, probe=nvml.probe, has_counters=True, may_block=True, check=nvml.check),
-    Source(name=nccl_ras.SOURCE, probe=nccl_ras.probe, may_block=True, check=nccl_ras.check),
-    Source(name=kernel_log.SOURCE, probe=kernel_log.probe),
-    Source(name=cgroups.SOURCE, probe=cgroups.probe, has_counters=True),
-    Source(name=pressure.SOURCE, probe=pressure.probe),
-    Source(name=storage.SOURCE, probe=storage.probe),
-    Source(name=versions.SOURCE, probe=versions.probe),
-)

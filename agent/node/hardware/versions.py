@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 
 from hangwatch.model.hardware import Observation, Weight
 
@@ -14,37 +13,24 @@ SOURCE = "versions"
 
 # The wheel's folder lies beside the library: nvidia_nccl_cu12-2.27.3.dist-info.
 _NCCL_LIBRARY = re.compile(r"\s(/\S*/nvidia/nccl/lib/libnccl\.so\S*)")
-_MAX_GROUPS = 64
 _NCCL_WHEEL = re.compile(r"nvidia_nccl_cu\d+-([\d.]+)\.dist-info")
+_MAX_GROUPS = 64
 
 
 def probe(host: Host) -> tuple[Observation, ...]:
-    return tuple(_read_versions(host))
-
-
-def _read_versions(host: Host) -> Iterator[Observation]:
-    kernel = read_text(host.proc / "sys" / "kernel" / "osrelease")
-    driver = read_text(host.sys / "module" / "nvidia" / "version")
-    found = {
-        "kernel": kernel,
+    """The versions that are known, each as a fact."""
+    versions = {
+        "kernel": read_text(host.proc / "sys" / "kernel" / "osrelease"),
         "machine": os.uname().machine,
-        "driver": driver,
+        "driver": read_text(host.sys / "module" / "nvidia" / "version"),
         "nccl": _find_nccl(host),
         "iommu": _find_iommu(host),
     }
-    for about, version in found.items():
-        if version:
-            yield Observation(
-                source=SOURCE, about=about, what="version", now=version, weight=Weight.FACT
-            )
-
-
-def _find_iommu(host: Host) -> str | None:
-    """How the IOMMU treats the devices: "identity" is a passthrough, "DMA" translates addresses."""
-    groups = host.sys / "kernel" / "iommu_groups"
-    types = {read_text(groups / name / "type") or "" for name in list_names(groups)[:_MAX_GROUPS]}
-    types.discard("")
-    return " and ".join(sorted(types)) or None
+    return tuple(
+        Observation(source=SOURCE, about=about, what="version", now=version, weight=Weight.FACT)
+        for about, version in versions.items()
+        if version
+    )
 
 
 def _find_nccl(host: Host) -> str | None:
@@ -57,3 +43,11 @@ def _find_nccl(host: Host) -> str | None:
                 if wheel := _NCCL_WHEEL.fullmatch(name):
                     return wheel[1]
     return None
+
+
+def _find_iommu(host: Host) -> str | None:
+    """How the IOMMU treats the devices: "identity" is a passthrough, "DMA" translates addresses."""
+    groups = host.sys / "kernel" / "iommu_groups"
+    types = {read_text(groups / name / "type") or "" for name in list_names(groups)[:_MAX_GROUPS]}
+    types.discard("")
+    return " and ".join(sorted(types)) or None

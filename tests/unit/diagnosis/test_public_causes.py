@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from hangwatch.agent.node.hardware import (
+    host_resources,
     infiniband,
     kernel_log,
     nccl_ras,
-    storage,
     versions,
 )
 from hangwatch.agent.node.hardware.host import Host
@@ -208,7 +208,7 @@ def test_storage_that_stalls_in_a_checkpoint(cluster: Cluster) -> None:
         },
         0,
     )
-    verdict = cluster.diagnose(kernel_log.probe, storage.probe)
+    verdict = cluster.diagnose(kernel_log.probe, host_resources.probe_storage)
     assert (verdict.kind, verdict.culprits) == (VerdictKind.MISSING_RANK, (0,))
     assert "the NFS server storage1 does not respond" in verdict.advice
     assert "Check the storage server" in verdict.advice

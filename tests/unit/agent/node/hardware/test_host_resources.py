@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.node.hardware import cgroups, pressure, storage, versions
+from hangwatch.agent.node.hardware import host_resources, versions
 from hangwatch.agent.node.hardware.host import SourceUnavailableError
 from hangwatch.model.hardware import Weight
 
@@ -24,7 +24,7 @@ def test_cgroup_version_2(tmp_path: Path) -> None:
             "cpu.stat": "usage_usec 9\nnr_periods 5\nnr_throttled 2\nthrottled_usec 17",
         },
     )
-    found = cgroups.probe(make_host(tmp_path, pids=(7, 8)))
+    found = host_resources.probe_cgroups(make_host(tmp_path, pids=(7, 8)))
     assert [(o.about, o.what, o.now, o.weight) for o in found] == [
         ("/kubepods/pod1", "memory_at_limit", 31, Weight.HINT),
         ("/kubepods/pod1", "oom_kill", 1, Weight.FAULT),
@@ -35,7 +35,7 @@ def test_cgroup_version_2(tmp_path: Path) -> None:
 def test_cgroup_of_a_container_whose_files_are_at_the_root(tmp_path: Path) -> None:
     write_files(tmp_path / "proc/7", {"cgroup": "0::/kubepods/pod1"})
     write_files(tmp_path / "sys/fs/cgroup", {"memory.events": "oom_kill 3"})
-    (found,) = cgroups.probe(make_host(tmp_path, pids=(7,)))
+    (found,) = host_resources.probe_cgroups(make_host(tmp_path, pids=(7,)))
     assert (found.about, found.what, found.now) == ("/", "oom_kill", 3)
 
 
@@ -48,7 +48,7 @@ def test_cgroup_version_1(tmp_path: Path) -> None:
             "cpu,cpuacct/job/cpu.stat": "nr_periods 0\nnr_throttled 4\nthrottled_time 1",
         },
     )
-    found = cgroups.probe(make_host(tmp_path, pids=(7,)))
+    found = host_resources.probe_cgroups(make_host(tmp_path, pids=(7,)))
     assert [(o.about, o.what, o.now) for o in found] == [
         ("/memory/job", "oom_kill", 2),
         ("/cpu,cpuacct/job", "nr_throttled", 4),
@@ -57,8 +57,8 @@ def test_cgroup_version_1(tmp_path: Path) -> None:
 
 def test_unreadable_cgroup(tmp_path: Path) -> None:
     with pytest.raises(SourceUnavailableError, match="cannot be read"):
-        cgroups.probe(make_host(tmp_path, pids=(7,)))
-    assert cgroups.probe(make_host(tmp_path)) == ()
+        host_resources.probe_cgroups(make_host(tmp_path, pids=(7,)))
+    assert host_resources.probe_cgroups(make_host(tmp_path)) == ()
 
 
 def test_pressure(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_pressure(tmp_path: Path) -> None:
             "io": f"some {line.format('90.00')}\nfull {line.format('61.20')}",
         },
     )
-    found = pressure.probe(make_host(tmp_path))
+    found = host_resources.probe_pressure(make_host(tmp_path))
     assert [(o.about, o.now, o.is_abnormal) for o in found] == [
         ("cpu", 12.0, False),
         ("memory", 0.5, False),
@@ -81,7 +81,7 @@ def test_pressure(tmp_path: Path) -> None:
 
 def test_kernel_without_pressure(tmp_path: Path) -> None:
     with pytest.raises(SourceUnavailableError) as refusal:
-        pressure.probe(make_host(tmp_path))
+        host_resources.probe_pressure(make_host(tmp_path))
     assert "psi=1" in refusal.value.remedy
 
 
@@ -91,7 +91,7 @@ def test_threads_that_wait_in_the_kernel(tmp_path: Path) -> None:
             tmp_path / f"proc/7/task/{tid}",
             {"stat": f"{tid} (a ) b) {state} 1 1", "wchan": channel},
         )
-    (found,) = storage.probe(make_host(tmp_path, pids=(7,)))
+    (found,) = host_resources.probe_storage(make_host(tmp_path, pids=(7,)))
     assert (found.about, found.what, found.now) == ("process 7", "uninterruptible in nfs_wait", 2)
     assert found.weight is Weight.FAULT
 
@@ -104,7 +104,7 @@ device storage1:/data mounted on /mnt/data with fstype nfs4 statvers=1.1
 device storage2:/home mounted on /home with fstype nfs statvers=1.1
 \txprt: tcp 700 1 1 0 12 3 44 44 0 5000 0 2 7 9"""
     write_files(tmp_path / "proc/self", {"mountstats": stats})
-    found = storage.probe(make_host(tmp_path))
+    found = host_resources.probe_storage(make_host(tmp_path))
     assert [(o.about, o.now, o.is_abnormal) for o in found] == [
         ("/mnt/data", 12, True),
         ("/home", 0, False),
