@@ -1,8 +1,10 @@
-"""What all tests share: the seed of the zoo's programs."""
+"""What all tests share: the seed of the zoo's programs, and the marker of the slow tests."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,14 @@ from tests.harness.depth import SEED_VARIABLE, choose_seed
 def pytest_configure(config: pytest.Config) -> None:
     """Draws the seed once, in the process that starts the workers, which inherit it."""
     os.environ.setdefault(SEED_VARIABLE, str(choose_seed()))
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Marks the tests that start servers, jobs or browsers: all but the unit tests."""
+    unit_tests = Path(__file__).with_name("unit")
+    for item in items:
+        if unit_tests not in item.path.parents:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
