@@ -1,5 +1,5 @@
-// What all calls of a kind (operator, group, shapes, peer, ...) have in common, from the first call
-// of that kind, which Python interprets.
+// The common details of all calls of a kind (operator, group, shapes, peer, ...), from the first
+// call of that kind, which Python interprets.
 
 #pragma once
 
@@ -15,10 +15,10 @@
 namespace {
 
 constexpr size_t MAX_PLANS = 4096;
-constexpr size_t MAX_COMPARED_TENSORS = 64; // of a longer list, half of them at either end
+constexpr size_t MAX_COMPARED_TENSORS = 64; // half of them are at either end of a longer list
 
 struct CallPlan {
-  Stream* stream = nullptr; // null: they are not recorded
+  Stream* stream = nullptr; // null if these calls are not recorded
   uint64_t agreement_hash = 0;
   RecordBody record_body;
   bool is_blocking = false;
@@ -69,8 +69,8 @@ void append_tensor(const at::Tensor& tensor, CallKey& key) {
   key.insert(key.end(), sizes.begin(), sizes.end());
 }
 
-// Appends everything but the data of an argument to the key of its call. Of a list with more than
-// `max_tensors` tensors, only those at either end.
+// Appends everything but the data of an argument to the key of its call. If a list has more than
+// `max_tensors` tensors, only those at either end are appended.
 void append_argument(
     const c10::IValue& value, bool is_reduce_op, size_t max_tensors, CallKey& key) {
   if (value.isTensor()) {

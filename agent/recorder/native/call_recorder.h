@@ -23,7 +23,7 @@ namespace {
 
 uint64_t get_this_thread() { return static_cast<uint64_t>(pthread_self()); }
 
-thread_local uint32_t this_thread_id = 0; // 0: not asked for yet
+thread_local uint32_t this_thread_id = 0; // 0: not known yet
 
 // The operating system's id of this thread, by which /proc and py-spy name it.
 uint32_t get_thread_id() {
@@ -47,7 +47,7 @@ class CallRecorder {
     if (const CallPlan* cached = plans_.find_plan(key)) {
       plan = *cached;
     } else {
-      const CallKey own_key = key; // without the lock, the caller's may be reused for another call
+      const CallKey own_key = key; // the caller may reuse its key while the lock is released
       const uint64_t generation = plans_.generation();
       lock.unlock();
       const bool is_reusable = fetch_plan(plan);
@@ -68,7 +68,7 @@ class CallRecorder {
     return call;
   }
 
-  // Records a call of which everything is known.
+  // Records a call whose details are all known.
   Call enter_call(
       Stream& stream, uint64_t agreement_hash, const RecordBody& record_body,
       uint64_t blocked_thread, int completion_mode) {
@@ -151,10 +151,10 @@ class CallRecorder {
     PendingWorks finished;
     Lock lock(mutex_);
     const uint64_t written_count = records_.written_count(), now_ns = read_clock_ns();
-    // By index: while the lock is released, other threads may open streams.
+    // An index stays valid if other threads open streams while the lock is released.
     for (size_t i = 0; i < streams_.size(); ++i) {
       Stream& stream = *streams_[i];
-      if (stream.is_published()) // as most of thousands of channels
+      if (stream.is_published()) // most of thousands of channels are
         continue;
       if (!stream.pending_works.empty())
         poll_works(stream, now_ns, finished, lock);
@@ -174,14 +174,14 @@ class CallRecorder {
     return streams_.back();
   }
 
-  // Marks a stream as incomplete from call `from_seq` on; 0: from its next call on.
+  // Marks a stream as incomplete from call `from_seq` on; 0 means from its next call on.
   void mark_incomplete(Stream& stream, uint64_t reason, uint64_t from_seq) {
     Lock lock(mutex_);
     stream.mark_incomplete(reason, from_seq ? from_seq : stream.entered + 1);
   }
 
-  // Records that a call was lost, and that its stream is not known: all streams are incomplete, also
-  // those that are opened later.
+  // Records that a call was lost, and that its stream is not known: all streams are incomplete,
+  // including those that are opened later.
   void record_lost_call() {
     Lock lock(mutex_);
     ++lost_count_;
@@ -266,7 +266,7 @@ class CallRecorder {
     records_.record_completion(call.index, read_clock_ns());
     Stream& stream = *call.stream;
     if (stream.has_unfinished_work()) {
-      // Asynchronous calls before it are unfinished: it counts as complete with the last one.
+      // Asynchronous calls before this one are unfinished: it counts as complete with the last.
       stream.pending_works.push_back({call, Completion::WITH_FORMER, nullptr});
     } else if (stream.completed != UNKNOWN_COMPLETED) {
       stream.pending_works.clear();
@@ -275,15 +275,15 @@ class CallRecorder {
     }
   }
 
-  // Called by a Work, with its mutex locked.
+  // Receives an event from a Work, whose mutex is locked.
   void receive_event(const Call& call, WorkEvent event) noexcept {
     const uint64_t now_ns = read_clock_ns();
     Lock lock(mutex_);
     Stream& stream = *call.stream;
     PendingWork* const pending = stream.find_pending_work(call.index);
     if (event == WorkEvent::DESTROYED) {
-      // A thread that was blocked in the call is so no longer. Another one gave up the Work without
-      // a wait, as of a message, and what became of the call is not known.
+      // A thread that was blocked in the call is not blocked any more. Any other thread has dropped
+      // the Work without a wait, such as that of a message, and the fate of the call is not known.
       if (pending)
         pending->completion = call.blocked_thread ? Completion::COMPLETE : Completion::UNKNOWN;
     } else {
@@ -300,7 +300,7 @@ class CallRecorder {
       if (oldest.completion == Completion::UNKNOWN)
         records_.record_completion(oldest.call.index, now_ns);
       stream.set_completed(oldest.call.seq);
-      stream.pending_works.pop_front(); // it holds no Work
+      stream.pending_works.pop_front(); // this call holds no Work
     }
     stream.publish_progress();
   }
@@ -330,7 +330,7 @@ class CallRecorder {
       stream.drop_oldest_work(finished);
     }
     if (works.size() > 1 && is_newest_complete(stream, lock)) {
-      // The works of some backends never report completion: a later one covers them.
+      // The Works of some backends never report completion: a later one covers them.
       stream.set_completed(works.back().call.seq);
       stream.drop_all_works(finished);
     }
@@ -339,7 +339,8 @@ class CallRecorder {
     return !works.empty();
   }
 
-  // These release the lock while they call torch, and are false if the call was removed meanwhile.
+  // The next two functions release the lock while they call torch, and return false if the call was
+  // removed meanwhile.
 
   static bool is_oldest_complete(const Stream& stream, Lock& lock) {
     const PendingWorks& works = stream.pending_works;

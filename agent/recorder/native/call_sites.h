@@ -1,5 +1,5 @@
 // The user's line behind a call. Python finds it the first time (`CallSites.find_site` in
-// agent/recorder/callers.py); after that it is found here, without the GIL.
+// agent/recorder/callers.py); after that, this code finds it without the GIL.
 
 #pragma once
 
@@ -14,7 +14,7 @@ namespace {
 
 using Lock = std::unique_lock<std::mutex>;
 
-enum CodeOrigin : uint8_t { USER = 0, LIBRARY = 1, MACHINERY = 2 }; // as in callsite.py
+enum CodeOrigin : uint8_t { USER = 0, LIBRARY = 1, MACHINERY = 2 }; // the origins in callers.py
 
 // All methods require the recorder's mutex.
 class CallSites {
@@ -53,7 +53,7 @@ class CallSites {
 
   int64_t find_cached_site() const {
     int64_t site = 0;
-    bool has_library_frame = false; // one was visited
+    bool has_library_frame = false; // whether one was visited
     walk_frames([&](CodePosition position) {
       const auto origin = origins_.find(position.code);
       if (origin == origins_.end()) {
@@ -71,7 +71,7 @@ class CallSites {
     return site;
   }
 
-  // Remembers what Python found: the site belongs to the innermost frame of user code, else to the
+  // Caches the site that Python found. It belongs to the innermost frame of user code, else to the
   // innermost frame of a library.
   void cache_site(uint32_t site) {
     CodePosition library_frame{};
@@ -93,7 +93,7 @@ class CallSites {
   }
 
   uint64_t generation_ = 0; // counts how often the cached sites became outdated
-  std::unordered_map<uint64_t, uint8_t> origins_; // by code object
+  std::unordered_map<uint64_t, uint8_t> origins_; // the key is a code object
   std::unordered_map<CodePosition, uint32_t, CacheHash> sites_;
 };
 

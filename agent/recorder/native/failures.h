@@ -33,7 +33,7 @@ FailureOutcome judge_failure(const std::exception& error, int rule) {
     const bool is_device_error = strstr(checked.what_without_backtrace(), "CUDA error");
     return is_device_error ? FailureOutcome::UNKNOWN : FailureOutcome::NOT_MADE;
   }
-  // gloo's own errors are no errors of torch's.
+  // The errors that gloo itself raises are no errors of torch.
   return strstr(error.what(), "/gloo/") ? FailureOutcome::COMMUNICATED : FailureOutcome::UNKNOWN;
 }
 

@@ -10,7 +10,7 @@
 
 namespace {
 
-using CallKey = std::vector<int64_t>; // all that distinguishes the calls of one kind from others
+using CallKey = std::vector<int64_t>; // everything that distinguishes one kind of call from others
 
 struct CacheHash {
   static uint64_t mix(uint64_t hash, uint64_t word) {

@@ -16,12 +16,12 @@
 
 namespace {
 
-// The recorder that all kernels use, or null. Earlier ones are never freed: a thread may still be
-// in one, and after a fork its mutex may stay locked.
+// The recorder that all kernels use, or null. Earlier recorders are never freed: a thread may still
+// use one, and its mutex may stay locked after a fork.
 std::atomic<CallRecorder*> current_recorder{nullptr};
 
-// The reduce op of the call for which Python makes a plan; -1 if it has none. Some versions of torch,
-// such as 2.9, do not show it to Python.
+// The reduce op of the call for which Python makes a plan; -1 if it has none. Some versions of
+// torch, such as 2.9, do not show it to Python.
 thread_local int64_t planned_reduce_op = -1;
 
 class RecordingKernel : public c10::OperatorKernel {
@@ -37,7 +37,7 @@ class RecordingKernel : public c10::OperatorKernel {
     }
   }
 
-  // Called by torch.
+  // torch calls this in place of the backend's kernel.
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     static const c10::DispatchKeySet lower_keys(
         c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
@@ -53,7 +53,7 @@ class RecordingKernel : public c10::OperatorKernel {
     } catch (const std::exception& error) {
       run_guarded([&] { recorder->fail_call(call, judge_failure(error, call.failure_rule)); });
       throw;
-    } catch (...) { // such as the end of the thread
+    } catch (...) { // the thread may be cancelled, for example
       run_guarded([&] { recorder->finish_call(call, true); });
       throw;
     }
@@ -68,7 +68,7 @@ class RecordingKernel : public c10::OperatorKernel {
         !keys.has_any(c10::DispatchKeySet(c10::DispatchKey::NestedTensor));
   }
 
-  // False after an error of ours, which is recorded.
+  // Returns false after an error of ours, which is recorded.
   template <class Action> // void()
   static bool run_guarded(Action action) {
     try {
@@ -112,8 +112,8 @@ class RecordingKernel : public c10::OperatorKernel {
         stack.empty() ? nullptr : unbox(stack.back()));
   }
 
-  // Fetches a plan from Python: the list that `encode_plan` in library.py makes. False if there is
-  // none this time.
+  // Fetches a plan from Python: the list that `encode_plan` in library.py makes. Returns false if
+  // there is none this time.
   bool fetch_plan(CallRecorder& recorder, const c10::IValue* arguments, CallPlan& plan) const {
     if (!is_python_running()) {
       recorder.record_lost_call();
@@ -150,7 +150,7 @@ class RecordingKernel : public c10::OperatorKernel {
 
   c10::OperatorHandle planner_;
   size_t argument_count_, max_compared_tensors_;
-  std::vector<bool> is_reduce_op_; // by argument
+  std::vector<bool> is_reduce_op_; // one for each argument
 };
 
 } // namespace

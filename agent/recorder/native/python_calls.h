@@ -13,8 +13,8 @@
 
 extern "C" { // Python functions that may be called without the GIL
 int Py_IsInitialized(void);
-__attribute__((weak)) int Py_IsFinalizing(void); // since Python 3.13
-__attribute__((weak)) int _Py_IsFinalizing(void); // before
+__attribute__((weak)) int Py_IsFinalizing(void); // Python 3.13 and later
+__attribute__((weak)) int _Py_IsFinalizing(void); // Python 3.12 and earlier
 }
 
 namespace {
@@ -38,13 +38,13 @@ struct PythonError { // an exception that must be passed on to the user
   std::exception_ptr error;
 };
 
-// Takes the GIL. The operators swallow their own exceptions: an exception of Python's that arrives
+// Takes the GIL. The operators swallow their own exceptions: a Python exception that arrives
 // nevertheless is from a signal handler, such as KeyboardInterrupt, and is thrown as PythonError.
 c10::IValue call_python(const c10::OperatorHandle& op, Stack stack) {
   try {
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::BackendSelect), &stack);
   } catch (const std::exception& error) {
-    // By name: torch/csrc/Exceptions.h and pybind11's headers need Python's.
+    // Only the names are known here: torch/csrc/Exceptions.h and pybind11 need Python's headers.
     const char* type_name = typeid(error).name();
     if (strstr(type_name, "python_error") || strstr(type_name, "error_already_set"))
       throw PythonError{std::current_exception()};
@@ -67,8 +67,8 @@ uint32_t find_site_in_python() {
 }
 
 struct ThreadActivity {
-  bool is_in_torch; // in torch.distributed
-  bool is_independent; // in code of its own
+  bool is_in_torch; // the thread is in torch.distributed
+  bool is_independent; // the thread is in code of its own
 };
 
 ThreadActivity inspect_thread(uint64_t thread) {

@@ -9,10 +9,10 @@ extern "C" char* PyGILState_GetThisThreadState(void); // may be called without t
 
 namespace {
 
-struct FrameLayout { // byte offsets in the interpreter's structs; frames.py has the values
-  int32_t indirect; // in a thread state: the pointer to the struct with `newest`; -1: itself has it
-  int32_t newest; // in that struct: the pointer to the newest frame
-  int32_t back, code, instruction; // in a frame
+struct FrameLayout { // byte offsets in the interpreter's structs; cache.py has the values
+  int32_t indirect; // the pointer in a thread state to the struct with `newest`; -1: itself
+  int32_t newest; // the pointer in that struct to the newest frame
+  int32_t back, code, instruction; // fields of a frame
 };
 
 FrameLayout frame_layout;

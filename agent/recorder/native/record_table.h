@@ -1,5 +1,5 @@
-// Writes the record table of the ring. A reader detects a record that it read while it was written:
-// both copies of its stamp must be equal. The caller holds the recorder's mutex.
+// Writes the record table of the ring. A reader detects a record that was read while it was
+// written: both copies of its stamp must be equal. The caller holds the recorder's mutex.
 
 #pragma once
 
@@ -28,7 +28,7 @@ class RecordTable {
       const RecordBody& body) {
     const uint64_t index = written_++;
     Record& r = get_slot(index);
-    __atomic_store_n(&r.stamp_low, 0, __ATOMIC_RELAXED); // from here on, readers discard it
+    __atomic_store_n(&r.stamp_low, 0, __ATOMIC_RELAXED); // readers discard the record from here on
     __atomic_store_n(&r.stamp, index + 1, __ATOMIC_RELEASE);
     __atomic_thread_fence(__ATOMIC_RELEASE);
     r.entered_ns = entered_ns;
@@ -41,7 +41,7 @@ class RecordTable {
     return index;
   }
 
-  // These do nothing if the record has been overwritten.
+  // The next three functions do nothing if the record has been overwritten.
 
   void add_flags(uint64_t index, uint32_t flags) {
     if (Record& r = get_slot(index); r.stamp == index + 1)

@@ -11,8 +11,8 @@
 // The library needs torch's headers, not Python's. It is one translation unit: the headers beside
 // this file are parts of it, so everything in them has internal linkage and can be inlined.
 
-// The headers of libstdc++ take this from glibc 2.32 and later; a prebuilt library must also work with
-// glibc 2.28. Zero: there may be several threads.
+// The headers of libstdc++ take this variable from glibc 2.32 and later; a prebuilt library must
+// also work with glibc 2.28. Zero means that there may be several threads.
 extern "C" __attribute__((visibility("hidden"))) char __libc_single_threaded;
 char __libc_single_threaded = 0;
 
@@ -26,7 +26,7 @@ char __libc_single_threaded = 0;
 
 extern "C" {
 
-// Called once, before all other functions.
+// This function is called once, before all other functions.
 void hw_initialize_library(FrameLayout layout) {
   frame_layout = layout;
   pthread_atfork(nullptr, nullptr, [] {
@@ -67,7 +67,8 @@ uint64_t hw_update_streams(CallRecorder* recorder) {
   return recorder->update_streams();
 }
 
-// The reduce op of the call that a planner of this thread is reading, as a number; -1 if it has none.
+// The number of the reduce op of the call that a planner of this thread is reading; -1 if it has
+// none.
 int64_t hw_get_planned_reduce_op() {
   return planned_reduce_op;
 }
@@ -76,7 +77,7 @@ void hw_clear_plans(CallRecorder* recorder) {
   recorder->clear_plans();
 }
 
-// Declares where the code of a code object comes from: a CodeOrigin.
+// Declares the CodeOrigin of a code object.
 void hw_set_code_origin(CallRecorder* recorder, uint64_t code, uint8_t origin) {
   recorder->set_code_origin(code, origin);
 }
@@ -85,14 +86,14 @@ void hw_clear_code_origins(CallRecorder* recorder) {
   recorder->clear_code_origins();
 }
 
-// `first_word` is the stream's slot in the ring, in words of 8 bytes from its beginning, and `loss_word`
-// its word of the loss table.
+// `first_word` is the stream's slot in the ring, in words of 8 bytes from its beginning, and
+// `loss_word` its word of the loss table.
 Stream* hw_open_stream(
     CallRecorder* recorder, uint32_t uid, uint64_t first_word, uint64_t loss_word) {
   return recorder->open_stream(uid, first_word, loss_word);
 }
 
-// Marks a stream as incomplete from call `from_seq` on; 0: from its next call on.
+// Marks a stream as incomplete from call `from_seq` on; 0 means from its next call on.
 void hw_mark_incomplete(
     CallRecorder* recorder, Stream* stream, uint64_t reason, uint64_t from_seq) {
   recorder->mark_incomplete(*stream, reason, from_seq);
@@ -107,7 +108,8 @@ void hw_close_stream(CallRecorder* recorder, Stream* stream) {
   recorder->close_stream(stream);
 }
 
-// Records a call in Python, such as a declared one, that begins; `packed_body` is a RecordBody.
+// Records the beginning of a call that Python records, such as a declared one; `packed_body` is a
+// RecordBody.
 void hw_enter_call(
     CallRecorder* recorder, Stream* stream, uint64_t agreement_hash, const char* packed_body,
     uint64_t blocked_thread, int completion_mode, Call* call) {
@@ -147,7 +149,7 @@ int hw_read_frames(uint64_t* codes, uint32_t* instructions, int max_frames) {
   return count;
 }
 
-// For the test that both recorders sample the same calls.
+// The last two functions serve the test that both recorders sample the same calls.
 
 int hw_compute_sampling_level(uint64_t seq) {
   return compute_sampling_level(seq);

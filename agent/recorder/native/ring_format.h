@@ -9,14 +9,14 @@
 namespace {
 
 constexpr uint64_t UNKNOWN_COMPLETED = ~0ull;
-constexpr uint64_t CHAIN_BASE = 0x9E3779B97F4A7C15; // of the running hash
+constexpr uint64_t CHAIN_BASE = 0x9E3779B97F4A7C15; // the base of the running hash
 constexpr uint64_t CHAIN_BASE_INVERSE = 0xF1DE83E19937733D;
 static_assert(CHAIN_BASE * CHAIN_BASE_INVERSE == 1);
-constexpr int MIN_TIMED_LEVEL = 6; // one call in 64
+constexpr int MIN_TIMED_LEVEL = 6; // one call in 64 is timed
 
 constexpr int LOSS_SEQ_BITS = 56;
 
-enum LossReason : uint64_t { FAULT = 1, CALL_RAISED = 2 }; // as in hangwatch/model/calls.py
+enum LossReason : uint64_t { FAULT = 1, CALL_RAISED = 2 }; // hangwatch/model/calls.py has more
 
 enum RecordFlag : uint32_t { RAISED = 4, SHARED = 8, TIMED = 16, RETRACTED = 32 };
 

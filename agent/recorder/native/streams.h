@@ -1,5 +1,5 @@
 // The state of a stream of calls on this rank: its position, its running hash, and its unfinished
-// calls. agent/recorder/streams.py has the same in Python.
+// calls. agent/recorder/streams.py is the same in Python.
 
 #pragma once
 
@@ -29,7 +29,7 @@ bool has_reporting_work(int completion_mode) {
   return completion_mode == BY_REPORTING_WORK || completion_mode == BY_TIMED_REPORTING_WORK;
 }
 
-constexpr size_t MAX_PENDING_WORKS = 16; // in a stream
+constexpr size_t MAX_PENDING_WORKS = 16; // the limit of each stream
 
 struct Stream;
 
@@ -42,12 +42,12 @@ struct Call { // a call in progress; it is recorded if it has a stream
   int failure_rule = NO_RULE;
 };
 
-// What is known of the completion of a call that has returned.
+// The knowledge about the completion of a call that has returned.
 enum class Completion {
-  POLLED, // its Work is asked; only this state holds the Work, and with it the tensors
-  TO_BE_REPORTED, // its Work will report it
+  POLLED, // the Work is polled; only this state holds the Work, and with it the tensors
+  TO_BE_REPORTED, // the Work will report it
   UNKNOWN, // nothing shows it: the call is complete once another one is made
-  WITH_FORMER, // it is complete when the calls before it are
+  WITH_FORMER, // the call is complete when the calls before it are
   COMPLETE
 };
 
@@ -60,15 +60,15 @@ using PendingWorks = std::deque<PendingWork>;
 
 struct Stream {
   uint32_t uid;
-  uint64_t* slot; // in the ring's stream table, indexed by StreamWord
-  uint64_t* loss; // in the ring's loss table
+  uint64_t* slot; // the words in the ring's stream table, indexed by StreamWord
+  uint64_t* loss; // the word in the ring's loss table
   uint64_t entered = 0, completed = 0, chain = 0, last_entered_ns = 0;
-  uint64_t published_entered = 0, published_completed = 0; // at the last poll
+  uint64_t published_entered = 0, published_completed = 0; // the position at the last poll
   uint64_t last_thread = 0; // the thread that made the last call
-  // At the last change of threads, the former one continued with work of its own.
+  // Whether the former thread continued with work of its own at the last change of threads.
   bool was_independent = false;
-  bool is_polling = false; // a thread is polling its works
-  std::atomic<bool> is_untimed{false}; // its works do not report the time of completion
+  bool is_polling = false; // a thread is polling the Works
+  std::atomic<bool> is_untimed{false}; // the Works do not report the time of completion
   PendingWorks pending_works; // oldest first
 
   void set_completed(uint64_t seq) {
@@ -81,15 +81,16 @@ struct Stream {
     publish_progress();
   }
 
-  // From call `from_seq` on, the numbers and running hashes of this stream's calls are not certain.
-  // An earlier loss is kept. Must come before the next call is recorded.
+  // Records that the numbers and running hashes of this stream's calls are not certain from call
+  // `from_seq` on. An earlier loss is kept. Must come before the next call is recorded.
   void mark_incomplete(uint64_t reason, uint64_t from_seq) {
     const uint64_t known_seq = *loss & ((1ull << LOSS_SEQ_BITS) - 1);
     if (!known_seq || from_seq < known_seq)
       __atomic_store_n(loss, from_seq | reason << LOSS_SEQ_BITS, __ATOMIC_RELEASE);
   }
 
-  // Moves works to `finished`, which the caller destroys after it released the mutex.
+  // The next three functions move Works to `finished`, which the caller destroys after it released
+  // the mutex.
 
   void drop_newest_work(PendingWorks& finished) {
     finished.push_back(std::move(pending_works.back()));
@@ -114,7 +115,7 @@ struct Stream {
     return false;
   }
 
-  // Whether the oldest call is complete without a poll; false if there is none.
+  // Whether the oldest call is known to be complete without a poll; false if there is none.
   bool is_oldest_known_complete() const {
     if (pending_works.empty())
       return false;

@@ -21,7 +21,7 @@ std::atomic<uint64_t> fork_generation{0};
 
 enum class WorkEvent { COMPLETED, FAILED, DESTROYED };
 
-// Calls `receive` once: when the Work that owns this object completes, or is destroyed before.
+// Calls `receive` once, when the Work that owns this object completes, or is destroyed before.
 template <class Receive> // void(WorkEvent), which must not throw
 class WorkReport {
  public:
@@ -58,8 +58,8 @@ struct WorkMembers : c10d::Work {
 };
 
 // Calls `receive` when the Work completes, which must be by `Work::finish`, or when it is destroyed
-// before. On the thread that does so, with the Work's mutex locked: it must destroy no Work, and wait
-// for no thread that uses one.
+// before. The call is made on the thread that does so, with the Work's mutex locked: it must
+// destroy no Work, and wait for no thread that uses one.
 template <class Receive>
 void report_events(c10d::Work& work, Receive receive) {
   auto report = std::make_shared<WorkReport<Receive>>(std::move(receive));
@@ -70,7 +70,7 @@ void report_events(c10d::Work& work, Receive receive) {
     return report->report_event(has_failed ? WorkEvent::FAILED : WorkEvent::COMPLETED);
   }
   auto& end_callback = WorkMembers::get_end_callback(work);
-  // The profiler's, if there is one, is called as before.
+  // The profiler's callback, if there is one, is called as before.
   end_callback = [former = std::move(end_callback), report, &work] {
     if (former)
       former();
