@@ -27,10 +27,10 @@ PLATFORM = f"manylinux_2_28_{platform.machine()}"
 PREPARE = """
 import json, os, sys
 from pathlib import Path
-from hangwatch.agent.recorder.native import build, cache, prebuilt
+from hangwatch.agent.recorder.native import build, cache
 if why := cache.explain_unsupported():
     sys.exit(why)
-library = Path(sys.argv[1]) / prebuilt.get_library_name()
+library = Path(sys.argv[1]) / cache.get_prebuilt_name()
 if not library.exists():
     compiler = build.find_compiler(os.environ)
     if compiler is None:
@@ -48,8 +48,8 @@ except (OSError, build.BuildError) as error:
 import torch
 print(json.dumps({
     "library": library.name,
-    "releases": prebuilt.describe_releases(),
-    "sources": prebuilt.hash_sources(),
+    "releases": cache.describe_releases(),
+    "sources": cache.hash_sources(),
     "torch": torch.__version__,
 }))
 """

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ...recorder.native import build, cache
-from ...recorder.native.cache import has_recorders
 from ..system import processes
 from ..system.runtime import AgentLog
 
@@ -119,7 +118,7 @@ class RecorderBuilder:
 
     def _start_build(self) -> str:
         """Returns why the build was not started; empty if it was."""
-        if build.find_compiler(self._env) is None and not has_recorders():
+        if build.find_compiler(self._env) is None and not cache.has_prebuilt():
             return build.NO_COMPILER_MESSAGE
         if self._get_free_memory() < REQUIRED_MEMORY_BYTES:
             return (

@@ -1,7 +1,7 @@
-"""Provides the native recorder for the torch of this interpreter, in the cache: that of the wheel if it
+"""Provides the native recorder for the torch of this interpreter, in the cache: the wheel's if it
 works here, else a new one. ``python -P -m hangwatch.agent.recorder.native.build``.
 
-A node agent runs it in the background, `hangwatch doctor` in the foreground; a training process
+A node agent runs this in the background, `hangwatch doctor` in the foreground; a training process
 never does.
 """
 
@@ -27,7 +27,7 @@ NO_COMPILER_MESSAGE = (
     "there is no C++ compiler: install one (on Debian and Ubuntu: apt-get install g++), or name it"
     " in CXX"
 )
-# How code that runs in a process of its own begins.
+# The beginning of code that runs in a process of its own.
 PROCESS_PRELUDE = (
     "import sys; sys.path[:] = [p for p in sys.path if p]; from hangwatch.agent.recorder.native"
 )
@@ -43,7 +43,7 @@ def get_build_command() -> list[str]:
 
 
 def make_build_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """``env`` for such a process, which is neither a rank nor watched."""
+    """``env`` for a process that builds, which is neither a rank nor watched."""
     return {
         k: v
         for k, v in env.items()
@@ -52,14 +52,14 @@ def make_build_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def build_recorder(env: Mapping[str, str]) -> Path:
-    """Returns the path of a recorder that works here, after building it if necessary. Raises BuildError; a
-    failure that would repeat is recorded in the cache.
+    """Returns the path of a recorder that works here, after building it if necessary. Raises
+    BuildError; a failure that would repeat is recorded in the cache.
     """
     if why := cache.explain_unsupported():
         raise BuildError(why)
     found = find_prebuilt()
     if found is not None and found.is_tested:
-        with contextlib.suppress(OSError):  # then it is built
+        with contextlib.suppress(OSError):  # a file that must not be loaded is not used
             cache.verify_library(found.path)
             return found.path
     target = cache.get_library_path(env)
@@ -70,7 +70,7 @@ def build_recorder(env: Mapping[str, str]) -> Path:
                 cache.verify_library(target)
             except PermissionError as error:
                 raise BuildError(str(error)) from error
-            except OSError:  # it does not exist, or is incomplete
+            except OSError:  # the file does not exist, or is incomplete
                 if found is None or not _copy_if_it_works(found.path, target, env):
                     _compile_recorder(target, env)
     except OSError as error:
@@ -109,8 +109,11 @@ def _compile_recorder(target: Path, env: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def _replace_when_complete(target: Path) -> Iterator[Path]:
-    """Yields a temporary path beside ``target``. At the end of the block its file replaces ``target``."""
-    for leftover in target.parent.glob(f"{glob.escape(target.stem)}.[0-9]*"):  # of killed builds
+    """Yields a temporary path beside ``target``. At the end of the block its file replaces
+    ``target``.
+    """
+    # Builds that were killed have left such files behind.
+    for leftover in target.parent.glob(f"{glob.escape(target.stem)}.[0-9]*"):
         leftover.unlink()
     new_library = target.with_suffix(f".{os.getpid()}")
     try:
@@ -124,18 +127,22 @@ def _replace_when_complete(target: Path) -> Iterator[Path]:
 
 def compile_library(output: Path, compiler: Sequence[str], env: Mapping[str, str]) -> None:
     """Compiles the recorder for the torch of this interpreter. Raises BuildError."""
-    _run_command(
-        [
-            *compiler,
-            *cache.get_compiler_flags(),
-            str(cache.SOURCE_PATH),
-            *_get_torch_flags(),
-            "-o",
-            str(output),
-        ],
-        COMPILE_TIMEOUT_S,
-        env,
-    )
+    import torch
+
+    root = Path(torch.__file__).parent
+    command = [
+        *compiler,
+        *cache.get_compiler_flags(),
+        str(cache.SOURCE_PATH),
+        f"-I{root / 'include'}",
+        f"-I{root / 'include/torch/csrc/api/include'}",
+        f"-L{root / 'lib'}",
+        "-ltorch_cpu",
+        "-lc10",
+        "-o",
+        str(output),
+    ]
+    _run_command(command, COMPILE_TIMEOUT_S, env)
 
 
 def check_library(library: Path, env: Mapping[str, str]) -> None:
@@ -147,7 +154,7 @@ def check_library(library: Path, env: Mapping[str, str]) -> None:
 
 
 def find_compiler(env: Mapping[str, str]) -> list[str] | None:
-    """The command of a C++ compiler: that in CXX, else the first one on PATH; None if there is none."""
+    """The command of a C++ compiler: the one in CXX, else the first on PATH; None if there is none."""
     if command := env.get("CXX", "").split():
         return command
     for name in COMPILERS:
@@ -155,20 +162,6 @@ def find_compiler(env: Mapping[str, str]) -> list[str] | None:
         if path:
             return [path]
     return None
-
-
-def _get_torch_flags() -> list[str]:
-    import torch
-
-    root = Path(torch.__file__).parent
-    include = root / "include"
-    return [
-        f"-I{include}",
-        f"-I{include / 'torch/csrc/api/include'}",
-        f"-L{root / 'lib'}",
-        "-ltorch_cpu",
-        "-lc10",
-    ]
 
 
 def _run_command(argv: list[str], limit_s: float, env: Mapping[str, str]) -> None:
@@ -201,7 +194,7 @@ def _hold_build_lock(target: Path) -> Iterator[None]:
 
 def main() -> int:
     os.nice(19)
-    # If memory runs out, the kernel kills this process first (proc(5)), and not the job.
+    # The kernel kills this process first if memory runs out (proc(5)), and not the job.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:

@@ -1,15 +1,11 @@
-"""The cache of built recorders: one file for each torch, interpreter, machine and version of the
-sources.
+"""The files of built recorders: the cache, with one for each torch, interpreter, machine and
+version of the sources; and those in a wheel, one for each minor version of torch and machine.
 
-MERGED: The byte offsets of a thread's frames in the interpreter's structs, which stay the same in all
-patch releases of a Python version.
-
-MERGED: The recorders that a wheel brings along: one for each minor version of torch and machine.
-
-They depend on torch's C++ interfaces, which stay the same in the patch releases of a minor version,
-and on the frames of Python, whose layout they are told; not on Python's own interfaces. The manifest
-says with which releases each one was tried when the wheel was built. With another one it is tried
-first, in a process of its own (`build.build_recorder`).
+A recorder depends on torch's C++ interfaces, which stay the same in the patch releases of a minor
+version, and on the layout of Python's frames, which is passed to it (`get_frame_layout`); not on
+Python's own interfaces. The wheel's manifest says with which releases each recorder was tried when
+the wheel was built. With another release it is tried first, in a process of its own
+(`build.build_recorder`).
 """
 
 from __future__ import annotations
@@ -29,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 SOURCE_PATH = Path(__file__).with_name("recorder.cpp")
+PREBUILT_FOLDER = Path(__file__).with_name("prebuilt")
+MANIFEST_NAME = "manifest.json"
 NOT_BUILT_REASON = "it is not built yet: a node agent builds it in the background, for the next job"
 _DIGEST_BYTES = 16
 RECORDER_MODES = ("auto", "native", "python")
@@ -101,8 +99,8 @@ def append_digest(library_path: Path) -> None:
 
 
 def verify_library(library_path: Path) -> None:
-    """Raises OSError if the file must not be loaded: it does not exist, is incomplete, or another user
-    could have written it.
+    """Raises OSError if the file must not be loaded: it does not exist, is incomplete, or another
+    user could have written it.
 
     Loading an incomplete library, which a power failure can leave, kills the process (SIGBUS).
     """
@@ -137,20 +135,22 @@ def read_build_failure(library_path: Path) -> str:
 
 
 class FrameLayout(ctypes.Structure):
-    """The offsets, as in python_frames.h."""
+    """The byte offsets of a thread's frames in the interpreter's structs: `FrameLayout` in
+    python_frames.h. They stay the same in all patch releases of a Python version.
+    """
 
     _fields_ = (
-        # In PyThreadState: the pointer to the struct that holds the newest frame; -1: it is held by
-        # PyThreadState itself.
+        # The offset in PyThreadState of the pointer to the struct that holds the newest frame; -1
+        # if PyThreadState itself holds it.
         ("indirect", ctypes.c_int32),
-        ("newest", ctypes.c_int32),  # in that struct: the pointer to the newest frame
-        ("back", ctypes.c_int32),  # in a frame, as are the next two
+        ("newest", ctypes.c_int32),  # the offset in that struct of the pointer to the newest frame
+        ("back", ctypes.c_int32),  # this offset and the next two are in a frame
         ("code", ctypes.c_int32),
         ("instruction", ctypes.c_int32),
     )
 
 
-# Source: Include/cpython/pystate.h, Include/cpython/frameobject.h (3.10),
+# The sources are Include/cpython/pystate.h, Include/cpython/frameobject.h (3.10) and
 # Include/internal/pycore_frame.h of each release.
 _FRAME_LAYOUTS = {
     (3, 10): FrameLayout(-1, 24, 24, 32, 96),
@@ -170,25 +170,21 @@ def get_frame_layout() -> FrameLayout | None:
     return _FRAME_LAYOUTS.get(sys.version_info[:2]) if is_standard_build else None
 
 
-FOLDER = Path(__file__).with_name("prebuilt")
-MANIFEST_NAME = "manifest.json"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrebuiltRecorder:
-    """``is_tested``: it was tried with this release of torch and this minor version of Python."""
+    """A recorder in the wheel."""
 
     path: Path
-    is_tested: bool
+    is_tested: bool  # it was tried with this release of torch and this minor version of Python
 
 
-def find_prebuilt(folder: Path = FOLDER) -> PrebuiltRecorder | None:
+def find_prebuilt(folder: Path = PREBUILT_FOLDER) -> PrebuiltRecorder | None:
     """The recorder of the wheel for this torch and machine; None if there is none. Imports torch."""
     try:
         manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
         if manifest["sources"] != hash_sources():
             return None  # built from other sources than those installed here
-        name = get_library_name()
+        name = get_prebuilt_name()
         tested = manifest["recorders"][name]
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -196,13 +192,13 @@ def find_prebuilt(folder: Path = FOLDER) -> PrebuiltRecorder | None:
     return PrebuiltRecorder(path=path, is_tested=describe_releases() in tested)
 
 
-def has_recorders(folder: Path = FOLDER) -> bool:
-    """Whether the wheel has any."""
+def has_prebuilt(folder: Path = PREBUILT_FOLDER) -> bool:
+    """Whether the wheel has any recorders."""
     return (folder / MANIFEST_NAME).exists()
 
 
-def get_library_name() -> str:
-    """The file name of the recorder for this torch and machine. Imports torch."""
+def get_prebuilt_name() -> str:
+    """The file name of the wheel's recorder for this torch and machine. Imports torch."""
     import torch
 
     minor = "_".join(torch.__version__.split(".")[:2])
@@ -223,5 +219,5 @@ def describe_releases() -> dict[str, str]:
 
 
 def hash_sources() -> str:
-    """Of the library's sources, whose functions `library` calls."""
+    """The hash of the library's sources, whose functions `library` calls."""
     return hashlib.blake2b(repr(read_sources()).encode(), digest_size=8).hexdigest()
