@@ -1,4 +1,4 @@
-"""Records what the training script declares: phases, steps, and communication outside
+"""The declarations of the training script: phases, steps, and communication outside
 torch.distributed.
 """
 
@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from .writer import RingWriter
 
 
+# The server refuses larger values.
+MAX_PHASE_LIMIT_S = 1e8
+MAX_STEP = 1 << 60
+
+
 class AnnotatedRank(Protocol):
     """The parts of a rank that annotations use."""
 
@@ -46,11 +51,6 @@ class AnnotatedRank(Protocol):
     def set_lifecycle(self, state: Lifecycle) -> None: ...
 
 
-# The server refuses larger values.
-MAX_PHASE_LIMIT_S = 1e8
-MAX_STEP = 1 << 60
-
-
 class UserAnnotations:
     """Implements `hangwatch.phase`, `hangwatch.step` and `hangwatch.collective`. No error of ours
     reaches the script.
@@ -60,12 +60,12 @@ class UserAnnotations:
         self._rank = rank
         # Entered phases, innermost last: (interned name, time of entry in ns, limit in ns or 0).
         self._phases: list[tuple[int, int, int]] = []
-        # By name of the communicator and members, None for all ranks.
+        # The streams by name of the communicator and members, None for all ranks.
         self._declared_streams: dict[
             tuple[str, tuple[int, ...] | str | None], StreamRecorder | None
         ] = {}
         self._open_lock = allocate_lock()
-        # By name of the call: the number of its signature, and its agreement hash.
+        # The number of a call's signature, and its agreement hash, by name of the call.
         self._interned_signatures: dict[str, tuple[int, int]] = {}
 
     def enter_phase(self, name: str, limit: float | None) -> Any:
@@ -126,7 +126,7 @@ class UserAnnotations:
 
         has_world = dist.is_initialized()
         if not has_world and self._rank.lifecycle in (Lifecycle.STARTING, Lifecycle.DESTROYED):
-            # It communicates, though not by torch.distributed.
+            # The rank communicates, though not by torch.distributed.
             self._rank.set_lifecycle(Lifecycle.INITIALISED)
         if isinstance(group, str) or (group is None and (ranks is not None or not has_world)):
             members = None if ranks is None else tuple(ranks)
@@ -136,8 +136,8 @@ class UserAnnotations:
         track = groups.tracks.get(id(pg))
         if track is None or track.group_ref() is not pg:
             track = groups.open_group(pg)
-        # Whether the host waits in a call on a device is not observable. In the stream of such calls
-        # a declared call would not be seen to wait either, so it gets a stream of its own.
+        # A wait of the host in a call on a device is not observable. In the stream of such calls a
+        # declared call would not be seen to wait either, so it gets a stream of its own.
         if track.has_device_backend:
             name = f"{track.description['desc']} {track.description['name']}"
             if track.is_foreign:
@@ -173,7 +173,7 @@ class UserAnnotations:
                 f" {pack_ranks(members) or 'none'}: these are not watched"
             )
             return None
-        with self._open_lock:  # held for microseconds, and never while waiting
+        with self._open_lock:  # the lock is held for microseconds, and never during a wait
             if (name, members) not in streams:
                 description = {
                     "kind": StreamKind.COLLECTIVE.value,

@@ -1,9 +1,7 @@
-"""What the recorder knows about the functions of torch.distributed that call the operators.
+"""The callers of an operator: the functions of torch.distributed, which hold its arguments in local
+variables, the user's line behind them, and what another thread of this process is doing.
 
-MERGED: Finds the user's line behind a call: the innermost frame outside torch, the standard library and
-site-packages.
-
-MERGED: Inspects what another thread of this process is doing.
+The user's line is the innermost frame outside torch, the standard library and site-packages.
 """
 
 from __future__ import annotations
@@ -27,14 +25,22 @@ from .writer import RingWriter
 
 _PENDING_CALLS = ("isend", "irecv")
 _WRAPPERS = ("func_wrapper", "wrapper")  # torch/distributed/c10d_logger.py
+_MAX_CACHED = 4096  # code objects; beyond that all caches are cleared
+# The origins of a frame's code, as `CodeOrigin` in native/call_sites.h. Machinery is torch, the
+# standard library and this package.
+_USER, _LIBRARY, _MACHINERY = 0, 1, 2
+_STDLIB = sysconfig.get_path("stdlib")
+_CHECKS_DIR = os.path.join(os.path.dirname(__file__), "checks", "")
+_NEEDS_GC_PAUSE = sys.version_info[:2] == (3, 11)
+_call_function: Callable[..., Any] = operator.methodcaller("__call__")
 
 ReduceOpReader = Callable[[Any, FrameType], "int | None"]
 
 
 @functools.cache
 def find_quick_callers() -> dict[int, CodeType]:
-    """By id: the code of torch.distributed's functions that call with one tensor and have their
-    arguments in ``group`` and ``op``.
+    """The code of torch.distributed's functions that call with one tensor and have their arguments
+    in ``group`` and ``op``, by its id.
     """
     names = [op for op, spec in OPERATIONS.items() if spec.passes_one_tensor]
     logged = find_logged_callers()
@@ -46,8 +52,8 @@ def find_quick_callers() -> dict[int, CodeType]:
 
 @functools.cache
 def find_logged_callers() -> dict[int, CodeType]:
-    """By id: the code of torch.distributed's functions that run inside exactly one wrapper of
-    torch's, its logger's.
+    """The code of torch.distributed's functions that run inside exactly one wrapper of torch's, its
+    logger's, by its id.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -64,8 +70,8 @@ def find_logged_callers() -> dict[int, CodeType]:
 
 @functools.cache
 def find_named_reduce_ops() -> dict[int, int]:
-    """By id: the numbers of the reduce ops that exist as long as the process does, such as
-    ``ReduceOp.SUM``. Others hold data of the job, such as the factor of a premultiplied sum.
+    """The numbers of the reduce ops that exist as long as the process does, such as
+    ``ReduceOp.SUM``, by id. Others hold data of the job, such as the factor of a premultiplied sum.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -76,10 +82,12 @@ def find_named_reduce_ops() -> dict[int, int]:
 @functools.cache
 def make_reduce_op_reader() -> ReduceOpReader:
     """Makes a function that returns the number of a reduce op, from the boxed object and the
-    calling frame; None where this torch has no way to read it (such as 2.6 and 2.9, in calls from C++).
+    calling frame; None where this torch has no way to read it (such as 2.6 and 2.9, in calls from
+    C++).
 
-    Reading the boxed object takes 1.7 microseconds, and these versions cannot. Where the caller is one
-    of torch.distributed's own functions, its argument ``op`` is read instead, in a tenth of that.
+    Reading the boxed object takes 1.7 microseconds, and these versions cannot. If the caller is one
+    of torch.distributed's own functions, its argument ``op`` is read instead, in a tenth of that
+    time.
     """
     import torch
 
@@ -99,11 +107,11 @@ def make_reduce_op_reader() -> ReduceOpReader:
 
 
 def find_caller() -> FrameType:
-    """The frame that called the function that calls this one; in a thread of C++, where no Python
-    function did, that of the function itself.
+    """The frame that called the function that calls this one. In a thread of C++, where no Python
+    function did, it is the frame of the function itself.
 
-    It is to be passed on, not kept: a local variable that held its own frame would be a reference
-    cycle, which keeps the arguments of the call until a garbage collection.
+    The frame is to be passed on, not kept: a local variable that held its own frame would be a
+    reference cycle, which keeps the arguments of the call until a garbage collection.
     """
     try:
         return sys._getframe(2)
@@ -141,13 +149,6 @@ def _find_codes(names: list[str]) -> list[CodeType]:
     return [inspect.unwrap(function).__code__ for function in functions]
 
 
-_MAX_CACHED = 4096  # code objects; past that all caches are cleared
-
-# Where the code of a frame comes from, as `CodeOrigin` in native/call_sites.h. Machinery is torch,
-# the standard library and this package.
-_USER, _LIBRARY, _MACHINERY = 0, 1, 2
-
-
 class CallSites:
     """Finds and interns call sites. Each code object is classified once; after that, a frame costs
     one dictionary look-up.
@@ -161,7 +162,7 @@ class CallSites:
         """
         self._ring = ring
         self._on_origin = on_origin
-        # By id(code). Keeping the code object alive keeps its id unique.
+        # The origin of each code object by its id, which is unique while the object is kept here.
         self._origins: dict[int, tuple[int, CodeType]] = {}
         self._site_numbers: dict[tuple[int, int], int] = {}
         self._user_site_numbers: dict[tuple[int, int], int] = {}
@@ -178,7 +179,7 @@ class CallSites:
 
     def get_cached_site(self, frame: FrameType) -> int:
         """The site's number if the frame itself is the user's and its site is interned, else 0.
-        Faster than `find_site`.
+        This is faster than `find_site`.
         """
         number = self._user_site_numbers.get((id(frame.f_code), frame.f_lasti), 0)
         return number if number and self._ring.is_site_fresh(number) else 0
@@ -210,7 +211,7 @@ class CallSites:
         if number and self._ring.is_site_fresh(number):
             return number
         code = frame.f_code
-        name = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
+        name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has only the latter
         number = self._ring.intern_site(
             {"file": code.co_filename[-240:], "line": frame.f_lineno, "function": name[-80:]}
         )
@@ -238,18 +239,12 @@ class CallSites:
         return _MACHINERY if file.startswith(self._stdlib_prefixes) else _USER
 
 
-_STDLIB = sysconfig.get_path("stdlib")
-_CHECKS_DIR = os.path.join(os.path.dirname(__file__), "checks", "")
-_NEEDS_GC_PAUSE = sys.version_info[:2] == (3, 11)
-_call_function: Callable[..., Any] = operator.methodcaller("__call__")
-
-
 def inspect_thread(thread: int) -> tuple[bool, bool]:
-    """Whether the thread is in torch.distributed, and whether it is in code of its own rather than in a
-    wait of the standard library or in autograd.
+    """Whether the thread is in torch.distributed, and whether it is in code of its own rather than
+    in a wait of the standard library or in autograd.
     """
     frame = find_frame(thread)
-    # Our checks run inside a call: the frame below them tells where the thread is.
+    # Our checks run inside a call: the frame below them shows where the thread is.
     while frame is not None and frame.f_code.co_filename.startswith(_CHECKS_DIR):
         frame = frame.f_back
     if frame is None:
@@ -269,11 +264,12 @@ def find_frame(thread: int) -> FrameType | None:
     Python 3.11 creates objects there while it holds the lock of its list of threads. If a garbage
     collection runs a destructor that releases the GIL, as torch's do, and the thread that gets the
     GIL starts or ends a thread, the process is deadlocked
-    (https://github.com/python/cpython/issues/106883; the last releases of 3.11 do the same as here).
+    (https://github.com/python/cpython/issues/106883; the last releases of 3.11 do the same as
+    here).
     """
     if not (_NEEDS_GC_PAUSE and gc.isenabled()):
         return sys._current_frames().get(thread)
-    # `map` calls the three from C, so that no other thread runs in between.
+    # `map` calls the three functions from C, so that no other thread runs in between.
     functions = (gc.disable, sys._current_frames, gc.enable)
     frame: FrameType | None = tuple(map(_call_function, functions))[1].get(thread)
     return frame

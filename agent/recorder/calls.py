@@ -1,19 +1,11 @@
 """Reads one ``c10d`` call: its stream, its signature, its site, and how its completion is found.
 
-Every call of every rank pays for this code, so it looks up what is known instead of computing it.
+Every call of every rank pays for this code, so known values are looked up instead of computed.
 
-MERGED: The signatures of one operator's calls, each interned in the ring once.
-
-MERGED: Finds the ``c10d`` operators of the running torch that communicate, and describes those that
-`hangwatch.model.operators` has no entry for.
-
-MERGED: The tensors in an operator's argument: a single one, a list, or a list of lists.
-
-MERGED: Decides whether a call that raised an exception had communicated before.
-
-A call that raised earlier is no call to the peers: the script may catch the exception and make the
-call again. gloo and NCCL check the arguments of a call before they queue it, and report what fails
-afterwards when its Work is waited for, or by an exception of its own type.
+A call that raises an exception before it communicates is no call to the peers: the script may catch
+the exception and make the call again. gloo and NCCL check the arguments of a call before they queue
+it, and report later failures when the Work is waited for, or by an exception of a type of their
+own.
 """
 
 from __future__ import annotations
@@ -42,16 +34,20 @@ if TYPE_CHECKING:
     from .groups import GroupRegistry
 
 
-class RecorderState(Protocol):
-    """What reading a call needs of the process's recorder."""
-
-    ring: RingWriter
-    groups: GroupRegistry
-    sites: CallSites
-
-
+MAX_CACHED_CALLS = 4096  # different signatures of one operator
+_MAX_SHAPES = 8  # tensors of a list whose shapes are kept
+_COMPARED_PER_END = 32  # tensors at either end of a longer list; its length is always compared
 _ASYNC_NAMES = ("async_op", "asyncOp")  # torch 2.6 and 2.7 know only the latter, on few operators
 _ASYNC, _BLOCKING = int(RecordFlag.ASYNC), int(RecordFlag.BLOCKING)
+_REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+_NAMESPACE = "c10d::"
+_GROUP_TYPE, _WORK_TYPE, _REDUCE_OP_TYPE = "c10d.ProcessGroup", "c10d.Work", "c10d.ReduceOp"
+_CHECKING_BACKENDS = frozenset({"gloo", "nccl"})
+# The exceptions that torch raises for wrong arguments, whichever backend is used.
+_ARGUMENT_ERRORS = (TypeError, ValueError, IndexError, NotImplementedError)
+# Parts of the messages of RuntimeErrors that are no check of an argument: gloo's own errors, which
+# name the line that raised them, and errors of a device, which an earlier kernel may have caused.
+_OTHER_MESSAGES = ("/gloo/", "CUDA error")
 
 # (stream, arguments of its `enter_call`: agreement hash, record body, blocked thread, completion
 # mode; the code whose id is in the plan's key, and unique as long as the code exists)
@@ -59,6 +55,16 @@ CallPlan = tuple[StreamRecorder, int, bytes, int, int, CodeType]
 # (stream, agreement hash, number of the signature, bytes, peer, tag, flags, whether its thread
 # blocks, completion mode)
 CallDetails = tuple[StreamRecorder, int, int, int, int, int, int, bool, int]
+# (its number in the ring, the hash of what must agree, the size in bytes)
+InternedSignature = tuple[int, int, int]
+
+
+class RecorderState(Protocol):
+    """What reading a call needs of the process's recorder."""
+
+    ring: RingWriter
+    groups: GroupRegistry
+    sites: CallSites
 
 
 class CallReader:
@@ -93,7 +99,7 @@ class CallReader:
         self.is_p2p = spec.is_p2p
         self._p2p_kind = StreamKind.SEND if spec.p2p_role is P2pRole.SEND else StreamKind.RECV
         self._signatures = SignatureCache(spec)
-        self.plans: dict[Any, CallPlan] = {}  # of calls that were entered before
+        self.plans: dict[Any, CallPlan] = {}  # one for each kind of call that was entered before
 
     def enter_call(
         self,
@@ -209,8 +215,8 @@ class CallReader:
         key: Any,
         reduce_op: Any,
     ) -> EnteredCall | None:
-        """`enter_call`, and plans the next call that has this ``key``, unless the id of its reduce
-        op, which is in the key, may be reused.
+        """Records the call as `enter_call` does, and plans the next call that has this ``key``,
+        unless the id of its reduce op, which is in the key, may be reused.
         """
         plan = self._plan_call(recorder, args, caller, site_frame)
         if plan is None:
@@ -227,7 +233,7 @@ class CallReader:
         return entered
 
     def find_failure_rule(self, recorder: RecorderState, args: tuple[Any, ...]) -> FailureRule:
-        """Which exceptions show that the call, which was entered, did not communicate."""
+        """Finds which exceptions show that the call, which was entered, did not communicate."""
         track = self.find_track(recorder, args) if self._has_group(args) else None
         return FailureRule.NONE if track is None else choose_rule(self.spec, track)
 
@@ -257,8 +263,8 @@ class CallReader:
         return CompletionMode.TIMED if is_timed and setting == "1" else mode
 
     def clear_caches(self) -> None:
-        """The interned data is about to be overwritten, or belongs to another ring, or a group is
-        gone.
+        """Forgets all calls, since the interned data is about to be overwritten or belongs to
+        another ring, or a group was deleted.
         """
         self._signatures.interned.clear()
         self.plans.clear()
@@ -283,7 +289,11 @@ class CallReader:
     ) -> Any:
         if first is None:
             return (None, None, reduce_op, root)
-        shapes = list_shapes(tensors) if type(tensors) is list else first.shape
+        if type(tensors) is list:
+            flat = flatten_tensors(tensors)
+            shapes = (len(flat), *(tensor.shape for tensor in select_ends(flat)))
+        else:
+            shapes = first.shape
         return (shapes, first.dtype, reduce_op, root, self._read_split_sizes(args))
 
     def _read_split_sizes(self, args: tuple[Any, ...]) -> Any:
@@ -299,16 +309,10 @@ class CallReader:
         )
 
 
-MAX_CACHED_CALLS = 4096  # different signatures of one operator
-_MAX_SHAPES = 8  # tensors of a list whose shapes are kept
-_REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
-
-# (its number in the ring, the hash of what must agree, the size in bytes)
-InternedSignature = tuple[int, int, int]
-
-
 class SignatureCache:
-    """By key: the interned signatures. The caller makes the key from all that is in a signature."""
+    """The interned signatures of one operator by key. The caller makes the key from everything that
+    is in a signature.
+    """
 
     def __init__(self, spec: OperatorSpec) -> None:
         self._spec = spec
@@ -331,14 +335,18 @@ class SignatureCache:
         flat = flatten_tensors(tensors) if first is not None and self._has_tensors else []
         signature = self._build_signature(flat, first, reduce_op, root, splits)
         number = ring.intern_signature(encode_signature(signature))
-        size = sum(count_bytes(tensor) for tensor in flat)
+        # Each member may send another number of values of a sparse tensor, which counts as 0 bytes.
+        size = sum(int(t.nbytes) for t in flat if not (t.is_sparse or t.is_sparse_csr))
         entry = self.interned[key] = number, signature.agree, size
         return entry
 
     def _build_signature(
         self, flat: list[Any], first: Any, reduce_op: int | None, root: int | None, splits: Any
     ) -> Signature:
-        numels = count_numels(flat)
+        numels = (len(flat), *(tensor.numel() for tensor in select_ends(flat)))
+        reduce_op_name = None
+        if reduce_op is not None and reduce_op < len(_REDUCE_OPS):
+            reduce_op_name = _REDUCE_OPS[reduce_op].lower()
         shapes = [tuple(tensor.shape) for tensor in flat[:_MAX_SHAPES]]
         if len(flat) > _MAX_SHAPES:
             shapes.append(())
@@ -346,7 +354,7 @@ class SignatureCache:
             op=self._spec.op,
             shapes=tuple(shapes),
             dtype=str(first.dtype).removeprefix("torch.") if flat else None,
-            reduce_op=_name_reduce_op(reduce_op),
+            reduce_op=reduce_op_name,
             root=root,
             splits=splits,
             numel=sum(numels[1:]),
@@ -357,14 +365,35 @@ class SignatureCache:
         return with_agreement_hash(signature, must_match, numels)
 
 
-def _name_reduce_op(number: int | None) -> str | None:
-    if number is None or number >= len(_REDUCE_OPS):
-        return None
-    return _REDUCE_OPS[number].lower()
+def find_first_tensor(tensors: Any) -> Any:
+    """The first tensor of an argument: one, a list, or a list of lists. None for an empty list."""
+    while type(tensors) is list:
+        if not tensors:
+            return None
+        tensors = tensors[0]
+    return tensors
 
 
-_NAMESPACE = "c10d::"
-_GROUP_TYPE, _WORK_TYPE, _REDUCE_OP_TYPE = "c10d.ProcessGroup", "c10d.Work", "c10d.ReduceOp"
+def flatten_tensors(tensors: Any) -> list[Any]:
+    """All tensors of an argument, in order."""
+    if type(tensors) is not list:
+        return [tensors]
+    return [tensor for part in tensors for tensor in flatten_tensors(part)]
+
+
+def select_ends(flat: list[Any]) -> list[Any]:
+    """The tensors of a list that are compared: all, or those at both ends of a long list."""
+    if len(flat) <= 2 * _COMPARED_PER_END:
+        return flat
+    return flat[:_COMPARED_PER_END] + flat[-_COMPARED_PER_END:]
+
+
+def count_split_elements(tensor: Any, rows: list[int]) -> tuple[int, ...]:
+    """The elements per member, from split sizes in rows of ``tensor``; one number for even splits."""
+    if not rows:
+        return (tensor.numel(),)
+    elements_per_row = tensor.numel() // max(1, len(tensor))
+    return tuple(row_count * elements_per_row for row_count in rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,7 +422,8 @@ def iter_communicating_operators() -> Iterator[TorchOperator]:
         if base_name in LOCAL_OPERATORS or find_group_index(overload._schema) < 0:
             continue
         if any(argument.kwarg_only for argument in overload._schema.arguments):
-            # A kernel gets such arguments by name, and what has none of these must not pay for it.
+            # A kernel gets such arguments by name, and operators without them must not pay for
+            # that.
             faults.record_message(f"calls of {qualified_name} are not watched: {overload._schema}")
             continue
         spec = OPERATORS.get(name) or describe_unknown_operator(base_name, overload._schema)
@@ -412,10 +442,10 @@ def find_tensor_indices(schema: Any) -> tuple[int, ...]:
 
 
 def describe_unknown_operator(name: str, schema: Any) -> OperatorSpec:
-    """An entry for an operator of which only the schema is known.
+    """Makes an entry for an operator of which only the schema is known.
 
-    Only the operator itself must agree on all members, since its shapes may legally differ. c10d
-    calls the peers of point-to-point operators ``dst`` and ``src``.
+    Members must agree on the operator alone, since its shapes may legally differ. c10d names the
+    peers of point-to-point operators ``dst`` and ``src``.
     """
     arguments = [argument.name for argument in schema.arguments]
     reduce_op_index = _find_type(schema.arguments, _REDUCE_OP_TYPE)
@@ -432,7 +462,7 @@ def describe_unknown_operator(name: str, schema: Any) -> OperatorSpec:
         root_arg="root_rank" if "root_rank" in arguments else None,
         p2p_role=role,
         peer_arg=peer_arg,
-        # The recorder takes the Work from the end of what the operator returns.
+        # The recorder takes the Work from the end of the operator's results.
         returns_work=bool(returns) and _WORK_TYPE in str(returns[-1].type),
         is_generic=True,
     )
@@ -445,74 +475,14 @@ def _find_type(values: Any, type_name: str) -> int:
     return -1
 
 
-_COMPARED_PER_END = 32  # at either end of a longer list; its length always is
-
-
-def find_first_tensor(tensors: Any) -> Any:
-    """The first tensor; None for an empty list."""
-    while type(tensors) is list:
-        if not tensors:
-            return None
-        tensors = tensors[0]
-    return tensors
-
-
-def flatten_tensors(tensors: Any) -> list[Any]:
-    """All tensors, in order."""
-    if type(tensors) is not list:
-        return [tensors]
-    return [tensor for part in tensors for tensor in flatten_tensors(part)]
-
-
-def select_ends(flat: list[Any]) -> list[Any]:
-    """The tensors of a list that are compared: all, or those at both ends of a long list."""
-    if len(flat) <= 2 * _COMPARED_PER_END:
-        return flat
-    return flat[:_COMPARED_PER_END] + flat[-_COMPARED_PER_END:]
-
-
-def list_shapes(tensors: list[Any]) -> tuple[Any, ...]:
-    """The number of tensors, and the shapes of those that are compared."""
-    flat = flatten_tensors(tensors)
-    return (len(flat), *(tensor.shape for tensor in select_ends(flat)))
-
-
-def count_numels(flat: list[Any]) -> tuple[int, ...]:
-    """The number of tensors, and the element counts of those that are compared."""
-    return (len(flat), *(tensor.numel() for tensor in select_ends(flat)))
-
-
-def count_split_elements(tensor: Any, rows: list[int]) -> tuple[int, ...]:
-    """The elements per member, from split sizes in rows of ``tensor``; one number for even splits."""
-    if not rows:
-        return (tensor.numel(),)
-    elements_per_row = tensor.numel() // max(1, len(tensor))
-    return tuple(row_count * elements_per_row for row_count in rows)
-
-
-def count_bytes(tensor: Any) -> int:
-    """The size in bytes; 0 for a sparse tensor, of which each member may send another number of
-    values.
-    """
-    return 0 if tensor.is_sparse or tensor.is_sparse_csr else int(tensor.nbytes)
-
-
-_CHECKING_BACKENDS = frozenset({"gloo", "nccl"})
-# What torch raises for wrong arguments, whichever backend is used.
-_ARGUMENT_ERRORS = (TypeError, ValueError, IndexError, NotImplementedError)
-# In messages of RuntimeErrors that are no check of an argument: gloo's own errors, which name the
-# line that raised them, and errors of a device, which an earlier kernel may have caused.
-_OTHER_MESSAGES = ("/gloo/", "CUDA error")
-
-
 class FailureRule(enum.IntEnum):
-    """Which exceptions of a call show that it did not communicate. The numbers are part of the plans
-    that the native recorder gets.
+    """The exceptions of a call that show that it did not communicate. The numbers are part of the
+    plans that the native recorder gets.
     """
 
     NONE = 0
-    ARGUMENT_ERRORS = 1  # those that torch raises for wrong arguments
-    CHECKS = 2  # those, and failed checks, which are plain RuntimeErrors
+    ARGUMENT_ERRORS = 1  # the exceptions that torch raises for wrong arguments
+    CHECKS = 2  # argument errors, and failed checks, which are plain RuntimeErrors
 
 
 class FailureOutcome(enum.IntEnum):
@@ -523,9 +493,11 @@ class FailureOutcome(enum.IntEnum):
 
 def choose_rule(spec: OperatorSpec, track: GroupTrack) -> FailureRule:
     """The rule for an operator's calls in a group."""
-    # With its debug level DETAIL, torch compares the calls of all members first, and raises an
-    # exception on all of them. An operator without a Work communicates itself.
-    if _compares_calls() or not spec.returns_work:
+    from torch._C._distributed_c10d import DebugLevel, get_debug_level
+
+    # At debug level DETAIL, torch compares the calls of all members first, and raises an exception
+    # on all of them. An operator without a Work communicates itself.
+    if get_debug_level() == DebugLevel.DETAIL or not spec.returns_work:
         return FailureRule.NONE
     parts = str(track.description["backend"]).split(",")
     backends = {part.rpartition(":")[2] for part in parts}
@@ -533,13 +505,15 @@ def choose_rule(spec: OperatorSpec, track: GroupTrack) -> FailureRule:
 
 
 def judge_failure(error: BaseException, rule: FailureRule) -> FailureOutcome:
-    """What an exception that left the operator shows; native/failures.h does the same in C++. The
-    first entry of its traceback is the kernel's.
+    """Decides whether a call had communicated when an exception left its operator;
+    native/failures.h does the same in C++. The first entry of the exception's traceback is the
+    kernel's.
     """
     if rule is FailureRule.NONE or not isinstance(error, Exception):
         return FailureOutcome.COMMUNICATED
     if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-        # Code in Python raised it: a backend's, or a signal handler that ran after the operator.
+        # Python code raised it: a backend in Python, or a signal handler that ran after the
+        # operator.
         is_handler = rule is FailureRule.CHECKS
         return FailureOutcome.COMMUNICATED if is_handler else FailureOutcome.UNKNOWN
     if isinstance(error, _ARGUMENT_ERRORS):
@@ -561,9 +535,3 @@ def _get_communication_error() -> type[Exception]:
 
     error_type: type[Exception] = DistError
     return error_type
-
-
-def _compares_calls() -> bool:
-    from torch._C._distributed_c10d import DebugLevel, get_debug_level
-
-    return bool(get_debug_level() == DebugLevel.DETAIL)

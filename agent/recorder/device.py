@@ -5,21 +5,15 @@ its device does. The Flight Recorder counts, for each process group, the collect
 enqueued, started and completed; the backend's own watchdog keeps the counts. Reading them without
 the recorded calls takes below a millisecond and neither queries the device nor waits for it.
 
-They are read rarely while the process makes calls, and each second while it makes none and
+The counters are read rarely while the process makes calls, and each second while it makes none and
 something is unfinished, or may be: see `ReadingSchedule`.
 
-MERGED: Finds and reads the counters that torch's Flight Recorder keeps of each process group's device.
-
 ProcessGroupNCCL has a Flight Recorder of its own, and its backend object has the number of the
-group in it. Other backends are recorded by hooks, from torch 2.15 on: see `recorder_hooks`.
-
-MERGED: Numbers the groups that torch's Flight Recorder watches by a hook, as torch does.
-
-From 2.15 on, torch records the calls of a backend without a Flight Recorder of its own by a hook on
-its process group. `nccl2`, the default for NCCL, is such a backend. The counters of a group have
-the number of its hook: its position in the order in which this process attached hooks, from 0
-(``next_pg_id`` in torch/csrc/distributed/c10d/hooks/FlightRecorderHook.cpp). Neither the hook nor
-the backend reports the number, so hooks are counted here as they are attached.
+group in it. From 2.15 on, torch records the calls of another backend by a hook on its process
+group. `nccl2`, the default for NCCL, is such a backend. The counters of a group have the number of
+its hook: its position in the order in which this process attached hooks, from 0 (``next_pg_id`` in
+torch/csrc/distributed/c10d/hooks/FlightRecorderHook.cpp). Neither the hook nor the backend reports
+the number, so hooks are counted here as they are attached.
 """
 
 from __future__ import annotations
@@ -41,14 +35,25 @@ from .groups import GroupTrack
 from .recorder import Recorder
 from .writer import RingWriter
 
-OWN_RECORDER = ""  # ProcessGroupNCCL's
+OWN_RECORDER = ""  # the name of ProcessGroupNCCL's Flight Recorder
+FIRST_TORCH_RELEASE = (2, 15)  # the first one with hooks
+BUSY_INTERVAL_S = 2.0  # the interval of readings while the process makes calls
+STILL_AFTER_S = 0.3  # a process without a call for so long may wait for its device
+STILL_INTERVAL_S = 1.0
+MAX_LOAD = 0.0005  # the share of the time that readings may take
+_MAX_FAILURES = 3
+_TIMING_VARIABLES = ("TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DESYNC_DEBUG")
+_TRUE_VALUES = ("1", "y", "yes", "t", "true", "on")  # torch/csrc/distributed/c10d/Utils.hpp
+
+_next_number = itertools.count()
+_numbers_by_group: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 Counters = tuple[int, int | None, int]  # enqueued, started (None: not counted), completed
 
 
 @dataclass(frozen=True, slots=True)
 class CounterKey:
-    """Where the counters of a group are: in which Flight Recorder, and under which number.
+    """The place of a group's counters: the Flight Recorder, and the number in it.
 
     ``recorder`` is `OWN_RECORDER`, or the name of a backend that is recorded by hooks.
     """
@@ -62,7 +67,7 @@ class FlightRecorderStatus:
     """The counters of all process groups of this process."""
 
     is_enabled: bool  # the buffer exists, without which nothing is counted
-    # The communicators were asked for their state as well, which may block if one of them hangs.
+    # The communicators were queried for their state as well, which may block if one of them hangs.
     # Builds with NCCLX do that.
     queried_communicators: bool = False
     # A group is absent until its first collective is enqueued.
@@ -70,25 +75,26 @@ class FlightRecorderStatus:
 
 
 def find_counter_key(group: Any) -> CounterKey | DeviceStatusState:
-    """Where the group's counters are; if there are none, why."""
+    """Finds the place of the group's counters; if there are none, the reason."""
     import torch
 
     if torch.version.hip is not None:
-        # Builds for ROCm may ask the communicators for their state at the same time, and one that
+        # Builds for ROCm may query the communicators for their state at the same time, and one that
         # hangs may not answer (getNCCLCommDumpMap in ProcessGroupNCCL.cpp).
         return DeviceStatusState.UNSUPPORTED
     try:
         backend = group._get_backend(torch.device("cuda"))
-    except RuntimeError:  # it is created with the group's first call on a device
+    except RuntimeError:  # the backend is created with the group's first call on a device
         return DeviceStatusState.UNSUPPORTED
     number = getattr(backend, "uid", None)
     if number is not None:
         return CounterKey(OWN_RECORDER, str(number))
-    number = find_hook_number(group)
+    number = _numbers_by_group.get(group)
     if number is not None:
         return CounterKey(backend.name(), str(number))
     # torch attaches its hook to each group, unless its buffer is off.
-    has_hooks = has_recorder_hooks()
+    hook_class = _find_hook_class()
+    has_hooks = hook_class is not None and hasattr(hook_class.attach, "__hangwatch__")
     return DeviceStatusState.OFF if has_hooks else DeviceStatusState.UNSUPPORTED
 
 
@@ -111,7 +117,8 @@ def read_flight_recorders(recorders: Iterable[str]) -> FlightRecorderStatus:
 def _dump_status(recorder: str) -> bytes:
     from torch._C import _distributed_c10d
 
-    # A type checker does not know these: one is only in builds with NCCL, the other in newer ones.
+    # A type checker does not know these functions: one is only in builds with NCCL, the other only
+    # in newer releases.
     if recorder == OWN_RECORDER:
         dump = getattr(_distributed_c10d, "_dump_nccl_trace_json")  # noqa: B009
         return bytes(dump(includeCollectives=False))
@@ -120,7 +127,9 @@ def _dump_status(recorder: str) -> bytes:
 
 
 def _parse_counters(status: Mapping[str, str], recorder: str) -> Counters:
-    """Numbers a group's calls from 1 and has -1 for "none", as ProcessGroupNCCL does."""
+    """The counters of a group whose calls are numbered from 1, with -1 for "none", as
+    ProcessGroupNCCL does.
+    """
     enqueued = int(status["last_enqueued_collective"])
     completed = int(status["last_completed_collective"])
     if recorder == OWN_RECORDER:
@@ -133,23 +142,13 @@ def _number_from_one(number: int) -> int:
     return number + 1 if number >= 0 else -1
 
 
-BUSY_INTERVAL_S = 2.0  # between two readings while the process makes calls
-STILL_AFTER_S = 0.3  # without a call, the process may wait for its device
-STILL_INTERVAL_S = 1.0
-MAX_LOAD = 0.0005  # the share of the time that readings may take
-_MAX_FAILURES = 3
-
-_TIMING_VARIABLES = ("TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DESYNC_DEBUG")
-_TRUE_VALUES = ("1", "y", "yes", "t", "true", "on")  # torch/csrc/distributed/c10d/Utils.hpp
-
-
 class ReadingSchedule:
     """Decides when to read the counters next. Times are in nanoseconds."""
 
     def __init__(self) -> None:
-        self._last_call_ns = 0  # when a new call was last seen
+        self._last_call_ns = 0  # the time at which a new call was last seen
         self._call_count = 0
-        self._call_count_read = 0  # as of the last reading
+        self._call_count_read = 0  # the number of calls at the last reading
         self._read_ns = 0
         self._cost_ns = 0
         self._is_unfinished = False
@@ -171,7 +170,9 @@ class ReadingSchedule:
 
 
 class DeviceStatusReader:
-    """Called by the poller's thread. In a job without such a backend it does nothing."""
+    """Writes the counters into the ring, in the poller's thread. In a job without a backend that
+    has counters it does nothing.
+    """
 
     def __init__(
         self,
@@ -185,8 +186,8 @@ class DeviceStatusReader:
         self._schedule = ReadingSchedule()
         self._slots_by_uid: dict[int, int] = {}
         self._free_slots = list(reversed(range(DEVICE_SLOTS)))
-        self._keys_by_uid: dict[int, CounterKey] = {}  # by stream uid
-        self._absence = DeviceStatusState.UNSUPPORTED  # why no group has counters
+        self._keys_by_uid: dict[int, CounterKey] = {}  # the uids are those of streams
+        self._absence = DeviceStatusState.UNSUPPORTED  # the reason why no group has counters
         self._failure_count = 0
         self._is_stopped = False
         self._records_starts = any(
@@ -219,17 +220,15 @@ class DeviceStatusReader:
     def _read_groups(self, call_count: int) -> tuple[bool, int]:
         """Returns whether some group's device is behind, and what the reading cost."""
         recorders = {key.recorder for key in self._keys_by_uid.values()}
-        # CPU time: on an overloaded host, the thread also waits for a CPU. That costs the job nothing,
-        # and would delay the next reading by seconds.
+        # The cost is CPU time: on an overloaded host, the thread also waits for a CPU, which costs
+        # the job nothing and would delay the next reading by seconds.
         began_ns = thread_time_ns()
         status = self._read_status(recorders)
         cost_ns = thread_time_ns() - began_ns
         now_ns, is_unfinished = monotonic_ns(), False
         for uid, key in self._keys_by_uid.items():
             if (counts := status.counters.get(key)) is not None:
-                entry = self._make_entry(uid, counts, now_ns)
-                self._write_entry(entry)
-                is_unfinished |= entry.is_behind_host
+                is_unfinished |= self._write_counters(uid, counts, now_ns)
         self._is_stopped = status.queried_communicators
         if self._is_stopped:
             self._ring.set_word(LiveWord.DEVICE_STATUS, DeviceStatusState.UNSUPPORTED)
@@ -255,35 +254,28 @@ class DeviceStatusReader:
             else:
                 self._absence = key
 
-    def _make_entry(self, uid: int, counts: Counters, now_ns: int) -> DeviceEntry:
+    def _write_counters(self, uid: int, counts: Counters, now_ns: int) -> bool:
+        """Writes the counters of a group; returns whether its device is behind the host."""
         enqueued, started, completed = counts
         self._records_starts |= started is not None and started >= 0
-        return DeviceEntry(
+        entry = DeviceEntry(
             uid=uid,
             enqueued=enqueued,
             started=started if self._records_starts else None,
             completed=completed,
             read_ns=now_ns,
         )
-
-    def _write_entry(self, entry: DeviceEntry) -> None:
-        slot = self._slots_by_uid.get(entry.uid)
-        if slot is None:
-            if not self._free_slots:
-                return
-            slot = self._slots_by_uid[entry.uid] = self._free_slots.pop()
-        self._ring.write_device_entry(slot, entry)
-
-
-FIRST_TORCH_RELEASE = (2, 15)
-
-_next_number = itertools.count()
-_numbers_by_group: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        if uid not in self._slots_by_uid and self._free_slots:
+            self._slots_by_uid[uid] = self._free_slots.pop()
+        slot = self._slots_by_uid.get(uid)
+        if slot is not None:
+            self._ring.write_device_entry(slot, entry)
+        return entry.is_behind_host
 
 
 def count_attached_hooks() -> None:
-    """Counts the hooks that are attached from now on. To be called before the first group is
-    created; does nothing in a torch without such hooks.
+    """Counts the hooks that are attached from now on. Call it before the first group is created. In
+    a torch without such hooks it does nothing.
     """
     hook_class = _find_hook_class()
     if hook_class is None or hasattr(hook_class.attach, "__hangwatch__"):
@@ -291,7 +283,7 @@ def count_attached_hooks() -> None:
     attach = hook_class.attach
 
     def attach_and_count(pg: Any, *args: Any, **kwargs: Any) -> Any:
-        number = next(_next_number)  # torch counts those that it fails to attach, too
+        number = next(_next_number)  # torch counts hooks that it fails to attach, too
         hook = attach(pg, *args, **kwargs)
         _numbers_by_group[pg] = number
         return hook
@@ -300,21 +292,10 @@ def count_attached_hooks() -> None:
     hook_class.attach = staticmethod(attach_and_count)
 
 
-def has_recorder_hooks() -> bool:
-    """Whether this torch records backends by hooks, and the hooks are counted."""
-    hook_class = _find_hook_class()
-    return hook_class is not None and hasattr(hook_class.attach, "__hangwatch__")
-
-
-def find_hook_number(group: Any) -> int | None:
-    """The number of a process group's hook; None if it has none."""
-    return _numbers_by_group.get(group)
-
-
 def _find_hook_class() -> Any:
     import torch
 
-    # In 2.14, torch attaches no hooks by itself and has one recorder for all backends.
+    # torch 2.14 attaches no hooks by itself and has one recorder for all backends.
     if tuple(map(int, torch.__version__.split(".")[:2])) < FIRST_TORCH_RELEASE:
         return None
     from torch._C import _distributed_c10d

@@ -36,8 +36,8 @@ def exempt_own_code() -> None:
 
 def run_uncompiled(function: Callable[..., Result], *args: Any) -> Result:
     """Calls the function while Dynamo compiles nothing, not even what the function calls outside
-    this package, and while the job's own ``__torch_function__`` sees no attribute of a tensor that it
-    reads. Costs half a microsecond.
+    this package, and while the job's own ``__torch_function__`` sees no attribute of a tensor that
+    it reads. Costs half a microsecond.
     """
     set_callback, disable_torch_function = _get_callback_setter(), _get_torch_function_switch()
     callback = set_callback(None)
@@ -62,8 +62,8 @@ def get_compilation_test() -> Callable[[], bool]:
 
 
 def _iter_codes(values: Any, module_name: str) -> Iterator[CodeType]:
-    """The code of the functions among ``values`` that the module defines, of its classes' methods,
-    and of the functions inside these.
+    """Yields the code of the functions among ``values`` that the module defines, of its classes'
+    methods, and of the functions inside these.
     """
     for value in values:
         if isinstance(value, FunctionType):
@@ -90,7 +90,7 @@ def _make_skip_function() -> Callable[[CodeType], None]:
     """The function that marks a code object."""
     from torch._C._dynamo import eval_frame
 
-    if hasattr(eval_frame, "skip_code"):  # up to torch 2.6
+    if hasattr(eval_frame, "skip_code"):  # torch 2.6 and earlier have it
         skip: Callable[[CodeType], None] = eval_frame.skip_code
         return skip
     action = eval_frame._FrameAction

@@ -1,5 +1,5 @@
-"""Handles hangwatch's own errors in a training process: they are swallowed, counted, and logged once
-each.
+"""The handling of hangwatch's own errors in a training process: each one is swallowed, counted, and
+logged once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def _record_fault(where: str, error: BaseException) -> None:
 
 
 def record_message(message: str) -> None:
-    """As `record_fault`, for a message without an exception."""
+    """Counts a message of ours. The first time, it is written to stderr."""
     if message in _fault_counts:
         _fault_counts[message] += 1
     elif len(_fault_counts) < MAX_FAULTS:
         _fault_counts[message] = 1
-        # In one write: the output of all ranks goes to the same terminal.
+        # One write keeps the line whole: the output of all ranks goes to the same terminal.
         sys.stderr.write(f"hangwatch: {message}\n")
     else:
         _fault_counts["further faults"] = _fault_counts.get("further faults", 0) + 1

@@ -1,9 +1,9 @@
-"""Where process groups come from: the functions of torch.distributed that number members by the ranks
-of the world, or other code, which numbers them by itself.
+"""The origins of process groups: the functions of torch.distributed, which number members by the
+ranks of the world, or other code, which numbers them by itself.
 
 A group of the second kind is called foreign. It is identified by its store, the prefixes of its
-keys there, and its size, which are the same for all of its members. Another program may have
-created some of them: an inference engine that takes the weights of a trainer, for example.
+keys there, and its size, which are the same for all of its members. Some members may belong to
+another program: an inference engine that takes the weights of a trainer, for example.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class GroupOrigin:
 
     is_foreign: bool
     identity: str = ""  # the same for all members of a foreign group, and for no other group
-    number: int = -1  # of this process in the group
+    number: int = -1  # the number of this process in the group
     size: int = 0
     label: str = ""  # a name for people, if the group has no other
-    creation: Any = None  # the call that creates it, while that lasts
+    creation: Any = None  # the call that creates the group, while that lasts
 
 
 class OriginTracker:
@@ -45,7 +45,7 @@ class OriginTracker:
 
     def __init__(self) -> None:
         self._thread_state = threading.local()
-        # By id, each with a weak reference to the object: its id may be used again.
+        # What is known of objects by their ids, which may be reused: hence the weak references.
         self._origins: dict[int, tuple[weakref.ref[Any], GroupOrigin]] = {}
         self._store_paths: dict[int, tuple[weakref.ref[Any], tuple[str, ...]]] = {}
         self._creation_counts: dict[str, int] = {}
@@ -57,8 +57,9 @@ class OriginTracker:
         self._complete: Callable[[GroupOrigin, bool], None] | None = None
 
     def enter_ranked_creation(self) -> int:
-        """This thread enters a function that numbers members by ranks, until `leave_ranked_creation` is
-        called with the result. It is no context manager, since Dynamo would see those of Python.
+        """Declares that this thread is in a function that numbers members by ranks, until
+        `leave_ranked_creation` is called with the result. A context manager would be seen by
+        Dynamo.
         """
         depth: int = getattr(self._thread_state, "depth", 0)
         self._thread_state.depth = depth + 1
@@ -72,8 +73,8 @@ class OriginTracker:
         announce: Callable[[GroupOrigin], None],
         complete: Callable[[GroupOrigin, bool], None],
     ) -> None:
-        """``announce`` is called when a foreign group begins to be created, ``complete`` when it has
-        been created (True) or was given up (False).
+        """``announce`` is called when a foreign group begins to be created, ``complete`` when it
+        has been created (True) or was given up (False).
         """
         self._announce, self._complete = announce, complete
         while self._unannounced:
@@ -86,8 +87,8 @@ class OriginTracker:
         self._announce = self._complete = None
 
     def find_origin(self, pg: Any) -> GroupOrigin:
-        """The origin of a group. The creation of those that C++ makes is not seen: they count as
-        foreign unless torch has registered them with ranks of the world.
+        """The origin of a group. The creation of a group by C++ is not seen: such a group counts as
+        foreign unless torch has registered it with ranks of the world.
         """
         entry = self._origins.get(id(pg))
         if entry is not None and entry[0]() is pg:
@@ -156,7 +157,7 @@ class OriginTracker:
         counts = self._creation_counts
         if len(counts) >= _MAX_COUNTED:
             counts.clear()
-        # A group that is created again in the same store is another one: its calls count from 1.
+        # A group that is created again in the same store is another one, whose calls count from 1.
         counts[text] = counts.get(text, 0) + 1
         digest = hashlib.blake2b(f"{text}\0{counts[text]}".encode(), digest_size=8)
         origin.identity, origin.number, origin.size = digest.hexdigest(), rank, size
@@ -173,11 +174,7 @@ class OriginTracker:
         return (_describe_server(store),)
 
 
-_tracker = OriginTracker()
-
-
-def get_origin_tracker() -> OriginTracker:
-    return _tracker
+origin_tracker = OriginTracker()
 
 
 def track_creations() -> None:
@@ -190,17 +187,17 @@ def track_creations() -> None:
     def after_prefix(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         prefix, store = _bind(args, kwargs, ("prefix", "store"))
         if isinstance(prefix, str):
-            _tracker.record_prefix(self, prefix, store)
+            origin_tracker.record_prefix(self, prefix, store)
 
     def after_group(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(args) + len(kwargs) < 3:
-            return  # of a class in Python, which makes its calls by itself
+            return  # a group whose class is in Python makes its calls by itself
         store, rank, size = _bind(args, kwargs, ("store", "rank", "size"))
         if isinstance(rank, int) and isinstance(size, int):
-            _tracker.record_group(self, store, rank, size)
+            origin_tracker.record_group(self, store, rank, size)
 
     def after_backend(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _tracker.record_backend(self)
+        origin_tracker.record_backend(self)
 
     _extend_method(PrefixStore, "__init__", after_prefix)
     _extend_method(ProcessGroup, "__init__", after_group)

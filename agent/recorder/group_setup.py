@@ -1,8 +1,8 @@
-"""Records the creation of process groups, by wrapping the functions of torch.distributed that create
-and destroy them.
+"""The creation of process groups as calls, recorded by wrappers of the functions of
+torch.distributed that create and destroy groups.
 
-These are calls as well: all ranks of a world make them in the same order, and the others wait for a
-rank that does not.
+All ranks of a world make these calls in the same order, and the others wait for a rank that does
+not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hangwatch.ring.layout import RecordFlag
 
 from . import faults
 from .dynamo import forbid_tracing, run_uncompiled
-from .group_origins import GroupOrigin, get_origin_tracker
+from .group_origins import GroupOrigin, origin_tracker
 from .groups import describe_foreign_group
 from .recorder import Recorder
 from .streams import CompletionMode, EnteredCall, StreamRecorder
@@ -61,21 +61,21 @@ def wrap_function(
         except Exception as error:  # ours: the call goes on
             faults.record_fault(f"recording {name}", error)
             record_loss()
-        returned, tracker = False, get_origin_tracker()
-        depth = tracker.enter_ranked_creation()
+        returned = False
+        depth = origin_tracker.enter_ranked_creation()
         try:
             result = original(*args, **kwargs)
             returned = True
             return result
         finally:
-            tracker.leave_ranked_creation(depth)
+            origin_tracker.leave_ranked_creation(depth)
             try:
                 run_uncompiled(after_call, token, returned)
             except Exception as error:  # ours: the call returns or raises as without us
                 faults.record_fault(f"recording the completion of {name}", error)
                 record_loss()
 
-    forbid_tracing(recorded_function)  # as torch does with the original
+    forbid_tracing(recorded_function)  # torch does so with the original
     recorded_function.__hangwatch__ = True  # type: ignore[attr-defined]
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("torch.distributed") and getattr(module, name, None) is original:
@@ -147,8 +147,8 @@ class SetupRecorder:
         return stream.enter_call(signature.agree, record_body, 0, CompletionMode.RETURN)
 
     def announce_foreign_group(self, origin: GroupOrigin) -> None:
-        """Records that this process begins to create a foreign group. Other members may wait for it
-        there, and so it is known as a member before it makes a call.
+        """Records that this process begins to create a foreign group, so that it is known as a
+        member before it makes a call: other members may wait for it in the creation.
         """
         description = {
             "kind": StreamKind.SETUP.value,
@@ -164,7 +164,9 @@ class SetupRecorder:
             origin.creation = self._enter_in(stream, signature)
 
     def complete_foreign_group(self, origin: GroupOrigin, returned: bool) -> None:
-        """Records that it was created, or given up. Its stream may make room for others then."""
+        """Records that a foreign group was created, or given up. Its stream may then make room for
+        others.
+        """
         creation, origin.creation = origin.creation, None
         self.leave_call(creation, returned)
         self._recorder.groups.retire_stream(creation[0])
@@ -176,7 +178,7 @@ class SetupRecorder:
 
     @staticmethod
     def retract_call(call: EnteredCall | None) -> None:
-        """Takes a call back that raised an exception before it had an effect."""
+        """Takes back a call that raised an exception before it had an effect."""
         if call is not None:
             call[0].retract_call(call)
 

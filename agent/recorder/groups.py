@@ -1,5 +1,5 @@
-"""The call streams of this process: one for each process group, each point-to-point channel, and the
-set-up of each world.
+"""The call streams of this process: one for each process group, each point-to-point channel, and
+the set-up of each world.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hangwatch.model.calls import LossReason, StreamKind
 from hangwatch.model.groups import DEVICE_BACKENDS, FLIGHT_RECORDER_BACKENDS, pack_ranks
 
 from . import faults
-from .group_origins import GroupOrigin, get_origin_tracker
+from .group_origins import GroupOrigin, origin_tracker
 from .streams import StreamRecorder
 from .writer import RingWriter
 
@@ -52,13 +52,14 @@ class GroupTrack:
         self.description = description
         self.collective_stream = collective_stream
         self.channels: dict[tuple[str, int, int], StreamRecorder | None] = {}
-        # Why calls of channels that are not opened yet may have been lost; None: they were not.
+        # The reason why calls of channels that are not opened yet may have been lost; None if none
+        # were.
         self.message_loss: LossReason | None = None
         self.has_device_backend = self.runs_on(DEVICE_BACKENDS)
         self.has_flight_recorder = self.runs_on(FLIGHT_RECORDER_BACKENDS)
 
     def runs_on(self, backends: tuple[str, ...]) -> bool:
-        """Whether its calls may go to one of these backends."""
+        """Whether calls of the group may go to one of these backends."""
         return any(name in self.description["backend"] for name in backends)
 
     def mark_incomplete(self, reason: LossReason, *, messages: bool) -> None:
@@ -82,13 +83,13 @@ class GroupTrack:
         return "foreign" in self.description
 
     def global_rank(self, group_rank: int) -> int:
-        """The rank of a member; of a foreign group its number there."""
+        """The rank of a member; in a foreign group, its number there."""
         return self.ranks[group_rank] if 0 <= group_rank < len(self.ranks) else -1
 
 
 class GroupRegistry:
-    """Finds the stream that a call belongs to, and opens it the first time. If a table of the ring is
-    full, calls are not recorded, but they are made.
+    """Finds the stream that a call belongs to, and opens it the first time. If a table of the ring
+    is full, calls are not recorded, but they are made.
 
     Threads that make the first call of a group at the same time wait for no lock: each opens a
     stream, and `dict.setdefault`, which is atomic, decides which of them is used.
@@ -107,19 +108,22 @@ class GroupRegistry:
         self._on_group_deleted = on_group_deleted
         self._make_stream = make_stream
         self._uids = itertools.count(1)
-        # By id(process group). The id may be reused: compare with `group_ref`.
+        # The tracks by id(process group). The id may be reused: compare with `group_ref`.
         self.tracks: dict[int, GroupTrack] = {}
-        # By (world size, generation, name or, if it has none, the group itself, ranks).
+        # The tracks by (world size, generation, name or, if it has none, the group itself, ranks).
         self._tracks_by_name: dict[tuple[int, int, str | weakref.ref[Any], str], GroupTrack] = {}
         self.world_size = 0
         self.generation = 0  # the number of worlds of that size that this process has been in
-        self._retired_streams: list[tuple[float, StreamRecorder]] = []  # with the time
-        self._sweep_at = MIN_SWEPT_SLOTS  # used slots from which the dead ones are looked for
-        self._heap_spans: dict[int, tuple[int, int]] = {}  # of the descriptions, by uid
+        # Each retired stream with the time at which it was retired.
+        self._retired_streams: list[tuple[float, StreamRecorder]] = []
+        self._sweep_at = MIN_SWEPT_SLOTS  # the number of used slots that starts the next sweep
+        # The spans of the descriptions of streams, by uid.
+        self._heap_spans: dict[int, tuple[int, int]] = {}
         self.dropped_count = 0
-        # Why calls of groups that are not opened yet may have been lost; None: they were not.
+        # The reason why calls of groups that are not opened yet may have been lost; None if none
+        # were.
         self._loss: LossReason | None = None
-        self.streams: dict[int, StreamRecorder] = {}  # by uid
+        self.streams: dict[int, StreamRecorder] = {}  # the key is the uid
 
     def get_channel(
         self, track: GroupTrack, kind: StreamKind, peer: int, tag: int
@@ -158,8 +162,8 @@ class GroupRegistry:
         return stream
 
     def mark_incomplete(self, reason: LossReason) -> None:
-        """Records that a call was lost, and that its stream is not known: the numbers of no stream of
-        this process are certain from here on.
+        """Records that a call was lost, and that its stream is not known: the numbers of no stream
+        of this process are certain from here on.
         """
         self.dropped_count += 1
         self._loss = reason
@@ -173,13 +177,14 @@ class GroupRegistry:
 
     def retire_stream(self, stream: StreamRecorder) -> None:
         """Allows another stream to take the slot of this one after `CLOSING_DELAY_S`, or earlier if
-        the ring is full: until then a reader can still see its last position.
+        the ring is full. Until then a reader can still see its last position.
         """
         self._retired_streams.append((monotonic(), stream))
 
     def _open_slot(self, uid: int, heap_span: tuple[int, int]) -> int:
-        """Takes a slot of the ring. From `MIN_SWEPT_SLOTS` on, streams of groups that no longer exist
-        are closed now and then, so that the ring has about as many slots as there are streams in use.
+        """Takes a slot of the ring. From `MIN_SWEPT_SLOTS` on, streams of groups that no longer
+        exist are closed now and then, so that the ring has about as many slots as there are streams
+        in use.
         """
         if self._ring.used_slot_count >= self._sweep_at:
             self._close_dead_streams(monotonic() - CLOSING_DELAY_S)
@@ -191,8 +196,8 @@ class GroupRegistry:
             return self._ring.open_stream(uid, heap_span)
 
     def _close_dead_streams(self, before: float) -> None:
-        """Retires the streams of groups that no longer exist, and closes those that were retired before
-        that time.
+        """Retires the streams of groups that no longer exist, and closes those that were retired
+        before that time.
         """
         all_tracks = (*self.tracks.values(), *self._tracks_by_name.values())
         dead_tracks = {id(track): track for track in all_tracks if track.group_ref() is None}
@@ -223,7 +228,8 @@ class GroupRegistry:
             self._ring.free_description(heap_span)
 
     def _make_deletion_callback(self) -> Callable[[Any], None]:
-        # At the end of the process it runs when the modules have no contents any more.
+        # The callback also runs at the end of the process, when the modules have no contents any
+        # more.
         on_group_deleted, is_finalizing = self._on_group_deleted, sys.is_finalizing
 
         def handle_deletion(_: Any) -> None:
@@ -236,7 +242,7 @@ class GroupRegistry:
         """Makes the track of a process group at its first call, or finds it again if C++ made a new
         Python object for the group.
         """
-        origin = get_origin_tracker().find_origin(pg)
+        origin = origin_tracker.find_origin(pg)
         name = _read_attribute(pg, "group_name")
         description: dict[str, Any] = {
             "kind": StreamKind.COLLECTIVE.value,

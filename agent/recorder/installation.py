@@ -1,14 +1,9 @@
-"""Installs the recorder: it wraps the functions of torch.distributed that create and destroy
-process groups, and makes this process a rank once its rank is known.
+"""A training process as a rank, from `import torch` to its exit.
 
-MERGED: A training process as a rank: its identity, its lifecycle, and the parts that record it.
-
-MERGED: Waits for torch's own threads, which execute collectives, before the interpreter exits.
-
-MERGED: Records the exception that ends the process in its ring.
-
-Two hooks see such an exception: ``sys.excepthook``, and a wrapper of the functions that
-torch.multiprocessing spawns, whose exceptions never get to the former.
+The recorder wraps the functions of torch.distributed that create and destroy process groups, and
+makes this process a rank once its rank is known. The exception that ends the process is recorded,
+too. Two hooks see it: ``sys.excepthook``, and a wrapper of the functions that torch.multiprocessing
+spawns, whose exceptions do not reach the former.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ from ..environment import identity, run_dir
 from . import device, dynamo, faults, group_setup, kernels
 from .annotations import UserAnnotations
 from .checks.settings import CheckSettings, load_check_settings
-from .group_origins import get_origin_tracker, track_creations
+from .group_origins import origin_tracker, track_creations
 from .group_setup import SetupRecorder
 from .native.library import choose_recorder
 from .poller import AgentSupervisor, Poller, StackDumper
@@ -62,11 +57,13 @@ _NEW_GROUP_PARAMETERS = (
     "use_local_synchronization",
 )
 _MAX_START_WAIT_S = 10.0
+_MAX_PROGRAM_CHARS = 300
+_MAX_MESSAGE_CHARS = 800  # of an exception
+_TASK_DIR = Path("/proc/self/task")
 
+current_rank: RankProcess | None = None  # the rank that this process is, if it is recorded
 _start_lock = threading.Lock()
-
-
-# Why calls may have been made before recording began; None: none were.
+# The reason why calls may have been made before recording began; None if none were.
 _lost_before: LossReason | None = None
 
 
@@ -97,7 +94,7 @@ def _become_rank(
     launch: identity.LaunchInfo, rank: int, world_size: int, rendezvous: str = ""
 ) -> None:
     """Starts recording, or updates the rank of a process that is recorded already."""
-    current = get_current_rank()
+    current = current_rank
     if current is not None:
         if (current.rank, current.world_size) != (rank, world_size):
             current.rank, current.world_size = rank, world_size
@@ -109,190 +106,43 @@ def _become_rank(
 
 
 def _start_recording(launch: identity.LaunchInfo, rank: int, world_size: int) -> None:
-    """If it fails, the job runs unwatched, and a message on stderr says so.
-
-    Of several threads that become ranks at the same time, one starts, and the others wait for it.
+    """Starts recording, unless another thread does so at the same time: then it waits for that one.
+    If recording cannot start, the job runs unwatched, and a message on stderr says so.
     """
     if not _start_lock.acquire(timeout=_MAX_START_WAIT_S):
         return
     try:
-        if get_current_rank() is None:
+        if current_rank is None:
             _start_recording_once(launch, rank, world_size)
     finally:
         _start_lock.release()
 
 
 def _start_recording_once(launch: identity.LaunchInfo, rank: int, world_size: int) -> None:
-    global _lost_before
+    global current_rank, _lost_before
     try:
         current = RankProcess(launch, rank, world_size)
     except OSError as error:
         faults.record_message(f"recording is off, the job is not watched: {error}")
         _lost_before = LossReason.LATE
         return
-    set_current_rank(current)
+    current_rank = current
     if _lost_before is not None:
         current.recorder.groups.mark_incomplete(_lost_before)
     kernels.set_recorder(current.recorder)
     setup = current.setup_recorder
-    get_origin_tracker().set_listeners(setup.announce_foreign_group, setup.complete_foreign_group)
+    origin_tracker.set_listeners(setup.announce_foreign_group, setup.complete_foreign_group)
     hangwatch._is_compiled = dynamo.get_compilation_test()
     hangwatch._watcher = UserAnnotations(current)
     current.poller.start_thread()
     atexit.register(_handle_exit)
-    hook_exceptions()
+    sys.excepthook = _RecordingExcepthook(sys.excepthook)
     with faults.swallow_errors("exempting hangwatch from compilation"):
         dynamo.exempt_own_code()
 
 
-def _record_lost_world() -> None:
-    """The groups of a world are told apart by its number, so that all streams are concerned."""
-    global _lost_before
-    current = get_current_rank()
-    if current is None:
-        _lost_before = LossReason.FAULT
-    else:
-        current.recorder.groups.mark_incomplete(LossReason.FAULT)
-
-
-def _record_lost_group() -> None:
-    current = get_current_rank()
-    if current is not None:
-        current.setup_recorder.mark_incomplete(LossReason.FAULT)
-
-
-def _reset_after_fork() -> None:
-    """Stops recording in a forked child: the ring is the parent's, and no thread serves it here."""
-    global _lost_before, _start_lock
-    _lost_before = None
-    _start_lock = threading.Lock()  # a thread that the child does not have may hold the other one
-    set_current_rank(None)
-    kernels.set_recorder(None)
-    get_origin_tracker().clear_listeners()
-    hangwatch._watcher = None
-
-
-def _enter_init(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from torch.distributed import distributed_c10d as c10d
-
-    if c10d.is_initialized():  # the call will raise, and the world stays as it is
-        return None
-    signature = inspect.signature(inspect.unwrap(c10d.init_process_group))
-    arguments = signature.bind(*args, **kwargs).arguments
-    rendezvous = find_rendezvous(arguments)
-    launch = identity.parse_environ(os.environ, rendezvous)
-    rank = arguments.get("rank", -1)
-    world_size = arguments.get("world_size", -1)
-    rank = launch.rank if rank < 0 else rank
-    world_size = launch.world_size if world_size < 0 else world_size
-    if rank is not None and world_size > 0:
-        _become_rank(launch, rank, world_size, rendezvous)
-    current = get_current_rank()
-    if current is None:
-        return None
-    kernels.register_operators()
-    current.master_address = rendezvous or get_master_address()
-    current.write_identity()
-    current.setup_recorder.begin_world(world_size if world_size > 0 else current.world_size)
-    current.set_lifecycle(Lifecycle.INITIALISING)
-    return current.setup_recorder.enter_call("init_process_group")
-
-
-def _leave_init(token: Any, returned: bool) -> None:
-    import torch.distributed as dist
-
-    if returned and dist.is_initialized():
-        launch = identity.parse_environ(os.environ)
-        _become_rank(launch, dist.get_rank(), dist.get_world_size())
-    current = get_current_rank()
-    if current is None:
-        return
-    current.setup_recorder.leave_call(token, returned)
-    if returned:
-        current.setup_recorder.complete_world(current.world_size)
-        current.set_lifecycle(Lifecycle.INITIALISED)
-    elif not dist.is_initialized():
-        current.set_lifecycle(Lifecycle.STARTING)
-
-
-def _enter_new_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Records the call, except with use_local_synchronization: then only the members call, so the
-    order of their calls proves nothing about other ranks.
-    """
-    arguments = dict(zip(_NEW_GROUP_PARAMETERS, args, strict=False)) | kwargs
-    current = get_current_rank()
-    if current is None or arguments.get("use_local_synchronization"):
-        return None
-    ranks = arguments.get("ranks")
-    members = range(current.world_size) if ranks is None else sorted(ranks)
-    call = current.setup_recorder.enter_call("new_group", ranks=tuple(members))
-    return call, _count_named_groups()
-
-
-def _enter_split_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Records the call if it splits the world, in which all ranks then take part. The members of another group call alone.
-
-    The lists of ranks are not compared: what counts is the list that a rank is in, and it may leave out the others.
-    """
-    import torch.distributed as dist
-
-    parent = args[0] if args else kwargs.get("parent_pg")
-    current = get_current_rank()
-    if current is None or not (parent is None or parent is dist.group.WORLD):
-        return None
-    return current.setup_recorder.enter_call("split_group"), _count_named_groups()
-
-
-def _leave_new_group(token: Any, returned: bool) -> None:
-    if token is None:
-        return
-    call, named_before = token
-    if not returned and _count_named_groups() == named_before:
-        # A wrong argument: the next group gets the name of this one, as if it had not been called.
-        group_setup.SetupRecorder.retract_call(call)
-    else:
-        group_setup.SetupRecorder.leave_call(call, returned)
-
-
-def _count_named_groups() -> int:
-    """The number of groups that torch has given a name to, all of them on all ranks."""
-    from torch.distributed import distributed_c10d as c10d
-
-    return int(c10d._world.group_count)
-
-
-def _enter_destroy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Records no call: no rank waits for another to destroy its groups, and a rank may also exit
-    without doing so.
-    """
-    return None
-
-
-def _leave_destroy(token: Any, returned: bool) -> None:
-    import torch.distributed as dist
-
-    current = get_current_rank()
-    if current is not None and returned and not dist.is_initialized():
-        current.set_lifecycle(Lifecycle.DESTROYED)
-
-
-def _handle_exit() -> None:
-    current = get_current_rank()
-    if current is not None:
-        current.set_lifecycle(Lifecycle.EXITING)
-        # A daemon thread that outlives the interpreter can crash the process.
-        current.poller.stop_thread()
-        with faults.swallow_errors("waiting for the backend's threads"):
-            wait_until_idle()
-
-
-_MAX_PROGRAM_CHARS = 300
-
-_current_rank: RankProcess | None = None
-
-
 class RankProcess:
-    """This process's ring and everything that writes to it."""
+    """The ring of this process and everything that writes to it."""
 
     def __init__(self, launch: identity.LaunchInfo, rank: int, world_size: int) -> None:
         """Raises OSError if the ring cannot be created."""
@@ -318,8 +168,9 @@ class RankProcess:
         self._write_faults()
 
     def write_identity(self) -> None:
-        """Writes who this process is. Called again whenever any of it has changed."""
+        """Writes who this process is, again whenever any of it has changed."""
         torch = sys.modules.get("torch")
+        command_line: list[str] = getattr(sys, "argv", None) or []
         self.ring.write_identity(
             {
                 "job": self.launch.job,
@@ -329,7 +180,7 @@ class RankProcess:
                 "local_rank": self.launch.local_rank,
                 "python": platform.python_version(),
                 "torch": str(getattr(torch, "__version__", "")),
-                "program": _get_program(),
+                "program": " ".join(command_line)[:_MAX_PROGRAM_CHARS],
                 "main_thread": threading.main_thread().ident,
                 "recorder": "python" if self.recorder.native is None else "native",
                 "without": self._python_reason,
@@ -348,38 +199,164 @@ class RankProcess:
         self.ring.write_faults(faults.format_lines())
 
 
-def get_current_rank() -> RankProcess | None:
-    """The rank that this process is; None if it is not recorded."""
-    return _current_rank
-
-
-def set_current_rank(rank: RankProcess | None) -> None:
-    global _current_rank
-    _current_rank = rank
-
-
 def _make_checker(ring: RingWriter, settings: CheckSettings) -> CallChecker | None:
     """Makes the checker of calls if the environment enables checks."""
     for problem in settings.problems:
         faults.record_message(problem)
     if not settings.any_enabled:
         return None
-    # Imported only here: most jobs enable no checks.
+    # Most jobs enable no checks, and need not load them.
     from .checks.inspection import CallChecker
 
     return CallChecker(ring, settings)
 
 
-def _get_program() -> str:
-    command_line: list[str] = getattr(sys, "argv", None) or []
-    return " ".join(command_line)[:_MAX_PROGRAM_CHARS]
+def _record_lost_world() -> None:
+    """Marks all streams as incomplete, since groups are identified by the number of their world."""
+    global _lost_before
+    current = current_rank
+    if current is None:
+        _lost_before = LossReason.FAULT
+    else:
+        current.recorder.groups.mark_incomplete(LossReason.FAULT)
 
 
-_TASK_DIR = Path("/proc/self/task")
+def _record_lost_group() -> None:
+    current = current_rank
+    if current is not None:
+        current.setup_recorder.mark_incomplete(LossReason.FAULT)
+
+
+def _reset_after_fork() -> None:
+    """Stops recording in a forked child: the ring is the parent's, and no thread serves it here."""
+    global current_rank, _lost_before, _start_lock
+    _lost_before = None
+    _start_lock = threading.Lock()  # a thread that the child does not have may hold the other one
+    current_rank = None
+    kernels.set_recorder(None)
+    origin_tracker.clear_listeners()
+    hangwatch._watcher = None
+
+
+def _enter_init(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from torch.distributed import distributed_c10d as c10d
+
+    if c10d.is_initialized():  # the call will raise, and the world stays as it is
+        return None
+    signature = inspect.signature(inspect.unwrap(c10d.init_process_group))
+    arguments = signature.bind(*args, **kwargs).arguments
+    rendezvous = find_rendezvous(arguments)
+    launch = identity.parse_environ(os.environ, rendezvous)
+    rank = arguments.get("rank", -1)
+    world_size = arguments.get("world_size", -1)
+    rank = launch.rank if rank < 0 else rank
+    world_size = launch.world_size if world_size < 0 else world_size
+    if rank is not None and world_size > 0:
+        _become_rank(launch, rank, world_size, rendezvous)
+    current = current_rank
+    if current is None:
+        return None
+    kernels.register_operators()
+    current.master_address = rendezvous or get_master_address()
+    current.write_identity()
+    current.setup_recorder.begin_world(world_size if world_size > 0 else current.world_size)
+    current.set_lifecycle(Lifecycle.INITIALISING)
+    return current.setup_recorder.enter_call("init_process_group")
+
+
+def _leave_init(token: Any, returned: bool) -> None:
+    import torch.distributed as dist
+
+    if returned and dist.is_initialized():
+        launch = identity.parse_environ(os.environ)
+        _become_rank(launch, dist.get_rank(), dist.get_world_size())
+    current = current_rank
+    if current is None:
+        return
+    current.setup_recorder.leave_call(token, returned)
+    if returned:
+        current.setup_recorder.complete_world(current.world_size)
+        current.set_lifecycle(Lifecycle.INITIALISED)
+    elif not dist.is_initialized():
+        current.set_lifecycle(Lifecycle.STARTING)
+
+
+def _enter_new_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Records the call, except with use_local_synchronization: then only the members call, so the
+    order of their calls proves nothing about other ranks.
+    """
+    arguments = dict(zip(_NEW_GROUP_PARAMETERS, args, strict=False)) | kwargs
+    current = current_rank
+    if current is None or arguments.get("use_local_synchronization"):
+        return None
+    ranks = arguments.get("ranks")
+    members = range(current.world_size) if ranks is None else sorted(ranks)
+    call = current.setup_recorder.enter_call("new_group", ranks=tuple(members))
+    return call, _count_named_groups()
+
+
+def _enter_split_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Records the call if it splits the world, in which all ranks then take part. A split of
+    another group is made by its members alone.
+
+    The lists of ranks are not compared: only the list that a rank is in matters, and a rank may
+    leave out the others.
+    """
+    import torch.distributed as dist
+
+    parent = args[0] if args else kwargs.get("parent_pg")
+    current = current_rank
+    if current is None or not (parent is None or parent is dist.group.WORLD):
+        return None
+    return current.setup_recorder.enter_call("split_group"), _count_named_groups()
+
+
+def _leave_new_group(token: Any, returned: bool) -> None:
+    if token is None:
+        return
+    call, named_before = token
+    if not returned and _count_named_groups() == named_before:
+        # An argument was wrong: the next group gets the name that this one would have had.
+        group_setup.SetupRecorder.retract_call(call)
+    else:
+        group_setup.SetupRecorder.leave_call(call, returned)
+
+
+def _count_named_groups() -> int:
+    """The number of groups to which torch has given a name. All ranks give names to all groups."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return int(c10d._world.group_count)
+
+
+def _enter_destroy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Records no call: no rank waits for another to destroy its groups, and a rank may also exit
+    without doing so.
+    """
+    return None
+
+
+def _leave_destroy(token: Any, returned: bool) -> None:
+    import torch.distributed as dist
+
+    current = current_rank
+    if current is not None and returned and not dist.is_initialized():
+        current.set_lifecycle(Lifecycle.DESTROYED)
+
+
+def _handle_exit() -> None:
+    current = current_rank
+    if current is not None:
+        current.set_lifecycle(Lifecycle.EXITING)
+        # A daemon thread that outlives the interpreter can crash the process.
+        current.poller.stop_thread()
+        with faults.swallow_errors("waiting for the backend's threads"):
+            wait_until_idle()
 
 
 def wait_until_idle(timeout_s: float = 0.2) -> None:
-    """Waits until those threads are idle, at most ``timeout_s`` seconds.
+    """Waits until torch's own threads, which execute collectives, are idle, at most ``timeout_s``
+    seconds. Called before the interpreter exits.
 
     A worker drops its last references to tensors only after it has reported the call as complete,
     and needs the GIL for tensors that have a Python object. If the interpreter is exiting by then,
@@ -396,8 +373,8 @@ def wait_until_idle(timeout_s: float = 0.2) -> None:
     while activities and monotonic() < end:
         sleep(0.001)  # releases the GIL for a thread that waits for it
         current = {task: _read_activity(task) for task in activities}
-        # A thread is busy if it runs, or if its context switches show that it got what it waited
-        # for, such as the GIL.
+        # A thread is busy if it runs, or if its context switches show that its wait, such as for
+        # the GIL, is over.
         activities = {
             task: activity
             for task, activity in current.items()
@@ -418,19 +395,13 @@ def _read_activity(task: str) -> str:
 def _read_task_file(task: str, name: str) -> str:
     try:
         return (_TASK_DIR / task / name).read_text(errors="replace")
-    except OSError:  # it has exited
+    except OSError:  # the thread has exited
         return ""
 
 
-_MAX_MESSAGE_CHARS = 800
-
-
-def hook_exceptions() -> None:
-    """Records the exception that ends the main thread, then runs the hook that was set before."""
-    sys.excepthook = _RecordingExcepthook(sys.excepthook)
-
-
 class _RecordingExcepthook:
+    """Records the exception that ends the main thread, then runs the hook that was set before."""
+
     def __init__(self, previous_hook: Any) -> None:
         self._previous_hook = previous_hook
 
@@ -444,7 +415,8 @@ class _RecordingExcepthook:
 def patch_spawn() -> None:
     """Records exceptions of functions that torch.multiprocessing spawns.
 
-    It catches such an exception, passes it to the parent, and exits, so no hook of Python sees it.
+    torch catches such an exception, passes it to the parent, and exits, so no hook of Python sees
+    it.
     """
     # The attribute torch.multiprocessing.spawn is the function of that name, not the module.
     spawn: Any = sys.modules["torch.multiprocessing.spawn"]
@@ -469,7 +441,7 @@ def _record_exception(
     kind: type[BaseException], value: BaseException, trace: TracebackType | None
 ) -> None:
     try:
-        rank = get_current_rank()
+        rank = current_rank
         if rank is not None:
             rank.ring.write_exception(_describe_exception(rank, kind, value, trace))
     except Exception as error:  # ours: the user's exception is shown all the same
@@ -479,7 +451,7 @@ def _record_exception(
 def _describe_exception(
     rank: RankProcess, kind: type[BaseException], value: BaseException, trace: TracebackType | None
 ) -> dict[str, Any]:
-    """The exception, with the innermost line of the user's code in its traceback."""
+    """Describes the exception, with the innermost line of the user's code in its traceback."""
     description: dict[str, Any] = {
         "type": kind.__qualname__,
         "message": str(value)[:_MAX_MESSAGE_CHARS],

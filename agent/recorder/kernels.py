@@ -1,13 +1,10 @@
-"""Registers a kernel for each ``c10d`` operator at dispatch key BackendSelect: the Python one, or the
-native one if it was built.
+"""The kernels of all ``c10d`` operators, registered at dispatch key BackendSelect: the Python ones,
+or the native ones if the native recorder was built.
 
 Every collective passes there, whether Python, DDP's reducer in C++ or compiled code starts it, and
-whichever backend executes it.
-
-MERGED: The functions that the native recorder calls in Python. They return the plan of a new kind of
-call, the site of a call, and what another thread does.
-
-Each is an operator of the library ``hangwatch``, which native/python_calls.h calls.
+whichever backend executes it. The native recorder calls three functions in Python, which return the
+plan of a new kind of call, the site of a call, and what another thread does. Each of them is an
+operator of the library ``hangwatch``, which native/python_calls.h calls.
 """
 
 from __future__ import annotations
@@ -48,8 +45,8 @@ def set_recorder(recorder: Recorder | None) -> None:
 
 
 def register_operators() -> None:
-    """Registers kernels for all operators that have none yet. Another library may have added some
-    since the last time.
+    """Registers kernels for all operators that have none yet. Another library may have added
+    operators since the last time.
     """
     global _registry
     recorder = get_recorder()
@@ -75,8 +72,8 @@ class KernelRegistry:
 
             self._make_kernel = make_checking_kernel
         self._registered: set[str] = set()
-        # No fragment of ours may outlive or shadow another's: torch warns of an override only where
-        # a kernel was registered before.
+        # No fragment of ours may outlive or shadow that of others: torch warns of an override only
+        # where a kernel was registered before.
         library_args = ("c10d", "IMPL") if native is None else ("hangwatch", "FRAGMENT")
         self._library: Any = torch.library.Library(*library_args)  # type: ignore[no-untyped-call]
         if native is not None:
@@ -101,7 +98,7 @@ class KernelRegistry:
             return
         arguments = str(operator.schema).partition("::")[2].rpartition("->")[0]
         self._define(f"{arguments}-> int[]", make_planner(reader))
-        # Each size is compared with one of another rank's.
+        # Each size of a split is compared with a size on another rank.
         native.register_operator(
             operator.name, compares_all_tensors=operator.spec.split_args is not None
         )
@@ -151,7 +148,9 @@ def find_site() -> int:
 
 
 def inspect_thread_bits(thread: int) -> int:
-    """What another thread does: bit 0, it is in torch.distributed; bit 1, in code of its own."""
+    """Describes another thread: bit 0 says that it is in torch.distributed, bit 1 that it is in
+    code of its own.
+    """
     try:
         is_in_torch, is_independent = run_uncompiled(inspect_thread, thread)
     except Exception as error:  # ours: the call goes on

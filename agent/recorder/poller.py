@@ -1,15 +1,12 @@
-"""The one thread of hangwatch in a training process: it shows that Python can run, and asks which
-calls are complete.
+"""The one thread of hangwatch in a training process: it shows that Python can run, polls which
+calls are complete, writes stacks on request, and ensures that a node agent runs on this host.
 
-MERGED: Stack dumps made by the process itself, for hosts that do not permit py-spy.
-
-The recorder's thread writes the stacks of all threads when the node agent requests them in the ring:
-nothing is stopped or interrupted. While another thread keeps the GIL in native code, the recorder's
-thread cannot run; for this state alone, faulthandler is registered on a signal, which the node agent
-sends to the recorder's thread and to no other. A signal to the process would be handled by a
-thread of the job, and would end the system call that this thread is in.
-
-MERGED: Ensures that a node agent runs on this host, and permits it to read the stacks of this process.
+The stacks are for hosts that do not permit py-spy. The recorder's thread writes those of all
+threads when the node agent requests them in the ring: nothing is stopped or interrupted. While
+another thread keeps the GIL in native code, the recorder's thread cannot run; for this state alone,
+faulthandler is registered on a signal, which the node agent sends to the recorder's thread and to
+no other. A signal to the process would be handled by a thread of the job, and would end the system
+call that this thread is in.
 """
 
 from __future__ import annotations
@@ -37,7 +34,31 @@ from .device import DeviceStatusReader
 from .recorder import Recorder
 from .writer import RingWriter
 
-POLL_INTERVAL_S = 0.1  # seconds
+POLL_INTERVAL_S = 0.1
+_MIN_LIST_INTERVAL_NS = 500_000_000  # the interval of two versions of the list of threads
+
+_CHECK_INTERVAL_S = 2.0
+_START_CHECK_INTERVAL_S = 0.2  # the interval of checks while no node agent runs
+_START_TIMEOUT_S = 3.0
+_MAX_START_FAILURES = 3  # the number of failures after which a message is shown
+_PR_SET_PTRACER = 0x59616D61  # prctl(2); "Yama"
+_AGENT_CODE = (
+    "import sys; sys.path[:] = [p for p in sys.path if p]; from hangwatch.agent.node.main import"
+    " main; main()"
+)
+# The variables that make a process a rank, or preload modules meant for one.
+_RANK_ONLY_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "PYTHONINSPECT",
+    "PYTHONSTARTUP",
+    "PYTHONDEVMODE",
+    "PYTHONWARNINGS",
+)
+
+_dump_file: Any = None  # faulthandler writes to its descriptor as long as the process lives
 
 
 class Poller:
@@ -57,7 +78,7 @@ class Poller:
         self._thread = threading.Thread(
             target=self._run_loop, name=RECORDER_THREAD_NAME, daemon=True
         )
-        self.steps_by_optimizer: dict[int, int] = {}  # by id(optimizer)
+        self.steps_by_optimizer: dict[int, int] = {}  # the key is id(optimizer)
         self.declared_step = -1
 
     def start_thread(self) -> None:
@@ -65,7 +86,7 @@ class Poller:
         self._thread.start()
 
     def stop_thread(self) -> None:
-        """Ends the thread, so that none of ours is left when the interpreter goes."""
+        """Ends the thread, so that no thread of ours runs when the interpreter exits."""
         self._stop_event.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(1.0)
@@ -109,11 +130,6 @@ class Poller:
         register_optimizer_step_post_hook(count_step)
 
 
-_MIN_LIST_INTERVAL_NS = 500_000_000  # between two versions of the list of threads
-
-_dump_file: Any = None  # faulthandler writes to its descriptor as long as the process lives
-
-
 class StackDumper:
     """Answers the node agent's requests for stacks, in the thread that calls `answer_request`."""
 
@@ -135,8 +151,8 @@ class StackDumper:
         self._ring.set_word(LiveWord.RECORDER_THREAD, 0)
 
     def answer_request(self) -> None:
-        """Writes the stacks if the node agent has requested them since the last call. Raises OSError
-        if they cannot be written; the request then stays unanswered.
+        """Writes the stacks if the node agent has requested them since the last call. Raises
+        OSError if they cannot be written; the request then stays unanswered.
         """
         request = self._ring.get_word(LiveWord.STACKS_REQUEST)
         if request != self._answered:
@@ -153,17 +169,20 @@ class StackDumper:
     def _write_stacks(self) -> None:
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            if _runs_without_gil():
-                os.write(fd, run_dir.NO_GIL_TEXT.encode())
-            else:
-                # It keeps the GIL and makes no objects: no frame or local outlives its function.
+            is_gil_enabled = getattr(sys, "_is_gil_enabled", None)
+            if is_gil_enabled is None or is_gil_enabled():
+                # This keeps the GIL and makes no objects: no frame or local outlives its function.
                 faulthandler.dump_traceback(fd, all_threads=True)
+            else:
+                # Threads run Python at the same time. To read their stacks, all of them would have
+                # to be stopped, and a thread in native code may not stop for long.
+                os.write(fd, run_dir.NO_GIL_TEXT.encode())
         finally:
             os.close(fd)
 
     def _write_thread_list(self) -> None:
-        """Writes the ids and names of Python's threads, which faulthandler does not know. The list is
-        there before a thread keeps the GIL.
+        """Writes the ids and names of Python's threads, which faulthandler does not know. The list
+        exists before a thread keeps the GIL.
         """
         self._listed_at_ns = monotonic_ns()
         # `threading.enumerate` takes a lock; a copy of the dictionary is made under the GIL.
@@ -179,14 +198,6 @@ class StackDumper:
         os.replace(new_path, self._list_path)
 
 
-def _runs_without_gil() -> bool:
-    """Whether threads run Python at the same time. To read their stacks, all of them would have to be
-    stopped, and a thread in native code may not stop for long.
-    """
-    is_gil_enabled = getattr(sys, "_is_gil_enabled", None)
-    return is_gil_enabled is not None and not is_gil_enabled()
-
-
 def register_dump_signal(path: Path) -> dict[str, Any]:
     """Registers the highest free real-time signal; returns its number and the descriptor of the
     file that the stacks are written to, or nothing if no signal is free.
@@ -195,7 +206,7 @@ def register_dump_signal(path: Path) -> dict[str, Any]:
     a signal that is not caught kills, and a descriptor that was closed may have been reused.
     """
     global _dump_file
-    if "free-threading" in sys.version:  # there, the handler shows no thread but its own
+    if "free-threading" in sys.version:  # in such builds, the handler shows only its own thread
         return {}
     number = next(
         (
@@ -207,32 +218,10 @@ def register_dump_signal(path: Path) -> dict[str, Any]:
     )
     if number is None:
         return {}
-    _dump_file = open(path, "a+b", buffering=0)  # noqa: SIM115  # it stays open as long as the process lives
+    _dump_file = open(path, "a+b", buffering=0)  # noqa: SIM115  # the file stays open
     os.set_inheritable(_dump_file.fileno(), False)
     faulthandler.register(number, file=_dump_file, all_threads=True, chain=False)
     return {"stacks_signal": number, "stacks_fd": _dump_file.fileno()}
-
-
-_CHECK_INTERVAL_S = 2.0
-_START_CHECK_INTERVAL_S = 0.2  # while no node agent runs
-_START_TIMEOUT_S = 3.0
-_MAX_START_FAILURES = 3  # before a message is shown
-_PR_SET_PTRACER = 0x59616D61  # prctl(2); "Yama"
-_AGENT_CODE = (
-    "import sys; sys.path[:] = [p for p in sys.path if p]; from hangwatch.agent.node.main import"
-    " main; main()"
-)
-# They make a process a rank, or preload modules meant for one.
-_RANK_ONLY_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "PYTHONINSPECT",
-    "PYTHONSTARTUP",
-    "PYTHONDEVMODE",
-    "PYTHONWARNINGS",
-)
 
 
 class AgentSupervisor:
@@ -241,7 +230,7 @@ class AgentSupervisor:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._next_check_at = 0.0
-        # Held while a node agent that this process launched is starting.
+        # The lock is held while a node agent that this process launched is starting.
         self._start_lock_fd: int | None = None
         self._start_deadline = 0.0
         self._failed_starts = 0
@@ -279,15 +268,15 @@ class AgentSupervisor:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             text = os.pread(fd, 32, 0).strip()
-            return int(text) if text.isdigit() else -1  # it will write its pid next
+            return int(text) if text.isdigit() else -1  # the node agent will write its pid next
         else:
             return 0
         finally:
             os.close(fd)
 
     def _start_agent(self, now: float) -> None:
-        """Starts a node agent, unless another rank is doing so. The start lock is held until the new
-        agent holds its own lock.
+        """Starts a node agent, unless another rank is doing so. The start lock is held until the
+        new agent holds its own lock.
         """
         fd = os.open(
             self._folder / run_dir.START_LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
@@ -301,9 +290,9 @@ class AgentSupervisor:
         env = {k: v for k, v in os.environ.items() if k not in _RANK_ONLY_VARIABLES} | {
             "PYTHONSAFEPATH": "1"
         }
-        # It gets its own session and none of our descriptors: `torchrun ... | tee log` must end when
-        # the ranks do. The process started here forks again and exits immediately, so that the
-        # agent is no child of the rank.
+        # The agent gets its own session and none of our descriptors: `torchrun ... | tee log` must
+        # end when the ranks do. The process started here forks again and exits immediately, so that
+        # the agent is no child of the rank.
         launcher = subprocess.Popen(
             [sys.executable, "-c", _AGENT_CODE, "--run-dir", str(self._folder)],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -317,8 +306,8 @@ class AgentSupervisor:
             self._start_lock_fd = None
 
     def _allow_ptrace(self, agent_pid: int) -> None:
-        """Permits the agent to attach. Under Yama's ptrace scope 1, a process names the one that may
-        do so; kernels without Yama return EINVAL.
+        """Permits the agent to attach. Under Yama's ptrace scope 1, a process names the one process
+        that may do so; kernels without Yama return EINVAL.
         """
         if agent_pid > 0 and agent_pid != self._permitted_pid:
             self._permitted_pid = agent_pid
@@ -327,8 +316,8 @@ class AgentSupervisor:
             )
 
     def _show_notice(self) -> None:
-        """Shows a message from the node agent to the user. One rank of the host does: the first to
-        rename the file.
+        """Shows a message from the node agent to the user, on the rank of the host that is the
+        first to rename the file.
         """
         if self._is_notice_shown:
             return
@@ -339,7 +328,7 @@ class AgentSupervisor:
             with contextlib.suppress(FileNotFoundError):  # another rank was first
                 os.rename(notice, taken)
                 text = taken.read_text(errors="replace").strip()
-                # It may quote the server, which must not control the user's terminal.
+                # The message may quote the server, which must not control the user's terminal.
                 plain = "".join(c if c.isprintable() else " " for c in text)
                 sys.stderr.write(f"hangwatch: {plain}\n")
                 taken.unlink()

@@ -1,6 +1,6 @@
 """The kernel in Python: it records a call, passes it on unchanged, and records its completion.
 
-Every call of every rank pays for each line here. An error of ours never reaches the caller.
+Every call of every rank pays for each line here. No error of ours reaches the caller.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def record_loss(reader: CallReader, args: tuple[Any, ...], error: Exception) -> 
 def record_failure(
     reader: CallReader, args: tuple[Any, ...], entered: EnteredCall, error: BaseException
 ) -> None:
-    """Records that the operator raised an exception, and takes the call back if it had not
-    communicated.
+    """Records that the operator raised an exception. If the call had not communicated, it is taken
+    back.
     """
     try:
         run_uncompiled(_record_failure, reader, args, entered, error)
@@ -78,8 +78,8 @@ def record_lost_completion(op: str, entered: EnteredCall, error: Exception) -> N
 
 @functools.cache
 def _get_silent_bits() -> int:
-    """The bits of the key sets with which no call communicates: those of tensors without data, which
-    meta and fake tensors are, and of nested tensors, for which no backend has an operator.
+    """The bits of the key sets with which no call communicates: meta and fake tensors, which have
+    no data, and nested tensors, for which no backend has an operator.
     """
     from torch._C import DispatchKey, DispatchKeySet
 
@@ -91,8 +91,8 @@ def _get_silent_bits() -> int:
 
 
 def can_communicate(keyset: Any) -> bool:
-    """Whether a call with this key set may communicate. If not, nothing may be read of its tensors:
-    the shape of one without data may be symbolic, and reading it would change what is traced.
+    """Whether a call with this key set may communicate. If not, its tensors must not be read: the
+    shape of one without data may be symbolic, and reading it would change what is traced.
     """
     return not keyset.raw_repr() & _get_silent_bits()
 
@@ -104,8 +104,8 @@ def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callabl
     enter_call = _make_enter_function(reader)
     redispatch = overload._handle.redispatch_boxed
     returns_only_work, is_p2p = len(overload._schema.returns) == 1, reader.spec.is_p2p
-    # A key set's own operators cost more than a look-up, its bound methods more than the function
-    # behind them.
+    # The operators of a key set cost more than a look-up, its bound methods more than their
+    # functions.
     bits_of: Callable[[Any], int] = DispatchKeySet.raw_repr.__func__  # type: ignore[attr-defined]  # pybind11's methods have it
     lower_keysets: dict[int, tuple[Any]] = {}
 
@@ -137,7 +137,7 @@ def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callabl
             else:  # CompletionMode.WORK, the most frequent one
                 work = result if returns_only_work else result[-1]
                 if frame_locals is not None and entered[4] and work is not None:
-                    # As `add_pending_call`, without its cost: most calls are such ones.
+                    # Most calls are such ones, so `add_pending_call` and its cost are avoided.
                     frame_locals[FRAME_KEY] = work
                     entered[0].pending_works.append((entered, ref(work)))
                 else:
@@ -154,10 +154,10 @@ def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callabl
 def _make_enter_function(
     reader: CallReader,
 ) -> Callable[[Recorder, tuple[Any, ...]], tuple[EnteredCall | None, dict[str, Any] | None]]:
-    """Makes the function that records a call about to be made. It also returns the local variables
-    of the caller if that holds the Work until it returns.
+    """Makes the function that records a call about to be made. That function also returns the local
+    variables of the caller, if the caller holds the Work until it returns.
 
-    The kernel must call it directly, because it counts frames from there to the caller.
+    The kernel must call it directly, because it counts the frames from there to the caller.
     """
     import torch
     from torch._C import _is_torch_function_mode_enabled as is_function_mode_enabled
@@ -167,7 +167,7 @@ def _make_enter_function(
 
     frame_of = sys._getframe
     logged = find_logged_callers()
-    # A plan's key has the arguments of known operators only.
+    # Only known operators have all of their arguments in a plan's key.
     quick = {} if reader.spec.is_generic else find_quick_callers()
     plans = reader.plans
     tensors_index, root_index = reader.tensors_index, reader.root_index
@@ -176,12 +176,13 @@ def _make_enter_function(
     def enter_call(
         recorder: Recorder, args: tuple[Any, ...]
     ) -> tuple[EnteredCall | None, dict[str, Any] | None]:
-        """Where the caller's local variables hold the group and the reduce op, which takes a
-        fraction of the time of unboxing them, a call like an earlier one needs only one look-up.
+        """Reads the group and the reduce op from the caller's local variables, if these hold them:
+        that takes a fraction of the time of unboxing. A call like an earlier one then needs only
+        one look-up.
         """
         try:
             caller = frame_of(2)
-        except ValueError:  # no Python caller: a thread of C++, such as autograd's for a device
+        except ValueError:  # a thread of C++ has no Python caller, as autograd's for a device
             caller = frame_of(1)
         code = id(caller.f_code)
         if code not in quick or is_function_mode_enabled():
@@ -211,7 +212,7 @@ def _make_enter_function(
             id(reduce_op),
             root,
             caller_locals["async_op"],
-            get_native_id(),  # the ident of a thread that has ended may be reused
+            get_native_id(),  # unlike `get_ident`, it is not reused soon after a thread has ended
         )
         try:
             stream, agree, record_body, blocked_thread, mode, _ = plans[key]

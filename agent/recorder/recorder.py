@@ -1,4 +1,4 @@
-"""What all kernels of a process share, whichever recorder is in use."""
+"""The state that all kernels of a process share, whichever recorder is in use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from .writer import RingWriter
 if TYPE_CHECKING:
     from .checks.inspection import CallChecker
 
-# Of all registered operators. Kernels stay registered for the life of the process, recorders do not.
+# The readers of all registered operators. Kernels stay registered for the life of the process,
+# recorders do not.
 call_readers: list[CallReader] = []
 
 
@@ -58,20 +59,20 @@ class Recorder:
     def record_lost_call(
         self, reader: CallReader, args: tuple[Any, ...], reason: LossReason = LossReason.FAULT
     ) -> None:
-        """Marks the streams that a call which was not recorded may belong to as incomplete: that of
-        its group or, if that cannot be found, all.
+        """Marks the streams to which a call that was not recorded may belong as incomplete: those
+        of its group or, if the group cannot be found, all.
         """
         try:
             track = reader.open_track(self, args)
             if track is not None:
-                # The channel of a message may have been a new one, which now seems to be unused.
+                # The channel of a message may have been a new one, which now looks unused.
                 self.groups.dropped_count += reader.is_p2p
                 track.mark_incomplete(reason, messages=reader.is_p2p)
-        except Exception:  # most likely what failed before
+        except Exception:  # most likely the error that caused the loss
             self.groups.mark_incomplete(reason)
 
     def count_dropped(self) -> int:
-        """The number of calls and streams that were not recorded, and whose place is not known."""
+        """The number of calls and streams that were not recorded and whose place is not known."""
         lost_count = self.native.count_lost_calls() if self.native is not None else 0
         return self.groups.dropped_count + lost_count
 

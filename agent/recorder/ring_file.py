@@ -1,7 +1,7 @@
-"""The ring files of this process and of its ancestors: where they are, how one is created, and the
-lifecycle that one shows.
+"""The ring files of this process and of its ancestors.
 
-MERGED: Which world of ranks a process joins: that of its job, or one of its own inside a rank.
+The ring of an ancestor shows which world of ranks this process joins: that of its job, or one of
+its own inside a rank.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class AncestorRank:
     job: str
     rank: int
     world_size: int
-    master_address: str  # where the ranks of its world meet; empty if unknown
+    master_address: str  # the address at which the ranks of its world meet; empty if unknown
 
 
 def find_ancestor_rank() -> AncestorRank | None:
-    """None if no ancestor has a ring.
+    """Finds the nearest ancestor with a ring; None if no ancestor has one.
 
     A DataLoader worker or another subprocess inherits RANK but is no rank itself: one of its
     ancestors has the ring.
@@ -117,11 +117,8 @@ def read_lifecycle(ring: Path) -> Lifecycle:
 
 
 def _parse_lifecycle(value: int) -> Lifecycle:
-    """Of a newer recorder's value that is not known here, the last known one."""
+    """The lifecycle with this number; the last known one for the number of a newer recorder."""
     return Lifecycle(min(value, Lifecycle.EXITING))
-
-
-_TCP_PREFIX, _FILE_PREFIX = "tcp://", "file://"
 
 
 def get_master_address() -> str:
@@ -130,14 +127,14 @@ def get_master_address() -> str:
 
 
 def find_rendezvous(arguments: Mapping[str, Any]) -> str:
-    """Where the ranks meet by the arguments of init_process_group: ``address:port``, a path, or the
-    port of a store; empty if the environment says it, or nothing is known.
+    """The place where the ranks meet by the arguments of init_process_group: ``address:port``, a
+    path, or the port of a store; empty if the environment defines it, or nothing is known.
 
-    The address of a store is left out, since its own rank may call it localhost.
+    The address of a store is left out, since the rank that serves it may name it localhost.
     """
     method = arguments.get("init_method")
     if method is not None:
-        for prefix in (_TCP_PREFIX, _FILE_PREFIX):
+        for prefix in ("tcp://", "file://"):
             if str(method).startswith(prefix):
                 return str(method).removeprefix(prefix).partition("?")[0]
         return ""
@@ -163,7 +160,8 @@ def is_started_as_rank(launch: LaunchInfo) -> bool:
 def choose_launch(
     launch: LaunchInfo, rank: int, world_size: int, rendezvous: str
 ) -> LaunchInfo | None:
-    """The job under which a process is recorded that joins a world; None if it is not recorded.
+    """Chooses the job under which a process that joins a world is recorded; None if it is not
+    recorded.
 
     Some launchers run in rank 0 and start the other ranks from there, which meet at the same
     address. A rank may also start the ranks of a world of its own, which is a job of its own.

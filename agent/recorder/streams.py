@@ -1,16 +1,14 @@
 """One stream of calls on this rank: its position, its running hash, and its unfinished calls.
 
-MERGED: Watches the Work of a call for its completion without keeping it alive: a Work holds the tensors of
-its call.
+An unfinished call is watched by its Work without keeping that alive, because a Work holds the
+tensors of its call. The functions of torch.distributed call an operator, and then wait for the Work
+themselves, or return it to the user. They hold it by a Python object, to which we have a weak
+reference. That object does not exist yet when the operator returns to its kernel: torch makes it
+for the result, unless the Work has one already. So the kernel makes it, and leaves it in the frame
+of torch's function until that returns.
 
-The functions of torch.distributed call an operator, and then wait for the Work themselves, or return
-it to the user. They hold it by a Python object, to which we have a weak reference. That object does
-not exist yet when the operator returns to its kernel: torch makes it for the result, unless the Work
-has one already. So the kernel makes it, and leaves it in the frame of torch's function until that
-returns.
-
-What C++ starts, such as the buckets of DistributedDataParallel, has no such object. Its Work is held
-until the next call or poll finds it complete.
+Calls that C++ starts, such as those for the buckets of DistributedDataParallel, have no such
+object. Their Works are held until the next call or poll finds them complete.
 """
 
 from __future__ import annotations
@@ -42,40 +40,47 @@ from .dynamo import run_uncompiled
 from .writer import RingWriter
 
 # Unfinished calls of a stream that are kept to find their completion. A finished one is dropped at
-# the next call or poll. Past this number the ones in the middle are dropped: the oldest and the newest are
-# enough to show how far the stream is complete.
+# the next call or poll. Beyond this number the middle ones are dropped: the oldest and the newest
+# are enough to show how far the stream is complete.
 _MAX_PENDING_WORKS = 16
 _UINT32_MASK = 0xFFFFFFFF
+_RETRACTED_FLAGS = int(RecordFlag.RAISED | RecordFlag.RETRACTED)
 _pack_record, _RECORD_SIZE = RECORD_PACKED_STRUCT.pack_into, RECORD_PACKED_STRUCT.size
+# The name under which a frame holds a Work; no local variable has it.
+FRAME_KEY = "<Work watched by hangwatch>"
 
 
 class CompletionMode(enum.IntEnum):
     """How the completion of a call is detected."""
 
-    WORK = 0  # by polling its Work
-    NEXT = 1  # its Work never reports completion: the call is complete once another one is made
-    RETURN = 2  # it is complete when it returns
+    WORK = 0  # the Work is polled
+    NEXT = 1  # the Work never reports completion: the call is complete once another one is made
+    RETURN = 2  # the call is complete when it returns
     UNOBSERVABLE = 3
-    # The others are the native recorder's, in place of WORK.
-    TIMED = 4  # as WORK, and the Work of some calls reports the time of completion
-    REPORTED = 5  # its Work reports it
-    REPORTED_TIMED = 6  # likewise, and the time of some calls is published
+    # The native recorder uses one of the others in place of WORK.
+    TIMED = 4  # the Work is polled, and the Work of some calls reports the time of completion
+    REPORTED = 5  # the Work reports completion
+    REPORTED_TIMED = 6  # the Work reports completion, and the time of some calls is published
 
 
-_RETRACTED_FLAGS = int(RecordFlag.RAISED | RecordFlag.RETRACTED)
 _NEXT, _RETURN = int(CompletionMode.NEXT), int(CompletionMode.RETURN)
 
-# A call in progress: (its stream, seq, index of its record, entered_ns, the thread that it blocks or
-# 0, its `CompletionMode`, agreement hash). A tuple, because a class would slow down every call.
+# A call in progress: (its stream, seq, index of its record, entered_ns, the thread that it blocks
+# or 0, its `CompletionMode`, agreement hash). A tuple, because a class would slow down every call.
 EnteredCall = tuple["StreamRecorder", int, int, int, int, int, int]
 
+# The Work of a call: None, if nothing shows its completion; the boxed Work; a weak reference to it,
+# if the call is complete once the Work is deleted; or a `DroppableWork`.
+WatchedWork = Any
 
-# (an `EnteredCall`, its Work and what must be kept for it, as `watch_work` returns them)
+# (an `EnteredCall`, its `WatchedWork`, and in some cases a weak reference that must be kept for it)
 PendingCall = tuple[Any, ...]
 
 
 class StreamRecorder:
-    """Written by the threads that make calls, polled by one other thread; none waits for a lock."""
+    """A stream's state. The threads that make calls write it and one other thread polls it; none of
+    them waits for a lock.
+    """
 
     __slots__ = (
         "_last_entered_ns",
@@ -112,12 +117,11 @@ class StreamRecorder:
         self._seq_counter = itertools.count(1)
         self._last_entered_ns = 0
         self._published = (0, 0)  # calls that were entered and completed at the last poll
-        # Unfinished calls, oldest first, each with its Work as `watch_work` returns it.
-        self.pending_works: deque[PendingCall] = deque()
+        self.pending_works: deque[PendingCall] = deque()  # unfinished calls, oldest first
         self._unbox_work = unbox
         self._prune_lock = allocate_lock()  # never waited for
         self._last_thread = 0  # the thread that made the last call
-        # At the last change of threads, the former one continued with work of its own.
+        # Whether the former thread continued with work of its own at the last change of threads.
         self._was_independent = False
 
     def pack_record_body(
@@ -135,7 +139,7 @@ class StreamRecorder:
         it, 0 if none does.
         """
         self.entered = seq = next(self._seq_counter)
-        # As `hangwatch.model.calls.chain`, without the cost of a function call.
+        # The formula is that of `hangwatch.model.calls.chain`, without the cost of a function call.
         self.chain = chain = (self.chain * CHAIN_BASE + agreement_hash) & UINT64_MASK
         now = self._last_entered_ns = monotonic_ns()
         works, thread = self.pending_works, blocked_thread or get_ident()
@@ -161,11 +165,11 @@ class StreamRecorder:
         return self, seq, index, now, blocked_thread, completion_mode, agreement_hash
 
     def _detect_concurrency(self, thread: int) -> bool:
-        """Called when another thread than before makes a call. True if both threads run
+        """Called when another thread than before makes a call. Returns True if both threads run
         independently, so that the order of their calls is random.
 
-        A thread that hands over to another waits for it or has exited. It may also just have
-        finished its part, so one change of threads proves nothing: it takes two.
+        A thread that hands over to another waits for it or has exited. The thread may also just
+        have finished its part, so that one change of threads proves nothing: two are required.
         """
         former_thread, self._last_thread = self._last_thread, thread
         is_in_torch, is_independent = inspect_thread(former_thread)
@@ -183,7 +187,8 @@ class StreamRecorder:
         self._ring.record_completion(call[2], monotonic_ns())
         newest_work = self._find_observable_work() if self.pending_works else None
         if newest_work is not None:
-            # Asynchronous calls before it are unfinished: it counts as complete with the last one.
+            # Asynchronous calls before this one are unfinished: it counts as complete with the
+            # last.
             self.pending_works.append((call, newest_work))
         elif self.completed != UNKNOWN_COMPLETED:
             self.pending_works.clear()
@@ -198,15 +203,22 @@ class StreamRecorder:
         *,
         backend_keeps_it: bool,
     ) -> None:
-        """Watches the Work of a call whose operator returned it; see `watch_work`."""
-        watched = watch_work(
-            boxed_work,
-            self._unbox_work,
-            frame_locals,
-            is_blocking=bool(call[4]),
-            backend_keeps_it=backend_keeps_it,
-        )
-        self.pending_works.append((call, *watched))
+        """Watches the Work of a call whose operator returned it.
+
+        ``frame_locals`` are the local variables of the function of torch.distributed that holds the
+        Work until it returns; None if C++ may hold it. ``backend_keeps_it``: see `DroppableWork`.
+        """
+        if frame_locals is None or boxed_work is None:
+            self.pending_works.append((call, boxed_work))
+        elif call[4]:
+            frame_locals[FRAME_KEY] = boxed_work
+            self.pending_works.append((call, weakref.ref(boxed_work)))
+        else:
+            unbox = self._unbox_work
+            work = frame_locals[FRAME_KEY] = unbox(boxed_work)
+            droppable = DroppableWork(boxed_work, unbox, backend_keeps_it=backend_keeps_it)
+            kept = weakref.ref(work, droppable.drop_work)
+            self.pending_works.append((call, droppable, kept))
 
     def _find_observable_work(self) -> WatchedWork:
         """The newest Work that will show its completion; None if there is none."""
@@ -261,10 +273,10 @@ class StreamRecorder:
                 self._ring.record_completion(call[2], now_ns)
                 self.completed = call[1]
             if len(works) > 1 and self._is_complete((last := works[-1])[1]):
-                # The works of some backends never report completion: a later one covers them.
+                # The Works of some backends never report completion: a later one covers them.
                 while works.popleft() is not last:
                     pass
-                # Not `entered`: that may be a call whose operator has not returned.
+                # `entered` may be the number of a call whose operator has not returned.
                 self.completed = last[0][1]
             self._ring.write_progress(self.slot, self.completed, works[0][0][3] if works else 0)
         except IndexError:  # the calling thread cleared them: its blocking call has completed
@@ -274,8 +286,9 @@ class StreamRecorder:
         return bool(works)
 
     def mark_incomplete(self, reason: LossReason, from_seq: int = 0) -> None:
-        """Records that the numbers and running hashes of this stream's calls are not certain from call
-        ``from_seq`` on, by default from the next call on. Must come before the next call is recorded.
+        """Records that the numbers and running hashes of this stream's calls are not certain from
+        call ``from_seq`` on, by default from the next call on. Must come before the next call is
+        recorded.
         """
         self._ring.record_loss(self.slot, from_seq or self.entered + 1, reason)
 
@@ -284,7 +297,16 @@ class StreamRecorder:
         self._ring.close_stream(self.slot)
 
     def _is_complete(self, work: WatchedWork) -> bool | None:
-        return is_complete(work, self._unbox_work)
+        """Whether the call of a Work is complete; None if nothing shows it."""
+        if work is None:
+            return None
+        if type(work) is DroppableWork:
+            return work.is_complete()
+        if type(work) is weakref.ref:
+            work = work()
+            if work is None:  # torch's function has waited for it
+                return True
+        return bool(self._unbox_work(work).is_completed())
 
     def update_ring(self, now_ns: int) -> None:
         """Publishes the position of the stream. Called by the polling thread.
@@ -295,10 +317,10 @@ class StreamRecorder:
         if self.pending_works:
             self.poll_works(now_ns)
         elif position == self._published:
-            return  # as most of thousands of channels
+            return  # most of thousands of channels do not change
         else:
-            # Also while an operator blocks: until it returns, its call is not in `pending_works`,
-            # and `enter_call` publishes nothing.
+            # The position is published while an operator blocks, too: until it returns, its call is
+            # not in `pending_works`, and `enter_call` publishes nothing.
             self._ring.write_progress(self.slot, self.completed, 0)
         self._ring.write_newest(self.slot, self.entered, self.chain, self._last_entered_ns)
         self._published = position
@@ -311,20 +333,6 @@ def leave_call(call: EnteredCall) -> None:
         call[0].pending_works.append((call, None))
     elif mode == _RETURN:
         call[0].finish_call(call)
-
-
-def _set_shared_flag(record_body: bytes) -> bytes:
-    """The body with `RecordFlag.SHARED`, set before the record can be read without it."""
-    size, *middle, flags, peer, tag = RECORD_BODY_STRUCT.unpack(record_body)
-    return RECORD_BODY_STRUCT.pack(size, *middle, flags | RecordFlag.SHARED, peer, tag)
-
-
-# A name that no local variable has.
-FRAME_KEY = "<Work watched by hangwatch>"
-
-# A call's Work as `watch_work` returns it: None, if nothing shows its completion; the boxed Work; a
-# weak reference to it, if the call is complete once it is gone; or a `DroppableWork`.
-WatchedWork = Any
 
 
 class DroppableWork:
@@ -340,55 +348,23 @@ class DroppableWork:
         self._is_complete = False
 
     def is_complete(self) -> bool | None:
-        """None if that will never be known: the job has dropped the Work without waiting."""
+        """Whether the Work is complete; None if that will never be known, since the job has dropped
+        the Work without waiting.
+        """
         if self._boxed is not None:
             return bool(self._unbox(self._boxed).is_completed())
         return self._is_complete or None
 
     def drop_work(self, _: object) -> None:
-        """Lets go of the Work, whose Python object is being deleted, unless it goes on without it."""
+        """Releases the Work, whose Python object is being deleted, unless the call is unfinished
+        and its backend keeps the Work.
+        """
         try:
             self._is_complete = bool(self.is_complete())
             if self._is_complete or not self._backend_keeps_it:
                 self._boxed = None
         except Exception as error:  # ours: the job's object is deleted all the same
             faults.record_fault("dropping a Work", error)
-
-
-def watch_work(
-    boxed: Any,
-    unbox: Callable[[Any], Any],
-    frame_locals: dict[str, Any] | None,
-    *,
-    is_blocking: bool,
-    backend_keeps_it: bool,
-) -> tuple[WatchedWork, ...]:
-    """The Work to watch, and what must be kept for it.
-
-    ``frame_locals`` are the local variables of the function of torch.distributed that holds the Work
-    until it returns; None if C++ may hold it.
-    """
-    if frame_locals is None or boxed is None:
-        return (boxed,)
-    if is_blocking:
-        frame_locals[FRAME_KEY] = boxed
-        return (weakref.ref(boxed),)
-    work = frame_locals[FRAME_KEY] = unbox(boxed)
-    droppable = DroppableWork(boxed, unbox, backend_keeps_it=backend_keeps_it)
-    return droppable, weakref.ref(work, droppable.drop_work)
-
-
-def is_complete(work: WatchedWork, unbox: Callable[[Any], Any]) -> bool | None:
-    """Whether the call of a Work is complete; None if nothing shows it."""
-    if work is None:
-        return None
-    if type(work) is DroppableWork:
-        return work.is_complete()
-    if type(work) is weakref.ref:
-        work = work()
-        if work is None:  # torch's function has waited for it
-            return True
-    return bool(unbox(work).is_completed())
 
 
 @functools.cache
@@ -403,3 +379,9 @@ def find_holding_file() -> str:
 def get_holding_locals(caller: FrameType) -> dict[str, Any] | None:
     """The local variables of a call's caller if it holds the Work until it returns."""
     return caller.f_locals if caller.f_code.co_filename == find_holding_file() else None
+
+
+def _set_shared_flag(record_body: bytes) -> bytes:
+    """The body with `RecordFlag.SHARED`, set before the record can be read without it."""
+    size, *middle, flags, peer, tag = RECORD_BODY_STRUCT.unpack(record_body)
+    return RECORD_BODY_STRUCT.pack(size, *middle, flags | RecordFlag.SHARED, peer, tag)

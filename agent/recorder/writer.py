@@ -52,15 +52,15 @@ from hangwatch.ring.parts import DeviceEntry
 SIGNATURE_LIFETIME_ENTRIES = SIGNATURE_SLOTS - RECORD_SLOTS
 SITE_LIFETIME_ENTRIES = SITE_SLOTS // 2
 _HEAP_UNIT = 64  # bytes: descriptions of about the same length can take each other's place
-_ALLOCATION_BYTES = 1 << 16  # by which a table or the heap grows
+_ALLOCATION_BYTES = 1 << 16  # the amount by which a table or the heap grows
 
 
 class RingWriter:
     """One process's ring.
 
-    It takes no locks: numbers come from itertools.count, and room in the tables from `dict.setdefault`
-    and `list.pop`, which the GIL makes atomic; each stream is written by the thread that makes the
-    call.
+    It takes no locks: numbers come from itertools.count, and room in the tables from
+    `dict.setdefault` and `list.pop`, which the GIL makes atomic; each stream is written by the
+    thread that makes the call.
     """
 
     def __init__(self, path: Path, *, pid: int, start_ticks: int, extra_bytes: int = 0) -> None:
@@ -80,13 +80,13 @@ class RingWriter:
                 os.posix_fallocate(fd, offset, part_size)
             if extra_bytes:
                 os.posix_fallocate(fd, self.extra_offset, extra_bytes)
-            self.map = self._map = mmap.mmap(fd, size)
+            self.map = mmap.mmap(fd, size)
         except OSError:
             os.unlink(path)
             raise
         finally:
             os.close(fd)
-        self._words = memoryview(self._map).cast("Q")
+        self._words = memoryview(self.map).cast("Q")
         self._live_words = self._words[LIVE_OFFSET // 8 : LIVE_OFFSET // 8 + len(LiveWord)]
         # A stream takes an index, writes the record into its slot, and sets `written_count`.
         self.record_indices = itertools.count()
@@ -95,17 +95,23 @@ class RingWriter:
         self._signature_counter = itertools.count(1)
         self._site_counter = itertools.count(1)
         self._last_signature = self._last_site = 0
-        self._rollover_callback: Callable[[], None] = _do_nothing
+        self._rollover_callback: Callable[[], None] = lambda: None
         self._slot_counter = itertools.count()
-        self._used_slots: list[int] = []  # as many as were ever used, in any order
+        self._used_slots: list[int] = []  # all slots that were ever used, in any order
         self._free_slots: list[int] = []
         self._heap_spans: dict[int, list[int]] = {}  # the end of each description, by its offset
         self._heap_used = 0
-        # By size: the offsets of spans of the heap that closed streams no longer use.
+        # The offsets of spans of the heap that closed streams no longer use, by size.
         self._free_spans: dict[int, list[int]] = {}
-        # Up to where the tables and the heap are allocated, by the offset at which each begins.
+        # The ends of the allocated parts of the tables and the heap, by the offset of their
+        # beginning.
         self._allocated_ends = {
-            offset: offset + size for offset, size in self._list_growing_parts()
+            offset: offset + initial_size
+            for offset, initial_size in (
+                (geometry.losses_offset, INITIAL_STREAM_SLOTS * LOSS_STRUCT.size),
+                (geometry.streams_offset, INITIAL_STREAM_SLOTS * STREAM_STRUCT.size),
+                (geometry.heap_offset, INITIAL_HEAP_SIZE),
+            )
         }
         tables = (
             (geometry.streams_offset, STREAM_SLOTS),
@@ -116,10 +122,10 @@ class RingWriter:
         )
         flat = [number for table in tables for number in table]
         TABLES_STRUCT.pack_into(
-            self._map, 0, b"\0" * 8, LAYOUT_VERSION, HEADER_SIZE, size, *flat, pid, 0, start_ticks
+            self.map, 0, b"\0" * 8, LAYOUT_VERSION, HEADER_SIZE, size, *flat, pid, 0, start_ticks
         )
         self._live_words[LiveWord.LOSSES] = geometry.losses_offset
-        self._map[0:8] = MAGIC  # last: from here on, readers accept the file as a ring
+        self.map[0:8] = MAGIC  # last: from here on, readers accept the file as a ring
 
     def set_word(self, word: LiveWord, value: int) -> None:
         self._live_words[word] = value
@@ -159,8 +165,8 @@ class RingWriter:
         return number
 
     def set_rollover_callback(self, callback: Callable[[], None]) -> None:
-        """``callback`` is called when half the lifetime of the numbers given out has passed, so that
-        caches are cleared before any number becomes invalid.
+        """``callback`` is called when half the lifetime of the numbers given out has passed, so
+        that caches are cleared before any number becomes invalid.
         """
         self._rollover_callback = callback
 
@@ -171,42 +177,29 @@ class RingWriter:
         return self._last_site - number < SITE_LIFETIME_ENTRIES
 
     def write_description(self, data: Mapping[str, Any]) -> tuple[int, int]:
-        """Writes a description to the heap; returns its (offset, length). Raises OverflowError if the
-        heap is full, or no more of it can be allocated.
+        """Writes a description to the heap; returns its (offset, length). Raises OverflowError if
+        the heap is full, or no more of it can be allocated.
         """
         raw = _encode_json(data)
         size = _round_up(len(raw), _HEAP_UNIT)
-        at = self._take_free_span(size)
-        if at is None:
+        try:
+            at = self._free_spans[size].pop()
+        except (KeyError, IndexError):
             at = self._take_heap(size)
             self._live_words[LiveWord.HEAP_USED] = self._heap_used = at + size
         start = self._geometry.heap_offset + at
         self._allocate(self._geometry.heap_offset, start + size)
-        self._map[start : start + len(raw)] = raw
+        self.map[start : start + len(raw)] = raw
         return at, len(raw)
-
-    def _take_free_span(self, size: int) -> int | None:
-        with contextlib.suppress(KeyError, IndexError):
-            return self._free_spans[size].pop()
-        return None
 
     def free_description(self, heap_span: tuple[int, int]) -> None:
         """Allows another description to take the room of this one, whose stream is closed."""
         offset, length = heap_span
         self._free_spans.setdefault(_round_up(length, _HEAP_UNIT), []).append(offset)
 
-    def _list_growing_parts(self) -> list[tuple[int, int]]:
-        """The (offset, size) of what is allocated of the tables that grow and of the heap."""
-        geometry = self._geometry
-        return [
-            (geometry.losses_offset, INITIAL_STREAM_SLOTS * LOSS_STRUCT.size),
-            (geometry.streams_offset, INITIAL_STREAM_SLOTS * STREAM_STRUCT.size),
-            (geometry.heap_offset, INITIAL_HEAP_SIZE),
-        ]
-
     def _allocate(self, part: int, end: int) -> None:
-        """Allocates the part that begins at offset ``part`` up to ``end``. Raises OverflowError if the
-        file system has no room: writing there would end the process (SIGBUS).
+        """Allocates the part that begins at offset ``part`` up to ``end``. Raises OverflowError if
+        the file system has no room: writing there would end the process (SIGBUS).
 
         Two threads may do so at the same time, which allocates the same blocks twice.
         """
@@ -214,8 +207,10 @@ class RingWriter:
         if end <= allocated_end:
             return
         size = max(end - allocated_end, _ALLOCATION_BYTES)
-        limit = min(start for start in (*self._list_limits(), len(self._map)) if start > part)
-        size = min(size, limit - allocated_end)
+        geometry, file_end = self._geometry, len(self.map)
+        heap_end = geometry.heap_offset + HEAP_SIZE
+        limits = (geometry.streams_offset, geometry.records_offset, heap_end, file_end)
+        size = min(size, min(limit for limit in limits if limit > part) - allocated_end)
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -225,11 +220,6 @@ class RingWriter:
         except OSError as error:
             raise OverflowError(f"no room for further process groups: {error.strerror}") from error
         self._allocated_ends[part] = max(allocated_end + size, self._allocated_ends[part])
-
-    def _list_limits(self) -> tuple[int, int, int]:
-        """Where the parts that follow those that grow begin."""
-        geometry = self._geometry
-        return geometry.streams_offset, geometry.records_offset, geometry.heap_offset + HEAP_SIZE
 
     def _take_heap(self, length: int) -> int:
         """Takes the next bytes of the heap; returns their offset. Raises OverflowError if it is
@@ -250,18 +240,14 @@ class RingWriter:
         slot = next(self._slot_counter)
         if slot >= STREAM_SLOTS:
             raise OverflowError(f"more than {STREAM_SLOTS} process groups and channels at a time")
-        end = slot + 1
-        self._allocate(
-            self._geometry.losses_offset, self._geometry.losses_offset + end * LOSS_STRUCT.size
-        )
-        self._allocate(
-            self._geometry.streams_offset, self._geometry.streams_offset + end * STREAM_STRUCT.size
-        )
+        losses, streams = self._geometry.losses_offset, self._geometry.streams_offset
+        self._allocate(losses, losses + (slot + 1) * LOSS_STRUCT.size)
+        self._allocate(streams, streams + (slot + 1) * STREAM_STRUCT.size)
         self._used_slots.append(slot)
-        # Again if another thread took one meanwhile: it may have written a number that is greater.
+        # The number is written again if another thread took a slot meanwhile, and so a greater one.
         while self._live_words[LiveWord.SEQUENCES] != (count := len(self._used_slots)):
             self._live_words[LiveWord.SEQUENCES] = count
-        return self._geometry.streams_offset + slot * STREAM_STRUCT.size
+        return streams + slot * STREAM_STRUCT.size
 
     @property
     def used_slot_count(self) -> int:
@@ -278,7 +264,7 @@ class RingWriter:
         """Adds flags to a record, if it still exists."""
         at = self.records_offset + (index % RECORD_SLOTS) * RECORD_STRUCT.size
         if self._words[at >> 3] == index + 1:
-            self._map[at + 72] |= flags
+            self.map[at + 72] |= flags
 
     def open_stream(self, uid: int, heap_span: tuple[int, int]) -> int:
         """Opens a stream in a free slot; returns the index of the slot's first word, by which the
@@ -286,12 +272,12 @@ class RingWriter:
         """
         at = self._take_slot()
         self._words[self.get_loss_word(at >> 3)] = 0
-        STREAM_STRUCT.pack_into(self._map, at, 0, 0, 0, 0, 0, uid, heap_span[1], heap_span[0])
+        STREAM_STRUCT.pack_into(self.map, at, 0, 0, 0, 0, 0, uid, heap_span[1], heap_span[0])
         self._live_words[LiveWord.OPENED] = max(uid, self._live_words[LiveWord.OPENED])
         return at >> 3
 
     def close_stream(self, slot: int) -> None:
-        STREAM_STRUCT.pack_into(self._map, slot << 3, *([0] * 8))
+        STREAM_STRUCT.pack_into(self.map, slot << 3, *([0] * 8))
         self._free_slots.append(slot << 3)
 
     def get_loss_word(self, slot: int) -> int:
@@ -320,7 +306,7 @@ class RingWriter:
         self._words[offset >> 3] = lock + 1
         started = -1 if entry.started is None else entry.started
         DEVICE_STRUCT.pack_into(
-            self._map, offset, lock + 1, entry.uid, entry.started is not None,
+            self.map, offset, lock + 1, entry.uid, entry.started is not None,
             entry.enqueued, started, entry.completed, entry.read_ns,
         )  # fmt: skip
         self._words[offset >> 3] = lock + 2
@@ -342,8 +328,8 @@ class RingWriter:
         at = table + (number % count) * INTERNED_SIZE
         raw = raw[: INTERNED_SIZE - INTERNED_STRUCT.size]
         self._words[at >> 3] = 0
-        INTERNED_STRUCT.pack_into(self._map, at, 0, len(raw))
-        self._map[at + INTERNED_STRUCT.size : at + INTERNED_STRUCT.size + len(raw)] = raw
+        INTERNED_STRUCT.pack_into(self.map, at, 0, len(raw))
+        self.map[at + INTERNED_STRUCT.size : at + INTERNED_STRUCT.size + len(raw)] = raw
         self._words[at >> 3] = number
 
     def _write_note(self, at: int, max_bytes: int, data: Mapping[str, Any]) -> None:
@@ -358,8 +344,8 @@ class RingWriter:
             )
         lock = self._words[at >> 3]
         self._words[at >> 3] = lock + 1
-        NOTE_STRUCT.pack_into(self._map, at, lock + 1, len(raw))
-        self._map[at + NOTE_STRUCT.size : at + NOTE_STRUCT.size + len(raw)] = raw
+        NOTE_STRUCT.pack_into(self.map, at, lock + 1, len(raw))
+        self.map[at + NOTE_STRUCT.size : at + NOTE_STRUCT.size + len(raw)] = raw
         self._words[at >> 3] = lock + 2
 
 
@@ -369,10 +355,6 @@ def _round_up(size: int, unit: int) -> int:
     128
     """
     return -(-size // unit) * unit
-
-
-def _do_nothing() -> None:
-    """Nobody remembers interned numbers yet."""
 
 
 def _encode_json(data: Mapping[str, Any]) -> bytes:

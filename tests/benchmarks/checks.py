@@ -35,7 +35,7 @@ def run_child() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     rank: Any = sys.modules["hangwatch.agent.recorder.installation"]
-    checker, spent_s = rank.get_current_rank().recorder.checker, [0.0]
+    checker, spent_s = rank.current_rank.recorder.checker, [0.0]
 
     def time_function(function: Callable[..., Any]) -> Callable[..., Any]:
         def timed_function(*args: Any) -> Any:

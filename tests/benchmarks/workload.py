@@ -110,7 +110,7 @@ def shard_model(model: nn.Sequential) -> nn.Module:
 
 def is_recorded_natively() -> bool:
     rank: Any = sys.modules.get("hangwatch.agent.recorder.installation")
-    current = rank.get_current_rank() if rank is not None else None
+    current = rank.current_rank if rank is not None else None
     return current is not None and current.recorder.native is not None
 
 

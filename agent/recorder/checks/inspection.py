@@ -1,28 +1,21 @@
-"""Decides what to examine of a call, and when: a rank's input before the call, the result where no
-code of the user can have changed it yet.
+"""The checks of one call: a rank's input is examined before the call, the result where no code of
+the user can have changed it yet.
 
 A result is available once its Work is complete, and from then on the user may change it. Results
 are examined in between in two cases:
 
-- A blocking call: its caller waits for the Work next, in the same thread, so waiting for it here
+- A blocking call: the caller waits for the Work next, in the same thread, so waiting for it here
   changes nothing. This holds on gloo, whose Work may be waited for twice; the result of another
   backend is examined only if it is complete already.
-- A bucket of DistributedDataParallel: its reducer, which autograd's engine starts, waits before
+- A bucket of DistributedDataParallel: the reducer, which autograd's engine starts, waits before
   `backward` returns, and no other code accesses the bucket until then. The engine runs our callback
   after the reducer's, in the same thread.
 
 The results of other asynchronous calls are not examined: their caller may change them immediately
 after waiting.
 
-MERGED: Tracks runs of calls with NaN or Inf, and decides which of these calls to report.
-
-MERGED: Tracks whether the job uses loss scaling, and counts its rounds of training.
-
-Loss scaling tries ever larger scales: gradients with Inf or NaN are normal then, and it skips the
-step. Something is wrong only if they persist for many rounds.
-
-MERGED: Writes the check table behind a ring's heap. `hangwatch.ring.layout` documents the table,
-`hangwatch.ring.checks` reads it.
+The findings go to the check table behind the ring's heap. `hangwatch.ring.layout` documents the
+table, `hangwatch.ring.checks` reads it.
 """
 
 from __future__ import annotations
@@ -46,6 +39,7 @@ from hangwatch.ring.layout import (
 from hangwatch.ring.sampling import check_level, min_check_level
 
 from .. import faults
+from ..calls import flatten_tensors
 from ..groups import GroupTrack
 from ..streams import EnteredCall
 from ..writer import RingWriter
@@ -55,6 +49,13 @@ from .tensors import TensorArguments, has_half_precision
 
 # Larger calls are sampled less often, so that checks delay no step for long.
 _LARGE_BYTES = 64 << 20
+_MAX_RUNS = 256  # kinds of calls that are tracked as non-finite
+# The first calls of a run are always reported, further ones if they are sampled, and at least one
+# per interval, to show that the run continues.
+_ALWAYS_REPORTED_CALLS = 2
+_REPORT_INTERVAL_NS = 30_000_000_000
+# A run of this many calls is persistent, even if no rounds of training can be counted.
+_PERSISTENT_CALLS = 2048
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,8 +77,8 @@ class PendingCheck:
 
 
 class CallChecker:
-    """Checks the calls of one recorder and writes the results into its ring. It keeps no tensor longer
-    than a backward takes.
+    """Checks the calls of one recorder and writes the results into its ring. No tensor is kept
+    longer than a backward takes.
     """
 
     def __init__(self, ring: RingWriter, settings: CheckSettings) -> None:
@@ -127,7 +128,7 @@ class CallChecker:
             self._record_stats(call, inputs, output=False)
         if arguments.replicated_output_index < 0:
             return None
-        results = examine.flatten_tensors(args[arguments.replicated_output_index])
+        results = flatten_tensors(args[arguments.replicated_output_index])
         if not all(map(examine.is_readable, results)):
             return None
         pending = PendingCheck(
@@ -161,9 +162,9 @@ class CallChecker:
     def _check_after_reducer(self, pending: PendingCheck, future: Any) -> None:
         """Examines a bucket after the reducer's callback.
 
-        The engine runs its callbacks in the order in which they were queued. When our first callback
-        runs, the reducer has queued its own, and we queue ours again behind it. This happens at the
-        same point on every rank, in whatever order the buckets became ready.
+        The engine runs its callbacks in the order in which they were queued. When our first
+        callback runs, the reducer has queued its own, and we queue ours again behind it. This
+        happens at the same point on every rank, in whatever order the buckets became ready.
         """
         queue = _get_queue_callback()
 
@@ -212,9 +213,9 @@ class CallChecker:
 def _must_be_identical(pending: PendingCheck) -> bool:
     """Whether the result must have the same bytes on all ranks.
 
-    A sum of floats does if each part is added up on one rank, which sends it to all, as in gloo's
-    ring. On other backends each rank may add up in its own order (MPI permits it), and results may
-    legally differ in the last bit.
+    This holds for a sum of floats if each part is added up on one rank, which sends it to all, as
+    in gloo's ring. On other backends each rank may add up in its own order (MPI permits it), and
+    results may legally differ in the last bit.
     """
     return (
         not pending.arguments.is_reduction
@@ -224,7 +225,7 @@ def _must_be_identical(pending: PendingCheck) -> bool:
 
 
 def _wait_for_work(work: Any) -> bool:
-    """Waits for a call; False if it failed, which its caller's own wait will raise."""
+    """Waits for a call. Returns False if it failed: the caller's own wait will raise the error."""
     try:
         work.wait()
     except Exception:
@@ -233,7 +234,7 @@ def _wait_for_work(work: Any) -> bool:
 
 
 def _has_succeeded(future: Any) -> bool:
-    """False if the call failed, which the reducer has raised."""
+    """Whether the call succeeded; otherwise the reducer has raised the error."""
     try:
         future.value()
     except Exception:
@@ -265,15 +266,6 @@ def _get_queue_callback() -> Callable[[Callable[[], None]], None]:
     return queue
 
 
-_MAX_RUNS = 256  # kinds of calls that are tracked as non-finite
-# The first calls of a run are always reported, further ones if they are sampled, and at least one
-# per interval, to show that the run continues.
-_ALWAYS_REPORTED_CALLS = 2
-_REPORT_INTERVAL_NS = 30_000_000_000
-# A run of this many calls is persistent, even if no rounds of training can be counted.
-_PERSISTENT_CALLS = 2048
-
-
 @dataclass(slots=True)
 class _NonfiniteRun:
     """Consecutive non-finite calls of one kind."""
@@ -281,7 +273,7 @@ class _NonfiniteRun:
     first_seq: int
     first_round: int
     call_count: int = 0
-    last_reported_ns: int = 0  # when the last reported call was entered
+    last_reported_ns: int = 0  # the time at which the last reported call was entered
     is_persistence_reported: bool = False
 
     def count_rounds(self, current_round: int) -> int:
@@ -297,7 +289,8 @@ class NonfiniteReporter:
         self.scaling = LossScalingTracker()
         self._table = table
         self._overflow_count = 0  # calls with an Inf that loss scaling or half precision explains
-        # By (stream uid, signature, whether the result is non-finite rather than the input).
+        # The runs by (stream uid, signature, whether the result is non-finite rather than the
+        # input).
         self._runs: dict[tuple[int, int, bool], _NonfiniteRun] = {}
 
     @property
@@ -353,8 +346,12 @@ class NonfiniteReporter:
 
 
 class LossScalingTracker:
-    """``is_active`` once an enabled `torch.amp.GradScaler` was created; ``rounds`` counts its updates,
-    without one the optimizers' steps.
+    """Tracks whether the job uses loss scaling, and counts its rounds of training.
+
+    Loss scaling tries ever larger scales: gradients with Inf or NaN are normal then, and the step
+    is skipped. Something is wrong only if they persist for many rounds. ``is_active`` is true once
+    an enabled `torch.amp.GradScaler` was created. ``rounds`` counts the updates of the scaler or,
+    if there is none, the optimizers' steps.
     """
 
     def __init__(self) -> None:
@@ -417,6 +414,8 @@ class CheckedCall:
 
 
 class CheckTableWriter:
+    """Writes the check table of a ring."""
+
     def __init__(self, ring: RingWriter) -> None:
         self._ring = ring
         self._indices = itertools.count()  # atomic under the GIL: any thread may write

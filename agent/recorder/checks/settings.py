@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 CHECK_NAMES = ("replicas", "nonfinite", "values")
-DEFAULT_SAMPLE_EVERY = 16  # calls, of which one is sampled
+DEFAULT_SAMPLE_EVERY = 16  # one in so many calls is sampled
 PYTHON_ONLY_REASON = "only the Python recorder supports HANGWATCH_CHECKS"
 
 

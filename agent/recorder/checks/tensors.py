@@ -1,12 +1,10 @@
-"""Examines tensors without changing them: a checksum, the number of non-finite elements, statistics.
+"""Examines the tensors of a call without changing them: a checksum, the number of non-finite
+elements, statistics.
 
 Only CPU tensors are examined: reading from a device would mean waiting for it. Call the functions
 within a `DispatchBypass`: then the user's autograd, autocast, dispatch and function modes see no
 operator of ours. No function draws random numbers or creates a temporary of more than
 `_CHUNK_ELEMENTS` elements.
-
-MERGED: Finds the arguments of a ``c10d`` operator that hold a rank's input, and those that hold a result
-which must be equal on every rank.
 """
 
 from __future__ import annotations
@@ -19,20 +17,16 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from ..calls import CallReader
+from ..calls import CallReader, flatten_tensors
 from ..groups import GroupTrack
 
 _CHUNK_ELEMENTS = 1 << 18
 _HALF_PRECISION_DTYPES = ("torch.float16", "torch.bfloat16")
+# The reduce ops whose result is non-finite if an input has an Inf: SUM, AVG, PRODUCT, PREMUL_SUM.
+# Inputs of MIN and MAX may legally be Inf.
+_SUMMING_OPS = frozenset({0, 1, 2, 8})
 
 FiniteStats = tuple[float, float, float, float]
-
-
-def flatten_tensors(argument: Any) -> list[Any]:
-    """All tensors of an operator's argument: one, a list, or a list of lists."""
-    if isinstance(argument, (list, tuple)):
-        return [t for part in argument for t in flatten_tensors(part)]
-    return [argument]
 
 
 def is_readable(tensor: Any) -> bool:
@@ -60,7 +54,7 @@ def compute_checksum(tensors: list[Any]) -> int | None:
         count = tensor.numel() * tensor.element_size()
         offset = tensor.storage_offset() * tensor.element_size()
         available = tensor.untyped_storage().nbytes() - offset
-        if count > available:  # its storage was freed, as sharding does between uses
+        if count > available:  # the storage was freed, as sharding does between uses
             return None
         if count:
             total = zlib.crc32((ctypes.c_char * count).from_address(tensor.data_ptr()), total)
@@ -69,8 +63,8 @@ def compute_checksum(tensors: list[Any]) -> int | None:
 
 
 class DispatchBypass:
-    """Within it, operators go directly to their kernels, bypassing autograd, autocast, tracing and the
-    user's modes.
+    """A context in which operators go directly to their kernels, bypassing autograd, autocast,
+    tracing and the user's modes.
     """
 
     def __enter__(self) -> None:
@@ -146,8 +140,8 @@ def _clamp_to_finite(value: float) -> float:
 
 
 def _view_as_floating(tensor: Any) -> Any:
-    """The tensor as floating-point numbers; None if its type has no NaN, or is an 8-bit float, which
-    supports too few operators.
+    """The tensor as floating-point numbers; None if its type has no NaN, or is an 8-bit float,
+    which supports too few operators.
     """
     import torch
 
@@ -181,7 +175,7 @@ def _get_guard_types() -> tuple[Any, Any, Any]:
     from torch._C import DispatchKey, _dispatch_keyset_full, _dispatch_keyset_full_after
 
     above = _dispatch_keyset_full() - _dispatch_keyset_full_after(DispatchKey.BackendSelect)
-    # Not BackendSelect itself: operators that create tensors need it.
+    # BackendSelect itself stays, because operators that create tensors need it.
     return (
         torch._C.DisableTorchFunction,
         torch._C._ExcludeDispatchKeyGuard,
@@ -189,12 +183,10 @@ def _get_guard_types() -> tuple[Any, Any, Any]:
     )
 
 
-# An Inf in the input makes their result non-finite. Inputs of MIN and MAX may legally be Inf.
-_SUMMING_OPS = frozenset({0, 1, 2, 8})  # SUM, AVG, PRODUCT, PREMUL_SUM
-
-
 class TensorArguments:
-    """The tensor arguments of one operator, by their positions in the schema of this torch."""
+    """The arguments of one operator that hold a rank's input, and those that hold a result which
+    must be equal on every rank, by their positions in the schema of this torch.
+    """
 
     def __init__(self, reader: CallReader, schema: Any) -> None:
         names = [argument.name for argument in schema.arguments]

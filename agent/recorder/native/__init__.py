@@ -1,3 +1,3 @@
-"""The recorder in C++: `recorder.cpp` and its headers, the code that builds it, and the
-Python side of it.
+"""The recorder in C++: `recorder.cpp` and its headers, the code that builds it, and its Python
+side.
 """

@@ -1,5 +1,5 @@
-"""Tries a recorder that was just built, in a process of its own, so that one that does not work
-crashes no training.
+"""Tries a recorder that was just built, in a process of its own, so that a broken one crashes no
+training.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def main(path: str) -> None:
 
 
 def _check_frames(native: NativeLibrary) -> None:
-    """Checks that it finds all frames that Python shows, in the same order, and distinguishes the
-    lines in them.
+    """Checks that the library finds all frames that Python shows, in the same order, and
+    distinguishes the lines in them.
     """
     native_frames = native.read_frames()
     expected_codes = []
@@ -62,12 +62,12 @@ def _check_frames(native: NativeLibrary) -> None:
 
 
 def _check_records(native: NativeLibrary, calls: Any) -> None:
-    """Checks that it records calls of two kinds, from several lines, with their sites."""
+    """Checks that the library records calls of two kinds, from several lines, with their sites."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 
-    # Before torch 2.10 it has a constructor.
+    # The class has a constructor before torch 2.10.
     make_group: Any = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
     dist.Backend.register_backend(
         "nothing",

@@ -1,5 +1,5 @@
-"""The Python side of the native recorder: it chooses the recorder and wraps the library's functions.
-`recorder.cpp` describes how the library works.
+"""The Python side of the native recorder: it chooses the recorder and wraps the library's
+functions. `recorder.cpp` describes how the library works.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class _NativeCall(ctypes.Structure):
 
 
 def choose_recorder(env: Mapping[str, str]) -> tuple[NativeLibrary | None, str]:
-    """The native recorder, or None and the reason. With HANGWATCH_RECORDER=native the reason is also
-    shown to the user, who requested it.
+    """The native recorder, or None and the reason. With HANGWATCH_RECORDER=native, the reason is
+    also shown to the user, who requested this recorder.
     """
     mode = cache.get_recorder_mode(env)
     if mode == "python":
@@ -89,9 +89,10 @@ class NativeLibrary:
 
     def __init__(self, path: Path) -> None:
         """Raises OSError if it cannot be loaded."""
-        # Called without the GIL: these functions may wait for a thread that needs it.
+        # These functions are called without the GIL, since they may wait for a thread that needs
+        # it.
         self._lib = ctypes.CDLL(str(path))
-        # Called with the GIL: these functions never wait for a thread that needs it.
+        # These functions are called with the GIL, and never wait for a thread that needs it.
         self._gil_lib = ctypes.PyDLL(str(path))
         for name in ("hw_create_recorder", "hw_open_stream"):
             getattr(self._lib, name).restype = ctypes.c_void_p
@@ -108,7 +109,8 @@ class NativeLibrary:
     def attach_ring(self, ring: RingWriter) -> None:
         """Records into ``ring`` from the next `start_recording` on."""
         base = ctypes.c_char.from_buffer(ring.map)
-        # Never unmapped: a backend's thread may record a completion while the interpreter exits.
+        # The ring is never unmapped: a backend's thread may record a completion while the
+        # interpreter exits.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(ring.map))
         self._ring_buffers.append(base)  # a thread may still write into an earlier ring
         self._recorder = ctypes.c_void_p(
@@ -122,7 +124,7 @@ class NativeLibrary:
     def register_operator(self, name: str, *, compares_all_tensors: bool) -> None:
         """Registers the kernel of an operator. Raises RuntimeError if torch refuses it.
 
-        Of a long list, only the tensors at both ends are compared unless ``compares_all_tensors``.
+        Only the tensors at both ends of a long list are compared unless ``compares_all_tensors``.
         """
         problem = self._lib.hw_register_kernel(name.encode(), ctypes.c_bool(compares_all_tensors))
         if problem:
@@ -150,7 +152,7 @@ class NativeLibrary:
         self._gil_lib.hw_clear_plans(self._recorder)
 
     def set_code_origin(self, code: int, origin: int | None) -> None:
-        """Passes on what `CallSites` found: where the code object with this id comes from. None
+        """Passes on the origin that `CallSites` found for the code object with this id. None
         revokes the origins of all code objects.
         """
         if origin is None:
@@ -223,26 +225,22 @@ class NativeLibrary:
 
 
 class NativeStreamRecorder(StreamRecorder):
-    """A stream whose state is in the library. Calls recorded in Python, such as declared ones, go
-    through it too.
+    """A stream whose state is in the library. Calls that are recorded in Python, such as declared
+    ones, are passed to the library, too.
     """
 
-    __slots__ = ("_handle", "_native")
+    __slots__ = ("_native", "handle")
 
     def __init__(self, native: NativeLibrary, ring: RingWriter, uid: int, slot: int) -> None:
         self.uid, self.slot = uid, slot
         self._ring, self._native = ring, native
-        self._handle = native.open_stream(uid, slot, ring.get_loss_word(slot))
-
-    @property
-    def handle(self) -> int:
-        return self._handle
+        self.handle = native.open_stream(uid, slot, ring.get_loss_word(slot))
 
     def enter_call(
         self, agreement_hash: int, record_body: bytes, blocked_thread: int, completion_mode: int
     ) -> EnteredCall:
         call = self._native.enter_call(
-            self._handle, agreement_hash, record_body, blocked_thread, completion_mode
+            self.handle, agreement_hash, record_body, blocked_thread, completion_mode
         )
         return (
             self,
@@ -255,29 +253,29 @@ class NativeStreamRecorder(StreamRecorder):
         )
 
     def finish_call(self, call: EnteredCall) -> None:
-        self._native.finish_call(_NativeCall(self._handle, *call[1:]), raised=False)
+        self._native.finish_call(_NativeCall(self.handle, *call[1:]), raised=False)
 
     def fail_call(self, call: EnteredCall) -> None:
-        self._native.finish_call(_NativeCall(self._handle, *call[1:]), raised=True)
+        self._native.finish_call(_NativeCall(self.handle, *call[1:]), raised=True)
 
     def retract_call(self, call: EnteredCall) -> None:
-        self._native.retract_call(_NativeCall(self._handle, *call[1:]))
+        self._native.retract_call(_NativeCall(self.handle, *call[1:]))
 
     def mark_incomplete(self, reason: LossReason, from_seq: int = 0) -> None:
-        self._native.mark_incomplete(self._handle, reason, from_seq)
+        self._native.mark_incomplete(self.handle, reason, from_seq)
 
     def mark_completion_unknown(self) -> None:
         """Does nothing: the library knows it by the `CompletionMode` of the calls."""
 
     def close_stream(self) -> None:
-        self._native.close_stream(self._handle)
+        self._native.close_stream(self.handle)
         super().close_stream()
 
 
 def encode_plan(details: CallDetails | None, failure_rule: FailureRule) -> list[int]:
-    """The plan of all calls of a kind, as the kernel expects it: the stream's handle (0: the calls are
-    not recorded), the agreement hash as a signed number, the remaining details, and the rule for
-    calls that raise an exception.
+    """The plan of all calls of a kind, as the kernel expects it: the stream's handle (0: the calls
+    are not recorded), the agreement hash as a signed number, the remaining details, and the rule
+    for calls that raise an exception.
     """
     if details is None:
         return [0] * 10

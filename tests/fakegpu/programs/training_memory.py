@@ -40,7 +40,7 @@ def train_step(model: nn.Module, rows: int) -> None:
 
 def find_recorder() -> str:
     rank = sys.modules.get("hangwatch.agent.recorder.installation")
-    current = rank.get_current_rank() if rank is not None else None
+    current = rank.current_rank if rank is not None else None
     return "none" if current is None else "native" if current.recorder.native else "python"
 
 

@@ -242,7 +242,7 @@ def threads(track: Track) -> None:
 def stop_polling() -> None:
     """Ends the recorder's thread, whose polls would hide what a call leaves behind."""
     rank = sys.modules.get("hangwatch.agent.recorder.installation")
-    current = rank.get_current_rank() if rank is not None else None
+    current = rank.current_rank if rank is not None else None
     if current is not None:
         current.poller.stop_thread()
     kind = "none" if current is None else "native" if current.recorder.native else "python"

@@ -225,7 +225,7 @@ def read_streams() -> Any:
 def get_current_rank() -> Any:
     from hangwatch.agent.recorder import installation
 
-    current_rank = installation.get_current_rank()
+    current_rank = installation.current_rank
     assert current_rank is not None
     return current_rank
 

@@ -16,7 +16,6 @@ from hangwatch.agent.recorder.device import (
     CounterKey,
     count_attached_hooks,
     find_counter_key,
-    find_hook_number,
     read_flight_recorders,
 )
 from hangwatch.ring.layout import DeviceStatusState
@@ -81,7 +80,7 @@ def test_hooks_are_counted_once(hook_class: type[FakeHook]) -> None:
     count_attached_hooks()
     group = FakeGroup(NCCL2)
     hook_class.attach(group)
-    assert find_hook_number(group) == 0
+    assert find_counter_key(group) == CounterKey("nccl2", "0")
 
 
 def test_group_without_a_hook_lacks_the_buffer(hook_class: type[FakeHook]) -> None:

@@ -16,7 +16,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The set-up calls of a rank in whose place these tests call."""
     calls: list[str] = []
     current = SimpleNamespace(setup_recorder=SimpleNamespace(enter_call=calls.append))
-    monkeypatch.setattr(installation, "get_current_rank", lambda: current)
+    monkeypatch.setattr(installation, "current_rank", current)
     return calls
 
 
