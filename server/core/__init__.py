@@ -1,1 +1,1 @@
-"""What every part of the server needs: clocks, limits, errors, the event loop."""
+"""The parts that the whole server needs: clocks, limits, errors, the event loop."""

@@ -11,16 +11,12 @@ from datetime import datetime, timedelta, timezone
 _CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 
 
-def _utc() -> datetime:
-    return datetime.now(timezone.utc)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
     """``monotonic`` in seconds orders what happens here; ``wall`` dates it for people."""
 
     monotonic: Callable[[], float] = time.monotonic
-    wall: Callable[[], datetime] = _utc
+    wall: Callable[[], datetime] = lambda: datetime.now(timezone.utc)
 
     def date(self, at: float) -> datetime:
         """A moment of the monotonic clock as a date, to the millisecond."""
@@ -28,7 +24,7 @@ class Clock:
         return moment.replace(microsecond=moment.microsecond // 1000 * 1000)
 
     def monotonic_at(self, moment: datetime) -> float:
-        """What the monotonic clock showed at that moment."""
+        """The monotonic clock's time at that moment."""
         return self.monotonic() - (self.wall() - moment).total_seconds()
 
 

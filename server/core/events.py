@@ -1,9 +1,7 @@
-"""Server-sent events: what changed, kept for a while so that a reader that reconnects misses
+"""Server-sent events: the latest changes, kept for a while so that a reader that reconnects misses
 nothing.
 
 Format: https://html.spec.whatwg.org/multipage/server-sent-events.html
-
-MERGED: Waits for an event with a timeout, in a task that may be cancelled at any moment.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import msgspec
 
 MAX_KEPT_EVENTS = 4096
 MAX_KEPT_BYTES = 32 << 20  # the events of a large job have 100,000 ranks
-KEEP_ALIVE_S = 15.0  # without events: then a comment is sent, so that proxies keep the connection
+KEEP_ALIVE_S = 15.0  # a comment after this time without events makes proxies keep the connection
 
 
 def encode_event(kind: str, data: object) -> str:
@@ -33,9 +31,6 @@ class ServerEvent:
     kind: str  # rank, incident, job
     data: str  # JSON
 
-    def format_sse(self, run_id: str) -> str:
-        return f"id: {run_id}-{self.number}\nevent: {self.kind}\ndata: {self.data}\n\n"
-
 
 @dataclass(slots=True, kw_only=True)
 class EventLog:
@@ -45,7 +40,7 @@ class EventLog:
     recent_events: deque[ServerEvent] = field(default_factory=deque)
     last_number: int = 0
     is_closed: bool = False
-    readers: set[object] = field(default_factory=set)  # of this log, and pages that update live
+    readers: set[object] = field(default_factory=set)  # API clients and pages that update live
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _kept_bytes: int = 0
 
@@ -63,15 +58,19 @@ class EventLog:
         self._wake_readers()
 
     def close(self) -> None:
-        """Ends all streams: the server stops."""
+        """Ends all streams, since the server stops."""
         self.is_closed = True
         self._wake_readers()
 
     async def stream_events(self, last_id: str | None) -> AsyncIterator[str]:
-        """Events after ``last_id``, or from now on. After a ``reset`` event some were lost: the
+        """The events after ``last_id``, or from now on. Before a ``reset`` event some were lost: the
         reader must fetch the whole state.
         """
-        last_sent = self._parse_position(last_id)
+        last_sent: int | None = self.last_number
+        if last_id:
+            run_id, _, number = last_id.rpartition("-")
+            is_known = run_id == self.run_id and number.isdecimal()
+            last_sent = int(number) if is_known and int(number) <= self.last_number else None
         yield "retry: 2000\n\n"
         while not self.is_closed:
             changed = self._changed
@@ -80,19 +79,10 @@ class EventLog:
                 last_sent = self.last_number
                 yield f"id: {self.run_id}-{last_sent}\nevent: reset\ndata: {{}}\n\n"
             for event in [e for e in self.recent_events if e.number > last_sent]:
-                yield event.format_sse(self.run_id)
+                yield f"id: {self.run_id}-{event.number}\nevent: {event.kind}\ndata: {event.data}\n\n"
                 last_sent = event.number
-            if not await wait_for_event(KEEP_ALIVE_S, changed):  # set by whatever came since
+            if not await wait_for_event(KEEP_ALIVE_S, changed):  # any later event has set it
                 yield ": still here\n\n"
-
-    def _parse_position(self, last_id: str | None) -> int | None:
-        """The number of the reader's last event; None if this server's run has no such event."""
-        if not last_id:
-            return self.last_number
-        run_id, _, number = last_id.rpartition("-")
-        if run_id != self.run_id or not number.isdecimal() or int(number) > self.last_number:
-            return None
-        return int(number)
 
     def _wake_readers(self) -> None:
         self._changed.set()
@@ -100,11 +90,11 @@ class EventLog:
 
 
 async def wait_for_event(seconds: float, event: asyncio.Event) -> bool:
-    """Waits up to ``seconds`` for ``event``. Returns whether it is set.
+    """Waits up to ``seconds`` for ``event``, in a task that may be cancelled at any moment. Returns
+    whether it is set.
 
     Before Python 3.12 `asyncio.wait_for` forgets that its task was cancelled where the event is set
-    at the same time (https://github.com/python/cpython/issues/86296): a busy server
-    would not stop.
+    at the same time (https://github.com/python/cpython/issues/86296): a busy server would not stop.
     """
     waiting = asyncio.ensure_future(event.wait())
     try:

@@ -1,9 +1,7 @@
 """Jobs, attempts, ranks and process groups as the server shows them at one moment.
 
 The fields are those of the JSON documents: these are encoded without a conversion, and described in
-``/openapi.json`` from here.
-
-MERGED: Results that are computed once for all readers.
+``/openapi.json`` from here. `ResultCache` keeps what is computed once for all readers.
 """
 
 from __future__ import annotations
@@ -18,11 +16,19 @@ from hangwatch.model.ranks import RankState
 
 JobState = Literal["starting", "running", "stalled", "finished", "failed", "lost"]
 
+T = TypeVar("T")
+
+# A cached result lives at least this many times the time that its computation took, and so no
+# result takes more than a 25th of one core.
+LIFETIME_COST_FACTOR = 25.0
+MIN_LIFETIME_S = 0.4
+MAX_CACHED_RESULTS = 256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankDeviceView:
-    """How far a rank's device has come in the collectives of a group, by the backend's counters.
-    They count a coalesced block of calls once, so they may differ from the rank's own count.
+    """The position of a rank's device in the collectives of a group, by the backend's counters.
+    These count a coalesced block of calls once, so they may differ from the rank's own count.
     """
 
     enqueued: int
@@ -34,8 +40,8 @@ class RankDeviceView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossView:
-    """From call ``since`` on, a rank's calls of a group are not completely recorded: its count and what
-    follows from it are not certain.
+    """A rank's calls of a group are not completely recorded from call ``since`` on: its count and
+    what follows from it are not certain.
     """
 
     since: int
@@ -49,13 +55,13 @@ class RankGroupView:
     name: str
     desc: str
     ranks: Sequence[int]
-    # Of a group that numbers its members by itself: those that are no ranks of the attempt.
+    # The members that are no ranks of the attempt, in a group that numbers its members by itself.
     outside: Sequence[str] = ()
     entered: int
     completed: int | None = None
     op: str = ""
-    device: RankDeviceView | None = None  # if the backend reports it
-    incomplete: LossView | None = None  # if calls were not recorded
+    device: RankDeviceView | None = None  # None: the backend does not report it
+    incomplete: LossView | None = None  # None: all calls were recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +77,7 @@ class RankView:
     step: int | None = None
     last_seen_s: float | None = None
     waiting_s: float | None = None
-    # Calls and streams that were not recorded, and whose place is not known.
-    unrecorded: int = 0
+    unrecorded: int = 0  # the number of lost calls and streams whose place is not known
     groups: Sequence[RankGroupView] = ()
 
 
@@ -82,7 +87,7 @@ class GroupMemberView:
     entered: int
     completed: int | None = None
     op: str = ""
-    incomplete: LossView | None = None  # if calls were not recorded
+    incomplete: LossView | None = None  # see `RankGroupView`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +117,7 @@ class JobView:
     open_incidents: int
     step: int | None = None  # the smallest of its ranks
     steps_per_s: float | None = None  # over the last minute
-    summary: str = ""  # its condition and how that is known, in one sentence
+    summary: str = ""  # the job's condition and how that is known, in one sentence
     age_s: float
     last_seen_s: float
 
@@ -123,7 +128,7 @@ class AttemptView:
 
     job: str
     attempt: int
-    server: str | None = None  # if several servers share one history
+    server: str | None = None  # None: only one server uses the database
     state: JobState
     world_size: int
     hosts: Sequence[str]
@@ -132,41 +137,27 @@ class AttemptView:
     restart: int = 0  # the launcher's count
 
 
-T = TypeVar("T")
-
-MIN_LIFETIME_S = 0.4
-# The lifetime is at least this many times the time that the computation took: so no result takes
-# more than a 25th of one core.
-LIFETIME_COST_FACTOR = 25.0
-MAX_CACHED_RESULTS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class _CachedResult:
-    value: Any
-    expires_at: float
-
-
 @dataclass(slots=True, kw_only=True)
 class ResultCache:
     """Results by key. A key must contain everything that its result depends on except the time."""
 
     clock: Callable[[], float] = time.monotonic
-    _results: dict[Hashable, _CachedResult] = field(default_factory=dict)
+    # The results, and when each expires.
+    _results: dict[Hashable, tuple[Any, float]] = field(default_factory=dict)
 
     def get_or_compute(self, key: Hashable, compute: Callable[[], T]) -> T:
         """The result for ``key``, computed again if the last one is too old. An exception of
         ``compute`` is not kept.
         """
         started_at = self.clock()
-        cached = self._results.get(key)
-        if cached is not None and started_at < cached.expires_at:
-            return cached.value  # type: ignore[no-any-return] # under one key there is one type
+        cached, expires_at = self._results.get(key, (None, started_at))
+        if started_at < expires_at:
+            return cached  # type: ignore[return-value] # under one key there is one type
         value = compute()
         finished_at = self.clock()
         self._results.pop(key, None)
         lifetime_s = max(MIN_LIFETIME_S, LIFETIME_COST_FACTOR * (finished_at - started_at))
-        self._results[key] = _CachedResult(value, finished_at + lifetime_s)
+        self._results[key] = value, finished_at + lifetime_s
         while len(self._results) > MAX_CACHED_RESULTS:
             del self._results[next(iter(self._results))]
         return value

@@ -1,12 +1,7 @@
-"""What a client may send and what is kept in memory, at most: every limit of the server.
+"""Every limit of the server: on what a client may send and how long it may take, and on what is kept
+in memory.
 
-A request beyond a limit gets a problem document with the limit's name, and `/metrics` counts it.
-The limits of what node agents and commands read are in `hangwatch.protocol.replies` and in the
-modules that read files.
-
-MERGED: How long the server waits for a client, in seconds.
-
-MERGED: How much memory this process uses.
+A request beyond a `Limit` gets a problem document with the limit's name, and `/metrics` counts it.
 """
 
 from __future__ import annotations
@@ -21,7 +16,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .problems import Problem
 
-LARGE_RANKS = 4000  # from this number on, reading all ranks takes long
+LARGE_RANKS = 4000  # reading so many ranks takes long
+
+HEAD_S = 10.0  # the longest wait for the headers of a request
+BODY_S = 30.0  # the longest wait for a whole request body
+# Idle connections are kept longer than proxies keep theirs, and than the interval of heartbeats.
+KEEP_ALIVE_S = 75
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Limit:
 
     @property
     def text(self) -> str:
-        """For people: "at most 16 MiB of a request's body"."""
+        """The limit for people: "at most 16 MiB of a request's body"."""
         for shift, unit in ((20, "MiB"), (10, "KiB")):
             if self.unit == "bytes" and self.most >= 1 << shift:
                 return f"at most {self.most >> shift} {unit} {self.covers}"
@@ -65,8 +65,8 @@ LOGIN_FORM = Limit("login_form", 4096, "bytes", "of a login form")
 UNPACKED_BODY = Limit("unpacked_body", 64 << 20, "bytes", "of a body, decompressed")
 # A request with more is refused before it is parsed. Hosts with many ranks and process groups send
 # up to a million values.
-VALUES = Limit("values", 1 << 21, "values", "in the JSON of a heartbeat", 413)
-OBJECTS = Limit("objects", 1 << 18, "objects", "in the JSON of a heartbeat", 413)
+VALUES = Limit("values", 1 << 21, "values", "in the JSON of a heartbeat")
+OBJECTS = Limit("objects", 1 << 18, "objects", "in the JSON of a heartbeat")
 NAME = Limit(
     "name",
     256,
@@ -92,7 +92,7 @@ ATTEMPT_MEMBERS = Limit(
 )
 STREAMS = Limit("streams", 16384, "process groups and channels", "of a process")
 JOBS_PER_AGENT = Limit("jobs_per_agent", 64, "jobs", "reported by one node agent", 429)
-# In memory, including those of finished attempts:
+# The limits on what is kept in memory include finished attempts.
 AGENTS = Limit("agents", 1 << 15, "node agents", "that report to a server", 429)
 WAITING_AGENTS = Limit("waiting_agents", 512, "node agents", "that wait for commands", 429)
 PROCESSES = Limit("processes", 1 << 18, "processes", "in a server's memory", 429)
@@ -113,8 +113,8 @@ LIMITS = tuple(value for value in list(globals().values()) if isinstance(value, 
 
 
 def is_large(ranks: int) -> bool:
-    """Whether an attempt or a group has so many ranks that reading all of them takes long. It is
-    then done in a thread, and less often.
+    """Whether an attempt or a group has so many ranks that all of them are read in a thread, and less
+    often.
     """
     return ranks >= LARGE_RANKS
 
@@ -139,14 +139,8 @@ class BodySizeLimit:
         await self._app(scope, receive_limited if scope["type"] == "http" else receive, send)
 
 
-HEAD_S = 10.0  # for the headers of a request
-BODY_S = 30.0  # for a whole request body
-# For idle connections: longer than proxies keep theirs, and than the interval of heartbeats.
-KEEP_ALIVE_S = 75
-
-
 def read_resident_bytes() -> int:
-    """The resident memory of this process, at most a second old; 0 where /proc does not say."""
+    """The resident memory of this process, at most a second old; 0 where /proc does not show it."""
     return _read_resident_bytes(int(time.monotonic()))
 
 

@@ -1,12 +1,9 @@
-"""The load of the server, and how often node agents should report under it.
+"""The load of the server: how often node agents should report under it, and what keeps the event
+loop responsive.
 
-MERGED: Keeps the event loop responsive while thousands of node agents connect.
-
-MERGED: Keeps the runs of Python's garbage collector short: a full collection over the state of 100,000
-ranks would block the event loop for seconds.
-
-The state of a process is freed by reference counting, and the collector finds next to nothing here.
-So objects that have existed for a while are frozen, which hides them from it.
+A full run of Python's garbage collector over the state of 100,000 ranks would block the event loop
+for seconds. That state is freed by reference counting, and the collector finds next to nothing in
+it. So objects that have existed for a while are frozen, which hides them from the collector.
 """
 
 from __future__ import annotations
@@ -23,30 +20,40 @@ from typing import Any
 
 from .problems import Problem
 
-USUAL_HEARTBEATS_PER_S = 500  # with more hosts than this can serve, each reports less often
-# From 10,000 hosts on, and on an overloaded server, a host reports this often: rarely enough for the
-# server, and often enough that a lost host is missed soon.
+USUAL_HEARTBEATS_PER_S = (
+    500  # each host reports less often if there are more hosts than that serves
+)
+# The interval from 10,000 hosts on, and on an overloaded server: long enough for the server, and
+# short enough that a lost host is missed soon.
 MAX_USUAL_INTERVAL_S = 20.0
-MAX_HEARTBEATS_PER_S = 750  # from 15,000 hosts on, the interval grows again
-SLOTS_FROM_INTERVAL_S = 2.0  # from this interval on, each host has a slot in it
-MIN_SLOT_WAIT_S = 1.0  # after a heartbeat, a slot that begins sooner is left out
+MAX_HEARTBEATS_PER_S = 750  # reached by 15,000 hosts: with more, the interval grows again
+SLOTS_FROM_INTERVAL_S = 2.0  # each host has a slot in an interval that is at least as long
+MIN_SLOT_WAIT_S = 1.0  # a host leaves out a slot that begins sooner than this after its heartbeat
 FULL_UPDATE_INTERVALS = 3  # a host with a slot sends all positions once in so many intervals
 MAX_CHANGES_PER_S = 8000  # heartbeats for a moment, if all hosts report changes
-OVERLOAD_LATE_S = 2.0  # by which the event loop is late
-OVERLOAD_WAIT_S = 10.0  # of a heartbeat in the queue: a node agent gives up soon after
+OVERLOAD_LATE_S = 2.0  # the event loop's lateness beyond which heartbeats are refused
+OVERLOAD_WAIT_S = 10.0  # a heartbeat's wait beyond which they are: its agent gives up soon after
 RETRY_AFTER_S = 5
 MEASURE_INTERVAL_S = 0.1
 _SMOOTHING = 0.2  # weight of the newest measurement
 
+ACCEPTED_PER_PASS = 8  # connections in one pass of the event loop
+
+# A collection of so few objects takes about 5 ms; for ten times as many it takes up to 150.
+THRESHOLDS = (1_000, 1, 20_000)
+COLLECT_EVERY_HEARTBEATS = 32  # these create some thousand objects during a hang
+MIN_PROCESSES = 1000  # a smaller state is collected fast enough
+STEADY_AFTER_S = 30.0  # the state is steady after this time without new processes
+
 
 @dataclass(slots=True)
 class Load:
-    """How late the event loop runs, which measures all of the server's work except queued
-    heartbeats, and how long these wait.
+    """The event loop's lateness, which measures all of the server's work except queued heartbeats,
+    and how long these wait.
     """
 
     late_s: float = 0.0
-    waited_s: float = 0.0  # from the arrival of a heartbeat that is not urgent until it is applied
+    waited_s: float = 0.0  # the time from arrival to application of a heartbeat that is not urgent
 
     async def measure_lateness(self) -> None:
         """Measures until it is cancelled."""
@@ -101,15 +108,12 @@ def _until_own_time_s(agent: str, period_s: float, now: float) -> float:
     return (offset_s - now) % period_s
 
 
-ACCEPTED_PER_PASS = 8
-
-
 class ThrottledListener(socket.socket):
     """A listening socket whose pending connections are accepted over several passes of asyncio's
     loop, which otherwise accepts thousands of them in one.
     """
 
-    _accepted: int = 0  # in this pass
+    _accepted: int = 0  # the number of connections in this pass
 
     def accept(self) -> tuple[socket.socket, Any]:
         if self._accepted == ACCEPTED_PER_PASS:
@@ -123,13 +127,6 @@ class ThrottledListener(socket.socket):
         self._accepted = 0
 
 
-# Few enough objects that a collection takes about 5 ms; for ten times as many it takes up to 150.
-THRESHOLDS = (1_000, 1, 20_000)
-COLLECT_EVERY_HEARTBEATS = 32  # which create some thousand objects during a hang
-MIN_PROCESSES = 1000  # a smaller state is collected fast enough
-STEADY_AFTER_S = 30.0  # without new processes
-
-
 @contextlib.contextmanager
 def paused_collection() -> Iterator[None]:
     """Pauses the collector while short-lived objects, such as lists of all ranks, are created."""
@@ -141,10 +138,11 @@ def paused_collection() -> Iterator[None]:
 
 
 def collect_new_objects() -> None:
-    """Collects the youngest objects, which the collector does not do by itself while as many old
-    objects are freed: when a large attempt is dropped, or heartbeats replace the positions of ranks.
-    It starts once a thousand more objects were created than freed. After a phase in which the two
-    are equal, it would have a hundred thousand to examine, which takes a third of a second.
+    """Collects the youngest objects.
+
+    The collector starts by itself once a thousand more objects were created than freed. That is not
+    so when a large attempt is dropped, or heartbeats replace the positions of ranks. After such a
+    phase it would have a hundred thousand objects to examine, which takes a third of a second.
     """
     if gc.isenabled():
         gc.collect(1)
@@ -152,6 +150,8 @@ def collect_new_objects() -> None:
 
 @dataclass(slots=True)
 class GarbageScheduler:
+    """Decides when the collector's known objects are frozen."""
+
     _frozen: int = 0  # processes that were known when the state was last frozen
     _known: int = 0
     _steady_since: float = 0.0

@@ -1,9 +1,5 @@
-"""Errors as RFC 9457 problem documents: what is wrong, and what to do about it.
-
-MERGED: The base class of the HTTP schema, and the components that several resources share.
-
-Each resource has a schema of its own: `server.core.job_views` for jobs, `server.http.openapi`
-for incidents, and those of recordings and performance beside their code.
+"""Errors as RFC 9457 problem documents, which say what is wrong and what to do about it; and the
+parts of the HTTP schema that several resources share.
 """
 
 from __future__ import annotations
@@ -97,5 +93,5 @@ class GroupName(ApiModel):
     desc: str
     ranks: list[int]
     backend: str = ""
-    # Of a group that numbers its members by itself: those that are no ranks of the attempt.
+    # The members that are no ranks of the attempt, in a group that numbers its members by itself.
     outside: list[str] = []

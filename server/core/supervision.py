@@ -1,7 +1,5 @@
 """Keeps the server running where part of it fails: a background task is started again, and other work
-goes on with the next item. Each failure is logged and counted.
-
-MERGED: Totals since the server started, exported by `/metrics`.
+goes on with the next item. Each failure is logged, and counted for `/metrics`.
 """
 
 from __future__ import annotations
@@ -19,22 +17,20 @@ log = logging.getLogger("hangwatch")
 MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 0.2, 10.0
 # A task counts as running again once it has not failed for this long.
 RECOVERED_AFTER_S = 15.0
-
-
 MAX_LOGGED_FAILURES = 100
 
 
 @dataclass(slots=True)
 class FailureLog:
-    """Errors of ours in work that consists of independent items: one must not stop the others."""
+    """Errors of hangwatch in work on independent items, of which one must not stop the others."""
 
     count: int = 0
     _logged: set[str] = field(default_factory=set)
 
     @contextlib.contextmanager
     def isolate(self, work: str) -> Iterator[None]:
-        """Counts an exception in its body instead of raising it. The first of each kind of ``work``
-        is logged.
+        """Counts an exception of the ``with`` block instead of raising it. The first one of each
+        kind of ``work`` is logged.
         """
         try:
             yield
@@ -110,14 +106,16 @@ class TaskSupervisor:
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
+    """Totals since the server started."""
+
     heartbeats: int = 0
     malformed: int = 0
-    refused: int = 0  # while the server was overloaded
+    refused: int = 0  # heartbeats while the server was overloaded
     refusals_by_limit: Counter[str] = field(default_factory=Counter)  # see `server.core.limits`
-    foreign_reports: int = 0  # of processes that another node agent reports
+    foreign_reports: int = 0  # processes that another node agent reports
     resyncs: int = 0
     diagnoses: int = 0
-    failures: FailureLog = field(default_factory=FailureLog)  # in rounds of the diagnosis
+    failures: FailureLog = field(default_factory=FailureLog)  # errors in rounds of the diagnosis
     diagnosis_s: float = 0.0  # CPU time
     opened: int = 0  # incidents
     agents_cpu_s: float = 0.0

@@ -1,11 +1,8 @@
-"""The evidence of an incident, taken from the state of its attempt: calls, processes and stacks. Pure.
+"""The evidence of an incident, taken from the state of its attempt: calls, processes, stacks, the
+positions of devices, and the hosts' hardware. Pure.
 
 Whatever differs between two reads of an unchanged job, such as the age of a call, is left out, so
 that an incident only counts as changed when its document changes.
-
-MERGED: How far the devices have come in an incident's groups, as evidence of the incident. Pure.
-
-MERGED: What hosts report of their hardware, as evidence of an incident. Pure.
 """
 
 from __future__ import annotations
@@ -25,11 +22,14 @@ from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import RECORDER_THREAD_NAME, Frame, ThreadStack
 from hangwatch.model.verdicts import AlignedPair, DevicePosition, Verdict
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.process import Process, StackSample
+from hangwatch.tracking.process import StackSample
 
-MAX_THREADS_SHOWN = 16  # of one culprit
-MAX_DETAILED_CULPRITS = 8  # with more culprits than this, only calling threads are shown
+MAX_THREADS_SHOWN = 16  # threads of one culprit
+MAX_DETAILED_CULPRITS = 8  # more culprits than this are shown with their calling threads only
 MAX_PROCESSES_SHOWN = 64
+MAX_POSITIONS_SHOWN = 256
+MAX_OBSERVATIONS_SHOWN = 256
+MAX_GAPS_SHOWN = 16
 # The age of a sample is measured on its host, so it may seem slightly older than the onset.
 CLOCK_SLACK_S = 0.5
 
@@ -39,14 +39,19 @@ DateConverter = Callable[[float], datetime]
 class _Caller(NamedTuple):
     rank: int
     sample: StackSample
-    thread: ThreadStack | None  # that makes the calls; None if the sample has no thread
+    thread: ThreadStack | None  # the one that makes the calls; None if the sample has no thread
 
 
 def strip_verdict(verdict: Verdict) -> Verdict:
     """The verdict without what changes from one diagnosis to the next although the job does not."""
     divergence = verdict.divergence
     if divergence is not None:
-        divergence = replace(divergence, rows=tuple(_strip_row(row) for row in divergence.rows))
+        rows: list[AlignedPair] = []
+        for row in divergence.rows:
+            first, second = row.calls
+            calls = (first and _strip_call(first), second and _strip_call(second))
+            rows.append(replace(row, calls=calls))
+        divergence = replace(divergence, rows=tuple(rows))
     return replace(
         verdict,
         began_at=0.0,
@@ -56,11 +61,6 @@ def strip_verdict(verdict: Verdict) -> Verdict:
         ),
         divergence=divergence,
     )
-
-
-def _strip_row(row: AlignedPair) -> AlignedPair:
-    first, second = row.calls
-    return replace(row, calls=(first and _strip_call(first), second and _strip_call(second)))
 
 
 def _strip_call(call: Call) -> Call:
@@ -85,19 +85,19 @@ def collect_processes(attempt: Attempt, culprits: Iterable[int]) -> tuple[Proces
     )
     shown_ranks = [*culprit_ranks, *failed_ranks][:MAX_PROCESSES_SHOWN]
     processes = (attempt.processes.get(rank) for rank in shown_ranks)
-    return tuple(take_snapshot(process) for process in processes if process is not None)
-
-
-def take_snapshot(process: Process) -> ProcessSnapshot:
-    return ProcessSnapshot(
-        rank=process.rank,
-        host=process.host,
-        pid=process.identity.pid,
-        state=process.activity.state,
-        exit_status=process.exit.exit_status if process.exit else None,
-        signal=process.exit.signal if process.exit else None,
-        exception=process.exception,
-        flight_file=process.flight_file,
+    return tuple(
+        ProcessSnapshot(
+            rank=process.rank,
+            host=process.host,
+            pid=process.identity.pid,
+            state=process.activity.state,
+            exit_status=process.exit.exit_status if process.exit else None,
+            signal=process.exit.signal if process.exit else None,
+            exception=process.exception,
+            flight_file=process.flight_file,
+        )
+        for process in processes
+        if process is not None
     )
 
 
@@ -141,24 +141,22 @@ def collect_stacks(
 def _find_callers(
     attempt: Attempt, ranks: Iterable[int], group: Group | None, since: float
 ) -> Iterator[_Caller]:
-    """The ranks that were sampled since then, with the thread that makes the calls of ``group``."""
+    """The ranks that were sampled since then, with the thread that makes the calls of ``group``. The
+    newest sample counts that has stacks, or else the newest failure.
+    """
     for rank in ranks:
         process = attempt.processes.get(rank)
-        sample = None if process is None else _find_newest_sample(process, since)
-        if process is not None and sample is not None:
+        if process is None:
+            continue
+        recent = [s for s in process.samples if s.taken_at >= since - CLOCK_SLACK_S]
+        if recent:
+            sample = next((s for s in reversed(recent) if s.threads), recent[-1])
             yield _Caller(rank, sample, process.find_caller(sample, group, since))
 
 
-def _find_newest_sample(process: Process, since: float) -> StackSample | None:
-    """The newest sample taken since then: one with stacks, else the newest failure."""
-    recent = [s for s in process.samples if s.taken_at >= since - CLOCK_SLACK_S]
-    with_threads = (s for s in reversed(recent) if s.threads)
-    return next(with_threads, recent[-1] if recent else None)
-
-
 def _collect_other_threads(found: _Caller, convert_date: DateConverter) -> list[MergedStack]:
-    """The child processes that a rank waits for come before its own other threads; of the latter,
-    the one that holds the GIL comes first.
+    """The stacks of the child processes that a rank waits for, then of its own other threads: first
+    of the one that holds the GIL.
     """
     others = [
         thread
@@ -206,16 +204,13 @@ def keep_known_stacks(
 
 
 def _get_content(stack: MergedStack) -> tuple[object, ...]:
-    """All of a stack but its time."""
+    """Everything of a stack but its time."""
     return (stack.ranks, stack.thread, stack.source, stack.frames, stack.native, stack.error)
-
-
-MAX_POSITIONS_SHOWN = 256
 
 
 def collect_device_positions(attempt: Attempt, verdict: Verdict) -> tuple[DevicePosition, ...]:
     """The positions of the members of the verdict's group, and of the groups that its waits are in.
-    Of many members, the culprits and those that have completed least.
+    If these are too many, the culprits and the members that have completed least are shown.
     """
     culprits = frozenset(verdict.culprits)
     shown = heapq.nsmallest(
@@ -255,8 +250,8 @@ def keep_known_positions(
 
 
 def add_device_advice(verdict: Verdict, attempt: Attempt) -> str:
-    """The verdict's advice. If it is unknown how far the devices have come, and that might name a
-    culprit, the advice says how to make it known.
+    """The verdict's advice. If the positions of the devices are unknown and might name a culprit, the
+    advice says how to make them known.
     """
     if verdict.kind is not VerdictKind.NO_PROGRESS:
         return verdict.advice
@@ -271,10 +266,6 @@ def add_device_advice(verdict: Verdict, attempt: Attempt) -> str:
     )
 
 
-MAX_OBSERVATIONS_SHOWN = 256
-MAX_GAPS_SHOWN = 16
-
-
 def update_hardware(incident: Incident, attempt: Attempt, since: float) -> Incident:
     """The incident with what the hosts have reported since the onset."""
     hosts = list_involved_hosts(attempt, replace(incident.verdict, began_at=since))
@@ -286,7 +277,7 @@ def update_hardware(incident: Incident, attempt: Attempt, since: float) -> Incid
 
 
 def collect_hardware(hosts: Iterable[InvolvedHost]) -> tuple[HostObservation, ...]:
-    """What the hosts reported, faults first; versions are left out."""
+    """The observations of the hosts, faults first; versions are left out."""
     found = [
         HostObservation(host=host.name, observation=observation)
         for host in hosts
@@ -298,7 +289,7 @@ def collect_hardware(hosts: Iterable[InvolvedHost]) -> tuple[HostObservation, ..
 
 
 def collect_missing(hosts: Iterable[InvolvedHost]) -> tuple[MissingEvidence, ...]:
-    """The sources that the hosts could read if something were done about it."""
+    """The sources that the hosts cannot read and for which there is a remedy."""
     hosts_by_gap: dict[UnavailableSource, list[str]] = {}
     for host in hosts:
         for gap in host.hardware.unavailable if host.hardware is not None else ():
@@ -313,7 +304,7 @@ def collect_missing(hosts: Iterable[InvolvedHost]) -> tuple[MissingEvidence, ...
 def keep_known_hardware(
     before: Sequence[HostObservation], now: Sequence[HostObservation]
 ) -> tuple[HostObservation, ...]:
-    """``now``, and what was observed earlier and is not any more. What did not change keeps its age."""
+    """``now``, and what was only observed earlier. Unchanged observations keep their age."""
     earlier, current = ({_get_key(entry): entry for entry in entries} for entries in (before, now))
     kept = {
         key: entry
@@ -324,7 +315,7 @@ def keep_known_hardware(
 
 
 def _get_key(entry: HostObservation) -> tuple[object, ...]:
-    """All of an observation but its age, and the growing value of a counter."""
+    """Everything of an observation but its age, and the growing value of a counter."""
     seen = entry.observation
     now = None if seen.is_counter else seen.now
     return (entry.host, seen.source, seen.about, seen.what, seen.before, now)

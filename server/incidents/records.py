@@ -31,17 +31,17 @@ class IncidentRecord:
     """
 
     incident: Incident
-    # rank -> HOST/PROCESS: tells a rerun of a job from the same run
+    # The HOST/PROCESS of each rank distinguishes a rerun of a job from the same run.
     members: dict[int, str] = field(default_factory=dict)
-    alerted_severity: Severity | None = None  # of the last alert
-    alerted_at: datetime | None = None  # when the last alert was sent
+    alerted_severity: Severity | None = None  # the last alert's severity
+    alerted_at: datetime | None = None  # the time of the last alert
     reminders: int = 0
     is_resolution_announced: bool = False
     is_own: bool = True  # False for an incident of another server in the same database
     opened_at: float = 0.0
     onset_at: float = 0.0
-    last_seen_at: float = 0.0  # when a verdict last concerned it
-    is_restored: bool = False  # from before this server started, and not confirmed since
+    last_seen_at: float = 0.0  # the time of the last verdict that concerned it
+    is_restored: bool = False  # True: older than this server's start, and not confirmed since
     alert_summary: AlertSummary | None = None
 
     @property
@@ -54,13 +54,13 @@ class IncidentRecord:
 
     @property
     def is_live(self) -> bool:
-        """This server updates it."""
+        """Whether this server updates it."""
         return self.is_own and self.is_open
 
     @property
     def is_aborted(self) -> bool:
-        """Ranks were ended for it, or are about to be. What happens to the job from then on is a
-        consequence of that.
+        """Whether ranks were ended for it, or are about to be. What happens to the job from then on
+        is a consequence of that.
         """
         recovery = self.incident.recovery
         if recovery is None or recovery.announced_at is None:

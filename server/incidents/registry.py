@@ -1,12 +1,8 @@
 """The life of incidents: a verdict opens one and refines it while evidence is collected, and the
 absence of the verdict resolves it.
 
-MERGED: Whether a verdict concerns an incident that is already open: one root cause is one incident.
-Pure.
-
-MERGED: How a later verdict changes an incident's verdict. Pure.
-
-MERGED: When the absence of its verdict means that an incident is resolved. Pure.
+One root cause is one incident: `relate_verdict` decides whether a verdict concerns an incident that
+is already open.
 """
 
 from __future__ import annotations
@@ -44,6 +40,20 @@ JOB_END_GRACE_S = 30.0
 NOT_REPORTING_LIMIT_S = 24 * 3600.0
 MAX_MEMBERS_KEPT = 64
 MAX_RECORDS_KEPT = 1000
+
+_ENDS = frozenset(select_kinds(lambda spec: spec.role is Role.END))
+_ROOTS = frozenset(select_kinds(lambda spec: spec.role is Role.ROOT))
+_HANGS = frozenset(
+    select_kinds(lambda spec: spec.role in (Role.END, Role.HANG) or spec.blocks_culprits)
+)
+_ALONE = frozenset(select_kinds(lambda spec: spec.role is Role.INDEPENDENT))
+
+# An incident whose verdict is absent for this long is resolved if the job is alive.
+VERDICT_ABSENT_S = 2.0
+# The time is longer after a restart of the server, while the state of the attempt is still arriving.
+AFTER_RESTART_ABSENT_S = 10.0
+# The absence of a verdict only means something this long after the last heartbeat.
+RECENT_HEARTBEAT_S = 5.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,7 +153,7 @@ class IncidentRegistry:
         ):
             return
         for record in older:
-            # After a restart of the server, the host of an older incident may not have reported yet.
+            # The host of an older incident may not have reported yet after a restart of the server.
             if not record.is_restored or now - attempt.opened_at > AFTER_RESTART_ABSENT_S:
                 self.resolve_incident(record, Resolution.RESTARTED, now)
 
@@ -292,14 +302,6 @@ def _is_suspicion_of(verdict: Verdict, incident: Incident) -> bool:
     return relate_verdict(incident, verdict, gathering=False) is not Relation.NONE
 
 
-_ENDS = frozenset(select_kinds(lambda spec: spec.role is Role.END))
-_ROOTS = frozenset(select_kinds(lambda spec: spec.role is Role.ROOT))
-_HANGS = frozenset(
-    select_kinds(lambda spec: spec.role in (Role.END, Role.HANG) or spec.blocks_culprits)
-)
-_ALONE = frozenset(select_kinds(lambda spec: spec.role is Role.INDEPENDENT))
-
-
 class Relation(enum.IntEnum):
     NONE = 0
     CONSEQUENCE = 1  # explained by the incident: keeps it open and changes nothing
@@ -308,18 +310,21 @@ class Relation(enum.IntEnum):
 
 
 def is_hang(incident: Incident) -> bool:
-    """Ranks are blocked because of it."""
+    """Whether ranks are blocked because of the incident."""
     return bool(incident.waiting) or (
         incident.kind in _HANGS and incident.severity is Severity.ALERT
     )
 
 
 def relate_verdict(incident: Incident, verdict: Verdict, gathering: bool) -> Relation:
-    """How a verdict on the same attempt relates to an open incident. ``gathering``: the incident
+    """The relation of a verdict on the same attempt to an open incident. ``gathering``: the incident
     is so new that its evidence is still being collected.
     """
     if verdict.kind in _ALONE or incident.kind in _ALONE:
-        is_same = verdict.kind is incident.kind and _has_same_location(incident, verdict)
+        has_same_location = _has_same_group(incident, verdict) or (
+            set(incident.culprits) == set(verdict.culprits)
+        )
+        is_same = verdict.kind is incident.kind and has_same_location
         return Relation.SAME if is_same else Relation.NONE
     if verdict.kind is incident.kind:
         if (same := _relate_same_kind(incident, verdict)) is not Relation.NONE:
@@ -329,7 +334,10 @@ def relate_verdict(incident: Incident, verdict: Verdict, gathering: bool) -> Rel
         falls = incident.severity is Severity.ALERT and verdict.severity is Severity.WARNING
         return Relation.REFINES if rises or (gathering and not falls) else Relation.CONSEQUENCE
     if incident.severity is Severity.WARNING:
-        return _relate_to_warning(incident, verdict)
+        if not _share_culprits(incident, verdict):
+            return Relation.NONE
+        is_alert = verdict.severity is Severity.ALERT
+        return Relation.REFINES if is_alert else Relation.CONSEQUENCE
     if incident.kind in _ENDS:
         return _relate_to_end(incident, verdict, gathering)
     if not is_hang(incident):
@@ -357,14 +365,8 @@ def _relate_same_kind(incident: Incident, verdict: Verdict) -> Relation:
     return Relation.SAME if is_same else Relation.NONE
 
 
-def _relate_to_warning(incident: Incident, verdict: Verdict) -> Relation:
-    if not _share_culprits(incident, verdict):
-        return Relation.NONE
-    return Relation.REFINES if verdict.severity is Severity.ALERT else Relation.CONSEQUENCE
-
-
 def _relate_to_end(incident: Incident, verdict: Verdict, gathering: bool) -> Relation:
-    """A process has ended: ranks that wait or die after it do so because of it."""
+    """The relation to the end of a process, which makes other ranks wait or die."""
     if verdict.kind in _ROOTS:
         return Relation.REFINES if gathering and _share_ranks(incident, verdict) else Relation.NONE
     # Nodes report at different times, so the first death may only be known later. Deaths after the
@@ -403,10 +405,6 @@ def _has_same_position(incident: Incident, verdict: Verdict) -> bool:
     if all(call_class.call.peer is None for call_class in calls):
         return True
     return _share_culprits(incident, verdict)
-
-
-def _has_same_location(incident: Incident, verdict: Verdict) -> bool:
-    return _has_same_group(incident, verdict) or set(incident.culprits) == set(verdict.culprits)
 
 
 def _share_culprits(incident: Incident, verdict: Verdict) -> bool:
@@ -462,7 +460,7 @@ def _list_still_waiting(
         return
     for rank in before.waiting:
         process = attempt.processes.get(rank)
-        # Its host's heartbeat may be late; nothing is known to have changed.
+        # The heartbeat of the rank's host may be late; nothing is known to have changed.
         if process is not None and process.reports.last_seen_at <= last_seen_at:
             yield rank
 
@@ -490,17 +488,9 @@ def summarize_alerts(
     )
 
 
-# Without its verdict for this long, an incident is resolved if the job is alive.
-VERDICT_ABSENT_S = 2.0
-# The same after a restart of the server, while the state of the attempt is still arriving.
-AFTER_RESTART_ABSENT_S = 10.0
-# The absence of a verdict only means something this long after the last heartbeat.
-RECENT_HEARTBEAT_S = 5.0
-
-
 def has_reported_since(record: IncidentRecord, attempt: Attempt) -> bool:
-    """A rank of the incident was reported since the last verdict on it. Otherwise the absence of a
-    verdict means nothing.
+    """Whether a rank of the incident was reported since the last verdict on it. Otherwise the absence
+    of a verdict means nothing.
     """
     if attempt.last_seen_at < record.last_seen_at:
         return False
@@ -511,12 +501,12 @@ def has_reported_since(record: IncidentRecord, attempt: Attempt) -> bool:
 
 
 def has_made_progress(record: IncidentRecord, attempt: Attempt, now: float) -> bool:
-    """The verdict is absent because the job made progress, and not because it ended or does not
-    report.
+    """Whether the verdict is absent because the job made progress, and not because it ended or does
+    not report.
     """
     incident = record.incident
     if KINDS[incident.kind].is_call_error and not incident.waiting:
-        return False  # progress does not refute it: no rank was blocked by it
+        return False  # no rank was blocked by the incident, so progress does not refute it
     processes = list(attempt.processes.values())
     if attempt.is_finished:
         is_clean = all(p.exit is not None and p.exit.exit_status == 0 for p in processes)

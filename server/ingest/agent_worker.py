@@ -33,13 +33,14 @@ from .worker_frames import (
 
 log = logging.getLogger("hangwatch")
 
-MIN_HOSTS = 64  # fewer cost little, and then one process is simpler to look after
-MAX_BUFFERED_BYTES = 256 << 20  # of requests that are not complete
-CHECK_INTERVAL_S = 1.0  # whether there are as many, and whether the process responds
+MIN_HOSTS = 64  # fewer cost little, and one process is simpler to look after
+MAX_BUFFERED_BYTES = 256 << 20  # all requests together that are not complete
+CHECK_INTERVAL_S = 1.0  # the interval of checks whether the process is needed, and responds
 RESPONSE_TIMEOUT_S = 5.0
-# Doubled each time it ends soon. Until it runs again, the server serves the agents itself.
+# The delay doubles each time the process ends soon. Until it runs again, the server serves the
+# agents itself.
 MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 0.2, 10.0
-BUFFER_BYTES = 1 << 20  # of the sockets that lead to the process
+BUFFER_BYTES = 1 << 20  # the buffers of the sockets that lead to the process
 
 # Answers a request (`Frame`), and passes the complete response on.
 AnswerRequest = Callable[[Frame, Callable[[bytes], None]], None]
@@ -56,8 +57,8 @@ class AgentWorker(asyncio.Protocol):
     heartbeat_paths: Iterable[str]
     count_hosts: Callable[[], int]
     answer_request: AnswerRequest
-    serve_connection: ServeConnection | None = None  # set by the HTTP server
-    request_starts: tuple[bytes, ...] = field(init=False)  # of the requests that it takes
+    serve_connection: ServeConnection | None = None  # the HTTP server sets it
+    request_starts: tuple[bytes, ...] = field(init=False)  # the request lines that it serves
     _options: WorkerOptions = field(init=False)
     _process: subprocess.Popen[bytes] | None = None
     _packets: socket.socket | None = None
@@ -65,12 +66,12 @@ class AgentWorker(asyncio.Protocol):
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
     _received: bytearray = field(default_factory=bytearray)
     _unsent: list[bytes] = field(default_factory=list)
-    _numbers: Iterator[int] = field(default_factory=itertools.count)  # of connections
-    # When data last arrived from the process, plus the time since then during which reading was paused.
-    # The process may have to send thousands of heartbeats before a mark.
+    _numbers: Iterator[int] = field(default_factory=itertools.count)  # the connections' numbers
+    # The time at which data last arrived from the process, plus the time since then during which
+    # reading was paused. The process may have to send thousands of heartbeats before a mark.
     _received_at: float = 0.0
-    _paused_at: float | None = None  # since when reading is paused
-    _marks: deque[asyncio.Event] = field(default_factory=deque)  # sent and not returned
+    _paused_at: float | None = None  # the time since which reading is paused
+    _marks: deque[asyncio.Event] = field(default_factory=deque)  # marks that were not returned yet
 
     def __post_init__(self) -> None:
         lines = [f"POST {path} HTTP/1.1" for path in self.heartbeat_paths]
@@ -111,7 +112,7 @@ class AgentWorker(asyncio.Protocol):
             self._clean_up()
 
     async def _wait_for_end(self) -> str:
-        """Waits until the process ends or does not respond; says which of the two it was."""
+        """Waits until the process ends or does not respond. Returns which of the two it was."""
         self._received_at = time.monotonic()
         while not await wait_for_event(CHECK_INTERVAL_S, self._ended):
             has_arrived = await self.read_arrived(RESPONSE_TIMEOUT_S)
@@ -153,8 +154,7 @@ class AgentWorker(asyncio.Protocol):
         if self._stream is not None:
             self._stream.abort()
         if self._process is not None:
-            # It ends when its sockets are closed, unless it hangs.
-            self._process.kill()
+            self._process.kill()  # the end of its sockets only ends a process that does not hang
             self._process.wait()
         self._packets = self._stream = self._process = None
         self._received.clear()
@@ -177,7 +177,7 @@ class AgentWorker(asyncio.Protocol):
         try:
             packet = encode_packet(number, peer, received)
             socket.send_fds(self._packets, [packet], [connected.fileno()])
-        except OSError:  # it has many to take, or has just ended
+        except OSError:  # the process has many connections to take, or has just ended
             return False
         return True
 
@@ -222,7 +222,7 @@ class AgentWorker(asyncio.Protocol):
         self._send(encode_frame(FrameType.RESPONSE, number, body=response))
 
     def _send(self, frame: bytes) -> None:
-        """Sends it at the end of this pass of the event loop, together with all others."""
+        """Sends a frame at the end of this pass of the event loop, together with all others."""
         if self._stream is None:
             return
         if not self._unsent:

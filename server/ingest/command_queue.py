@@ -17,12 +17,12 @@ from hangwatch.tracking.process import Process
 from ..core.clock import Clock, ulid
 from ..core.events import wait_for_event
 
-REQUEST_EXPIRES_S = 10.0  # seconds after which an unanswered request may be repeated
-MIN_REPEAT_INTERVAL_S = 1.0  # seconds between two requests for the same thing
+REQUEST_EXPIRES_S = 10.0  # an unanswered request may be repeated after this time
+MIN_REPEAT_INTERVAL_S = 1.0  # the shortest time between two requests for the same thing
 _MAX_CALLS_REQUESTED = 128
 
-_STACKS, _HARDWARE = -1, -2  # instead of a stream
-_Subject = tuple[str, int]  # process key (empty: the host itself), stream uid or the above
+_STACKS, _HARDWARE = -1, -2  # these take the place of a stream's uid
+_Subject = tuple[str, int]  # process key (empty: the host itself), stream uid or one of the above
 
 
 @dataclass(slots=True)
@@ -37,19 +37,9 @@ class _RequestedEvidence:
 class _AgentCommands:
     """The commands for one node agent."""
 
-    # By id, until they are sent: each command, and when it was queued.
+    # The commands by id, until they are sent, and the time when each was queued.
     unsent: dict[str, tuple[Command, float]] = field(default_factory=dict)
     evidence: dict[_Subject, _RequestedEvidence] = field(default_factory=dict)  # the last request
-
-    def drop_older(self, oldest_at: float) -> None:
-        self.unsent = {
-            command_id: (command, at)
-            for command_id, (command, at) in self.unsent.items()
-            if at > oldest_at
-        }
-        self.evidence = {
-            subject: last for subject, last in self.evidence.items() if last.at > oldest_at
-        }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +48,7 @@ class CommandQueue:
 
     clock: Clock
     _agents: dict[str, _AgentCommands] = field(default_factory=dict)  # most have none
-    _arrivals: dict[str, asyncio.Event] = field(default_factory=dict)  # of agents that wait
+    _arrivals: dict[str, asyncio.Event] = field(default_factory=dict)  # the agents that wait
     _is_closed: bool = False
 
     def request_evidence(
@@ -67,9 +57,14 @@ class CommandQueue:
         """Queues the evidence that a diagnosis requests, unless it was requested recently."""
         for request in requests:
             process = attempt.processes.get(request.rank)
-            if process is None or not _can_answer(process, request):
+            if process is None:
                 continue
-            subject, commands = _choose_subject(process, request), self._get_commands(process)
+            # The node agent still has the calls of a process that ended.
+            has_ended = process.exit is not None and not request.hardware
+            if has_ended and (request.stacks or process.finished_reporting):
+                continue
+            kind, subject = _choose_command(process, request)
+            commands = self._get_commands(process)
             last = commands.evidence.get(subject)
             if last is not None:
                 repeat_after_s = REQUEST_EXPIRES_S
@@ -81,7 +76,7 @@ class CommandQueue:
                     continue
             command_id = self.queue_command(
                 process,
-                _choose_kind(request),
+                kind,
                 now,
                 uid=0 if request.stacks else request.stream_uid,
                 from_seq=request.from_seq,
@@ -158,7 +153,7 @@ class CommandQueue:
                 last.is_answered |= last.command_id in ids
 
     def has_open_request(self, agent: str) -> bool:
-        """Whether evidence is requested from an agent, so that it should report more often."""
+        """Whether evidence is requested from an agent, which should therefore report more often."""
         commands = self._agents.get(agent)
         return commands is not None and not all(
             last.is_answered for last in commands.evidence.values()
@@ -172,26 +167,23 @@ class CommandQueue:
 
     def drop_expired(self, now: float, report_interval_s: float) -> None:
         """Drops commands that are too old. A node agent gets them within ``report_interval_s``."""
+        oldest_at = now - REQUEST_EXPIRES_S - report_interval_s
         for agent, commands in list(self._agents.items()):
-            commands.drop_older(now - REQUEST_EXPIRES_S - report_interval_s)
+            commands.unsent = {
+                command_id: (command, at)
+                for command_id, (command, at) in commands.unsent.items()
+                if at > oldest_at
+            }
+            commands.evidence = {
+                subject: last for subject, last in commands.evidence.items() if last.at > oldest_at
+            }
             if not commands.unsent and not commands.evidence:
                 del self._agents[agent]
 
 
-def _can_answer(process: Process, request: EvidenceRequest) -> bool:
-    """Whether its node agent can have the evidence: it still has the calls of a process that ended."""
-    if process.exit is None or request.hardware:
-        return True
-    return not request.stacks and not process.finished_reporting
-
-
-def _choose_subject(process: Process, request: EvidenceRequest) -> _Subject:
+def _choose_command(process: Process, request: EvidenceRequest) -> tuple[CommandKind, _Subject]:
     if request.hardware:
-        return "", _HARDWARE
-    return process.key, _STACKS if request.stacks else request.stream_uid
-
-
-def _choose_kind(request: EvidenceRequest) -> CommandKind:
-    if request.hardware:
-        return CommandKind.HARDWARE
-    return CommandKind.STACKS if request.stacks else CommandKind.CALLS
+        return CommandKind.HARDWARE, ("", _HARDWARE)
+    if request.stacks:
+        return CommandKind.STACKS, (process.key, _STACKS)
+    return CommandKind.CALLS, (process.key, request.stream_uid)

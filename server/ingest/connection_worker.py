@@ -4,9 +4,7 @@ to the server, and writes the responses.
 So the server's own event loop has few connections, however many hosts there are, and reading
 thousands of heartbeats delays nobody's query. This process imports the standard library only, and
 knows of HTTP just enough for heartbeats: a connection with any other request is returned to the
-server.
-
-The server starts it (`server.http.agent_worker`), and its end is this process's end.
+server. `agent_worker` starts the process, which ends when the server ends.
 """
 
 from __future__ import annotations
@@ -22,42 +20,43 @@ import sys
 import time
 from dataclasses import dataclass
 
-from hangwatch.server.ingest.worker_frames import (
+from .worker_frames import (
     MAX_PACKET_BYTES,
     Frame,
     FrameType,
+    OddRequestError,
+    WorkerOptions,
     decode_packet,
     encode_frame,
     encode_packet,
+    parse_head,
     take_frames,
 )
 
-from .worker_frames import OddRequestError, WorkerOptions, parse_head
-
 READ_BYTES = 1 << 16
-RESERVED_FILES = 128  # not used for connections: the server has the same limit
+RESERVED_FILES = 128  # files that are no connections: the server has the same limit
 EVENTS_PER_POLL = 256
-SCAN_INTERVAL_S = 1.0  # for connections whose time is up
-# Between two polls. What arrives meanwhile is handled together: at 500 heartbeats a second, each takes
-# 60 us in all after the long pause and 95 us after the short one.
+SCAN_INTERVAL_S = 1.0  # the interval of searches for connections whose time is up
+# The pause between two polls. What arrives meanwhile is handled together: at 500 heartbeats a second,
+# each takes 60 us in all after the long pause and 95 us after the short one.
 PAUSE_S, LONG_PAUSE_S = 0.005, 0.02
-MANY_CONNECTIONS = 2048  # from here on hosts report so rarely that the long pause does not matter
+MANY_CONNECTIONS = 2048  # hosts that are so many report too rarely for the long pause to matter
 
 
 @dataclass(slots=True)
 class _Connection:
-    """One agent's connection. The server gets one request of it at a time."""
+    """One agent's connection. The server gets one of its requests at a time."""
 
     number: int
     peer_uid: int  # passed on with each request
     socket: socket.socket
     received: bytearray
-    head_bytes: int = 0  # of the request that is not complete yet; 0: its head is not complete
+    head_bytes: int = 0  # the head of the current request; 0 as long as it is not complete
     body_bytes: int = 0
     is_answered: bool = True
-    is_writing: bool = False  # its socket took only a part of the response
+    is_writing: bool = False  # the socket took only a part of the response
     unsent: bytes = b""
-    timeout_s: float = 0.0  # for what is expected of the agent; 0: nothing is
+    timeout_s: float = 0.0  # the time that the agent has to send something; 0: nothing is expected
     deadline: float = math.inf
 
 
@@ -68,7 +67,7 @@ class ConnectionWorker:
         self, packets: socket.socket, stream: socket.socket, options: WorkerOptions
     ) -> None:
         self._packets, self._stream, self._options = packets, stream, options
-        self._connections: dict[int, _Connection] = {}  # by file descriptor
+        self._by_fd: dict[int, _Connection] = {}
         self._by_number: dict[int, _Connection] = {}
         self._from_server = bytearray()
         self._to_server: list[bytes] = []  # frames of this pass
@@ -96,14 +95,14 @@ class ConnectionWorker:
             self._to_server.clear()
             if (now := time.monotonic()) >= next_scan:
                 next_scan = now + SCAN_INTERVAL_S
-                for connection in [c for c in self._connections.values() if c.deadline < now]:
+                for connection in [c for c in self._by_fd.values() if c.deadline < now]:
                     self._close_connection(connection)
             if len(ready) < EVENTS_PER_POLL:
                 time.sleep(PAUSE_S if len(self._by_number) < MANY_CONNECTIONS else LONG_PAUSE_S)
 
     def close(self) -> None:
         """Closes all connections."""
-        for connection in self._connections.values():
+        for connection in self._by_fd.values():
             connection.socket.close()
         self._epoll.close()
 
@@ -115,15 +114,15 @@ class ConnectionWorker:
                 if not packet:
                     raise ConnectionError
                 if not fds:
-                    continue  # this process has no room for another file: the connection is lost
+                    continue  # the connection is lost, as this process may not open another file
                 number, peer_uid, received = decode_packet(packet)
                 connected = socket.socket(fileno=fds[0])
                 connected.setblocking(False)
                 connection = _Connection(number, peer_uid, connected, bytearray(received))
                 self._buffered_bytes += len(received)
-                self._connections[fds[0]] = self._by_number[number] = connection
+                self._by_fd[fds[0]] = self._by_number[number] = connection
                 self._epoll.register(fds[0], select.EPOLLIN)
-                if len(self._connections) > self._max_connections:
+                if len(self._by_fd) > self._max_connections:
                     self._return_connection(connection)
                 else:
                     self._take_request(connection)
@@ -136,23 +135,20 @@ class ConnectionWorker:
         self._from_server += received
         for frame in take_frames(self._from_server):
             if frame.type == FrameType.MARK:
-                self._read_all_ready()
+                # The mark follows everything that agents have sent by now.
+                for fd, events in self._epoll.poll(0, len(self._by_fd) + 2):
+                    self._handle_events(fd, events)
                 self._to_server.append(encode_frame(FrameType.MARK))
             else:
                 self._send_response(frame)
 
-    def _read_all_ready(self) -> None:
-        """Reads what agents have sent by now."""
-        for fd, events in self._epoll.poll(0, len(self._connections) + 2):
-            self._handle_events(fd, events)
-
     def _handle_events(self, fd: int, events: int) -> None:
-        connection = self._connections.get(fd)
+        connection = self._by_fd.get(fd)
         if connection is None:
             return
         if events & select.EPOLLOUT:
             self._send_rest(connection)
-        if events & ~select.EPOLLOUT and fd in self._connections:
+        if events & ~select.EPOLLOUT and fd in self._by_fd:
             self._read_connection(connection)
 
     def _read_connection(self, connection: _Connection) -> None:
@@ -170,7 +166,7 @@ class ConnectionWorker:
             self._take_request(connection)
 
     def _take_request(self, connection: _Connection) -> None:
-        """Passes on the request, if it is complete and the one before has been answered."""
+        """Passes on the next request, if it is complete and the previous one has been answered."""
         received, options = connection.received, self._options
         if not connection.is_answered or not received:
             return
@@ -228,21 +224,21 @@ class ConnectionWorker:
 
     def _return_connection(self, connection: _Connection) -> None:
         """Returns the connection to the server, with what was read of the request."""
-        with contextlib.suppress(OSError):  # the server is busy: the agent connects again
+        with contextlib.suppress(OSError):  # the agent of a connection that is lost connects again
             packet = encode_packet(connection.number, connection.peer_uid, connection.received)
             socket.send_fds(self._packets, [packet], [connection.socket.fileno()])
         self._close_connection(connection)
 
     def _close_connection(self, connection: _Connection) -> None:
         self._buffered_bytes -= len(connection.received)
-        del self._connections[connection.socket.fileno()], self._by_number[connection.number]
-        # Closing does not: where the connection was returned, the server still has it open.
+        del self._by_fd[connection.socket.fileno()], self._by_number[connection.number]
+        # The end of a socket would not unregister it: the server has a returned connection open.
         self._epoll.unregister(connection.socket)
         connection.socket.close()
 
     def _set_timeout(self, connection: _Connection, timeout_s: float) -> None:
-        """Begins to wait for the agent; 0: it has nothing to send. A part of what is expected does not
-        prolong the time.
+        """Begins to wait for the agent; 0: nothing is expected of it. Receiving a part of a request
+        does not prolong the time.
         """
         if timeout_s != connection.timeout_s:
             connection.timeout_s = timeout_s

@@ -1,21 +1,20 @@
-"""What a heartbeat must fulfil beyond its types, before any of it is applied.
-
-MERGED: Decodes the JSON of a heartbeat into the messages of `hangwatch.protocol.heartbeat`.
+"""Decodes heartbeats, and checks before any of it is applied that each is within the limits and
+reports nothing that belongs to another node agent.
 
 Heartbeats are nearly everything that the server reads, so msgspec decodes them, straight into the
 dataclasses of the protocol: the annotations are the schema, and each field is declared once.
 Decoding into generated `msgspec.Struct` types would take half the time (25 instead of 47 us for
 8 ranks with 4 groups each, 7 instead of 10 us for a brief heartbeat, CPython 3.11), but then the
 server would handle objects that only look like the messages: `dataclasses.replace` and
-`isinstance` fail on them. It also depends on the messages having no ``slots``, with which msgspec
-takes 109 us for the same 8 ranks.
+`isinstance` fail on them. The messages must have no ``slots``, with which msgspec takes 109 us for
+the same 8 ranks.
 
 What msgspec refuses is decoded again by rules that are less strict: they accept compatible types,
 such as a number that is written as a string, and the messages of protocol version 1. Either way the
 first error ends the decoding: a list of a million invalid items costs no more than one.
 
-MERGED: A process is reported by one node agent until that is silent: another sender that claims to report
-it, or its rank, is refused. Otherwise one job's agent could hide or invent another job's verdicts.
+One node agent reports a process until it is silent. Another sender that claims to report it, or its
+rank, is refused: otherwise one job's agent could hide or invent another job's verdicts.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import re
 import types
 import typing
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
@@ -49,12 +48,26 @@ from ..core import limits
 from ..core.limits import read_resident_bytes
 from ..core.problems import Problem
 
-# A shorter body holds no longer text or list: an item takes two bytes.
+# A body that is no longer holds no text or list beyond the limits: an item takes two bytes.
 _UNSUSPICIOUS_BYTES = min(limits.STRING.most, 2 * limits.LIST.most)
-# A text, or what begins, ends or continues a list or an object.
+# A token is a text, or what begins, ends or continues a list or an object.
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
 _QUOTE, _COMMA, _OPENING = b'"'[0], b","[0], b"[{"
 _REMEDY = "run another hangwatch-server for the rest"
+
+# No ring has larger numbers, and databases and dates fail on them: they are errors of the sender.
+MAX_INTEGER = (1 << 63) - 1
+MAX_SECONDS = 1e9
+_MISSING = object()
+# The errors of msgspec, json and UTF-8 are ValueErrors.
+_DECODING_ERRORS = (ValueError, RecursionError)
+
+# The parts of a heartbeat that name a process by its ``key``.
+_KEYED_FIELDS = tuple(
+    field.name
+    for field in fields(heartbeat.Heartbeat)
+    if field.name in {"processes", "samples", "calls", "hardware", "aborts", "traces", "recordings"}
+)
 
 
 def parse_heartbeat(body: bytes) -> heartbeat.Heartbeat:
@@ -64,7 +77,7 @@ def parse_heartbeat(body: bytes) -> heartbeat.Heartbeat:
         _check_sizes(body)
     try:
         beat = decode_heartbeat(body)
-    except (ValueError, RecursionError) as error:
+    except _DECODING_ERRORS as error:
         _check_version(decode_head(body).version)
         raise _make_refusal(error) from None
     _check_version(beat.version)
@@ -74,7 +87,7 @@ def parse_heartbeat(body: bytes) -> heartbeat.Heartbeat:
 
 
 def _check_version(version: int) -> None:
-    """Raises Problem if heartbeats of this protocol version cannot be read."""
+    """Raises Problem for a protocol version that this server does not read."""
     if version not in heartbeat.ACCEPTED_VERSIONS:
         raise Problem(
             422,
@@ -112,10 +125,10 @@ def _check_sizes(body: bytes) -> None:
     anything but JSON.
     """
     try:
-        msgspec.json.decode(body, type=msgspec.Raw)  # so that each text and list has an end
-    except (ValueError, RecursionError) as error:
+        msgspec.json.decode(body, type=msgspec.Raw)  # each text and list has an end
+    except _DECODING_ERRORS as error:
         raise _make_refusal(error) from None
-    counts: list[int] = []  # of each list around the token: its commas so far; of an object: -1
+    counts: list[int] = []  # the commas so far of each list around the token; -1 for an object
     for token in _TOKEN.finditer(body):
         first = body[token.start()]
         if first == _QUOTE:
@@ -211,8 +224,14 @@ def check_memory(
         _check_processes(beat.agent, new_identities, fleet)
     for update in beat.processes:
         # Few processes come near the limit: only these are counted exactly.
-        if len(update.sequences) > limits.STREAMS.most // 2:
-            _check_stream_count(beat.host, update, fleet)
+        if len(update.sequences) <= limits.STREAMS.most // 2:
+            continue
+        uids = {stream.uid for stream in update.sequences}
+        known = fleet.processes.get((beat.host, update.key))
+        if known is not None:
+            uids |= known.process.streams.keys()
+        if len(uids) > limits.STREAMS.most:
+            raise limits.STREAMS.make_problem(f"process {update.key}")
     describes_groups = next(_iter_identities(beat.processes), None) is not None
     adds_members = (describes_groups or bool(new_identities)) and _check_members(beat, fleet)
     if (new_identities or adds_members) and read_resident_bytes() > limits.MEMORY.most:
@@ -237,22 +256,13 @@ def _check_processes(
         raise limits.ATTEMPTS.make_problem(remedy=_REMEDY)
 
 
-def _check_stream_count(host: str, update: heartbeat.ProcessUpdate, fleet: Fleet) -> None:
-    uids = {stream.uid for stream in update.sequences}
-    known = fleet.processes.get((host, update.key))
-    if known is not None:
-        uids |= known.process.streams.keys()
-    if len(uids) > limits.STREAMS.most:
-        raise limits.STREAMS.make_problem(f"process {update.key}")
-
-
 @dataclass(slots=True)
 class _Growth:
-    """What a heartbeat adds to an attempt, or to a job that has none yet."""
+    """The addition of a heartbeat to an attempt, or to a job that has none yet."""
 
     attempt: Attempt | None
     world_size: int = 0
-    opened_world_size: int = 0  # of a new process, which may open another attempt
+    opened_world_size: int = 0  # reported by a new process, which may open another attempt
     groups: set[heartbeat.StreamIdentity] = field(default_factory=set)
 
     def count_members(self) -> int:
@@ -262,7 +272,7 @@ class _Growth:
 
 
 def _list_growth(beat: heartbeat.Heartbeat, fleet: Fleet) -> list[_Growth]:
-    growth: dict[AttemptKey | str, _Growth] = {}  # by attempt, or by the name of a new job
+    growth: dict[AttemptKey | str, _Growth] = {}  # the key of a new job is its name
     for process in beat.processes:
         identity = process.identity
         groups = list(_iter_identities((process,)))
@@ -277,7 +287,7 @@ def _list_growth(beat: heartbeat.Heartbeat, fleet: Fleet) -> list[_Growth]:
             grown = growth.setdefault(key, _Growth(latest))
             grown.opened_world_size = max(grown.opened_world_size, identity.world_size)
         else:
-            continue  # nothing of an unknown process is applied
+            continue  # updates of an unknown process are not applied
         if identity is not None:
             grown.world_size = max(grown.world_size, identity.world_size)
         grown.groups.update(
@@ -298,14 +308,6 @@ def _check_members(beat: heartbeat.Heartbeat, fleet: Fleet) -> bool:
     if added and fleet.count_members() + added > limits.MEMBERS.most:
         raise limits.MEMBERS.make_problem(remedy=_REMEDY)
     return added > 0
-
-
-# Larger numbers are errors of their sender: a ring has no larger ones, and databases and dates fail
-# on them.
-MAX_INTEGER = (1 << 63) - 1
-MAX_SECONDS = 1e9
-_MISSING = object()
-_DECODING_ERRORS = (ValueError, RecursionError)  # those of msgspec, json and UTF-8 are ValueErrors
 
 
 class HeartbeatBody(RootModel[Heartbeat]):
@@ -400,37 +402,28 @@ def _list_stream_fields(update: dict[str, Any]) -> list[Any]:
 
 
 class HeartbeatHead(msgspec.Struct):
-    """What is read of a heartbeat that is not decoded as a whole."""
+    """The part that is read of a heartbeat that is not decoded as a whole."""
 
     agent: str | None = None
     version: int = 1
 
 
 def decode_head(body: bytes) -> HeartbeatHead:
-    """Without an agent if the body is not a heartbeat."""
+    """Decodes the head of a heartbeat; it names no agent if the body is not a heartbeat."""
     try:
         return msgspec.json.decode(body, type=HeartbeatHead)
     except _DECODING_ERRORS:
         return HeartbeatHead()
 
 
-# The parts of a heartbeat that name a process by its ``key``.
-_KEYED_FIELDS = tuple(
-    field.name
-    for field in fields(heartbeat.Heartbeat)
-    if field.name in {"processes", "samples", "calls", "hardware", "aborts", "traces", "recordings"}
-)
-
-
 def drop_foreign_reports(
     beat: heartbeat.Heartbeat, fleet: Fleet, now: float
 ) -> tuple[heartbeat.Heartbeat, int]:
-    """The heartbeat without what it says of processes that another, active node agent reports; and
+    """The heartbeat without its reports of processes that another, active node agent reports; and
     the number of these processes.
     """
-    named = {update.key for update in beat.processes}
-    named.update(beat.gone)
-    for name in _KEYED_FIELDS[1:]:
+    named = set(beat.gone)
+    for name in _KEYED_FIELDS:
         named.update(item.key for item in getattr(beat, name))
     if beat.performance is not None:
         named.update(stream.key for stream in beat.performance.sequences)
@@ -438,16 +431,12 @@ def drop_foreign_reports(
     if not foreign:
         return beat, 0
 
-    def keep(items: tuple[Any, ...], get_key: Callable[[Any], str]) -> tuple[Any, ...]:
-        return tuple(item for item in items if get_key(item) not in foreign)
+    def keep_own(items: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(item for item in items if item.key not in foreign)
 
-    def get_key(item: Any) -> str:
-        return str(item.key)
-
-    changes: dict[str, Any] = {name: keep(getattr(beat, name), get_key) for name in _KEYED_FIELDS}
-    changes["gone"] = keep(beat.gone, str)
+    changes: dict[str, Any] = {name: keep_own(getattr(beat, name)) for name in _KEYED_FIELDS}
+    changes["gone"] = tuple(key for key in beat.gone if key not in foreign)
     if beat.performance is not None:
-        changes["performance"] = replace(
-            beat.performance, sequences=keep(beat.performance.sequences, get_key)
-        )
+        own_streams = keep_own(beat.performance.sequences)
+        changes["performance"] = replace(beat.performance, sequences=own_streams)
     return replace(beat, **changes), len(foreign)

@@ -21,7 +21,7 @@ from .agent_worker import AgentWorker
 
 log = logging.getLogger("hangwatch")
 
-SLICE_S = 0.005  # for which heartbeats, or other numerous work, may block the event loop
+SLICE_S = 0.005  # the time for which numerous work, such as heartbeats, may block the event loop
 
 T = TypeVar("T")
 # Decoding takes as long as applying, so it is done in the heartbeat's turn.
@@ -51,7 +51,7 @@ class HeartbeatQueue:
     _usual: deque[_QueuedHeartbeat] = field(default_factory=deque)
     _usual_applied: int = 0
     _is_state_locked: bool = False  # a thread reads the state
-    # Of this pass of the event loop; None: it has not applied a heartbeat yet.
+    # The end of this pass's slice; None: this pass of the event loop has not applied a heartbeat yet.
     _slice_until: float | None = None
     _draining: asyncio.Task[None] | None = None
 
@@ -73,7 +73,9 @@ class HeartbeatQueue:
     async def apply(
         self, decode: DecodeHeartbeat, is_urgent: bool = False
     ) -> heartbeat.HeartbeatReply:
-        """As `submit`, and returns the reply. Raises what ``decode`` and ``ingest`` raise."""
+        """Applies a heartbeat in its turn and returns the reply. Raises what ``decode`` and
+        ``ingest`` raise.
+        """
         replied: asyncio.Future[heartbeat.HeartbeatReply]
         replied = asyncio.get_running_loop().create_future()
 
@@ -131,27 +133,24 @@ class HeartbeatQueue:
             while len(self) and not self._is_state_locked:
                 until = time.monotonic() + SLICE_S
                 while len(self) and time.monotonic() < until:
-                    self._apply_next()
+                    if self._urgent:
+                        self._apply(self._urgent.popleft())
+                        continue
+                    queued = self._usual.popleft()
+                    self._usual_applied += 1
+                    self.load.waited_s = time.monotonic() - queued.arrived_at
+                    self._apply(queued)
                 await asyncio.sleep(0)
         finally:
             self.load.waited_s, self._draining = 0.0, None
-
-    def _apply_next(self) -> None:
-        if self._urgent:
-            self._apply(self._urgent.popleft())
-        else:
-            queued = self._usual.popleft()
-            self._usual_applied += 1
-            self.load.waited_s = time.monotonic() - queued.arrived_at
-            self._apply(queued)
 
     def _apply(self, queued: _QueuedHeartbeat) -> None:
         try:
             reply: heartbeat.HeartbeatReply | Exception
             reply = self.ingest(queued.decode(), queued.is_urgent)
-        except Exception as error:  # the others are applied all the same
+        except Exception as error:  # the other heartbeats are applied all the same
             reply = error
         try:
             queued.take_reply(reply)
-        except Exception:  # its connection fails alone
+        except Exception:  # one connection's failure is no other's
             log.exception("the reply to a heartbeat failed; please report this")

@@ -1,13 +1,11 @@
-"""The messages between the server and the process that serves the node agents' connections.
+"""The messages between the server and the process that serves the node agents' connections, and the
+head of an HTTP request as far as that process reads it. Only the standard library is imported.
 
 Frames go over a stream socket, in both directions: type (u8), connection (u64), the user at its other
 end (i64, -1 if unknown), time of arrival (f64, the machine's monotonic clock), size of the head (u32),
 size of the body (u32), the head and the body of a request or response. Connections are passed over a
 socket of packets: the connection's number (u64), the user at its other end (i64), and what was read
 from it so far; its file descriptor goes along.
-
-MERGED: The head of a heartbeat's request, as far as the process that serves node agents' connections needs
-it. It imports the standard library only.
 """
 
 from __future__ import annotations
@@ -22,16 +20,18 @@ FRAME_STRUCT = struct.Struct("<BQqdII")
 PACKET_STRUCT = struct.Struct("<Qq")
 MAX_PACKET_BYTES = 1 << 16  # less than the kernel's default for the packets of a socket
 
+_ODD_HEADERS = (b"transfer-encoding", b"expect", b"connection", b"upgrade")
+
 
 class FrameType(enum.IntEnum):
-    REQUEST = 1  # of an agent: a heartbeat
-    RESPONSE = 2  # complete, as it is sent to the agent
-    MARK = 3  # returned after all requests that had arrived
+    REQUEST = 1  # an agent's heartbeat
+    RESPONSE = 2  # the complete response to the agent
+    MARK = 3  # a mark is returned after all requests that had arrived
 
 
 class Frame(NamedTuple):
     type: int
-    number: int  # of the connection
+    number: int  # the connection's
     peer_uid: int
     arrived_at: float
     head: bytes
@@ -69,7 +69,7 @@ def take_frames(received: bytearray) -> Iterator[Frame]:
 
 
 def encode_packet(number: int, peer_uid: int, received: bytes | bytearray) -> bytes:
-    """What goes along with a connection. Raises OSError if too much was received."""
+    """The packet that goes along with a connection. Raises OSError if too much was received."""
     packet = PACKET_STRUCT.pack(number, peer_uid) + received
     if len(packet) > MAX_PACKET_BYTES:
         raise OSError("too much was read of the connection")
@@ -82,20 +82,17 @@ def decode_packet(packet: bytes) -> tuple[int, int, bytes]:
     return number, peer_uid, packet[PACKET_STRUCT.size :]
 
 
-_ODD_HEADERS = (b"transfer-encoding", b"expect", b"connection", b"upgrade")
-
-
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """What the server knows about requests. Sizes are in bytes, times in seconds."""
+    """The requests that the process serves, and their limits. Sizes are in bytes."""
 
-    request_lines: Sequence[str]  # of heartbeats: "POST PATH HTTP/1.1"
+    request_lines: Sequence[str]  # the heartbeats': "POST PATH HTTP/1.1"
     max_head: int
     max_body: int
-    max_buffered: int  # of all connections together
+    max_buffered: int  # all connections together
     head_timeout_s: float
     body_timeout_s: float
-    keep_alive_s: float  # between two requests
+    keep_alive_s: float  # the longest time between two requests
 
 
 class OddRequestError(Exception):

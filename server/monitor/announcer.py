@@ -20,8 +20,8 @@ from ..incidents.registry import IncidentRegistry
 from ..ingest.command_queue import CommandQueue
 from ..storage.persistence import PersistenceWorker
 
-MAX_ALERT_DELAY_S = 1.5  # for which an alert waits for its culprits' stacks
-MAX_EVIDENCE_DELAY_S = 15.0  # after which a requested stack is not expected any more
+MAX_ALERT_DELAY_S = 1.5  # the longest wait of an alert for its culprits' stacks
+MAX_EVIDENCE_DELAY_S = 15.0  # a requested stack is not expected any more after this time
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class IncidentAnnouncer:
                 if record.is_own:
                     is_new = record.opened_at >= last_round_at
                     self.persistence.mark_changed(record, urgent=is_new or not record.is_open)
-                # Encoded once, not for each reader: 100,000 ranks may be waiting.
+                # The event is encoded once, not for each reader: 100,000 ranks may be waiting.
                 event = msgspec.json.encode(build_incident_event(record.incident))
                 self.events.publish_event("incident", msgspec.Raw(event))
             await asyncio.sleep(0)
@@ -54,9 +54,12 @@ class IncidentAnnouncer:
         wall = self.clock.wall()
         for record in self.incidents.records.values():
             with self.failures.isolate(f"the alerts of incident {record.incident.id}"):
+                attempt = self.fleet.attempts.get(record.attempt_key)
                 event = take_due_event(
                     record,
-                    ready=self._is_ready(record, now),
+                    ready=now - record.opened_at >= MAX_ALERT_DELAY_S
+                    or attempt is None
+                    or not self._awaits_stacks(record, attempt),
                     hangs_on=self.is_job_running(record),
                     now=wall,
                     repeat_after=self.repeat_after_s,
@@ -81,12 +84,6 @@ class IncidentAnnouncer:
         if not self._awaits_stacks(record, attempt):
             return True
         return self.clock.monotonic() - record.opened_at > MAX_EVIDENCE_DELAY_S
-
-    def _is_ready(self, record: IncidentRecord, now: float) -> bool:
-        if now - record.opened_at >= MAX_ALERT_DELAY_S:
-            return True
-        attempt = self.fleet.attempts.get(record.attempt_key)
-        return attempt is None or not self._awaits_stacks(record, attempt)
 
     def _awaits_stacks(self, record: IncidentRecord, attempt: Attempt) -> bool:
         """Whether some culprit's stack was requested and has not arrived."""

@@ -1,9 +1,7 @@
 """Diagnoses attempts and requests the evidence that the verdicts lack.
 
-MERGED: When a large attempt is diagnosed again. A diagnosis takes seconds, during which heartbeats are
-queued that the next diagnosis should take into account.
-
-MERGED: Runs work that reads a whole attempt: for a large one in a thread, while its heartbeats wait.
+The diagnosis of a large attempt takes seconds. It runs in a thread, while heartbeats are queued that
+the next diagnosis should take into account, and `DiagnosisBackoff` decides when that one may begin.
 """
 
 from __future__ import annotations
@@ -38,9 +36,30 @@ from .report_scheduler import ReportIntervals, ReportScheduler
 
 # An attempt is still diagnosed for this long after its last heartbeat: other hosts may report late.
 DIAGNOSED_AFTER_END_S = 10.0
-MAX_CALLS_WAIT_S = 3.0  # for which the diagnosis of a large attempt is delayed for requested calls
+MAX_CALLS_WAIT_S = 3.0  # the longest delay of a large attempt's diagnosis for requested calls
 # Heartbeats that are queued are applied for at least this long before a large attempt is diagnosed.
 MIN_APPLY_QUEUED_S = 1.0
+
+# The pause before the next run, as a multiple of the CPU time of the last one. That is short as long
+# as few ranks wait.
+WAITING_FACTOR = 6.0
+QUIET_FACTOR = 12.0  # no rank is suspected: no verdict can be due soon, and a change is urgent
+EVIDENCE_FACTOR = 2.0  # the next reports may decide a verdict
+URGENT_FACTOR = 1.5  # a verdict is due early, or there were urgent changes
+STARTING_FACTOR = 6.0  # new ranks reported: earlier verdicts are outdated, and this takes long
+STATES_FACTOR = 30.0  # the same for reports of the states of ranks
+MAX_PAUSE_S = 4.0  # the longest pause without a backlog
+# As long as some ranks make calls, most others that seem to wait have only not reported since.
+STILL_AFTER_S = 3.0
+# Changes decide a verdict only after they have lasted for a while.
+RECENT_CHANGES_S = 5.0
+# A verdict is new for this long after its onset, and may become more precise after it is due.
+FRESH_VERDICT_S = 10.0
+# The pause grows by its own length for each of these seconds that heartbeats have been queued.
+BACKLOG_STEP_S = 2.5
+_EARLY_KINDS = frozenset(select_kinds(lambda spec: spec.is_due_early))
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +72,7 @@ class Diagnoser:
     backoff: DiagnosisBackoff
     reader: AttemptReader
     counters: Counters
-    # As of each attempt's last diagnosis.
+    # The results of each attempt's last diagnosis.
     unexplained_waits: dict[AttemptKey, UnexplainedWait] = field(default_factory=dict)
     failed_attempts: set[AttemptKey] = field(default_factory=set)
     _calls_requested_at: dict[AttemptKey, float] = field(default_factory=dict)
@@ -95,7 +114,7 @@ class Diagnoser:
         limits = self.intervals.limits
 
         def update_incidents() -> Diagnosis:
-            # Read here: heartbeats that were applied before the work began count as received.
+            # Heartbeats that were applied before the work began count as received.
             now = self.clock.monotonic()
             diagnosis = diagnose(attempt, now, limits)
             self.incidents.apply_verdicts(attempt, diagnosis.verdicts, now)
@@ -121,16 +140,17 @@ class Diagnoser:
         """Makes the hosts of the ranks in the verdicts report sooner."""
         ranks: set[int] = set()
         for verdict in verdicts:
-            ranks.update(verdict.culprits or _list_calling_ranks(verdict))
+            # The next reports of the ranks inside the verdict's calls decide if there is no culprit.
+            ranks.update(verdict.culprits or (r for call in verdict.calls for r in call.ranks))
         if len(ranks) > MAX_URGENT_SUSPECTS:
-            return  # most of so many have only not reported yet
+            return  # most of so many ranks have only not reported yet
         processes = (attempt.processes.get(rank) for rank in ranks)
         agents = {process.agent for process in processes if process is not None}
         self.report_scheduler.suspect_agents(agents, now)
 
     def _awaits_diverged_calls(self, attempt: Attempt) -> bool:
-        """Requests the calls at which groups diverge. True while the diagnosis should wait for
-        them: it takes seconds for a large attempt, and would be inconclusive without them.
+        """Requests the calls at which groups diverge. True while the diagnosis should wait for these
+        calls: it takes seconds for a large attempt, and would be inconclusive without them.
         """
         now = self.clock.monotonic()
         groups = {key for key in attempt.diverged_groups if not is_large(len(key[2]))}
@@ -149,51 +169,28 @@ class Diagnoser:
         return now - requested_at < MAX_CALLS_WAIT_S
 
 
-def _list_calling_ranks(verdict: Verdict) -> list[int]:
-    """The ranks inside the verdict's calls: their next reports decide if there is no culprit."""
-    return [rank for call in verdict.calls for rank in call.ranks]
-
-
-# The pause before the next run, as a multiple of the CPU time of the last one. That is short as long
-# as few ranks wait.
-WAITING_FACTOR = 6.0
-QUIET_FACTOR = 12.0  # if no rank is suspected: none can be due soon, and a change is urgent
-MAX_PAUSE_S = 4.0  # without a backlog
-EVIDENCE_FACTOR = 2.0  # if what is reported next may decide a verdict
-URGENT_FACTOR = 1.5  # if a verdict is due early, or after urgent changes
-STARTING_FACTOR = 6.0  # if new ranks reported: earlier verdicts are outdated, and it takes long
-STATES_FACTOR = 30.0  # for reports of the states of ranks
-# As long as some ranks make calls, most others that seem to wait have only not reported since.
-STILL_AFTER_S = 3.0
-# Changes decide a verdict only after they have lasted for a while.
-RECENT_CHANGES_S = 5.0
-# For this long after its onset a verdict is new, and after it is due it may become more precise.
-FRESH_VERDICT_S = 10.0
-# The pause grows by its own length for each of these seconds that heartbeats have been queued.
-BACKLOG_STEP_S = 2.5
-_EARLY_KINDS = frozenset(select_kinds(lambda spec: spec.is_due_early))
-
-
 @dataclass(slots=True)
 class _AttemptBackoff:
     """The backoff of one attempt."""
 
     diagnosis_until: float = 0.0  # no diagnosis before this time
-    changes_until: float = 0.0  # the same after urgent changes
-    changed_at: float = float("-inf")  # when the last diagnosis after urgent changes began
+    changes_until: float = 0.0  # no diagnosis of urgent changes before this time
+    changed_at: float = float("-inf")  # the beginning of the last diagnosis of urgent changes
     states_until: float = 0.0  # no report of rank states before this time
     last_rank_count: int = 0  # ranks that had reported at the last diagnosis
 
 
 @dataclass(slots=True)
 class DiagnosisBackoff:
-    """All times are seconds on the monotonic clock. A small attempt has no backoff."""
+    """Decides when a large attempt may be diagnosed again; a small one has no backoff. All times are
+    seconds on the monotonic clock.
+    """
 
     stall_after: float
     _by_attempt: dict[AttemptKey, _AttemptBackoff] = field(default_factory=dict)
 
     def skips_diagnosis(self, attempt: Attempt, now: float) -> bool:
-        """Whether the attempt must not be diagnosed yet."""
+        """True if the attempt must not be diagnosed yet."""
         backoff = self._get_backoff(attempt)
         return now < (
             backoff.changes_until if attempt.has_urgent_changes else backoff.diagnosis_until
@@ -204,7 +201,7 @@ class DiagnosisBackoff:
         self._get_backoff(attempt).changed_at = now
 
     def skips_states(self, attempt: Attempt, now: float) -> bool:
-        """Whether the states of its ranks must not be reported yet."""
+        """True if the states of the attempt's ranks must not be reported yet."""
         return now < self._get_backoff(attempt).states_until
 
     def record_diagnosis(
@@ -237,9 +234,9 @@ class DiagnosisBackoff:
             backoff.diagnosis_until = min(backoff.diagnosis_until, due_at)
 
     def _awaits_evidence(self, attempt: Attempt, diagnosis: Diagnosis, now: float) -> bool:
-        """Whether what is reported within the next seconds may decide a verdict."""
+        """Whether the reports of the next seconds may decide a verdict."""
         if now - self._get_backoff(attempt).changed_at < RECENT_CHANGES_S:
-            # A verdict on what has just begun has probably taken them into account.
+            # A verdict on what has just begun has probably taken the changes into account.
             return not any(
                 verdict.is_confirmed and now - verdict.began_at < FRESH_VERDICT_S
                 for verdict in diagnosis.verdicts
@@ -264,13 +261,12 @@ class DiagnosisBackoff:
         return self._by_attempt.setdefault(attempt.key, _AttemptBackoff())
 
 
-T = TypeVar("T")
-
-
 @dataclass(slots=True)
 class AttemptReader:
+    """Runs work that reads a whole attempt: for a large one in a thread, while heartbeats wait."""
+
     heartbeat_queue: HeartbeatQueue
-    # Seconds of the current round spent on large attempts, which have a backoff of their own.
+    # The seconds of the current round spent on large attempts, which have a backoff of their own.
     large_attempts_s: float = 0.0
 
     async def run(

@@ -1,6 +1,5 @@
-"""The loop that diagnoses every job at short intervals, then reports what changed.
-
-MERGED: Drops attempts and node agents that are no longer needed in memory.
+"""The loop that diagnoses every job at short intervals, reports what changed, and drops attempts and
+node agents that are no longer needed in memory.
 """
 
 from __future__ import annotations
@@ -29,13 +28,20 @@ from .report_scheduler import AgentRegistry, ReportScheduler
 from .state_publisher import StatePublisher
 
 ROUND_INTERVAL_S = 0.25
-MIN_PAUSE_S = 0.05  # before the next round, if a heartbeat arrives during the interval
+MIN_PAUSE_S = 0.05  # the pause before the next round if a heartbeat arrives during the interval
+
+FINISHED_ATTEMPTS_KEPT = 20
+FINISHED_KEPT_S = 3600.0
+# The processes of all finished attempts together that have a successor.
+SUCCEEDED_PROCESSES_KEPT = 20_000
+SILENCE_CHECK_INTERVAL_S = 3.0  # a large job that was cut off leaves thousands of silent agents
+PROCESSES_DROPPED_PER_STEP = 10  # a step takes this many processes of a large attempt
 
 
 @dataclass(slots=True, kw_only=True)
 class DiagnosisLoop:
-    """Everything runs on the event loop's thread, except that `AttemptReader` reads large attempts
-    in another.
+    """The rounds of the diagnosis, on the event loop's thread; `AttemptReader` reads large attempts in
+    another.
     """
 
     clock: Clock
@@ -67,7 +73,7 @@ class DiagnosisLoop:
                 await asyncio.sleep(max(MIN_PAUSE_S, 2 * spent_s))
 
     async def run_round(self) -> None:
-        """Diagnoses each current attempt and reports all changes. What fails for one job or incident
+        """Diagnoses each current attempt and reports all changes. A failure in one job or incident
         does not stop the others.
         """
         await self._diagnose_attempts()
@@ -103,17 +109,11 @@ class DiagnosisLoop:
                     self.incidents.resolve_earlier_attempts(attempt, now, current_keys)
 
 
-FINISHED_ATTEMPTS_KEPT = 20
-FINISHED_KEPT_S = 3600.0
-# Of all finished attempts that have a successor, together.
-SUCCEEDED_PROCESSES_KEPT = 20_000
-SILENCE_CHECK_INTERVAL_S = 3.0  # a large job that was cut off leaves thousands of silent agents
-PROCESSES_DROPPED_PER_STEP = 10  # of a large attempt
-
-
 @dataclass(slots=True, kw_only=True)
 class Retention:
-    """``on_attempt_dropped`` and ``on_agent_dropped`` let other components drop their part."""
+    """Drops attempts and node agents. ``on_attempt_dropped`` and ``on_agent_dropped`` let other
+    components drop their part.
+    """
 
     fleet: Fleet
     agents: AgentRegistry
@@ -124,12 +124,21 @@ class Retention:
     _silence_check_due_at: float = float("-inf")
 
     def drop_expired(self, now: float) -> None:
-        """Drops old attempts, and from time to time silent agents."""
+        """Drops old attempts, and from time to time silent agents whose ranks have all exited, or
+        that are silent for very long.
+        """
         for attempt in self._find_expired(now):
             self.drop_attempt(attempt)
-        if now >= self._silence_check_due_at:
-            self._silence_check_due_at = now + SILENCE_CHECK_INTERVAL_S
-            self._drop_silent_agents(now)
+        if now < self._silence_check_due_at:
+            return
+        self._silence_check_due_at = now + SILENCE_CHECK_INTERVAL_S
+        for agent_id, silent_s in self.agents.update_silent(now):
+            processes = self.fleet.list_processes(agent_id)
+            has_finished = all(tracked.process.exit is not None for tracked in processes)
+            if silent_s > FINISHED_KEPT_S or has_finished:
+                self.agents.forget_silent(agent_id)
+                self.fleet.forget_agent(agent_id)
+                self.on_agent_dropped(agent_id)
 
     def drop_attempt(self, attempt: Attempt) -> None:
         self.fleet.forget_attempt(attempt)
@@ -150,7 +159,7 @@ class Retention:
             await self._dropping
 
     def _find_expired(self, now: float) -> list[Attempt]:
-        # Sorted by job and number, so that each job's last number remains.
+        # The keys are sorted by job and number, so that each job's last number remains.
         latest_numbers = {key.job: key.number for key in sorted(self.fleet.attempts)}
         expired: list[Attempt] = []
         finished_count = process_count = 0
@@ -171,16 +180,6 @@ class Retention:
             if is_excess or silent_s > FINISHED_KEPT_S:
                 expired.append(attempt)
         return expired
-
-    def _drop_silent_agents(self, now: float) -> None:
-        """Drops silent agents whose ranks have all exited, or that are silent for very long."""
-        for agent_id, silent_s in self.agents.update_silent(now):
-            processes = self.fleet.list_processes(agent_id)
-            has_finished = all(tracked.process.exit is not None for tracked in processes)
-            if silent_s > FINISHED_KEPT_S or has_finished:
-                self.agents.forget_silent(agent_id)
-                self.fleet.forget_agent(agent_id)
-                self.on_agent_dropped(agent_id)
 
     async def _drop_processes(self) -> None:
         """Frees memory in small steps: for a large attempt that takes a second in all."""

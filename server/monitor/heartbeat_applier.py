@@ -23,7 +23,7 @@ from .report_scheduler import AgentRegistry, ReportIntervals, ReportScheduler
 
 @dataclass(slots=True, kw_only=True)
 class OnDemandEvidence:
-    """What users requested: stacks, recordings and traces."""
+    """The stacks, recordings and traces that users requested."""
 
     dumps: DumpRegistry
     recordings: RecordingRegistry
@@ -37,7 +37,7 @@ class OnDemandEvidence:
 
 @dataclass(slots=True, kw_only=True)
 class HeartbeatApplier:
-    """``has_changes`` is set by a heartbeat that may change a verdict."""
+    """Applies heartbeats. One that may change a verdict sets ``has_changes``."""
 
     clock: Clock
     fleet: Fleet

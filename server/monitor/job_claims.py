@@ -1,9 +1,8 @@
 """Several servers that share a database share its jobs: each job is diagnosed by one of them.
 
 Node agents that know several servers report to the one that their job's name chooses. If that one
-does not answer, they try the next, which takes the job over if no other server has it.
-
-MERGED: What changes when this server gets a job from another server of its database, or loses one to it.
+does not answer, they try the next, which takes the job over if no other server has it. The new
+server then continues as after a restart of the former one.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from .diagnosis_loop import Retention
 log = logging.getLogger("hangwatch")
 
 PING_INTERVAL_S = 2.0  # well within the session's timeout
-RETRY_INTERVAL_S = 0.5  # between two attempts to lock jobs
+RETRY_INTERVAL_S = 0.5  # the pause between two attempts to lock jobs
 RETRY_AFTER_S = 1
 NOT_HERE_STATUSES = (421, 503)  # another server has the job, or may have it
-UNUSED_S = 60.0  # a job without processes is given up after that
+UNUSED_S = 60.0  # a job without processes is given up after this time
 
 
 @dataclass(slots=True, kw_only=True)
 class JobClaims:
-    """Knows which jobs this server diagnoses. ``adopt_job`` gets what an earlier server knew of a
-    job; ``give_up_job`` is called if this server has lost it, for example because it was stopped.
+    """The jobs that this server diagnoses. ``adopt_job`` gets what an earlier server knew of a job;
+    ``give_up_job`` is called if this server has lost it, for example because it was stopped.
     """
 
     clock: Clock
@@ -49,11 +48,11 @@ class JobClaims:
     fleet: Fleet
     adopt_job: Callable[[JobHistory], None]
     give_up_job: Callable[[str], None]
-    _used_at: dict[str, float] = field(default_factory=dict)  # when a host last reported it here
+    _used_at: dict[str, float] = field(default_factory=dict)  # the time of a job's last heartbeat
     _held: set[str] = field(default_factory=set)
-    _adopted: set[str] = field(default_factory=set)  # those of them whose history was loaded
-    _foreign: set[str] = field(default_factory=set)  # another server has them
-    _wanted: set[str] = field(default_factory=set)  # of hosts that were refused since the last look
+    _adopted: set[str] = field(default_factory=set)  # the held jobs whose history was loaded
+    _foreign: set[str] = field(default_factory=set)  # the jobs that another server has
+    _wanted: set[str] = field(default_factory=set)  # the jobs refused since the last update
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _is_database_lost: bool = False
 
@@ -65,10 +64,9 @@ class JobClaims:
             return
         named = {update.identity.job for update in beat.processes if update.identity is not None}
         jobs = sorted(map(get_family, named or self.fleet.list_jobs(beat.agent)))
-        if jobs:
-            self._check_job(jobs[0])  # whatever else runs there follows
-
-    def _check_job(self, job: str) -> None:
+        if not jobs:
+            return
+        job = jobs[0]  # all other jobs of the host follow it
         self._used_at[job] = self.clock.monotonic()
         if job in self._held:
             return
@@ -100,7 +98,7 @@ class JobClaims:
             await self._apply_locks(wanted, locked)
             self._is_database_lost = False
         except sa.exc.SQLAlchemyError as error:
-            # Without the database no server can take a job over, and a hang must be reported still.
+            # No server can take a job over without the database, and a hang must still be reported.
             if not self._is_database_lost:
                 log.error(
                     "jobs are accepted without asking the other servers, as the database fails: %s",
@@ -121,24 +119,21 @@ class JobClaims:
             self.adopt_job(await asyncio.to_thread(self.store.adopt_job, job))
             self._adopted.add(job)
             self._held.add(job)
-        for job in self._find_unused():
+        running = {get_family(key.job) for key in self.fleet.attempts}
+        oldest_at = self.clock.monotonic() - UNUSED_S
+        for job, used_at in list(self._used_at.items()):
+            if used_at >= oldest_at or job in running:
+                continue
             await asyncio.to_thread(self.locks.release_lock, job)
             del self._used_at[job]
             for jobs in (self._held, self._adopted, self._foreign):
                 jobs.discard(job)
 
-    def _find_unused(self) -> list[str]:
-        running = {get_family(key.job) for key in self.fleet.attempts}
-        oldest_at = self.clock.monotonic() - UNUSED_S
-        return [
-            job
-            for job, used_at in self._used_at.items()
-            if used_at < oldest_at and job not in running
-        ]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobHandover:
+    """Takes over a job of another server of the database, or gives one up."""
+
     clock: Clock
     fleet: Fleet
     incidents: IncidentRegistry
@@ -146,7 +141,7 @@ class JobHandover:
     retention: Retention
 
     def adopt_job(self, history: JobHistory) -> None:
-        """As after a restart of the server that had the job."""
+        """Continues with a job as after a restart of the server that had it."""
         self.incidents.load_records(history.incidents)
         self.incidents.changed.update(record.incident.id for record in history.incidents)
         self.persistence.resume_deliveries(history.deliveries)
@@ -165,7 +160,7 @@ class JobHandover:
 
 
 def restore_former_attempts(fleet: Fleet, attempts: Iterable[AttemptView], clock: Clock) -> None:
-    """The next attempt's number follows that of the last one."""
+    """Restores the last attempt of each job, whose number the next attempt's number follows."""
     for stored in attempts:
         fleet.former_attempts[stored.job] = FormerAttempt(
             number=stored.attempt,

@@ -1,12 +1,9 @@
-"""When each host should report again, and what is requested from it immediately.
+"""The schedule of reports: when each host should report again, what is requested from it immediately,
+and which node agents have gone silent.
 
-Hosts of a large job report rarely (`Load`). A few should report again within a second, before all
-others: those with urgent changes, those named by a diagnosis, and those for which
-`Fleet.is_urgent` holds.
-
-MERGED: How often hosts report at the current load, and the limits of the diagnosis that follow.
-
-MERGED: The node agents that report to this server, and which of them have gone silent.
+Hosts of a large job report rarely (`Load`), and the limits of the diagnosis follow their interval. A
+few hosts should report again within a second, before all others: those with urgent changes, those
+named by a diagnosis, and those for which `Fleet.is_urgent` holds.
 """
 
 from __future__ import annotations
@@ -25,23 +22,32 @@ from ..core.load import Load
 from ..ingest.command_queue import CommandQueue
 from ..ondemand.traces import TraceRegistry
 
-REQUESTED_INTERVAL_S = 0.2  # between the heartbeats of an agent with an open request or a trace
-PRESSING_INTERVAL_S = 1.0  # until the next heartbeat of an agent that may decide a verdict
-# In one round, at most this many suspected agents and this many others report after
-# PRESSING_INTERVAL_S.
+REQUESTED_INTERVAL_S = 0.2  # the interval of an agent with an open request or a trace
+PRESSING_INTERVAL_S = 1.0  # the time to the next heartbeat of an agent that may decide a verdict
+# The number of suspected agents, and the number of others, that report after PRESSING_INTERVAL_S in
+# one round.
 MAX_PRESSING_AGENTS = 50
-SUSPECTED_S = 30.0  # how long an agent is suspected after a diagnosis named it or it was urgent
-MAX_SUSPECTED_AGENTS = 500  # with more, an urgent heartbeat does not make its agent suspected
+SUSPECTED_S = 30.0  # an agent is suspected for so long after a diagnosis named it or it was urgent
+MAX_SUSPECTED_AGENTS = 500  # an urgent heartbeat does not make more than this suspected
+
+MIN_INTERVAL_S = 0.5  # the interval of a host where hosts are few
+MAX_STEADY_S = 2.0
+POLL_S = 25.0  # less than the minute after which proxies close a connection without data
+MAX_POLLING_AGENTS = 256
+MIN_RECENT_S = 2.0
+RECENT_HEARTBEATS = 3
+
+SILENT_AFTER_S = 60.0  # an agent without a heartbeat for so long no longer counts towards the load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextReport:
-    """When and how an agent should send its next heartbeat."""
+    """The time and the manner of an agent's next heartbeat."""
 
-    interval_s: float  # from now
-    # For this long the agent may omit the positions of ranks that make progress.
+    interval_s: float  # seconds until it
+    # The time for which the agent may omit the positions of ranks that make progress.
     details_s: float | None = None
-    may_be_steady: bool = False  # it may report less often while it is steady
+    may_be_steady: bool = False  # the agent may report less often while it is steady
     urgent: bool = False  # the heartbeat is handled before others
 
 
@@ -53,10 +59,10 @@ class ReportScheduler:
     commands: CommandQueue
     traces: TraceRegistry
     load: Load
-    suspected: dict[str, float] = field(default_factory=dict)  # by agent, until when
-    # Agents whose next heartbeat is urgent because this scheduler requested that.
+    suspected: dict[str, float] = field(default_factory=dict)  # the suspected agents, until when
+    # The agents whose next heartbeat is urgent because this scheduler requested that.
     _awaited: set[str] = field(default_factory=set)
-    # How many agents report sooner in this round: suspected ones (True) and others (False). The
+    # The numbers of suspected agents (True) and others (False) that report sooner in this round. The
     # limits are separate because half of all hosts may be urgent while a hang resolves.
     _pressing_counts: Counter[bool] = field(default_factory=Counter)
 
@@ -86,18 +92,14 @@ class ReportScheduler:
                 self.commands.request_evidence(attempt, requests, now)
 
     def schedule_next(self, agent: str, usual_s: float, now: float) -> NextReport:
-        """When an agent should report next if hosts usually report every ``usual_s`` seconds."""
+        """The next report of an agent if hosts usually report every ``usual_s`` seconds."""
         interval = self.load.until_slot_s(agent, usual_s, now)
         details = None
         is_usual, is_awaited = False, True
-        if self.traces.is_agent_traced(agent):
-            agent_count = len(self.traces.sessions)
-            requested = self.load.report_interval_s(REQUESTED_INTERVAL_S, agent_count)
-            interval = min(interval, requested)
-        elif self.commands.has_open_request(agent):
-            agent_count = self.commands.busy_agent_count
-            requested = self.load.report_interval_s(REQUESTED_INTERVAL_S, agent_count)
-            interval = min(interval, requested)
+        is_traced = self.traces.is_agent_traced(agent)
+        if is_traced or self.commands.has_open_request(agent):
+            busy = len(self.traces.sessions) if is_traced else self.commands.busy_agent_count
+            interval = min(interval, self.load.report_interval_s(REQUESTED_INTERVAL_S, busy))
         elif (is_suspected := agent in self.suspected) or self.fleet.is_urgent(agent):
             is_awaited = self._pressing_counts[is_suspected] < MAX_PRESSING_AGENTS
             if is_awaited:
@@ -126,16 +128,10 @@ class ReportScheduler:
         self._awaited.discard(agent)
 
 
-MIN_INTERVAL_S = 0.5  # between the heartbeats of a host, where hosts are few
-MAX_STEADY_S = 2.0
-POLL_S = 25.0  # less than the minute after which proxies close a connection without data
-MAX_POLLING_AGENTS = 256
-MIN_RECENT_S = 2.0
-RECENT_HEARTBEATS = 3
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportIntervals:
+    """The intervals at which hosts report at the current load, and the limits that follow."""
+
     configured_limits: Limits
     load: Load
     agents: AgentRegistry
@@ -147,11 +143,11 @@ class ReportIntervals:
 
     @property
     def steady_s(self) -> float | None:
-        """Seconds between two heartbeats of a steady host, which reports changes immediately. Short
-        enough that one lost heartbeat does not make the host count as lost. None: `interval_s`.
+        """Seconds between two heartbeats of a steady host, which reports changes immediately: so few
+        that one lost heartbeat does not make the host count as lost. None: `interval_s`.
         """
         interval_s = self.interval_s
-        if interval_s >= MAX_STEADY_S:  # nothing else is computed for each heartbeat of a large job
+        if interval_s >= MAX_STEADY_S:  # a large job's heartbeats need nothing more
             return None
         wanted_s = min(MAX_STEADY_S, self.lost_after_s / 2)
         return wanted_s if wanted_s > interval_s else None
@@ -185,9 +181,6 @@ class ReportIntervals:
     def lost_after_s(self) -> float:
         """Seconds without a heartbeat after which a host is lost."""
         return self.limits.lost_after_s
-
-
-SILENT_AFTER_S = 60.0  # without a heartbeat an agent no longer counts towards the load
 
 
 @dataclass(slots=True, kw_only=True)
@@ -242,7 +235,7 @@ class AgentRegistry:
         for agent_id, agent in self._agents.items():
             silent_s = now - agent.last_seen_at
             if silent_s <= SILENT_AFTER_S:
-                break  # all further ones reported later
+                break  # all further agents reported later
             silent.append((agent_id, silent_s))
         self._silent_count = len(silent)
         return silent

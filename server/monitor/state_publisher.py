@@ -1,6 +1,5 @@
-"""Computes the states of ranks and jobs in each round, and publishes and stores their changes.
-
-MERGED: How fast a job trains, from samples of its step number.
+"""Computes the states of ranks and jobs in each round, with the pace of each job, and publishes and
+stores their changes.
 """
 
 from __future__ import annotations
@@ -25,10 +24,13 @@ from ..storage.persistence import PersistenceWorker
 from . import views
 from .diagnoser import AttemptReader, DiagnosisBackoff
 from .report_scheduler import ReportIntervals
-from .views import compute_states
 
 # Ranks by (previous state, new state). The previous one is None for a new rank.
 StateChanges = dict[tuple[RankState | None, RankState], list[int]]
+
+SAMPLE_INTERVAL_S = 1.0
+MAX_SAMPLES = 60
+MIN_SPAN_S = 2.0  # a pace needs this time between the first and the last sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,8 @@ class _AttemptStates:
 
 @dataclass(slots=True, kw_only=True)
 class StatePublisher:
-    """`rank_states` and `large_jobs` are as of the last round; of large attempts pages and the API
-    show these instead of computing their own.
+    """Publishes states. Pages and the API show the `rank_states` and `large_jobs` of the last round
+    for large attempts, instead of computing their own.
     """
 
     clock: Clock
@@ -57,7 +59,7 @@ class StatePublisher:
     rank_states: dict[AttemptKey, dict[int, RankState]] = field(default_factory=dict)
     large_jobs: dict[AttemptKey, JobView] = field(default_factory=dict)
     paces: dict[AttemptKey, Pace] = field(default_factory=dict)
-    # By job: the attempt's number and the job's state that were published last.
+    # The attempt's number and the state that were last published of each job.
     _published_jobs: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     async def publish_changes(self, attempt: Attempt) -> None:
@@ -81,7 +83,10 @@ class StatePublisher:
             self._store_attempt(attempt, states.job)
         if is_latest:
             self.paces.setdefault(attempt.key, Pace()).record_step(states.job.step, now)
-            self._publish_job(attempt, states.job)
+            published = (attempt.number, states.job.state)
+            if self._published_jobs.get(attempt.job) != published:
+                self._published_jobs[attempt.job] = published
+                self.events.publish_event("job", msgspec.to_builtins(states.job))
 
     def forget_attempt(self, attempt: Attempt) -> None:
         """Drops what is kept for an attempt that the fleet has dropped."""
@@ -95,12 +100,17 @@ class StatePublisher:
         self, attempt: Attempt, cases: Iterable[IncidentRecord], now: float
     ) -> _AttemptStates:
         before = self.rank_states.get(attempt.key, {})
-        by_rank = compute_states(attempt, cases, now, self.intervals.lost_after_s)
+        by_rank = views.compute_states(attempt, cases, now, self.intervals.lost_after_s)
+        changes: StateChanges = {}
+        if by_rank != before:
+            for rank, state in by_rank.items():
+                if (previous := before.get(rank)) is not state:
+                    changes.setdefault((previous, state), []).append(rank)
         job = views.describe_job(attempt, Counter(by_rank.values()), cases, now)
-        return _AttemptStates(by_rank, job, _find_changes(before, by_rank))
+        return _AttemptStates(by_rank, job, changes)
 
     def _publish_ranks(self, attempt: Attempt, changes: StateChanges) -> None:
-        # One event for all ranks with the same change: thousands may change in one round.
+        # All ranks with the same change share one event: thousands may change in one round.
         for (before, state), ranks in changes.items():
             event = {
                 "job": attempt.job,
@@ -110,12 +120,6 @@ class StatePublisher:
                 "before": None if before is None else before.value,
             }
             self.events.publish_event("rank", event)
-
-    def _publish_job(self, attempt: Attempt, job: JobView) -> None:
-        published = (attempt.number, job.state)
-        if self._published_jobs.get(attempt.job) != published:
-            self._published_jobs[attempt.job] = published
-            self.events.publish_event("job", msgspec.to_builtins(job))
 
     def _store_attempt(self, attempt: Attempt, job: JobView) -> None:
         self.persistence.record_attempt(
@@ -132,25 +136,11 @@ class StatePublisher:
         )
 
 
-def _find_changes(before: dict[int, RankState], after: dict[int, RankState]) -> StateChanges:
-    changes: StateChanges = {}
-    if after == before:
-        return changes
-    for rank, state in after.items():
-        previous = before.get(rank)
-        if previous is not state:
-            changes.setdefault((previous, state), []).append(rank)
-    return changes
-
-
-SAMPLE_INTERVAL_S = 1.0  # seconds
-MAX_SAMPLES = 60
-MIN_SPAN_S = 2.0  # seconds between the first and last sample, for a rate
-
-
 @dataclass(slots=True)
 class Pace:
-    """The pace of one attempt. Times are the monotonic clock's."""
+    """The training speed of one attempt, from samples of its step number. Times are the monotonic
+    clock's.
+    """
 
     _samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
 
@@ -162,7 +152,7 @@ class Pace:
 
     @property
     def steps_per_s(self) -> float | None:
-        """Over the last minute at most; None while too little is known."""
+        """The pace over the last minute at most; None while too little is known."""
         if not self._samples or (span := self._samples[-1][0] - self._samples[0][0]) < MIN_SPAN_S:
             return None
         return max(0.0, (self._samples[-1][1] - self._samples[0][1]) / span)

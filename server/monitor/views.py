@@ -1,8 +1,5 @@
-"""What the API and the pages show of a job, its ranks and its groups. Pure.
-
-MERGED: The status of a job without an open incident, as text for pages, the API and the terminal.
-
-MERGED: The state of each rank, as the pages and the API show it. Pure.
+"""Views of a job, its ranks and its groups for the API and the pages, and the status of a job without
+an open incident as text. Pure.
 """
 
 from __future__ import annotations
@@ -42,9 +39,15 @@ from ..core.job_views import (
 from ..incidents.records import IncidentRecord
 from ..incidents.registry import is_hang
 
+MAX_RANKS_SHOWN = 1 << 20  # the limit if a larger world size was reported
+MAX_ABSENT_RUNS = 20  # runs of consecutive ranks
+MAX_PROCESSES_SEARCHED = 64  # enough to find a setting that all processes of a job have in common
+WAITING_AFTER_S = 1.0  # a rank waits if a call is unfinished for so long
+LOST_AFTER_S = Limits().lost_after_s
+
 
 def count_members(attempt: Attempt, number: int) -> int:
-    """How many members the groups of a rank have together."""
+    """The number of members that the groups of a rank have together."""
     process = attempt.processes.get(number)
     if process is None:
         return 0
@@ -58,7 +61,7 @@ def count_members(attempt: Attempt, number: int) -> int:
 def describe_rank(
     attempt: Attempt, number: int, state: RankState, now: float, members: bool = True
 ) -> RankView:
-    """``members``: include the ranks of each of its groups."""
+    """A rank and its position in each of its groups, with the ranks of these only if ``members``."""
     process = attempt.processes.get(number)
     if process is None:
         return RankView(job=attempt.job, attempt=attempt.number, rank=number, state=state)
@@ -151,7 +154,7 @@ def list_groups(attempt: Attempt, rank: int | None = None) -> list[GroupKey]:
 def describe_job(
     attempt: Attempt, counts: Counter[RankState], cases: Iterable[IncidentRecord], now: float
 ) -> JobView:
-    """``counts`` are the numbers of its ranks by state."""
+    """A job with the number of its ranks in each state, ``counts``."""
     open_cases = list(cases)
     return JobView(
         job=attempt.job,
@@ -219,9 +222,6 @@ def find_culprit_frame(incident: Incident) -> Frame | None:
     return Frame(function=site.function, file=site.file, line=site.line)
 
 
-MAX_PROCESSES_SEARCHED = 64  # for a setting that all processes of a job have in common
-
-
 def describe_job_status(
     attempt: Attempt, job: JobView, stall_after_s: float, wait: UnexplainedWait | None, now: float
 ) -> tuple[str, str]:
@@ -262,7 +262,7 @@ def _describe_job(
     if wait is not None:
         return _describe_unexplained_wait(wait, now)
     if reported < world:
-        absent = _find_first_absent(attempt, 20)
+        absent = _find_first_absent(attempt)
         return (
             (
                 f"Starting: {reported} of {world} ranks have reported so far; no rank has waited"
@@ -294,8 +294,8 @@ def _describe_job(
     if job.steps_per_s is not None:
         facts.append(f"{format_pace(job.steps_per_s)} (at step {job.step})")
     facts.append("all calls compared so far agree")
-    silent_s = _measure_silence(attempt, stall_after_s)
-    if silent_s:
+    silent_s = attempt.last_seen_at - attempt.newest_call_at
+    if attempt.newest_call_at and silent_s and silent_s >= stall_after_s:
         return _describe_silence(attempt, silent_s, facts)
     return (
         f"All is well: {'; '.join(facts)}, and no rank waits longer than {stall_after_s:g} s.",
@@ -314,12 +314,6 @@ def _describe_unexplained_wait(wait: UnexplainedWait, now: float) -> tuple[str, 
         ),
         f"`hangwatch dump {ranks}` shows the current stacks.",
     )
-
-
-def _measure_silence(attempt: Attempt, stall_after_s: float) -> float:
-    """For how many seconds no rank has made a call; 0 if that is less than ``stall_after_s``."""
-    silent_s = attempt.last_seen_at - attempt.newest_call_at
-    return silent_s if attempt.newest_call_at and silent_s >= stall_after_s else 0.0
 
 
 def _describe_silence(attempt: Attempt, silent_s: float, facts: list[str]) -> tuple[str, str]:
@@ -344,11 +338,12 @@ def _describe_silence(attempt: Attempt, silent_s: float, facts: list[str]) -> tu
     )
 
 
-def _find_first_absent(attempt: Attempt, remaining_runs: int) -> list[int]:
-    """The first ranks that have not reported: ``remaining_runs`` runs of consecutive ranks and the
-    start of one more. There may be 100,000, too many to show.
+def _find_first_absent(attempt: Attempt) -> list[int]:
+    """The first ranks that have not reported, of maybe 100,000: `MAX_ABSENT_RUNS` runs of consecutive
+    ranks and the start of one more.
     """
     absent: list[int] = []
+    remaining_runs = MAX_ABSENT_RUNS
     for rank in range(min(attempt.world_size, MAX_RANKS_SHOWN)):
         if rank not in attempt.processes:
             remaining_runs -= not absent or absent[-1] != rank - 1
@@ -368,11 +363,6 @@ def format_pace(steps_per_s: float) -> str:
         if steps_per_s >= 0.1 or not steps_per_s
         else f"{60 * steps_per_s:.1f} steps per minute"
     )
-
-
-WAITING_AFTER_S = 1.0  # in an unfinished call
-LOST_AFTER_S = Limits().lost_after_s
-MAX_RANKS_SHOWN = 1 << 20  # whatever world size was reported
 
 
 def list_expected_ranks(attempt: Attempt) -> list[int]:
@@ -400,7 +390,7 @@ def count_states(
     now: float,
     lost_after_s: float = LOST_AFTER_S,
 ) -> Counter[RankState]:
-    """How many of the expected ranks are in each state. Takes time only for reported ranks."""
+    """The number of expected ranks in each state. Only reported ranks take time."""
     counts = Counter(_compute_reported_states(attempt, cases, now, lost_after_s).values())
     reported = sum(rank < attempt.world_size for rank in attempt.processes)
     missing = min(attempt.world_size, MAX_RANKS_SHOWN) - reported
@@ -468,7 +458,7 @@ def compute_waiting_s(process: Process, now: float) -> float | None:
     if process.reports.last_progress_at > process.reports.last_seen_at:
         return None
     oldest_at: float | None = None
-    for stream in unfinished:  # of thousands of ranks, four times a second
+    for stream in unfinished:  # this loop runs for thousands of ranks, four times a second
         pending_at = stream.pending_at
         if pending_at is not None and (oldest_at is None or pending_at < oldest_at):
             oldest_at = pending_at
@@ -477,13 +467,13 @@ def compute_waiting_s(process: Process, now: float) -> float | None:
     if _is_free_to_continue(process):
         if is_process_waiting(process) is False:
             return None
-        oldest_at = max(oldest_at, process.newest_call_at)  # until then it did continue
+        oldest_at = max(oldest_at, process.newest_call_at)  # the process continued until then
     return max(0.0, now - oldest_at)
 
 
 def _is_free_to_continue(process: Process) -> bool:
-    """Whether its unfinished calls are known, and none is known to block it. An ``isend`` stays
-    unfinished unless the program waits for it.
+    """Whether all unfinished calls of the process are known, and none is known to block it. An
+    ``isend`` stays unfinished unless the program waits for it.
     """
     oldest = (
         stream.calls.get(stream.first_unfinished)

@@ -154,7 +154,7 @@ class Watch:
             report_scheduler=report_scheduler,
             aborter=aborter,
         )
-        self.job_claims: JobClaims | None = None  # of servers that share a database
+        self.job_claims: JobClaims | None = None  # None: no other server shares the database
         if store.job_locks is not None:
             handover = JobHandover(
                 clock=clock,

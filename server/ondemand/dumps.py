@@ -1,4 +1,4 @@
-"""Stacks on request: which ranks, and what their node agents replied."""
+"""Stacks on request: the ranks whose stacks users requested, and the replies of their node agents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..core.clock import Clock, ulid
 from ..incidents import evidence
 from ..ingest.command_queue import CommandQueue
 
-REPLY_TIMEOUT_S = 30.0  # for a node agent: it runs py-spy on two processes at a time
+REPLY_TIMEOUT_S = 30.0  # a node agent runs py-spy on two processes at a time
 MAX_KEPT_DUMPS = 50
 
 
@@ -38,7 +38,7 @@ class Dump:
     job: str
     attempt: int
     native: bool
-    requested_at: float  # on the monotonic clock
+    requested_at: float  # monotonic
     created_at: datetime
     ranks: list[DumpedRank] = field(default_factory=list)
     ranks_by_command: dict[str, DumpedRank] = field(default_factory=dict)

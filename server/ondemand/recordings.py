@@ -1,8 +1,5 @@
-"""Recordings on request: profiles of where ranks spend their time, sampled by their node agents.
-
-MERGED: Recordings as the API's documents. Unpacking profiles takes a while: call this in a thread.
-
-MERGED: The API's documents about recordings: where ranks spent their time.
+"""Recordings on request: profiles of where ranks spend their time, sampled by their node agents, and
+the API's documents about them.
 """
 
 from __future__ import annotations
@@ -31,12 +28,15 @@ from ..core.clock import Clock, ulid
 from ..core.problems import ApiModel, Frame
 from ..ingest.command_queue import CommandQueue
 
-START_TIMEOUT_S = 30.0  # for a node agent to begin: hosts of a large job report every 20 s
-# Allowed for one rank in addition to the recorded time; a node records one rank after the other.
+START_TIMEOUT_S = 30.0  # a node agent of a large job reports every 20 s, and begins after that
+# The time allowed for one rank beyond the recorded time; a node records one rank after the other.
 OVERHEAD_S = 25.0
 NATIVE_OVERHEAD_S = 60.0
 MAX_KEPT_RECORDINGS = 20
-MAX_KEPT_BYTES = 64 << 20  # of profiles
+MAX_KEPT_BYTES = 64 << 20  # all kept profiles together
+MAX_RECORDED_RANKS = 64  # ranks of one recording
+
+RecordingStatus = Literal["waiting", "recording", "done", "failed"]  # one rank's
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class RankRecording:
     deadline: float = 0.0
     reply: RecordingReply | None = None
     error: str | None = None
-    # Of the profile. Made on the first request, since that takes a while.
+    # The document of the profile is made on the first request, since that takes a while.
     document: RecordedRank | None = None
 
     @property
@@ -139,7 +139,7 @@ class RecordingRegistry:
         return record
 
     def stop_recording(self, record: RecordingRecord, attempt: Attempt, now: float) -> None:
-        """Ends the ranks that are still recorded; what was sampled so far is kept."""
+        """Ends the recording of all ranks; what was sampled so far is kept."""
         for command_id, recorded in record.ranks_by_command.items():
             process = attempt.processes.get(recorded.rank)
             if not recorded.is_active or process is None:
@@ -173,12 +173,11 @@ class RecordingRegistry:
                 )
 
     def _drop_oldest(self) -> None:
-        while len(self.records) > 1 and self._is_over_limit():
-            del self.records[next(iter(self.records))]
-
-    def _is_over_limit(self) -> bool:
         kept_bytes = sum(record.profile_bytes for record in self.records.values())
-        return len(self.records) > MAX_KEPT_RECORDINGS or kept_bytes > MAX_KEPT_BYTES
+        while len(self.records) > 1 and (
+            len(self.records) > MAX_KEPT_RECORDINGS or kept_bytes > MAX_KEPT_BYTES
+        ):
+            kept_bytes -= self.records.pop(next(iter(self.records))).profile_bytes
 
 
 def _compute_max_duration_s(request: RecordingRequest) -> float:
@@ -198,6 +197,7 @@ def _apply_reply(
 
 
 def describe_recording(record: RecordingRecord) -> Recording:
+    """The document of a recording. Unpacking its profiles takes a while: call this in a thread."""
     return Recording(
         id=record.id,
         job=record.job,
@@ -268,13 +268,8 @@ def _describe_thread(thread: ThreadProfile) -> ThreadTime:
     )
 
 
-MAX_RECORDED_RANKS = 64  # of one recording
-
-RecordingStatus = Literal["waiting", "recording", "done", "failed"]  # of one rank
-
-
 class RecordingRequest(ApiModel):
-    """``job`` may be omitted if only one is known."""
+    """A request for a recording. ``job`` may be omitted if only one is known."""
 
     model_config = ConfigDict(strict=True)
 
@@ -292,7 +287,7 @@ class RecordingRequest(ApiModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """How to record: seconds, rate, native, gil."""
+        """The options of the recorder: seconds, rate, native, gil."""
         return self.model_dump(exclude={"job", "ranks"})
 
     @model_validator(mode="after")
@@ -319,9 +314,9 @@ class FunctionTime(ApiModel):
     file: str
     library: bool
     samples: int
-    own: int  # of these, in its own lines
+    own: int  # the samples in its own lines
     lines: list[LineTime] = Field(default_factory=list)
-    ends: Frame | None = None  # of a library: the most frequent innermost frame
+    ends: Frame | None = None  # the most frequent innermost frame, if the function is a library's
     children: list[FunctionTime] = Field(default_factory=list)
 
 
@@ -348,8 +343,8 @@ class RecordedRank(ApiModel):
     rank: int
     status: RecordingStatus
     error: str | None = None
-    note: str = ""  # in what way the recording falls short of the request
-    seconds: float = 0.0  # how long it was sampled
+    note: str = ""  # the way in which the recording falls short of the request
+    seconds: float = 0.0  # the time for which it was sampled
     threads: list[ThreadTime] = Field(default_factory=list)
     resting: int = 0  # other threads, which stayed at one line of a library
 

@@ -1,12 +1,7 @@
-"""Traces calls as they are made: requests them from node agents and passes the replies to clients.
+"""Traces calls as they are made: requests them from node agents and passes the replies to clients, as
+server-sent events.
 
-Without a client it costs nothing: no node agent is sent a request, and a heartbeat only checks an
-empty list.
-
-MERGED: One client's trace: the calls that it selects, the ranks that it follows, and the events that it
-has not received yet.
-
-MERGED: A trace session as a stream of server-sent events.
+A server without clients that trace sends no requests, and a heartbeat only checks an empty list.
 """
 
 from __future__ import annotations
@@ -29,12 +24,17 @@ from hangwatch.tracking.process import Process
 from ..core.clock import Clock, ulid
 from ..core.events import encode_event, wait_for_event
 
-MAX_SESSIONS = 16  # at a time
-MAX_TRACED_RANKS = 64  # of one session
+MAX_SESSIONS = 16  # sessions at a time
+MAX_TRACED_RANKS = 64  # ranks of one session
 MAX_CALLS_PER_REPLY = 1000
 REQUEST_RETRY_S = 5.0  # an unanswered request is repeated after this time
-REPLY_TIMEOUT_S = 30.0  # for the first and the last reply: hosts of a large job report every 20 s
-EXIT_GRACE_S = 3.0  # after the end of a process, in which its last calls may arrive
+# The first and the last reply may take so long, since the hosts of a large job report every 20 s.
+REPLY_TIMEOUT_S = 30.0
+EXIT_GRACE_S = 3.0  # the last calls of a process may arrive so long after its end
+MAX_PENDING_EVENTS = 20_000  # reached if a client reads more slowly than calls are made
+POLL_INTERVAL_S = 1.0  # the end of a trace is checked at this interval
+KEEPALIVE_INTERVAL_S = 10.0  # a comment is sent after this time without events
+MAX_EVENTS_PER_CHUNK = 200
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class TraceRegistry:
         self.sessions.remove(session)
 
     def is_agent_traced(self, agent: str) -> bool:
-        """Whether one of the agent's ranks is traced, so that it should report more often."""
+        """Whether one of the agent's ranks is traced: the agent should then report more often."""
         return any(traced.process.agent == agent for _, traced in self._iter_active_ranks())
 
     def _iter_active_ranks(self) -> Iterator[tuple[TraceSession, TracedRank]]:
@@ -194,9 +194,6 @@ class TraceRegistry:
                     session.changed.set()
 
 
-MAX_PENDING_EVENTS = 20_000  # for a client that reads more slowly than calls are made
-
-
 @dataclass(slots=True, kw_only=True)
 class TracedRank:
     """One rank of a session, and the request to its node agent. Times are the monotonic clock's."""
@@ -209,25 +206,27 @@ class TracedRank:
     requested_at: float = 0.0
     is_last_request: bool = False
     started_at: float | None = None  # the time of the first reply: later calls are traced
-    # This server's clock minus the host's, as of the first reply. It stays fixed, so that network
-    # delays do not change the time between two calls of a rank.
+    # The offset is this server's clock minus the host's at the first reply. It stays fixed, so that
+    # network delays do not change the time between two calls of a rank.
     clock_offset_s: float = 0.0
     is_done: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFilter:
-    """Which calls to trace."""
+    """The calls to trace."""
 
     op: str = ""
-    group: str = ""  # its name or description
+    group: str = ""  # a group's name or description
     values: bool = False
     seconds: float | None = None  # None: until the client leaves or the job ends
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TraceSession:
-    """``events`` are pairs of the event's name and its data."""
+    """One client's trace: the calls that it selects, the ranks that it follows, and the events that it
+    has not received yet, as pairs of the event's name and its data.
+    """
 
     filter: TraceFilter
     ranks: dict[int, TracedRank]
@@ -239,13 +238,9 @@ class TraceSession:
     def is_done(self) -> bool:
         return all(traced.is_done for traced in self.ranks.values())
 
-    @property
-    def have_all_exited(self) -> bool:
-        return all(traced.process.exit is not None for traced in self.ranks.values())
-
     def compute_end(self, traced: TracedRank) -> float:
-        """When calls of a rank are no longer traced; some replies may be outstanding then. Infinite
-        if that is not known (yet).
+        """The time after which calls of a rank are not traced; infinite if that is not known (yet).
+        Some replies may be outstanding then.
         """
         if traced.started_at is None or self.filter.seconds is None:
             return math.inf
@@ -297,11 +292,6 @@ class TraceSession:
         }
 
 
-POLL_INTERVAL_S = 1.0  # between two checks whether the trace has ended
-KEEPALIVE_INTERVAL_S = 10.0  # a comment is sent after this time without events
-MAX_EVENTS_PER_CHUNK = 200
-
-
 async def stream_events(
     registry: TraceRegistry, session: TraceSession, is_closed: Callable[[], bool]
 ) -> AsyncIterator[str]:
@@ -312,23 +302,19 @@ async def stream_events(
         session.changed.clear()
         while session.events:
             last_sent_at = clock.monotonic()
-            yield _encode_chunk(session)
+            count = min(len(session.events), MAX_EVENTS_PER_CHUNK)
+            yield "".join(encode_event(*session.events.popleft()) for _ in range(count))
         if session.is_done or is_closed():
-            yield encode_event("end", {"reason": _get_end_reason(session, is_closed())})
+            if is_closed():
+                reason = "closed"
+            elif all(traced.process.exit is not None for traced in session.ranks.values()):
+                reason = "ended"
+            else:
+                reason = "done"
+            yield encode_event("end", {"reason": reason})
             return
         if clock.monotonic() - last_sent_at >= KEEPALIVE_INTERVAL_S:
             last_sent_at = clock.monotonic()
             yield ": still here\n\n"
         if not await wait_for_event(POLL_INTERVAL_S, session.changed):
             registry.expire_ranks(session, clock.monotonic())
-
-
-def _get_end_reason(session: TraceSession, is_closed: bool) -> str:
-    if is_closed:
-        return "closed"
-    return "ended" if session.have_all_exited else "done"
-
-
-def _encode_chunk(session: TraceSession) -> str:
-    count = min(len(session.events), MAX_EVENTS_PER_CHUNK)
-    return "".join(encode_event(*session.events.popleft()) for _ in range(count))

@@ -1,1 +1,1 @@
-"""How the calls of jobs perform: totals of what node agents report, and the documents made of them."""
+"""The performance of the calls of jobs: totals of what node agents report, and documents made of them."""

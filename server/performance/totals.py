@@ -1,13 +1,7 @@
-"""Adds up the performance reports in heartbeats, by job and process group. Memory is bounded,
-whatever the size of the jobs and whatever is sent.
+"""Adds up the performance reports in heartbeats, by job, process group and operation. Memory is
+bounded, whatever the size of the jobs and whatever is sent.
 
-MERGED: The performance of the calls of one job, by process group and by operation.
-
-MERGED: The performance of the calls of one process group, with bounded memory.
-
-MERGED: How one operation of a group performed over time, in periods of equal length.
-
-MERGED: The arrivals of a group's members at the same calls: collected until every member has reported,
+The arrivals of a group's members at the same calls are collected until every member has reported,
 then compared to find out who comes last.
 """
 
@@ -33,11 +27,33 @@ from hangwatch.performance.distributions import (
 from hangwatch.performance.stragglers import Arrival, CallSkew, LatenessStats
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.fleet import Fleet
 
 MAX_REPORTED_NUMBER = 1 << 60
 MAX_SIZE_CLASS = 64
+
+MAX_GROUPS = 2048  # groups of an attempt
+
+MAX_COMPARED_CALLS = 256  # calls of a group by which latecomers are judged
+# The arrivals of a group that are kept until all members have reported, and the number of calls.
+MAX_PENDING_ARRIVALS = 1 << 16
+MIN_PENDING_CALLS = 8
+MAX_PENDING_CALLS = 64
+# Latecomers are computed again after at most this many calls, as they are compared, so that no
+# reader has to wait for thousands of groups to be judged.
+MAX_CALLS_BETWEEN_JUDGEMENTS = 16
+
+MAX_SIZE_CLASS_ROWS = 96  # operations and size classes of a group
+MAX_HISTORIES = 12  # operations of a group with a history
+MAX_WAITS_PER_CALL = 32  # approximately: members whose waiting time is counted
+MAX_OP_LENGTH = 64
+OTHER_OPS = "(others)"  # operations beyond these limits
+
+PERIOD_S = 10.0
+MAX_PERIODS = 90
+
+# Each agent's lower and upper bound, in seconds, of this server's clock minus the agent's.
+ClockBounds = dict[str, tuple[float, float]]
 
 
 @dataclass(slots=True)
@@ -67,27 +83,17 @@ class PerformanceTotals:
             if stream is None or not tracked.holds_rank or not _is_plausible(part):
                 continue
             job = self.attempts.setdefault(tracked.attempt.key, JobTotals())
-            self._add_part(job, process.rank, stream, beat.agent, part, now)
-
-    def _add_part(
-        self,
-        job: JobTotals,
-        rank: int,
-        stream: CallStream,
-        agent: str,
-        part: heartbeat.StreamPerformance,
-        now: float,
-    ) -> None:
-        job.add_report(part)
-        group = job.get_group(stream.group)
-        if group is None:
-            return
-        group.add_report(rank, part, now)
-        group.queued |= stream.completed is None
-        members = stream.group.ranks
-        if stream.kind is StreamKind.COLLECTIVE and rank in members and len(members) > 1:
-            for spread_s in group.add_samples(rank, agent, part.samples, self.clocks, now):
-                job.spread.add_duration(spread_s * 1e6)
+            job.add_report(part)
+            group = job.get_group(stream.group)
+            if group is None:
+                continue
+            rank = process.rank
+            group.add_report(rank, part, now)
+            group.queued |= stream.completed is None
+            members = stream.group.ranks
+            if stream.kind is StreamKind.COLLECTIVE and rank in members and len(members) > 1:
+                for spread_s in group.add_samples(rank, beat.agent, part.samples, self.clocks, now):
+                    job.spread.add_duration(spread_s * 1e6)
 
     def get_job(self, attempt: Attempt) -> JobTotals:
         """The totals of an attempt; empty ones if it has not reported any calls."""
@@ -99,7 +105,7 @@ class PerformanceTotals:
 
 
 def _is_plausible(part: heartbeat.StreamPerformance) -> bool:
-    """Whether all numbers are within the limits; they may come from anywhere."""
+    """Whether all numbers of a report, which may come from anywhere, are within the limits."""
     return (
         0 <= part.missed < MAX_REPORTED_NUMBER
         and all(_is_plausible_total(total) for total in part.totals)
@@ -128,16 +134,13 @@ def _is_plausible_sample(sample: heartbeat.CallSample) -> bool:
     )
 
 
-MAX_GROUPS = 2048  # of an attempt
-
-
 @dataclass(slots=True, kw_only=True)
 class JobTotals:
     """The totals of one attempt of a job."""
 
     groups: dict[GroupKey, GroupTotals] = field(default_factory=dict)
-    ignored_reports: int = 0  # of groups beyond `MAX_GROUPS`
-    operations: dict[str, OperationTotals] = field(default_factory=dict)  # in all groups
+    ignored_reports: int = 0  # reports of groups beyond `MAX_GROUPS`
+    operations: dict[str, OperationTotals] = field(default_factory=dict)  # all groups together
     spread: DurationHistogram = field(default_factory=DurationHistogram)
 
     def add_report(self, part: heartbeat.StreamPerformance) -> None:
@@ -165,25 +168,12 @@ class JobTotals:
         return totals
 
 
-MAX_COMPARED_CALLS = 256  # calls of a group by which latecomers are judged
-# Arrivals of a group that are kept until all members have reported; at least so many calls.
-MAX_PENDING_ARRIVALS = 1 << 16
-MIN_PENDING_CALLS = 8
-MAX_PENDING_CALLS = 64
-# Latecomers are computed again after at most this many calls, as they are compared, so that no
-# reader has to wait for thousands of groups to be judged.
-MAX_CALLS_BETWEEN_JUDGEMENTS = 16
-
-# By agent: the lower and the upper bound, in seconds, of this server's clock minus the agent's.
-ClockBounds = dict[str, tuple[float, float]]
-
-
 class ReportedArrival(NamedTuple):
     """One member's arrival at a call. Times are in µs; -1 where they are not known."""
 
-    entered_us: int  # on the agent's clock
-    since_previous_us: int  # since the member's previous call
-    duration_us: int  # from entry to completion
+    entered_us: int  # the agent's clock
+    since_previous_us: int  # the time since the member's previous call
+    duration_us: int  # the time from entry to completion
     agent: str
 
 
@@ -195,7 +185,7 @@ class PendingCall:
     op: str
     size_class: int
     size_bytes: int  # -1: the members reported different sizes
-    arrivals: dict[int, ReportedArrival] = field(default_factory=dict)  # by rank
+    arrivals: dict[int, ReportedArrival] = field(default_factory=dict)  # the ranks' arrivals
 
     @property
     def agents(self) -> set[str]:
@@ -215,7 +205,9 @@ class PendingCalls:
         call = self.calls.get(seq)
         if call is None:
             call = self.calls[seq] = PendingCall(seq, op, size_class, size_bytes)
-            self._drop_oldest()
+            affordable = min(MAX_PENDING_CALLS, MAX_PENDING_ARRIVALS // self.member_count)
+            while len(self.calls) > max(MIN_PENDING_CALLS, affordable):
+                del self.calls[min(self.calls)]
         if op != call.op:  # a mismatch: the diagnosis reports it
             self.calls.pop(seq, None)
             return None
@@ -226,11 +218,6 @@ class PendingCalls:
             return None
         self.calls.pop(seq, None)
         return call
-
-    def _drop_oldest(self) -> None:
-        affordable = min(MAX_PENDING_CALLS, MAX_PENDING_ARRIVALS // self.member_count)
-        while len(self.calls) > max(MIN_PENDING_CALLS, affordable):
-            del self.calls[min(self.calls)]
 
 
 def convert_arrivals(call: PendingCall, clocks: Mapping[str, tuple[float, float]]) -> list[Arrival]:
@@ -246,13 +233,13 @@ def convert_arrivals(call: PendingCall, clocks: Mapping[str, tuple[float, float]
 
 @dataclass(slots=True)
 class ArrivalComparison:
-    """Which members of a group come last at its calls."""
+    """The comparison of a group's members: who comes last at its calls."""
 
     recent_skews: deque[CallSkew] = field(default_factory=lambda: deque(maxlen=MAX_COMPARED_CALLS))
     spread: DurationHistogram = field(default_factory=DurationHistogram)
     compared_calls: int = 0
     undecided_calls: int = 0  # the clocks do not show who came last
-    # As of the last judgement: see `MAX_CALLS_BETWEEN_JUDGEMENTS`.
+    # The result of the last judgement: see `MAX_CALLS_BETWEEN_JUDGEMENTS`.
     latecomers: list[LatenessStats] = field(default_factory=list)
     straggler: LatenessStats | None = None
     _next_judgement: int = 1  # compared calls
@@ -262,10 +249,8 @@ class ArrivalComparison:
         self.spread.add_duration(skew.spread_s * 1e6)
         self.compared_calls += 1
         self.undecided_calls += not skew.last_ranks
-        if self.compared_calls >= self._next_judgement:
-            self._judge_latecomers()
-
-    def _judge_latecomers(self) -> None:
+        if self.compared_calls < self._next_judgement:
+            return
         self.latecomers = stragglers.find_latecomers(self.recent_skews)
         self.straggler = stragglers.find_straggler(self.recent_skews, self.latecomers)
         interval = 1 + self.compared_calls // MAX_CALLS_BETWEEN_JUDGEMENTS
@@ -275,13 +260,6 @@ class ArrivalComparison:
     def error_s(self) -> float:
         """The largest error of the recent comparisons, due to the hosts' clocks."""
         return max((skew.error_s for skew in self.recent_skews), default=0.0)
-
-
-MAX_SIZE_CLASS_ROWS = 96  # operations and size classes of a group
-MAX_HISTORIES = 12  # operations of a group with a history
-MAX_WAITS_PER_CALL = 32  # approximately: members whose waiting time is counted
-MAX_OP_LENGTH = 64
-OTHER_OPS = "(others)"  # operations beyond these limits
 
 
 @dataclass(slots=True)
@@ -302,9 +280,9 @@ class OperationTotals:
 class SizeClassTotals(OperationTotals):
     """The calls of one operation and size class in a group."""
 
-    # From each member's arrival to the last one's.
+    # The time from each member's arrival to the last one's.
     wait: DurationHistogram = field(default_factory=DurationHistogram)
-    # From the last arrival to completion, and the sizes of the calls of which that is known.
+    # The time from the last arrival to completion, and the sizes of the calls where that is known.
     transfer: DurationHistogram = field(default_factory=DurationHistogram)
     transferred_bytes: int = 0
 
@@ -316,7 +294,7 @@ class GroupTotals:
     group: Group
     reporting_ranks: set[int] = field(default_factory=set)
     size_classes: dict[tuple[str, int], SizeClassTotals] = field(default_factory=dict)
-    histories: dict[str, PeriodHistory] = field(default_factory=dict)  # by operation
+    histories: dict[str, PeriodHistory] = field(default_factory=dict)  # one for each operation
     arrivals: ArrivalComparison = field(default_factory=ArrivalComparison)
     # Calls wait on a device, not the threads that make them: a late thread may delay no other rank.
     queued: bool = False
@@ -361,7 +339,11 @@ class GroupTotals:
         self._get_period(call.op, now).spread.add_duration(1e6 * skew.spread_s)
         row = self._get_size_class(call.op, call.size_class)
         _add_waits(row, arrivals, skew)
-        _add_transfer(row, call)
+        shortest_us = min(reported.duration_us for reported in call.arrivals.values())
+        if call.op in MUTUAL_WAIT_OPS and shortest_us >= 0 and call.size_bytes > 0:
+            # The shortest call is that of the last member to arrive, which did not wait.
+            row.transfer.add_duration(shortest_us)
+            row.transferred_bytes += call.size_bytes
         return skew.spread_s
 
     def _get_size_class(self, op: str, size_class: int) -> SizeClassTotals:
@@ -386,18 +368,6 @@ def _add_waits(row: SizeClassTotals, arrivals: Sequence[Arrival], skew: CallSkew
         row.wait.add_duration(1e6 * waited_s if waited_s > skew.error_s else 0.0)
 
 
-def _add_transfer(row: SizeClassTotals, call: PendingCall) -> None:
-    shortest_us = min(reported.duration_us for reported in call.arrivals.values())
-    if call.op in MUTUAL_WAIT_OPS and shortest_us >= 0 and call.size_bytes > 0:
-        # The shortest call is that of the last member to arrive, which did not wait.
-        row.transfer.add_duration(shortest_us)
-        row.transferred_bytes += call.size_bytes
-
-
-PERIOD_S = 10.0
-MAX_PERIODS = 90
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeriodPoint:
     """One period. Quantiles are in seconds, and None where nothing was measured."""
@@ -418,7 +388,7 @@ class PeriodTotals:
     spread: DurationHistogram = field(default_factory=DurationHistogram)
 
     def list_points(self) -> list[PeriodPoint]:
-        """Its point; none if nothing was measured."""
+        """The period's point; none if nothing was measured."""
         if not self.calls and not self.spread.total_count:
             return []
         return [
@@ -452,6 +422,6 @@ class PeriodHistory:
 
 
 def compute_p50_p95(durations: DurationHistogram) -> tuple[float, float] | None:
-    """In seconds; None for an empty histogram."""
+    """The median and the 95th percentile in seconds; None for an empty histogram."""
     p50, p95 = durations.quantile(0.5), durations.quantile(0.95)
     return None if p50 is None or p95 is None else (p50, p95)

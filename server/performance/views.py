@@ -1,7 +1,4 @@
-"""Turns the totals of a job into the API's documents. Pure.
-
-MERGED: The API's documents about how calls perform.
-"""
+"""The API's documents about the performance of calls, made from the totals of a job. Pure."""
 
 from __future__ import annotations
 
@@ -24,9 +21,10 @@ from hangwatch.tracking.attempt import Attempt
 from ..core.problems import ApiModel, GroupName
 from .totals import GroupTotals, JobTotals, PeriodPoint, compute_p50_p95
 
-MAX_LATE_RANKS_SHOWN = 16  # of a group
+MAX_LATE_RANKS_SHOWN = 16  # ranks of a group
 
-DateConverter = Callable[[float], datetime]  # from monotonic seconds
+DateConverter = Callable[[float], datetime]  # the argument is monotonic
+Rounded = Annotated[float, AfterValidator(lambda value: float(f"{value:.3g}"))]  # three digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,7 @@ def describe_group_performance(
     attempt: Attempt, ranked: RankedGroup, to_date: DateConverter
 ) -> GroupPerformance:
     totals = ranked.totals
-    group = totals.group
+    group, arrivals = totals.group, totals.arrivals
     return GroupPerformance(
         job=attempt.job,
         attempt=attempt.number,
@@ -106,26 +104,23 @@ def describe_group_performance(
         missed_calls=totals.missed_calls,
         straggler=ranked.straggler,
         calls=list(_iter_call_stats(totals)),
-        arrivals=_describe_arrivals(totals),
+        arrivals=Arrivals(
+            compared=arrivals.compared_calls,
+            recent=len(arrivals.recent_skews),
+            undecided=arrivals.undecided_calls,
+            uncertainty_s=round(arrivals.error_s, 6),
+            spread=_summarize_durations(arrivals.spread),
+            last=[
+                _describe_late_ranks(late, totals.queued)
+                for late in arrivals.latecomers[:MAX_LATE_RANKS_SHOWN]
+            ],
+        ),
         series=[
             OperationSeries(
                 op=op, points=[_describe_period(p, to_date) for p in history.list_points()]
             )
             for op, history in totals.histories.items()
         ],
-    )
-
-
-def _describe_arrivals(totals: GroupTotals) -> Arrivals:
-    arrivals = totals.arrivals
-    shown = arrivals.latecomers[:MAX_LATE_RANKS_SHOWN]
-    return Arrivals(
-        compared=arrivals.compared_calls,
-        recent=len(arrivals.recent_skews),
-        undecided=arrivals.undecided_calls,
-        uncertainty_s=round(arrivals.error_s, 6),
-        spread=_summarize_durations(arrivals.spread),
-        last=[_describe_late_ranks(late, totals.queued) for late in shown],
     )
 
 
@@ -154,7 +149,7 @@ def _iter_call_stats(totals: GroupTotals) -> Iterator[CallStats]:
 
 
 def _summarize_durations(durations: DurationHistogram) -> Durations | None:
-    """None for an empty histogram."""
+    """The document of a histogram; None for an empty one."""
     quantiles = compute_p50_p95(durations)
     if quantiles is None:
         return None
@@ -184,9 +179,6 @@ def _describe_period(point: PeriodPoint, to_date: DateConverter) -> PeriodStats:
         spread_p50_s=spread_p50_s,
         spread_p95_s=spread_p95_s,
     )
-
-
-Rounded = Annotated[float, AfterValidator(lambda value: float(f"{value:.3g}"))]  # to 3 digits
 
 
 class Durations(ApiModel):

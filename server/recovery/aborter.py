@@ -3,8 +3,6 @@
 An incident's recovery goes from planned to announced, ordered and done. A rank is ordered to be
 ended only after the database holds that it will be. A server that is killed at any moment has
 therefore counted its orders.
-
-MERGED: Orders to the node agents to end ranks, and their results as recorded in an incident's recovery.
 """
 
 from __future__ import annotations
@@ -39,12 +37,14 @@ from .policy import Decision, Facts, Rules, Step, decide
 
 log = logging.getLogger("hangwatch")
 
-# Orders that a recovery lists. Beyond it, only those that failed are added: a large job may have
-# as many orders as ranks.
+# The orders that a recovery lists. A large job may have as many orders as ranks: beyond this number,
+# only those that failed are added.
 MAX_ORDERS_LISTED = 256
 # The next check of an incident waits this many times as long as the check took, ...
 BACKOFF_FACTOR = 20.0
 MAX_CHECK_INTERVAL_S = 1.0  # ... or until the plan is due, but not longer than this
+# The wait, after a rank's exit, for its node agent's report that it sent the signal.
+REPLY_DELAY_LIMIT_S = 1.0
 _UNDECIDED = ("", "planned", "withheld")  # states before it is decided to end ranks
 
 
@@ -63,7 +63,7 @@ class Aborter:
     persistence: PersistenceWorker
     is_evidence_complete: Callable[[IncidentRecord, Attempt], bool]
     _aborted_at: dict[AttemptKey, float] = field(default_factory=dict)
-    # By incident; infinite if none of its ranks will be ended.
+    # The time of each incident's next check; infinite if none of its ranks will be ended.
     _next_check_at: dict[str, float] = field(default_factory=dict)
     _is_failing: bool = False
 
@@ -88,7 +88,12 @@ class Aborter:
             try:
                 await self._advance_recovery(case, attempt, recent_s)
             except sa.exc.SQLAlchemyError as error:
-                self._log_database_error(error)
+                if not self._is_failing:
+                    log.error(
+                        "no rank is ended as long as the database cannot be read: %s",
+                        getattr(error, "orig", error),
+                    )
+                self._is_failing = True
         attempts, records = self.fleet.attempts, self.incidents.records
         self._aborted_at = {key: at for key, at in self._aborted_at.items() if key in attempts}
         self._next_check_at = {key: at for key, at in self._next_check_at.items() if key in records}
@@ -109,7 +114,7 @@ class Aborter:
         is_new = not state and decision.step is not Step.NOTHING
         is_final = state in _UNDECIDED and decision.step in (Step.END, Step.WITHHOLD)
         if is_new or is_final:
-            # The history is read from the database, so only where it can change the decision.
+            # The history is in the database, and is only read where it can change the decision.
             aborted_ids = await asyncio.to_thread(self.store.load_aborted_ids, case.incident.job)
             history = len(aborted_ids - {incident_id})
             facts = self._gather_facts(case, attempt, recent_s, history)
@@ -231,14 +236,6 @@ class Aborter:
         self.incidents.update_recovery(case, state="done", done_at=self.clock.date(now))
         self.persistence.queue_alert(case, _number_event(ABORTED, _count_rounds(recovery)))
 
-    def _log_database_error(self, error: sa.exc.SQLAlchemyError) -> None:
-        if not self._is_failing:
-            log.error(
-                "no rank is ended as long as the database cannot be read: %s",
-                getattr(error, "orig", error),
-            )
-        self._is_failing = True
-
 
 def _get_state(case: IncidentRecord) -> str:
     recovery = case.incident.recovery
@@ -250,12 +247,8 @@ def _number_event(kind: str, number: int) -> str:
 
 
 def _count_rounds(recovery: Recovery) -> int:
-    """How many times orders were given: for the culprits, then for the other ranks."""
+    """The number of times that orders were given: for the culprits, then for the other ranks."""
     return len({end.ordered_at for end in recovery.ends})
-
-
-# After a rank's exit, how long to wait for its node agent's report that it sent the signal.
-REPLY_DELAY_LIMIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,14 +266,14 @@ class _AbortOrder:
 
 @dataclass(slots=True, kw_only=True)
 class AbortOrders:
-    """The orders that were queued or sent, until their result is known. Times are the monotonic
-    clock's.
+    """The orders to node agents that were queued or sent, until their result is known. Times are the
+    monotonic clock's.
     """
 
     clock: Clock
     incidents: IncidentRegistry
     commands: CommandQueue
-    _orders: dict[str, _AbortOrder] = field(default_factory=dict)  # by the command's id
+    _orders: dict[str, _AbortOrder] = field(default_factory=dict)  # the keys are commands' ids
 
     def order_aborts(self, case: IncidentRecord, processes: Iterable[Process], now: float) -> None:
         for process in processes:
@@ -324,7 +317,7 @@ class AbortOrders:
         """Records results without a reply: exits of ordered ranks, and orders that expired."""
         for command_id, order in self._list_orders(case):
             is_fulfilled = order.is_fulfilled(attempt)
-            # After an exit, the agent's reply may still arrive.
+            # The agent's reply may still arrive after an exit.
             limit_s = REPLY_DELAY_LIMIT_S if is_fulfilled else REQUEST_EXPIRES_S
             if now - order.ordered_at > limit_s:
                 del self._orders[command_id]
@@ -356,7 +349,7 @@ class AbortOrders:
     ) -> None:
         process, ends = order.process, case.recovery.ends
         if not any(end.rank == process.rank and end.result == "ordered" for end in ends):
-            # It is beyond the number of orders that the recovery lists.
+            # The order is beyond the number that the recovery lists.
             end = RankAbort(
                 rank=process.rank,
                 host=process.host,

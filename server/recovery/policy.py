@@ -19,8 +19,9 @@ from hangwatch.tracking.process import Process
 
 from ..incidents.records import AlertSummary
 
-# The kinds that, as far as is known, never resolve by themselves. Others may: a stopped rank may be
-# under a debugger or suspended; missing ranks may still start; a silent node may report again.
+# Ranks are ended by default for kinds that, as far as is known, never resolve by themselves. Others
+# may: a stopped rank may be under a debugger; missing ranks may still start; a silent node may report
+# again.
 DEFAULT_KINDS = select_kinds(lambda spec: spec.abort is Abort.BY_DEFAULT)
 POSSIBLE_KINDS = (*DEFAULT_KINDS, *select_kinds(lambda spec: spec.abort is Abort.ON_REQUEST))
 
@@ -41,12 +42,12 @@ class Facts:
     """
 
     incident: Incident
-    standing: AlertSummary | None  # at the last diagnosis
-    processes: Mapping[int, Process]  # by rank; only ranks that have reported
+    standing: AlertSummary | None  # the alerts of the last diagnosis
+    processes: Mapping[int, Process]  # the ranks that have reported
     is_stored: bool  # the evidence is complete and written, and the alert was sent
     history: int = 0  # earlier incidents of this job for which ranks were ended
-    planned_at: float | None = None  # when the recovery was planned
-    # When ranks of this attempt were last ended: its launcher may be restarting them since.
+    planned_at: float | None = None  # the time at which the recovery was planned
+    # The last time that ranks of this attempt were ended: its launcher may be restarting them since.
     aborted_at: float = float("-inf")
     recent_s: float  # reports older than this are ignored
 
@@ -81,7 +82,7 @@ def decide(facts: Facts, rules: Rules, now: float) -> Decision:
     if not (incident.is_open and is_covered):
         return _NOTHING
     if incident.kind is VerdictKind.MISSING_RANK and not incident.culprits:
-        return _NOTHING  # it waits for a process outside of the job
+        return _NOTHING  # the job waits for a process outside of it
     if standing is None or now - standing.at > facts.recent_s:
         return _NOTHING
     alive = {rank for rank, process in facts.processes.items() if process.is_alive}
@@ -132,6 +133,7 @@ def _are_culprits_blocked(facts: Facts, ranks: tuple[int, ...]) -> bool:
 
 
 def _find_veto(facts: Facts, rules: Rules) -> str:
+    """The reason why ranks must not be ended, with the remedy; empty if there is none."""
     refusals = {
         rank: process.identity.on_hang
         for rank, process in facts.processes.items()
@@ -155,7 +157,7 @@ def _find_veto(facts: Facts, rules: Rules) -> str:
 
 
 def parse_kinds(names: Sequence[str]) -> tuple[VerdictKind, ...]:
-    """Raises ValueError for a kind for which no rank is ever ended."""
+    """The kinds with these names. Raises ValueError for one for which no rank is ever ended."""
     if unknown := [name for name in names if name not in POSSIBLE_KINDS]:
         possible = ", ".join(sorted(POSSIBLE_KINDS))
         raise ValueError(f"cannot contain {', '.join(unknown)}; possible kinds: {possible}")

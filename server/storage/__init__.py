@@ -1,1 +1,1 @@
-"""What outlives the server: the database and what writes to it."""
+"""The database, which outlives the server, and the worker that writes to it."""

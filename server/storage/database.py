@@ -1,8 +1,7 @@
 """Opens the database: locks the data folder, connects, and migrates the schema.
 
-MERGED: Which of several servers diagnoses a job: the one that holds PostgreSQL's advisory lock for it.
-
-A server's locks end with its session, so those of a killed server are free immediately. A server
+Among servers that share a database, the one that holds PostgreSQL's advisory lock for a job diagnoses
+it. A server's locks end with its session, so those of a killed server are free immediately. A server
 whose host is cut off, or that is stopped, loses its session after `SESSION_TIMEOUT_S`.
 """
 
@@ -26,7 +25,7 @@ from . import migrations
 DATABASE_FILE = "hangwatch.sqlite3"
 LOCK_FILE = "lock"
 _REMEDY = "give a folder that can be written with --data-dir (or HANGWATCH_DATA_DIR)"
-# Without them, a query to a database that was cut off takes a quarter of an hour to fail. The names
+# A query to a database that was cut off would otherwise take a quarter of an hour to fail. The names
 # are libpq's; the last one is in milliseconds.
 _DEAD_PEER_LIMITS = {
     "keepalives_idle": 5,
@@ -35,6 +34,15 @@ _DEAD_PEER_LIMITS = {
     "tcp_user_timeout": 10_000,
 }
 _MIGRATION_LOCK = 0x68616E67  # PostgreSQL's advisory lock while one of several servers migrates
+
+SESSION_TIMEOUT_S = 8
+_LOCK_CLASS = 0x686A  # the first of the two numbers of an advisory lock; the second is the job's
+_SESSION_SETTINGS = {
+    "idle_session_timeout": f"{SESSION_TIMEOUT_S}s",  # since PostgreSQL 14
+    "tcp_keepalives_idle": "3",
+    "tcp_keepalives_interval": "1",
+    "tcp_keepalives_count": "4",
+}
 
 
 class StoreError(Exception):
@@ -130,16 +138,6 @@ def migrate(engine: sa.Engine) -> None:
         raise StoreError(f"{place} cannot be opened: {why}; move it away, or {_REMEDY}") from error
 
 
-SESSION_TIMEOUT_S = 8
-_LOCK_CLASS = 0x686A  # the first of the two numbers of an advisory lock; the second is the job's
-_SESSION_SETTINGS = {
-    "idle_session_timeout": f"{SESSION_TIMEOUT_S}s",  # since PostgreSQL 14
-    "tcp_keepalives_idle": "3",
-    "tcp_keepalives_interval": "1",
-    "tcp_keepalives_count": "4",
-}
-
-
 class JobLocks:
     """The locks of this server, in a session of their own. Not thread-safe; may block for seconds."""
 
@@ -163,7 +161,7 @@ class JobLocks:
             raise
 
     def release_lock(self, job: str) -> None:
-        """Raises SQLAlchemyError."""
+        """Gives up the lock of one job. Raises SQLAlchemyError."""
         if job in self._locked and self._connection is not None:
             self._locked.discard(job)
             self._connection.execute(
@@ -175,7 +173,7 @@ class JobLocks:
         self._locked.clear()
         if self._connection is not None:
             with contextlib.suppress(sa.exc.SQLAlchemyError):
-                self._connection.invalidate()  # or the pool would keep the session, and the locks
+                self._connection.invalidate()  # the pool would keep the session, and the locks
                 self._connection.close()
             self._connection = None
 
@@ -199,5 +197,5 @@ class JobLocks:
 
 
 def _number_job(job: str) -> int:
-    """Two jobs with the same number have the same server, no more."""
+    """The number of a job's lock. Two jobs with the same number have the same server, no more."""
     return int.from_bytes(hashlib.blake2b(job.encode(), digest_size=4).digest(), "big") >> 1

@@ -1,5 +1,5 @@
-"""Writes changes to the database without delaying the diagnosis, and sends alerts after they were
-written, or after the write failed.
+"""Writes changes to the database without delaying the diagnosis, and sends alerts after the write
+succeeded or failed.
 
 An alert is written before it is sent and deleted after a channel accepted it. If the server is
 killed in between, the next one sends it again with the same id, so that receivers can drop it.
@@ -31,11 +31,11 @@ from .store import Row, Store, make_attempt_row, make_incident_row
 
 log = logging.getLogger("hangwatch")
 
-SAVE_INTERVAL_S = 1.0  # between two writes that are not urgent
-ATTEMPT_INTERVAL_S = 10.0  # between two writes of an attempt whose state did not change
-OTHER_SERVERS_INTERVAL_S = 2.0  # between two reads of other servers' incidents
+SAVE_INTERVAL_S = 1.0  # the interval of writes that are not urgent
+ATTEMPT_INTERVAL_S = 10.0  # the interval of writes of an attempt whose state does not change
+OTHER_SERVERS_INTERVAL_S = 2.0  # the interval of reads of other servers' incidents
 PRUNE_INTERVAL_S = 600.0
-ALERT_DELAY_LIMIT_S = 2.0  # how long an alert waits for a slow database
+ALERT_DELAY_LIMIT_S = 2.0  # the longest wait of an alert for a slow database
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,10 +55,10 @@ class PersistenceWorker:
     _changed_records: dict[str, IncidentRecord] = field(default_factory=dict)
     _writing: set[str] = field(default_factory=set)
     _attempts: dict[AttemptKey, Row] = field(default_factory=dict)
-    # Of attempts: the state last written, and when.
+    # The state of each attempt that was last written, and when.
     _known: dict[AttemptKey, tuple[str, float]] = field(default_factory=dict)
     _queued_alerts: list[tuple[Incident, str]] = field(default_factory=list)
-    _revisions: dict[str, int] = field(default_factory=dict)  # of other servers' incidents
+    _revisions: dict[str, int] = field(default_factory=dict)  # other servers' incidents
     _urgent: asyncio.Event = field(default_factory=asyncio.Event)
     _synchronised_at: float = float("-inf")
     _pruned_at: float = float("-inf")
@@ -83,7 +83,7 @@ class PersistenceWorker:
         self.mark_changed(record, urgent=True)
 
     def is_stored(self, record: IncidentRecord) -> bool:
-        """The current state of the incident is in the database, and its alerts are being sent."""
+        """Whether the incident's current state is in the database, and its alerts are being sent."""
         incident_id = record.incident.id
         return incident_id not in self._changed_records and incident_id not in self._writing
 
@@ -97,7 +97,7 @@ class PersistenceWorker:
             self._attempts[key] = make_attempt_row(seen)
 
     def forget_incident(self, incident_id: str) -> None:
-        """Writes it no more: another server has it."""
+        """Drops the changes of an incident that another server has now."""
         self._changed_records.pop(incident_id, None)
 
     def forget_attempt(self, key: AttemptKey) -> None:
@@ -115,8 +115,8 @@ class PersistenceWorker:
                 self._report_failure(error)
 
     async def save_changes(self) -> None:
-        """Writes the changes, then sends the queued alerts. A write that fails is retried later, but
-        for rows that the database refuses: they are logged and dropped.
+        """Writes the changes, then sends the queued alerts. A write that fails is retried later; rows
+        that the database refuses are logged and dropped.
         """
         records, self._changed_records = self._changed_records, {}
         attempts, self._attempts = self._attempts, {}
@@ -174,7 +174,7 @@ class PersistenceWorker:
             self._write_row(f"incident {row['id']}", incidents=[row], deliveries=own)
 
     def _write_row(self, what: str, **rows: list[Any]) -> None:
-        """Raises SQLAlchemyError if the database does not work."""
+        """Writes one row. Raises SQLAlchemyError if the database does not work."""
         try:
             self.store.save_changes(**rows)
         except Exception as error:
@@ -215,7 +215,6 @@ def _is_refusal(error: Exception) -> bool:
     """
     if isinstance(error, (sa.exc.DataError, sa.exc.IntegrityError)):
         return True
-    is_driver_error = isinstance(error, sa.exc.DBAPIError)
-    return isinstance(error, (sa.exc.StatementError, ArithmeticError, ValueError, TypeError)) and (
-        not is_driver_error
-    )
+    if isinstance(error, sa.exc.DBAPIError):
+        return False
+    return isinstance(error, (sa.exc.StatementError, ArithmeticError, ValueError, TypeError))

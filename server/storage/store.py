@@ -1,9 +1,5 @@
 """The database of incidents, attempts and pending alerts: SQLite, or a PostgreSQL that several
-servers share.
-
-MERGED: The tables, as the newest migration leaves them.
-
-MERGED: Rows of the database: what one write contains, and the conversion to and from the model.
+servers share. The tables are as the newest migration leaves them.
 """
 
 from __future__ import annotations
@@ -32,11 +28,56 @@ from .database import JobLocks, lock_data_dir, migrate, open_postgres, open_sqli
 
 log = logging.getLogger("hangwatch")
 
+METADATA = sa.MetaData()
+
+INCIDENTS = sa.Table(
+    "incidents",
+    METADATA,
+    sa.Column("id", sa.String(26), primary_key=True),
+    sa.Column("job", sa.String, nullable=False, index=True),
+    sa.Column("attempt", sa.Integer, nullable=False),
+    sa.Column("kind", sa.String, nullable=False),
+    sa.Column("status", sa.String, nullable=False),
+    sa.Column("opened_at", sa.String, nullable=False),
+    sa.Column("body", sa.Text, nullable=False),  # the document that the API returns
+    sa.Column("memory", sa.Text, nullable=False),  # state that only the server uses
+    sa.Column("server", sa.String, nullable=False, server_default=""),  # the server that owns it
+    sa.Column("revision", sa.Integer, nullable=False, server_default="0"),  # the number of updates
+    sa.Column("size", sa.Integer, nullable=False, server_default="0"),  # characters of both texts
+)
+
+ATTEMPTS = sa.Table(
+    "attempts",
+    METADATA,
+    sa.Column("server", sa.String, primary_key=True),
+    sa.Column("job", sa.String, primary_key=True),
+    sa.Column("number", sa.Integer, primary_key=True),
+    sa.Column("restart", sa.Integer, nullable=False),
+    sa.Column("world_size", sa.Integer, nullable=False),
+    sa.Column("hosts", sa.Text, nullable=False),  # a JSON list
+    sa.Column("state", sa.String, nullable=False),
+    sa.Column("opened_at", sa.String, nullable=False),
+    sa.Column("heard_at", sa.String, nullable=False),
+)
+
+# Messages that a channel has not accepted yet. A row is written before the first attempt to send
+# it and deleted after the last one.
+DELIVERIES = sa.Table(
+    "deliveries",
+    METADATA,
+    sa.Column("incident", sa.String(26), primary_key=True),
+    sa.Column("event", sa.String, primary_key=True),
+    sa.Column("channel", sa.String(16), primary_key=True),
+    sa.Column("server", sa.String, nullable=False),
+)
+
+Row = dict[str, Any]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobHistory:
-    """What the database has of a job that another server had: its open incidents, their alerts that
-    were not delivered, and the latest attempt of each job of the family.
+    """The history of a job that another server had: its open incidents, their alerts that were not
+    delivered, and the latest attempt of each job of the family.
     """
 
     incidents: list[IncidentRecord]
@@ -64,7 +105,7 @@ class Store:
         self.job_locks = JobLocks(self._engine) if self.shared else None
 
     def load_incidents(self) -> list[IncidentRecord]:
-        """This server's newest incidents, oldest first, open ones whatever their age."""
+        """The newest incidents of this server, oldest first, and open ones whatever their age."""
         newest = (
             sa.select(INCIDENTS)
             .where(INCIDENTS.c.server == self._server)
@@ -259,54 +300,6 @@ def _is_of_family(table: sa.Table, job: str) -> sa.ColumnElement[bool]:
 
 def _parse_delivery(row: sa.Row[Any]) -> Delivery:
     return Delivery(incident=row.incident, event=row.event, channel=row.channel)
-
-
-METADATA = sa.MetaData()
-
-INCIDENTS = sa.Table(
-    "incidents",
-    METADATA,
-    sa.Column("id", sa.String(26), primary_key=True),
-    sa.Column("job", sa.String, nullable=False, index=True),
-    sa.Column("attempt", sa.Integer, nullable=False),
-    sa.Column("kind", sa.String, nullable=False),
-    sa.Column("status", sa.String, nullable=False),
-    sa.Column("opened_at", sa.String, nullable=False),
-    sa.Column("body", sa.Text, nullable=False),  # the document that the API returns
-    sa.Column("memory", sa.Text, nullable=False),  # state that only the server uses
-    sa.Column("server", sa.String, nullable=False, server_default=""),  # the server that owns it
-    sa.Column("revision", sa.Integer, nullable=False, server_default="0"),  # the number of updates
-    # Characters of body and memory:
-    sa.Column("size", sa.Integer, nullable=False, server_default="0"),
-)
-
-ATTEMPTS = sa.Table(
-    "attempts",
-    METADATA,
-    sa.Column("server", sa.String, primary_key=True),
-    sa.Column("job", sa.String, primary_key=True),
-    sa.Column("number", sa.Integer, primary_key=True),
-    sa.Column("restart", sa.Integer, nullable=False),
-    sa.Column("world_size", sa.Integer, nullable=False),
-    sa.Column("hosts", sa.Text, nullable=False),  # a JSON list
-    sa.Column("state", sa.String, nullable=False),
-    sa.Column("opened_at", sa.String, nullable=False),
-    sa.Column("heard_at", sa.String, nullable=False),
-)
-
-# Messages that a channel has not accepted yet. A row is written before the first attempt to send
-# it and deleted after the last one.
-DELIVERIES = sa.Table(
-    "deliveries",
-    METADATA,
-    sa.Column("incident", sa.String(26), primary_key=True),
-    sa.Column("event", sa.String, primary_key=True),
-    sa.Column("channel", sa.String(16), primary_key=True),
-    sa.Column("server", sa.String, nullable=False),
-)
-
-
-Row = dict[str, Any]
 
 
 def format_timestamp(moment: datetime) -> str:

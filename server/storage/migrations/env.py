@@ -1,5 +1,5 @@
-"""What Alembic runs to migrate: on the connection that `hangwatch.server.storage.store` hands over,
-in its transaction.
+"""The script that Alembic runs to migrate, on the connection and in the transaction of
+`hangwatch.server.storage.database.migrate`.
 """
 
 from alembic import context
