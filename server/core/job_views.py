@@ -152,7 +152,7 @@ class ResultCache:
         started_at = self.clock()
         cached, expires_at = self._results.get(key, (None, started_at))
         if started_at < expires_at:
-            return cached  # type: ignore[return-value] # under one key there is one type
+            return cached  # type: ignore[no-any-return] # under one key there is one type
         value = compute()
         finished_at = self.clock()
         self._results.pop(key, None)

@@ -47,9 +47,9 @@ QUIET_FACTOR = 12.0  # no rank is suspected: no verdict can be due soon, and a c
 EVIDENCE_FACTOR = 2.0  # the next reports may decide a verdict
 URGENT_FACTOR = 1.5  # a verdict is due early, or there were urgent changes
 STARTING_FACTOR = 6.0  # new ranks reported: earlier verdicts are outdated, and this takes long
-STATES_FACTOR = 30.0  # the same for reports of the states of ranks
+STATES_FACTOR = 30.0  # the pause before the next report of the states of ranks
 MAX_PAUSE_S = 4.0  # the longest pause without a backlog
-# As long as some ranks make calls, most others that seem to wait have only not reported since.
+# Most ranks that seem to wait have only not reported since, as long as some ranks make calls.
 STILL_AFTER_S = 3.0
 # Changes decide a verdict only after they have lasted for a while.
 RECENT_CHANGES_S = 5.0
