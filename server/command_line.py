@@ -27,6 +27,7 @@ _METAVARS_BY_NAME = {
     "on_hang": "{report,abort}",
     "abort_kinds": "KINDS",
 }
+_METAVARS_BY_TYPE: dict[object, str] = {int: "N", float: "SECONDS", Path | None: "FILE"}
 
 
 class SettingsError(Exception):
@@ -74,9 +75,10 @@ def build_parser() -> argparse.ArgumentParser:
     for name, field in Settings.model_fields.items():
         description = " ".join((field.description or "").split())
         help_text = f"{description}{_describe_default(field)} [HANGWATCH_{name.upper()}]"
+        metavar = _METAVARS_BY_NAME.get(name) or _METAVARS_BY_TYPE.get(field.annotation)
         parser.add_argument(
             format_flag(name),
-            metavar=_choose_metavar(name, field),
+            metavar=metavar or name.upper(),
             action="append" if name == "alert" else "store",
             default=argparse.SUPPRESS,
             help=help_text.replace("%", "%%"),
@@ -90,11 +92,6 @@ def format_flag(name: str) -> str:
     '--stall-after'
     """
     return "--" + name.replace("_", "-")
-
-
-def _choose_metavar(name: str, field: FieldInfo) -> str:
-    by_type: dict[object, str] = {int: "N", float: "SECONDS", Path | None: "FILE"}
-    return _METAVARS_BY_NAME.get(name) or by_type.get(field.annotation) or name.upper()
 
 
 def _describe_default(field: FieldInfo) -> str:

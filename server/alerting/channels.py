@@ -48,7 +48,10 @@ _SLACK_TRANSIENT_ERRORS = frozenset(
 # Limits of Slack, in characters.
 _MAX_HEADER, _MAX_SECTION, _MAX_FIELD = 150, 2900, 300
 _ADAPTIVE_CARD = "application/vnd.microsoft.card.adaptive"
-_TITLE_COLOURS = {"resolved": "Good", "test": "Accent"}  # in Teams; other titles are Attention
+_TITLE_COLOURS = {
+    "resolved": "Good",
+    "test": "Accent",
+}  # Teams' colours; other titles are Attention
 _LINK_LABEL = "Open the incident"
 _ICONS = {"resolved": "✅", "test": "🧪"}
 

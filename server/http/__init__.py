@@ -1,1 +1,1 @@
-"""The JSON API."""
+"""HTTP: the JSON API, access, metrics, and the requests of node agents."""

@@ -34,7 +34,7 @@ from .app_state import AppState
 from .rendering import STYLESHEET_PATH, render_page
 
 COOKIE_NAME = "hangwatch"
-# The key in a connection's scope of the user at its other end, if that is on this machine.
+# A connection's scope has the user at its other end under this key, if that is on this machine.
 PEER_UID = "hangwatch.peer_uid"
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/login", "/login/style.css"})
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})

@@ -35,7 +35,7 @@ from . import openapi, stream
 from .app_state import AppState
 from .rendering import make_attachment, make_json_response
 
-MAX_PENDING_DUMP_RANKS = 65536  # in dumps that are not complete
+MAX_PENDING_DUMP_RANKS = 65536  # the ranks in dumps that are not complete
 # Members of groups in one response, or 1.5 MB: a group of 100,000 ranks repeats all of them for each
 # rank.
 MAX_MEMBERS_PER_PAGE = 1 << 18

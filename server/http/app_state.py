@@ -47,10 +47,10 @@ class AppState:
         if round_age_s > NOT_READY_AFTER_S:
             down.setdefault("diagnosis", f"it has not run for {round_age_s:.0f} s")
         if not self.watch.persistence.is_saved:
-            reason = (
-                "incidents cannot be written: check the disk of the data folder, or the database"
+            down.setdefault(
+                "storage and alerts",
+                "incidents cannot be written: check the disk of the data folder, or the database",
             )
-            down.setdefault("storage and alerts", reason)
         return down
 
     def list_latest_attempts(self) -> list[Attempt]:
@@ -99,7 +99,7 @@ class AppState:
         return self.add_summary(attempt, view)
 
     def add_summary(self, attempt: Attempt, job: JobView) -> JobView:
-        """Adds the job's pace, and its condition in one sentence."""
+        """The view with the job's pace, and its condition in one sentence."""
         pace = self.watch.states.paces.get(attempt.key)
         rate = None if pace is None or pace.steps_per_s is None else round(pace.steps_per_s, 3)
         paced = replace(job, steps_per_s=rate)
@@ -141,7 +141,7 @@ class AppState:
         """
         attempts = self.find_attempts(job)
         if job is not None:
-            attempts = attempts[:1]  # not the worlds that run beside it
+            attempts = attempts[:1]  # the worlds that run beside the job are left out
         else:
             attempts = [attempt for attempt in attempts if not attempt.is_finished] or attempts
         if len(attempts) != 1:
@@ -158,7 +158,9 @@ class AppState:
     def find_incidents(
         self, job: str | None = None, status: str | None = None, rank: int | None = None
     ) -> Sequence[IncidentRecord]:
-        """The incidents of a job, with a status, or that concern a rank; the newest first."""
+        """The incidents of the job, with the status and about the rank, each if it is given; the newest
+        first.
+        """
         jobs = {job, *(a.job for a in self.watch.fleet.list_family(job or ""))}
         matching = [
             record

@@ -166,7 +166,7 @@ async def _read_body(headers: Mapping[str, str], receive: Receive, grant: AgentG
     """The decompressed body. Raises Problem if it is too large or does not match its headers, and
     ClientDisconnect if it ends early.
     """
-    _check_content_coding(headers)  # before a large body is read
+    _check_content_coding(headers)  # a refusal comes before a large body is read
     content_length = headers.get("content-length", "")
     if content_length.isdecimal() and int(content_length) > limits.BODY.most:
         raise limits.BODY.make_problem(remedy=_SIZE_REMEDY)
@@ -237,31 +237,28 @@ class HeartbeatAnswerer:
     authenticator: Authenticator
 
     def answer_request(self, request: Frame, send_response: Callable[[bytes], None]) -> None:
-        """An `agent_worker.AnswerRequest`."""
+        """Queues a heartbeat, and sends the response once it is applied or refused."""
         try:
-            self._submit_heartbeat(request, send_response)
+            path, headers = _parse_request_head(request.head)
+            peer_uid = None if request.peer_uid < 0 else request.peer_uid
+            scope = {"method": "POST", "path": path, "root_path": "", PEER_UID: peer_uid}
+            grant = self.authenticator.check_agent(scope, headers)
+            if not isinstance(grant, AgentGrant):
+                return send_response(_format_refusal(grant))
+            body = _decode_body(headers, request.body, grant)
+            is_urgent = headers.get("priority") == URGENT_PRIORITY
+            decode = _prepare_heartbeat(self.watch, body, grant, is_urgent)
+
+            def take_reply(reply: heartbeat.HeartbeatReply | Exception) -> None:
+                if isinstance(reply, Exception):
+                    return send_response(_format_refusal(self._make_refusal(reply)))
+                encoded = _encode_reply(reply)
+                headers_sent = grant.make_headers(encoded)
+                return send_response(_join_response(_REPLY_START, headers_sent, encoded))
+
+            self.watch.heartbeat_queue.submit(decode, is_urgent, request.arrived_at, take_reply)
         except Exception as error:
             send_response(_format_refusal(self._make_refusal(error)))
-
-    def _submit_heartbeat(self, request: Frame, send_response: Callable[[bytes], None]) -> None:
-        """Raises Problem."""
-        path, headers = _parse_request_head(request.head)
-        peer_uid = None if request.peer_uid < 0 else request.peer_uid
-        scope = {"method": "POST", "path": path, "root_path": "", PEER_UID: peer_uid}
-        grant = self.authenticator.check_agent(scope, headers)
-        if not isinstance(grant, AgentGrant):
-            return send_response(_format_refusal(grant))
-        body = _decode_body(headers, request.body, grant)
-        is_urgent = headers.get("priority") == URGENT_PRIORITY
-        decode = _prepare_heartbeat(self.watch, body, grant, is_urgent)
-
-        def take_reply(reply: heartbeat.HeartbeatReply | Exception) -> None:
-            if isinstance(reply, Exception):
-                return send_response(_format_refusal(self._make_refusal(reply)))
-            encoded = _encode_reply(reply)
-            return send_response(_join_response(_REPLY_START, grant.make_headers(encoded), encoded))
-
-        return self.watch.heartbeat_queue.submit(decode, is_urgent, request.arrived_at, take_reply)
 
     def _make_refusal(self, error: Exception) -> Response:
         if isinstance(error, Problem):

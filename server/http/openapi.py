@@ -107,14 +107,14 @@ class Process(ApiModel):
     exit_status: int | None = None
     signal: int | None = None
     exception: ExceptionInfo | None = None
-    flight_file: FlightFile | None = None  # written by its watchdog
+    flight_file: FlightFile | None = None  # the file that the rank's watchdog wrote
 
 
 class HostObservation(ApiModel):
     """A value that one of the hosts concerned reports: a counter that grew, or a state."""
 
     host: str
-    source: str  # such as "infiniband"
+    source: str  # the kind of evidence: "infiniband"
     about: str  # the part of the host: "mlx5_0/1", "GPU 3"
     what: str  # "link_downed"
     before: int | float | str | None = None
@@ -212,7 +212,7 @@ class Incident(ApiModel):
     hardware: list[HostObservation] = Field(default=[])
     hardware_missing: list[MissingEvidence] = Field(default=[])
     stacks: list[Stack] = Field(default=[])
-    recovery: Recovery | None = None  # if --on-hang abort applies to it
+    recovery: Recovery | None = None  # null unless --on-hang abort applies to the incident
 
 
 class DumpRequest(ApiModel):

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import http
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from urllib.parse import urlencode
 
 import jinja2
 import msgspec
@@ -168,20 +167,6 @@ def wants_json(request: Request) -> bool:
     """Whether the request accepts JSON and not HTML: browsers and plain curl get the page."""
     accepted = request.headers.get("accept", "")
     return "application/json" in accepted and "text/html" not in accepted
-
-
-def make_linker(request: Request) -> Callable[..., str]:
-    """Returns a function that builds the URL of the same view with some parameters changed, at its
-    first page.
-    """
-    path = request.url.path
-    kept = {k: v for k, v in request.query_params.items() if k not in ("page", "after")}
-
-    def build_link(**changes: object) -> str:
-        query = {k: v for k, v in {**kept, **changes}.items() if v not in (None, "")}
-        return f"{path}?{urlencode(query)}" if query else path
-
-    return build_link
 
 
 def install_error_handlers(app: FastAPI, refusals: Counter[str]) -> None:

@@ -168,7 +168,7 @@ def _merge_dump_stacks(dump: Dump) -> list[tuple[MergedStack, bool]]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineEntry:
     at: datetime
-    after_s: float  # since the onset
+    after_s: float  # seconds since the onset
     text: str
 
 

@@ -24,7 +24,7 @@ from .serving import PageNumber, choose_attempt, serve_page, slice_page
 
 GROUPS_PER_PAGE = 8
 PLOT_WIDTH_PX, PLOT_HEIGHT_PX = 360, 84
-TOP_MARGIN_PX, BOTTOM_MARGIN_PX = 6, 4  # above and below the lines of a plot
+TOP_MARGIN_PX, BOTTOM_MARGIN_PX = 6, 4  # the margins around the lines of a plot
 
 GroupQuery = Annotated[
     str, Query(max_length=256, description="only groups with this name or description")
@@ -157,7 +157,7 @@ def _build_plot(
     points: Sequence[PeriodPoint],
     quantiles: Sequence[tuple[float, float] | None],
 ) -> Plot:
-    """``quantiles`` are the p50 and p95 of each point, of at least one of them."""
+    """``quantiles`` are the p50 and p95 of each point; at least one point has them."""
     begin = points[0].started_at
     span_s = max(PERIOD_S, points[-1].started_at - begin)
     max_s = max(1e-6, *(pair[1] for pair in quantiles if pair is not None))

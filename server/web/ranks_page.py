@@ -212,7 +212,7 @@ def _get_state_order(row: RankRow) -> float:
 class RankColumn:
     """One column. ``text`` gives the cell's text; `templates/_rank_cells.html` may add markup."""
 
-    key: str  # names the column in ?sort=
+    key: str  # the column's name in ?sort=
     title: str
     get_value: Callable[[RankRow], float | str | None]  # None or empty: unknown
     format_value: Callable[[Any], str] = str

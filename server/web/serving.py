@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
+from urllib.parse import urlencode
 
 from fastapi import Query, Request
 from fastapi.responses import Response
@@ -16,7 +17,7 @@ from hangwatch.tracking.attempt import Attempt
 
 from ..http import stream
 from ..http.app_state import AppState
-from ..http.rendering import make_linker, render_page
+from ..http.rendering import render_page
 
 TextQuery = Annotated[str, Query(max_length=500)]
 PageNumber = Annotated[int, Query(ge=1, le=1_000_000)]
@@ -27,16 +28,22 @@ def serve_page(
     live: AppState, request: Request, template: str, build_values: Callable[[], Mapping[str, Any]]
 ) -> Response:
     """The page; or its updates as server-sent events, which the page requests at its own address.
-    The template gets the values, and `make_linker`'s function as ``link``.
+    The template gets the values, and as ``link`` a function that builds the URL of the same view with
+    some parameters changed, at its first page.
     """
-    link = make_linker(request)
+    path = request.url.path
+    kept = {k: v for k, v in request.query_params.items() if k not in ("page", "after")}
+
+    def build_link(**changes: object) -> str:
+        query = {k: v for k, v in {**kept, **changes}.items() if v not in (None, "")}
+        return f"{path}?{urlencode(query)}" if query else path
 
     def values() -> dict[str, Any]:
-        return {**build_values(), "link": link}
+        return {**build_values(), "link": build_link}
 
     if not request.headers.get("accept", "").startswith("text/event-stream"):
         return render_page(template, **values())
-    address = f"{request.url.path}?{request.url.query}"
+    address = f"{path}?{request.url.query}"
     return stream.make_stream_response(live, stream.follow_page(live, address, template, values))
 
 
@@ -46,7 +53,7 @@ def choose_attempt(live: AppState, job: str, attempt: int | None) -> Attempt | N
     """
     attempts = live.find_attempts(job or None, attempt)
     if job:
-        attempts = attempts[:1]  # not the worlds that run beside it
+        attempts = attempts[:1]  # the worlds that run beside the job are left out
     alerted_jobs = {
         case.incident.job
         for case in live.watch.incidents.records.values()

@@ -96,7 +96,7 @@ if (theme) {
     try {
       localStorage.setItem("theme", theme.value);
     } catch {
-      // Without storage, the choice applies to this page only.
+      // The choice applies to this page only, since there is no storage.
     }
     redrawColours();
   });
@@ -115,7 +115,7 @@ document.addEventListener("click", async (event) => {
   setTimeout(() => (button.textContent = label), 3000);
 });
 
-// Not navigator.clipboard: browsers offer it over TLS only, which many servers do not use.
+// navigator.clipboard is not used: browsers offer it over TLS only, which many servers do not use.
 function copyText(text) {
   const field = Object.assign(document.createElement("textarea"), { value: text, className: "offscreen" });
   document.body.append(field);

@@ -82,13 +82,13 @@ function checkConnection() {
   }
 }
 
-// With an expired session the server sends the login page instead of events.
+// The server sends the login page instead of events once the session has expired.
 async function reloadIfSignedOut() {
   try {
     const response = await fetch(location.href, { headers: { Accept: "text/html" }, redirect: "manual" });
     if (response.type === "opaqueredirect") location.reload();
   } catch {
-    // No response at all: the connection is lost.
+    // The connection is lost, since there is no response.
   }
 }
 

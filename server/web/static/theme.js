@@ -4,5 +4,5 @@ try {
   const theme = localStorage.getItem("theme");
   if (theme) document.documentElement.dataset.theme = theme;
 } catch {
-  // Without storage, the system's theme applies.
+  // The system's theme applies, since there is no storage.
 }
