@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from hangwatch.diagnosis.graph.progress import find_working_threads, list_other_threads
 from hangwatch.model.kinds import KINDS, KindSpec, Severity, StackAdvice, VerdictKind
 from hangwatch.model.ranks import Lifecycle, ThreadStack
 from hangwatch.model.verdicts import Verdict
@@ -16,15 +15,15 @@ from hangwatch.stacks.frames import find_innermost_user_frame, runs_user_code
 from hangwatch.tracking.process import Process, StackSample
 
 from .context import DiagnosisContext, find_blocking_thread, find_newest_sample
-from .messages import PHASE_HINT, SLOW_NOT_STUCK_ADVICE, describe_blocking_thread
+from .graph.progress import find_working_threads, list_other_threads
+from .messages import PHASE_HINT, describe_blocking_thread
 
+_SLOW_NOT_STUCK_ADVICE = f"That makes progress: slow rather than stuck. {PHASE_HINT}"
 _SLEEP_PHRASE = "sleeps"
 
 
 def add_stack_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
-    """Adds to the verdict's advice what its culprit's stack shows; of several culprits, that of the
-    first whose stack shows anything.
-    """
+    """Adds to the verdict's advice what its culprit is doing: the first culprit whose stack shows it."""
     if KINDS[verdict.kind].stack_advice is StackAdvice.NONE:
         return verdict
     for rank in verdict.culprits:
@@ -58,7 +57,7 @@ def _make_stack_advice(context: DiagnosisContext, verdict: Verdict, process: Pro
     if spec.stack_advice is StackAdvice.INSTEAD:
         return f"{subject} {predicate}"
     if _is_slow(spec) and working_threads:
-        return f"{subject} {predicate} {SLOW_NOT_STUCK_ADVICE}"
+        return f"{subject} {predicate} {_SLOW_NOT_STUCK_ADVICE}"
     return f"{subject} {predicate} {verdict.advice}"
 
 
@@ -71,7 +70,7 @@ class _SampledCulprit:
     process: Process
     sample: StackSample
     thread: ThreadStack | None  # the thread that keeps the rank from its call
-    working_threads: Collection[ThreadStack]  # those that do what it waits for
+    working_threads: Collection[ThreadStack]  # they do what it waits for
 
 
 def _describe_activity(culprit: _SampledCulprit, spec: KindSpec) -> str:

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from hangwatch.model.calls import Call
 
-MAX_WINDOW_CALLS = 128  # of each side
+MAX_WINDOW_CALLS = 128  # calls that are aligned on each side
 _BAND_CALLS = 32  # calls that one side may be ahead of the other
 _GAP_SCORE = -2
 _EXACT_SCORE = 3  # the same call at the same line
@@ -55,8 +55,8 @@ def select_window(calls: Mapping[int, Call], seq: int) -> list[Call]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alignment:
-    """Pairs in order. ``is_certain`` is False if another alignment, with another shift at the end,
-    is as good.
+    """The pairs in the order of calls. ``is_certain`` is False if another alignment, with another
+    shift at the end, is as good.
     """
 
     pairs: tuple[CallPair, ...]
@@ -85,7 +85,7 @@ def _trace_alignment(
     """The pairs as indices in both sides, None for a gap, and whether no other end is as good."""
     best = _compute_scores(left, right)
     best_ends = _find_best_ends(best, len(left), len(right))
-    # If calls come in rounds of two, one too few looks the same as one too many.
+    # One call too few looks the same as one too many if calls come in rounds of two.
     if right_is_short:
         best_ends = [(i, j) for i, j in best_ends if i >= j] or best_ends
     i, j = min(best_ends, key=lambda end: (abs(end[0] - end[1]), -end[0]))
@@ -127,8 +127,8 @@ def _find_best_ends(
 def _compute_scores(
     left: tuple[_CallKey, ...], right: tuple[_CallKey, ...]
 ) -> list[dict[int, int]]:
-    """By i and j, the score of the first i calls of the left side and the first j of the right one,
-    within the band.
+    """Computes the best score of the first i calls of the left side and the first j of the right one,
+    for all i and j within the band.
     """
     best: list[dict[int, int]] = [{0: 0}]
     for j in range(1, min(len(right), _BAND_CALLS) + 1):

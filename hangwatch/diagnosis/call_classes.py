@@ -35,8 +35,8 @@ def classify_members(
 
 
 def _group_by_history(members: Mapping[int, CallStream]) -> Iterable[tuple[Hashes, list[int]]]:
-    """The different histories of running hashes, each with its ranks: a few dozen, if 100,000 members
-    share them.
+    """The different histories of running hashes, each with its ranks. 100,000 members share a few
+    dozen of them.
     """
     ranks_by_history: dict[int, tuple[Hashes, list[int]]] = {}
     for rank, stream in members.items():

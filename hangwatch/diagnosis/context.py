@@ -1,11 +1,8 @@
 """The state of one diagnosis of an attempt: the facts, the verdicts so far, and the evidence to
-request; and what the rules need of it.
+request; and the questions about ranks and calls that several rules have.
 
-MERGED: Decides whether an attempt needs a diagnosis at all, from what heartbeats changed, without a loop
-over all ranks.
-
-MERGED: Recognizes failures of a rank for which an absent peer is the reason, by the messages of its
-exceptions and by how it was ended: they are consequences, not causes. Pure.
+One of them is whether a rank failed because a peer was absent, by the message of its exception or by
+how it was ended: such a failure is a consequence and not a cause.
 """
 
 from __future__ import annotations
@@ -32,16 +29,36 @@ from .graph.devices import READING_DELAY_S, DeviceView, build_device_view
 from .graph.graph import WaitEdge, WaitGraph
 from .graph.progress import has_two_samples
 
-# A user or a launcher stopped the process: by itself not a failure.
+# The signals by which a user or a launcher stops a process: an end that is no failure by itself.
 TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAX_CULPRIT_STACKS = 16
 _MIN_REFRESH_S = 5.0  # between two samples of a rank that may be elsewhere by now
-_MAX_WAITER_STACKS = 4  # of the ranks that only wait, this many are sampled
-# Roughly: if there seem to be dozens of hangs, as when a job ends and some hosts have not reported
-# yet, they are sampled in turn.
+_MAX_WAITER_STACKS = 4  # the ranks that only wait and are sampled
+# A rough limit: if there seem to be dozens of hangs, as when a job ends and some hosts have not
+# reported yet, they are sampled in turn.
 _MAX_STACK_REQUESTS = 64
 _MAX_WAITS = 64
 _MAX_WAITS_PER_RANK = 4
+# The types that torch raises if a peer is absent; on gloo only RuntimeError. A TimeoutError comes
+# from the script and is a cause.
+PEER_ERROR_TYPES = re.compile(r"^(RuntimeError|Dist\w*Error)$")
+_LOST_PEER_MESSAGE = re.compile(
+    r"gloo/transport|connection (reset|closed|aborted|refused)|broken pipe|remote (process|peer)"
+    r"|communicator was aborted",
+    re.IGNORECASE,
+)
+# Messages of gloo, of its monitored barrier, and of NCCL's watchdog.
+_TIMEOUT_MESSAGE = re.compile(
+    r"timed out waiting \d+ms for (recv|send)|monitoredBarrier (in|after) \d+|collective operation"
+    r" timeout",
+    re.I,
+)
+# Messages of a store. They belong to a call only while groups are set up: otherwise the script
+# itself may wait for a key.
+_SETUP_TIMEOUT_MESSAGE = re.compile(
+    r"(wait|barrier) timeout after|timed out after .* waiting for clients|timeout waiting for key",
+    re.I,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +97,7 @@ class DiagnosisContext:
     limits: Limits
     streams_by_group: dict[GroupKey, dict[int, CallStream]]
     graph: WaitGraph
-    explained_ranks: set[int] = field(default_factory=set)  # those that a verdict covers
+    explained_ranks: set[int] = field(default_factory=set)  # ranks that a verdict covers
     # Explained ranks that would stay blocked even if all other ranks entered their calls.
     deadlocked_ranks: set[int] = field(default_factory=set)
     verdicts: list[Verdict] = field(default_factory=list)
@@ -94,8 +111,8 @@ class DiagnosisContext:
         return self._device_view
 
     def get_still_device_view(self) -> DeviceView | None:
-        """The same, but None as long as each device is known to have made progress lately: then none can
-        be the subject of a verdict. To find that out takes a tenth of the time.
+        """The device view, or None while each device is known to have made progress lately: then none
+        can be the subject of a verdict. To find that out takes a tenth of the time.
         """
         if not self.attempt.device_groups:
             return None
@@ -107,6 +124,16 @@ class DiagnosisContext:
         """The unexplained ranks whose devices wait for the culprits: so do their hosts, sooner or later."""
         view = self.get_device_view()
         return set() if view is None else view.hang.find_waiters_of(culprits) - self.explained_ranks
+
+
+def is_quiet(attempt: Attempt) -> bool:
+    """Whether a full diagnosis would find nothing due and request no evidence."""
+    return (
+        not attempt.suspects
+        and not attempt.diverged_groups
+        and attempt.checks.is_quiet
+        and not attempt.list_outside_waits()
+    )
 
 
 def get_suspicion_delay_s(limits: Limits) -> float:
@@ -128,12 +155,12 @@ def request_stacks(
     """
     if sum(request.stacks for request in context.requests) >= _MAX_STACK_REQUESTS:
         return
-    for process in _list_alive(context, list(culprits)[:MAX_CULPRIT_STACKS]):
+    for process in iter_alive(context, list(culprits)[:MAX_CULPRIT_STACKS]):
         if not has_two_samples(process, max(since, process.last_advanced_at)) or (
             are_moving and _is_outdated(process, since, context.now)
         ):
             context.requests.append(EvidenceRequest(rank=process.rank, stacks=True))
-    for process in _list_alive(context, sorted(waiting)[:_MAX_WAITER_STACKS]):
+    for process in iter_alive(context, sorted(waiting)[:_MAX_WAITER_STACKS]):
         needed_since = max(since, process.last_advanced_at)
         if all(sample.taken_at < needed_since for sample in process.samples):
             context.requests.append(EvidenceRequest(rank=process.rank, stacks=True))
@@ -144,7 +171,8 @@ def _is_outdated(process: Process, since: float, now: float) -> bool:
     return now - newest_at > max(_MIN_REFRESH_S, newest_at - since)
 
 
-def _list_alive(context: DiagnosisContext, ranks: Iterable[int]) -> Iterator[Process]:
+def iter_alive(context: DiagnosisContext, ranks: Iterable[int]) -> Iterator[Process]:
+    """The processes of the ranks that are alive."""
     for rank in ranks:
         process = context.attempt.processes.get(rank)
         if process is not None and process.is_alive:
@@ -156,14 +184,13 @@ def select_waits(
 ) -> tuple[Wait, ...]:
     """Some of the waits of the ranks, starting with those of ``first``."""
     selected = dict.fromkeys(edge.wait for edge in first)
-    selected.update(dict.fromkeys(islice(_iter_waits(context, ranks), _MAX_WAITS)))
+    edges = (
+        edge
+        for rank in sorted(ranks)
+        for edge in islice(context.graph.iter_edges(rank), _MAX_WAITS_PER_RANK)
+    )
+    selected.update(dict.fromkeys(edge.wait for edge in islice(edges, _MAX_WAITS)))
     return tuple(islice(selected, _MAX_WAITS))
-
-
-def _iter_waits(context: DiagnosisContext, ranks: Iterable[int]) -> Iterator[Wait]:
-    for rank in sorted(ranks):
-        for edge in islice(context.graph.iter_edges(rank), _MAX_WAITS_PER_RANK):
-            yield edge.wait
 
 
 def find_missing_call(
@@ -201,8 +228,16 @@ def get_op_name(stream: CallStream, seq: int | None = None) -> str:
 
 
 def find_newest_sample(process: Process, since: float) -> StackSample | None:
-    """The newest usable sample of its stacks since then; see `select_samples`."""
-    return next(reversed(select_samples(process, since)), None)
+    """The newest sample of its stacks since a wait for it began. After an exception because of absent
+    peers, its stack no longer shows what delayed it.
+    """
+    until = float("inf")
+    if process.exception_at is not None and has_peer_error(process):
+        until = process.exception_at
+    for sample in reversed(process.samples):
+        if since <= sample.taken_at <= until and sample.threads:
+            return sample
+    return None
 
 
 def find_blocking_thread(
@@ -224,9 +259,7 @@ def find_blocking_thread(
 def find_blocking_user_thread(
     context: DiagnosisContext, ranks: Iterable[int], since: float, group: Group
 ) -> tuple[int, ThreadStack] | None:
-    """The first of the ranks whose blocking thread is on a line of the user's code, with that
-    thread.
-    """
+    """The first rank whose blocking thread is on a line of the user's code, and that thread."""
     for rank in ranks:
         process = context.attempt.processes.get(rank)
         sample = find_newest_sample(process, since) if process is not None else None
@@ -246,18 +279,6 @@ def find_last_site(process: Process, by: float = float("inf")) -> Site | None:
     entered_later = stream.entered_at > by
     call = stream.calls.get(stream.entered - 1 if entered_later else stream.entered)
     return call.site if call is not None else None
-
-
-def select_samples(process: Process, since: float) -> list[StackSample]:
-    """The samples since a wait for it began. After an exception because of absent peers, its stack
-    no longer shows what delayed it.
-    """
-    until = float("inf")
-    if process.exception_at is not None and has_peer_error(process):
-        until = process.exception_at
-    return [
-        sample for sample in process.samples if since <= sample.taken_at <= until and sample.threads
-    ]
 
 
 def get_state_known_until(context: DiagnosisContext, rank: int) -> float:
@@ -281,38 +302,6 @@ def get_last_seen_at(context: DiagnosisContext, rank: int) -> float:
     if process is None:
         return context.now
     return min(process.reports.last_seen_at, process.exited_at or process.reports.last_seen_at)
-
-
-def is_quiet(attempt: Attempt) -> bool:
-    """Whether a full diagnosis would find nothing due and request no evidence."""
-    return (
-        not attempt.suspects
-        and not attempt.diverged_groups
-        and attempt.checks.is_quiet
-        and not attempt.list_outside_waits()
-    )
-
-
-# The types that torch raises if a peer is absent; on gloo only RuntimeError. A TimeoutError comes
-# from the script and is a cause.
-PEER_ERROR_TYPES = re.compile(r"^(RuntimeError|Dist\w*Error)$")
-LOST_PEER_MESSAGE = re.compile(
-    r"gloo/transport|connection (reset|closed|aborted|refused)|broken pipe|remote (process|peer)"
-    r"|communicator was aborted",
-    re.IGNORECASE,
-)
-# Messages of gloo, of its monitored barrier, and of NCCL's watchdog.
-_TIMEOUT_MESSAGE = re.compile(
-    r"timed out waiting \d+ms for (recv|send)|monitoredBarrier (in|after) \d+|collective operation"
-    r" timeout",
-    re.I,
-)
-# Messages of a store. They belong to a call only while groups are set up: otherwise the script
-# itself may wait for a key.
-_SETUP_TIMEOUT_MESSAGE = re.compile(
-    r"(wait|barrier) timeout after|timed out after .* waiting for clients|timeout waiting for key",
-    re.I,
-)
 
 
 def has_timed_out(process: Process) -> bool:
@@ -345,6 +334,6 @@ def has_peer_error(process: Process) -> bool:
     if was_ended_by_watchdog(process):
         return True
     exception = process.exception
-    if exception is not None and LOST_PEER_MESSAGE.search(exception.message):
+    if exception is not None and _LOST_PEER_MESSAGE.search(exception.message):
         return True
     return has_timed_out(process)

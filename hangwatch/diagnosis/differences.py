@@ -1,12 +1,5 @@
-"""Adds to a verdict how the culprits' calls diverge from those of other ranks: calls that were
-skipped, added or made in another order.
-
-MERGED: The differences that an alignment of two sides' calls shows: whether and since when they diverged,
-and which calls one side skipped, repeated or made in another order.
-
-MERGED: Messages on how the calls of some ranks diverge from those of others.
-
-Each is a predicate that follows the name of the ranks.
+"""Adds to a verdict how the culprits' calls diverge from those of other ranks: since when, and which
+calls they skipped, repeated or made in another order.
 """
 
 from __future__ import annotations
@@ -18,7 +11,7 @@ from hangwatch.model.calls import Call
 from hangwatch.model.groups import Group
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S
-from hangwatch.model.ranks import ExceptionInfo, Lifecycle
+from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import AlignedPair, CallClass, Divergence, Verdict
 from hangwatch.tracking.call_stream import CallStream, CallWindow
 from hangwatch.tracking.process import Process
@@ -33,7 +26,6 @@ from .alignment import (
 )
 from .context import DiagnosisContext, EvidenceRequest, get_suspicion_delay_s
 from .messages import (
-    SWALLOWED_EXCEPTION_ADVICE,
     describe_position,
     describe_ranks,
     format_call_short,
@@ -42,9 +34,17 @@ from .messages import (
 )
 
 RankSides = tuple[tuple[int, ...], tuple[int, ...]]  # the others, the culprits
-_MAX_REQUESTED_RANKS = 16  # of the ranks that are ahead of the others
+_MAX_REQUESTED_RANKS = 16  # ranks ahead of the others whose calls are requested
 # A script may repeat this many calls, as when it tries a step again.
 _MAX_REPEAT_DISTANCE = 8
+_CONTEXT_ROWS = 3  # rows shown on either side of a difference
+_MIN_AGREEING_CALLS = 2  # calls that must agree after a shift
+_MIN_AGREEING_CALLS_UNANCHORED = 8  # the same, if no call before the shift is known
+_MAX_ROUND_CALLS = 64  # a round of the training loop has at most this many calls
+_SWALLOWED_EXCEPTION_ADVICE = (
+    "Look at that exception: code that catches an exception of a collective must bring all ranks"
+    " back to the same call."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def add_divergence(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     are needed to show it.
     """
     group, seq = verdict.group, verdict.seq
-    # For a send or a receive, `seq` counts the calls of a channel.
+    # The `seq` of a send or a receive counts the calls of a channel.
     is_point_to_point = any(c.call.peer is not None for c in verdict.calls)
     if group is None or seq is None or is_point_to_point or not _is_due(context, verdict):
         return verdict
@@ -91,7 +91,7 @@ def add_divergence(context: DiagnosisContext, verdict: Verdict) -> Verdict:
         explanation = _explain_exceptions(
             context, members, sides[1], lone_exceptions, reference, verb
         )
-        verdict = _add_raised_call(verdict, sides[1], lone_exceptions)
+        verdict = _add_raised_call(verdict, sides[1], lone_exceptions[0][1])
     else:
         explanation = _explain_alignment(alignment, reference, verb)
         if not explanation.note and verdict.kind is VerdictKind.MISMATCH:
@@ -145,7 +145,7 @@ def _blame_swallowed_exception(
     inside_calls = _get_side_calls(context, members, inside, seq)
     if not inside_calls:
         return verdict
-    exceptions: dict[int, CallPair] = {}
+    exceptions: dict[int, tuple[Call, Call]] = {}
     for rank in ahead:
         calls = _get_side_calls(context, members, (rank,), seq)
         lone_exceptions = find_lone_exceptions(align_calls(inside_calls, calls).pairs)
@@ -154,8 +154,6 @@ def _blame_swallowed_exception(
     if not exceptions:
         return verdict
     inside_call, raised_call = next(iter(exceptions.values()))
-    if inside_call is None or raised_call is None:
-        return verdict
     culprits = tuple(sorted(exceptions))
     waiter_count = format_waiter_count(len(inside))
     position = describe_position(verdict.group, seq)
@@ -172,7 +170,7 @@ def _blame_swallowed_exception(
             f"{waiter_count} in {inside_call.signature.op} ({position}) for"
             f" {describe_ranks(culprits)}"
         ),
-        advice=SWALLOWED_EXCEPTION_ADVICE,
+        advice=_SWALLOWED_EXCEPTION_ADVICE,
         site=raised_call.site,
     )
 
@@ -226,8 +224,7 @@ def _ended_loop_early(left: list[Call], right: list[Call], seq: int) -> bool:
     """Whether at ``seq`` the right side makes a call that was never made before while the left side
     repeats one: the right side left its loop first.
     """
-    left_call = next((call for call in left if call.seq == seq), None)
-    right_call = next((call for call in right if call.seq == seq), None)
+    left_call, right_call = _find_call(left, seq), _find_call(right, seq)
     if left_call is None or right_call is None:
         return False
     keys_before = {make_call_key(call) for call in left if call.seq < seq}
@@ -238,18 +235,21 @@ def _explain_exceptions(
     context: DiagnosisContext,
     members: dict[int, CallStream],
     ranks: tuple[int, ...],
-    lone_exceptions: list[CallPair],
+    lone_exceptions: list[tuple[Call, Call]],
     reference: str,
     verb: str,
 ) -> _Explanation:
     """Calls that raised exceptions on ``ranks`` only. Unless their scripts are known to have
     continued, the exception may have ended them.
     """
-    raised_calls = [right for _, right in lone_exceptions if right is not None]
-    first = raised_calls[0]
+    first = lone_exceptions[0][1]
     processes = context.attempt.processes
     if all(_continued_after(processes.get(rank), members[rank], first) for rank in ranks):
-        note = describe_lone_exceptions(raised_calls, reference, verb)
+        note = (
+            f"{verb} {_count_calls(len(lone_exceptions))} behind {reference} since call {first.seq}"
+            f" ({format_call_short(first)}), which raised an exception there, after which its script"
+            " continued"
+        )
         return _Explanation(note, first.seq)
     process = processes.get(ranks[0])
     exception = process.exception if process is not None else None
@@ -262,7 +262,9 @@ def _explain_exceptions(
         )
         if not is_same_line:
             exception = None
-    return _Explanation(describe_failed_call(first, exception), first.seq)
+    raised = "an exception" if exception is None else format_exception(exception)
+    note = f"failed in call {first.seq} ({format_call_short(first)}) with {raised}"
+    return _Explanation(note, first.seq)
 
 
 def _continued_after(process: Process | None, stream: CallStream, call: Call) -> bool:
@@ -280,12 +282,9 @@ def _continued_after(process: Process | None, stream: CallStream, call: Call) ->
     return process.reports.last_seen_at >= last_call_at + MIN_WAIT_S
 
 
-def _add_raised_call(
-    verdict: Verdict, ranks: tuple[int, ...], lone_exceptions: list[CallPair]
-) -> Verdict:
+def _add_raised_call(verdict: Verdict, ranks: tuple[int, ...], raised_call: Call) -> Verdict:
     """A mismatch with the call behind it, which raised an exception before it communicated."""
-    raised_call = lone_exceptions[0][1]
-    if verdict.kind is not VerdictKind.MISMATCH or raised_call is None:
+    if verdict.kind is not VerdictKind.MISMATCH:
         return verdict
     if any(call_class.call.raised for call_class in verdict.calls):
         return verdict
@@ -302,34 +301,38 @@ def _explain_alignment(alignment: Alignment, reference: str, verb: str) -> _Expl
     swapped = find_swapped_calls(alignment)
     if swapped is not None:
         left, right = swapped
-        note = describe_reordering(left, right, reference)
+        when = "earlier" if right.seq < left.seq else "later"
+        note = (
+            f"made {left.signature.op} {when} than {reference}: as call {right.seq}"
+            f" ({format_call_short(right)}) and not {left.seq}"
+        )
         return _Explanation(note, min(left.seq, right.seq))
     return _Explanation()
 
 
 def _explain_omission(left: list[Call], right: list[Call], seq: int) -> _Explanation:
-    """The calls that the right side probably skipped at ``seq``, unless it may have repeated calls
-    that it had just made.
+    """The calls that the right side probably skipped at ``seq``, by the order of earlier rounds. If it had
+    just made the call that it makes instead, it may have repeated that.
     """
     omitted = find_left_out_calls(left, right, seq)
     if not omitted:
         return _Explanation()
     max_distance = max(_MAX_REPEAT_DISTANCE, len(omitted))
     repeated = find_repeated_call(right, seq, max_distance)
-    note = describe_omission(omitted, repeated)
-    return _Explanation(note, omitted[0].seq if repeated is None else None)
-
-
-_CONTEXT_ROWS = 3  # rows shown on either side of a difference
-_MIN_AGREEING_CALLS = 2  # calls that must agree after a shift
-_MIN_AGREEING_CALLS_UNANCHORED = 8  # the same, if no call before the shift is known
-_MAX_ROUND_CALLS = 64  # a round of the training loop has at most this many calls
+    first = omitted[0]
+    which = f"call {first.seq}"
+    if len(omitted) > 1:
+        which = f"{len(omitted)} calls from call {first.seq} on"
+    note = f"skipped {which} ({format_call_short(first)})"
+    if repeated is None:
+        return _Explanation(note, first.seq)
+    return _Explanation(f"{note} or made call {repeated.seq} again")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallShift:
-    """From some call on, the right side is ``count`` calls behind the left one (ahead of it if that
-    is negative).
+    """A call from which on the right side is ``count`` calls behind the left one (ahead of it if that is
+    negative).
 
     ``first`` and ``last`` delimit the calls that may be the first that only one side made: they are
     equal if that is certain. ``first`` is None if it may be earlier than all known calls.
@@ -344,15 +347,9 @@ def has_diverged(pairs: Sequence[CallPair]) -> bool:
     """Whether each side has calls that the other lacks, or one side lacks calls in between. If one
     side only has more calls at the end, the other may still make them.
     """
-    unpaired = _list_unpaired(pairs)
-    trailing: list[int] = []
-    for index in reversed(range(len(pairs))):
-        if None not in pairs[index]:
-            break
-        trailing.append(index)
-    lacks_calls_before = len(unpaired) > len(trailing)
-    lacking_sides = {pairs[index][0] is None for index in trailing}
-    return lacks_calls_before or len(lacking_sides) > 1
+    before_trailing = _strip_trailing(pairs)
+    sides_that_end = {left is None for left, _ in pairs[len(before_trailing) :]}
+    return bool(_list_unpaired(before_trailing)) or len(sides_that_end) > 1
 
 
 def _list_unpaired(pairs: Sequence[CallPair]) -> list[int]:
@@ -372,7 +369,7 @@ def find_shift(alignment: Alignment) -> CallShift | None:
     start, count = unpaired[0], len(unpaired)
     if _agree_by_number(alignment.pairs, start):
         return None
-    side = 1 if pairs[start][0] is None else 0  # of the calls that the other side lacks
+    side = 1 if pairs[start][0] is None else 0  # the side with the calls that the other one lacks
     run, after = pairs[start : start + count], pairs[start + count :]
     if any(pair[1 - side] is not None for pair in run) or not all(map(_is_exact_match, after)):
         return None
@@ -428,7 +425,7 @@ def _move_later(longer: Sequence[Call], start: int, count: int) -> int:
     return start
 
 
-def find_lone_exceptions(pairs: Sequence[CallPair]) -> list[CallPair]:
+def find_lone_exceptions(pairs: Sequence[CallPair]) -> list[tuple[Call, Call]]:
     """Calls that raised an exception on the right side and not on the left: they matched no call of
     another rank, as if they had not been made.
     """
@@ -545,49 +542,6 @@ def describe_shift(
     else:
         which = "which the others never made"
     return f"{shift} call {first.seq} ({format_call_short(first)}), {which}"
-
-
-def describe_reordering(call: Call, counterpart: Call, reference_name: str) -> str:
-    """``counterpart`` is the same call as the ranks made it, at another position."""
-    when = "earlier" if counterpart.seq < call.seq else "later"
-    return (
-        f"made {call.signature.op} {when} than {reference_name}: as call {counterpart.seq}"
-        f" ({format_call_short(counterpart)}) and not {call.seq}"
-    )
-
-
-def describe_omission(calls: Sequence[Call], repeated_call: Call | None) -> str:
-    """``calls`` are those that, by the order of earlier rounds, come before the call that the ranks
-    made instead.
-
-    If they made that call shortly before, as ``repeated_call``, they may have repeated it instead.
-    """
-    first = calls[0]
-    which = f"call {first.seq}"
-    if len(calls) > 1:
-        which = f"{len(calls)} calls from call {first.seq} on"
-    omission = f"skipped {which} ({format_call_short(first)})"
-    if repeated_call is None:
-        return omission
-    return f"{omission} or made call {repeated_call.seq} again"
-
-
-def describe_lone_exceptions(calls: Sequence[Call], reference_name: str, verb: str) -> str:
-    """``calls`` raised exceptions where those of the reference returned, and the script went on
-    after the first one.
-    """
-    first = calls[0]
-    return (
-        f"{verb} {_count_calls(len(calls))} behind {reference_name} since call {first.seq}"
-        f" ({format_call_short(first)}), which raised an exception there, after which its script"
-        " continued"
-    )
-
-
-def describe_failed_call(call: Call, exception: ExceptionInfo | None) -> str:
-    """A call that raised and may have ended the script."""
-    raised = "an exception" if exception is None else format_exception(exception)
-    return f"failed in call {call.seq} ({format_call_short(call)}) with {raised}"
 
 
 def _count_calls(count: int) -> str:

@@ -8,15 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hangwatch.diagnosis.graph.waits import build_wait_graph
-from hangwatch.diagnosis.rules.deadlock import diagnose_deadlocks
-from hangwatch.diagnosis.rules.devices import (
-    diagnose_stalled_devices,
-    diagnose_stuck_devices,
-)
-from hangwatch.diagnosis.rules.ended import diagnose_exits
-from hangwatch.diagnosis.rules.missing import diagnose_chain_ends
-from hangwatch.diagnosis.rules.progress import diagnose_no_progress
 from hangwatch.model.limits import Limits
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.attempt import Attempt
@@ -24,11 +15,20 @@ from hangwatch.tracking.attempt import Attempt
 from .advice import add_stack_advice
 from .context import DiagnosisContext, EvidenceRequest, get_suspicion_delay_s
 from .differences import add_divergence
+from .graph.waits import build_wait_graph
 from .hardware import add_hardware_advice, request_hardware
-from .rules.devices import diagnose_device_cycles, diagnose_hosts_behind, diagnose_uncounted_devices
+from .rules.deadlock import diagnose_deadlocks
+from .rules.devices import (
+    diagnose_device_cycles,
+    diagnose_hosts_behind,
+    diagnose_stalled_devices,
+    diagnose_stuck_devices,
+    diagnose_uncounted_devices,
+)
+from .rules.ended import diagnose_exits
 from .rules.mismatch import diagnose_call_mismatches, diagnose_pair_mismatches
-from .rules.missing import drop_outside_members
-from .rules.progress import request_last_calls, sample_busy_ranks
+from .rules.missing import diagnose_chain_ends, drop_outside_members
+from .rules.progress import diagnose_no_progress, request_last_calls, sample_busy_ranks
 from .rules.threads import diagnose_concurrent_use, diagnose_thread_waits
 from .rules.values import diagnose_nonfinite, diagnose_replica_divergence
 from .unexplained import (
@@ -38,8 +38,8 @@ from .unexplained import (
     request_uncounted_stacks,
 )
 
-# In this order: what a definite cause explains is not diagnosed again. A mismatch comes before the
-# deaths that it leads to, and a death before the waits for the dead rank.
+# The order matters: what a definite cause explains is not diagnosed again. A mismatch comes before
+# the deaths that it leads to, and a death before the waits for the dead rank.
 RULES: tuple[Callable[[DiagnosisContext], None], ...] = (
     request_last_calls,
     diagnose_call_mismatches,
@@ -88,12 +88,12 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
         apply_rule(context)
     verdicts = []
     for verdict in context.verdicts:
-        with_divergence = add_divergence(context, verdict)
-        with_stacks = add_stack_advice(context, with_divergence)
-        with_hardware = add_hardware_advice(context, with_stacks)
+        verdict = add_divergence(context, verdict)
+        verdict = add_stack_advice(context, verdict)
+        verdict = add_hardware_advice(context, verdict)
         if attempt.has_foreign_groups:
-            with_hardware = drop_outside_members(with_hardware)
-        verdicts.append(add_loss_notes(context, with_hardware))
+            verdict = drop_outside_members(verdict)
+        verdicts.append(add_loss_notes(context, verdict))
     diagnosis = Diagnosis(
         verdicts=tuple(verdicts),
         requests=tuple(dict.fromkeys(context.requests)),

@@ -1,7 +1,5 @@
-"""What hosts know of their hardware, as evidence for a verdict: requests it, and adds to the advice
+"""What hosts report of their hardware, as evidence for a verdict: requests it, and adds to the advice
 what it may explain. It never makes a verdict.
-
-MERGED: Messages on what hosts report of their hardware.
 """
 
 from __future__ import annotations
@@ -26,15 +24,32 @@ from hangwatch.tracking.process_parts import HostHardware
 
 from .context import DiagnosisContext, EvidenceRequest
 
-MAX_HOSTS_READ = 256  # for one verdict
+MAX_HOSTS_READ = 256  # hosts that are read for one verdict
 REREAD_AFTER_S = 60.0
 # An event of this long before the onset may still be the cause: ranks may have had work queued.
 _EVENT_BEFORE_ONSET_S = 120.0
 _PROCESS_PREFIX = "process "
-_MIN_SPINNING_SHARE = 2  # for each GPU that is idle
+_MIN_SPINNING_SHARE = 2  # the spinning GPUs for each idle one
 _MIN_HINT_GROWTH = 10
-_WAITING_GPU = ("idle", "spins")  # these only mean something beside other GPUs
-_MIN_HOSTS_COMPARED = 3  # of two, either may be the one that is different
+_WAITING_GPU = ("idle", "spins")  # observations that only mean something beside other GPUs
+_MIN_HOSTS_COMPARED = 3  # either one of two hosts may be the one that is different
+_MAX_CLAUSES = 3
+_MAX_HOSTS = 3  # hosts that are named
+
+_REMEDIES = {
+    "link_downed": "Check the cable, the transceiver and the switch port of {about}.",
+    "carrier_down_count": "Check the cable and the switch port of {about}.",
+    "state": "Check the cable and the switch port of {about}.",
+    "link_down": "Check the cable and the switch port of {about}.",
+    "xid": "Take the node out of service, and run the GPU's diagnostics (dcgmi diag -r 3).",
+    "lost": "Take the node out of service: the GPU needs a reset or a repair.",
+    "oom_kill": "Raise the memory limit, or reduce what the rank and its workers keep in memory.",
+    "hung_task": "Check the storage or the device that it waits for (dmesg shows its stack).",
+    "nfs_not_responding": "Check the storage server and the network to it.",
+    "nfs_requests_without_reply": "Check the storage server and the network to it.",
+    "io_error": "Check the disk.",
+    "uncorrected_memory_errors": "Take the node out of service, and test the GPU's memory.",
+}
 
 
 @dataclass(slots=True)
@@ -56,7 +71,7 @@ class InvolvedHost:
 
 
 def list_involved_hosts(attempt: Attempt, verdict: Verdict) -> list[InvolvedHost]:
-    """Those of the culprits, then those of the ranks that wait, where the kind says so."""
+    """The hosts of the culprits, then those of the ranks that wait, as far as the kind says so."""
     scope = KINDS[verdict.kind].hardware
     if scope is HardwareScope.NONE:
         return []
@@ -120,7 +135,7 @@ def _describe_job_report(read: Sequence[InvolvedHost]) -> str:
         for observation in host.observations
         if observation.source == JOB_SOURCE and observation.weight is Weight.FAULT
     ]
-    return format_job_report(found) if found else ""
+    return f"NCCL itself reports: {_join_clauses(found)}." if found else ""
 
 
 def _describe_faults(read: Sequence[InvolvedHost], verdict: Verdict, is_complete: bool) -> str:
@@ -128,13 +143,18 @@ def _describe_faults(read: Sequence[InvolvedHost], verdict: Verdict, is_complete
     if not found:
         return ""
     if len(found) == 1 and is_complete:
-        return format_single_host(found, Weight.FAULT, len(read))
-    return format_several_hosts(found)
+        return _describe_single_host(found, Weight.FAULT, len(read))
+    shown = [
+        f"{host} ({describe_observation(observations[0])})"
+        for host, observations in list(found.items())[:_MAX_HOSTS]
+    ]
+    others = _format_others(len(found) - len(shown))
+    return f"Faults of their hardware are reported by {', '.join(shown)}{others}."
 
 
 def _describe_hints(read: Sequence[InvolvedHost], verdict: Verdict, is_complete: bool) -> str:
-    """Those of a single host: hints of several are what any job has. If only one is concerned, the
-    values that are abnormal by themselves.
+    """Describes the hints of a single host, since any job has hints of several. Where only one host is
+    concerned, it names the values that are abnormal by themselves.
     """
     found = _group_observations(read, verdict, Weight.HINT)
     if len(read) == 1:
@@ -144,8 +164,30 @@ def _describe_hints(read: Sequence[InvolvedHost], verdict: Verdict, is_complete:
         }
         found = {name: observations for name, observations in abnormal.items() if observations}
     if len(found) == 1 and is_complete:
-        return format_single_host(found, Weight.HINT, len(read))
+        return _describe_single_host(found, Weight.HINT, len(read))
     return ""
+
+
+def _describe_single_host(
+    found: Mapping[str, Sequence[Observation]], weight: Weight, host_count: int
+) -> str:
+    """Describes what one host alone reports, of ``host_count`` that are concerned."""
+    ((host, observations),) = found.items()
+    clauses = _join_clauses(observations)
+    if weight is Weight.HINT:
+        start = f"Of {host_count} hosts, {host} alone" if host_count > 1 else host
+        return f"{start} reports this, which may contribute: {clauses}."
+    if host_count == 1:
+        text = f"{host} reports a fault of its hardware: {clauses}."
+    else:
+        text = (
+            f"Of {host_count} hosts, {host} alone reports a fault of its hardware: {clauses}. That"
+            " this is the cause is inferred."
+        )
+    remedies = [
+        _REMEDIES[o.what].format(about=o.about) for o in observations if o.what in _REMEDIES
+    ]
+    return " ".join([text, *remedies[:1]])
 
 
 def _group_observations(
@@ -170,7 +212,14 @@ def _describe_idle_gpus(read: Sequence[InvolvedHost]) -> str:
             spinning += observation.what == "spins"
     if not idle or spinning < _MIN_SPINNING_SHARE * len(idle):
         return ""
-    return format_idle_gpus(idle, spinning)
+    names = ", ".join(f"{gpu} of {host}" for host, gpu in idle[:_MAX_HOSTS])
+    verb = "is" if len(idle) == 1 else "are"
+    others = _format_others(len(idle) - _MAX_HOSTS)
+    return (
+        f"{names}{others} {verb} idle while {spinning} GPUs spin, as"
+        " NCCL's kernels do that wait for the others: check what that GPU's rank does before the call,"
+        " and the GPU itself."
+    )
 
 
 def _describe_different_facts(read: Sequence[InvolvedHost], is_complete: bool) -> str:
@@ -188,7 +237,7 @@ def _describe_different_facts(read: Sequence[InvolvedHost], is_complete: bool) -
         if len(by_host) == len(read) and len(counts) == 2 and counts[1][1] == 1:
             usual, unusual = counts[0][0], counts[1][0]
             (name,) = [host for host, value in by_host.items() if value == unusual]
-            return format_different_fact(name, f"{about} {what}", unusual, usual)
+            return f"{name} alone has {about} {what} {unusual}, where the other hosts have {usual}."
     return ""
 
 
@@ -211,7 +260,7 @@ def _describe_known_problem(read: Sequence[InvolvedHost]) -> str:
 def _select_observations(
     host: InvolvedHost, verdict: Verdict, weight: Weight
 ) -> Iterator[Observation]:
-    """Those that concern these ranks, and that are not older than the hang by much."""
+    """The observations that concern these ranks and are not much older than the hang."""
     assert host.hardware is not None
     own_names = {f"{_PROCESS_PREFIX}{process.identity.pid}" for process in host.processes}
     for observation in host.observations:
@@ -237,75 +286,6 @@ def _is_ordinary(observation: Observation) -> bool:
     return observation.is_counter and now - before < _MIN_HINT_GROWTH
 
 
-_MAX_CLAUSES = 3
-_MAX_HOSTS = 3
-
-_REMEDIES = {
-    "link_downed": "Check the cable, the transceiver and the switch port of {about}.",
-    "carrier_down_count": "Check the cable and the switch port of {about}.",
-    "state": "Check the cable and the switch port of {about}.",
-    "link_down": "Check the cable and the switch port of {about}.",
-    "xid": "Take the node out of service, and run the GPU's diagnostics (dcgmi diag -r 3).",
-    "lost": "Take the node out of service: the GPU needs a reset or a repair.",
-    "oom_kill": "Raise the memory limit, or reduce what the rank and its workers keep in memory.",
-    "hung_task": "Check the storage or the device that it waits for (dmesg shows its stack).",
-    "nfs_not_responding": "Check the storage server and the network to it.",
-    "nfs_requests_without_reply": "Check the storage server and the network to it.",
-    "io_error": "Check the disk.",
-    "uncorrected_memory_errors": "Take the node out of service, and test the GPU's memory.",
-}
-
-
-def format_single_host(
-    found: Mapping[str, Sequence[Observation]], weight: Weight, host_count: int
-) -> str:
-    """One host reports something, of all that are concerned."""
-    ((host, observations),) = found.items()
-    clauses = _join_clauses(observations)
-    if weight is Weight.HINT:
-        start = f"Of {host_count} hosts, {host} alone" if host_count > 1 else host
-        return f"{start} reports this, which may contribute: {clauses}."
-    remedy = _choose_remedy(observations)
-    if host_count == 1:
-        return f"{host} reports a fault of its hardware: {clauses}.{remedy}"
-    return (
-        f"Of {host_count} hosts, {host} alone reports a fault of its hardware: {clauses}. That this"
-        f" is the cause is inferred.{remedy}"
-    )
-
-
-def format_job_report(observations: Sequence[Observation]) -> str:
-    """What NCCL reports of its communicators."""
-    return f"NCCL itself reports: {_join_clauses(observations)}."
-
-
-def format_idle_gpus(idle: Sequence[tuple[str, str]], spinning: int) -> str:
-    """``idle`` are hosts and their GPUs."""
-    names = ", ".join(f"{gpu} of {host}" for host, gpu in idle[:_MAX_HOSTS])
-    verb = "is" if len(idle) == 1 else "are"
-    others = _format_others(len(idle) - _MAX_HOSTS)
-    return (
-        f"{names}{others} {verb} idle while {spinning} GPUs spin, as"
-        " NCCL's kernels do that wait for the others: check what that GPU's rank does before the call,"
-        " and the GPU itself."
-    )
-
-
-def format_different_fact(
-    host: str, name: str, unusual: ObservedValue, usual: ObservedValue
-) -> str:
-    return f"{host} alone has {name} {unusual}, where the other hosts have {usual}."
-
-
-def format_several_hosts(found: Mapping[str, Sequence[Observation]]) -> str:
-    shown = [
-        f"{host} ({describe_observation(observations[0])})"
-        for host, observations in list(found.items())[:_MAX_HOSTS]
-    ]
-    others = _format_others(len(found) - len(shown))
-    return f"Faults of their hardware are reported by {', '.join(shown)}{others}."
-
-
 def _format_others(count: int) -> str:
     return f" and {count} other{'s' if count > 1 else ''}" if count > 0 else ""
 
@@ -315,12 +295,3 @@ def _join_clauses(observations: Sequence[Observation]) -> str:
     text = "; ".join(clauses[:_MAX_CLAUSES])
     more = len(clauses) - _MAX_CLAUSES
     return f"{text}; and {more} more" if more > 0 else text
-
-
-def _choose_remedy(observations: Sequence[Observation]) -> str:
-    """That of the first observation that has one, after a space; else empty."""
-    for observation in observations:
-        remedy = _REMEDIES.get(observation.what)
-        if remedy is not None:
-            return " " + remedy.format(about=observation.about)
-    return ""

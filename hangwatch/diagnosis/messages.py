@@ -1,39 +1,30 @@
-"""Phrases that the messages of all kinds share: ranks, positions and calls.
-
-MERGED: Messages on ranks that wait, and on those that they wait for.
-
-MERGED: Messages on calls that should agree between ranks and do not.
-
-MERGED: Formats a call with the arguments in question, to compare it with the calls that other ranks made
-at the same position.
-
-MERGED: Split sizes that two ranks exchange in an all-to-all.
-
-MERGED: The texts of verdicts: a summary of one sentence, and one or two sentences of advice.
+"""The texts that several rules share: on ranks, positions, calls and waits, and on calls that should be
+the same on all ranks and are not.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 
-from hangwatch.model.calls import Call, Loss, LossReason, Signature, Site
+from hangwatch.model.calls import Call, Signature, Site
 from hangwatch.model.groups import Group, OutsideMember
-from hangwatch.model.ranks import ExceptionInfo, Lifecycle, ThreadStack, format_ranks, iter_runs
+from hangwatch.model.ranks import ExceptionInfo, ThreadStack, format_ranks, iter_runs
 from hangwatch.model.verdicts import CallClass, Wait
 from hangwatch.report.text import resolve_root_rank
-from hangwatch.tracking.process import Process
-
-from .graph.progress import has_stack_changed, has_two_samples, is_busy
 
 _MAX_RUNS_SHOWN = 24  # runs of consecutive ranks
 MAX_MESSAGE_LENGTH = 120  # characters of an exception's message
+_MAX_WAITS_SHOWN = 4
+PHASE_HINT = "hangwatch.phase() declares work that may take long."
+_ARGUMENT_LABELS = {"dtype": "dtype", "reduce_op": "reduce op"}
+
+_TensorShapes = tuple[tuple[tuple[int, ...], ...], bool]  # the known shapes, and whether all are
 
 
 def describe_ranks(ranks: tuple[int, ...]) -> str:
-    """``rank 3`` or ``ranks 0, 2-3``; of thousands, the number and the first ones. Members of a foreign
+    """``rank 3`` or ``ranks 0, 2-3``, or the number and the first ones of thousands. Members of a foreign
     group that are no ranks of the attempt have names.
     """
     outside = [rank.label for rank in ranks if isinstance(rank, OutsideMember)]
@@ -61,26 +52,6 @@ def describe_position(group: Group | None, seq: int | None) -> str:
     if group is None:
         return ""
     return group.title if seq is None else f"call {seq} of {group.title}"
-
-
-def describe_loss(rank: int, group: Group, loss: Loss, faults: tuple[str, ...]) -> str:
-    """``rank 3's calls of group default_pg are not completely recorded since call 7, because …``;
-    ``faults`` are the messages of the rank's recorder.
-    """
-    fault = f" ({faults[0]})" if faults and loss.reason is LossReason.FAULT else ""
-    return (
-        f"rank {rank}'s calls of {describe_position(group, None)} are not completely recorded since"
-        f" call {loss.from_seq}, because {loss.reason.description}{fault}"
-    )
-
-
-def describe_missed_streams(ranks: tuple[int, ...], faults: tuple[str, ...]) -> str:
-    """``faults`` are the messages of the first rank's recorder."""
-    reason = f" ({faults[0]})" if faults else ""
-    return (
-        f"not all groups and channels of {describe_ranks(ranks)} are recorded{reason}, and a wait in"
-        " one of the others cannot be seen"
-    )
 
 
 def join_notes(notes: list[str]) -> str:
@@ -132,29 +103,16 @@ def format_waiter_count(count: int) -> str:
 
 
 def format_lower_layers_advice(*, are_equal: bool) -> str:
-    """``are_equal``: the calls of all members were compared."""
+    """The advice for calls that do not complete. ``are_equal`` says that the calls of all members were
+    compared.
+    """
     if are_equal:
         return "The calls match, so check the network, the devices and their drivers."
     return "No difference between the calls is known: check the network, the devices and their drivers."
 
 
-_MAX_WAITS_SHOWN = 4
-PHASE_HINT = "hangwatch.phase() declares work that may take long."
-SLOW_NOT_STUCK_ADVICE = f"That makes progress: slow rather than stuck. {PHASE_HINT}"
-NO_STACK_ADVICE = (
-    "Check what it does after that call; with a longer timeout there is time to sample its stack."
-)
-OUTSIDE_ADVICE = (
-    "The group numbers its members by itself: look at the program at its other end, which may be at"
-    " work."
-)
-DIFFERENT_MASTERS_ADVICE = "MASTER_ADDR and MASTER_PORT must be the same on every rank."
-
-
 def describe_deadlock(ranks: tuple[int, ...], cycle: list[tuple[Wait, str]]) -> str:
-    """Each wait of the cycle with the operation that the waiting rank is in; of a long cycle, the
-    first ones.
-    """
+    """The summary, with the first waits of the cycle and the operations that the waiting ranks are in."""
     waits = [_describe_cycle_wait(wait, op) for wait, op in cycle[:_MAX_WAITS_SHOWN]]
     if len(cycle) > _MAX_WAITS_SHOWN:
         waits.append("and so on")
@@ -203,8 +161,8 @@ def describe_not_entered(
 ) -> str:
     """The summary for ranks that have not entered a call.
 
-    ``waiter`` is the rank at the other end if the call is a send or a receive. Of the waiting
-    ranks, ``ranks_inside`` are known to be in the call itself.
+    ``waiter`` is the rank at the other end if the call is a send or a receive. ``ranks_inside`` are the
+    waiting ranks that are known to be in the call itself.
     """
     have = "have" if len(ranks) > 1 else "has"
     if waiter is None:
@@ -222,113 +180,6 @@ def describe_not_entered(
     return f"{describe_ranks(ranks)} {have} not {missing} ({position}), for which {waiting}"
 
 
-def format_stack_advice(are_several: bool) -> str:
-    if are_several:
-        return "Their stacks show what they do instead of joining the others."
-    return "Its stack shows what it does instead of joining the others."
-
-
-def describe_slow_ranks(
-    ranks: tuple[int, ...], phase: str | None, waiter_count: int, op: str
-) -> str:
-    are, them = ("are", "them") if len(ranks) > 1 else ("is", "it")
-    in_phase = f" in its phase {phase!r}" if phase else ""
-    waiters = format_waiter_count(waiter_count)
-    return (
-        f"{describe_ranks(ranks)} {are} still working{in_phase} while {waiters} for {them} in {op}"
-    )
-
-
-def format_slow_rank_advice(process: Process, since: float, is_in_phase: bool) -> str:
-    """The reason why the rank counts as slow and not as stuck."""
-    if is_in_phase:
-        return "Its script declared this phase: it may take until the limit of the phase."
-    if has_stack_changed(process, since):
-        return f"Its stack changes: slow rather than stuck. {PHASE_HINT}"
-    if is_busy(process):
-        where = " in the same function in every sample" if has_two_samples(process, since) else ""
-        return f"It uses the CPU{where}: a long computation, or a loop that waits. {PHASE_HINT}"
-    return f"It made progress elsewhere in the meantime: slow rather than stuck. {PHASE_HINT}"
-
-
-def describe_not_started(ranks: tuple[int, ...], waiter_count: int, op: str) -> str:
-    waiters = format_waiter_count(waiter_count)
-    return f"{describe_ranks(ranks)} never started, for which {waiters} in {op}"
-
-
-def describe_different_masters(ranks_by_address: Iterable[tuple[str, list[int]]]) -> str:
-    """Ranks that cannot find each other in init_process_group, by the address that they use."""
-    return "; ".join(
-        f"{describe_ranks(tuple(ranks))} expect the master at {address}"
-        for address, ranks in ranks_by_address
-    )
-
-
-def describe_not_initialized(ranks: tuple[int, ...], was_destroyed: bool, waiter_count: int) -> str:
-    again = " again" if was_destroyed else ""
-    waiters = format_waiter_count(waiter_count)
-    return f"{describe_ranks(ranks)} never reached init_process_group{again}, in which {waiters}"
-
-
-def format_startup_advice(absent_processes: Mapping[int, Process | None]) -> str:
-    """Advice for all absent ranks; if their reasons differ, for the most basic reason."""
-    not_reporting = tuple(rank for rank, p in absent_processes.items() if p is None)
-    if not_reporting:
-        return _format_unknown_ranks_advice(not_reporting, len(absent_processes))
-    lifecycles = {p.lifecycle for p in absent_processes.values() if p is not None}
-    if len(absent_processes) > 1:
-        subject, run, have, possessive = "Their processes", "run", "have", "their"
-        they_have, they_do, stacks_show = "They have", "they do", "their stacks show"
-    else:
-        subject, run, have, possessive = "Its process", "runs", "has", "its"
-        they_have, they_do, stacks_show = "It has", "it does", "its stack shows"
-    if Lifecycle.ALIVE in lifecycles:
-        return (
-            f"{subject} {run} but {have} not imported torch: check what {they_do} before that"
-            " (downloads, imports from a slow disk)."
-        )
-    if Lifecycle.DESTROYED in lifecycles:
-        return (
-            f"{they_have} destroyed {possessive} process groups and not called init_process_group"
-            f" again: {stacks_show} what {they_do} instead."
-        )
-    return (
-        f"{subject} {run} but {have} not called init_process_group: {stacks_show} what {they_do}"
-        " instead."
-    )
-
-
-def describe_unwatched_ranks(ranks: tuple[int, ...], op: str, waiter_count: int) -> str:
-    are, they = ("are", "they") if len(ranks) > 1 else ("is", "it")
-    return (
-        f"{format_waiter_count(waiter_count)} in {op} for {describe_ranks(ranks)}, which {are} not"
-        f" watched: whether {they} made the call is not known"
-    )
-
-
-def format_unwatched_advice(reason: str) -> str:
-    """``reason`` is why a rank is not recorded, with its remedy; empty if that is unknown."""
-    if reason:
-        return f"Nothing is recorded of that process: {reason}."
-    return (
-        "Other calls that need all ranks were completed, so the process exists, and it does not"
-        " report: pass HANGWATCH_URL to every rank and install hangwatch into the Python of each;"
-        " `hangwatch doctor` on its host reports what is wrong there."
-    )
-
-
-def _format_unknown_ranks_advice(not_reporting: tuple[int, ...], absent_count: int) -> str:
-    if len(not_reporting) < absent_count:
-        subject = describe_ranks(not_reporting).capitalize()
-    else:
-        subject = "They" if absent_count > 1 else "It"
-    return (
-        f"{subject} never reported: check that as many processes were started as WORLD_SIZE says,"
-        " that every node started, and that every node can reach HANGWATCH_URL. The launcher's log"
-        " may say more."
-    )
-
-
 def format_more_calls(other_count: int) -> str:
     """The end of a summary that names one of several calls."""
     if not other_count:
@@ -342,24 +193,6 @@ def describe_unfinished_message(rank: int, op: str, peer: str, is_receive: bool)
     return f"rank {rank} does not finish {op}, although {peer} has {did}"
 
 
-GROUP_MISMATCH_ADVICE = (
-    "Process groups must be created in the same order, with the same members, on every rank."
-)
-MISMATCH_ADVICE = (
-    "Every rank of a group must make the same calls in the same order: compare the two lines."
-)
-PAIR_MISMATCH_ADVICE = "What one rank sends is not what the other expects: compare the two lines."
-WRONG_TAG_ADVICE = "The tags of a send and its receive must be equal: compare the two lines."
-REORDERED_TAGS_ADVICE = (
-    "The two ranks have used these tags before: look for a place where one of them uses its tags in"
-    " a different order."
-)
-SWALLOWED_EXCEPTION_ADVICE = (
-    "Look at that exception: code that catches an exception of a collective must bring all ranks"
-    " back to the same call."
-)
-
-
 def describe_mismatch(
     outliers: tuple[int, ...],
     calls: tuple[CallClass, ...],
@@ -368,8 +201,8 @@ def describe_mismatch(
     seq: int,
     last_equal: int = 0,
 ) -> str:
-    """What the outliers called, and what the other ranks called. Without calls, only that they differ
-    at some call after ``last_equal`` and up to ``seq``.
+    """What the outliers called, and what the other ranks called. If no calls are known, it says only that
+    they differ at some call after ``last_equal`` and up to ``seq``.
     """
     outlier_calls = [c for c in calls if set(c.ranks) <= set(outliers)]
     other_calls = [c for c in calls if not set(c.ranks) <= set(outliers)]
@@ -393,7 +226,9 @@ def describe_mismatch(
 def _describe_inexact_mismatch(
     outliers: tuple[int, ...], group: Group, position: str, seq: int, last_equal: int
 ) -> str:
-    """The running hashes differ, and which call was the first to differ, or what it was, is unknown."""
+    """The summary where the running hashes differ, and the first different call, or what it was, is not
+    known.
+    """
     if len(outliers) == len(group.ranks):
         subject = f"the calls of {describe_ranks(outliers)} differ from each other"
     else:
@@ -405,67 +240,6 @@ def _describe_inexact_mismatch(
         f"{subject} at or before {position}{since}; the records of the calls in between could not be"
         " fetched"
     )
-
-
-def format_new_tag_advice(new_tag: int | None) -> str:
-    """The advice where the two ranks have used only the other of the two tags before."""
-    return (
-        f"The two ranks have not used tag {new_tag} before, unlike the other one: either it is wrong,"
-        " or one of them uses its tags in a different order."
-    )
-
-
-def describe_pair_mismatch(
-    outliers: tuple[int, ...], exchange: SplitExchange, op: str, group: Group, seq: int
-) -> str:
-    """What one rank of an all-to-all sends to another and what the other one expects, starting with
-    the outlier.
-    """
-    sender, receiver = exchange.sender, exchange.receiver
-    if receiver in outliers:
-        exchanged = (
-            f"rank {receiver} expects {_format_elements(exchange.expected)} from rank {sender},"
-            f" which sends {_format_count(exchange.sent)}"
-        )
-    else:
-        exchanged = (
-            f"rank {sender} sends {_format_elements(exchange.sent)} to rank {receiver}, which"
-            f" expects {_format_count(exchange.expected)}"
-        )
-    summary = f"{exchanged} ({op}, {describe_position(group, seq)})"
-    if {sender, receiver}.issuperset(outliers):
-        return summary
-    return f"{summary}; the sizes of {describe_ranks(outliers)} have the most conflicts"
-
-
-def _format_elements(count: float) -> str:
-    return f"{_format_count(count)} element{'s' if count != 1 else ''}"
-
-
-def _format_count(count: float) -> str:
-    return f"{count:.12g}"
-
-
-def describe_tag_mismatch(
-    receiver: int,
-    awaited_tag: int | None,
-    sender: int,
-    sent_tag: int | None,
-    group: Group,
-    is_blocked: bool,
-) -> str:
-    """``is_blocked``: the sender is still in that call. The message names no call number, since
-    those of a channel are not those of the group.
-    """
-    verb = "sends" if is_blocked else "sent"
-    return (
-        f"rank {receiver} waits to receive tag {awaited_tag} from rank {sender}, which {verb} tag"
-        f" {sent_tag} ({describe_position(group, None)})"
-    )
-
-
-_TensorShapes = tuple[tuple[tuple[int, ...], ...], bool]  # the known shapes, and whether all are
-_ARGUMENT_LABELS = {"dtype": "dtype", "reduce_op": "reduce op"}
 
 
 def format_call_arguments(
@@ -497,8 +271,8 @@ def _format_argument(
 
 
 def _format_shape(signature: Signature, all_signatures: list[Signature]) -> str:
-    """The shape of a single tensor; of a list, its length and the first tensor whose size differs
-    between the calls.
+    """The shape of a single tensor, or the length of a list and the first of its tensors whose size
+    differs between the calls.
     """
     if all(len(other.shapes) <= 1 for other in all_signatures):
         return "shape " + " ".join(str(list(shape)) for shape in signature.shapes)
@@ -542,15 +316,3 @@ def _find_first_difference(lists: list[_TensorShapes]) -> int | None:
         if len(sizes) > 1:
             return index
     return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitExchange:
-    """What one rank of an all-to-all sends to another one, and what the receiver expects from it,
-    in elements.
-    """
-
-    sender: int
-    receiver: int
-    sent: float
-    expected: float

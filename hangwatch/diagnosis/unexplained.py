@@ -1,7 +1,5 @@
-"""Waits that no verdict explains. They are not claims, but a job that has some is not well.
-
-MERGED: Says whose calls are not completely recorded: what was not concluded because of it, or what a
-verdict does not rest on.
+"""Waits that no verdict explains, and calls that are not completely recorded, on which a verdict does
+not rest. Neither is a claim, but a job that has some is not well.
 """
 
 from __future__ import annotations
@@ -10,11 +8,13 @@ from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
+from hangwatch.model.calls import LossReason
 from hangwatch.model.groups import Group, OutsideMember
 from hangwatch.model.verdicts import Verdict
 from hangwatch.stacks.frames import find_user_site
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
+from hangwatch.tracking.process import Process
 
 from .context import (
     DiagnosisContext,
@@ -25,8 +25,6 @@ from .context import (
     request_stacks,
 )
 from .messages import (
-    describe_loss,
-    describe_missed_streams,
     describe_position,
     describe_rank,
     describe_ranks,
@@ -34,6 +32,7 @@ from .messages import (
 )
 
 _MAX_AWAITED_SHOWN = 3
+_MAX_NOTES = 4
 _get_began_at, _get_rank = attrgetter("began_at"), attrgetter("rank")
 
 
@@ -41,12 +40,13 @@ _get_began_at, _get_rank = attrgetter("began_at"), attrgetter("rank")
 class UnexplainedWait:
     """The longest wait that no confirmed verdict covers.
 
-    ``description`` says who waits for whom and where the awaited ranks are, ``reason`` why nothing
-    is concluded. ``ranks_to_dump`` are those whose stacks would tell more.
+    ``began_at`` is a time of the server's monotonic clock. ``rank_count`` ranks wait as long as
+    `--stall-after`. ``description`` says who waits for whom and where the awaited ranks are, ``reason``
+    why nothing is concluded. ``ranks_to_dump`` are the ranks whose stacks would show more.
     """
 
-    began_at: float  # on the server's monotonic clock
-    rank_count: int  # that wait as long as `--stall-after`
+    began_at: float
+    rank_count: int
     description: str
     reason: str
     ranks_to_dump: tuple[int, ...]
@@ -93,8 +93,8 @@ def find_unexplained_wait(context: DiagnosisContext) -> UnexplainedWait | None:
 def _find_blocked(
     context: DiagnosisContext, explained: Set[int], latest: float
 ) -> tuple[list[_Wait], set[int]]:
-    """Of all ranks but the ``explained`` ones whose waits in the graph began by ``latest``, the longest
-    wait of each waiter group; and all of these ranks, which may be 100,000.
+    """The waits in the graph that began by ``latest``, of all ranks but the ``explained`` ones: the longest
+    of each waiter group, and all of these ranks, which may be 100,000.
     """
     waits: list[_Wait] = []
     ranks: set[int] = set()
@@ -136,7 +136,7 @@ def _iter_other_waits(context: DiagnosisContext, explained: Set[int]) -> Iterato
 def _iter_device_waits(
     context: DiagnosisContext, explained: Set[int], latest: float
 ) -> Iterator[_Wait]:
-    """Those of devices that began by ``latest``; there may be 100,000."""
+    """The waits of devices that began by ``latest``; there may be 100,000."""
     view = context.get_still_device_view()
     if view is None:
         return
@@ -204,9 +204,6 @@ def _find_reason(context: DiagnosisContext, wait: _Wait) -> str:
     return "what is known does not tell the cause"
 
 
-_MAX_NOTES = 4
-
-
 def describe_losses(
     attempt: Attempt, ranks: Iterable[int], group: Group | None = None
 ) -> list[str]:
@@ -224,13 +221,27 @@ def describe_losses(
         ]
         if lossy and len(notes) < _MAX_NOTES:
             loss, lossy_group = min(lossy, key=lambda pair: pair[0].from_seq)
-            faults = process.recorder.faults
-            notes.append(describe_loss(rank, lossy_group, loss, faults))
+            fault = ""
+            if loss.reason is LossReason.FAULT:
+                fault = _format_fault(process)
+            notes.append(
+                f"rank {rank}'s calls of {describe_position(lossy_group, None)} are not completely"
+                f" recorded since call {loss.from_seq}, because {loss.reason.description}{fault}"
+            )
     missed = tuple(sorted(attempt.incomplete_ranks & ranks))
     if missed and len(notes) < _MAX_NOTES:
-        faults = attempt.processes[missed[0]].recorder.faults
-        notes.append(describe_missed_streams(missed, faults))
+        fault = _format_fault(attempt.processes[missed[0]])
+        notes.append(
+            f"not all groups and channels of {describe_ranks(missed)} are recorded{fault}, and a wait"
+            " in one of the others cannot be seen"
+        )
     return notes
+
+
+def _format_fault(process: Process) -> str:
+    """The first message of the rank's recorder, if it has any, in parentheses."""
+    faults = process.recorder.faults
+    return f" ({faults[0]})" if faults else ""
 
 
 def add_loss_notes(context: DiagnosisContext, verdict: Verdict) -> Verdict:
@@ -245,9 +256,9 @@ def add_loss_notes(context: DiagnosisContext, verdict: Verdict) -> Verdict:
 
 
 def request_uncounted_stacks(context: DiagnosisContext) -> None:
-    """Requests the stacks that show whom a call waits for where counts do not, and
-    those that show whether a rank waits in a call that is not recorded. Makes no verdict: what they show
-    is part of the next wait-for graph.
+    """Requests the stacks that show whom a call waits for where counts do not, and those that show
+    whether a rank waits in a call that is not recorded. What they show is part of the next wait-for
+    graph, and no verdict.
     """
     delay_s = get_suspicion_delay_s(context.limits)
     for rank, calls in context.graph.uncounted_waits.items():

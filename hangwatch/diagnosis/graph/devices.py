@@ -6,9 +6,6 @@ that itself waits for none.
 
 Where a backend does not record starts, the call that a device is in is taken to be the first one
 that it has not completed, in the order in which its host queued the calls.
-
-MERGED: The devices of an attempt as its call streams show them: how far each one came, which of a
-rank's groups its device is in first, and for how long nothing changed.
 """
 
 from __future__ import annotations
@@ -26,6 +23,9 @@ from hangwatch.tracking.process import Process
 
 from ..call_classes import list_equal_callers
 from .graph import WaitEdge
+
+READING_DELAY_S = 3.0  # counters that are behind are read and reported at least this often
+_MAX_DISTINCT_COUNTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,7 +49,7 @@ class DeviceWait:
     """Devices in the same call of a group, and the members that have not come to it."""
 
     group: DeviceGroup
-    call: int  # by the backend's counters
+    call: int  # its number by the backend's counters
     waiters: frozenset[int]
     awaited: frozenset[int]
 
@@ -169,7 +169,7 @@ class DeviceGraph:
             hang.host_ends.add(rank)
             return
         inside = [group for group in front if self._is_inside(group, rank)]
-        if not inside:  # it records starts, and has begun no call
+        if not inside:  # the backend records starts, and the device has begun no call
             hang.culprits.add(rank)
             return
         group = inside[0]
@@ -216,19 +216,16 @@ def _find_cycle_ranks(waits: Sequence[DeviceWait]) -> set[int]:
         remaining &= awaited
 
 
-READING_DELAY_S = 3.0  # counters that are behind are read and reported at least this often
-
-_MAX_DISTINCT_COUNTS = 2
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class DeviceView:
-    """``fronts`` has, by rank, the groups with uncompleted calls, as `DeviceGraph` needs them."""
+    """The devices of an attempt as its call streams show them. ``fronts`` has, by rank, the groups with
+    uncompleted calls, as `DeviceGraph` needs them.
+    """
 
     hang: DeviceHang
     fronts: Mapping[int, list[DeviceGroup]]
     _processes: Mapping[int, Process]
-    _streams: Mapping[int, Mapping[int, CallStream]]  # by the identity of the group, and rank
+    _streams: Mapping[int, Mapping[int, CallStream]]  # by identity of the group, and rank
 
     def get_stream(self, group: DeviceGroup, rank: int) -> CallStream:
         return self._streams[id(group)][rank]
@@ -273,11 +270,13 @@ class DeviceView:
         return WaitEdge(wait=device_wait, stream=stream)
 
     def get_unchanged_since(self, ranks: Iterable[int]) -> float:
-        """Since when none of their devices began or completed a call."""
+        """The time since which none of their devices began or completed a call."""
         return max([p.device_changed_at for p in self._select_processes(ranks)], default=0.0)
 
     def get_unchanged_s(self, ranks: Iterable[int]) -> float:
-        """How long this is known to last: until the oldest of the ranks' last readings."""
+        """How long no device is known to have begun or completed a call: until the oldest of the ranks'
+        last readings.
+        """
         ranks = list(ranks)
         known_until = min([p.device_read_at for p in self._select_processes(ranks)], default=0.0)
         return known_until - self.get_unchanged_since(ranks)
@@ -341,7 +340,7 @@ class DeviceView:
 
 
 def get_still_until(process: Process) -> float:
-    """Until when its host, which waits for its device, is known to have made no further call."""
+    """The time until which its host, which waits for its device, is known to have made no further call."""
     read_at = process.device_read_at
     last_seen_at = process.reports.last_seen_at
     if last_seen_at - read_at > READING_DELAY_S:
@@ -350,10 +349,10 @@ def get_still_until(process: Process) -> float:
 
 
 def build_device_view(attempt: Attempt, ended: Collection[int] = ()) -> DeviceView | None:
-    """None where no backend reports how far devices are.
+    """Builds the view of an attempt's devices; None where no backend reports how far they are.
 
-    A rank that has left queues no further call; of those in ``ended``, the last counters show also where
-    their devices were.
+    A rank that has left queues no further call. The last counters of the ranks in ``ended`` still show
+    where their devices were.
     """
     processes = attempt.processes
     groups: list[DeviceGroup] = []
@@ -467,7 +466,9 @@ def _get_front_order(stream: CallStream, progress: DeviceProgress) -> tuple[floa
 
 
 def get_first_unfinished(stream: CallStream, progress: DeviceProgress) -> int:
-    """By sequence number. The backend may count fewer calls: a coalesced block counts once."""
+    """The sequence number of the first unfinished call. The backend may count fewer calls than the
+    recorder: a coalesced block counts once.
+    """
     if stream.completed is not None:
         return stream.first_unfinished
     return max(stream.entered - (progress.enqueued - progress.completed) + 1, 1)

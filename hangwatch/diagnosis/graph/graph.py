@@ -1,15 +1,11 @@
 """The wait-for graph of a job: which rank waits for which ranks, in its first unfinished calls.
 
-The ends of its chains are causes, a cycle is a deadlock (see `cycles`), and all other ranks are
-victims. Prior art: T. Hilbrich et al., "MPI runtime error detection with MUST" (2012), on wait-for
-graphs for MPI.
+The ends of its chains are causes, a cycle is a deadlock (see `hangwatch.diagnosis.rules.deadlock`),
+and all other ranks are victims. The last known state of silent ranks, whose node agents do not
+report, is old; what other ranks report may show that they are alive.
 
-MERGED: Ranks whose node agent does not report. Their last known state is old, but what other ranks
-report may show that they are alive. Pure.
-
-MERGED: The calls in which a rank may be blocked, and those in which it certainly is.
-
-MERGED: Ranks that take part in a job and are not recorded: nothing is known of their calls.
+Prior art: T. Hilbrich et al., "MPI runtime error detection with MUST" (2012), on wait-for graphs for
+MPI.
 """
 
 from __future__ import annotations
@@ -31,6 +27,7 @@ from hangwatch.tracking.process import Process
 from .progress import has_continuing_caller, is_wholly_blocked
 
 _FREED_AT_A_TIME = 1000
+_FULL_MESH_BACKEND = "gloo"  # a group exists only once all its members are connected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +38,7 @@ class WaitEdge:
     stream: CallStream
 
 
-# There is one for each rank, and a frozen dataclass takes three times as long to make.
+# Each rank has one, and a frozen dataclass takes three times as long to make.
 @dataclass(slots=True, eq=False)
 class BlockedCall:
     """A rank waits in its newest call of ``stream`` for the ranks of ``awaited``, each with the
@@ -69,16 +66,15 @@ class WaitGraph:
     number of ranks. The state of silent ranks is unknown, so that here they wait for no rank.
     """
 
-    # By waiting rank.
-    blocked_calls: dict[int, list[BlockedCall]] = field(default_factory=dict)
-    # By rank, the calls that block one of its threads while another thread makes calls.
+    blocked_calls: dict[int, list[BlockedCall]] = field(default_factory=dict)  # by waiting rank
+    # The calls that block one thread of a rank while another thread makes calls, by rank.
     thread_waits: dict[int, list[BlockedCall]] = field(default_factory=dict)
-    # By rank, a call that does not complete although every rank that it needs has entered it.
+    # The calls that do not complete although every rank that they need has entered them, by rank.
     stuck_streams: dict[int, CallStream] = field(default_factory=dict)
-    # By rank, the calls that block it and of which counts do not show whom they wait for, because
-    # calls are not completely recorded. ``awaited`` are the ranks for which they may wait.
+    # The blocking calls whose awaited ranks counts do not show, because calls are not completely
+    # recorded, by rank. ``awaited`` are the ranks for which they may wait.
     uncounted_waits: dict[int, list[BlockedCall]] = field(default_factory=dict)
-    # By rank, since when its stack shows that it waits in a call that is not recorded.
+    # The ranks whose stack shows that they wait in a call that is not recorded, and since when.
     unrecorded_waits: dict[int, float] = field(default_factory=dict)
     # Ranks that may or may not wait.
     uncertain_ranks: set[int] = field(default_factory=set)
@@ -87,7 +83,7 @@ class WaitGraph:
     # Ranks that use the CPU while others are behind in a call whose completion is unknown, and since
     # when. A host may spin while it waits for its device, so only a stack shows whether it waits.
     unsampled_ranks: dict[int, float] = field(default_factory=dict)
-    # Of these, the ranks that may wait for one that will make no call, or does not report.
+    # The unsampled ranks that may wait for a rank that will make no call, or does not report.
     unable_waiters: set[int] = field(default_factory=set)
     silent_ranks: dict[int, Silence] = field(default_factory=dict)
     # Ranks last seen in a send or a receive whose other end has arrived: they may continue any
@@ -147,7 +143,7 @@ class WaitGraph:
         return {rank for rank in self.get_groups_by_awaited() if rank not in self.blocked_calls}
 
     def get_groups_by_awaited(self) -> Mapping[int, list[int]]:
-        """By awaited rank, the indices of the waiter groups that wait for it."""
+        """The indices of the waiter groups that wait for a rank, by awaited rank."""
         self.iter_waiter_groups()
         return self._groups_by_awaited
 
@@ -185,7 +181,7 @@ class WaitGraph:
     def _merge_related_ends(self, sets_by_end: dict[int, set[int]]) -> None:
         """Merges the sets of ends that the same rank waits for, directly or through others."""
         ranks_by_group = self.get_waiter_group_ranks()
-        # Where chains of waits may meet: ranks that others wait for, or that are in several groups.
+        # Chains of waits may meet at ranks that others wait for, or that are in several groups.
         meeting_ranks = {rank for rank, calls in self.blocked_calls.items() if len(calls) > 1}
         meeting_ranks.update(self._groups_by_awaited)
         # The end from which the search first reached a rank, or a waiter group.
@@ -218,7 +214,7 @@ def _merge_sets(sets: dict[int, set[int]], one: int, other: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Silence:
-    """There are no reports since ``began_at``; ``last_alive_at`` is the last sign, also from other
+    """A time without reports since ``began_at``; ``last_alive_at`` is the last sign, also from other
     ranks, that the ranks of the node run.
     """
 
@@ -297,6 +293,7 @@ def _find_receive_signs(
 
 
 def list_old_unfinished(process: Process, before: float) -> list[CallStream]:
+    """The streams whose newest call was entered ``before`` then and may be unfinished."""
     return [
         s for s in process.open_calls.unfinished_streams if s.entered_at <= before and s.entered > 0
     ]
@@ -324,9 +321,6 @@ def find_blocked_streams(process: Process, before: float) -> Collection[CallStre
         # Another thread made calls since; it may wait for this one now.
         return blocked if is_wholly_blocked(process, blocked) else []
     return [] if has_continuing_caller(process, blocked, since) else blocked
-
-
-_FULL_MESH_BACKEND = "gloo"  # a group exists only once all its members are connected
 
 
 def shows_all_members(attempt: Attempt, group_state: GroupState) -> bool:

@@ -1,7 +1,5 @@
-"""Whether a rank that others wait for makes progress: by samples of its stacks, its use of the CPU,
-and that of the threads and child processes that it waits for itself.
-
-MERGED: Whether the threads that make a rank's calls wait, by their stacks.
+"""Whether a rank makes progress or waits: by samples of its stacks, by its use of the CPU, and by
+that of the threads and child processes that it waits for itself.
 """
 
 from __future__ import annotations
@@ -9,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from hangwatch.model.calls import StreamKind
-from hangwatch.model.ranks import ThreadStack
+from hangwatch.model.ranks import RECORDER_THREAD_NAME, ThreadStack
 from hangwatch.stacks.activities import (
     LOCK,
     RequiredProgress,
@@ -21,17 +19,17 @@ from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import IDLE_AFTER_S, Process, StackSample
 
 MIN_SAMPLE_GAP_S = 0.8  # between two samples that can be compared
-# Since a thread last used the CPU or waited for one; sampling its stack may stop it for a
-# second.
+# A thread is busy this long after it last used the CPU or waited for one; sampling its stack may stop
+# it for a second.
 BUSY_WITHIN_S = 2.0
-MIN_CPU_SHARE = 0.05  # of one CPU, between two samples: a thread that only polls uses less
-# Of the time between two samples, ready to run but without a CPU: see the node agent's `Activity`.
+# The least shares of the time between two samples that a working thread uses a CPU, or is ready to run
+# without getting one (see the node agent's `Activity`). A thread that only polls uses less.
+MIN_CPU_SHARE = 0.05
 MIN_READY_SHARE = 1 / 3
-_RECORDER_THREAD_NAME = "hangwatch"
 
 
 def list_samples_since(process: Process, since: float) -> list[StackSample]:
-    """The samples taken since a wait began."""
+    """The samples since then that show any thread."""
     return [s for s in process.samples if s.taken_at >= since and s.threads]
 
 
@@ -73,16 +71,13 @@ def has_stack_changed(process: Process, since: float) -> bool:
     for sample in list_samples_since(process, since):
         caller = sample.calling_thread
         if caller is not None:
-            function_lists.add(_list_python_functions(caller))
+            python_functions = (
+                (frame.file, frame.function)
+                for frame in caller.frames
+                if ".py" in frame.file or frame.file.startswith("<")
+            )
+            function_lists.add(tuple(python_functions))
     return len(function_lists) > 1
-
-
-def _list_python_functions(thread: ThreadStack) -> tuple[tuple[str, str], ...]:
-    return tuple(
-        (frame.file, frame.function)
-        for frame in thread.frames
-        if ".py" in frame.file or frame.file.startswith("<")
-    )
 
 
 def list_other_threads(sample: StackSample) -> list[ThreadStack]:
@@ -94,7 +89,7 @@ def list_other_threads(sample: StackSample) -> list[ThreadStack]:
         thread
         for thread in sample.threads
         if thread is not caller
-        and (thread.pid is not None or thread.thread != _RECORDER_THREAD_NAME)
+        and (thread.pid is not None or thread.thread != RECORDER_THREAD_NAME)
     ]
 
 
@@ -154,7 +149,7 @@ def is_waiting_for_rank(process: Process, since: float) -> bool | None:
         return None
     newest = samples[-1]
     if is_busy(process) and process.activity.last_active_at > newest.taken_at + IDLE_AFTER_S:
-        return False  # it has continued since
+        return False  # the rank has continued since
     waits = classify_activity(newest.calling_thread).waits
     if waits is None or not waits.waits_for_rank:
         return False
@@ -201,7 +196,7 @@ def get_calling_thread_since(process: Process, since: float) -> ThreadStack | No
 
 
 def _get_sample_since(process: Process, since: float) -> StackSample | None:
-    samples = [sample for sample in process.samples if sample.taken_at >= since and sample.threads]
+    samples = list_samples_since(process, since)
     return samples[-1] if samples else None
 
 
@@ -277,7 +272,7 @@ def has_working_thread(process: Process, since: float) -> bool:
     """Whether a thread was sampled in the user's code, where it waits for no rank: it may be about
     to make the missing call.
     """
-    samples = [sample for sample in process.samples if sample.taken_at >= since]
+    samples = list_samples_since(process, since)
     return any(_is_working_in_user_code(thread) for s in samples for thread in s.threads)
 
 
@@ -297,7 +292,7 @@ def is_process_waiting(process: Process) -> bool | None:
     their idleness; None if that is only a guess.
     """
     sample = None
-    # Of 100,000 processes few have any, and it takes long to find when a process advanced.
+    # Few of 100,000 processes have samples, and it takes long to find when a process advanced.
     if process.samples:
         sample = _get_sample_since(process, process.last_advanced_at)
     if sample is not None:

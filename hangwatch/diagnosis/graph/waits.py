@@ -1,15 +1,7 @@
 """Builds the wait-for graph from counts of calls, and from what is known about each rank's threads.
 
-MERGED: The ranks that a call waits for: by counts of calls, never by times.
-
-MERGED: Calls that devices cannot come to, because they are queued behind a message without its other end.
-
-Where a call only queues work for the device, as on NCCL, hosts go on after a send or a receive that
-the peer has not met. A device executes its calls in the order in which its host made them, so those
-after the message are held up as well: collectives that all hosts have made, and messages whose other
-end is queued. Where the completion of calls is reported, as on gloo, none of this applies. Nor does
-it to a message that the user's code started by ``isend`` or ``irecv``: until something waits for it,
-calls on other communicators may overtake it.
+Whom a call waits for is found by counts of calls, never by times. Stacks, and the use of the CPU, show
+which of a rank's unfinished calls blocks it, if any does.
 """
 
 from __future__ import annotations
@@ -38,6 +30,8 @@ from .graph import (
     list_old_unfinished,
 )
 from .progress import get_calling_thread_since, is_process_waiting
+
+_RANKS_PREFIX = "ranks="  # the start of the detail of a call that creates a group
 
 
 def build_wait_graph(
@@ -83,7 +77,7 @@ class _GraphBuilder:
     queued_calls: QueuedCalls
     before: float  # waits that began later are left out
     sample_after_s: float
-    silent_groups: set[int]  # with silent members, by the identities of their states
+    silent_groups: set[int]  # the identities of the states of groups with silent members
 
     def add_plain_wait(self, rank: int, process: Process) -> bool:
         """Adds the wait of a rank that is certainly blocked in one call, as nearly all of 100,000 ranks
@@ -122,7 +116,10 @@ class _GraphBuilder:
         for stream in process.open_calls.unfinished_streams:
             if stream.completed is not None or not self._has_arrived_with_others(stream):
                 return False
-        return not self.queued_calls.may_be_held(rank, process.open_calls.unfinished_streams)
+        return not any(
+            self.queued_calls.find_held_ranks(rank, stream)
+            for stream in process.open_calls.unfinished_streams
+        )
 
     def _has_arrived_with_others(self, stream: CallStream) -> bool:
         """Whether all members of its group, or its peer, have entered its newest call and report."""
@@ -319,8 +316,8 @@ class _GraphBuilder:
                     self.graph.unrecorded_waits[rank] = since
 
     def resolve_uncounted_waits(self) -> None:
-        """Where counts do not show whom a call waits for, stacks may: the ranks that are in code of
-        their own, if all others for which it may wait are seen to wait.
+        """Finds by stacks whom a call waits for where counts do not show it: the ranks that are in code
+        of their own, if all others for which it may wait are seen to wait.
         """
         graph = self.graph
         waiting = graph.get_waiting_ranks()
@@ -379,9 +376,6 @@ def is_not_initialized(process: Process | None) -> bool:
     return process.is_alive and has_no_groups
 
 
-_RANKS_PREFIX = "ranks="  # in the detail of a call that creates a group
-
-
 class WaitResolver:
     """Finds the awaited ranks of calls at one moment.
 
@@ -401,10 +395,11 @@ class WaitResolver:
         self.unable_to_call |= self.unable_to_finish
         self._attempt = attempt
         self._silent_ranks = silent_ranks
-        # By group: the lowest count of calls, and the members with it.
+        # The lowest count of calls, and the members with it, by group.
         self._last_members: dict[int, tuple[int, Mapping[int, int]]] = {}
-        # By group, the members concerned if not all are, the call, and whether that is certain. The
-        # group is identified by its state, since its key is as long as its list of members.
+        # The key has the group, the members concerned if not all are, the call, whether the wait is
+        # certain, and whether the stream is counted. The state identifies the group, since the group's
+        # own key is as long as its list of members.
         self._awaited_cache: dict[
             tuple[int, tuple[int, ...] | None, int, bool, bool], Mapping[int, int]
         ] = {}
@@ -484,9 +479,7 @@ class WaitResolver:
         if stream.peer is None:
             return ()
         if not receives_from_any(stream):
-            other = stream.other_end
-            is_lost = other.loss is not None if other is not None else self._may_miss(stream.peer)
-            return (stream.peer,) if is_lost or stream.loss is not None else ()
+            return (stream.peer,) if _is_channel_uncounted(self._attempt, stream) else ()
         senders = [member for member in stream.group.ranks if member != rank]
         if stream.loss is not None:
             return senders
@@ -507,17 +500,17 @@ class WaitResolver:
         streams = state.all_members
         for member in members:
             other = streams.get(member)
-            if other.loss is not None if other is not None else self._may_miss(member):
+            if other is None:
+                is_uncounted = member in self._attempt.incomplete_ranks
+            else:
+                is_uncounted = other.loss is not None
+            if is_uncounted:
                 uncounted.append(member)
         return uncounted
 
-    def _may_miss(self, rank: int) -> bool:
-        """Whether a rank may have made calls in a stream that it has not reported."""
-        return rank in self._attempt.incomplete_ranks
-
     def _may_miss_message(self, sender: int, receiving: CallStream) -> bool:
         """Whether sends of a rank to this receiver, or receives from it, may not be recorded."""
-        if self._may_miss(sender):
+        if sender in self._attempt.incomplete_ranks:
             return True
         process = self._attempt.processes.get(sender)
         return process is not None and any(
@@ -557,7 +550,7 @@ class WaitResolver:
         if behind and not certain:
             unknown: Collection[int] = self._silent_ranks
             if behind.keys() - streams.keys() and group_state and has_completed_calls(group_state):
-                # They took part in earlier calls, and are not recorded.
+                # Members without a stream took part in earlier calls, and are not recorded.
                 unknown = {*unknown, *(behind.keys() - streams.keys())}
             behind = _select_furthest_behind(behind, unknown)
         # Members that have entered the call but will never complete it.
@@ -620,6 +613,17 @@ def may_be_released(attempt: Attempt, rank: int, stream: CallStream) -> bool:
     return entered_before < stream.entered and entered_at > reported_at
 
 
+def _is_channel_uncounted(attempt: Attempt, stream: CallStream) -> bool:
+    """Whether the two ends of a channel cannot be compared by counts, because calls of one of them are
+    not completely recorded.
+    """
+    if stream.loss is not None:
+        return True
+    if stream.other_end is None:
+        return stream.peer in attempt.incomplete_ranks
+    return stream.other_end.loss is not None
+
+
 def _find_awaited_peer(attempt: Attempt, rank: int, stream: CallStream) -> dict[int, int]:
     """The other end of a channel, if it has made fewer calls on it."""
     peer = stream.peer
@@ -654,7 +658,7 @@ def _find_awaited_senders(attempt: Attempt, rank: int, stream: CallStream) -> di
     if enough was sent.
     """
     sent_counts: dict[int, int] = {}
-    received_count = 0  # by receives that name their source
+    received_count = 0  # the completed receives that name their source
     for member in stream.group.ranks:
         if member == rank:
             continue
@@ -693,36 +697,36 @@ def _find_channels(
 
 
 class QueuedCalls:
-    """The queues of all devices at one moment, as far as the counts and times of calls show them."""
+    """The calls that devices cannot come to at one moment, because they are queued behind a message
+    without its other end; as far as the counts and times of calls show it.
+
+    Where a call only queues work for the device, as on NCCL, hosts go on after a send or a receive that
+    the peer has not met. A device executes its calls in the order in which its host made them, so those
+    after the message are held up as well: collectives that all hosts have made, and messages whose other
+    end is queued. Where the completion of calls is reported, as on gloo, none of this applies. Nor does
+    it to a message that the user's code started by ``isend`` or ``irecv``: until something waits for it,
+    calls on other communicators may overtake it.
+    """
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
-        # By rank: when its host made the first call that its device cannot come to or complete.
+        # When a rank's host made the first call that its device cannot come to or complete, by rank.
         self._held_since: dict[int, float] | None = None
         self._held_members: dict[tuple[int, int], Mapping[int, int]] = {}
-
-    def may_be_held(self, rank: int, streams: Iterable[CallStream]) -> bool:
-        """Whether the device of another rank may be unable to come to one of a rank's newest calls. Not
-        if its own device does not come to them either, or if each message has its other end.
-        """
-        return any(self.find_held_ranks(rank, stream) for stream in streams)
-
-    def _get_held_since(self) -> dict[int, float]:
-        if self._held_since is None:
-            has_messages = bool(self._attempt.message_groups)
-            unmet = self._find_unmet_messages() if has_messages else {}
-            self._held_since = self._propagate(unmet)
-        return self._held_since
 
     def find_held_ranks(self, rank: int, stream: CallStream) -> Mapping[int, int]:
         """The other ranks that have made the newest call of ``stream`` and whose devices cannot come
         to it, each with its sequence number. Ranks in the same collective share one mapping.
         """
-        held_since = self._get_held_since()
+        held_since = self._held_since
+        if held_since is None:
+            has_messages = bool(self._attempt.message_groups)
+            unmet = self._find_unmet_messages() if has_messages else {}
+            held_since = self._held_since = self._propagate(unmet)
         if stream.completed is not None or not stream.entered or not held_since:
             return {}
         if held_since.get(rank, inf) < stream.entered_at:
-            return {}  # its own device does not come to this call: it waits in an earlier one
+            return {}  # the rank's own device does not come to this call: it waits in an earlier one
         if stream.kind is not StreamKind.COLLECTIVE:
             return self._select_held(rank, stream, held_since)
         key = (id(stream.group_state), stream.entered)
@@ -741,8 +745,8 @@ class QueuedCalls:
         }
 
     def _find_unmet_messages(self) -> dict[int, float]:
-        """By rank, when its host made the first message whose other end does not exist. Of several
-        in one channel, the time of the newest is known.
+        """The time when a rank's host made the first message whose other end does not exist, by rank.
+        Only the time of the newest message of a channel is known.
         """
         messages: list[tuple[int, int, CallStream]] = []  # each with its rank and its receiver
         any_receivers: set[tuple[int, int]] = set()
@@ -753,7 +757,7 @@ class QueuedCalls:
                 if receives_from_any(stream):
                     any_receivers.add((rank, id(stream.group)))
                     continue
-                if self._is_uncounted(stream):
+                if _is_channel_uncounted(self._attempt, stream):
                     continue
                 met_count = 0 if stream.other_end is None else stream.other_end.entered
                 if met_count < stream.entered:
@@ -767,15 +771,6 @@ class QueuedCalls:
             if newest.blocking is not False:
                 unmet[rank] = min(unmet.get(rank, inf), stream.entered_at)
         return unmet
-
-    def _is_uncounted(self, stream: CallStream) -> bool:
-        """Whether the two ends of a channel cannot be compared by counts."""
-        other = stream.other_end
-        if stream.loss is not None:
-            return True
-        if other is None:
-            return stream.peer in self._attempt.incomplete_ranks
-        return other.loss is not None
 
     def _propagate(self, held_since: dict[int, float]) -> dict[int, float]:
         """Adds the calls that are held up by those of other ranks, until there are no more."""
@@ -810,7 +805,7 @@ class QueuedCalls:
         if (
             stream.peer is not None
             and other_end is not None
-            and not self._is_uncounted(stream)
+            and not _is_channel_uncounted(self._attempt, stream)
             and other_end.entered == stream.entered
         ):
             yield stream.peer, other_end

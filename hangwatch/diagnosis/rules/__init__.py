@@ -1,1 +1,4 @@
-"""One module for each kind of root cause."""
+"""The rules: each finds causes of one kind, or requests the evidence for them.
+
+A module holds the rules on one subject, which share their evidence and their texts.
+"""

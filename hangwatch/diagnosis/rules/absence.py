@@ -1,18 +1,15 @@
-"""The verdict on ranks that others wait for, with the summary and the advice of its kind.
-
-MERGED: Messages on ranks that ended, are frozen, or whose host does not report.
-"""
+"""The verdict on ranks that others wait for, with the summary and the advice of its kind."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from hangwatch.model.calls import Site
 from hangwatch.model.groups import Group
 from hangwatch.model.kinds import KINDS, Severity, Timing, VerdictKind
-from hangwatch.model.ranks import Lifecycle, ThreadStack
+from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Verdict
 from hangwatch.stacks.frames import find_user_site
 from hangwatch.tracking.process import Process
@@ -28,21 +25,25 @@ from ..context import (
     select_waits,
 )
 from ..graph.graph import WaitEdge
+from ..graph.progress import has_stack_changed, has_two_samples, is_busy
 from ..messages import (
+    PHASE_HINT,
     describe_blocking_thread,
     describe_not_entered,
-    describe_not_initialized,
-    describe_not_started,
     describe_position,
     describe_ranks,
-    describe_slow_ranks,
     format_exception,
-    format_slow_rank_advice,
-    format_stack_advice,
-    format_startup_advice,
     format_waiter_count,
 )
 from .chain_ends import is_in_phase
+
+_CRASH_SIGNALS = (
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGABRT,
+    signal.SIGFPE,
+    signal.SIGILL,
+)
 
 
 def make_absence_verdict(
@@ -70,10 +71,10 @@ def make_absence_verdict(
         is_confirmed=due,
         site=find_user_site(blocking_thread[1]) if blocking_thread is not None else None,
     )
-    summary, advice = _make_messages(context, verdict, edge)
+    summary, advice = MESSAGE_MAKERS[kind](context, verdict, edge)
     if blocking_thread is not None and kind is not VerdictKind.EXITED_RANK:
         rank, thread = blocking_thread
-        subject = _name_blocking_thread(culprits, rank, thread)
+        subject = describe_blocking_thread(f"rank {rank}" if len(culprits) > 1 else "it", thread)
         summary = f"{summary}: {subject} is at {verdict.site}"
     return replace(verdict, summary=summary, advice=advice)
 
@@ -87,29 +88,60 @@ def get_severity(context: DiagnosisContext, kind: VerdictKind, began_at: float) 
     return spec.severity
 
 
-def _name_blocking_thread(culprits: tuple[int, ...], rank: int, thread: ThreadStack) -> str:
-    subject = f"rank {rank}" if len(culprits) > 1 else "it"
-    return describe_blocking_thread(subject, thread)
-
-
-def _make_messages(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> tuple[str, str]:
-    """The summary and the advice."""
-    return MESSAGE_MAKERS[verdict.kind](context, verdict, edge)
-
-
 def _make_startup_messages(
     context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
 ) -> tuple[str, str]:
     processes = {rank: context.attempt.processes.get(rank) for rank in verdict.culprits}
-    waiter_count = len(verdict.waiting)
+    ranks, waiters = describe_ranks(verdict.culprits), format_waiter_count(len(verdict.waiting))
     if edge.stream.group.is_declared:
         op = get_op_name(edge.stream, edge.wait.seq)
-        summary = describe_not_started(verdict.culprits, waiter_count, op)
+        summary = f"{ranks} never started, for which {waiters} in {op}"
     else:
         process = processes[verdict.culprits[0]]
         was_destroyed = process is not None and process.lifecycle is Lifecycle.DESTROYED
-        summary = describe_not_initialized(verdict.culprits, was_destroyed, waiter_count)
-    return summary, format_startup_advice(processes)
+        again = " again" if was_destroyed else ""
+        summary = f"{ranks} never reached init_process_group{again}, in which {waiters}"
+    return summary, _format_startup_advice(processes)
+
+
+def _format_startup_advice(absent_processes: Mapping[int, Process | None]) -> str:
+    """Advice for all absent ranks; if their reasons differ, for the most basic reason."""
+    not_reporting = tuple(rank for rank, p in absent_processes.items() if p is None)
+    if not_reporting:
+        return _format_unknown_ranks_advice(not_reporting, len(absent_processes))
+    lifecycles = {p.lifecycle for p in absent_processes.values() if p is not None}
+    if len(absent_processes) > 1:
+        subject, run, have, possessive = "Their processes", "run", "have", "their"
+        they_have, they_do, stacks_show = "They have", "they do", "their stacks show"
+    else:
+        subject, run, have, possessive = "Its process", "runs", "has", "its"
+        they_have, they_do, stacks_show = "It has", "it does", "its stack shows"
+    if Lifecycle.ALIVE in lifecycles:
+        return (
+            f"{subject} {run} but {have} not imported torch: check what {they_do} before that"
+            " (downloads, imports from a slow disk)."
+        )
+    if Lifecycle.DESTROYED in lifecycles:
+        return (
+            f"{they_have} destroyed {possessive} process groups and not called init_process_group"
+            f" again: {stacks_show} what {they_do} instead."
+        )
+    return (
+        f"{subject} {run} but {have} not called init_process_group: {stacks_show} what {they_do}"
+        " instead."
+    )
+
+
+def _format_unknown_ranks_advice(not_reporting: tuple[int, ...], absent_count: int) -> str:
+    if len(not_reporting) < absent_count:
+        subject = describe_ranks(not_reporting).capitalize()
+    else:
+        subject = "They" if absent_count > 1 else "It"
+    return (
+        f"{subject} never reported: check that as many processes were started as WORLD_SIZE says,"
+        " that every node started, and that every node can reach HANGWATCH_URL. The launcher's log"
+        " may say more."
+    )
 
 
 def _make_exited_messages(
@@ -155,11 +187,28 @@ def _make_slow_messages(
     context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
 ) -> tuple[str, str]:
     process = context.attempt.processes[verdict.culprits[0]]
+    are, them = ("are", "them") if len(verdict.culprits) > 1 else ("is", "it")
     phase = None if process.phase is None else process.phase.name
-    op = get_op_name(edge.stream, edge.wait.seq)
-    summary = describe_slow_ranks(verdict.culprits, phase, len(verdict.waiting), op)
+    in_phase = f" in its phase {phase!r}" if phase else ""
+    summary = (
+        f"{describe_ranks(verdict.culprits)} {are} still working{in_phase} while"
+        f" {format_waiter_count(len(verdict.waiting))} for {them} in"
+        f" {get_op_name(edge.stream, edge.wait.seq)}"
+    )
     is_declared = is_in_phase(context, process)
-    return summary, format_slow_rank_advice(process, verdict.began_at, is_declared)
+    return summary, _format_slow_rank_advice(process, verdict.began_at, is_declared)
+
+
+def _format_slow_rank_advice(process: Process, since: float, is_in_phase: bool) -> str:
+    """The reason why the rank counts as slow and not as stuck."""
+    if is_in_phase:
+        return "Its script declared this phase: it may take until the limit of the phase."
+    if has_stack_changed(process, since):
+        return f"Its stack changes: slow rather than stuck. {PHASE_HINT}"
+    if is_busy(process):
+        where = " in the same function in every sample" if has_two_samples(process, since) else ""
+        return f"It uses the CPU{where}: a long computation, or a loop that waits. {PHASE_HINT}"
+    return f"It made progress elsewhere in the meantime: slow rather than stuck. {PHASE_HINT}"
 
 
 def _make_missing_messages(
@@ -167,7 +216,7 @@ def _make_missing_messages(
 ) -> tuple[str, str]:
     waiter = edge.wait.rank if edge.stream.peer is not None else None
     if edge.stream.peer is None:
-        # By position: whether their calls are equal may be unknown.
+        # Their positions count: whether their calls are equal may be unknown.
         members = context.streams_by_group.get(edge.stream.group.key, {})
         ranks_inside = tuple(
             rank
@@ -185,10 +234,14 @@ def _make_missing_messages(
         waiter,
         ranks_inside,
     )
-    return summary, format_stack_advice(len(verdict.culprits) > 1)
+    are_several = len(verdict.culprits) > 1
+    stacks_show = (
+        "Their stacks show what they do" if are_several else "Its stack shows what it does"
+    )
+    return summary, f"{stacks_show} instead of joining the others."
 
 
-# By kind, what makes the summary and the advice: one entry for each of `KIND_PRECEDENCE`.
+# The functions that make the summary and the advice, by kind: one for each of `KIND_PRECEDENCE`.
 MESSAGE_MAKERS: dict[
     VerdictKind, Callable[[DiagnosisContext, Verdict, WaitEdge], tuple[str, str]]
 ] = {
@@ -201,21 +254,12 @@ MESSAGE_MAKERS: dict[
 }
 
 
-_CRASH_SIGNALS = (
-    signal.SIGSEGV,
-    signal.SIGBUS,
-    signal.SIGABRT,
-    signal.SIGFPE,
-    signal.SIGILL,
-)
-
-
 def describe_exit(process: Process) -> str:
     """How a process ended: ``was killed by SIGKILL`` or ``exited with status 1``."""
     end = process.exit
     if end is None:
         return "is alive"
-    if process.exception is not None:  # it came before whatever ended the process
+    if process.exception is not None:  # an exception comes before whatever ended the process
         return f"raised {format_exception(process.exception)}"
     if end.signal:
         return f"was killed by {get_signal_name(end.signal)}"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from hangwatch.diagnosis.call_classes import classify_members
-from hangwatch.diagnosis.context import DiagnosisContext, EvidenceRequest
 from hangwatch.tracking.call_stream import CallStream, CallWindow
 
-_MAX_REQUESTED_RANKS = 8  # at a time: later hashes show to which side the others belong
+from ..call_classes import classify_members
+from ..context import DiagnosisContext, EvidenceRequest
+
+_MAX_REQUESTED_RANKS = 8  # later hashes show to which side the other ranks belong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +24,8 @@ class CallAgreement:
     may_become_known: bool  # hashes were requested and have not arrived
 
     def describe(self, ending: str, op: str, caller: int, position: str) -> str:
-        """That all ranks entered the call and what came of it; that it was the same call only if that is
-        known. ``op`` is what ``caller`` called.
+        """The clause that all ranks entered the call, and what came of it. It says that this was the
+        same call only if that is known. ``op`` is what ``caller`` called.
         """
         if self.is_known:
             return f"all {len(self.ranks)} ranks made the same call and {ending}: {op} ({position})"

@@ -1,7 +1,5 @@
-"""The kind of verdict that fits the end of a wait chain: what the rank is doing instead of entering
-the call in which others wait.
-
-MERGED: How long other ranks have waited for the end of a wait chain, as far as is known.
+"""The kind of verdict that fits the end of a wait chain, by what the rank is doing instead of entering
+the call in which others wait; and how long they have waited for it, as far as is known.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from ..graph.graph import BlockedCall, WaitEdge
 from ..graph.progress import find_working_threads, is_progressing, is_waiting_for_rank
 from ..graph.waits import is_not_initialized
 
-# Of several ends of one chain, those of the first kind are the cause.
+# If one chain has several ends, those of the first kind in this order are the cause.
 KIND_PRECEDENCE = (
     VerdictKind.EXITED_RANK,
     VerdictKind.FROZEN_RANK,
@@ -29,6 +27,7 @@ KIND_PRECEDENCE = (
     VerdictKind.SLOW_RANK,
 )
 _ABSENT_KINDS = (VerdictKind.MISSING_RANK, VerdictKind.SLOW_RANK)
+_REPORT_JITTER_S = 0.25  # heartbeats that are delayed differently shift the times they report
 
 
 def classify_ends(
@@ -36,7 +35,7 @@ def classify_ends(
 ) -> dict[int, VerdictKind]:
     """The kind of each rank.
 
-    Of ranks any one of which would suffice, only those that are closest to entering the call are
+    Where any one of several ranks would suffice, only those that are closest to entering the call are
     kept: only they delay the waiting ranks.
     """
     kinds = {rank: _classify_end(context, rank, waits_by_end[rank]) for rank in ranks}
@@ -148,9 +147,6 @@ def find_possible_victims(
     return victims
 
 
-_REPORT_JITTER_S = 0.25  # heartbeats that are delayed differently shift the times they report
-
-
 @dataclass(slots=True, eq=False)
 class LongestWaits:
     """The longest waits for one rank. Ranks with the same waiters share one object."""
@@ -158,11 +154,11 @@ class LongestWaits:
     blocked_calls: list[BlockedCall]
     began_at: float
     last_began_at: float  # when the last of all waiting ranks entered its call
-    # All are in calls declared by `hangwatch.collective`, or of groups that the world does not number:
-    # a process makes them without init_process_group as well.
+    # Whether all waits are in calls that a process makes without init_process_group as well: calls
+    # declared by `hangwatch.collective`, or of groups that the world does not number.
     all_declared: bool
-    setup_calls: list[BlockedCall]  # those in the creation of a group
-    # Of each wait: (until when it is known to last, when it began).
+    setup_calls: list[BlockedCall]  # the waits in the creation of a group
+    # The time until which each wait is known to last, and when it began.
     known_intervals: list[tuple[float, float]]
     longest_s: float  # the longest known duration
 
@@ -188,9 +184,9 @@ class LongestWaits:
         )
 
     def make_first_edge(self, awaited: int) -> WaitEdge:
-        """The wait for rank ``awaited`` that began first. Of those of its group that began within the
-        error of the reported times, that in the call with the lowest number: the later calls are
-        missing for the same reason.
+        """The wait for rank ``awaited`` that began first. If several waits of its group began within the
+        error of the reported times, it is the one in the call with the lowest number: the later calls
+        are missing for the same reason.
         """
         first = min(self.blocked_calls, key=lambda blocked: blocked.began_at)
         simultaneous = [
@@ -208,7 +204,7 @@ class _WaiterGroup:
     """The longest waits of the ranks that wait for the same ranks."""
 
     longest: list[BlockedCall]
-    last_began_at: float  # of all waits of the group
+    last_began_at: float  # when the last of all waits of the group began
 
 
 def collect_longest_waits(
@@ -234,7 +230,12 @@ def collect_longest_waits(
     for rank, indices in groups_by_end.items():
         key = tuple(indices)
         if key not in waits_by_indices:
-            waits_by_indices[key] = _merge_waits(context, [waiter_groups[i] for i in indices])
+            selected = [waiter_groups[index] for index in indices]
+            waits_by_indices[key] = LongestWaits.from_blocked_calls(
+                context,
+                [blocked for group in selected for blocked in group.longest],
+                max(group.last_began_at for group in selected),
+            )
         waits_by_end[rank] = waits_by_indices[key]
     return waits_by_end
 
@@ -246,7 +247,7 @@ def _select_longest(
 
     None if all of the ranks are deadlocked.
     """
-    # By when they began: sorting 100,000 pairs would block all threads for too long.
+    # The waits by when they began: sorting 100,000 pairs would block all threads for too long.
     longest_by_start: dict[float, tuple[float, BlockedCall]] = {}
     for blocked in blocked_calls:
         if blocked.rank in context.deadlocked_ranks:
@@ -265,12 +266,6 @@ def _select_longest(
     if not longest:
         return None
     return _WaiterGroup(longest=longest, last_began_at=max(longest_by_start))
-
-
-def _merge_waits(context: DiagnosisContext, waiter_groups: list[_WaiterGroup]) -> LongestWaits:
-    blocked_calls = [blocked for group in waiter_groups for blocked in group.longest]
-    last_began_at = max(group.last_began_at for group in waiter_groups)
-    return LongestWaits.from_blocked_calls(context, blocked_calls, last_began_at)
 
 
 def has_been_awaited_for(
@@ -323,7 +318,7 @@ def get_last_entered_at(context: DiagnosisContext, rank: int, waits: LongestWait
 
 
 def get_accountable_since(context: DiagnosisContext, rank: int, began_at: float) -> float:
-    """Since when a wait that began at ``began_at`` can be attributed to ``rank``."""
+    """The time since which a wait that began at ``began_at`` can be attributed to ``rank``."""
     silence = context.graph.silent_ranks.get(rank)
     if silence is not None:
         return max(began_at, silence.last_alive_at)

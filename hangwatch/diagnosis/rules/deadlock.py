@@ -1,7 +1,5 @@
-"""Deadlocks: cycles in the wait-for graph.
-
-MERGED: Deadlocks in a wait-for graph: ranks that can never continue, the components of ranks that wait
-for each other, and which ranks of a component to name.
+"""Deadlocks: cycles in the wait-for graph. The ranks that can never continue form components that wait
+for each other; of each, the ranks are named that cause the deadlock.
 """
 
 from __future__ import annotations
@@ -27,18 +25,18 @@ from ..context import (
 )
 from ..graph.graph import BlockedCall, WaitEdge, WaitGraph
 from ..graph.progress import get_calling_thread_since, has_working_thread
-from ..messages import (
-    REORDERED_TAGS_ADVICE,
-    WRONG_TAG_ADVICE,
-    describe_deadlock,
-    describe_tag_mismatch,
-    format_deadlock_advice,
-    format_new_tag_advice,
-)
+from ..messages import describe_deadlock, describe_position, format_deadlock_advice
 from .chain_ends import get_unable_kind
 
 _MAX_CALLS_SHOWN = 16
 _MAX_STACK_REQUESTS = 16
+_MAX_CYCLE_STARTS = 16  # ranks from which the shortest cycle is searched for
+
+WRONG_TAG_ADVICE = "The tags of a send and its receive must be equal: compare the two lines."
+REORDERED_TAGS_ADVICE = (
+    "The two ranks have used these tags before: look for a place where one of them uses its tags in"
+    " a different order."
+)
 
 
 def diagnose_deadlocks(context: DiagnosisContext) -> None:
@@ -59,6 +57,9 @@ def _diagnose_cycle(context: DiagnosisContext, component: set[int], waiters: set
     uncertain = _find_uncertain_ranks(context, core.ranks, began_at)
     for rank in sorted(uncertain)[:_MAX_STACK_REQUESTS]:
         context.requests.append(EvidenceRequest(rank=rank, stacks=True))
+    calls: list[CallClass] = []
+    for rank in culprits[:_MAX_CALLS_SHOWN]:
+        calls += get_newest_call(context.graph.blocked_calls[rank][0].stream, rank)
     first_edge = core.cycle[0]
     cycle_waits = [(edge.wait, get_op_name(edge.stream)) for edge in core.cycle]
     verdict = Verdict(
@@ -68,7 +69,7 @@ def _diagnose_cycle(context: DiagnosisContext, component: set[int], waiters: set
         waiting=tuple(sorted(waiting)),
         group=first_edge.stream.group,
         seq=first_edge.wait.seq,
-        calls=_collect_newest_calls(context, culprits),
+        calls=tuple(calls),
         waits=select_waits(context, core.ranks | waiting, core.cycle),
         began_at=began_at,
         is_confirmed=_is_confirmed(context, core, uncertain, began_at),
@@ -103,16 +104,6 @@ def _is_confirmed(
         return known_until - began_at >= context.limits.stall_after_s
     needed_waits = 3 if _are_stacks_sampled(context, core.ranks, began_at) else 4
     return context.now - began_at >= needed_waits * MIN_WAIT_S
-
-
-def _collect_newest_calls(
-    context: DiagnosisContext, culprits: tuple[int, ...]
-) -> tuple[CallClass, ...]:
-    calls: list[CallClass] = []
-    for rank in culprits[:_MAX_CALLS_SHOWN]:
-        blocked = context.graph.blocked_calls[rank][0]
-        calls += get_newest_call(blocked.stream, rank)
-    return tuple(calls)
 
 
 def _waits_for_departed(context: DiagnosisContext, component: set[int]) -> bool:
@@ -154,18 +145,12 @@ def _add_tag_mismatch(
     before: then that one may be right, and one of the ranks may use its tags in a different order.
     """
     blocking_streams = {id(blocked.stream) for blocked in blocked_calls}
-    for edge in _iter_blocked_receives(blocked_calls):
+    receives = [blocked for blocked in blocked_calls if blocked.stream.kind is StreamKind.RECV]
+    for edge in (blocked.make_edge(rank) for blocked in receives for rank in blocked.awaited):
         for sending in _find_unreceived_sends(context, edge, blocking_streams):
             is_blocking = id(sending) in blocking_streams
             return _explain_by_tags(context, verdict, edge, sending, is_blocking)
     return verdict
-
-
-def _iter_blocked_receives(blocked_calls: list[BlockedCall]) -> Iterator[WaitEdge]:
-    for blocked in blocked_calls:
-        if blocked.stream.kind is StreamKind.RECV:
-            for rank in blocked.awaited:
-                yield blocked.make_edge(rank)
 
 
 def _find_unreceived_sends(
@@ -202,11 +187,13 @@ def _explain_by_tags(
     is_blocking: bool,
 ) -> Verdict:
     receiving, receiver, sender = edge.stream, edge.wait.rank, edge.wait.on_rank
-    description = describe_tag_mismatch(
-        receiver, receiving.tag, sender, sending.tag, receiving.group, is_blocking
+    # The message names no call number, since those of a channel are not those of the group.
+    description = (
+        f"rank {receiver} waits to receive tag {receiving.tag} from rank {sender}, which"
+        f" {'sends' if is_blocking else 'sent'} tag {sending.tag}"
+        f" ({describe_position(receiving.group, None)})"
     )
-    matching_receive = sending.other_end
-    was_sent_tag_received = matching_receive is not None and matching_receive.entered > 0
+    was_sent_tag_received = sending.other_end is not None and sending.other_end.entered > 0
     was_awaited_tag_sent = any(
         stream.tag == receiving.tag and stream.entered
         for stream in _list_sends_to_receiver(context, edge)
@@ -237,13 +224,18 @@ def _explain_by_tags(
     )
 
 
-_MAX_CYCLE_STARTS = 16  # ranks from which the shortest cycle is searched for
+def format_new_tag_advice(new_tag: int | None) -> str:
+    """The advice where the two ranks have used only the other of the two tags before."""
+    return (
+        f"The two ranks have not used tag {new_tag} before, unlike the other one: either it is wrong,"
+        " or one of them uses its tags in a different order."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlockCore:
-    """Of a component the ``ranks`` to name, a shortest ``cycle`` of waits among them, and the ranks
-    that are on every cycle.
+    """The ``ranks`` of a component to name, a shortest ``cycle`` of waits among them, and the ranks that
+    are on every cycle.
     """
 
     ranks: set[int]
@@ -280,7 +272,7 @@ def find_blocked_ranks(graph: WaitGraph) -> set[int]:
 
 
 def _count_missing_ranks(graph: WaitGraph) -> list[int]:
-    """For each waiter group, how many of the ranks it needs are waiting themselves."""
+    """The number of ranks that each waiter group needs and that are waiting themselves."""
     chain_ends = graph.find_chain_ends()
     counts: list[int] = []
     for group in graph.iter_waiter_groups():
@@ -413,8 +405,8 @@ def _is_acyclic(graph: WaitGraph, ranks: set[int]) -> bool:
 
     Ranks that share a mapping of awaited ranks are counted together, by its identity.
     """
-    awaited_counts: dict[int, int] = {}  # of each mapping, its ranks that remain
-    waiting_ranks: dict[int, list[int]] = {}  # of each mapping
+    awaited_counts: dict[int, int] = {}  # the remaining ranks of each mapping
+    waiting_ranks: dict[int, list[int]] = {}  # the ranks that wait for each mapping
     mappings_by_awaited: dict[int, list[int]] = {}
     for rank in ranks:
         for blocked in graph.blocked_calls[rank]:
@@ -426,7 +418,7 @@ def _is_acyclic(graph: WaitGraph, ranks: set[int]) -> bool:
                     mappings_by_awaited.setdefault(awaited_rank, []).append(mapping)
             if awaited_counts[mapping]:
                 waiting_ranks.setdefault(mapping, []).append(rank)
-    wait_counts: dict[int, int] = {}  # of each rank, the mappings that it waits for
+    wait_counts: dict[int, int] = {}  # the number of mappings that each rank waits for
     for rank in ranks:
         mappings = [id(blocked.awaited) for blocked in graph.blocked_calls[rank]]
         wait_counts[rank] = sum(awaited_counts[mapping] > 0 for mapping in mappings)

@@ -1,18 +1,10 @@
-"""Devices that lag behind those of the other members, although every member's host has made the
-call: a kernel that never ends, or a stream that waits.
-
-MERGED: Devices that wait for each other: calls of several groups that hosts queued in different orders.
-
-MERGED: Calls that do not finish where no counters of devices can be compared.
+"""Hangs of devices whose hosts run ahead: devices that lag behind those of the other members, that wait
+for each other, or that are all in one call; and hosts that have not made the call that others' devices
+are in.
 
 The counters of a group with sends and receives cannot be compared between ranks, which make
-different ones, but they show that no device goes on. And a backend counts nothing before a group's
-communicator exists: then the hosts themselves are blocked in the call.
-
-MERGED: Ranks whose hosts have not made the call that others' devices are in, while those ranks' hosts run
-ahead: they queue further calls, so that none of them seems to wait.
-
-MERGED: Messages on devices that lag, and on calls that all devices are in.
+different ones, but they show that no device makes progress. And a backend counts nothing before a
+group's communicator exists: then the hosts themselves are blocked in the call.
 """
 
 from __future__ import annotations
@@ -50,15 +42,35 @@ from .agreement import check_agreement
 from .chain_ends import is_in_phase, is_working
 
 _MAX_WAITS_SHOWN = 64
-# Without recorded starts, a long kernel on all devices looks like a call that does not complete.
+# A long kernel on all devices looks like a call that does not complete where starts are not recorded.
 UNTIMED_GRACE_S = 3.65
-# For requested hashes, which show whether the ranks made the same call; the request goes out long
-# before the verdict is due.
+# The verdict waits this long for requested hashes, which show whether the ranks made the same call; the
+# request goes out long before the verdict is due.
 _MAX_HASH_WAIT_S = 3.0
+
+_TIMING_HINT = (
+    "TORCH_NCCL_ENABLE_TIMING=1 (from torch 2.15 on, with TORCH_DIST_USE_NCCL2=0) would show which"
+    " devices have begun the call."
+)
+WATCHDOG_ADVICE = (
+    "The watchdog's message in the rank's log says which call did not complete, how long it took, and"
+    " which error the network reported."
+)
+_STILL_DEVICES_ADVICE = (
+    "Each send has its receive, and each collective all its members, so check the network, the devices"
+    " and their drivers (nvidia-smi, dmesg). A device may be stuck before one of these calls."
+)
+_COMMUNICATOR_ADVICE = (
+    "The backend connects the ranks in the first call of a group. If it usually takes less time, check"
+    " that all hosts reach each other on the same network (NCCL_SOCKET_IFNAME, NCCL_IB_HCA, firewalls);"
+    " NCCL_DEBUG=INFO shows what it chose."
+)
 
 
 def diagnose_stuck_devices(context: DiagnosisContext) -> None:
-    """One verdict for all devices that others wait for and that wait for none."""
+    """One verdict for all devices that others wait for and that wait for none: they lag although every
+    member's host has made the call, because of a kernel that never ends or a stream that waits.
+    """
     view = context.get_still_device_view()
     if view is None:
         return
@@ -167,7 +179,7 @@ def make_stuck_verdict(
 
 
 def _list_waits(view: DeviceView, hang: DeviceHang, stuck: set[int]) -> tuple[Wait, ...]:
-    """The waits for the culprits, or some of these."""
+    """The waits for the culprits, or some of them."""
     waits: list[Wait] = []
     for wait in hang.waits:
         for on_rank in sorted(wait.awaited & stuck):
@@ -269,8 +281,8 @@ def _list_cycle_waits(view: DeviceView, hang: DeviceHang) -> list[tuple[Wait, st
 
 
 def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
-    """One verdict if no rank makes a call, no device goes on, and hosts are seen to wait; not beside
-    another verdict, of which that may be a consequence.
+    """One verdict if no rank makes a call, no device makes progress, and hosts are seen to wait; not
+    beside another verdict, of which that may be a consequence.
     """
     attempt = context.attempt
     if context.now - attempt.newest_call_at < get_suspicion_delay_s(context.limits):
@@ -291,10 +303,7 @@ def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
         return
     has_counters = any(_has_unfinished_count(process) for process in waiting)
     limit_s = context.limits.stall_after_s + (UNTIMED_GRACE_S if has_counters else 0.0)
-    first = attempt.processes[ranks[0]]
-    verdict = _make_verdict(
-        first, ranks, _find_first_devices(context), began_at, due=age_s >= limit_s
-    )
+    verdict = _make_still_verdict(context, ranks, began_at, due=age_s >= limit_s)
     if all(map(_may_create_communicator, waiting)):
         verdict = _describe_communicator(context, verdict)
     context.verdicts.append(verdict)
@@ -310,7 +319,7 @@ def _may_wait(context: DiagnosisContext, process: Process) -> bool:
         return False
     if process.rank in context.graph.silent_ranks or is_in_phase(context, process):
         return False
-    if _has_messages(process):
+    if any(stream.peer is not None and stream.entered for stream in process.streams.values()):
         return newest.device is None or _has_unfinished_count(process)
     state = newest.group_state
     return newest.device is None and state is not None and not state.has_member_behind(newest)
@@ -326,20 +335,16 @@ def _find_newest_queued(process: Process) -> CallStream | None:
     return newest
 
 
-def _has_messages(process: Process) -> bool:
-    return any(stream.peer is not None and stream.entered for stream in process.streams.values())
-
-
 def _has_unfinished_count(process: Process) -> bool:
-    """Whether its counters show calls that are not complete. Those of a group with messages count
-    these and the collectives by different numbers.
+    """Whether its counters show calls that are not complete. The counters of a group with messages
+    count these and the collectives by different numbers.
     """
     devices = [stream.device for stream in process.streams.values()]
     return any(device.completed != device.enqueued for device in devices if device is not None)
 
 
 def _get_known_until(process: Process) -> float:
-    """Until when it is known that its host made no further call and its device did not go on."""
+    """The time until which its host is known to have made no further call, and its device no progress."""
     if _has_unfinished_count(process):
         return get_still_until(process)
     return process.reports.last_seen_at
@@ -357,7 +362,7 @@ def _is_seen_waiting(process: Process, since: float) -> bool | None:
 
 
 def _get_advanced_at(process: Process) -> float:
-    """When its host last made a call, or its device was last seen to go on.
+    """When its host last made a call, or its device was last seen to make progress.
 
     The first reading after the last call shows when the device was seen, not when it changed.
     """
@@ -373,31 +378,36 @@ def _may_create_communicator(process: Process) -> bool:
 
 
 def _describe_communicator(context: DiagnosisContext, verdict: Verdict) -> Verdict:
-    """Connecting thousands of ranks, or many on a busy machine, may take long without a fault."""
-    assert verdict.group is not None and verdict.seq is not None  # see `_make_verdict`
+    """The verdict on ranks that connect to each other. Connecting thousands of ranks, or many on a busy
+    machine, may take long without a fault.
+    """
     is_late = context.now - verdict.began_at >= context.limits.startup_after_s
+    position = describe_position(verdict.group, verdict.seq)
     return replace(
         verdict,
         severity=verdict.severity if is_late else Severity.WARNING,
-        summary=describe_communicator(
-            verdict.waiting, describe_position(verdict.group, verdict.seq)
-        ),
-        advice=COMMUNICATOR_ADVICE,
+        summary=f"{describe_ranks(verdict.waiting)} connect to each other and do not finish: {position}",
+        advice=_COMMUNICATOR_ADVICE,
     )
 
 
-def _find_first_devices(context: DiagnosisContext) -> tuple[int, ...]:
-    """The ranks whose devices hold up all others, as far as counters show it."""
-    view = context.get_device_view()
-    return () if view is None else tuple(sorted(view.hang.culprits))
-
-
-def _make_verdict(
-    first: Process, ranks: tuple[int, ...], ends: tuple[int, ...], began_at: float, *, due: bool
+def _make_still_verdict(
+    context: DiagnosisContext, ranks: tuple[int, ...], began_at: float, *, due: bool
 ) -> Verdict:
-    stream = _find_newest_queued(first)
+    first = ranks[0]
+    stream = _find_newest_queued(context.attempt.processes[first])
     assert stream is not None  # see `_may_wait`
     position = describe_position(stream.group, stream.entered)
+    verb, devices = ("wait", "their devices") if len(ranks) > 1 else ("waits", "its device")
+    summary = (
+        f"{describe_ranks(ranks)} {verb} for {devices}, and no device finishes what is queued: rank"
+        f" {first}'s last call is {get_op_name(stream)} ({position})"
+    )
+    view = context.get_device_view()
+    # The ranks whose devices hold up all others, as far as counters show it.
+    ends = () if view is None else tuple(sorted(view.hang.culprits))
+    if 0 < len(ends) < len(ranks):
+        summary += f"; the others wait for {describe_ranks(ends)}"
     return Verdict(
         kind=VerdictKind.NO_PROGRESS,
         severity=KINDS[VerdictKind.NO_PROGRESS].severity,
@@ -405,18 +415,19 @@ def _make_verdict(
         waiting=ranks,
         group=stream.group,
         seq=stream.entered,
-        calls=get_newest_call(stream, first.rank),
+        calls=get_newest_call(stream, first),
         began_at=began_at,
         is_confirmed=due,
-        summary=describe_still_devices(ranks, ends, first.rank, get_op_name(stream), position),
-        advice=STILL_DEVICES_ADVICE,
+        summary=summary,
+        advice=_STILL_DEVICES_ADVICE,
     )
 
 
 def diagnose_hosts_behind(context: DiagnosisContext) -> None:
     """One verdict for the ranks that devices wait for and whose hosts are alive in their own code.
 
-    Ranks that left, are frozen or do not report are other rules' subjects.
+    The hosts of the waiting ranks run ahead: they queue further calls, so that none of them seems to
+    wait. Ranks that left, are frozen or do not report are other rules' subjects.
     """
     view = context.get_still_device_view()
     if view is None:
@@ -429,10 +440,11 @@ def diagnose_hosts_behind(context: DiagnosisContext) -> None:
     age_s = view.get_unchanged_s(waiting)
     if age_s < get_suspicion_delay_s(context.limits):
         return
-    if any(_is_excused(context, rank) for rank in hang.host_ends):
+    processes = context.attempt.processes
+    excused = context.attempt.unable_ranks | context.graph.silent_ranks.keys()
+    if any(r in excused or is_in_phase(context, processes[r]) for r in hang.host_ends):
         return
     began_at = view.get_unchanged_since(waiting)
-    processes = context.attempt.processes
     if any(processes[rank].newest_call_at < began_at + MIN_WAIT_S for rank in waiting):
         return  # a host that makes no further calls may be busy, and wait for none
     request_stacks(context, sorted(hang.host_ends), waiting, began_at)
@@ -449,57 +461,6 @@ def diagnose_hosts_behind(context: DiagnosisContext) -> None:
         make_absence_verdict(context, kind, culprits, waiting, edge, began_at, due=True)
     )
     context.explained_ranks |= involved
-
-
-def _is_excused(context: DiagnosisContext, rank: int) -> bool:
-    process = context.attempt.processes[rank]
-    return (
-        rank in context.attempt.unable_ranks
-        or rank in context.graph.silent_ranks
-        or is_in_phase(context, process)
-    )
-
-
-_TIMING_HINT = (
-    "TORCH_NCCL_ENABLE_TIMING=1 (from torch 2.15 on, with TORCH_DIST_USE_NCCL2=0) would show which"
-    " devices have begun the call."
-)
-
-WATCHDOG_ADVICE = (
-    "The watchdog's message in the rank's log says which call did not complete, how long it took, and"
-    " which error the network reported."
-)
-STILL_DEVICES_ADVICE = (
-    "Each send has its receive, and each collective all its members, so check the network, the devices"
-    " and their drivers (nvidia-smi, dmesg). A device may be stuck before one of these calls."
-)
-
-
-COMMUNICATOR_ADVICE = (
-    "The backend connects the ranks in the first call of a group. If it usually takes less time, check"
-    " that all hosts reach each other on the same network (NCCL_SOCKET_IFNAME, NCCL_IB_HCA, firewalls);"
-    " NCCL_DEBUG=INFO shows what it chose."
-)
-
-
-def describe_communicator(ranks: tuple[int, ...], position: str) -> str:
-    return f"{describe_ranks(ranks)} connect to each other and do not finish: {position}"
-
-
-def describe_still_devices(
-    ranks: tuple[int, ...], ends: tuple[int, ...], first: int, op: str, position: str
-) -> str:
-    """``first`` is the rank whose newest call is ``op``; ``ends`` are the ranks whose devices hold up
-    all others, if that is known.
-    """
-    verb, devices = ("wait", "their devices") if len(ranks) > 1 else ("waits", "its device")
-    summary = (
-        f"{describe_ranks(ranks)} {verb} for {devices}, and no device finishes what is queued: rank"
-        f" {first}'s last call is {op} ({position})"
-    )
-    if 0 < len(ends) < len(ranks):
-        summary += f"; the others wait for {describe_ranks(ends)}"
-    return summary
 
 
 def describe_stuck_devices(

@@ -1,15 +1,12 @@
 """Ranks that ended: the first failure is the cause, unless the rank failed because another one had
-left before it.
-
-MERGED: Whether processes were ended by their launcher after all ranks had finished their work. Ray, for
-one, ends its workers itself, and their exit status is not 0.
+left before it, or its launcher ended it after all ranks had finished their work.
 """
 
 from __future__ import annotations
 
 import signal
 
-from hangwatch.model.calls import Site, StreamKind
+from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Verdict
@@ -46,6 +43,9 @@ from .failures import (
 )
 from .timeouts import diagnose_timeout, diagnose_watchdog_end, has_waited
 
+_TEARDOWN_S = 3.0  # launchers end all processes within this time
+_LAUNCHER_SIGNALS = (signal.SIGKILL, *TERMINATION_SIGNALS)
+
 
 def diagnose_exits(context: DiagnosisContext) -> None:
     """One verdict for the first failure. Later ones are consequences: launchers kill the other
@@ -57,11 +57,11 @@ def diagnose_exits(context: DiagnosisContext) -> None:
         return
     first = failed[0]
     if first.rank in context.explained_ranks:
-        return  # it failed because of a call that was wrong before
+        return  # the rank failed because of a call that was wrong before
     waiters = context.graph.find_waiters_of([first.rank])
     if was_terminated(first) and not waiters:
         return
-    is_in_teardown = is_teardown(context, failed)
+    is_in_teardown = _is_teardown(context, failed)
     if is_in_teardown:
         return
     last = first.newest_stream
@@ -149,6 +149,7 @@ def _add_exited_rank_verdict(
     first = failed[0]
     waiting = _find_failed_or_waiting(context, failed, departed)
     culprits = tuple(sorted(departed))
+    process = context.attempt.processes.get(departed[0])
     context.verdicts.append(
         Verdict(
             kind=VerdictKind.EXITED_RANK,
@@ -163,14 +164,14 @@ def _add_exited_rank_verdict(
             is_confirmed=context.now - get_failure_time(first) >= context.limits.settle_s,
             summary=describe_exited_ranks(
                 culprits,
-                _has_ended(context, departed[0]),
+                process is None or not process.is_alive,
                 len(waiting),
                 get_op_name(last),
                 last.group,
                 last.entered,
             ),
             advice=format_exited_rank_advice(len(departed) > 1),
-            site=_find_last_site_of(context, departed[0]),
+            site=find_last_site(process) if process is not None else None,
         )
     )
     context.explained_ranks |= {*departed, *waiting}
@@ -181,16 +182,6 @@ def _find_failed_or_waiting(
 ) -> set[int]:
     failed_ranks = {process.rank for process in failed}
     return (failed_ranks | context.graph.get_waiting_ranks()) - set(culprits)
-
-
-def _has_ended(context: DiagnosisContext, rank: int) -> bool:
-    process = context.attempt.processes.get(rank)
-    return process is None or not process.is_alive
-
-
-def _find_last_site_of(context: DiagnosisContext, rank: int) -> Site | None:
-    process = context.attempt.processes.get(rank)
-    return find_last_site(process) if process is not None else None
 
 
 def _add_lost_node_verdict(
@@ -220,14 +211,9 @@ def _add_lost_node_verdict(
     context.explained_ranks |= {*lost_ranks, *waiting}
 
 
-# Launchers end all processes within this time, in seconds.
-_TEARDOWN_S = 3.0
-_LAUNCHER_SIGNALS = (signal.SIGKILL, *TERMINATION_SIGNALS)
-
-
-def is_teardown(context: DiagnosisContext, failed: list[Process]) -> bool | None:
-    """Whether these processes were ended after they had finished their work. None if the others may
-    be about to end.
+def _is_teardown(context: DiagnosisContext, failed: list[Process]) -> bool | None:
+    """Whether these processes were ended after they had finished their work, as Ray ends its workers,
+    with an exit status that is not 0. None if the others may be about to end.
 
     A process that destroyed its groups has finished. Where a thread makes the calls, its end does
     not end the process, so nothing but the end of all processes in the same way shows that they
@@ -242,7 +228,8 @@ def is_teardown(context: DiagnosisContext, failed: list[Process]) -> bool | None
     if not all(map(_has_called_in_thread, failed)) or context.graph.get_waiting_ranks():
         return False
     processes = context.attempt.processes.values()
-    if len(processes) < 2 or not all(map(_has_completed_all_calls, processes)):
+    streams = [stream for process in processes for stream in process.streams.values()]
+    if len(processes) < 2 or not all(map(_is_complete, streams)):
         return False
     if len({process.exit for process in failed}) > 1:
         return False
@@ -265,10 +252,6 @@ def _has_called_in_thread(process: Process) -> bool:
     newest = process.newest_stream
     call = newest.calls.get(newest.entered) if newest is not None else None
     return call is not None and call.thread not in (0, process.identity.pid)
-
-
-def _has_completed_all_calls(process: Process) -> bool:
-    return all(_is_complete(stream) for stream in process.streams.values())
 
 
 def _is_complete(stream: CallStream) -> bool:

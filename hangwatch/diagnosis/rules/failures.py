@@ -1,7 +1,5 @@
-"""Whether and when processes failed, and in which order their failures caused each other.
-
-MERGED: Ranks without which a failed call could not complete: those that had left before, and those whose
-host did not report at that time.
+"""Whether and when processes failed, in which order their failures caused each other, and without
+which ranks a failed call could not complete.
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ from ..graph.waits import WaitResolver
 DETECTION_DELAY_S = 1.0
 # An error about a peer is sorted after failures of other kinds up to this much later.
 PEER_ERROR_DELAY_S = 2.0
+_MAX_SEARCHED_RANKS = 1000
 _INTERRUPT = "KeyboardInterrupt"
 
 
@@ -37,7 +36,7 @@ def has_failed_exit(process: Process) -> bool:
         # Python may take long to exit, or never finish exiting, after an uncaught exception.
         has_raised = process.exception is not None and process.exception.type != _INTERRUPT
         return has_raised and process.lifecycle is Lifecycle.EXITING
-    if end.exit_status is None and end.signal is None:
+    if _is_exit_unseen(process):
         return process.lifecycle < Lifecycle.EXITING or process.exception is not None
     return end.has_failed
 
@@ -115,9 +114,6 @@ def sort_by_cause(failed: list[Process]) -> list[Process]:
         return failed_at, False
 
     return sorted(failed, key=failure_sort_key)
-
-
-_MAX_SEARCHED_RANKS = 1000
 
 
 def find_departed_before(context: DiagnosisContext, first: Process, last: CallStream) -> list[int]:

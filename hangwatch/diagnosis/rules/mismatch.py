@@ -1,12 +1,8 @@
-"""Verdicts on calls that should agree between ranks and do not.
+"""Calls that should agree between ranks and do not.
 
-`mismatch` finds calls that differ within a group, `pairwise` finds those that do not fit between
-two ranks. Here it is decided who waits because of them.
-
-MERGED: Calls that should be equal on every member of a group and are not, found by their running hashes.
-
-MERGED: Arguments that may differ between the members of a group but must fit between two of them: what
-one rank sends is what the other expects.
+The calls of a group should be equal on every member: their running hashes show the first that is not.
+Some arguments may differ between members but must fit between two of them: what one rank sends is what
+the other expects.
 """
 
 from __future__ import annotations
@@ -36,14 +32,7 @@ from ..context import (
 )
 from ..graph.devices import get_first_unfinished
 from ..graph.waits import get_new_group_ranks
-from ..messages import (
-    GROUP_MISMATCH_ADVICE,
-    MISMATCH_ADVICE,
-    PAIR_MISMATCH_ADVICE,
-    SplitExchange,
-    describe_mismatch,
-    describe_pair_mismatch,
-)
+from ..messages import describe_mismatch, describe_position, describe_ranks
 from .failures import get_failure_time, has_failed_exit, was_terminated
 
 # A rank that fails within this many calls, and this time, after a mismatched call that completed
@@ -54,6 +43,28 @@ _FAILED_SOON_S = 5.0
 # found, or after the ranks were last seen; later if a node agent has not reported since the request.
 _MAX_EVIDENCE_WAIT_S = 3.0
 _MAX_NARROWING_S, _MAX_REPLY_WAIT_S, _MAX_REPORT_WAIT_S = 4.5, 1.0, 15.0
+_MAX_CALLS_TO_FETCH = 64
+_MAX_ASKED_PER_CLASS = 3  # ranks of a class that are asked for the same calls
+_MAX_PROBES = 64  # calls that are compared at a time to find where a divergence began
+# In an all-to-all every member may have different sizes. The calls of the first outliers are shown
+# before those of the other members.
+_MAX_CLASSES_SHOWN = 16
+_MAX_OUTLIERS_FIRST = 8
+
+_GROUP_MISMATCH_ADVICE = (
+    "Process groups must be created in the same order, with the same members, on every rank."
+)
+_MISMATCH_ADVICE = (
+    "Every rank of a group must make the same calls in the same order: compare the two lines."
+)
+_PAIR_MISMATCH_ADVICE = "What one rank sends is not what the other expects: compare the two lines."
+
+_FIELD_READERS: dict[str, Callable[[Signature], object]] = {
+    "dtype": lambda s: s.dtype,
+    "shape": lambda s: (s.numel, *map(math.prod, s.shapes)),
+    "reduce_op": lambda s: s.reduce_op,
+    "root": lambda s: s.root,
+}
 
 
 def diagnose_call_mismatches(context: DiagnosisContext) -> None:
@@ -67,11 +78,16 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
     members = context.streams_by_group[mismatch.group.key]
     for rank, window in mismatch.calls_to_fetch:
         context.requests.append(EvidenceRequest.for_calls(rank, members[rank], window))
-    failed = _find_failed_members(context, mismatch, members)
+    processes = context.attempt.processes
+    failed = {
+        rank
+        for rank in context.attempt.ended_ranks & members.keys()
+        if _failed_at_call(processes[rank], members[rank], mismatch.seq)
+    }
     is_harmless = _is_harmless(context, mismatch, members, failed)
     if mismatch.kind is StreamKind.SETUP:
         if len(mismatch.calls) < len(mismatch.classes):
-            if is_harmless:  # as far as can be told without the calls
+            if is_harmless:  # without the calls, that is all that is known
                 return
         elif _creates_separate_groups(mismatch, members):
             return
@@ -108,30 +124,15 @@ def _creates_separate_groups(mismatch: CallMismatch, members: dict[int, CallStre
     return connected_count < 2
 
 
-def _find_failed_members(
-    context: DiagnosisContext, mismatch: CallMismatch, members: dict[int, CallStream]
-) -> set[int]:
-    processes = context.attempt.processes
-    return {
-        rank
-        for rank in context.attempt.ended_ranks & members.keys()
-        if _failed_at_call(processes[rank], members[rank], mismatch.seq)
-    }
-
-
-def _find_first_unfinished(stream: CallStream) -> int:
-    """Where hosts run ahead of their devices, those tell which calls are complete."""
-    if stream.device is None:
-        return stream.first_unfinished
-    return get_first_unfinished(stream, stream.device)
-
-
 def _may_be_inside(stream: CallStream, seq: int) -> bool:
     """Whether a member may not have got past call ``seq``. Where only devices count what they
     complete, the host must have made another call as well.
     """
-    is_newest = stream.completed is None and stream.entered <= seq
-    return is_newest or _find_first_unfinished(stream) <= seq
+    if stream.completed is None and stream.entered <= seq:
+        return True
+    if stream.device is not None:
+        return get_first_unfinished(stream, stream.device) <= seq
+    return stream.first_unfinished <= seq
 
 
 def _is_harmless(
@@ -203,7 +204,7 @@ def _make_mismatch_verdict(
             mismatch.seq,
             mismatch.last_equal,
         ),
-        advice=GROUP_MISMATCH_ADVICE if is_setup else MISMATCH_ADVICE,
+        advice=_GROUP_MISMATCH_ADVICE if is_setup else _MISMATCH_ADVICE,
         site=_find_site_of(mismatch.calls, mismatch.outliers),
     )
 
@@ -262,8 +263,10 @@ def _failed_at_call(process: Process, stream: CallStream, seq: int) -> bool:
     an error only where it is used.
     """
     has_failed = has_failed_exit(process)
-    if (process.is_alive and not has_failed) or _made_later_calls(process, stream):
+    if process.is_alive and not has_failed:
         return False
+    if any(s.entered_at > stream.entered_at + MIN_WAIT_S for s in process.streams.values()):
+        return False  # the rank made calls in other streams since: its end has a later cause
     if stream.entered == seq or stream.first_unfinished <= seq < stream.entered:
         return True
     if not has_failed or was_terminated(process):
@@ -271,13 +274,6 @@ def _failed_at_call(process: Process, stream: CallStream, seq: int) -> bool:
     last_call_at = max(stream.entered_at, stream.last_completion_at)
     failed_soon = get_failure_time(process) - last_call_at <= _FAILED_SOON_S
     return failed_soon and seq < stream.entered <= seq + _MAX_CALLS_AFTER
-
-
-def _made_later_calls(process: Process, stream: CallStream) -> bool:
-    """Whether it made calls in other streams after the newest one of ``stream``: then its end has a
-    later cause.
-    """
-    return any(s.entered_at > stream.entered_at + MIN_WAIT_S for s in process.streams.values())
 
 
 def _diverge_again(members: dict[int, CallStream]) -> bool:
@@ -316,11 +312,8 @@ def _diagnose_pair_mismatch(context: DiagnosisContext, mismatch: PairMismatch) -
     outliers = set(mismatch.outliers)
     concerned = context.graph.find_waiters_of(mismatch.outliers) | set(mismatch.ranks)
     waiting = (concerned & context.graph.get_waiting_ranks()) - outliers
-    ended = set()
-    for rank in mismatch.ranks:
-        process = context.attempt.processes.get(rank)
-        if process is not None and not process.is_alive:
-            ended.add(rank)
+    processes = context.attempt.processes
+    ended = {r for r in mismatch.ranks if r in processes and not processes[r].is_alive}
     context.verdicts.append(
         Verdict(
             kind=VerdictKind.MISMATCH,
@@ -334,7 +327,7 @@ def _diagnose_pair_mismatch(context: DiagnosisContext, mismatch: PairMismatch) -
             waits=select_waits(context, waiting),
             began_at=mismatch.began_at,
             summary=_summarize_pair_mismatch(mismatch),
-            advice=PAIR_MISMATCH_ADVICE,
+            advice=_PAIR_MISMATCH_ADVICE,
             site=_find_site_of(mismatch.calls, mismatch.outliers),
         )
     )
@@ -343,34 +336,10 @@ def _diagnose_pair_mismatch(context: DiagnosisContext, mismatch: PairMismatch) -
         request_stacks(context, mismatch.outliers, waiting, mismatch.began_at)
 
 
-def _summarize_pair_mismatch(mismatch: PairMismatch) -> str:
-    if mismatch.exchange is None:
-        return describe_mismatch(
-            mismatch.outliers,
-            mismatch.calls,
-            mismatch.differing_fields,
-            mismatch.group,
-            mismatch.seq,
-        )
-    return describe_pair_mismatch(
-        mismatch.outliers,
-        mismatch.exchange,
-        mismatch.calls[0].call.signature.op,
-        mismatch.group,
-        mismatch.seq,
-    )
-
-
-_MAX_CALLS_TO_FETCH = 64
-_MAX_ASKED_PER_CLASS = 3  # for the same calls
-_MAX_PROBES = 64  # calls that are compared at a time to find where a divergence began
-COMPARED_FIELDS = ("op", "dtype", "shape", "reduce_op", "root")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallMismatch:
-    """Where the members of a group made different calls: at ``seq``, for the first time. If that is not
-    exact, it was at some call after ``last_equal``, up to which all are known to have made equal ones.
+    """The first call at which the members of a group made different ones: ``seq``. If that is not exact,
+    it is some call after ``last_equal``, up to which all are known to have made equal ones.
 
     ``classes`` are the ranks with equal calls up to and including ``seq``, the largest class first.
     ``calls`` are empty unless ``seq`` is exact. ``calls_to_fetch`` are the calls without which the rest
@@ -523,7 +492,7 @@ def _count_similar_groups(
     classes: list[HashClass],
     streams_by_group: dict[GroupKey, dict[int, CallStream]],
 ) -> dict[int, int]:
-    """By the hash of each class, the number of similar groups in which a member has this hash."""
+    """The number of similar groups in which a member has the hash of a class, by hash."""
     votes = {running_hash: 0 for running_hash, _ in classes}
     generation, _, ranks, world_size = key
     for other_key, members in streams_by_group.items():
@@ -550,26 +519,57 @@ def _compare_fields(signatures: list[Signature]) -> tuple[str, ...]:
     first = signatures[0]
     if any(other.op != first.op for other in signatures):
         return ("op",)
-    differing_fields: list[str] = []
-    for name in COMPARED_FIELDS:
-        read = _FIELD_READERS.get(name)
-        if read is not None and any(read(other) != read(first) for other in signatures):
-            differing_fields.append(name)
+    differing_fields = [
+        name
+        for name, read in _FIELD_READERS.items()
+        if any(read(other) != read(first) for other in signatures)
+    ]
     if not differing_fields and any(other.detail != first.detail for other in signatures):
         differing_fields.append("detail")
     return tuple(differing_fields)
 
 
-_FIELD_READERS: dict[str, Callable[[Signature], object]] = {
-    "dtype": lambda s: s.dtype,
-    "shape": lambda s: (s.numel, *map(math.prod, s.shapes)),
-    "reduce_op": lambda s: s.reduce_op,
-    "root": lambda s: s.root,
-}
+def _summarize_pair_mismatch(mismatch: PairMismatch) -> str:
+    """The summary. For an all-to-all, it says what one rank sends to another and what the other one
+    expects, starting with the outlier.
+    """
+    outliers, exchange = mismatch.outliers, mismatch.exchange
+    if exchange is None:
+        return describe_mismatch(
+            outliers, mismatch.calls, mismatch.differing_fields, mismatch.group, mismatch.seq
+        )
+    sender, receiver = exchange.sender, exchange.receiver
+    if receiver in outliers:
+        exchanged = (
+            f"rank {receiver} expects {_format_elements(exchange.expected)} from rank {sender},"
+            f" which sends {exchange.sent:.12g}"
+        )
+    else:
+        exchanged = (
+            f"rank {sender} sends {_format_elements(exchange.sent)} to rank {receiver}, which"
+            f" expects {exchange.expected:.12g}"
+        )
+    op = mismatch.calls[0].call.signature.op
+    summary = f"{exchanged} ({op}, {describe_position(mismatch.group, mismatch.seq)})"
+    if {sender, receiver}.issuperset(outliers):
+        return summary
+    return f"{summary}; the sizes of {describe_ranks(outliers)} have the most conflicts"
 
 
-MAX_CLASSES_SHOWN = 16  # of an all-to-all, in which every member may have different sizes
-_MAX_OUTLIERS_FIRST = 8  # whose calls are shown before those of the other members
+def _format_elements(count: float) -> str:
+    return f"{count:.12g} element{'s' if count != 1 else ''}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitExchange:
+    """What one rank of an all-to-all sends to another one, and what the receiver expects from it,
+    in elements.
+    """
+
+    sender: int
+    receiver: int
+    sent: float
+    expected: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -635,7 +635,7 @@ def _compare_channel(rank: int, sending: CallStream, receiving: CallStream) -> P
 
 
 def _compare_channel_fields(sent: Signature, expected: Signature) -> tuple[str, ...]:
-    if "?" in (sent.op, expected.op):
+    if UNKNOWN_OP in (sent.op, expected.op):
         return ()
     differing_fields: list[str] = []
     if sent.dtype != expected.dtype:
@@ -660,7 +660,7 @@ def _compare_splits(members: dict[int, CallStream]) -> PairMismatch | None:
 def _collect_uneven_calls(
     group: Group, members: dict[int, CallStream]
 ) -> dict[int, dict[int, Call]]:
-    """By number and rank, the calls with split sizes."""
+    """The calls with split sizes, by number and rank."""
     calls_by_seq: dict[int, dict[int, Call]] = {}
     for rank, stream in members.items():
         if not stream.calls or rank not in group.ranks:
@@ -730,7 +730,7 @@ def _group_by_splits(
     for rank in dict.fromkeys((*shown_first, *sorted(calls))):
         key = (rank in outliers, calls[rank].signature.splits)
         classes.setdefault(key, []).append(rank)
-    shown = list(classes.values())[:MAX_CLASSES_SHOWN]
+    shown = list(classes.values())[:_MAX_CLASSES_SHOWN]
     return tuple(CallClass(ranks=tuple(sorted(ranks)), call=calls[ranks[0]]) for ranks in shown)
 
 

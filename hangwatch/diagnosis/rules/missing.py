@@ -1,10 +1,7 @@
 """The ends of the wait chains: ranks that others wait for and that do not wait themselves.
 
-MERGED: Waits for members of a foreign group that are no ranks of the attempt: processes of another job, or
-ones that are not known.
-
-MERGED: Waits for ranks that take part in the job and are not recorded: whether they made the call is not
-known, so none of them is a culprit.
+Two kinds of ends are no culprits: members of a foreign group that are no ranks of the attempt, and
+ranks that are not recorded. Whether they made the call is not known.
 """
 
 from __future__ import annotations
@@ -27,17 +24,13 @@ from ..context import (
     get_op_name,
     get_state_known_until,
     get_suspicion_delay_s,
+    iter_alive,
     request_stacks,
     select_waits,
 )
 from ..graph.graph import shows_all_members
 from ..graph.progress import find_working_threads, needs_another_sample
-from ..messages import (
-    OUTSIDE_ADVICE,
-    describe_not_entered,
-    describe_unwatched_ranks,
-    format_unwatched_advice,
-)
+from ..messages import describe_not_entered, describe_ranks, format_waiter_count
 from .absence import get_severity, make_absence_verdict
 from .chain_ends import (
     KIND_PRECEDENCE,
@@ -57,6 +50,11 @@ from .chain_ends import (
 _SECOND_SAMPLE_S = 2.0  # additional time for a second stack sample, which a busy host may delay
 _SIMULTANEOUS_SHARE = 0.9  # culprits are awaited for at least this share of the longest wait
 
+_OUTSIDE_ADVICE = (
+    "The group numbers its members by itself: look at the program at its other end, which may be at"
+    " work."
+)
+
 
 def diagnose_chain_ends(context: DiagnosisContext) -> None:
     """One verdict for each set of chain ends that delay some rank in common."""
@@ -64,7 +62,8 @@ def diagnose_chain_ends(context: DiagnosisContext) -> None:
     chain_ends = graph.find_chain_ends() - graph.stuck_streams.keys() - graph.uncounted_waits.keys()
     chain_ends -= graph.unrecorded_waits.keys()
     if len(chain_ends) > MAX_URGENT_SUSPECTS:
-        first_began_at = _get_first_wait(context)
+        groups = graph.iter_waiter_groups()
+        first_began_at = min([b.began_at for group in groups for b in group], default=context.now)
         if context.now - first_began_at < get_suspicion_delay_s(context.limits):
             chain_ends = _find_unable_ranks(context, chain_ends)
         else:
@@ -74,24 +73,18 @@ def diagnose_chain_ends(context: DiagnosisContext) -> None:
         _diagnose_component(context, component, waits_by_end)
 
 
-def _get_first_wait(context: DiagnosisContext) -> float:
-    """When the first of all waits began."""
-    groups = context.graph.iter_waiter_groups()
-    return min([blocked.began_at for group in groups for blocked in group], default=context.now)
-
-
 def _drop_unreported_ranks(
     context: DiagnosisContext, ranks: Collection[int], since: float
 ) -> set[int]:
-    """Without those of many ranks that have not reported ``since`` a time, because the next heartbeats
-    of their hosts are not due yet. No wait for them is known to last.
+    """Drops the ranks that have not reported ``since`` a time: with many ranks, the next heartbeats of
+    their hosts are not due yet. No wait for them is known to last.
     """
     kept = context.graph.silent_ranks.keys() | context.attempt.unable_ranks
     return {rank for rank in ranks if rank in kept or get_state_known_until(context, rank) > since}
 
 
 def _find_unable_ranks(context: DiagnosisContext, ranks: Collection[int]) -> set[int]:
-    """Those of many ranks that have left or are frozen. The others, for which no rank has waited
+    """The ranks that have left or are frozen. The others of many ranks, for which no rank has waited
     long, are probably only waiting for their next report.
     """
     return {
@@ -142,7 +135,7 @@ def _diagnose_component(
     if len(ranks_by_kind) > 1 and all(
         context.graph.silent_ranks[rank].is_proven_alive for rank in lost_ranks
     ):
-        # They kept running without reporting: the cause is among the ranks that report.
+        # The lost ranks kept running without reporting: the cause is among the ranks that report.
         ranks_by_kind.pop(VerdictKind.LOST_NODE, None)
     ends_by_kind = _ChainEnds(ranks_by_kind, waits_by_end, victims, possible_victims)
     _add_end_verdict(context, ends_by_kind)
@@ -195,9 +188,9 @@ def _add_end_verdict(context: DiagnosisContext, ends: _ChainEnds) -> None:
         make_absence_verdict(context, kind, culprits, waiting, edge, began_at, due=age_s >= limit_s)
     )
     context.explained_ranks |= set(culprits) | waiting
-    alive = _select_alive(context, culprits)
+    alive = [process.rank for process in iter_alive(context, culprits)]
     if age_s >= get_suspicion_delay_s(context.limits) or is_immediate:
-        # Before its process group exists, a rank imports, downloads and connects.
+        # A rank imports, downloads and connects before its process group exists.
         are_moving = kind is VerdictKind.STARTUP_STALL
         request_stacks(context, alive, waiting, began_at, are_moving=are_moving)
     if kind is VerdictKind.SLOW_RANK:
@@ -250,7 +243,7 @@ def _get_confirmation_delay_s(
         return max(context.limits.settle_s, MIN_WAIT_S)
     delay_s = context.limits.stall_after_s
     if waiting and context.graph.uncertain_ranks.issuperset(waiting):
-        # It is only a guess that any of them waits; a stack sample would show it.
+        # That any of them waits is only a guess; a stack sample would show it.
         delay_s *= 2
     is_any_slow = VerdictKind.SLOW_RANK in ends.ranks_by_kind
     processes = context.attempt.processes
@@ -259,15 +252,6 @@ def _get_confirmation_delay_s(
     ):
         delay_s += _SECOND_SAMPLE_S
     return delay_s
-
-
-def _select_alive(context: DiagnosisContext, ranks: Collection[int]) -> list[int]:
-    alive = []
-    for rank in ranks:
-        process = context.attempt.processes.get(rank)
-        if process is not None and process.is_alive:
-            alive.append(rank)
-    return alive
 
 
 def _request_new_samples(context: DiagnosisContext, ranks: list[int]) -> None:
@@ -286,11 +270,12 @@ def add_outside_verdict(
     victims: set[int],
     waits_by_end: dict[int, LongestWaits],
 ) -> None:
-    """A warning, since nothing shows whether these processes work; an alert once that lasts. None if
-    they are ranks of an attempt of their own: its diagnosis names them.
+    """Adds a warning, since nothing shows whether these processes work, or an alert once that lasts.
+    Ranks of an attempt of their own get none: its diagnosis names them.
     """
     ranks = tuple(sorted(outside, reverse=True))
-    if all(_is_diagnosed_elsewhere(context, rank) for rank in ranks):
+    members = [context.attempt.foreign_groups.find_outside(rank) for rank in ranks]
+    if all(m is not None and m.process.is_alive and not m.attempt.is_finished for m in members):
         return
     own_victims = {rank for rank in victims if rank >= 0}
     first = min(ranks, key=lambda rank: waits_by_end[rank].began_at)
@@ -321,17 +306,12 @@ def add_outside_verdict(
                 edge.wait.rank if edge.stream.peer is not None else None,
                 calls[0].ranks if calls else (),
             ),
-            advice=OUTSIDE_ADVICE,
+            advice=_OUTSIDE_ADVICE,
         )
     )
     context.explained_ranks |= {*ranks, *victims}
     if age_s >= context.limits.stall_after_s:
         request_stacks(context, (), own_victims, waits.began_at)
-
-
-def _is_diagnosed_elsewhere(context: DiagnosisContext, rank: int) -> bool:
-    member = context.attempt.foreign_groups.find_outside(rank)
-    return member is not None and member.process.is_alive and not member.attempt.is_finished
 
 
 def drop_outside_members(verdict: Verdict) -> Verdict:
@@ -353,10 +333,11 @@ def _select_known(ranks: tuple[int, ...]) -> tuple[int, ...]:
 def find_unwatched_ends(
     context: DiagnosisContext, ends: Collection[int], waits_by_end: dict[int, LongestWaits]
 ) -> list[int]:
-    """Those of the ends of wait chains whose calls are not recorded."""
+    """The ends of wait chains whose calls are not recorded."""
     attempt, unwatched = context.attempt, []
-    # By the id of its state, whether a group shows that an end exists that does not report. Before all
-    # of 100,000 ranks have started, there are as many ends, and the groups have as many members.
+    # Whether a group shows that an end exists that does not report, by the id of the group's state.
+    # Before all of 100,000 ranks have started, there are as many ends, and the groups have as many
+    # members.
     is_shown: dict[int, bool] = {}
     for rank in ends:
         process = attempt.processes.get(rank)
@@ -382,7 +363,7 @@ def add_unwatched_verdict(
     victims: set[int],
     waits_by_end: dict[int, LongestWaits],
 ) -> None:
-    """A warning at first, as for a start that takes long: the unwatched ranks may be at work."""
+    """Adds a warning at first, as for a start that takes long: the unwatched ranks may be at work."""
     age_s = max(get_wait_age_s(context, rank, waits_by_end[rank], 0.0) for rank in unwatched)
     first = min(unwatched, key=lambda rank: waits_by_end[rank].began_at)
     waits = waits_by_end[first]
@@ -392,6 +373,7 @@ def add_unwatched_verdict(
     ranks = tuple(sorted(unwatched))
     processes = (context.attempt.processes.get(rank) for rank in ranks)
     reasons = [p.identity.unrecorded for p in processes if p is not None and p.identity.unrecorded]
+    are, they = ("are", "they") if len(ranks) > 1 else ("is", "it")
     context.verdicts.append(
         Verdict(
             kind=kind,
@@ -404,12 +386,25 @@ def add_unwatched_verdict(
             waits=select_waits(context, victims),
             began_at=began_at,
             is_confirmed=age_s >= context.limits.stall_after_s,
-            summary=describe_unwatched_ranks(
-                ranks, get_op_name(edge.stream, edge.wait.seq), len(victims)
+            summary=(
+                f"{format_waiter_count(len(victims))} in {get_op_name(edge.stream, edge.wait.seq)}"
+                f" for {describe_ranks(ranks)}, which {are} not watched: whether {they} made the call"
+                " is not known"
             ),
-            advice=format_unwatched_advice(reasons[0] if reasons else ""),
+            advice=_format_unwatched_advice(reasons[0] if reasons else ""),
         )
     )
     context.explained_ranks |= {*unwatched, *victims}
     if age_s >= context.limits.stall_after_s:
         request_stacks(context, (), victims, began_at)
+
+
+def _format_unwatched_advice(reason: str) -> str:
+    """``reason`` is why a rank is not recorded, with its remedy; empty if that is unknown."""
+    if reason:
+        return f"Nothing is recorded of that process: {reason}."
+    return (
+        "Other calls that need all ranks were completed, so the process exists, and it does not"
+        " report: pass HANGWATCH_URL to every rank and install hangwatch into the Python of each;"
+        " `hangwatch doctor` on its host reports what is wrong there."
+    )

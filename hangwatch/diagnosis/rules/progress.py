@@ -1,14 +1,11 @@
 """Calls that every member has made and that do not complete: the cause is in the layers below the
 ranks, such as the network or the devices.
 
-MERGED: Requests the calls that show whether ranks that wait for each other made the same ones. Makes no verdict:
-if the calls differ, the next diagnosis finds the mismatch.
-
-Node agents report the running hashes of some calls only, and the arguments of those that block. Ranks that
-are ahead of a blocked or an awaited one, as the root of a broadcast, the sender of a message, or a host
-that runs ahead of its device, may not have reported the call at which it stopped.
-
-MERGED: Requests the stacks that show whether a busy rank waits for its device, in which its host may spin.
+Before that can be said, it must be known that the calls are the same, and that the ranks wait. Node
+agents report the running hashes of some calls only, and the arguments of those that block. Ranks that
+are ahead of a blocked or an awaited one, as the root of a broadcast, the sender of a message, or a
+host that runs ahead of its device, may not have reported the call at which it stopped. What is missing
+is requested here, without a verdict: the next diagnosis draws the conclusions.
 """
 
 from __future__ import annotations
@@ -33,8 +30,6 @@ from ..context import (
 )
 from ..graph.graph import BlockedCall
 from ..messages import (
-    DIFFERENT_MASTERS_ADVICE,
-    describe_different_masters,
     describe_position,
     describe_ranks,
     describe_unfinished_message,
@@ -42,6 +37,9 @@ from ..messages import (
     format_more_calls,
 )
 from .agreement import check_agreement
+
+DIFFERENT_MASTERS_ADVICE = "MASTER_ADDR and MASTER_PORT must be the same on every rank."
+_MIN_WAIT_S = 1.0  # most waits for a rank are shorter, in a healthy job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,14 +83,14 @@ def diagnose_no_progress(context: DiagnosisContext) -> None:
 
 
 def _find_stuck_calls(context: DiagnosisContext) -> list[_StuckCall]:
-    """Those that have been stuck for long enough to be suspicious."""
+    """The calls that have been stuck for long enough to be suspicious."""
     candidates = [*_find_stuck_collectives(context), *_find_stuck_channels(context)]
     limit_s = get_suspicion_delay_s(context.limits)
     return [stuck for stuck in candidates if _get_stuck_age_s(context, stuck) >= limit_s]
 
 
 def _get_stuck_age_s(context: DiagnosisContext, stuck: _StuckCall) -> float:
-    """For how long the call is known to be stuck. Only its members count: the state of the other
+    """The time for which the call is known to be stuck. Only its members count: the state of the other
     waiting ranks may be known for less long.
     """
     known_until = min(get_state_known_until(context, rank) for rank in stuck.members)
@@ -150,29 +148,22 @@ def _find_stuck_channels(context: DiagnosisContext) -> Iterator[_StuckCall]:
         waiting = {rank, *context.graph.find_waiters_of([rank])}
         # The peer may have made its call only just now.
         peer_advanced_at = context.attempt.processes[peer].last_advanced_at
+        message = describe_unfinished_message(
+            rank, get_op_name(stream), f"rank {peer}", is_receive=stream.kind is StreamKind.RECV
+        )
         yield _StuckCall(
             stream=stream,
             inside=[rank],
             members=[rank],
             waiting=sorted(waiting - context.explained_ranks),
             began_at=max(stream.entered_at, peer_advanced_at),
-            summary=_describe_stuck_message(rank, peer, stream),
+            summary=f"{message} ({describe_position(stream.group, stream.entered)})",
             advice=format_lower_layers_advice(are_equal=False),
         )
 
 
-def _describe_stuck_message(rank: int, peer: int, stream: CallStream) -> str:
-    message = describe_unfinished_message(
-        rank,
-        get_op_name(stream),
-        f"rank {peer}",
-        is_receive=stream.kind is StreamKind.RECV,
-    )
-    return f"{message} ({describe_position(stream.group, stream.entered)})"
-
-
 def _make_verdict(context: DiagnosisContext, stuck_calls: list[_StuckCall]) -> Verdict:
-    """The first call is described, the others are counted."""
+    """The verdict on all of the calls: it describes the first one and counts the others."""
     first = stuck_calls[0]
     group, seq = first.stream.group, first.stream.entered
     waiting = sorted({rank for stuck in stuck_calls for rank in stuck.waiting})
@@ -216,16 +207,16 @@ def _compare_master_addresses(context: DiagnosisContext, verdict: Verdict) -> Ve
         severity=KINDS[VerdictKind.STARTUP_STALL].severity,
         culprits=culprits,
         waiting=tuple(rank for rank in verdict.waiting if rank not in culprits),
-        summary=describe_different_masters([*minorities, majority]),
+        summary="; ".join(
+            f"{describe_ranks(tuple(ranks))} expect the master at {address}"
+            for address, ranks in [*minorities, majority]
+        ),
         advice=DIFFERENT_MASTERS_ADVICE,
     )
 
 
-# Most waits for a rank are shorter, in a healthy job.
-_MIN_WAIT_S = 1.0
-
-
 def request_last_calls(context: DiagnosisContext) -> None:
+    """Requests the calls that show whether ranks that wait for each other made the same ones."""
     awaited_ranks = context.graph.find_chain_ends()
     if len(awaited_ranks) <= MAX_URGENT_SUSPECTS:
         for rank in sorted(awaited_ranks):
@@ -256,7 +247,7 @@ def _iter_unknown_calls(context: DiagnosisContext, rank: int) -> Iterator[tuple[
 
 
 def _has_diverged(stream: CallStream) -> bool:
-    """Whether its group has; then the search for the first difference requests what is needed."""
+    """Whether its group has diverged; then the search for the first difference requests what is needed."""
     return stream.group_state is not None and stream.group_state.diverged
 
 
@@ -318,10 +309,10 @@ def _request_split_sizes(context: DiagnosisContext) -> None:
 
 
 def sample_busy_ranks(context: DiagnosisContext) -> None:
-    """Requests a stack of some of the ranks that may have waited for longer than the suspicion delay, or
-    may wait for a rank that has left or is frozen.
+    """Requests a stack of some of the busy ranks that may have waited for longer than the suspicion delay,
+    or may wait for a rank that has left or is frozen. A host may spin while it waits for its device.
 
-    Makes no verdict. A rank whose stack shows that it waits is part of the next wait-for graph.
+    A rank whose stack shows that it waits is part of the next wait-for graph.
     """
     delay_s = get_suspicion_delay_s(context.limits)
     graph = context.graph

@@ -1,9 +1,5 @@
-"""Threads that are blocked in a group of their own, such as those that save checkpoints, while the
-training continues. Nothing else is delayed, so the awaited ranks are slow and not missing, until the
-limit for slow ranks.
-
-MERGED: Two threads of a rank that make calls on one group at the same time: their order is a matter of
-chance, and may differ from rank to rank.
+"""Ranks in which several threads make calls: threads that are blocked while the training continues, and
+threads that make calls on one group at the same time.
 """
 
 from __future__ import annotations
@@ -21,12 +17,16 @@ from ..graph.graph import BlockedCall
 from ..messages import describe_position, describe_ranks, format_line
 from .absence import make_absence_verdict
 
-_QUIET_S = 2.0  # without a call
-_MAX_SAMPLED = 2  # waiting ranks, and as many awaited ones
+_QUIET_S = 2.0  # a rank makes no more calls if it has made none for this long
+_MAX_SAMPLED = 2  # waiting ranks that are sampled, and as many awaited ones
 
 
 def diagnose_thread_waits(context: DiagnosisContext) -> None:
-    """One verdict for each set of ranks that threads have waited for as long as a stall."""
+    """One verdict for each set of ranks that threads have waited for as long as a stall.
+
+    The threads use a group of their own, such as those that save checkpoints. Nothing else is delayed,
+    so the awaited ranks are slow and not missing, until the limit for slow ranks.
+    """
     groups: dict[int, list[BlockedCall]] = {}
     for blocked_calls in context.graph.thread_waits.values():
         for blocked in blocked_calls:
@@ -104,7 +104,9 @@ def _is_thread_waiting(context: DiagnosisContext, blocked: BlockedCall) -> bool:
 
 
 def diagnose_concurrent_use(context: DiagnosisContext) -> None:
-    """One warning for each group, for all ranks with concurrent calls."""
+    """One warning for each group, for all ranks with concurrent calls: the order of the calls of two
+    threads is a matter of chance, and may differ from rank to rank.
+    """
     for key in context.attempt.concurrent_groups:
         members = context.streams_by_group[key]
         shared = {
@@ -113,13 +115,17 @@ def diagnose_concurrent_use(context: DiagnosisContext) -> None:
             if stream.concurrent_calls and stream.kind is StreamKind.COLLECTIVE
         }
         if shared:
-            context.verdicts.append(_make_verdict(members, shared))
+            context.verdicts.append(_make_concurrent_use_verdict(members, shared))
 
 
-def _make_verdict(members: dict[int, CallStream], shared: dict[int, CallStream]) -> Verdict:
+def _make_concurrent_use_verdict(
+    members: dict[int, CallStream], shared: dict[int, CallStream]
+) -> Verdict:
     """``shared`` are the members whose streams have concurrent calls."""
     culprits = set(shared)
-    culprits.update(rank for rank, stream in members.items() if _count_threads(stream) > 1)
+    for rank, stream in members.items():
+        if len({call.thread for call in stream.calls.values() if call.thread}) > 1:
+            culprits.add(rank)
     first_rank = min(shared, key=lambda rank: (shared[rank].concurrent_at, rank))
     stream = shared[first_rank]
     calls = stream.concurrent_calls
@@ -151,7 +157,3 @@ def _format_lines(calls: Iterable[Call]) -> str:
     """The lines of the calls, as ``, at train.py:7 and train.py:9``."""
     lines = dict.fromkeys(format_line(c.site) for c in calls if c.site is not None)
     return f", at {' and '.join(lines)}" if lines else ""
-
-
-def _count_threads(stream: CallStream) -> int:
-    return len({call.thread for call in stream.calls.values() if call.thread})

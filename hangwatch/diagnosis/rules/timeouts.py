@@ -1,7 +1,5 @@
-"""A call that timed out before the wait in it became a verdict: the culprits are the ranks that had
-not entered it by then, not the rank that raised the error. Pure.
-
-MERGED: Ranks that were ended by their own watchdog: victims of what they waited for, which is the cause.
+"""Calls that ended a rank before the wait in them became a verdict, by a timeout or by the rank's own
+watchdog. The rank is a victim: the culprits are those that had not entered the call by then.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from ..graph.devices import DeviceHang, build_device_view
 from ..graph.graph import BlockedCall, WaitEdge
 from ..graph.progress import is_process_waiting
 from ..graph.waits import WaitResolver, is_not_initialized, receives_from_any
-from ..messages import NO_STACK_ADVICE, describe_position, format_lower_layers_advice
+from ..messages import describe_position, format_lower_layers_advice
 from .absence import describe_timeout, make_absence_verdict
 from .agreement import check_agreement
 from .chain_ends import KIND_PRECEDENCE
@@ -41,6 +39,10 @@ from .devices import WATCHDOG_ADVICE, make_stalled_verdict, make_stuck_verdict
 from .failures import get_failure_time
 
 _MAX_SEARCHED_RANKS = 1000
+_MIN_VICTIM_WAIT_S = 3.0  # a rank that aborts sooner, and alone, was not ended because of its peers
+_NO_STACK_ADVICE = (
+    "Check what it does after that call; with a longer timeout there is time to sample its stack."
+)
 
 
 def diagnose_timeout(
@@ -89,7 +91,7 @@ class _TimeoutSearch:
     # Ranks that had not entered a call and did not wait themselves, each with a wait for it.
     chain_ends: dict[int, WaitEdge] = field(default_factory=dict)
     waiting_ranks: set[int] = field(default_factory=set)
-    is_uncertain: bool = False  # it is unknown whether or where some rank waited
+    is_uncertain: bool = False  # whether or where some rank waited is unknown
     not_reporting: bool = False  # the state of some rank at that time may still be reported
 
     def follow_waits(self, first: Process, last: CallStream) -> None:
@@ -155,7 +157,7 @@ class _TimeoutSearch:
         blocked_from, blocked_until = process.blocked_interval
         blocked_s = min(blocked_until, self.timed_out_at) - max(blocked_from, awaited.entered_at)
         if blocked_s >= MIN_WAIT_S:
-            self.is_uncertain = True  # at first other ranks delayed it
+            self.is_uncertain = True  # other ranks delayed it at first
         last = process.newest_stream
         if last is not None and last.entered_at <= self.timed_out_at and has_peer_error(process):
             return [last]
@@ -230,7 +232,7 @@ def _add_last_site(context: DiagnosisContext, verdict: Verdict, timed_out_at: fl
         verdict,
         site=site,
         summary=f"{verdict.summary}: {possessive} last call was at {site}",
-        advice=NO_STACK_ADVICE,
+        advice=_NO_STACK_ADVICE,
     )
 
 
@@ -296,20 +298,15 @@ def _was_frozen(context: DiagnosisContext, rank: int) -> bool:
     return ended_at - pulse_at >= FROZEN_AFTER_S
 
 
-# A rank that aborts sooner, and alone, was not ended because of its peers.
-_MIN_VICTIM_WAIT_S = 3.0
-
-
 def has_waited(aborted: Iterable[Process]) -> bool:
     """Whether ranks that were aborted in a collective are victims: several were, or the only one
     had waited for a while. A rank that fails by itself, as on an error of its device, does so soon.
     """
-    waits_s = [_get_device_wait_s(process) for process in aborted]
+    waits_s = [
+        get_failure_time(process) - max(process.device_changed_at, process.newest_call_at)
+        for process in aborted
+    ]
     return len(waits_s) > 1 or max(waits_s, default=0.0) >= _MIN_VICTIM_WAIT_S
-
-
-def _get_device_wait_s(process: Process) -> float:
-    return get_failure_time(process) - max(process.device_changed_at, process.newest_call_at)
 
 
 def diagnose_watchdog_end(
@@ -328,14 +325,14 @@ def diagnose_watchdog_end(
     elif view is not None and hang.stalled_groups and not hang.host_ends:
         group = hang.stalled_groups[0]
         waiting.update(group.ranks)
-        # Its end proves that the call did not just take long, so that no grace is needed.
+        # The end of the rank proves that the call did not just take long: no grace is needed.
         has_stalled = view.get_waited_s(group.ranks) >= context.limits.stall_after_s
         verdict = make_stalled_verdict(context, view, group, waiting, due=due or has_stalled)
     elif diagnose_timeout(context, first, failed, get_failure_time(first), due=due):
         return
     if verdict is None:
         last = first.newest_stream
-        assert last is not None  # it has a device with calls
+        assert last is not None  # a rank that its watchdog ended has a device with calls
         verdict = make_unfinished_verdict(first, last, waiting, due=due)
     end = describe_timeout(first, is_by_watchdog=True)
     context.verdicts.append(replace(verdict, summary=f"{verdict.summary}; {end}"))

@@ -1,10 +1,5 @@
-"""Where NaN or Inf entered a job: the first call that carried any, and the ranks whose input had
-them.
-
-Ranks that received them from that call are not culprits.
-
-MERGED: Results that must be equal on every rank of a group and are not, found by the checksums of
-sampled calls.
+"""Wrong values: the call by which NaN or Inf entered a job, and results that must be equal on every rank
+of a group and are not. The opt-in checks of the recorder find them.
 """
 
 from __future__ import annotations
@@ -17,7 +12,6 @@ from hangwatch.model.ranks import format_ranks
 from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.tracking.call_stream import CallWindow
 from hangwatch.tracking.checks import (
-    CheckResults,
     ChecksumComparison,
     NonfiniteCall,
     ReplicaChecksums,
@@ -28,18 +22,30 @@ from ..messages import describe_position, describe_ranks, format_call
 
 # A report that comes this much later includes everything that preceded the first one.
 _REPORT_MARGIN_S = 0.3
-_MAX_NONFINITE_WAIT_S = 8.0  # for ranks that do not report
+# The times, in seconds, after which a verdict is confirmed without what has not arrived: reports of NaN
+# or Inf from other ranks, checksums of other members, the line of the call.
+_MAX_NONFINITE_WAIT_S = 8.0
+_MAX_REPLICA_WAIT_S = 2.0
+_MAX_CALL_WAIT_S = 3.0
+_MAX_REQUESTED_RANKS = 4  # ranks on each side of which a call is requested
+_MAX_SIDES_SHOWN = 4
+
+_Side = tuple[int, ...]  # ranks with the same result
 
 
 def diagnose_nonfinite(context: DiagnosisContext) -> None:
-    """One warning for a job."""
+    """One warning for a job: on the first call that carried NaN or Inf, and the ranks whose input had
+    them. Ranks that received them from that call are not culprits.
+    """
     checks = context.attempt.checks
     if checks.unscaled.is_ongoing(context.now) and checks.unscaled.calls:
         first = _find_first_call(list(checks.unscaled.calls.values()))
         _add_nonfinite_verdict(context, first, rounds_affected=0)
     elif checks.persistent.is_ongoing(context.now) and checks.persistent.calls:
         persistent = _find_first_call(list(checks.persistent.calls.values()))
-        first = _find_streak_start(checks, persistent)
+        # The call was reported as part of a streak, of which the first call counts.
+        start = (persistent.group.key, persistent.first_report.first, persistent.channel)
+        first = checks.scaled.calls.get(start, persistent)
         _add_nonfinite_verdict(context, first, rounds_affected=persistent.first_report.rounds)
 
 
@@ -52,13 +58,6 @@ def _find_first_call(calls: list[NonfiniteCall]) -> NonfiniteCall:
         if (call.group.key, call.channel) == (earliest.group.key, earliest.channel)
     ]
     return min(in_same_stream, key=lambda call: call.seq)
-
-
-def _find_streak_start(checks: CheckResults, nonfinite_call: NonfiniteCall) -> NonfiniteCall:
-    """The first call of a streak, from a later call that was reported as part of it."""
-    group, first_seq = nonfinite_call.group, nonfinite_call.first_report.first
-    key = (group.key, first_seq, nonfinite_call.channel)
-    return checks.scaled.calls.get(key, nonfinite_call)
 
 
 def _add_nonfinite_verdict(
@@ -111,16 +110,12 @@ def _describe_values(nonfinite_call: NonfiniteCall) -> str:
     return " and ".join(name for name, count in (("NaN", report.nan), ("Inf", report.inf)) if count)
 
 
-def _describe_position(nonfinite_call: NonfiniteCall) -> str:
-    return describe_position(nonfinite_call.group, nonfinite_call.seq)
-
-
 def _describe_input(nonfinite_call: NonfiniteCall, culprits: tuple[int, ...]) -> tuple[str, str]:
     """The summary and the advice if ranks are known whose input had such values."""
     op = format_call(nonfinite_call.first_report.call)
     summary = (
         f"{describe_ranks(culprits)} put {_describe_values(nonfinite_call)} into {op}"
-        f" ({_describe_position(nonfinite_call)}), the first call that carried any"
+        f" ({describe_position(nonfinite_call.group, nonfinite_call.seq)}), the first call that carried any"
     )
     if len(culprits) == 1:
         advice = (
@@ -140,7 +135,7 @@ def _describe_output(nonfinite_call: NonfiniteCall) -> tuple[str, str]:
     call = nonfinite_call.first_report.call
     dtype = call.signature.dtype if call is not None else None
     summary = (
-        f"the result of {format_call(call)} ({_describe_position(nonfinite_call)})"
+        f"the result of {format_call(call)} ({describe_position(nonfinite_call.group, nonfinite_call.seq)})"
         f" contains {_describe_values(nonfinite_call)} in {dtype or 'its type'}, although no rank's"
         " input is known to contain any"
     )
@@ -151,26 +146,20 @@ def _describe_output(nonfinite_call: NonfiniteCall) -> tuple[str, str]:
     return summary, advice
 
 
-_MAX_REPLICA_WAIT_S = 2.0  # for members that have not reported yet
-_MAX_CALL_WAIT_S = 3.0  # for the line of the call
-_MAX_REQUESTED_RANKS = 4  # of each side
-_MAX_SIDES_SHOWN = 4
-
-_Side = tuple[int, ...]  # ranks with the same result
-
-
 def diagnose_replica_divergence(context: DiagnosisContext) -> None:
-    """One warning for each group, for the first call that is known to differ."""
+    """One warning for each group, for the first call whose result is known to differ, by the checksums
+    of sampled calls.
+    """
     for checksums in context.attempt.checks.iter_differing():
         members = context.streams_by_group.get(checksums.group.key, {})
         # The calls of two threads have no common order on all ranks, so they cannot be compared.
         if any(stream.concurrent_calls for stream in members.values()):
             continue
         first = checksums.differing[min(checksums.differing)]
-        context.verdicts.append(_make_verdict(context, checksums, first))
+        context.verdicts.append(_make_replica_verdict(context, checksums, first))
 
 
-def _make_verdict(
+def _make_replica_verdict(
     context: DiagnosisContext, checksums: ReplicaChecksums, comparison: ChecksumComparison
 ) -> Verdict:
     group, seq = checksums.group, comparison.seq
@@ -224,7 +213,7 @@ def _find_or_request_call(
 
 
 def _find_correct_side(group: Group, sides: list[_Side], call: Call | None) -> _Side | None:
-    """The majority; on a tie, the side with the root of a broadcast; otherwise None."""
+    """The majority; on a tie, the side with the root of a broadcast, or None."""
     if len(sides[0]) > len(sides[1]):
         return sides[0]
     if call is None:

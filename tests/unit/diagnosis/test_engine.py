@@ -9,13 +9,13 @@ import pytest
 
 from hangwatch.diagnosis import diagnose
 from hangwatch.diagnosis.graph.graph import shows_all_members
-from hangwatch.diagnosis.messages import (
+from hangwatch.diagnosis.messages import describe_ranks
+from hangwatch.diagnosis.rules import missing
+from hangwatch.diagnosis.rules.deadlock import (
     REORDERED_TAGS_ADVICE,
     WRONG_TAG_ADVICE,
-    describe_ranks,
     format_new_tag_advice,
 )
-from hangwatch.diagnosis.rules import missing
 from hangwatch.diagnosis.rules.mismatch import find_call_mismatches
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.groups import DECLARED_BACKEND, Group
