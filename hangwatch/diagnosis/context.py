@@ -21,8 +21,7 @@ from hangwatch.model.verdicts import CallClass, Verdict, Wait
 from hangwatch.stacks.frames import find_user_site
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream, CallWindow
-from hangwatch.tracking.process import Process, StackSample
-from hangwatch.tracking.process_parts import FreezeReason
+from hangwatch.tracking.process import FreezeReason, Process, StackSample
 
 from .call_classes import list_equal_callers
 from .graph.devices import READING_DELAY_S, DeviceView, build_device_view

@@ -18,9 +18,8 @@ from hangwatch.model.hardware import (
 from hangwatch.model.kinds import KINDS, HardwareScope
 from hangwatch.model.verdicts import Verdict
 from hangwatch.report.terminal import describe_observation
-from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.attempt import Attempt, HostHardware
 from hangwatch.tracking.process import Process
-from hangwatch.tracking.process_parts import HostHardware
 
 from .context import DiagnosisContext, EvidenceRequest
 

@@ -20,8 +20,7 @@ from hangwatch.model.ranks import Lifecycle
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
-from hangwatch.tracking.process import Process
-from hangwatch.tracking.process_parts import ProcessActivity, ReportTimes
+from hangwatch.tracking.process import Process, ProcessActivity, ReportTimes
 
 from .calls import FlightRecord, GroupInstance
 from .collectives import (

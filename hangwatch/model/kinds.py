@@ -20,7 +20,7 @@ class Severity(str, enum.Enum):
 
 
 class Timing(str, enum.Enum):
-    """When a verdict is confirmed. The values appear in the documentation."""
+    """The time at which a verdict is confirmed. The values appear in the documentation."""
 
     IMMEDIATE = "immediately"
     AFTER_STALL = "after `--stall-after`"

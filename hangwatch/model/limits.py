@@ -1,4 +1,4 @@
-"""When a wait becomes a verdict, in seconds."""
+"""The times, in seconds, that decide when a wait becomes a verdict."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class AlignedPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Where the calls of two sides of a group diverge. The culprits' side is the second one."""
+    """The position at which the calls of two sides of a group diverge. The culprits' side is the second one."""
 
     group: Group
     sides: tuple[tuple[int, ...], tuple[int, ...]]

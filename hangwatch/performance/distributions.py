@@ -1,4 +1,4 @@
-"""Performance of calls: size classes, duration histograms and the bandwidths of nccl-tests. Pure."""
+"""Performance of calls: size classes, duration histograms and the bandwidths of nccl-tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hangwatch.model.operators import OPERATIONS
 BUCKETS_PER_OCTAVE = 8
 MAX_DURATION_US = 1e12
 
-# Operations in which each member waits for all others.
+# The operations in which each member waits for all others.
 MUTUAL_WAIT_OPS = frozenset(op for op, spec in OPERATIONS.items() if spec.is_mutual_wait)
 
 

@@ -1,4 +1,4 @@
-"""Finds the ranks that arrive last at a group's calls, how often and by how much. Pure.
+"""Finds the ranks that arrive last at a group's calls, how often and by how much.
 
 An arrival is the time at which a rank enters a call; the arrivals of all members at the same call
 are compared. Clocks of hosts differ: a delay below their known error is not attributed to a rank.
@@ -22,10 +22,10 @@ MIN_SPAN_S = 5.0  # the calls must cover at least this time
 # Minimum share of the calls. A rarer delay is an isolated event, such as a checkpoint.
 MIN_LATE_SHARE = 0.05
 MIN_WAIT_SHARE = 0.75  # stragglers must cause at least this share of all waiting
-MIN_JOB_TIME_SHARE = 0.05  # and waiting for them must take at least this share of the job's time
+MIN_JOB_TIME_SHARE = 0.05  # waiting for stragglers must take at least this share of the job's time
 MIN_LAG_S = 0.001
-MAX_LATE_RANKS = 64  # at most this many ranks are considered late together
-TRIVIAL_LAG_FRACTION = 0.1  # a delay below this fraction of a rank's usual one is not counted
+MAX_LATE_RANKS = 64  # no more ranks are considered late together
+TRIVIAL_LAG_FRACTION = 0.1  # delays below this fraction of a rank's usual one are not counted
 
 
 class Arrival(NamedTuple):
@@ -54,8 +54,8 @@ class CallSkew:
     last_ranks: frozenset[int]
     lag_s: float  # the length of that gap
     lost_s: float  # the part of the lag that was not already counted for an earlier call
-    spread_s: float  # from the first arrival to the last; 0 if it is within the error
-    error_s: float  # of the spread
+    spread_s: float  # time from the first arrival to the last; 0 if it is within the error
+    error_s: float  # the error of the spread
 
 
 def measure_skew(seq: int, arrivals: Sequence[Arrival]) -> CallSkew:
@@ -95,7 +95,7 @@ class LatenessStats:
 
     ranks: frozenset[int]
     late_calls: int  # calls at which they arrived last, by more than a trivial delay
-    share: float  # of all judged calls
+    share: float  # the share of these in all judged calls
     lag_s: float  # delay after the others: the median over these calls
     waited_share: float  # share of the time during which the others wait for them
 
@@ -210,7 +210,7 @@ def find_straggler_causes(
     in one group arrives late at the next one, unless all members there have waited with it.
     """
     suspects = frozenset().union(*(late.ranks for late, _ in stragglers.values()))
-    # By late rank: the groups in which it waits for another rank.
+    # The groups in which a late rank waits for another rank, by the late rank.
     waits: dict[int, list[int]] = {}
     for number, (late, members) in stragglers.items():
         for rank in (members & suspects) - late.ranks:

@@ -82,7 +82,7 @@ class CallKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedCall:
-    uid: int  # its stream
+    uid: int  # the stream
     seq: int
     kind: int  # index in `TraceReply.kinds`
     entered_s: float

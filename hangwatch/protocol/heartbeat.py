@@ -283,7 +283,9 @@ class Heartbeat:
 
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatReply:
-    interval_s: float = 0.5  # until the next heartbeat; the server uses it to spread its load
+    interval_s: float = (
+        0.5  # the time until the next heartbeat, by which the server spreads its load
+    )
     # The interval while the host is steady (see `hangwatch.agent.node.discovery.changes`). The
     # agent reports immediately when it stops being steady. None: use `interval_s`.
     steady_s: float | None = None

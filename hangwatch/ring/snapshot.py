@@ -32,7 +32,7 @@ class StreamState:
     read_ns: int = 0  # when it was read; 0: at the time of its snapshot
 
     def get_entered_ns(self, now_ns: int) -> float:
-        """When its newest call was entered; ``now_ns`` is the time of its snapshot."""
+        """The time at which its newest call was entered; ``now_ns`` is the time of its snapshot."""
         return (self.read_ns or now_ns) - self.entered_s * 1e9
 
     def update_ages(self, now_ns: int) -> StreamState:

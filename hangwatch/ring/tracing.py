@@ -1,4 +1,4 @@
-"""Traces the calls of one process from its ring, with an upper bound of each duration. Pure."""
+"""Traces the calls of one process from its ring, with an upper bound of each duration."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def read_trace(
 
 
 def bound_durations(entries: Sequence[RecordEntry | None]) -> list[float | None]:
-    """For each call, an upper bound of its duration in seconds; None if it may be unfinished.
+    """Upper bounds of the durations of calls in seconds; None for a call that may be unfinished.
 
     The recorder detects completion when it polls, ten times a second, or when the call returns. Two
     facts give tighter bounds: a blocking call completed before its thread made the next one, and a

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hangwatch.model.calls import Call, Loss, Signature, Site, StreamKind
 from hangwatch.model.groups import Group, GroupKey, pack_ranks, unpack_ranks
+from hangwatch.model.hardware import Observation, ObservedValue, UnavailableSource
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
 
@@ -19,20 +20,62 @@ from .call_stream import (
     Hashes,
     HashHistories,
     list_histories,
+    merge_hashes,
+    thin_hashes,
 )
 from .checks import CheckResults
 from .foreign_groups import ForeignGroups, connect_channel, disconnect_channel, forget_channel
 from .process import Process
-from .process_parts import HostHardware
 
 MAX_CLOSED_GROUPS = 1024
+INTERNED_KEPT = 4096  # signatures, and as many call sites, of a job's calls
+MAX_OBSERVATIONS_KEPT = 128  # observations, and as many unavailable sources, of a host
+MAX_TEXT_CHARS = 200
+
+# The whole job counts as silent without a heartbeat for this long, which is longer than the time
+# between two heartbeats of one host.
+ALL_SILENT_AFTER_S = 15.0
+
 _IdentityKey = tuple[str, str, str, str, int, int, str]
 
-INTERNED_KEPT = 4096  # signatures, and as many call sites, of a job's calls
 
-# Without a heartbeat for this long the whole job counts as silent. Longer than the time between two
-# heartbeats of one host.
-ALL_SILENT_AFTER_S = 15.0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostHardware:
+    """The newest reading of a host's hardware."""
+
+    taken_at: float
+    observations: tuple[Observation, ...]
+    unavailable: tuple[UnavailableSource, ...]
+
+    @classmethod
+    def from_reply(cls, reply: heartbeat.HardwareReply, now: float) -> HostHardware:
+        """The reading in a reply that was received at ``now``, without what exceeds the limits."""
+        return cls(
+            taken_at=now - max(0.0, reply.taken_s),
+            observations=tuple(
+                replace(
+                    observation,
+                    source=observation.source[:MAX_TEXT_CHARS],
+                    about=observation.about[:MAX_TEXT_CHARS],
+                    what=observation.what[:MAX_TEXT_CHARS],
+                    now=_limit_text(observation.now),
+                    before=_limit_text(observation.before),
+                )
+                for observation in reply.observations[:MAX_OBSERVATIONS_KEPT]
+            ),
+            unavailable=tuple(
+                UnavailableSource(
+                    source=gap.source[:MAX_TEXT_CHARS],
+                    reason=gap.reason[:MAX_TEXT_CHARS],
+                    remedy=gap.remedy[:MAX_TEXT_CHARS],
+                )
+                for gap in reply.unavailable[:MAX_OBSERVATIONS_KEPT]
+            ),
+        )
+
+
+def _limit_text(value: ObservedValue) -> ObservedValue:
+    return value[:MAX_TEXT_CHARS] if isinstance(value, str) else value
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,16 +89,16 @@ class Attempt:
     world_size: int = 0
     processes: dict[int, Process] = field(default_factory=dict)
     reported_job: str = ""  # the name that its processes report; another one if a world runs beside
-    has_initialised: bool = False  # whether some process has reached init_process_group
-    # How many of its processes report each address of a rendezvous, and each size of their world.
+    has_initialised: bool = False  # some process has reached init_process_group
+    # The number of its processes that report each address of a rendezvous, and each size of their world.
     addresses: Counter[str] = field(default_factory=Counter)
     _sizes: Counter[int] = field(default_factory=Counter)
     last_seen_at: float = 0.0
     newest_call_at: float = 0.0  # when any rank last entered a call, or was reported to continue
-    # When heartbeats resumed after the whole job was silent: before that, the silence of a host did
-    # not mean that this host was lost.
+    # The time at which heartbeats resumed after the whole job was silent: before that, the silence of
+    # a host did not mean that this host was lost.
     resumed_at: float = 0.0
-    # Per process group: each member rank's stream.
+    # The streams of each process group by member rank.
     streams_by_group: dict[GroupKey, dict[int, CallStream]] = field(default_factory=dict)
     # Groups whose members reported different running hashes.
     diverged_groups: set[GroupKey] = field(default_factory=set)
@@ -77,31 +120,33 @@ class Attempt:
     device_groups: dict[GroupKey, None] = field(default_factory=dict)
     # Groups with sends or receives.
     message_groups: set[GroupKey] = field(default_factory=set)
-    # Since the last diagnosis, something was reported that may decide a verdict without a further
-    # wait: a rank that cannot run, different calls, or ranks that wait for each other.
+    # Something was reported since the last diagnosis that may decide a verdict without a further wait:
+    # a rank that cannot run, different calls, or ranks that wait for each other.
     has_urgent_changes: bool = False
     # Groups that two threads of one rank use at the same time.
     concurrent_groups: dict[GroupKey, None] = field(default_factory=dict)
     checks: CheckResults = field(default_factory=CheckResults)
-    # By host, where the diagnosis requested it.
+    # The readings that the diagnosis requested, by host.
     hardware: dict[str, HostHardware] = field(default_factory=dict)
-    # All live processes were reported since this time, as of the last search for others.
+    # The time since which all live processes were reported, as of the last search for others.
     _all_reported_since: float = 0.0
     # A rank whose process was alive at the last check; -1 if there was none.
     _alive_rank: int = 0
     _group_states: dict[GroupKey, GroupState] = field(default_factory=dict)
-    _foreign_states: dict[GroupKey, GroupState] = field(default_factory=dict)  # some of these
+    # The states of foreign groups, which are among the former.
+    _foreign_states: dict[GroupKey, GroupState] = field(default_factory=dict)
     _histories: HashHistories = field(default_factory=HashHistories)
-    _member_count: int = 0  # of all its different groups together
-    # Shared by all attempts.
+    _member_count: int = 0  # the members of all its different groups together
+    # All attempts share the foreign groups.
     foreign_groups: ForeignGroups = field(default_factory=ForeignGroups)
     # Groups that are gone on all ranks that reported them, but that not all members reported.
     _closed_groups: dict[GroupKey, GroupState] = field(default_factory=dict)
-    owners: set[str] = field(default_factory=set)  # of the node agents that reported its processes
+    # The owners of the node agents that reported its processes.
+    owners: set[str] = field(default_factory=set)
     _groups_by_identity: dict[_IdentityKey, Group | None] = field(default_factory=dict)
     _signatures: dict[Signature, Signature] = field(default_factory=dict)
     _sites: dict[Site, Site] = field(default_factory=dict)
-    # Stored, not computed: the server looks attempts up by it for each heartbeat.
+    # The key is stored because the server looks attempts up by it for each heartbeat.
     key: AttemptKey = field(init=False)
 
     def __post_init__(self) -> None:
@@ -116,7 +161,7 @@ class Attempt:
     def is_finished(self) -> bool:
         """Whether every known process has exited."""
         witness = self.processes.get(self._alive_rank)
-        # One live process is proof enough: scan all (up to 100,000) only when that one has exited.
+        # One live process is proof enough: all (up to 100,000) are scanned only when it has exited.
         if self._alive_rank >= 0 and (witness is None or witness.exit is not None):
             self._alive_rank = next(
                 (rank for rank, process in self.processes.items() if process.exit is None), -1
@@ -129,9 +174,9 @@ class Attempt:
         self.last_seen_at = max(now, self.last_seen_at)
 
     def list_unreported(self, before: float) -> list[int]:
-        """The ranks whose live processes no node agent has reported since then."""
+        """The ranks whose live processes no node agent has reported since ``before``."""
         if self._all_reported_since > before:
-            return []  # almost always: reading the times of 100,000 processes takes 10 ms
+            return []  # The usual case, since reading the times of 100,000 processes takes 10 ms.
         unreported, oldest_at = [], float("inf")
         for rank, process in self.processes.items():
             if process.exit is None:
@@ -147,7 +192,7 @@ class Attempt:
         return _make_identity_key(identity) in self._groups_by_identity
 
     def count_members(self) -> int:
-        """Of its world and all its different groups together: they determine its size in memory."""
+        """The members of its world and all its different groups, which determine its size in memory."""
         return self.world_size + self._member_count
 
     def join_foreign_group(self, process: Process, identity: heartbeat.StreamIdentity) -> Group:
@@ -308,7 +353,11 @@ class Attempt:
             self._count_identity(former.identity, -1)
             # The former process's results must not be compared with the calls of its successor.
             self.checks = CheckResults()
-            self._remove_from_groups(former, rank)
+            for stream in former.streams.values():
+                disconnect_channel(stream)
+            self.foreign_groups.leave_groups(former)
+            for state in [s.group_state for s in former.streams.values() if s.group_state]:
+                self._remove_from_state(rank, state)
         if process is not None:
             self.processes[rank] = process
             self._count_identity(process.identity, 1)
@@ -339,17 +388,8 @@ class Attempt:
         if self._sizes[identity.world_size] <= 0:
             del self._sizes[identity.world_size]
 
-    def _remove_from_groups(self, former: Process, rank: int) -> None:
-        for stream in former.streams.values():
-            disconnect_channel(stream)
-        self.foreign_groups.leave_groups(former)
-        states = [s.group_state for s in former.streams.values() if s.group_state is not None]
-        for state in states:
-            self._remove_from_state(rank, state)
-
     def _remove_from_state(self, rank: int, state: GroupState) -> None:
-        # Two streams of a process can belong to the same group.
-        if rank in state.members:
+        if rank in state.members:  # Two streams of a process can belong to the same group.
             state.remove_member(rank)
         if not state.members:
             self._drop_group_state(state)
@@ -393,13 +433,6 @@ class Attempt:
         ):
             state.has_uneven_splits = True
             self.uneven_groups[state.key] = None
-
-    def mark_diverged(self, group_state: GroupState, seq: int) -> None:
-        """Marks a group whose members made different calls, the first of them at ``seq``."""
-        self.has_urgent_changes = group_state.diverged = True
-        group_state.diverged_at = self.last_seen_at
-        group_state.diverged_seq = seq
-        self.diverged_groups.add(group_state.key)
 
     def record_loss(self, process: Process, stream: CallStream, loss: Loss) -> None:
         """Records that the numbers of a stream's calls are not certain from a call on. What was
@@ -448,8 +481,8 @@ class Attempt:
             stream.reported_hashes, report, *state.pinned_seqs
         )
         if state.diverged:
-            # A later report changes nothing. In a large group, searching all members for each earlier
-            # one would take long: the diagnosis does it once for all.
+            # Later reports change nothing. In a large group, searching all members for each earlier
+            # report would take long: the diagnosis does it once for all.
             is_large = len(state.key[2]) > MAX_URGENT_SUSPECTS
             if is_large or report[0][0] >= state.pinned_seqs[1]:
                 return
@@ -472,9 +505,9 @@ class Attempt:
         report = self._select_counted(stream, report)
         if not report or state is None:
             return
-        stream.add_hashes(report)
+        stream.reported_hashes = merge_hashes(stream.reported_hashes, report)
         self._update_divergence(state)
-        stream.thin_history()
+        stream.reported_hashes = thin_hashes(stream.reported_hashes, *state.pinned_seqs)
 
     def _update_divergence(self, state: GroupState) -> None:
         """Finds where the members of a group began to differ, if they do."""
@@ -483,10 +516,12 @@ class Attempt:
         if state.divergence is None or state.divergence == before:
             return
         state.narrowed_at = self.last_seen_at
-        if state.diverged:
-            self.has_urgent_changes = True
-        else:
-            self.mark_diverged(state, state.divergence.first_different)
+        self.has_urgent_changes = True
+        if not state.diverged:
+            state.diverged = True
+            state.diverged_at = self.last_seen_at
+            state.diverged_seq = state.divergence.first_different
+            self.diverged_groups.add(state.key)
 
 
 def is_known_address(address: str) -> bool:
@@ -503,8 +538,8 @@ def find_first_conflict(members: dict[int, CallStream]) -> int:
 
 
 def find_divergence(members: dict[int, CallStream]) -> DivergenceBounds | None:
-    """Between which calls the members began to differ, by their running hashes; None if these do not
-    differ anywhere.
+    """The calls between which the members began to differ, by their running hashes; None if these do
+    not differ anywhere.
     """
     seq = find_first_conflict(members)
     if not seq:
@@ -521,9 +556,7 @@ def find_divergence(members: dict[int, CallStream]) -> DivergenceBounds | None:
     return DivergenceBounds(last_equal=max(common, default=0), first_different=seq)
 
 
-def _make_identity_key(
-    identity: heartbeat.StreamIdentity,
-) -> _IdentityKey:
+def _make_identity_key(identity: heartbeat.StreamIdentity) -> _IdentityKey:
     return (
         identity.name,
         identity.desc,

@@ -1,12 +1,11 @@
-"""One rank's position in one stream of calls, and what the members of a group have in common.
+"""One rank's position in one stream of calls, what the members of a group have in common, and the
+running hashes that ranks report.
 
-MERGED: The running hashes that ranks report. Ranks that report the same share them in memory: of 100,000,
-nearly all do.
-
-A history is sorted by sequence number, whatever the order in which its hashes arrived: a reply to a
-request has hashes that are older than those held. A long history is thinned and never cut: of each
-power of two, the newest multiples stay, and all powers of two. So two ranks have positions in common
-however far one is ahead of the other.
+Ranks that report the same hashes share them in memory: of 100,000, nearly all do. A history is sorted
+by sequence number, whatever the order in which its hashes arrived: a reply to a request has hashes
+that are older than those held. A long history is thinned and never cut: the newest multiples of each
+power of two stay, and all powers of two. So two ranks have positions in common however far one is
+ahead of the other.
 """
 
 from __future__ import annotations
@@ -20,26 +19,28 @@ from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.verdicts import DeviceProgress
 
-CALLS_KEPT = 256  # per stream
+Hashes = tuple[tuple[int, int], ...]  # sequence numbers and running hashes, the newest last
+
+CALLS_KEPT = 256  # in each stream
 # Completed calls kept per stream while none were requested. A job whose calls each take a while
 # reports all of them.
 FINISHED_CALLS_KEPT = 2
 # Former calls kept where they cannot be requested any more, or may not be complete: those of a process
-# that has exited, and, of a small job, those of a stream whose completions nothing reports.
+# that has exited and, in a small job, those of a stream whose completions nothing reports.
 LAST_CALLS_KEPT = 8
 SMALL_JOB_RANKS = 1024
 
 # Reference hashes kept per group: a base count, plus a count for each member.
 REFERENCE_HASHES_KEPT = 16, 2
 
-# While a job has at most this many suspected ranks, any of them may be where the hang began.
+# If a job has at most this many suspected ranks, any of them may be where the hang began.
 MAX_URGENT_SUSPECTS = 64
 
 # A call whose completion nothing reports is suspected after this time. Most jobs make another before.
 _UNCOUNTED_AFTER_S = 3.0
 
-# After a divergence, at most this many members (one for each distinct hash) are asked for their
-# calls, and only within this time.
+# The calls of at most this many members (one for each distinct hash) are requested after a divergence,
+# and only within this time.
 MAX_REQUESTED_SIDES = 4
 SIDE_REQUEST_WINDOW_S = 15.0
 
@@ -47,11 +48,21 @@ SIDE_REQUEST_WINDOW_S = 15.0
 CALLS_KEPT_BEFORE_DIFFERENCE = 64
 _MAX_WINDOWS_KEPT = 16
 
+MAX_PAIRS = 96  # a history with more is thinned
+# A thinned history has the newest positions, and the newest multiples of each power of two.
+NEWEST_KEPT, MULTIPLES_KEPT = 16, 4
+MAX_PINNED_PAIRS = 512
+# The number of shared reports, and of histories, per rank of the job and at most. A job that runs for
+# long has new ones all the time.
+SHARED_PER_RANK, MAX_SHARED = 2, 4096
+_PAIRS_PER_REPORT = 8
+_MAX_LEVEL = 64  # no sequence number is a multiple of a higher power of two
+
 
 @dataclass(frozen=True, slots=True)
 class CallWindow:
     """The calls from ``first`` to ``last`` whose sequence number is a multiple of ``step``, a power of
-    two. What a node agent is asked for, and what it has answered.
+    two. A request to a node agent and the answer each cover such a window.
     """
 
     first: int
@@ -64,7 +75,7 @@ class CallWindow:
 
 @dataclass(frozen=True, slots=True)
 class DivergenceBounds:
-    """Between which calls the members of a group began to differ. Up to ``last_equal`` all sides are
+    """The calls between which the members of a group began to differ. Up to ``last_equal`` all sides are
     known to have made equal calls; their running hashes differ at ``first_different``.
     """
 
@@ -97,32 +108,32 @@ class CallStream:
     op: str = ""
     entered_at: float = 0.0
     pending_at: float | None = None
-    # When the newest call was entered, as of the last progress: all earlier calls had completed by
-    # then.
+    # The time at which the newest call was entered, as of the last progress: all earlier calls had
+    # completed by then.
     advanced_at: float = 0.0
-    # When a completion was last reported. The call completed at this time or before.
+    # The last report of a completion. The call completed at this time or before.
     last_completion_at: float = 0.0
-    # For a channel whose peer is blocked: the number of calls before the last reported increase,
-    # and the time of that report.
+    # The number of calls before the last reported increase, and the time of that report, for a channel
+    # whose peer is blocked.
     last_growth: tuple[int, float] = (0, 0.0)
     reported_hashes: Hashes = ()
-    # By sequence number; only the calls whose arguments are known. Often shared: `add_call` and
-    # `drop_old_calls` change it.
+    # The calls whose arguments are known, by sequence number. The mapping is often shared: only
+    # `add_call` and `drop_old_calls` change it.
     calls: Mapping[int, Call] = field(default_factory=lambda: _NO_CALLS)
-    # Two calls that different threads made at the same time: the last call of each.
+    # The last calls of two threads that made calls at the same time.
     concurrent_calls: tuple[Call, ...] = ()
     concurrent_at: float = 0.0
-    loss: Loss | None = None  # of calls that were not recorded
-    is_closed: bool = False  # its group is gone on this rank
+    loss: Loss | None = None  # set once a call was not recorded
+    is_closed: bool = False  # the group is gone on this rank
     # The requests that its node agent has answered, whether or not it still had the calls.
     answered: tuple[CallWindow, ...] = ()
-    # Of a group's collectives, where the backend reports it.
+    # How far the device is in a group's collectives, where the backend reports it.
     device: DeviceProgress | None = None
-    # When the device was last seen to begin or complete a collective of the group, or to have one to do
-    # after it had completed those of all groups.
+    # The time at which the device was last seen to begin or complete a collective of the group, or to
+    # have one to do after it had completed those of all groups.
     device_changed_at: float = 0.0
     group_state: GroupState | None = None  # None for point-to-point calls and former processes
-    # Of a send or a receive that names its peer: the peer's stream of the same channel.
+    # The peer's stream of the same channel, for a send or a receive that names its peer.
     other_end: CallStream | None = None
 
     def is_counted(self, seq: int) -> bool:
@@ -143,29 +154,16 @@ class CallStream:
         if len(self.calls) <= finished_kept:
             return
         seqs = sorted(self.calls)
-        pinned = [seq for seq in seqs if self._is_near_divergence(seq)][-CALLS_KEPT:]
-        if pinned:
+        pinned: list[int] = []
+        divergence = self.group_state.divergence if self.group_state is not None else None
+        if divergence is not None:
+            first = divergence.last_equal - CALLS_KEPT_BEFORE_DIFFERENCE
+            last = divergence.first_different
+            pinned = [seq for seq in seqs if first <= seq <= last][-CALLS_KEPT:]
             seqs = sorted(set(seqs).difference(pinned))
         finished_count = sum(seq < self.first_unfinished for seq in seqs)
         dropped_count = max(0, finished_count - finished_kept, len(seqs) - CALLS_KEPT)
         self.calls = {seq: self.calls[seq] for seq in sorted([*pinned, *seqs[dropped_count:]])}
-
-    def _is_near_divergence(self, seq: int) -> bool:
-        divergence = self.group_state.divergence if self.group_state is not None else None
-        if divergence is None:
-            return False
-        first = divergence.last_equal - CALLS_KEPT_BEFORE_DIFFERENCE
-        return first <= seq <= divergence.first_different
-
-    def add_hashes(self, report: Iterable[tuple[int, int]]) -> None:
-        """Adds running hashes of any age; all are kept until `thin_history`."""
-        self.reported_hashes = merge_hashes(self.reported_hashes, report)
-
-    def thin_history(self) -> None:
-        """Thins the running hashes, except those that delimit a divergence of the group."""
-        state = self.group_state
-        first, last = state.pinned_seqs if state is not None else (0, 0)
-        self.reported_hashes = thin_hashes(self.reported_hashes, first, last)
 
     def add_answer(self, window: CallWindow) -> None:
         """Records that the node agent has answered a request for these calls."""
@@ -246,9 +244,9 @@ class GroupState:
 
     key: GroupKey
     members: dict[int, CallStream] = field(default_factory=dict)
-    # Of a foreign group, by `OutsideMember`: the members that are ranks of other attempts.
+    # The members of a foreign group that are ranks of other attempts, by `OutsideMember`.
     outside: dict[int, CallStream] = field(default_factory=dict)
-    # By sequence number: the first running hash that was reported.
+    # The first running hash that was reported of each call, by sequence number.
     reference_hashes: dict[int, int] = field(default_factory=dict)
     forgotten_up_to: int = 0  # the highest sequence number dropped from `reference_hashes`
     # The last shared report that matched the reference. Others are often the same.
@@ -259,12 +257,12 @@ class GroupState:
     # proportional to the group's size.
     diverged: bool = False
     diverged_at: float = 0.0
-    # Where members began to differ, as far as that is known.
+    # The calls at which members began to differ, as far as is known.
     divergence: DivergenceBounds | None = None
     narrowed_at: float = 0.0  # when that last became known better
     # The first sequence number at which hashes differ, as known when the divergence was found.
     diverged_seq: int = 0
-    # By the hash at `diverged_seq`: the member whose calls were requested.
+    # The member whose calls were requested, by its hash at `diverged_seq`.
     streams_by_side: dict[int, CallStream] = field(default_factory=dict)
     has_uneven_splits: bool = False
     closed_count: int = 0  # members whose stream is closed
@@ -272,7 +270,7 @@ class GroupState:
 
     @property
     def pinned_seqs(self) -> tuple[int, int]:
-        """Between which sequence numbers running hashes are kept, however old; both 0 if nowhere."""
+        """The sequence numbers between which running hashes are kept, however old; both 0 if nowhere."""
         divergence = self.divergence
         if divergence is None:
             return 0, 0
@@ -319,7 +317,7 @@ class GroupState:
 
     @property
     def all_members(self) -> dict[int, CallStream]:
-        """With those that are ranks of other attempts."""
+        """The members, with those that are ranks of other attempts."""
         return {**self.members, **self.outside} if self.outside else self.members
 
     @property
@@ -359,21 +357,8 @@ class GroupState:
         self.passed_by_all, self.laggard = 0, None
 
 
-MAX_PAIRS = 96  # a history with more is thinned
-# What a thinned history has: the newest positions, and the newest multiples of each power of two.
-NEWEST_KEPT, MULTIPLES_KEPT = 16, 4
-MAX_PINNED_PAIRS = 512
-# Shared reports, and as many histories, per rank of the job and at most. A job that runs for long has
-# new ones all the time.
-SHARED_PER_RANK, MAX_SHARED = 2, 4096
-_PAIRS_PER_REPORT = 8
-_MAX_LEVEL = 64  # no sequence number is a multiple of a higher power of two
-
-Hashes = tuple[tuple[int, int], ...]  # sequence numbers and running hashes, the newest last
-
-
 def merge_hashes(history: Hashes, report: Iterable[tuple[int, int]]) -> Hashes:
-    """Both together, by position. Where both have one, that of the report counts.
+    """The hashes of both, by position. Where both have one, that of the report counts.
 
     >>> merge_hashes(((4, 44), (90, 990)), ((89, 989), (90, 990)))
     ((4, 44), (89, 989), (90, 990))
@@ -386,7 +371,7 @@ def thin_hashes(history: Hashes, first_pinned: int = 0, last_pinned: int = 0) ->
     newest multiples, nor from ``first_pinned`` to ``last_pinned``.
     """
     kept: list[tuple[int, int]] = []
-    # By exponent: how many newer positions are multiples of that power of two.
+    # How many newer positions are multiples of each power of two, by its exponent.
     counts = [0] * (_MAX_LEVEL + 1)
     pinned_count = 0
     for index, pair in enumerate(reversed(history)):
@@ -407,11 +392,11 @@ def thin_hashes(history: Hashes, first_pinned: int = 0, last_pinned: int = 0) ->
 class HashHistories:
     """The histories of all streams of a job: each is what the reports of one stream had."""
 
-    capacity: int = SHARED_PER_RANK  # shared reports, and as many histories
+    capacity: int = SHARED_PER_RANK  # the number of shared reports, and of histories
     _pairs: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     _reports: dict[Hashes, Hashes] = field(default_factory=dict)
-    # By the identities of a history and of the report that follows it, and the pinned positions: both,
-    # and the new history.
+    # A history, the report that follows it and the new history, by the identities of the first two and
+    # the pinned positions.
     _extended: dict[tuple[int, int, int, int], tuple[Hashes, Hashes, Hashes]] = field(
         default_factory=dict
     )

@@ -1,7 +1,7 @@
 """Results of `HANGWATCH_CHECKS` on the server, in bounded memory: checksums that differ between
 ranks, and the calls in which values first became NaN or infinite.
 
-Pure: the time is passed in, in seconds on the caller's monotonic clock.
+The time is passed in, in seconds on the caller's monotonic clock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 STREAK_GAP_S = 120.0  # a streak ends after this time without a non-finite call
 _MAX_RANKS_PER_GROUP = 1 << 18  # entries kept per group, summed over all positions
-_MAX_DIFFERING_CALLS = 8  # per group
+_MAX_DIFFERING_CALLS = 8  # in each group
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class ReplicaChecksums:
                 del self.differing[max(self.differing)]
         elif len(ranks_by_checksum) == 1 and len(ranks_by_checksum[checksum]) == member_count:
             del self.incomplete[position]
-        # By position: a late member's reports of old calls must not displace those of new ones.
+        # The oldest positions go: a late member's reports of old calls must not displace new ones.
         while len(self.incomplete) > _max_positions(member_count):
             del self.incomplete[min(self.incomplete)]
 
@@ -134,10 +134,11 @@ class CheckResults:
     """The check results of one attempt of a job."""
 
     replicas: dict[GroupKey, ReplicaChecksums] = field(default_factory=dict)
-    unscaled: NonfiniteStreak = field(default_factory=NonfiniteStreak)  # without loss scaling
-    # Under loss scaling, which handles such values by skipping a step.
+    # The calls without loss scaling.
+    unscaled: NonfiniteStreak = field(default_factory=NonfiniteStreak)
+    # The calls under loss scaling, which handles such values by skipping a step.
     scaled: NonfiniteStreak = field(default_factory=lambda: NonfiniteStreak(keeps_newest=True))
-    # Under loss scaling, for `PERSISTENT_ROUNDS` rounds or more.
+    # The calls under loss scaling for `PERSISTENT_ROUNDS` rounds or more.
     persistent: NonfiniteStreak = field(default_factory=NonfiniteStreak)
 
     @property

@@ -1,10 +1,7 @@
 """The state of all known jobs, updated by heartbeats that may arrive in any order.
 
-Pure: the time is passed in, in seconds on the caller's monotonic clock.
-
-MERGED: Decides which attempt of its job a new process belongs to. Pure.
-
-MERGED: What is known of a node agent. Pure.
+The time is passed in, in seconds on the caller's monotonic clock. A new process joins its job's latest
+attempt, a new attempt, or another world that runs beside it under the same name.
 """
 
 from __future__ import annotations
@@ -16,10 +13,9 @@ from hangwatch.model.ranks import AttemptKey, Lifecycle
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.heartbeat import MAX_CLOCK_DRIFT
 
-from .attempt import Attempt, is_known_address
+from .attempt import Attempt, HostHardware, is_known_address
 from .foreign_groups import ForeignGroups, disconnect_channel
-from .process import Process
-from .process_parts import ReportTimes, make_host_hardware
+from .process import Process, ReportTimes
 from .updates import (
     TrackedProcess,
     add_sample,
@@ -30,6 +26,54 @@ from .updates import (
 
 FORMER_ATTEMPTS_KEPT = 1000  # one per job
 FORGOTTEN_PROCESSES_KEPT = 1 << 17  # dropped processes that heartbeats may still mention
+# An attempt whose node agents are silent for longer may have been replaced by another one.
+SUCCEEDED_SILENT_S = 3.0
+# The worlds of one job that run at the same time: more of them count as attempts of the first one.
+MAX_WORLDS = 32
+# Another node agent may report a process after its own has sent no heartbeat for this long: node
+# agents of large jobs report every 20 to 30 seconds.
+OWNER_SILENT_S = 45.0
+# Node agents give a heartbeat up much earlier, so a larger gap is a jump of the agent's clock.
+MAX_DELAY_S = 120.0
+
+ProcessLocation = tuple[str, str]  # (host, process key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormerAttempt:
+    """The last attempt of a job without attempts in memory: the next one's number follows it."""
+
+    number: int
+    restart: int
+    last_seen_at: float
+    is_finished: bool
+
+
+@dataclass(slots=True)
+class ReportingAgent:
+    """A node agent with the processes that it reports."""
+
+    processes: dict[ProcessLocation, TrackedProcess] = field(default_factory=dict)
+    last_number: int = 0  # the number of its last heartbeat
+    # The smallest difference seen between the time of receipt and the agent's clock, and when.
+    _smallest_gap: tuple[float, float] | None = None
+
+    def estimate_sent_at(self, beat: heartbeat.Heartbeat, received_at: float) -> float:
+        """When a heartbeat was sent, on the server's clock.
+
+        The agent's fastest heartbeat so far is taken to have had no delay; any larger gap between
+        the clocks, beyond their possible drift, is the delay of this one. After a jump of the agent's
+        clock, as when its machine was suspended, this starts again.
+        """
+        if beat.sent_s is None:
+            return received_at
+        gap = received_at - beat.sent_s
+        smallest, updated_at = self._smallest_gap or (gap, received_at)
+        if abs(gap - smallest) > MAX_DELAY_S:
+            smallest = gap
+        smallest = min(gap, smallest + MAX_CLOCK_DRIFT * (received_at - updated_at))
+        self._smallest_gap = smallest, received_at
+        return beat.sent_s + smallest
 
 
 @dataclass(slots=True)
@@ -38,10 +82,10 @@ class Fleet:
 
     attempts: dict[AttemptKey, Attempt] = field(default_factory=dict)
     processes: dict[ProcessLocation, TrackedProcess] = field(default_factory=dict)
-    former_attempts: dict[str, FormerAttempt] = field(default_factory=dict)  # by job
+    former_attempts: dict[str, FormerAttempt] = field(default_factory=dict)  # the key is the job
     foreign_groups: ForeignGroups = field(default_factory=ForeignGroups)
-    _agents: dict[str, ReportingAgent] = field(default_factory=dict)  # by id
-    # Processes of dropped attempts that were alive by their last report. Serves as an ordered set.
+    _agents_by_id: dict[str, ReportingAgent] = field(default_factory=dict)
+    # Processes of dropped attempts that were alive by their last report. The dict is an ordered set.
     _forgotten_processes: dict[ProcessLocation, None] = field(default_factory=dict)
 
     def latest_attempt(self, job: str) -> Attempt | None:
@@ -50,8 +94,8 @@ class Fleet:
 
     def is_current(self, attempt: Attempt, now: float) -> bool:
         """Whether it is its job's latest attempt, or ranks of it still run and are reported, and the
-        later attempts are other people's: a launch under the same name does not end them unless one
-        of their own node agents reports it.
+        later attempts are other people's: a launch under the same name does not end its ranks unless
+        one of their own node agents reports it.
         """
         later = [
             other
@@ -85,8 +129,8 @@ class Fleet:
 
         A repeated heartbeat, or one that arrives after a later one of the same agent, is ignored.
         """
-        if (agent := self._agents.get(beat.agent)) is None:
-            agent = self._agents[beat.agent] = ReportingAgent()
+        if (agent := self._agents_by_id.get(beat.agent)) is None:
+            agent = self._agents_by_id[beat.agent] = ReportingAgent()
         if beat.number <= agent.last_number:
             return True
         agent.last_number = beat.number
@@ -122,11 +166,11 @@ class Fleet:
                 apply_calls_reply(tracked, reply)
         for hardware in beat.hardware:
             if (tracked := self.processes.get((beat.host, hardware.key))) is not None:
-                tracked.attempt.hardware[beat.host] = make_host_hardware(hardware, now)
+                tracked.attempt.hardware[beat.host] = HostHardware.from_reply(hardware, now)
 
     def list_processes(self, agent: str) -> Iterable[TrackedProcess]:
         """The processes that a node agent reports."""
-        known = self._agents.get(agent)
+        known = self._agents_by_id.get(agent)
         return () if known is None else known.processes.values()
 
     def _mark_seen(self, beat: heartbeat.Heartbeat, now: float) -> None:
@@ -156,7 +200,12 @@ class Fleet:
         """Drops an attempt but not its processes, see `drop_processes`."""
         self.attempts.pop(attempt.key, None)
         if self.latest_attempt(attempt.job) is None:
-            self.former_attempts[attempt.job] = FormerAttempt.from_attempt(attempt)
+            self.former_attempts[attempt.job] = FormerAttempt(
+                number=attempt.number,
+                restart=attempt.restart,
+                last_seen_at=attempt.last_seen_at,
+                is_finished=attempt.is_finished,
+            )
             while len(self.former_attempts) > FORMER_ATTEMPTS_KEPT:
                 del self.former_attempts[next(iter(self.former_attempts))]
 
@@ -189,7 +238,8 @@ class Fleet:
             disconnect_channel(stream)
             if stream.group_state is not None:
                 stream.group_state.members.clear()
-                stream.group_state.reference_hashes.clear()  # not all with the attempt, at the end
+                # Clearing all of them with the attempt, at the end, would take long.
+                stream.group_state.reference_hashes.clear()
                 stream.group_state = None
         process.streams.clear()
 
@@ -199,7 +249,7 @@ class Fleet:
 
     def forget_agent(self, agent: str) -> None:
         """Drops what is known of an agent that has left, except its processes."""
-        self._agents.pop(agent, None)
+        self._agents_by_id.pop(agent, None)
 
     def _apply_full_update(
         self, beat: heartbeat.Heartbeat, update: heartbeat.ProcessUpdate, now: float
@@ -211,8 +261,8 @@ class Fleet:
             and update.identity is not None
             and self._has_moved(tracked, update.identity)
         ):
-            # It reported a rank before init_process_group assigned it another one, or joins another
-            # world.
+            # The process reported a rank before init_process_group assigned it another one, or joins
+            # another world.
             if tracked.holds_rank:
                 tracked.attempt.assign_rank(None, tracked.process.rank)
                 tracked.attempt.shrink_world()
@@ -224,14 +274,14 @@ class Fleet:
         process = tracked.process
         if process.agent != beat.agent:
             self._leave_agent(process)
-            self._agents[beat.agent].processes[location] = tracked
+            self._agents_by_id[beat.agent].processes[location] = tracked
             process.agent = beat.agent
             process.owner = get_owner(beat)
             tracked.attempt.owners.add(process.owner)
         return apply_process_update(tracked, update, now)
 
     def _leave_agent(self, process: Process) -> None:
-        if (agent := self._agents.get(process.agent)) is not None:
+        if (agent := self._agents_by_id.get(process.agent)) is not None:
             agent.processes.pop((process.host, process.key), None)
 
     def _register_process(
@@ -290,7 +340,9 @@ class Fleet:
         return sorted(latest.values(), key=lambda attempt: (attempt.job != job, attempt.opened_at))
 
     def _release_members(self, worlds: list[Attempt], address: str, job: str) -> None:
-        """Has the processes of a world registered again that were taken for late ranks of another."""
+        """Drops the processes of a world that were taken for late ranks of another, to register them
+        again.
+        """
         for attempt in worlds:
             if attempt.job == job or address not in attempt.addresses:
                 continue
@@ -322,35 +374,6 @@ class Fleet:
         return attempt
 
 
-# An attempt whose node agents are silent for longer may have been replaced by another one.
-SUCCEEDED_SILENT_S = 3.0
-# The worlds of one job that run at the same time: more of them count as attempts of the first one.
-MAX_WORLDS = 32
-
-# After this long without a heartbeat of its node agent, another one may report a process: node agents
-# of large jobs report every 20 to 30 seconds.
-OWNER_SILENT_S = 45.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FormerAttempt:
-    """The last attempt of a job without attempts in memory: the next one's number follows it."""
-
-    number: int
-    restart: int
-    last_seen_at: float
-    is_finished: bool
-
-    @classmethod
-    def from_attempt(cls, attempt: Attempt) -> FormerAttempt:
-        return cls(
-            number=attempt.number,
-            restart=attempt.restart,
-            last_seen_at=attempt.last_seen_at,
-            is_finished=attempt.is_finished,
-        )
-
-
 def is_owned_by_other(process: Process, beat: heartbeat.Heartbeat, now: float) -> bool:
     """Whether the node agent of another owner reports the process, and has done so until now."""
     return (
@@ -379,7 +402,7 @@ def choose_job_name(
     if not is_known_address(address):
         return job
     for attempt in attempts:
-        if address in attempt.addresses and not is_held_by_other_world(attempt, identity):
+        if address in attempt.addresses and not _is_held_by_other_world(attempt, identity):
             return attempt.job
     former = former_attempts.get(further_name)
     if former is not None and not former.is_finished:
@@ -391,7 +414,7 @@ def choose_job_name(
                 and attempt.world_size == identity.world_size
                 and not attempt.is_finished
             ):
-                return attempt.job  # a rank that is late, or that has another address by mistake
+                return attempt.job  # The rank is late, or has another address by mistake.
     if all(attempt.is_finished for attempt in attempts):
         return job
     replaceable = [a for a in attempts if _may_be_replaced(a, identity, now)]
@@ -409,7 +432,7 @@ def choose_job_name(
     return preferred.job
 
 
-def is_held_by_other_world(attempt: Attempt, identity: heartbeat.ProcessIdentity) -> bool:
+def _is_held_by_other_world(attempt: Attempt, identity: heartbeat.ProcessIdentity) -> bool:
     """Whether the rank of a new process belongs to a running process with another rendezvous."""
     holder = attempt.processes.get(identity.rank)
     return (
@@ -478,36 +501,3 @@ def choose_attempt_number(
         and started_at <= former.last_seen_at
     )
     return former.number if continues_former else max(identity.restart, former.number + 1)
-
-
-# A node agent gives a heartbeat up much earlier, so a larger gap is a jump of its clock.
-MAX_DELAY_S = 120.0
-
-ProcessLocation = tuple[str, str]  # (host, process key)
-
-
-@dataclass(slots=True)
-class ReportingAgent:
-    """A node agent with the processes that it reports."""
-
-    processes: dict[ProcessLocation, TrackedProcess] = field(default_factory=dict)
-    last_number: int = 0  # of its heartbeats
-    # The smallest difference seen between the time of receipt and the agent's clock, and when.
-    _smallest_gap: tuple[float, float] | None = None
-
-    def estimate_sent_at(self, beat: heartbeat.Heartbeat, received_at: float) -> float:
-        """When a heartbeat was sent, on the server's clock.
-
-        The agent's fastest heartbeat so far is taken to have had no delay; any larger gap between
-        the clocks, beyond their possible drift, is the delay of this one. After a jump of the agent's
-        clock, as when its machine was suspended, this starts again.
-        """
-        if beat.sent_s is None:
-            return received_at
-        gap = received_at - beat.sent_s
-        smallest, updated_at = self._smallest_gap or (gap, received_at)
-        if abs(gap - smallest) > MAX_DELAY_S:
-            smallest = gap
-        smallest = min(gap, smallest + MAX_CLOCK_DRIFT * (received_at - updated_at))
-        self._smallest_gap = smallest, received_at
-        return beat.sent_s + smallest

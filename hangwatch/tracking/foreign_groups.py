@@ -1,13 +1,13 @@
-"""Process groups that number their members by themselves, and the processes behind these numbers.
+"""Process groups that number their members by themselves, the processes behind these numbers, and the
+two ends of point-to-point channels.
 
 Such a group may join processes of different jobs. Each member reports what identifies the group and
-its own number there; here these are put together. Pure.
-
-MERGED: Connects the two ends of point-to-point channels. Pure.
+its own number there; `ForeignGroups` puts these together.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -28,6 +28,7 @@ from .call_stream import CallStream, GroupState
 from .process import ChannelKey, Process
 
 _FIRST_OUTSIDE = -2  # -1 means any rank
+_MAX_OUTSIDE_KEPT = 1 << 17
 
 
 class MemberAttempt(Protocol):
@@ -55,12 +56,9 @@ class Member:
 class _ForeignGroup:
     identity: str
     numbers: tuple[int, ...]
-    claims: dict[int, list[Member]] = field(default_factory=dict)  # by number
+    claims: dict[int, list[Member]] = field(default_factory=dict)  # the key is the number
     # Several live processes claim one number: these are groups that cannot be told apart.
     is_contested: bool = False
-
-    def list_members(self) -> list[Member]:
-        return [member for claims in self.claims.values() for member in claims]
 
     def find_member(self, number: int) -> Member | None:
         """The process behind a number: a live one, or the last that had it."""
@@ -74,8 +72,9 @@ class _ForeignGroup:
 class ForeignGroups:
     """All foreign groups of all jobs."""
 
-    _groups: dict[str, _ForeignGroup] = field(default_factory=dict)  # by identity
-    _members_by_value: dict[int, Member] = field(default_factory=dict)  # of `OutsideMember`
+    _groups_by_identity: dict[str, _ForeignGroup] = field(default_factory=dict)
+    # The processes that `OutsideMember` objects stand for, by the value of these.
+    _members_by_value: dict[int, Member] = field(default_factory=dict)
     _outside: dict[tuple[object, ...], OutsideMember] = field(default_factory=dict)
     _next_value: int = _FIRST_OUTSIDE
     _changed: dict[str, None] = field(default_factory=dict)  # identities, as an ordered set
@@ -88,14 +87,22 @@ class ForeignGroups:
         """
         numbers = unpack_ranks(identity.ranks)
         key = f"{identity.foreign}/{len(numbers)}"
-        group = self._groups.get(key)
+        group = self._groups_by_identity.get(key)
         if group is None:
-            group = self._groups[key] = _ForeignGroup(key, RankTuple(range(len(numbers))))
+            group = self._groups_by_identity[key] = _ForeignGroup(
+                key, RankTuple(range(len(numbers)))
+            )
         if 0 <= identity.number < len(numbers):
             claims = group.claims.setdefault(identity.number, [])
             if all(claim.process is not process for claim in claims):
                 claims.append(Member(attempt, process))
         self._changed[key] = None
+        # The creation of a group, and calls that are declared for it, are streams of their own.
+        part = ""
+        if identity.kind is StreamKind.SETUP:
+            part = " set-up"
+        elif identity.backend == DECLARED_BACKEND:
+            part = " declared"
         return self._make_view(
             group,
             attempt,
@@ -107,7 +114,7 @@ class ForeignGroups:
                 backend=identity.backend,
                 generation=0,
                 foreign=key,
-                part=_name_part(identity),
+                part=part,
                 numbers=group.numbers,
             ),
         )
@@ -118,7 +125,7 @@ class ForeignGroups:
         if not keys:
             return
         for key in keys:
-            group = self._groups.get(key)
+            group = self._groups_by_identity.get(key)
             if group is None:
                 continue
             for number, claims in list(group.claims.items()):
@@ -131,9 +138,9 @@ class ForeignGroups:
             del self._members_by_value[value]
 
     def mark_changed(self, process: Process) -> None:
-        """Has the groups of a process connected again, because it has exited."""
+        """Marks the groups of a process to be connected again, because it has exited."""
         for stream in process.streams.values():
-            if stream.group.foreign in self._groups:
+            if stream.group.foreign in self._groups_by_identity:
                 self._changed[stream.group.foreign] = None
 
     def connect_members(self) -> None:
@@ -141,35 +148,35 @@ class ForeignGroups:
         while self._changed:
             key = next(iter(self._changed))
             del self._changed[key]
-            group = self._groups.get(key)
+            group = self._groups_by_identity.get(key)
             if group is None:
                 continue
             if group.claims:
                 self._connect_group(group)
             else:
-                del self._groups[key]
+                del self._groups_by_identity[key]
 
     def find_outside(self, rank: int) -> Member | None:
         """The process that an `OutsideMember` stands for, if it is known."""
         return self._members_by_value.get(rank)
 
     def _connect_group(self, group: _ForeignGroup) -> None:
-        members = group.list_members()
         group.is_contested = any(
             sum(claim.process.is_alive for claim in claims) > 1 for claims in group.claims.values()
         )
         views: dict[tuple[int, GroupKey, str], Group] = {}
-        for member in members:
+        for member in itertools.chain.from_iterable(group.claims.values()):
             for stream in member.process.streams.values():
                 if stream.group.foreign == group.identity:
                     view = self._make_view(group, member.attempt, member.process, stream.group)
                     view = views.setdefault((id(member.attempt), view.key, view.backend), view)
                     member.attempt.replace_group(member.process, stream, view)
-                    if stream.member_peer is not None and stream.member_peer >= 0:
-                        stream.peer = _get_item(view.ranks, stream.member_peer)
-        self._connect_streams(group, members)
+                    number = stream.member_peer
+                    if number is not None and number >= 0:
+                        stream.peer = view.ranks[number] if number < len(view.ranks) else -1
+        self._connect_streams(group)
 
-    def _connect_streams(self, group: _ForeignGroup, members: list[Member]) -> None:
+    def _connect_streams(self, group: _ForeignGroup) -> None:
         """Shows each attempt the streams of the members that are no ranks of it, and connects the ends
         of point-to-point channels.
         """
@@ -224,7 +231,8 @@ class ForeignGroups:
             elif member is not None:
                 ranks.append(self._get_outside_process(member))
             else:
-                ranks.append(self._get_unknown_member(group, number, reported))
+                label = f"member {number} of {reported.title} (whose process is not known)"
+                ranks.append(self._get_outside((group.identity, number), label))
         part = reported.part.partition("@")[0]
         return Group(
             name=reported.name,
@@ -247,12 +255,6 @@ class ForeignGroups:
         self._members_by_value[outside] = member
         return outside
 
-    def _get_unknown_member(
-        self, group: _ForeignGroup, number: int, reported: Group
-    ) -> OutsideMember:
-        label = f"member {number} of {reported.title} (whose process is not known)"
-        return self._get_outside((group.identity, number), label)
-
     def _get_outside(self, key: tuple[object, ...], label: str) -> OutsideMember:
         outside = self._outside.get(key)
         if outside is None:
@@ -261,20 +263,6 @@ class ForeignGroups:
             outside = self._outside[key] = OutsideMember.create(self._next_value, label)
             self._next_value -= 1
         return outside
-
-
-_MAX_OUTSIDE_KEPT = 1 << 17
-
-
-def _name_part(identity: heartbeat.StreamIdentity) -> str:
-    """The creation of a group, and calls that are declared for it, are streams of their own."""
-    if identity.kind is StreamKind.SETUP:
-        return " set-up"
-    return " declared" if identity.backend == DECLARED_BACKEND else ""
-
-
-def _get_item(ranks: tuple[int, ...], number: int) -> int:
-    return ranks[number] if number < len(ranks) else -1
 
 
 def connect_channel(processes: Mapping[int, Process], process: Process, stream: CallStream) -> None:

@@ -1,7 +1,12 @@
-"""The state of one training process, as reported by its node agent."""
+"""The state of one training process, as reported by its node agent.
+
+Times (``_at``) are in seconds on the server's monotonic clock.
+"""
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hangwatch.model.calls import StreamKind
@@ -13,18 +18,8 @@ from hangwatch.protocol import heartbeat
 from hangwatch.stacks.activities import find_calling_thread, find_thread_without_calls
 
 from .call_stream import CallStream
-from .process_parts import (
-    HEALTHY_RECORDER,
-    FreezeReason,
-    MessageMark,
-    OpenCalls,
-    Phase,
-    ProcessActivity,
-    RecorderHealth,
-    ReportTimes,
-)
 
-# Kind, peer and tag of a point-to-point channel.
+# The kind, the peer and the tag of a point-to-point channel.
 ChannelKey = tuple[StreamKind, int | None, int | None]
 
 # A rank that is idle for this long may be in a call that is not recorded, if it misses some.
@@ -32,10 +27,110 @@ _UNRECORDED_AFTER_S = 3.0
 
 IDLE_AFTER_S = 1.0  # a thread that used no CPU for this long is waiting
 
+STOPPED_AFTER_S = 1.5  # longer than py-spy stops a process while it samples a stack
+
+
+class FreezeReason(str, enum.Enum):
+    """Why a live process runs no Python."""
+
+    STOPPED = "stopped"
+    UNINTERRUPTIBLE = "uninterruptible"
+    GIL_HELD = "gil held"
+
+
+@dataclass(slots=True, kw_only=True)
+class ReportTimes:
+    """When the server received reports about a process."""
+
+    last_seen_at: float  # everything known of it was still true at this time
+    previously_seen_at: float = 0.0  # the time of the heartbeat before the last, of any kind
+    # The last terse heartbeat, which reports progress without positions: the process may be further
+    # than its streams show.
+    last_progress_at: float = 0.0
+    # The last heartbeat that the server refused: the process runs, its positions are not updated.
+    last_refused_at: float = 0.0
+    updated_at: float = 0.0  # the last heartbeat with an update of this process
+
+    @property
+    def agent_seen_at(self) -> float:
+        """When its node agent last sent a heartbeat, accepted or not."""
+        return max(self.last_seen_at, self.last_progress_at, self.last_refused_at)
+
+
+@dataclass(slots=True, kw_only=True)
+class ProcessActivity:
+    """Whether a process runs, as the kernel and the recorder's thread show it."""
+
+    state: str = "?"  # one letter, as in /proc/PID/stat
+    state_since: float = 0.0
+    pulse_at: float | None = None  # when the recorder's thread last ran Python
+    # The time at which the main thread or that of the newest call last used a CPU or was ready to run.
+    last_active_at: float = 0.0
+    cpu_s: float = 0.0
+
+    def find_kernel_reason(self, now: float) -> FreezeReason | None:
+        """Why the kernel does not let the process run, if that has lasted too long to be chance."""
+        if self.state not in NOT_RUNNING_STATES:
+            return None
+        duration = now - self.state_since
+        if self.state != "D" and duration >= STOPPED_AFTER_S:
+            return FreezeReason.STOPPED
+        if self.state == "D" and duration >= FROZEN_AFTER_S:
+            return FreezeReason.UNINTERRUPTIBLE
+        return None
+
+    def has_lost_pulse(self, now: float) -> bool:
+        """Whether the recorder's thread, which runs ten times a second, has not run for too long.
+        The node agent reports its last run every second.
+        """
+        return self.pulse_at is not None and now - self.pulse_at >= FROZEN_AFTER_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A phase that the training script declared with `hangwatch.phase`."""
+
+    name: str
+    began_at: float
+    limit_s: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenCalls:
+    """The streams in which a process has unfinished calls, and when it last waited in a call."""
+
+    unfinished_streams: tuple[CallStream, ...] = ()  # some call is not reported as complete
+    blocked_streams: tuple[CallStream, ...] = ()  # those with `CallStream.blocks_thread`
+    # The last interval in which it was blocked in a call: from when it was, or may have been,
+    # blocked until its completion was reported.
+    last_blocked: tuple[float, float] = (0.0, 0.0)
+    has_concurrent_calls: bool = False  # two threads made calls on one group at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class MessageMark:
+    """The counters of the device when they were first read after the newest send or receive. All that
+    is queued beyond them was queued after that message.
+    """
+
+    message_at: float  # when the host queued it
+    enqueued: Mapping[int, int]  # the counters by stream uid; empty: they were not read since
+
+
+@dataclass(frozen=True, slots=True)
+class RecorderHealth:
+    """What the recorder in a process failed to record. Immutable, so that processes share one."""
+
+    dropped: int = 0  # calls and streams that were not recorded, and whose place is not known
+    faults: tuple[str, ...] = ()  # messages about its own errors
+
+
+_HEALTHY_RECORDER = RecorderHealth()
+
 
 @dataclass(slots=True, kw_only=True)
 class StackSample:
-    """The stacks of a process at one moment. ``taken_at`` is on the server's monotonic clock."""
+    """The stacks of a process at one moment."""
 
     request: str
     source: str
@@ -74,8 +169,7 @@ class Process:
     """One training process, the current holder of its rank or a former one.
 
     Parts that every heartbeat changes are objects of their own. How the process ended stays here: a
-    part for it would cost memory for each of up to 100,000 processes that run. Times (``_at``) are
-    in seconds on the server's monotonic clock.
+    part for it would cost memory for each of up to 100,000 processes that run.
     """
 
     key: str
@@ -89,7 +183,7 @@ class Process:
     lifecycle: Lifecycle = Lifecycle.ALIVE
     step: int | None = None
     phase: Phase | None = None
-    recorder: RecorderHealth = HEALTHY_RECORDER
+    recorder: RecorderHealth = _HEALTHY_RECORDER
     overflows: int = 0  # calls with non-finite values under loss scaling
     exit: ExitInfo | None = None
     exited_at: float | None = None
@@ -98,19 +192,19 @@ class Process:
     # NAME=VALUE of the environment variable that makes the backend report the device's progress;
     # empty if it does, or cannot.
     device_setting: str = ""
-    # How long its device made no progress, as of the last reading of its counters.
+    # The time for which its device made no progress, as of the last reading of its counters.
     device_still_s: float = float("inf")
-    message_mark: MessageMark | None = None  # where the device's counters are reported
-    flight_file: FlightFile | None = None  # written by its watchdog
-    streams: dict[int, CallStream] = field(default_factory=dict)  # by uid
+    message_mark: MessageMark | None = None  # set where the device's counters are reported
+    flight_file: FlightFile | None = None  # the file that its watchdog wrote
+    streams: dict[int, CallStream] = field(default_factory=dict)  # the key is the uid
     channels: dict[ChannelKey, list[CallStream]] = field(default_factory=dict)
     added_streams: int = 0  # the number of streams that were ever reported
-    has_lost_ring: bool = False  # its calls could not be read for a time
+    has_lost_ring: bool = False  # calls could not be read for a time
     opened_streams: int = 0  # the number that its recorder opened; 0 if it does not say
     newest_call_at: float = 0.0  # when it last entered a call
     open_calls: OpenCalls = field(default_factory=OpenCalls)
     samples: tuple[StackSample, ...] = ()  # newest last
-    finished_reporting: bool = False  # its agent has reported all there is
+    finished_reporting: bool = False  # the agent has reported all there is
 
     @property
     def rank(self) -> int:
@@ -131,20 +225,20 @@ class Process:
 
     @property
     def idle_since(self) -> float:
-        """Since when it has made no call and used no CPU, as far as was reported."""
+        """The time since which it has made no call and used no CPU, as far as was reported."""
         return max(self.activity.last_active_at, self.newest_call_at, self.reports.last_progress_at)
 
     @property
     def last_advanced_at(self) -> float:
-        """When it last entered a call or a completion was reported: it was not blocked before."""
+        """The time at which it last entered a call or a completion was reported: it was not blocked then."""
         stream_times = [max(s.entered_at, s.last_completion_at) for s in self.streams.values()]
         return max([self.reports.last_progress_at, *stream_times])
 
     @property
     def device_read_at(self) -> float:
-        """When its device's counters were last read, those of all groups together."""
+        """The time of the last reading of its device's counters, those of all groups together."""
         read_at = 0.0
-        for stream in self.streams.values():  # a loop: this runs for 100,000 processes
+        for stream in self.streams.values():  # A loop is fast enough for 100,000 processes.
             if stream.device is not None and stream.device.read_at > read_at:
                 read_at = stream.device.read_at
         return read_at
@@ -153,7 +247,7 @@ class Process:
     def device_changed_at(self) -> float:
         """When its device was last seen to begin or complete a call."""
         changed_at = 0.0
-        for stream in self.streams.values():  # a loop: this runs for 100,000 processes
+        for stream in self.streams.values():  # A loop is fast enough for 100,000 processes.
             if stream.device_changed_at > changed_at:
                 changed_at = stream.device_changed_at
         return changed_at
@@ -235,7 +329,7 @@ class Process:
             or activity.state in NOT_RUNNING_STATES
         ):
             return True
-        # Not `has_lost_pulse`: this runs for every process of every heartbeat.
+        # `has_lost_pulse` would take longer, and this runs for every process of every heartbeat.
         pulse_at = activity.pulse_at
         return pulse_at is not None and self.reports.last_seen_at - pulse_at >= FROZEN_AFTER_S
 
@@ -260,7 +354,7 @@ class Process:
             if s.is_device_still or s.is_uncounted_and_old(last_seen_at):
                 return True
         if self.misses_streams and last_seen_at - self.idle_since >= _UNRECORDED_AFTER_S:
-            return True  # it may be in a call that is not recorded
+            return True  # The process may be in a call that is not recorded.
         return self.open_calls.has_concurrent_calls
 
     def freeze_reason(self, now: float) -> FreezeReason | None:

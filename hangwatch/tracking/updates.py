@@ -1,14 +1,6 @@
-"""Applies what a heartbeat reports about one process to the process and its attempt. Pure.
+"""Applies what a heartbeat reports about one process to the process, its streams and its attempt.
 
 Times are in seconds on the server's monotonic clock.
-
-MERGED: Applies the stream updates of a heartbeat to a process and its attempt. Pure.
-
-Times are in seconds on the server's monotonic clock.
-
-MERGED: Applies what a heartbeat reports of a process's device to the streams of the process. Pure.
-
-MERGED: A process with the attempt that it belongs to, and how urgent its next report is.
 """
 
 from __future__ import annotations
@@ -36,11 +28,89 @@ from .call_stream import (
     CallWindow,
     DivergenceBounds,
 )
-from .foreign_groups import ForeignGroups
-from .process import IDLE_AFTER_S, Process, StackSample
-from .process_parts import MessageMark, Phase, ProcessActivity, RecorderHealth
+from .process import (
+    IDLE_AFTER_S,
+    MessageMark,
+    Phase,
+    Process,
+    ProcessActivity,
+    RecorderHealth,
+    StackSample,
+)
 
 SAMPLES_KEPT_PER_PROCESS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedProcess:
+    """A process with its attempt, which stays the same for as long as the process is tracked."""
+
+    process: Process
+    attempt: Attempt
+
+    @property
+    def holds_rank(self) -> bool:
+        """Whether no later process has taken over its rank."""
+        return self.attempt.processes.get(self.process.rank) is self.process
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.process.rank in self.attempt.suspects
+
+    @property
+    def has_mutual_wait(self) -> bool:
+        """Whether it has an unfinished call with a suspected peer that waits for it."""
+        return any(
+            stream.peer is not None and self.attempt.waits_on(stream.peer, self.process.rank)
+            for stream in self.process.open_calls.unfinished_streams
+        )
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether its next report may decide a diagnosis.
+
+        True if it is stopped (py-spy may have stopped it); if it is one of the first suspects or of
+        the last ranks that are not suspected; if it and another rank wait for each other; or if it
+        is a member of a small group that diverged.
+        """
+        process, attempt = self.process, self.attempt
+        if not attempt.suspects and not attempt.diverged_groups:
+            return False
+        if self.is_suspect:
+            is_stopped = process.activity.state in STOPPED_STATES
+            if is_stopped or len(attempt.suspects) <= MAX_URGENT_SUSPECTS or self.has_mutual_wait:
+                return True
+        elif 2 * len(attempt.suspects) > len(attempt.processes):
+            return True
+        return bool(attempt.diverged_groups) and any(
+            stream.group_state is not None and stream.group_state.is_urgent
+            for stream in process.streams.values()
+        )
+
+    @property
+    def needs_wait_sample(self) -> bool:
+        """Whether it seems to wait for a rank that waits for it, and has no stack sample since its
+        last call that could confirm it.
+        """
+        process = self.process
+        idle_s = process.reports.updated_at - process.activity.last_active_at
+        if not self.is_suspect or idle_s < IDLE_AFTER_S or not self.has_mutual_wait:
+            return False
+        last_advanced_at = process.last_advanced_at
+        return all(sample.taken_at < last_advanced_at for sample in process.samples)
+
+    def iter_new_sides(self) -> Iterator[tuple[CallStream, DivergenceBounds]]:
+        """The streams whose calls should be requested after a recent divergence, and where that is.
+        Each stream stands for its side of the divergence, and is returned once.
+        """
+        if not self.attempt.diverged_groups:
+            return
+        for stream in self.process.streams.values():
+            state = stream.group_state
+            if state is None or state.divergence is None:
+                continue
+            if state.register_side(stream, self.attempt.last_seen_at):
+                yield stream, state.divergence
 
 
 def apply_process_update(
@@ -57,18 +127,26 @@ def apply_process_update(
         attempt.has_initialised |= update.lifecycle >= Lifecycle.INITIALISING
         process.lifecycle = Lifecycle(min(max(update.lifecycle, 0), int(Lifecycle.EXITING)))
     process.step = update.step
-    if update.phase is not None or process.phase is not None:
-        _apply_phase(process, update, now)
+    if update.phase is not None:
+        process.phase = Phase(
+            name=update.phase, began_at=now - update.phase_s, limit_s=update.phase_limit_s
+        )
+    else:
+        process.phase = None
     _apply_activity(process.activity, update, now)
     if update.ended is not None or update.raised is not None or update.flight_file is not None:
-        _apply_ending(process, update, now, attempt.foreign_groups)
+        _apply_ending(tracked, update, now)
     health = process.recorder
     if update.dropped != health.dropped or update.faults != health.faults:
         process.recorder = RecorderHealth(update.dropped, update.faults)
     process.device_setting = update.device_setting
     is_without_ring = update.lifecycle == Lifecycle.ALIVE and update.ended is None
     if is_without_ring and process.streams and process.is_alive:
-        _record_lost_ring(tracked)
+        # The positions are those before the ring could no longer be read.
+        process.has_lost_ring = True
+        for stream in process.streams.values():
+            loss = Loss(stream.entered + 1, LossReason.UNREADABLE)
+            attempt.record_loss(process, stream, loss)
     all_known = _apply_streams(tracked, update, now)
     for uid in update.closed:
         attempt.close_stream(process, uid)
@@ -88,8 +166,8 @@ def apply_process_update(
 
 
 def _share_texts(identity: heartbeat.ProcessIdentity) -> heartbeat.ProcessIdentity:
-    """Gives it texts that equal ones of other processes share, and returns it. Nearly all processes
-    of a job have the same.
+    """Returns ``identity`` with texts that other processes share. Nearly all processes of a job have the
+    same.
     """
     for name in ("job", "python", "torch", "program", "master"):
         object.__setattr__(identity, name, intern(getattr(identity, name)))
@@ -117,40 +195,17 @@ def _refresh_streams(tracked: TrackedProcess) -> None:
 
 
 def _apply_streams(tracked: TrackedProcess, update: heartbeat.ProcessUpdate, now: float) -> bool:
-    all_known = True
-    losses = _parse_losses(update)
-    for uid in losses.keys() & tracked.process.streams.keys():
-        tracked.attempt.record_loss(tracked.process, tracked.process.streams[uid], losses[uid])
-    for stream_update in update.sequences:
-        all_known &= apply_stream_update(
-            tracked.attempt, tracked.process, stream_update, losses, now
-        )
-    return all_known
-
-
-def _parse_losses(update: heartbeat.ProcessUpdate) -> dict[int, Loss]:
-    """By stream uid."""
-    return {
+    process, attempt = tracked.process, tracked.attempt
+    losses = {
         uid: Loss(from_seq, LossReason.from_number(reason))
         for uid, from_seq, reason in update.losses
     }
-
-
-def _record_lost_ring(tracked: TrackedProcess) -> None:
-    """Its positions are those before its ring could no longer be read."""
-    tracked.process.has_lost_ring = True
-    for stream in tracked.process.streams.values():
-        loss = Loss(stream.entered + 1, LossReason.UNREADABLE)
-        tracked.attempt.record_loss(tracked.process, stream, loss)
-
-
-def _apply_phase(process: Process, update: heartbeat.ProcessUpdate, now: float) -> None:
-    if update.phase is not None:
-        process.phase = Phase(
-            name=update.phase, began_at=now - update.phase_s, limit_s=update.phase_limit_s
-        )
-    else:
-        process.phase = None
+    for uid in losses.keys() & process.streams.keys():
+        attempt.record_loss(process, process.streams[uid], losses[uid])
+    all_known = True
+    for stream_update in update.sequences:
+        all_known &= _apply_stream_update(attempt, process, stream_update, losses, now)
+    return all_known
 
 
 def _apply_activity(activity: ProcessActivity, update: heartbeat.ProcessUpdate, now: float) -> None:
@@ -161,18 +216,14 @@ def _apply_activity(activity: ProcessActivity, update: heartbeat.ProcessUpdate, 
     activity.cpu_s = update.cpu_s
 
 
-def _apply_ending(
-    process: Process,
-    update: heartbeat.ProcessUpdate,
-    now: float,
-    foreign_groups: ForeignGroups,
-) -> None:
+def _apply_ending(tracked: TrackedProcess, update: heartbeat.ProcessUpdate, now: float) -> None:
     """Records the exception and the exit. The first report of each is kept."""
+    process = tracked.process
     if update.raised is not None and process.exception is None:
         process.exception, process.exception_at = update.raised, now - update.raised_s
     if update.ended is not None and process.exit is None:
         process.exit, process.exited_at = update.ended, now - update.ended_s
-        foreign_groups.mark_changed(process)
+        tracked.attempt.foreign_groups.mark_changed(process)
     if update.flight_file is not None:
         process.flight_file = update.flight_file
 
@@ -194,8 +245,8 @@ def apply_calls_reply(tracked: TrackedProcess, reply: heartbeat.CallsReply) -> N
 
 
 def _get_answered_window(reply: heartbeat.CallsReply) -> CallWindow:
-    """The window that it answers. Node agents of earlier versions do not say, and send all calls from
-    some number on.
+    """The window that a reply covers. Node agents of earlier versions do not say, and send all calls
+    from some number on.
     """
     if reply.to_seq:
         return CallWindow(reply.from_seq, reply.to_seq, reply.step)
@@ -203,7 +254,7 @@ def _get_answered_window(reply: heartbeat.CallsReply) -> CallWindow:
     return CallWindow(min(seqs, default=0), max(seqs, default=0))
 
 
-def apply_stream_update(
+def _apply_stream_update(
     attempt: Attempt,
     process: Process,
     update: heartbeat.StreamUpdate,
@@ -213,7 +264,7 @@ def apply_stream_update(
     """Applies one update; False if the stream is unknown and the update does not identify it.
     ``losses`` are those that the same heartbeat reports, by uid.
     """
-    # Unpacked: a heartbeat has dozens of these, and reading a field by name takes longer.
+    # A heartbeat has dozens of updates, and reading their fields by name would take longer.
     (
         uid,
         entered,
@@ -238,7 +289,7 @@ def apply_stream_update(
     if stream.peer is not None and entered > stream.entered:
         _record_growth(attempt, stream, now)
     stream.entered = entered
-    # Usually the same number: as one object it takes half the memory.
+    # The two numbers are usually equal: as one object they take half the memory.
     stream.completed = entered if completed == entered else completed
     stream.chain = chain
     stream.entered_at = entered_at
@@ -259,7 +310,7 @@ def apply_stream_update(
             pairs = (*pairs, (entered, chain))
         attempt.record_hashes(stream, pairs)
         if stream.reported_hashes and stream.reported_hashes[-1][1] == chain:
-            stream.chain = stream.reported_hashes[-1][1]  # the same number, shared by all ranks
+            stream.chain = stream.reported_hashes[-1][1]  # All ranks share this object.
     if calls:
         record_calls(attempt, process, stream, calls)
     if concurrent_calls and not stream.concurrent_calls:
@@ -378,8 +429,11 @@ def apply_device_statuses(
             completed=status.completed,
             read_at=now - status.read_s,
         )
-        has_begun_again = was_idle and device.is_behind_host
-        if former is None or has_begun_again or _has_advanced(former, device):
+        if (
+            former is None
+            or (was_idle and device.is_behind_host)
+            or (former.started, former.completed) != (device.started, device.completed)
+        ):
             stream.device_changed_at = device.read_at
     read_at = process.device_read_at
     process.device_still_s = read_at - process.device_changed_at
@@ -388,7 +442,9 @@ def apply_device_statuses(
 
 
 def _update_message_mark(process: Process, read_at: float) -> None:
-    """Renews it if the host has queued a message since, or if its counters were not read since then."""
+    """Renews `Process.message_mark` if the host has queued a message since then, or if the counters
+    were not read since then.
+    """
     message_at = 0.0
     for stream in process.streams.values():
         if stream.peer is not None and stream.completed is None and stream.entered:
@@ -402,80 +458,3 @@ def _update_message_mark(process: Process, read_at: float) -> None:
         if stream.device is not None and read_at >= message_at
     }
     process.message_mark = MessageMark(message_at, enqueued)
-
-
-def _has_advanced(former: DeviceProgress, device: DeviceProgress) -> bool:
-    """Whether it began or completed a collective."""
-    return (former.started, former.completed) != (device.started, device.completed)
-
-
-@dataclass(frozen=True, slots=True)
-class TrackedProcess:
-    """A process with its attempt, which stays the same for as long as the process is tracked."""
-
-    process: Process
-    attempt: Attempt
-
-    @property
-    def holds_rank(self) -> bool:
-        """Whether no later process has taken over its rank."""
-        return self.attempt.processes.get(self.process.rank) is self.process
-
-    @property
-    def is_suspect(self) -> bool:
-        return self.process.rank in self.attempt.suspects
-
-    @property
-    def has_mutual_wait(self) -> bool:
-        """Whether it has an unfinished call with a suspected peer that waits for it."""
-        return any(
-            stream.peer is not None and self.attempt.waits_on(stream.peer, self.process.rank)
-            for stream in self.process.open_calls.unfinished_streams
-        )
-
-    @property
-    def is_urgent(self) -> bool:
-        """Whether its next report may decide a diagnosis.
-
-        True if it is stopped (py-spy may have stopped it); if it is one of the first suspects or of
-        the last ranks that are not suspected; if it and another rank wait for each other; or if it
-        is a member of a small group that diverged.
-        """
-        process, attempt = self.process, self.attempt
-        if not attempt.suspects and not attempt.diverged_groups:
-            return False
-        if self.is_suspect:
-            is_stopped = process.activity.state in STOPPED_STATES
-            if is_stopped or len(attempt.suspects) <= MAX_URGENT_SUSPECTS or self.has_mutual_wait:
-                return True
-        elif 2 * len(attempt.suspects) > len(attempt.processes):
-            return True
-        return bool(attempt.diverged_groups) and any(
-            stream.group_state is not None and stream.group_state.is_urgent
-            for stream in process.streams.values()
-        )
-
-    @property
-    def needs_wait_sample(self) -> bool:
-        """Whether it seems to wait for a rank that waits for it, and has no stack sample since its
-        last call that could confirm it.
-        """
-        process = self.process
-        idle_s = process.reports.updated_at - process.activity.last_active_at
-        if not self.is_suspect or idle_s < IDLE_AFTER_S or not self.has_mutual_wait:
-            return False
-        last_advanced_at = process.last_advanced_at
-        return all(sample.taken_at < last_advanced_at for sample in process.samples)
-
-    def iter_new_sides(self) -> Iterator[tuple[CallStream, DivergenceBounds]]:
-        """Its streams whose calls should be requested after a recent divergence, and where that is.
-        Each stream stands for its side of the divergence, and is returned once.
-        """
-        if not self.attempt.diverged_groups:
-            return
-        for stream in self.process.streams.values():
-            state = stream.group_state
-            if state is None or state.divergence is None:
-                continue
-            if state.register_side(stream, self.attempt.last_seen_at):
-                yield stream, state.divergence

@@ -12,8 +12,7 @@ from hangwatch.model.kinds import KINDS, Severity, Timing, VerdictKind
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Verdict
 from hangwatch.stacks.frames import find_user_site
-from hangwatch.tracking.process import Process
-from hangwatch.tracking.process_parts import FreezeReason
+from hangwatch.tracking.process import FreezeReason, Process
 
 from ..context import (
     DiagnosisContext,

@@ -13,7 +13,7 @@ from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
-from hangwatch.tracking.process_parts import FreezeReason
+from hangwatch.tracking.process import FreezeReason
 
 from ..context import (
     MAX_CULPRIT_STACKS,

@@ -193,12 +193,12 @@ def test_member_that_has_ended_is_mentioned() -> None:
 def test_group_is_forgotten_with_its_members() -> None:
     trainer, engine = make_two_jobs()
     fleet: Fleet = trainer.fleet
-    assert fleet.foreign_groups._groups
+    assert fleet.foreign_groups._groups_by_identity
     for job in (trainer, engine):
         attempt = job.latest_attempt
         fleet.forget_attempt(attempt)
         while fleet.drop_processes(attempt, 100):
             pass
     fleet.foreign_groups.connect_members()
-    assert not fleet.foreign_groups._groups
+    assert not fleet.foreign_groups._groups_by_identity
     assert not fleet.foreign_groups._members_by_value

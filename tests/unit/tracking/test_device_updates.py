@@ -8,8 +8,7 @@ from hangwatch.model.calls import StreamKind
 from hangwatch.model.verdicts import DeviceProgress
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.fleet import Fleet
-from hangwatch.tracking.process import Process
-from hangwatch.tracking.process_parts import MessageMark
+from hangwatch.tracking.process import MessageMark, Process
 
 
 def make_heartbeat(

@@ -36,8 +36,7 @@ from hangwatch.server.recovery.policy import (
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 from hangwatch.tracking.call_stream import CallStream
-from hangwatch.tracking.process import Process
-from hangwatch.tracking.process_parts import ReportTimes
+from hangwatch.tracking.process import Process, ReportTimes
 from tests.simulation.scripted_job import ScriptedJob
 from tests.unit.incident_documents import make_incident as build_incident
 
