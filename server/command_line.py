@@ -1,5 +1,5 @@
-"""The command line of ``hangwatch-server``: flags and ``--help`` from the settings model, and messages
-for invalid settings.
+"""The command line of ``hangwatch-server``: flags and ``--help`` from the settings model, and
+messages for invalid settings.
 """
 
 from __future__ import annotations

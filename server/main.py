@@ -121,7 +121,8 @@ def _serve(settings: Settings) -> int:
             ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
         )  # fmt: skip
         server = HttpServer(config, live, protocol_class)
-        # uvicorn raises the signal again after it has stopped; with these handlers the exit is normal.
+        # uvicorn raises the signal again after it has stopped; with these handlers the exit is
+        # normal.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.handle_exit)
         server.run(sockets=[listening])
@@ -191,8 +192,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def kept_token(data_dir: Path) -> str:
-    """The token of this data folder, created at the first start: agents can still authenticate after
-    a restart of the server. Raises StartError.
+    """The token of this data folder, created at the first start: agents can still authenticate
+    after a restart of the server. Raises StartError.
     """
     path = data_dir / TOKEN_FILE
     try:

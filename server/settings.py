@@ -1,5 +1,5 @@
-"""The settings model. `command_line` derives the flags and ``--help`` from it; environment variables
-and ``hangwatch.toml`` are read by the model itself.
+"""The settings model. `command_line` derives the flags and ``--help`` from it; environment
+variables and ``hangwatch.toml`` are read by the model itself.
 """
 
 from __future__ import annotations

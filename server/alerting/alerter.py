@@ -1,5 +1,5 @@
-"""When an alert is due, what it says, and how it is sent: as a line on stderr, and as a message to each
-channel. A slow channel delays neither the server nor another channel.
+"""When an alert is due, what it says, and how it is sent: as a line on stderr, and as a message to
+each channel. A slow channel delays neither the server nor another channel.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ class Alerter:
             return
         waiting.messages.put((message, delivery))
         if waiting.thread is None:
-            # The thread is a daemon: a channel that never answers must not keep the server from ending.
+            # The thread is a daemon: a channel that never answers must not keep the server from
+            # ending.
             waiting.thread = threading.Thread(
                 target=self._send_messages, args=(waiting,), name=f"alerts to {name}", daemon=True
             )

@@ -1,13 +1,13 @@
-"""The alert channels: signed webhooks, commands, Slack, Teams, PagerDuty and Opsgenie, and every service
-that apprise supports. Each sends one message or raises an error that gives the reason.
+"""The alert channels: signed webhooks, commands, Slack, Teams, PagerDuty and Opsgenie, and every
+service that apprise supports. Each sends one message or raises an error that gives the reason.
 
-Slack and Teams get cards, in which everything that the job wrote is plain text, so that it can neither
-mention people nor make links:
-https://docs.slack.dev/reference/block-kit, https://adaptivecards.io/explorer
+Slack and Teams get cards, in which everything that the job wrote is plain text, so that it can
+neither mention people nor make links: https://docs.slack.dev/reference/block-kit,
+https://adaptivecards.io/explorer
 
 In PagerDuty and Opsgenie, an incident is one alert, however many messages there are on it, and is
-resolved with it:
-https://developer.pagerduty.com/docs/events-api-v2-overview, https://docs.opsgenie.com/docs/alert-api
+resolved with it: https://developer.pagerduty.com/docs/events-api-v2-overview,
+https://docs.opsgenie.com/docs/alert-api
 """
 
 from __future__ import annotations
@@ -250,8 +250,8 @@ class SlackWebhook(Channel):
 class SlackBot(Channel):
     """A bot with the right chat:write: slack://xoxb-TOKEN/CHANNEL.
 
-    Later messages on an incident are in the thread of the first one. Threads are remembered while the
-    server runs: after a restart, the next message on an incident begins a new one.
+    Later messages on an incident are in the thread of the first one. Threads are remembered while
+    the server runs: after a restart, the next message on an incident begins a new one.
     """
 
     token: str = field(repr=False)
@@ -424,7 +424,7 @@ def _make_text_block(text: str, **style: str) -> dict[str, Any]:
 
 
 def _escape(text: str) -> str:
-    """The text as Teams shows it unchanged: in cards, it renders a part of Markdown, such as links."""
+    """The text for a card of Teams, which renders a part of Markdown, including links."""
     return "".join(f"\\{c}" if c in "\\`*_[]()#<>" else c for c in text)
 
 

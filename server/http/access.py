@@ -1,9 +1,9 @@
 """Who may use the server: only the health checks and the login page are served to everybody.
 
 If a token is set, everything else needs it; the login limits how many wrong ones may be tried.
-Without a token, the server listens on this machine only, answers only to the user who started it and
-to root, and accepts only this machine's host names. In both cases, a page of another site must not
-act through a person's browser.
+Without a token, the server listens on this machine only, answers only to the user who started it
+and to root, and accepts only this machine's host names. In both cases, a page of another site must
+not act through a person's browser.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ _NO_TOKEN = Problem(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentGrant:
-    """What a node agent may send. ``signed`` and ``credential`` are None if it sent the token itself,
-    or if the server has none.
+    """What a node agent may send. ``signed`` and ``credential`` are None if it sent the token
+    itself, or if the server has none.
     """
 
     signed: SignedRequest | None = None
@@ -89,9 +89,9 @@ class AgentGrant:
 
 
 class Authenticator:
-    """Accepts requests that carry the token: as bearer, as Basic password, or as the login's cookie.
-    Node agents sign their requests with it instead. Without a token, accepts requests of this user
-    and of root.
+    """Accepts requests that carry the token: as bearer, as Basic password, or as the login's
+    cookie. Node agents sign their requests with it instead. Without a token, accepts requests of
+    this user and of root.
     """
 
     def __init__(self, token: str | None, own_name: str, public_url: str | None) -> None:
@@ -196,8 +196,8 @@ def is_cross_site(
 
 @functools.lru_cache(maxsize=256)
 def is_local_name(host: str | None, own_name: str) -> bool:
-    """Whether a Host header means this machine, and is not a name that a foreign page made point here
-    (DNS rebinding).
+    """Whether a Host header means this machine, and is not a name that a foreign page made point
+    here (DNS rebinding).
     """
     name = urlsplit(f"//{host or ''}").hostname or ""
     if name == own_name or name == "localhost" or name.endswith(".localhost"):

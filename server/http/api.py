@@ -1,7 +1,7 @@
 """The JSON API under ``/api/v1``: jobs, ranks, groups, incidents, dumps and events.
 
-Lists come in pages: ``?limit=``, and ``?after=`` with the cursor of the previous page's last item. An
-incident can be downloaded as one archive, to attach to a bug report.
+Lists come in pages: ``?limit=``, and ``?after=`` with the cursor of the previous page's last item.
+An incident can be downloaded as one archive, to attach to a bug report.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from .app_state import AppState
 from .rendering import make_attachment, make_json_response
 
 MAX_PENDING_DUMP_RANKS = 65536  # the ranks in dumps that are not complete
-# Members of groups in one response, or 1.5 MB: a group of 100,000 ranks repeats all of them for each
-# rank.
+# Members of groups in one response, or 1.5 MB: a group of 100,000 ranks repeats all of them for
+# each rank.
 MAX_MEMBERS_PER_PAGE = 1 << 18
 MAX_DETAILED_RANKS = 4000  # the largest job whose bundle has all data about every rank
 
@@ -258,7 +258,9 @@ class Page(ApiModel, Generic[Item]):
 
 @dataclass(frozen=True, slots=True)
 class PageRequest:
-    """The page that a request wants: at most ``limit`` items after the one with the cursor ``after``."""
+    """The page that a request wants: at most ``limit`` items after the one with the cursor
+    ``after``.
+    """
 
     url: URL
     limit: int
@@ -271,9 +273,9 @@ class PageRequest:
         make_item: Callable[[Row], object],
         count_members: Callable[[Row], int] = lambda _: 0,
     ) -> Response:
-        """The page of ``rows`` as JSON. It is shorter than ``limit`` if its items would have more than
-        `MAX_MEMBERS_PER_PAGE` members by ``count_members``. Only the items of the page are built.
-        Raises Problem for a cursor that no row has.
+        """The page of ``rows`` as JSON. It is shorter than ``limit`` if its items would have more
+        than `MAX_MEMBERS_PER_PAGE` members by ``count_members``. Only the items of the page are
+        built. Raises Problem for a cursor that no row has.
         """
         remaining = iter(rows)
         if self.after is not None and not any(make_cursor(row) == self.after for row in remaining):

@@ -39,8 +39,8 @@ class AppState:
         return self.watch.clock.monotonic()
 
     def list_down_parts(self) -> dict[str, str]:
-        """The parts of the server that do not work, with reasons. These are shown without the token,
-        so they must not name a job.
+        """The parts of the server that do not work, with reasons. These are shown without the
+        token, so they must not name a job.
         """
         down = dict.fromkeys(self.tasks.list_down(), "it failed, and is started again")
         round_age_s = self.now() - self.watch.loop.last_round_at
@@ -80,8 +80,8 @@ class AppState:
         return [attempt]
 
     def get_rank_states(self, attempt: Attempt) -> dict[int, RankState]:
-        """The state of each rank; in a large attempt, that of the last round of diagnosis, which was
-        at most seconds ago.
+        """The state of each rank; in a large attempt, that of the last round of diagnosis, which
+        was at most a few seconds ago.
         """
         states = self.watch.states.rank_states.get(attempt.key)
         if states is not None and is_large(attempt.rank_count):
@@ -136,8 +136,8 @@ class AppState:
         )
 
     def choose_attempt(self, job: str | None, ranks: Sequence[int]) -> Attempt:
-        """The latest attempt of the job, which must have all of ``ranks``. Without a name, there must
-        be only one job, or only one that is not finished. Raises Problem.
+        """The latest attempt of the job, which must have all of ``ranks``. Without a name, there
+        must be only one job, or only one that is not finished. Raises Problem.
         """
         attempts = self.find_attempts(job)
         if job is not None:
@@ -158,8 +158,8 @@ class AppState:
     def find_incidents(
         self, job: str | None = None, status: str | None = None, rank: int | None = None
     ) -> Sequence[IncidentRecord]:
-        """The incidents of the job, with the status and about the rank, each if it is given; the newest
-        first.
+        """The incidents of the job, with the status and about the rank, each if it is given; the
+        newest first.
         """
         jobs = {job, *(a.job for a in self.watch.fleet.list_family(job or ""))}
         matching = [

@@ -128,15 +128,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.returned_data = b""
         cycle = self.cycle
         if cycle is not None and cycle.response_complete and not cycle.more_body:
-            # uvicorn keeps a dozen objects of a request until the next one. With 12,500 connections,
-            # the garbage collector would scan all of them repeatedly.
+            # uvicorn keeps a dozen objects of a request until the next one. With 12,500
+            # connections, the garbage collector would scan all of them repeatedly.
             self.cycle = self.scope = self.headers = None  # type: ignore[assignment]  # as before the first request
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_timeout(0.0)
         super().connection_lost(exc)
-        # Otherwise this object would stay in memory: uvicorn keeps a timer for a connection that the
-        # client reset, and the garbage collector rarely scans objects that have existed for a while.
+        # Otherwise this object would stay in memory: uvicorn keeps a timer for a connection that
+        # the client reset, and the garbage collector rarely scans objects that have existed for a
+        # while.
         self._unset_keepalive_if_required()
         self.pipeline.clear()
         self.cycle = self.flow = None  # type: ignore[assignment]  # as before the connection

@@ -54,8 +54,8 @@ def list_paths(prefix: str) -> list[str]:
 
 
 class HeartbeatFastPath:
-    """The outermost ASGI application: it answers node agents itself and passes all other requests to
-    ``app``. Like the middleware there, it authenticates, limits the body, and sends the security
+    """The outermost ASGI application: it answers node agents itself and passes all other requests
+    to ``app``. Like the middleware there, it authenticates, limits the body, and sends the security
     headers.
     """
 
@@ -73,8 +73,8 @@ class HeartbeatFastPath:
         handle = self._routes.get((scope.get("method", ""), scope.get("path", "")))
         if handle is None:
             return await self._app(scope, receive, send)
-        # The first header of each name. A dozen look-ups in starlette's `Headers` take longer than a
-        # heartbeat.
+        # The first header of each name. A dozen look-ups in starlette's `Headers` take longer than
+        # a heartbeat.
         headers: dict[str, str] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
@@ -299,8 +299,8 @@ def _join_response(start: bytes, headers: Iterable[tuple[bytes, bytes]], body: b
 def _prepare_heartbeat(
     watch: Watch, body: bytes, grant: AgentGrant, is_urgent: bool
 ) -> DecodeHeartbeat:
-    """The function that decodes a heartbeat once it is its turn, and raises Problem if it may not be
-    applied. Raises Problem if the server is overloaded.
+    """The function that decodes a heartbeat once it is its turn, and raises Problem if it may not
+    be applied. Raises Problem if the server is overloaded.
     """
     refusal = watch.load.make_refusal(is_urgent)
     if refusal is not None:
@@ -331,7 +331,7 @@ def _count_refusal(watch: Watch, problem: Problem) -> None:
 
 
 def _check_content_coding(headers: Mapping[str, str]) -> bool:
-    """Whether the body is compressed. Raises Problem if it is compressed in another way than gzip."""
+    """Whether the body is compressed. Raises Problem for a compression other than gzip."""
     coding = headers.get("content-encoding", "identity").lower()
     if coding not in ("identity", "gzip"):
         raise Problem(

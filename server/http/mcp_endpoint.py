@@ -1,4 +1,4 @@
-"""Serves coding agents at ``/mcp``: the Model Context Protocol over streamable HTTP, with the token.
+"""``/mcp`` for coding agents: the Model Context Protocol over streamable HTTP, with the token.
 
 The first request imports everything and starts the service, which takes seconds and 20 MB: most
 servers get no such request.

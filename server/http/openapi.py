@@ -1,9 +1,10 @@
-"""The HTTP schema of incidents and dumps, and the parts of ``/openapi.json`` that FastAPI cannot derive
-from the routes.
+"""The HTTP schema of incidents and dumps, and the parts of ``/openapi.json`` that FastAPI cannot
+derive from the routes.
 
-The schema validates requests, and only describes responses. Responses are encoded from the documents of `hangwatch.report.documents`, and a test checks that these
-match the schema. Parts that the documents have as they are in `hangwatch.model` are described from there.
-Jobs, ranks and groups are described by `server.core.job_views`, whose objects are encoded as they are.
+The schema validates requests, and only describes responses. Responses are encoded from the
+documents of `hangwatch.report.documents`, and a test checks that these match the schema. Parts that
+the documents have as they are in `hangwatch.model` are described from there. Jobs, ranks and groups
+are described by `server.core.job_views`, whose objects are encoded as they are.
 """
 
 from __future__ import annotations

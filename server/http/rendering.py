@@ -1,5 +1,5 @@
-"""Templates and their filters, and the responses of all routes with their headers. Errors are problem
-documents for programs, and pages for browsers.
+"""Templates and their filters, and the responses of all routes with their headers. Errors are
+problem documents for programs, and pages for browsers.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def render_text(template: str, **values: object) -> str:
 
 
 def render_flame_graph(title: str, bars: Sequence[tuple[ProfileBar, str, str]]) -> str:
-    """An SVG with a bar for each frame, below the bar of its caller; ``bars`` have texts and tooltips."""
+    """An SVG with a bar for each frame, below the bar of its caller. Bars have texts and tooltips."""
     rows = 1 + max((bar.depth for bar, _, _ in bars), default=0)
     return render_text(
         "flamegraph.svg", title=title, bars=bars, rows=rows, width=FLAME_GRAPH_WIDTH_PX
@@ -170,8 +170,8 @@ def wants_json(request: Request) -> bool:
 
 
 def install_error_handlers(app: FastAPI, refusals: Counter[str]) -> None:
-    """Makes ``app`` answer every error with a problem document, or with a page with the same text in
-    a browser. ``refusals`` counts the requests that exceed a limit, by its name.
+    """Makes ``app`` answer every error with a problem document, or with a page with the same text
+    in a browser. ``refusals`` counts the requests that exceed a limit, by its name.
     """
 
     @app.exception_handler(Problem)

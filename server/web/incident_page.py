@@ -1,5 +1,5 @@
-"""What ``/incidents/{id}`` shows of one incident: the graph, the calls, the stacks, the timeline; and
-the same as one HTML file for a ticket, which needs no server and makes no request.
+"""What ``/incidents/{id}`` shows of one incident: the graph, the calls, the stacks, the timeline;
+and the same as one HTML file for a ticket, which needs no server and makes no request.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def build_page_values(live: AppState, id: str, ranks: str, dump_id: str) -> dict
 
 
 def _build_stack_values(incident: Incident, spans: list[RankSpan] | None) -> dict[str, Any]:
-    """The stacks of the ranks in ``spans``: those of calling threads as a tree, failures, others."""
+    """The stacks of the ranks in ``spans``: calling threads' as a tree, failures, others."""
     stacks: list[MergedStack] = []
     for stack in incident.stacks:
         kept_ranks = filter_ranks(stack.ranks, spans)

@@ -1,5 +1,5 @@
-"""What /ranks shows of one attempt as a whole: its state, its incidents, the map of all ranks, and the
-table of process groups. Everything is computed once for all viewers.
+"""What /ranks shows of one attempt as a whole: its state, its incidents, the map of all ranks, and
+the table of process groups. Everything is computed once for all viewers.
 """
 
 from __future__ import annotations

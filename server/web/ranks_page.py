@@ -1,9 +1,9 @@
 """``/ranks``: the verdict, the map of all ranks, and the table of ranks or process groups.
 
-The head, the cells and the sorting of the table of ranks derive from `RANK_COLUMNS`. A new column is an
-entry there; if its cells need markup, `templates/_rank_cells.html` gets a case for it, and other cells
-show `RankColumn.text`. Ranks are filtered and sorted on the server, so that a browser never holds
-more than one page.
+The head, the cells and the sorting of the table of ranks derive from `RANK_COLUMNS`. A new column
+is an entry there; if its cells need markup, `templates/_rank_cells.html` gets a case for it, and
+other cells show `RankColumn.text`. Ranks are filtered and sorted on the server, so that a browser
+never holds more than one page.
 """
 
 from __future__ import annotations
@@ -169,9 +169,9 @@ class RankRow(NamedTuple):
 
     @property
     def current_stream(self) -> CallStream | None:
-        """The group's stream in which the rank waits, or else made its last call. If that was a while
-        ago and the device is behind, the stream whose last call is the oldest that the device has not
-        completed.
+        """The group's stream in which the rank waits, or else made its last call. If that was a
+        while ago and the device is behind, the stream whose last call is the oldest that the device
+        has not completed.
         """
         collective = [s for s in self.streams if s.kind is StreamKind.COLLECTIVE]
         pending = [s for s in collective if s.is_pending]

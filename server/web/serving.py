@@ -1,5 +1,5 @@
-"""The common part of all pages: a page and its stream of updates have one address, ``?job=`` chooses
-the job, and ``?page=`` the part of a long list.
+"""The common part of all pages: a page and its stream of updates have one address, ``?job=``
+chooses the job, and ``?page=`` the part of a long list.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def serve_page(
     live: AppState, request: Request, template: str, build_values: Callable[[], Mapping[str, Any]]
 ) -> Response:
     """The page; or its updates as server-sent events, which the page requests at its own address.
-    The template gets the values, and as ``link`` a function that builds the URL of the same view with
-    some parameters changed, at its first page.
+    The template gets the values, and as ``link`` a function that builds the URL of the same view
+    with some parameters changed, at its first page.
     """
     path = request.url.path
     kept = {k: v for k, v in request.query_params.items() if k not in ("page", "after")}
@@ -48,8 +48,8 @@ def serve_page(
 
 
 def choose_attempt(live: AppState, job: str, attempt: int | None) -> Attempt | None:
-    """The attempt to show. Without a name: the newest running job with an open alert, else the newest
-    job. Raises Problem for an unknown job or attempt.
+    """The attempt to show. Without a name: the newest running job with an open alert, else the
+    newest job. Raises Problem for an unknown job or attempt.
     """
     attempts = live.find_attempts(job or None, attempt)
     if job:

@@ -1,5 +1,5 @@
-"""The wait-for graph of an incident as a picture: ranks that wait alike are one box, and arrows lead
-to the ranks that they wait for. Pure.
+"""The wait-for graph of an incident as a picture: ranks that wait alike are one box, and arrows
+lead to the ranks that they wait for. Pure.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _find_unlisted_waiters(incident: Incident) -> list[int]:
 
 
 def _assume_waits(incident: Incident, unlisted: list[int]) -> list[Wait]:
-    """The first unlisted waiter stands for all of them: they wait for the culprits in the incident's
-    own call.
+    """The first unlisted waiter stands for all of them: they wait for the culprits in the
+    incident's own call.
     """
     group = incident.group.name if incident.group else ""
     return [
@@ -121,8 +121,8 @@ def _build_class_graph(
 def _partition_ranks(
     ranks: list[int], culprits: set[int], waits: Collection[Wait]
 ) -> dict[int, int]:
-    """The number of each rank's class. Refines a first partition until all ranks of a class wait for
-    the same classes.
+    """The number of each rank's class. Refines a first partition until all ranks of a class wait
+    for the same classes.
     """
     waits_of: dict[int, list[Wait]] = {rank: [] for rank in ranks}
     for wait in waits:
@@ -181,8 +181,8 @@ class GraphPicture:
 
 
 def draw_graph(graph: WaitClassGraph) -> GraphPicture:
-    """Culprits are on the right, on a ring if they wait for each other; the ranks that wait for them
-    are in columns to the left.
+    """Culprits are on the right, on a ring if they wait for each other; the ranks that wait for
+    them are in columns to the left.
     """
     columns: dict[int, list[int]] = {}
     for index, depth in _compute_depths(graph).items():
@@ -207,8 +207,8 @@ def draw_graph(graph: WaitClassGraph) -> GraphPicture:
 
 
 def _compute_depths(graph: WaitClassGraph) -> dict[int, int]:
-    """The number of waits that lead from each class to a culprit. Without culprits, all classes are in
-    one column.
+    """The number of waits that lead from each class to a culprit. Without culprits, all classes are
+    in one column.
     """
     depths = {index: 0 for index, c in enumerate(graph.classes) if c.is_culprit}
     default_depth = 1 if depths else 0
