@@ -30,8 +30,8 @@ from ..system import processes, thread_waits
 
 ANSWER_TIMEOUT_S = 2.0
 _POLL_INTERVAL_S = 0.02
-# The recorder's thread runs ten times a second. If it has waited for the GIL for this long, then no
-# other thread runs Python either: such a thread would have given the GIL to it.
+# The recorder's thread runs ten times a second. If it has waited for the GIL for this long, no other
+# thread runs Python either, since that thread would have given the GIL to it.
 _GIL_HELD_AFTER_S = 1.0
 _OUTPUT_SETTLE_S = 0.1  # the output is complete once it has not grown for this long
 _MAX_OUTPUT_BYTES = 1 << 20
@@ -72,7 +72,9 @@ class FaulthandlerRegistration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnDump:
-    """``note`` says where the thread that holds the GIL is in the kernel; empty if none keeps it."""
+    """The stacks that a rank has written. ``note`` says where in the kernel the thread is that keeps
+    the GIL; empty if none keeps it.
+    """
 
     threads: tuple[ThreadStack, ...]
     note: str = ""
@@ -104,7 +106,7 @@ def request_stacks(
 
 
 class _RingWords:
-    """The live words of a ring that is not mapped: only the node agent's own word is written."""
+    """The live words of a ring that is not mapped. Only the node agent's own word is written."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -114,10 +116,6 @@ class _RingWords:
 
     def write_request(self, number: int) -> None:
         os.pwrite(self._fd, number.to_bytes(8, "little"), LIVE_OFFSET + 8 * LiveWord.STACKS_REQUEST)
-
-    @property
-    def pulse_age_s(self) -> float:
-        return (time.monotonic_ns() - self.read(LiveWord.PULSE_NS)) / 1e9
 
 
 @contextlib.contextmanager
@@ -144,7 +142,7 @@ class _DumpingRank:
         return self.ring_path.with_suffix(run_dir.STACKS_SUFFIX)
 
     def check_alive(self) -> None:
-        """Raises FaultStacksError if it has ended or is stopped."""
+        """Raises FaultStacksError if the rank has ended or is stopped."""
         try:
             stat = processes.read_stat(self.pid, self.proc)
         except (OSError, ValueError):
@@ -173,17 +171,22 @@ class _DumpingRank:
             raise FaultStacksError("the process has closed the file for its stacks")
 
     def parse_output(self, text: str) -> tuple[ThreadStack, ...]:
-        """The stacks that it wrote, with what else is known of their threads."""
-        thread_list = _read_thread_list(self.ring_path.with_suffix(run_dir.THREADS_SUFFIX))
+        """The stacks that the rank wrote, with what else is known of their threads."""
+        thread_list: dict[int, tuple[int | None, str]] = {}
+        path = self.ring_path.with_suffix(run_dir.THREADS_SUFFIX)
+        # Threads that are not in this file are named by their ident.
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            for ident, tid, name in json.loads(path.read_bytes()):
+                thread_list[int(ident)] = (tid if isinstance(tid, int) else None, str(name))
         stacks = parse_stacks(text, self.registration.main_thread, thread_list)
         stacks = tuple(replace(s, tid=self.pid) if s.main else s for s in stacks)
         return tuple(processes.add_cpu_times(s, self.pid, self.proc) for s in stacks)
 
 
 def _await_answer(words: _RingWords, rank: _DumpingRank, thread: int, wait_s: float) -> list[int]:
-    """Requests the stacks from the recorder's thread. If another thread keeps the GIL from it, returns
-    the threads that may be this one; otherwise nothing, and the stacks were written. Raises
-    FaultStacksError if it does not answer for another reason.
+    """Requests the stacks from the recorder's thread, and waits until they are written. If another
+    thread keeps the GIL from it, returns the threads that may be this one; otherwise nothing. Raises
+    FaultStacksError if the recorder's thread does not answer for another reason.
     """
     if not thread or not os.path.exists(f"{rank.proc}/{rank.pid}/task/{thread}"):
         raise FaultStacksError(
@@ -196,7 +199,8 @@ def _await_answer(words: _RingWords, rank: _DumpingRank, thread: int, wait_s: fl
     while time.monotonic() < deadline:
         if words.read(LiveWord.STACKS_ANSWER) == number:
             return []
-        if words.pulse_age_s > _GIL_HELD_AFTER_S:
+        pulse_age_s = (time.monotonic_ns() - words.read(LiveWord.PULSE_NS)) / 1e9
+        if pulse_age_s > _GIL_HELD_AFTER_S:
             candidates = thread_waits.find_gil_candidates(rank.pid, thread, rank.proc)
             if candidates:
                 return candidates
@@ -214,7 +218,7 @@ def _dump_by_signal(
     wait_s: float,
     send_signal: Callable[[int, int, int], None],
 ) -> OwnDump:
-    """Stacks while one of the threads ``candidates`` keeps the GIL."""
+    """The stacks of a rank in which one of the threads ``candidates`` keeps the GIL."""
     number = rank.registration.signal
     try:
         if number is None:
@@ -234,7 +238,9 @@ def _dump_by_signal(
 
 
 def _signal_thread(pid: int, thread: int, number: int) -> None:
-    """tgkill(2): the handler runs in this thread, and the system calls of others go on."""
+    """Sends a signal by tgkill(2): the handler runs in this thread, and the system calls of others
+    continue.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     machine = platform.machine()
     if machine not in _TGKILL_NUMBERS:
@@ -270,17 +276,10 @@ def _read_text(output: Path, offset: int) -> str:
         return f.read(_MAX_OUTPUT_BYTES).decode(errors="replace")
 
 
-def _read_thread_list(path: Path) -> dict[int, tuple[int | None, str]]:
-    """The system's id and the name of each of Python's threads, by its ident."""
-    entries: dict[int, tuple[int | None, str]] = {}
-    with contextlib.suppress(OSError, ValueError, TypeError):  # then they are named by their ident
-        for ident, tid, name in json.loads(path.read_bytes()):
-            entries[int(ident)] = (tid if isinstance(tid, int) else None, str(name))
-    return entries
-
-
 def _describe_holders(pid: int, candidates: Sequence[int], proc: str) -> str:
-    """Where the thread that keeps the GIL is; of several candidates, the main thread comes first."""
+    """Where in the kernel the thread is that keeps the GIL. Several candidates are listed, the main
+    thread first.
+    """
     texts = [
         f"{'the main thread' if tid == pid else f'thread {tid}'} is"
         f" {thread_waits.describe_wait(pid, tid, proc)}"

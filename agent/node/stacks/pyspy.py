@@ -22,11 +22,11 @@ from ..system import permission, processes, thread_waits
 
 DUMP_TIMEOUT_S = 5.0
 NATIVE_DUMP_TIMEOUT_S = 20.0  # the first native dump reads the symbols of every library
-_RESUME_TIMEOUT_S = 0.5  # /proc may show a process as stopped for this long after py-spy detached
+_RESUME_TIMEOUT_S = 0.5  # /proc may show a process as stopped for so long after py-spy has detached
 _MAX_FRAMES = 500
 _UNDISTURBED_ATTEMPTS = 2
 
-# In py-spy's messages, in lower case.
+# Parts of py-spy's messages, in lower case, that tell one reason from another.
 _PERMISSION_MARKS = (
     "permission denied",
     "os error 13",
@@ -69,11 +69,11 @@ class PySpy:
     def dump_stacks(
         self, pid: int, start_ticks: int, *, native: bool = False, nonblocking: bool = False
     ) -> PySpyDump:
-        """The stacks of one process. With ``nonblocking`` it is not paused. Raises PySpyError.
+        """The stacks of one process. Raises PySpyError.
 
-        Otherwise it is only paused if it runs Python or ``native`` frames are read. A pause ends
-        system calls that the kernel does not restart, such as epoll_wait, with EINTR; most hung
-        processes need none, since their stacks do not change.
+        The process is paused if it runs Python or ``native`` frames are read, but never with
+        ``nonblocking``. A pause ends system calls that the kernel does not restart, such as
+        epoll_wait, with EINTR; most hung processes need none, since their stacks do not change.
         """
         if self.path is None:
             raise PySpyError("py-spy is not installed: pip install py-spy", is_permanent=True)
@@ -120,7 +120,7 @@ class PySpy:
                 if error.is_permanent or time.monotonic() - began_at >= self.timeout_s:
                     raise
                 continue
-            except OSError:  # it has ended, which the next attempt reports
+            except OSError:  # the process has ended, which the next attempt reports
                 return None
             # Whoever holds the GIL and does not run keeps all others from running Python.
             deciding = [thread for thread in threads if thread.holds_gil] or [
@@ -177,10 +177,10 @@ class PySpy:
             try:
                 if self.read_state(pid, start_ticks) not in "Tt":
                     return False
-            except PySpyError:  # it has ended
+            except PySpyError:  # the process has ended
                 return False
             time.sleep(0.02)
-        with contextlib.suppress(OSError):  # it ended just now
+        with contextlib.suppress(OSError):  # the process ended just now
             os.kill(pid, signal.SIGCONT)
         return True
 
@@ -219,15 +219,8 @@ def parse_dump(output: bytes) -> tuple[ThreadStack, ...]:
             f"py-spy's output is not understood ({error!r}): pip install --upgrade py-spy"
         ) from error
     if not any(stack.main for stack in stacks):
-        stacks = [
-            mark_as_main(stack) if stack.thread == "MainThread" else stack for stack in stacks
-        ]
+        stacks = [replace(stack, main=stack.thread == "MainThread") for stack in stacks]
     return tuple(sorted(stacks, key=lambda stack: not stack.main))
-
-
-def mark_as_main(stack: ThreadStack) -> ThreadStack:
-    """A copy of the stack that is marked as the main thread's."""
-    return replace(stack, main=True)
 
 
 def _parse_thread(data: dict[str, Any]) -> ThreadStack:

@@ -1,13 +1,10 @@
-"""Takes stacks in separate threads, at most two at a time on a host, so that the node agent's loop
-never waits for them.
+"""Takes the stacks of a rank, with everything that the diagnosis reads in them.
 
-MERGED: Takes the stacks of the child processes that a rank's calling thread waits for: workers of a
-DataLoader or a pool, and processes that it started itself.
-
-MERGED: Marks the threads that make a rank's calls in a dump of its stacks.
-
-MERGED: Adds source lines to stacks, with the ``except`` and ``while`` lines around them, from the files
-as the process sees them.
+Separate threads do it, at most two at a time on a host, so that the node agent's loop never waits for
+them. A sample has the threads of the rank, by py-spy or by the rank itself; marks on those that make
+its calls; the main threads of child processes that the rank waits for (workers of a DataLoader or a
+pool, and processes that it started itself); and source lines, with the ``except`` and ``while`` lines
+around them.
 """
 
 from __future__ import annotations
@@ -38,6 +35,21 @@ MAX_WAITING_ORDERS = 256
 # Frames of the checks are left out of stacks: they only pass a call on.
 _CHECKS_PATH = f"{Path(__file__).resolve().parents[2] / 'recorder' / 'checks'}/"
 
+MAX_CHILDREN = 8  # of one rank
+_MAX_DEPTH = 2  # a fork server's children count as the rank's
+_IGNORED_COMMANDS = (
+    "hangwatch.agent.node.main",
+    "multiprocessing.resource_tracker",
+    "torch._inductor.compile_worker",
+    "torch_shm_manager",
+)
+
+MAX_INNERMOST_FRAMES = 8  # source text is added to so many of each thread, and to one of user code
+_MAX_LINE_CHARS = 200
+_MAX_FILE_BYTES = 4 << 20
+_MAX_PARSED_LINES = 10_000  # longer files are not parsed
+_COMPLETION_METHOD = "is_completed"  # of a Work
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOrder:
@@ -50,11 +62,10 @@ class SampleOrder:
     start_ticks: int
     request_id: str | None = None
     native: bool = False
-    # Where the process writes its stacks itself; None if it has no ring.
-    ring_path: Path | None = None
+    ring_path: Path | None = None  # the process writes its stacks beside its ring, if it has one
     registration: faulthandler_dumps.FaulthandlerRegistration | None = None
     callers: tuple[Caller, ...] = ()  # the threads that make its calls
-    newest_call: str = ""  # with its line, in place of stacks that cannot be taken
+    newest_call: str = ""  # with its line; it is reported where stacks cannot be taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,33 +116,31 @@ class StackSampler:
     def _run_worker(self) -> None:
         while True:
             order = self._orders.get()
+            is_probe = order.request_id is None
             try:
-                result = self._execute_order(order)
+                result = self._probe_access(order) if is_probe else self._dump_stacks(order)
             except Exception as error:  # every request gets a reply, and the thread continues
                 result = SampleResult(key=order.key)
-                if order.request_id:
+                if not is_probe:
                     text = (
                         f"hangwatch failed to take stacks: {type(error).__name__}: {error}; please"
                         " report this"
                     )
-                    result = _make_result(order, order.request_id, "py-spy", (), text)
+                    result = _make_result(order, "py-spy", (), text)
             self._results.put(result)
             self._wake()
-
-    def _execute_order(self, order: SampleOrder) -> SampleResult:
-        if order.request_id is None:
-            return self._probe_access(order)
-        return self._dump_stacks(order, order.request_id)
 
     def _probe_access(self, order: SampleOrder) -> SampleResult:
         """Tries py-spy without pausing the process, so that a refusal is known before stacks are
         needed.
         """
+        proc = self._pyspy.proc
         try:
-            if self._pyspy.path and self._is_access_refused(order.pid):
-                return SampleResult(
-                    key=order.key, refusal=permission.format_refusal(self._pyspy.proc)
-                )
+            if self._pyspy.path and (
+                not permission.may_read_memory(order.pid)
+                or permission.read_ptrace_facts(proc).is_ptrace_filtered
+            ):
+                return SampleResult(key=order.key, refusal=permission.format_refusal(proc))
             self._pyspy.dump_stacks(order.pid, order.start_ticks, nonblocking=True)
         except ProcessLookupError:
             return SampleResult(key=order.key)
@@ -139,13 +148,8 @@ class StackSampler:
             return SampleResult(key=order.key, refusal=str(error) if error.is_permanent else None)
         return SampleResult(key=order.key)
 
-    def _is_access_refused(self, pid: int) -> bool:
-        if not permission.may_read_memory(pid):
-            return True
-        return permission.read_ptrace_facts(self._pyspy.proc).is_ptrace_filtered
-
-    def _dump_stacks(self, order: SampleOrder, request_id: str) -> SampleResult:
-        """With py-spy or, if that fails, by the process itself."""
+    def _dump_stacks(self, order: SampleOrder) -> SampleResult:
+        """The stacks that py-spy reads or, if it fails, that the process writes itself."""
         self._preempt_recording(order.key)
         taken_ns = time.monotonic_ns()
         try:
@@ -153,13 +157,13 @@ class StackSampler:
             threads = mark_callers(spied.threads, order.pid, order.callers)
             threads = add_source_text(threads, order.pid, self._pyspy.proc)
             threads += collect_child_stacks(threads, order.pid, self._pyspy)
-            result = _make_result(order, request_id, "py-spy", threads, None, taken_ns)
+            result = _make_result(order, "py-spy", threads, None, taken_ns)
             return replace(result, was_continued=spied.was_continued)
         except PySpyError as error:
             problem = str(error)
             refusal = problem if error.is_permanent else None
         if order.registration is None or order.ring_path is None:
-            return _make_result(order, request_id, "py-spy", (), problem, taken_ns, refusal)
+            return _make_result(order, "py-spy", (), problem, taken_ns, refusal)
         try:
             with self._own_dump_lock:
                 taken_ns = time.monotonic_ns()
@@ -174,30 +178,32 @@ class StackSampler:
             problem = f"{problem}; and faulthandler: {error}"
             if order.newest_call:
                 problem += f"; the newest recorded call is {order.newest_call}"
-            return _make_result(order, request_id, "py-spy", (), problem, taken_ns, refusal)
+            return _make_result(order, "py-spy", (), problem, taken_ns, refusal)
         if dump.note:
             problem = f"{problem}; {dump.note}"
         threads = mark_callers(dump.threads, order.pid, order.callers)
         threads = add_source_text(threads, order.pid, self._pyspy.proc)
-        return _make_result(order, request_id, "faulthandler", threads, problem, taken_ns, refusal)
+        return _make_result(order, "faulthandler", threads, problem, taken_ns, refusal)
 
 
 def _make_result(
     order: SampleOrder,
-    request_id: str | None,
     source: str,
     threads: tuple[ThreadStack, ...],
     error: str | None,
     taken_ns: int = 0,
     refusal: str | None = None,
 ) -> SampleResult:
-    threads = tuple(_drop_check_frames(thread) for thread in threads)
+    stacks: list[ThreadStack] = []
+    for thread in threads:
+        frames = [frame for frame in thread.frames if not frame.file.startswith(_CHECKS_PATH)]
+        stacks.append(replace(thread, frames=tuple(frames)))
     sample = StackReply(
         key=order.key,
-        request=request_id or "",
+        request=order.request_id or "",
         source=source,
         native=order.native,
-        threads=threads,
+        threads=tuple(stacks),
         error=error,
     )
     return SampleResult(
@@ -208,35 +214,20 @@ def _make_result(
     )
 
 
-def _drop_check_frames(thread: ThreadStack) -> ThreadStack:
-    frames = [frame for frame in thread.frames if not frame.file.startswith(_CHECKS_PATH)]
-    return replace(thread, frames=tuple(frames))
-
-
-MAX_CHILDREN = 8  # children of one rank
-_MAX_DEPTH = 2  # a fork server's children count as the rank's
-_IGNORED_COMMANDS = (
-    "hangwatch.agent.node.main",
-    "multiprocessing.resource_tracker",
-    "torch._inductor.compile_worker",
-    "torch_shm_manager",
-)
-
-
 def collect_child_stacks(
     threads: Sequence[ThreadStack], pid: int, pyspy: PySpy
 ) -> tuple[ThreadStack, ...]:
     """The main threads of the children that a rank with these stacks waits for; empty if it waits
     for something else.
 
-    Its own children come first, the newest of them at the front: most likely the rank waits for
-    that one. If there are many, running ones are preferred.
+    The rank's own children come first, and the newest of them at the front: most likely the rank waits
+    for that one. If there are many, running ones are preferred.
     """
     waits = classify_activity(find_calling_thread(threads)).waits
     if waits is None or not waits.waits_for_child:
         return ()
     children = list(_iter_descendants(pid, pyspy.proc, _MAX_DEPTH))
-    children.reverse()  # to newest first: the kernel's order, where start ticks are equal
+    children.reverse()  # the kernel lists the oldest first; start ticks may be equal
     is_selection = len(children) > MAX_CHILDREN
 
     def get_priority(child: _ChildProcess) -> tuple[bool, bool, int]:
@@ -244,12 +235,19 @@ def collect_child_stacks(
         return not child.is_own, is_selection and is_idle, -child.stat.start_ticks
 
     children.sort(key=get_priority)
-    return tuple(_sample_child(child, pyspy) for child in children[:MAX_CHILDREN])
+    stacks: list[ThreadStack] = []
+    for child in children[:MAX_CHILDREN]:
+        stack = _read_stack(child.pid, child.stat, pyspy)
+        cpu_s, ready_s = None, None
+        if child.is_own:
+            cpu_s, ready_s = processes.read_tree_usage_s(child.pid, pyspy.proc)
+        stacks.append(replace(stack, cpu_s=cpu_s, ready_s=ready_s))
+    return tuple(stacks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChildProcess:
-    """``is_own``: the rank started it itself, or through its fork server."""
+    """A descendant of a rank; ``is_own`` if the rank started it itself, or through its fork server."""
 
     pid: int
     stat: processes.ProcStat
@@ -263,7 +261,7 @@ def _iter_descendants(
         try:
             command = " ".join(processes.read_cmdline(child, proc))
             stat = processes.read_stat(child, proc)
-        except (OSError, ValueError):  # it has just ended
+        except (OSError, ValueError):  # the child has just ended
             continue
         if stat.state in "ZX" or any(mark in command for mark in _IGNORED_COMMANDS):
             continue
@@ -273,14 +271,6 @@ def _iter_descendants(
             yield _ChildProcess(pid=child, stat=stat, is_own=is_own)
         if depth > 1:
             yield from _iter_descendants(child, proc, depth - 1, is_own=is_fork_server)
-
-
-def _sample_child(child: _ChildProcess, pyspy: PySpy) -> ThreadStack:
-    stack = _read_stack(child.pid, child.stat, pyspy)
-    if not child.is_own:
-        return replace(stack, cpu_s=None, ready_s=None)
-    cpu_s, ready_s = processes.read_tree_usage_s(child.pid, pyspy.proc)
-    return replace(stack, cpu_s=cpu_s, ready_s=ready_s)
 
 
 def _read_stack(pid: int, stat: processes.ProcStat, pyspy: PySpy) -> ThreadStack:
@@ -293,19 +283,16 @@ def _read_stack(pid: int, stat: processes.ProcStat, pyspy: PySpy) -> ThreadStack
                 " shows where it is"
             )
         dump = pyspy.dump_stacks(pid, stat.start_ticks)
-    except (OSError, ValueError):
-        return ThreadStack(
-            thread=_format_thread_name(pid, name), frames=(), pid=pid, error="the process has ended"
-        )
-    except PySpyError as error:
-        return ThreadStack(
-            thread=_format_thread_name(pid, name), frames=(), pid=pid, error=str(error)
-        )
+    except (OSError, ValueError, PySpyError) as error:
+        reason = str(error) if isinstance(error, PySpyError) else "the process has ended"
+        title = f"child process {name} (pid {pid})"
+        return ThreadStack(thread=title, frames=(), pid=pid, error=reason)
     (main,) = add_source_text(dump.threads[:1], pid, pyspy.proc)
     frames = _drop_parent_frames(main.frames)
-    return replace(
-        main, thread=_format_thread_name(pid, name, frames), frames=frames, main=False, pid=pid
-    )
+    title = f"child process {name} (pid {pid})"
+    if any(frame.file.endswith("torch/utils/data/_utils/worker.py") for frame in frames):
+        title = f"DataLoader worker (pid {pid})"
+    return replace(main, thread=title, frames=frames, main=False, pid=pid)
 
 
 def _drop_parent_frames(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
@@ -314,12 +301,6 @@ def _drop_parent_frames(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
         if frame.function.endswith("_bootstrap") and "/multiprocessing/" in frame.file:
             return frames[: index + 1]
     return frames
-
-
-def _format_thread_name(pid: int, name: str, frames: Sequence[Frame] = ()) -> str:
-    if any(frame.file.endswith("torch/utils/data/_utils/worker.py") for frame in frames):
-        return f"DataLoader worker (pid {pid})"
-    return f"child process {name} (pid {pid})"
 
 
 def read_callers(reader: RingReader | None) -> tuple[Caller, ...]:
@@ -377,13 +358,6 @@ def _mark_caller(
     return replace(thread, call_recency=recency, called_uids=callers[recency].uids)
 
 
-MAX_INNERMOST_FRAMES = 8  # of each thread; and the innermost frame of user code
-_MAX_LINE_CHARS = 200
-_MAX_FILE_BYTES = 4 << 20
-_MAX_PARSED_LINES = 10_000  # longer files are not parsed
-_COMPLETION_METHOD = "is_completed"  # of a Work
-
-
 def add_source_text(
     threads: Iterable[ThreadStack], pid: int, proc: str = processes.PROC_ROOT
 ) -> tuple[ThreadStack, ...]:
@@ -393,31 +367,23 @@ def add_source_text(
     The text may be wrong if a file was edited after it was loaded.
     """
     files: dict[str, list[str]] = {}
-
-    def add_frame_text(frame: Frame) -> Frame:
-        if frame.file not in files:
-            files[frame.file] = _read_lines(frame.file, pid, proc)
-        lines = files[frame.file]
-        if not 0 < frame.line <= len(lines):
-            return frame
-        handler, polls = _find_enclosing_blocks(frame, lines)
-        return replace(
-            frame,
-            text=lines[frame.line - 1].strip()[:_MAX_LINE_CHARS],
-            handler=handler,
-            polls=polls,
-        )
-
-    def add_thread_text(thread: ThreadStack) -> ThreadStack:
-        # It may be further out: a DataLoader or an import alone adds more than the limit.
+    stacks: list[ThreadStack] = []
+    for thread in threads:
+        # The user's frame may be further out: a DataLoader or an import alone adds many frames.
         user_frame = find_innermost_user_frame(thread.frames)
         frames = list(thread.frames)
         for index, frame in enumerate(frames):
-            if index < MAX_INNERMOST_FRAMES or frame is user_frame:
-                frames[index] = add_frame_text(frame)
-        return replace(thread, frames=tuple(frames))
-
-    return tuple(map(add_thread_text, threads))
+            if index >= MAX_INNERMOST_FRAMES and frame is not user_frame:
+                continue
+            if frame.file not in files:
+                files[frame.file] = _read_lines(frame.file, pid, proc)
+            lines = files[frame.file]
+            if 0 < frame.line <= len(lines):
+                text = lines[frame.line - 1].strip()[:_MAX_LINE_CHARS]
+                handler, polls = _find_enclosing_blocks(frame, lines)
+                frames[index] = replace(frame, text=text, handler=handler, polls=polls)
+        stacks.append(replace(thread, frames=tuple(frames)))
+    return tuple(stacks)
 
 
 def _find_enclosing_blocks(frame: Frame, lines: list[str]) -> tuple[str | None, str | None]:
@@ -432,8 +398,8 @@ def _find_enclosing_blocks(frame: Frame, lines: list[str]) -> tuple[str | None, 
         return None, None
     try:
         tree = ast.parse("\n".join(lines))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # of another Python, or edited
-        return None, None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None, None  # the file is for another Python, or it was edited
     handler_lines: list[int] = []
     loop_lines: list[int] = []
     for node in ast.walk(tree):
@@ -442,15 +408,12 @@ def _find_enclosing_blocks(frame: Frame, lines: list[str]) -> tuple[str | None, 
                 handler_lines.append(node.lineno)
         elif isinstance(node, ast.While):
             last_line = node.body[-1].end_lineno or node.lineno
-            if node.lineno <= frame.line <= last_line and _polls_completion(node.test):
+            if not node.lineno <= frame.line <= last_line:
+                continue
+            attributes = [part for part in ast.walk(node.test) if isinstance(part, ast.Attribute)]
+            if any(attribute.attr == _COMPLETION_METHOD for attribute in attributes):
                 loop_lines.append(node.lineno)
     return _format_line(handler_lines, lines), _format_line(loop_lines, lines)
-
-
-def _polls_completion(test: ast.expr) -> bool:
-    """The condition of a loop tests whether a Work is complete."""
-    attributes = [node for node in ast.walk(test) if isinstance(node, ast.Attribute)]
-    return any(attribute.attr == _COMPLETION_METHOD for attribute in attributes)
 
 
 def _format_line(numbers: list[int], lines: list[str]) -> str | None:
@@ -461,8 +424,8 @@ def _format_line(numbers: list[int], lines: list[str]) -> str | None:
 
 
 def _read_lines(file: str, pid: int, proc: str) -> list[str]:
-    """Reads a file below the process's own root and folder, which may be a container's. Only
-    regular Python files: anything else may block.
+    """Reads a file below the process's own root and folder, which may be a container's. Only regular
+    Python files are read, since anything else may block.
     """
     if not file.endswith(".py"):
         return []
