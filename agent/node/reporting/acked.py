@@ -1,13 +1,11 @@
-"""What the server has acknowledged of a process, and what it has not.
-
-MERGED: The results of one process's checks that the server has not acknowledged. Pure, except that it
-reads the ring.
+"""What the server has acknowledged of a process, and what was read from its ring and is not
+acknowledged yet: running hashes, and the results of checks.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +19,44 @@ from hangwatch.ring.reader import RingReader
 from hangwatch.ring.sampling import thin_checks
 from hangwatch.ring.snapshot import RingDelta, StreamState
 
-_MAX_PENDING_ENTRIES = 2048
-# In one heartbeat. Of a busier stream, all ranks leave out the same calls.
+_MAX_CHAIN_HASHES = 256  # unacknowledged running hashes of a stream
+_MAX_PENDING_ENTRIES = 2048  # of the check table
+# The next two limit one heartbeat. All ranks leave out the same calls of a stream that has more.
 _MAX_CHECKSUMS_PER_STREAM = 64
 _MAX_NONFINITE_PER_HEARTBEAT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AckedStream:
+    """What the server has acknowledged of one stream."""
+
+    entered: int = -1
+    completed: int | None = None
+    is_pending: bool = False
+    last_checked_seq: int = 0  # up to which running hashes were reported
+    last_blocked_seq: int = 0  # the last unfinished call that was reported
+    is_concurrency_reported: bool = False
+    lost_from_seq: int = 0  # see `Loss`; 0: no call was lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AckedState:
+    """What the server has acknowledged of one process."""
+
+    identity: ProcessIdentity | None = None
+    status_key: tuple[Any, ...] = ()
+    reported_at_ns: int = 0
+    last_alive_ns: int = 0  # the latest sign of life that was reported
+    streams: Mapping[int, AckedStream] = field(default_factory=dict)
+    # The dormant streams that were reported, see `StreamStates`.
+    dormant_chunks: tuple[tuple[StreamState, ...], ...] = ()
+    check_entries: int = 0  # entries of the check table
+    device_entries: Mapping[int, DeviceEntry] = field(default_factory=dict)  # by stream uid
+
+    @property
+    def includes_exit(self) -> bool:
+        """The server knows that the process has exited."""
+        return bool(self.status_key) and self.status_key[0] is not None
 
 
 @dataclass(slots=True)
@@ -108,42 +140,6 @@ def _make_nonfinite_report(entry: CheckEntry, call: Call, now_ns: int) -> Nonfin
     )
 
 
-_MAX_CHAIN_HASHES = 256  # unacknowledged running hashes of a stream
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AckedStream:
-    """What the server has acknowledged of one stream."""
-
-    entered: int = -1
-    completed: int | None = None
-    is_pending: bool = False
-    last_checked_seq: int = 0  # up to which running hashes were reported
-    last_blocked_seq: int = 0  # the last unfinished call that was reported
-    is_concurrency_reported: bool = False
-    lost_from_seq: int = 0  # see `Loss`; 0: no call was lost
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AckedState:
-    """What the server has acknowledged of one process."""
-
-    identity: ProcessIdentity | None = None
-    status_key: tuple[Any, ...] = ()
-    reported_at_ns: int = 0
-    last_alive_ns: int = 0  # the latest sign of life that was reported
-    streams: Mapping[int, AckedStream] = field(default_factory=dict)
-    # All of these were reported, see `StreamStates`.
-    dormant_chunks: tuple[tuple[StreamState, ...], ...] = ()
-    check_entries: int = 0  # entries of the check table
-    device_entries: Mapping[int, DeviceEntry] = field(default_factory=dict)  # by stream uid
-
-    @property
-    def includes_exit(self) -> bool:
-        """The server knows that the process has exited."""
-        return bool(self.status_key) and self.status_key[0] is not None
-
-
 @dataclass(slots=True)
 class UnackedHistory:
     """What was read from a ring's records. Running hashes, by stream and sequence number, are kept
@@ -153,7 +149,7 @@ class UnackedHistory:
     cursor: int = 0  # records that were read
     chains: dict[int, dict[int, int]] = field(default_factory=dict)
     newest_ops: dict[int, str] = field(default_factory=dict)
-    newest_thread: int = 0  # which made the newest call; 0 before the first one
+    newest_thread: int = 0  # the thread that made the newest call; 0 before the first one
     # By stream: the first call that two threads made at the same time.
     first_concurrent: dict[int, int] = field(default_factory=dict)
     check_history: CheckHistory = field(default_factory=CheckHistory)
@@ -187,17 +183,10 @@ class UnackedHistory:
             if stream is None:
                 continue
             last_seq = stream.last_checked_seq
-            if not chains or max(chains) <= last_seq:  # as in most heartbeats of a healthy rank
+            if not chains or max(chains) <= last_seq:  # the usual case for a healthy rank
                 del self.chains[uid]
                 continue
             self.chains[uid] = {seq: chain for seq, chain in chains.items() if seq > last_seq}
-
-    def forget_streams(self, closed: Iterable[int]) -> None:
-        """Drops what is kept of streams that were closed."""
-        for uid in closed:
-            self.chains.pop(uid, None)
-            self.newest_ops.pop(uid, None)
-            self.first_concurrent.pop(uid, None)
 
     def rewind_cursor(self) -> None:
         """Starts again with what the ring still has."""

@@ -1,9 +1,8 @@
-"""Adds up how the calls of one process perform, from the records in its ring.
+"""What is kept of the calls in a ring's records: how they perform, and the last calls themselves.
 
-MERGED: Reports to the server, every few seconds, how the calls of this host's ranks perform.
-
-MERGED: The calls of one process that its ring no longer has. A ring holds some thousand calls, which a quick
-job makes in a second; a difference between ranks may be found after that.
+`ProcessTally` adds up the calls of one process, and `PerformanceReporter` reports those of all ranks
+every few seconds. `CallLog` keeps calls that the ring no longer has: a ring holds some thousand calls,
+which a quick job makes in a second, and a difference between ranks may be found after that.
 """
 
 from __future__ import annotations
@@ -44,12 +43,24 @@ _MIN_STREAMS_DROPPED = 256  # closed streams that are dropped together
 _MAX_LATER_CALLS = 64
 _MAX_DURATION_WAIT_NS = 5_000_000_000
 
-# fields of a record
+# Positions of the fields in a record
 _ENTERED, _COMPLETED, _SEQ, _BYTES, _UID, _SIGNATURE, _FLAGS = 1, 2, 3, 6, 7, 8, 11
 
-# As plain integers, since `&` of an enum is slow.
+# Flags are plain integers here, since `&` of an enum is slow.
 _TIMED_FLAG = int(RecordFlag.TIMED)
 _RAISED_FLAG = int(RecordFlag.RAISED)
+
+REPORT_INTERVAL_S = 2.0
+
+# Reports are further apart than usual if heartbeats are, since the server is busy.
+USUAL_HEARTBEAT_INTERVAL_S = 0.5
+HEARTBEATS_PER_REPORT = 8
+
+MAX_STREAMS_PER_REPORT = 512  # the others follow in the next report
+
+CALLS_KEPT = 16_384  # for all streams of a process together: 720 kB
+# Sequence number, running hash, time of entry; uid, signature, site, thread, flags
+_ENTRY = struct.Struct("<3Q5I")
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,17 +276,11 @@ def _make_stream_tally(state: StreamState, first_seq: int) -> _StreamTally:
     member_count = max(1, len(state.group.ranks))
     samples_per_report = 0
     if state.kind is StreamKind.COLLECTIVE and member_count > 1:
-        samples_per_report = _choose_sample_count(member_count)
+        counts = [count for members, count in SAMPLES_BY_GROUP_SIZE if member_count <= members]
+        samples_per_report = counts[0]
     return _StreamTally(
         samples_per_report=samples_per_report, member_count=member_count, last_seq=first_seq - 1
     )
-
-
-def _choose_sample_count(member_count: int) -> int:
-    for max_members, sample_count in SAMPLES_BY_GROUP_SIZE:
-        if member_count <= max_members:
-            return sample_count
-    raise ValueError(f"a group of {member_count} ranks is larger than any supported")
 
 
 def _pack_totals(stream: _StreamTally) -> tuple[heartbeat.CallTotals, ...]:
@@ -308,15 +313,6 @@ def _pack_sample(seq: int, arrival: _CallArrival) -> heartbeat.CallSample:
 
 def _to_us(duration_ns: int) -> int:
     return -1 if duration_ns < 0 else duration_ns // 1000
-
-
-REPORT_INTERVAL_S = 2.0
-
-# If heartbeats are further apart than usual, since the server is busy, so are reports.
-USUAL_HEARTBEAT_INTERVAL_S = 0.5
-HEARTBEATS_PER_REPORT = 8
-
-MAX_STREAMS_PER_REPORT = 512  # the others follow in the next report
 
 
 @dataclass(slots=True)
@@ -381,12 +377,6 @@ class PerformanceReporter:
             )
 
 
-CALLS_KEPT = 16_384  # for all streams of a process together: 720 kB
-# seq, running hash, time of entry; uid, signature, site, thread, flags
-_ENTRY = struct.Struct("<3Q5I")
-_RAISED = int(RecordFlag.RAISED)
-
-
 @dataclass(frozen=True, slots=True)
 class LoggedCall:
     """One call, with the numbers of its signature and site in the ring."""
@@ -425,14 +415,14 @@ class CallLog:
                 self._last_index = index
                 packed.append(pack(seq, chain, entered_ns, uid, signature, site, thread, flags))
         self._entries += b"".join(packed)
-        # Not at each reading: all that stay are moved.
+        # The oldest are not dropped at each reading, since that moves all others.
         if len(self) > self.capacity * 5 // 4:
             del self._entries[: len(self._entries) - self.capacity * _ENTRY.size]
 
     def list_calls(self, uid: int, first: int, last: int, step: int = 1) -> list[LoggedCall]:
         """The calls of one stream from number ``first`` to ``last`` at multiples of ``step``."""
         return [
-            LoggedCall(seq, chain, entered_ns, signature, site, thread, bool(flags & _RAISED))
+            LoggedCall(seq, chain, entered_ns, signature, site, thread, bool(flags & _RAISED_FLAG))
             for seq, chain, entered_ns, entry_uid, signature, site, thread, flags in (
                 _ENTRY.iter_unpack(self._entries)
             )

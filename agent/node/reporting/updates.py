@@ -1,18 +1,12 @@
 """Composes the update of one process: what the server does not know yet. Pure.
 
-MERGED: Composes the update of one stream: its positions, checkpoints and blocked calls. Pure.
-
-MERGED: Composes what a process update reports of the device. Pure.
-
-MERGED: Parses what a rank wrote about itself into its ring: its identity and its exception. Pure.
-
-MERGED: Terse updates: a host with infrequent heartbeats leaves out the positions of its ranks while all
-of them make progress. Pure.
-
-The host can see by itself whether its ranks make progress. As soon as one does not, updates are
-complete again. What the server must not miss is always reported: that a rank is no longer blocked
-in a call, and the creation of groups, since a single host cannot see whether all ranks created the
-same groups.
+An update is complete, with the positions, checkpoints and blocked calls of all streams, the counters
+of the device, and what the rank wrote about itself into its ring (identity and exception); or it is
+terse. A host with infrequent heartbeats sends terse updates while all of its ranks make progress,
+which it can see by itself: they leave out positions. As soon as one rank makes none, updates are
+complete again. What the server must not miss is always reported: that a rank is no longer blocked in
+a call, and the creation of groups, since a single host cannot see whether all ranks created the same
+groups.
 """
 
 from __future__ import annotations
@@ -42,11 +36,18 @@ from hangwatch.ring.snapshot import RingSnapshot, StreamState
 
 from .acked import AckedState, AckedStream, UnackedHistory
 
+BLOCKED_AFTER_S = 0.5  # a call that is unfinished for longer is reported with its arguments
+MAX_BLOCKED_CALLS = 8  # reported for each stream
 PULSE_REFRESH_S = 1.0  # how often a process is reported whose pulse is its only change
-
+PROGRESS_WINDOW_S = 3.0  # a rank makes progress if its last call is at most this old
 MAX_CLOSED_REPORTED = 4096  # streams in one heartbeat
-
+# Counters that do not change are confirmed this often while the device is behind: then their age
+# matters to the diagnosis.
+CONFIRM_INTERVAL_S = 2.0
+_BUFFER_ENTRIES = 2000  # the default where torch has it on
 _STEP_INDEX = 4  # of the step in a status key
+
+FetchCalls = Callable[[int, int, int], "list[Call]"]  # (uid, from_seq, most): calls, oldest first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,16 +84,16 @@ def compose_update(
     after = dict(before.streams)
     is_ending = view.exit is not None and not before.includes_exit
     for state in _list_unreported_streams(view.snapshot, before, now_ns, is_ending=is_ending):
-        ending = last_calls.get(state.uid, []) if view.exit and not before.includes_exit else None
-        stream_update, after[state.uid] = compose_stream_update(
-            state, before.streams.get(state.uid), history, fetch_calls, ending
+        ending = last_calls.get(state.uid, []) if is_ending else None
+        acked_stream = before.streams.get(state.uid)
+        stream_update, after[state.uid] = _compose_stream_update(
+            state, acked_stream, history, fetch_calls, ending
         )
         if stream_update is not None:
             sequences.append(stream_update)
-        loss, acked_stream = state.loss, before.streams.get(state.uid)
         known_from_seq = acked_stream.lost_from_seq if acked_stream is not None else 0
-        if loss is not None and loss.from_seq != known_from_seq:
-            losses.append((state.uid, loss.from_seq, int(loss.reason)))
+        if state.loss is not None and state.loss.from_seq != known_from_seq:
+            losses.append((state.uid, state.loss.from_seq, int(state.loss.reason)))
     closed = _find_closed_streams(view.snapshot, after)
     for uid in closed:
         del after[uid]
@@ -143,8 +144,8 @@ def compose_update(
 def _list_unreported_streams(
     snapshot: RingSnapshot | None, before: AckedState, now_ns: int, *, is_ending: bool
 ) -> Iterable[StreamState]:
-    """The streams of which there may be something to report. Dormant ones are reported once, and again
-    when the process ends.
+    """The streams that may have something to report. Dormant ones are reported once, and again when the
+    process ends.
     """
     if snapshot is None:
         return ()
@@ -159,7 +160,7 @@ def _list_unreported_streams(
 def _find_closed_streams(
     snapshot: RingSnapshot | None, known: Mapping[int, AckedStream]
 ) -> tuple[int, ...]:
-    """The known streams that the ring has no more."""
+    """The known streams that the ring no longer has."""
     if snapshot is None or snapshot.torn_parts or len(known) == len(snapshot.streams):
         return ()
     uids = {state.uid for state in snapshot.streams}
@@ -182,10 +183,6 @@ def _make_status_key(view: ProcessView, now_ns: int) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def without_step(status_key: tuple[Any, ...]) -> tuple[Any, ...]:
-    return status_key[:_STEP_INDEX] + status_key[_STEP_INDEX + 1 :]
-
-
 def _make_update(
     view: ProcessView, is_known: bool, sequences: tuple[StreamUpdate, ...], now_ns: int
 ) -> ProcessUpdate:
@@ -204,6 +201,8 @@ def _make_update(
     if ring is None:
         return update
     raised = parse_exception(ring.exception)
+    raised_ns = (ring.exception or {}).get("at_ns")
+    is_dated = raised is not None and isinstance(raised_ns, int)
     return replace(
         update,
         lifecycle=ring.lifecycle,
@@ -213,7 +212,7 @@ def _make_update(
         phase_limit_s=ring.phase_limit_s,
         pulse_s=round(ring.pulse_s, 4) or None,  # 0: its recorder has not run yet
         raised=raised,
-        raised_s=exception_age_s(ring.exception, now_ns) if raised else 0.0,
+        raised_s=max(0, now_ns - raised_ns) / 1e9 if is_dated else 0.0,
         dropped=ring.dropped,
         opened=ring.opened,
         faults=view.faults + ring.faults,
@@ -225,13 +224,6 @@ def _make_update(
 def is_same_identity(one: ProcessIdentity, other: ProcessIdentity) -> bool:
     """Equal except for the age, which always differs."""
     return one is other or replace(one, started_s=0.0) == replace(other, started_s=0.0)
-
-
-BLOCKED_AFTER_S = 0.5  # a call that is unfinished for longer is reported with its arguments
-
-MAX_BLOCKED_CALLS = 8  # reported for each stream
-
-FetchCalls = Callable[[int, int, int], "list[Call]"]  # (uid, from_seq, most): calls, oldest first
 
 
 def select_checkpoints(
@@ -250,7 +242,7 @@ def select_checkpoints(
     return tuple((seq, chains[seq]) for seq in range(first, upto + 1, step) if seq in chains)
 
 
-def compose_stream_update(
+def _compose_stream_update(
     state: StreamState,
     acked: AckedStream | None,
     history: UnackedHistory,
@@ -259,8 +251,8 @@ def compose_stream_update(
 ) -> tuple[StreamUpdate | None, AckedStream]:
     before = acked or AckedStream()
     chains = history.chains.get(state.uid, {})
-    # A call's record may be read before its stream counts it, or after: then the hash follows in the
-    # next update.
+    # A call's record may be read before its stream counts it, or after it: then the hash follows in
+    # the next update.
     upto = min(state.entered, max(chains, default=0))
     after = max(before.last_checked_seq, min(chains, default=1) - 1)
     blocked_calls, last_blocked_seq = (
@@ -303,7 +295,7 @@ def compose_stream_update(
         completed=state.completed,
         chain=state.chain if is_compared else 0,
         op=history.newest_ops.get(state.uid, ""),
-        # To the microsecond: hosts queue calls of two groups within 100 us, and their order matters.
+        # Microseconds are kept: hosts queue calls of two groups within 100 us, and their order matters.
         entered_s=round(state.entered_s, 6),
         pending_s=None if state.pending_s is None else round(state.pending_s, 4),
         checkpoints=select_checkpoints(chains, after, upto) if is_compared else (),
@@ -378,13 +370,6 @@ def _make_stream_identity(state: StreamState) -> StreamIdentity:
     )
 
 
-# Counters that do not change are confirmed this often while the device is behind: then their age
-# matters to the diagnosis.
-CONFIRM_INTERVAL_S = 2.0
-
-_BUFFER_ENTRIES = 2000  # the default where torch has it on
-
-
 def compose_device_statuses(
     snapshot: RingSnapshot, reported: Mapping[int, DeviceEntry], now_ns: int
 ) -> tuple[tuple[DeviceStatus, ...], Mapping[int, DeviceEntry]]:
@@ -402,8 +387,17 @@ def compose_device_statuses(
     }
     if not due:
         return (), reported
-    statuses = [_make_status(entry, now_ns) for entry in due.values()]
-    return tuple(statuses), {**reported, **due}
+    statuses = tuple(
+        DeviceStatus(
+            uid=entry.uid,
+            enqueued=entry.enqueued,
+            started=entry.started,
+            completed=entry.completed,
+            read_s=round(max(0, now_ns - entry.read_ns) / 1e9, 3),
+        )
+        for entry in due.values()
+    )
+    return statuses, {**reported, **due}
 
 
 def _is_due(entry: DeviceEntry, reported: DeviceEntry | None) -> bool:
@@ -411,16 +405,6 @@ def _is_due(entry: DeviceEntry, reported: DeviceEntry | None) -> bool:
         return True
     age_ns = entry.read_ns - reported.read_ns
     return entry.is_behind_host and age_ns >= CONFIRM_INTERVAL_S * 1e9
-
-
-def _make_status(entry: DeviceEntry, now_ns: int) -> DeviceStatus:
-    return DeviceStatus(
-        uid=entry.uid,
-        enqueued=entry.enqueued,
-        started=entry.started,
-        completed=entry.completed,
-        read_s=round(max(0, now_ns - entry.read_ns) / 1e9, 3),
-    )
 
 
 def find_missing_setting(state: DeviceStatusState, torch_version: str) -> str:
@@ -432,7 +416,8 @@ def find_missing_setting(state: DeviceStatusState, torch_version: str) -> str:
     """
     if state in (DeviceStatusState.UNKNOWN, DeviceStatusState.REPORTED):
         return ""
-    version = _parse_version(torch_version)
+    match = re.match(r"(\d+)\.(\d+)", torch_version)
+    version = (int(match[1]), int(match[2])) if match else (0, 0)
     if state is DeviceStatusState.OFF:
         # The older name works in newer versions too, with a warning.
         name = "TORCH_FR_BUFFER_SIZE" if version >= (2, 9) else "TORCH_NCCL_TRACE_BUFFER_SIZE"
@@ -440,11 +425,6 @@ def find_missing_setting(state: DeviceStatusState, torch_version: str) -> str:
     if state is DeviceStatusState.UNSUPPORTED and version >= (2, 15):
         return "TORCH_DIST_USE_NCCL2=0"  # the process group whose counters are in every version
     return ""
-
-
-def _parse_version(torch_version: str) -> tuple[int, int]:
-    match = re.match(r"(\d+)\.(\d+)", torch_version)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def parse_exception(data: Mapping[str, Any] | None) -> ExceptionInfo | None:
@@ -462,11 +442,6 @@ def parse_exception(data: Mapping[str, Any] | None) -> ExceptionInfo | None:
         except (TypeError, ValueError):
             site = None
     return ExceptionInfo(type=str(data["type"]), message=str(data.get("message", "")), site=site)
-
-
-def exception_age_s(data: Mapping[str, Any] | None, now_ns: int) -> float:
-    at_ns = (data or {}).get("at_ns")
-    return max(0, now_ns - at_ns) / 1e9 if isinstance(at_ns, int) else 0.0
 
 
 def parse_identity(
@@ -497,9 +472,6 @@ def parse_identity(
         raise ValueError(f"malformed identity: {error!r}") from error
 
 
-PROGRESS_WINDOW_S = 3.0  # a rank makes progress if its last call is at most this old
-
-
 def is_progressing(
     snapshot: RingSnapshot | None,
     before: AckedState | None,
@@ -516,7 +488,7 @@ def is_progressing(
         return False
     if update is not None and _has_more_than_positions(update):
         return False
-    if without_step(after.status_key) != without_step(before.status_key):
+    if _drop_step(after.status_key) != _drop_step(before.status_key):
         return False
     if snapshot.pulse_s >= FROZEN_AFTER_S:
         return False
@@ -524,6 +496,10 @@ def is_progressing(
         if state.completed is not None and is_blocked(state):
             return False
     return snapshot.get_newest_call_s() <= PROGRESS_WINDOW_S
+
+
+def _drop_step(status_key: tuple[Any, ...]) -> tuple[Any, ...]:
+    return status_key[:_STEP_INDEX] + status_key[_STEP_INDEX + 1 :]
 
 
 def make_terse_update(
@@ -537,11 +513,14 @@ def make_terse_update(
     """
     if snapshot is None or before is None or update is None or after is None:
         return None, before
-    reported_uids = {
-        state.uid
-        for state in snapshot.streams
-        if state.kind is StreamKind.SETUP or _is_known_as_blocked(before.streams.get(state.uid))
-    }
+    reported_uids: set[int] = set()
+    for state in snapshot.streams:
+        known = before.streams.get(state.uid)
+        is_known_as_blocked = (
+            known is not None and known.is_pending and known.last_blocked_seq == known.entered
+        )
+        if state.kind is StreamKind.SETUP or is_known_as_blocked:
+            reported_uids.add(state.uid)
     parts = [part for part in update.sequences if part.uid in reported_uids]
     if not parts:
         return None, before
@@ -561,8 +540,3 @@ def _has_more_than_positions(update: ProcessUpdate) -> bool:
         part.identity is not None or part.shared or (part.calls and part.completed is not None)
         for part in update.sequences
     )
-
-
-def _is_known_as_blocked(before: AckedStream | None) -> bool:
-    """Whether the server believes that the rank is blocked in this stream's newest call."""
-    return before is not None and before.is_pending and before.last_blocked_seq == before.entered

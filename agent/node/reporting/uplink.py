@@ -1,11 +1,7 @@
-"""Sends heartbeats to the server: one at a time, in a separate thread, so that a slow network
-delays nothing else.
+"""Sends heartbeats to the server: when the next one is due, which replies to commands it carries, and
+what happens if the server does not answer.
 
-MERGED: Failed heartbeats: how long to back off, and how the user learns that the server is away.
-
-MERGED: Replies to the server's commands: a bounded queue that drops and counts the oldest ones.
-
-MERGED: When the next heartbeat is due. Pure.
+`Uplink` sends them one at a time in a separate thread, so that a slow network delays nothing else.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ from ...transport.client import Reply, ServerTarget, SignedClient, TransportErro
 from ..system.runtime import AgentLog
 
 HEARTBEAT_PATH = "/api/v1/heartbeats"
-# They hold stacks, call sites or arguments of calls.
+# Fields that hold stacks, call sites or arguments of calls.
 CONFIDENTIAL_FIELDS = frozenset(("samples", "calls", "traces", "recordings"))
 REQUEST_TIMEOUT_S = 5.0
 PATIENT_READ_TIMEOUT_S = 15.0  # a server with many hosts queues their heartbeats
@@ -48,6 +44,11 @@ MIN_COMPRESSED_BYTES = 8192  # a host with eight blocked ranks sends less
 _MAX_BACKOFF_S = 10.0
 _FIRST_BACKOFF_S = 0.5
 _MAX_RETRY_AFTER_S = 60.0
+MAX_REPLIES = 256
+MAX_HARDWARE_REPLIES = 8
+MAX_FRAMES = 50_000  # of all stacks together: a few megabytes
+# Heartbeats that are sent early, because a rank is in a call for long, have this distance at least.
+EARLY_INTERVAL_NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,17 +147,20 @@ class Uplink:
     def send_heartbeat(
         self, number: int, heartbeat: Any, *, urgent: bool = False, patient: bool = False
     ) -> HeartbeatOutcome:
-        """Posts one heartbeat and waits for the reply. Of several servers, tries each until one takes it."""
+        """Posts one heartbeat and waits for the reply. Tries one server after the other until one takes
+        it.
+        """
         self._order_targets(heartbeat)
         for _ in self._targets:
             outcome = self._send_to_target(number, heartbeat, urgent=urgent, patient=patient)
             if not outcome.is_misdirected:
                 break
-            self._choose_next_target()
+            following = self._targets.index(self.target) + 1
+            self._use_target(self._targets[following % len(self._targets)])
         return outcome
 
     def _order_targets(self, heartbeat: Mapping[str, Any]) -> None:
-        """Once the job is known, since all hosts must try the servers in the same order."""
+        """Orders the servers by the job, as soon as it is known: all its hosts try them in one order."""
         if self._is_ordered:
             return
         identities = [update.get("identity") for update in heartbeat.get("processes", ())]
@@ -165,11 +169,6 @@ class Uplink:
             self._targets = order_targets(self._targets, get_family(min(jobs)))
             self._is_ordered = True
             self._use_target(self._targets[0])
-
-    def _choose_next_target(self) -> None:
-        if len(self._targets) > 1:
-            at = self._targets.index(self.target)
-            self._use_target(self._targets[(at + 1) % len(self._targets)])
 
     def _use_target(self, target: ServerTarget) -> None:
         if target is not self.target:
@@ -322,7 +321,7 @@ class OutageTracker:
         if self._began_ns:
             self._began_ns = 0
             self._log.info(f"{server} answers again")
-            with contextlib.suppress(OSError):  # a rank has taken it
+            with contextlib.suppress(OSError):  # a rank has taken the notice
                 self._notice_path.unlink()
 
     def write_user_notice(self, now_ns: int) -> None:
@@ -344,11 +343,6 @@ class OutageTracker:
             self._log.warn_once(f"cannot write the notice for the user: {error.strerror}")
 
 
-MAX_REPLIES = 256
-MAX_HARDWARE_REPLIES = 8
-MAX_FRAMES = 50_000  # of all stacks together: a few megabytes
-
-
 @dataclass(slots=True)
 class Outbox:
     """Keeps each reply until the server has acknowledged the heartbeat that carried it."""
@@ -364,14 +358,11 @@ class Outbox:
 
     def add_sample(self, sample: StackReply, taken_ns: int) -> None:
         self._samples.append((sample, taken_ns))
-        while self._has_too_many_samples():
+        while len(self._samples) > self.max_replies or (
+            len(self._samples) > 1 and self._frame_count > MAX_FRAMES
+        ):
             self._samples.popleft()
             self.dropped_count += 1
-
-    def _has_too_many_samples(self) -> bool:
-        if len(self._samples) > self.max_replies:
-            return True
-        return self._frame_count > MAX_FRAMES and len(self._samples) > 1
 
     def add_calls(self, reply: CallsReply) -> None:
         self._calls.append(reply)
@@ -420,16 +411,12 @@ class Outbox:
         )
 
 
-# Between two heartbeats that are sent before their time because a rank is in a call for long.
-EARLY_INTERVAL_NS = 1_000_000_000
-
-
 @dataclass(slots=True)
 class HeartbeatSchedule:
-    """Times are nanoseconds on the monotonic clock."""
+    """When the next heartbeat is due. Times are nanoseconds on the monotonic clock."""
 
     next_ns: int
-    _unsteady_ns: int = 1 << 63  # when it is due if the host does not remain steady
+    _unsteady_ns: int = 1 << 63  # when the next one is due if the host does not remain steady
     _next_early_ns: int = 0
 
     def set_next(self, at_ns: int) -> None:
@@ -441,14 +428,16 @@ class HeartbeatSchedule:
             self.next_ns = now_ns + int(reply.steady_s * 1e9)
 
     def bring_forward(self, at_ns: int) -> None:
-        """It is due then at the latest."""
+        """The next heartbeat is due then at the latest."""
         self.next_ns = min(self.next_ns, at_ns)
 
     def end_steadiness(self) -> None:
         self.bring_forward(self._unsteady_ns)
 
     def bring_forward_once(self, now_ns: int) -> None:
-        """It is due now, unless another one was brought forward in this way shortly before."""
+        """The next heartbeat is due now, unless another one was brought forward in this way shortly
+        before.
+        """
         if now_ns >= self._next_early_ns:
             self._next_early_ns = now_ns + EARLY_INTERVAL_NS
             self.bring_forward(now_ns)
