@@ -39,7 +39,7 @@ class ProcessScanner:
         self._had_live_process = False
         self._steadiness = SteadinessCheck()
         self._next_read_ns = now_ns
-        self.is_steady = False  # by the last scan; see `discovery.changes`
+        self.is_steady = False  # the result of the last scan; see `discovery.changes`
         self.has_urgent_changes = False  # the last scan found something to report immediately
 
     def scan_processes(self, now_ns: int, *, must_read: bool = False) -> bool:

@@ -52,7 +52,7 @@ class _GroupCreation:
     """A process has created this many groups in one world."""
 
     process_key: str
-    setup_uid: int  # of the stream of set-up calls
+    setup_uid: int  # the stream of set-up calls
     group_count: int
 
 
@@ -60,7 +60,7 @@ class ChangeDetector:
     """Detects what the server does not know yet, if it wants to be informed early."""
 
     def __init__(self) -> None:
-        self._report_within_s: float | None = None  # at most one early report between heartbeats
+        self._report_within_s: float | None = None  # None after one early report
         self._reported_changes: frozenset[Hashable] | None = None
 
     @property
@@ -188,7 +188,7 @@ class SteadinessCheck:
     is_steady: bool = False
     next_block_ns: int = _NEVER_NS
     _quiet_since_ns: int = 0  # 0: the last samples were not all quiet
-    _samples: dict[str, _ProcessSample] = field(default_factory=dict)  # by process key
+    _samples: dict[str, _ProcessSample] = field(default_factory=dict)  # keys: process keys
 
     @property
     def is_reading_due(self) -> bool:

@@ -1,6 +1,6 @@
 """Finds and reads the Flight Recorder file that torch's watchdog writes before it ends a process.
 
-The place of the file is noted while the process lives. The file is read in a thread of its own,
+The place of the file is recorded while the process lives. The file is read in a thread of its own,
 once the process was ended by SIGABRT. A file of another user, a link, one from before the process
 started and one that is too large are not read.
 """
@@ -46,12 +46,12 @@ class FlightFileReader:
 
     prefixes: list[str]
     uid: int
-    started_at: float  # in seconds since the epoch
+    started_at: float  # seconds since the epoch
     file: FlightFile | None = None
     _thread: threading.Thread | None = field(default=None, repr=False)
 
     def has_unsent_file(self, acked_key: tuple[object, ...]) -> bool:
-        """It is being read, or is not in what the server has acknowledged."""
+        """The file is being read, or is not in what the server has acknowledged."""
         if self._thread is not None and self._thread.is_alive():
             return True
         return self.file is not None and self.file not in acked_key
@@ -72,7 +72,8 @@ class FlightFileReader:
                 continue
             with open(fd, "rb") as opened:
                 status = os.fstat(fd)
-                if not self._is_own_file(status):
+                is_own = stat.S_ISREG(status.st_mode) and status.st_uid == self.uid
+                if not is_own or status.st_mtime < self.started_at - _CLOCK_SLACK_S:
                     continue
                 if status.st_size > MAX_FILE_BYTES:
                     error = f"larger than {MAX_FILE_BYTES >> 20} MB: it was not read"
@@ -80,13 +81,6 @@ class FlightFileReader:
                     return
                 self.file = _parse_file(path, opened.read(MAX_FILE_BYTES), status.st_mtime_ns)
                 return
-
-    def _is_own_file(self, status: os.stat_result) -> bool:
-        return (
-            stat.S_ISREG(status.st_mode)
-            and status.st_uid == self.uid
-            and status.st_mtime >= self.started_at - _CLOCK_SLACK_S
-        )
 
 
 def _parse_file(path: str, content: bytes, written_ns: int) -> FlightFile:

@@ -1,7 +1,7 @@
-"""Lists the ring files of a run dir, and maps them for reading.
+"""The ring files of a run dir, and the ends of the processes that wrote them.
 
-MERGED: Detects when and how a process ends: immediately, through its pidfd, so that a reused pid is never
-mistaken for it.
+A pidfd shows an end immediately, and a reused pid is never mistaken for the process. The node agent
+opens pidfds before it loads anything else, so that this module imports little.
 """
 
 from __future__ import annotations
@@ -26,6 +26,13 @@ from ..system import processes
 
 _RING_NAME_RE = re.compile(r"(\d{1,10})-(\d{1,20})" + re.escape(run_dir.RING_SUFFIX))
 
+# linux/pidfd.h, since Linux 6.13; the exit code since 6.15, and only once the process was reaped:
+# u64 mask, u64 cgroupid, u32 pid, tgid, ppid and eight uids and gids, i32 exit_code
+PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes)
+PIDFD_INFO_EXIT = 1 << 3
+_EXIT_INFO_PAUSES_S = (0.0, 0.0, 0.001, 0.005, 0.02)  # the pause before each try
+_PIDFD_INFO_STRUCT = struct.Struct("=2Q11Ii")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingFile:
@@ -42,19 +49,6 @@ class RingFile:
     @property
     def stacks_path(self) -> Path:
         return self.path.with_suffix(run_dir.STACKS_SUFFIX)
-
-    @property
-    def threads_path(self) -> Path:
-        return self.path.with_suffix(run_dir.THREADS_SUFFIX)
-
-    def stat_file(self) -> os.stat_result | None:
-        """The status of the file that has this name now: a process that calls exec() makes a new
-        ring under the same name. None if there is no such file.
-        """
-        try:
-            return os.stat(self.path)
-        except OSError:  # removed; an existing mapping stays valid
-            return None
 
     def open_reader(self) -> tuple[int, RingReader]:
         """The inode of the file, and a reader of its read-only mapping. Raises RingError if it is
@@ -74,9 +68,12 @@ class RingFile:
 
     def refresh_reader(self, inode: int, reader: RingReader | None) -> tuple[int, RingReader]:
         """The given reader of the file with this inode, or one of the file that has the name now, and
-        its inode. Raises as `open_reader` does.
+        its inode: a process that calls exec() makes a new ring under the same name. Raises as
+        `open_reader` does.
         """
-        status = self.stat_file()
+        status = None
+        with contextlib.suppress(OSError):  # the file was removed; an existing mapping stays valid
+            status = os.stat(self.path)
         if reader is None or (status is not None and status.st_ino != inode):
             return self.open_reader()
         if status is not None and status.st_size < len(reader.data):
@@ -95,8 +92,8 @@ class RingFile:
         return snapshot
 
     def remove_files(self) -> None:
-        for path in (self.path, self.stacks_path, self.threads_path):
-            # It was removed already, or the disk is read-only: then the next agent tries again.
+        for path in (self.path, self.stacks_path, self.path.with_suffix(run_dir.THREADS_SUFFIX)):
+            # The file was removed already, or the disk is read-only: then the next agent tries again.
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -119,19 +116,11 @@ def find_ring_files(folder: Path) -> tuple[list[RingFile], list[str]]:
     return files, foreign_names
 
 
-# linux/pidfd.h, since Linux 6.13; the exit code since 6.15, and only once the process was reaped:
-# u64 mask, u64 cgroupid, u32 pid, tgid, ppid and eight uids and gids, i32 exit_code
-PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes)
-PIDFD_INFO_EXIT = 1 << 3
-_EXIT_INFO_PAUSES_S = (0.0, 0.0, 0.001, 0.005, 0.02)  # before each try
-_PIDFD_INFO_STRUCT = struct.Struct("=2Q11Ii")
-
-
 def open_pidfd(pid: int, start_ticks: int, proc: str = processes.PROC_ROOT) -> int | None:
     """A descriptor that becomes readable when this process ends; None if it has ended, or if the
     kernel does not support pidfds.
 
-    For a zombie it is readable immediately, and gives the exit status.
+    The descriptor of a zombie is readable immediately, and gives the exit status.
     """
     try:
         fd = os.pidfd_open(pid)
@@ -141,7 +130,7 @@ def open_pidfd(pid: int, start_ticks: int, proc: str = processes.PROC_ROOT) -> i
         if processes.read_stat(pid, proc).start_ticks == start_ticks:
             return fd
     except (OSError, ValueError):
-        pass  # it ended between the two calls
+        pass  # the process ended between the two calls
     os.close(fd)
     return None
 
@@ -158,9 +147,8 @@ def read_exit_info(
 ) -> ExitInfo:
     """Exit status or signal of a process that has ended; empty if neither can be read any more.
 
-    Tries both sources several times: its parent may reap it after the first and before the second
-    was read, from then on only the first has the status, and the kernel may publish it a moment
-    later.
+    The pidfd and /proc are tried several times. The parent may reap the process after the pidfd and
+    before /proc was read: from then on only the pidfd has the status, perhaps a moment later.
     """
     for pause_s in _EXIT_INFO_PAUSES_S:
         time.sleep(pause_s)

@@ -1,6 +1,5 @@
-"""One watched process: reads its ring and its /proc entry, and composes its updates.
-
-MERGED: What /proc says of a rank that has no ring: its identity, and why its calls are not recorded.
+"""One watched process: reads its ring and its /proc entry, and composes its updates. The identity of a
+rank without a ring is read from /proc, and so is the reason why its calls are not recorded.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ...environment import identity, run_dir
 from ...environment.identity import LaunchInfo
 from ..reporting import updates
 from ..reporting.acked import AckedState, UnackedHistory
-from ..reporting.calls import CallLog, LoggedCall, ProcessTally
+from ..reporting.calls import CallLog, ProcessTally
 from ..reporting.updates import parse_identity
 from ..system import processes
 from ..system.processes import CpuActivity
@@ -33,9 +32,12 @@ from .flight_files import FlightFileReader, make_reader
 from .rings import RingFile
 
 FLOOD_DIVISOR = 4  # a ring is flooded if more than this fraction of it was written since last time
-_ACTIVITY_INTERVAL_NS = 900_000_000  # while it makes calls; at most every other scan
-_NO_LIMIT = 1 << 63  # no sequence number is as high
+_ACTIVITY_INTERVAL_NS = 900_000_000  # between readings of /proc while the process makes calls
+MAX_SEQ = 1 << 63  # no sequence number is as high
 UNREADABLE_GRACE_NS = 2_000_000_000  # a ring that is being created may lack its identity
+# Importing torch takes seconds, or much longer from a slow disk; the recorder starts at its end.
+TORCH_IMPORT_S = 30.0
+_TORCH_LIBRARY = b"/torch/lib/libtorch"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,7 +52,7 @@ class WatchedProcess:
     found_ns: int
     ring: RingFile | None = None
     reader: RingReader | None = None
-    ring_inode: int = 0  # of the file that `reader` has mapped
+    ring_inode: int = 0  # the inode of the file that `reader` has mapped
     snapshot: RingSnapshot | None = None
     launch: LaunchInfo | None = None  # if its environment alone does not say which rank it is
     identity: ProcessIdentity | None = None
@@ -64,19 +66,14 @@ class WatchedProcess:
     acked: AckedState | None = None
     exit_acked_ns: int = 0  # when the server acknowledged its exit
     flight_reader: FlightFileReader | None = None
-    is_paused: bool = False  # repeatedly, by our own recording
+    is_paused: bool = False  # our own recording pauses it again and again
     is_flooded: bool = False  # a large part of its ring was written since the last reading
-    _ring_problem: str = ""
+    ring_problem: str = ""  # what is wrong with its ring
     _activity_read_ns: int = 0
     _activity_cursor: int = 0  # the records that had been read by then
 
     def __post_init__(self) -> None:
         self.key = run_dir.format_process_key(self.pid, self.start_ticks)
-
-    @property
-    def ring_problem(self) -> str:
-        """What is wrong with its ring, if anything."""
-        return self._ring_problem
 
     def read_state(self, now_ns: int) -> None:
         """Reads the ring and /proc. If something cannot be read, its last state is kept and the
@@ -84,11 +81,11 @@ class WatchedProcess:
         """
         if self.ring is not None:
             self._read_ring(self.ring, now_ns)
-        if self.identity is None and (self.ring is None or self._ring_problem):
+        if self.identity is None and (self.ring is None or self.ring_problem):
             self.identity = read_identity(self.pid, self.start_ticks, self.launch, self.proc)
         if self.exit is None and self._is_activity_due(now_ns):
             self._activity_read_ns = now_ns
-            with contextlib.suppress(OSError, ValueError):  # it has just ended: see its pidfd
+            with contextlib.suppress(OSError, ValueError):  # the process has just ended
                 caller_tid = self.history.newest_thread
                 self.activity.update_activity(self.pid, now_ns, caller_tid, self.proc)
 
@@ -111,14 +108,14 @@ class WatchedProcess:
         except Exception as error:  # a corrupt ring must not keep the other ranks from being read
             self._record_unreadable(ring, error, now_ns)
             return
-        self._ring_problem = ""
+        self.ring_problem = ""
         self.faults.pop("ring", None)
         self.call_log.add_records(delta.records)
         self.snapshot = snapshot
         self.is_flooded = len(delta.records) * FLOOD_DIVISOR > self.reader.record_capacity
         try:
             self.tally.add_records(delta.records, snapshot.streams, self.reader)
-        except Exception as error:  # its state is reported all the same
+        except Exception as error:  # the state of the process is reported all the same
             self.faults["performance"] = (
                 f"the performance of its calls is not reported: {type(error).__name__}: {error}"
             )
@@ -154,8 +151,8 @@ class WatchedProcess:
             reason = error.strerror
         else:
             reason = f"corrupt: {type(error).__name__}: {error}"
-        self._ring_problem = f"ring {ring.path.name} cannot be read: {reason}"
-        self.faults["ring"] = self._ring_problem
+        self.ring_problem = f"ring {ring.path.name} cannot be read: {reason}"
+        self.faults["ring"] = self.ring_problem
 
     def update_unrecorded(self, now_ns: int) -> None:
         """Updates the reason why it has no ring."""
@@ -168,13 +165,13 @@ class WatchedProcess:
             self.identity = replace(self.identity, unrecorded=reason)
 
     def has_ended(self) -> bool:
-        """It has ended, even if `record_exit` was not called yet."""
+        """The process has ended, even if `record_exit` was not called yet."""
         if self.pidfd is not None:
             return bool(select.select([self.pidfd], [], [], 0)[0])
         return not processes.is_alive(self.pid, self.start_ticks, self.proc)
 
     def record_exit(self, now_ns: int) -> None:
-        """Records that it has ended, and how."""
+        """Records that the process has ended, and how."""
         if self.exit is not None:
             return
         self.exit = rings.read_exit_info(self.pid, self.start_ticks, self.pidfd, self.proc)
@@ -184,7 +181,11 @@ class WatchedProcess:
             self.pidfd = None
         self.read_state(now_ns)
         self.is_flooded = False
-        if self.exit == ExitInfo() and self._has_exited_cleanly():
+        ring = self.snapshot
+        was_exiting = (
+            ring is not None and ring.lifecycle == Lifecycle.EXITING and not ring.exception
+        )
+        if self.exit == ExitInfo() and was_exiting:  # the status is lost, but Python was exiting
             self.exit = ExitInfo(exit_status=0)
         self.activity.state = "X"
         if self.exit.signal == signal.SIGABRT and self.flight_reader and self.identity:
@@ -192,23 +193,17 @@ class WatchedProcess:
 
     @property
     def has_unsent_flight_file(self) -> bool:
-        """Its Flight Recorder file is being read, or the server does not have it yet."""
+        """The Flight Recorder file is being read, or the server does not have it yet."""
         reader = self.flight_reader
         acked_key = self.acked.status_key if self.acked is not None else ()
         return reader is not None and reader.has_unsent_file(acked_key)
-
-    def _has_exited_cleanly(self) -> bool:
-        """The ring says that Python was shutting down, without an exception."""
-        if self.snapshot is None or self.snapshot.lifecycle != Lifecycle.EXITING:
-            return False
-        return not self.snapshot.exception
 
     def compose_update(self, now_ns: int) -> tuple[ProcessUpdate | None, AckedState | None]:
         """The update that is due, if any, and what the server will know once it has acknowledged it."""
         if self.identity is None:
             return None, self.acked
         if self.acked is None or self.acked.identity is not self.identity:
-            # The identity will be sent, with its age as of now.
+            # The identity will be sent, with the age of the process as of now.
             age_s = measure_age_s(self.start_ticks, self.proc)
             self.identity = replace(self.identity, started_s=age_s)
         view = self._make_view(self.identity, now_ns)
@@ -248,8 +243,8 @@ class WatchedProcess:
         )
 
     def read_calls(self, now_ns: int, uid: int, from_seq: int, max_calls: int) -> list[Call]:
-        """The newest calls of one stream from number ``from_seq`` on, oldest first; older ones than the
-        ring has where they are known.
+        """The newest calls of one stream from number ``from_seq`` on, oldest first. Calls that the ring
+        no longer has are among them where they are known.
         """
         if self.reader is None:
             return []
@@ -257,10 +252,9 @@ class WatchedProcess:
             calls = self.reader.read_calls(uid, now_ns, from_seq=from_seq, max_calls=max_calls)
         except Exception:  # the ring is corrupt: `read_state` reports it
             return []
-        is_complete = bool(calls) and (calls[0].seq <= from_seq or len(calls) >= max_calls)
-        if is_complete:
+        if calls and (calls[0].seq <= from_seq or len(calls) >= max_calls):
             return calls
-        return self.read_window(now_ns, uid, from_seq, _NO_LIMIT)[-max_calls:]
+        return self.read_window(now_ns, uid, from_seq, MAX_SEQ)[-max_calls:]
 
     def read_window(
         self, now_ns: int, uid: int, first: int, last: int, step: int = 1
@@ -273,10 +267,17 @@ class WatchedProcess:
         if reader is None:
             return []
         try:
-            found = {
-                logged.seq: _decode_logged_call(reader, logged, now_ns)
-                for logged in self.call_log.list_calls(uid, first, last, step)
-            }
+            found: dict[int, Call] = {}
+            for logged in self.call_log.list_calls(uid, first, last, step):
+                found[logged.seq] = reader.make_call(
+                    logged.seq,
+                    logged.signature,
+                    logged.site,
+                    chain=logged.chain,
+                    entered_s=max(0, now_ns - logged.entered_ns) / 1e9,
+                    thread=logged.thread,
+                    raised=logged.raised,
+                )
             for call in checks.read_checked_calls(reader, uid, now_ns, from_seq=first):
                 if call.seq <= last and call.seq % step == 0:
                     found[call.seq] = call
@@ -312,18 +313,6 @@ class WatchedProcess:
         self.reader = self.snapshot = None
 
 
-def _decode_logged_call(reader: RingReader, logged: LoggedCall, now_ns: int) -> Call:
-    return reader.make_call(
-        logged.seq,
-        logged.signature,
-        logged.site,
-        chain=logged.chain,
-        entered_s=max(0, now_ns - logged.entered_ns) / 1e9,
-        thread=logged.thread,
-        raised=logged.raised,
-    )
-
-
 def list_live_pids(watched: Iterable[WatchedProcess]) -> tuple[int, ...]:
     return tuple(process.pid for process in watched if process.exit is None)
 
@@ -339,7 +328,7 @@ def watch_process(
     pidfd: int | None = None,
 ) -> WatchedProcess:
     """Starts to watch a process, which may have ended already. ``launch`` says which rank it is if it
-    has no ring; ``pidfd`` if one is open.
+    has no ring; ``pidfd`` is one that is open already.
     """
     watched = WatchedProcess(
         pid=pid,
@@ -354,11 +343,6 @@ def watch_process(
     watched.flight_reader = make_reader(pid, measure_age_s(start_ticks, proc), proc)
     watched.read_state(now_ns)
     return watched
-
-
-# Importing torch takes seconds, or much longer from a slow disk; the recorder starts at its end.
-TORCH_IMPORT_S = 30.0
-_TORCH_LIBRARY = b"/torch/lib/libtorch"
 
 
 def measure_age_s(start_ticks: int, proc: str = processes.PROC_ROOT) -> float:
@@ -398,8 +382,8 @@ def read_identity(
 
 
 def find_unrecorded_reason(pid: int, watched_s: float, proc: str = processes.PROC_ROOT) -> str:
-    """The reason with its remedy; empty if it may still be starting. ``watched_s``: how long it has
-    been watched.
+    """Why the calls of a rank are not recorded, with the remedy; empty if it may still be starting.
+    ``watched_s``: how long it has been watched.
     """
     try:
         environ = processes.read_environ(pid, proc)
@@ -407,17 +391,15 @@ def find_unrecorded_reason(pid: int, watched_s: float, proc: str = processes.PRO
             return "HANGWATCH_URL is not in its environment: have the launcher pass it on"
         if identity.is_switched_off(environ):
             return "HANGWATCH_DISABLE=1 is in its environment: remove it"
-        if watched_s < TORCH_IMPORT_S or not _has_loaded_torch(pid, proc):
+        if watched_s < TORCH_IMPORT_S:
             return ""
+        with open(f"{proc}/{pid}/maps", "rb") as maps:
+            if _TORCH_LIBRARY not in maps.read():
+                return ""
         python = os.readlink(f"{proc}/{pid}/exe")
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return ""
     return (
         f"it uses torch without hangwatch: {python} -m pip install hangwatch, into the environment of"
         " its torch"
     )
-
-
-def _has_loaded_torch(pid: int, proc: str) -> bool:
-    with open(f"{proc}/{pid}/maps", "rb") as maps:
-        return _TORCH_LIBRARY in maps.read()

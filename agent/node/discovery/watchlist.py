@@ -1,8 +1,8 @@
 """The list of watched processes: each is added when it is found in the run dir or in /proc, and
 removed once everything about it was reported.
 
-MERGED: Finds ranks that never import torch: other children of a known rank's launcher, with the variables
-of a rank in their environment.
+Ranks that never import torch have no ring. They are found as siblings of a recorded rank: other
+children of its launcher, with the variables of a rank in their environment.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _SIBLING_SCAN_INTERVAL_NS = 2_000_000_000
 _MTIME_SETTLE_NS = 1_000_000_000
 # After its exit was acknowledged, the server may still request a process's calls for this long.
 _KEEP_ENDED_NS = 30_000_000_000
-_ACK_TIMEOUT_NS = 60_000_000_000  # then files are removed even if the exit was not acknowledged
+_ACK_TIMEOUT_NS = 60_000_000_000  # later, files are removed in any case
+_AGENT_COMMAND_MARK = "hangwatch.agent.node.main"  # a node agent inherits a rank's environment
 
 
 class Watchlist:
@@ -74,7 +75,7 @@ class Watchlist:
         if new_processes:
             self._record_ranks()
             self._drop_wrappers()
-        while self._early_pidfds:  # of rings that were removed before this scan
+        while self._early_pidfds:  # the rings of these were removed before this scan
             _, pidfd = self._early_pidfds.popitem()
             os.close(pidfd)
         self._is_first_scan = False
@@ -107,7 +108,7 @@ class Watchlist:
         for process in list(self.watched.values()):
             if process.exit is None:
                 continue
-            if process.identity is None:  # its exit cannot be reported: its rank is unknown
+            if process.identity is None:  # the exit of an unknown rank cannot be reported
                 self._remove_files(process)
                 self._drop_process(process)
                 continue
@@ -175,7 +176,7 @@ class Watchlist:
                 process.close()
                 return None
             process.record_exit(now_ns)
-            process.exited_at_ns = now_ns - pulse_ns  # it was alive until then at least
+            process.exited_at_ns = now_ns - pulse_ns  # the process lived at least until then
         self._add_process(process)
         return process
 
@@ -240,9 +241,6 @@ def _identify_rank(identity: ProcessIdentity) -> tuple[str, int, int]:
     return identity.job, identity.restart, identity.rank
 
 
-_AGENT_COMMAND_MARK = "hangwatch.agent.node.main"  # a node agent inherits a rank's environment
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiblingRank:
     """A process that a launcher started as a rank."""
@@ -254,7 +252,7 @@ class SiblingRank:
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """A process that started ranks, and one of these that is recorded."""
+    """A process that started ranks, and one of these ranks, which is recorded."""
 
     pid: int
     known: ProcessIdentity
@@ -265,21 +263,15 @@ class _Launcher:
         known = self.known
         return (self.pid, self.numbers_tasks, known.job, known.restart, known.world_size)
 
-    def parse_rank(self, pid: int, proc: str) -> identity.LaunchInfo | None:
-        """The launcher's variables of a process; None if they do not make it a rank of the same job as
-        ``known``, or if it is gone or another user's.
-        """
-        return _read_launch(pid, self.known, self.numbers_tasks, proc)
-
 
 class SiblingFinder:
-    """Finds the siblings of recorded ranks. Keeps the launcher of each one: that takes several
-    readings of environments, which do not change.
+    """Finds the siblings of recorded ranks. Keeps the launcher of each rank, since to find it takes
+    several readings of environments, which do not change.
     """
 
     def __init__(self, proc: str = processes.PROC_ROOT) -> None:
         self._proc = proc
-        self._launchers: dict[tuple[int, str, int], _Launcher] = {}  # by pid, job and rank
+        self._launchers: dict[tuple[int, str, int], _Launcher] = {}  # keys: pid, job and rank
 
     def find_siblings(
         self,
@@ -293,7 +285,9 @@ class SiblingFinder:
         ranks: list[SiblingRank] = []
         for launcher in self._find_launchers(recorded):
             for child in processes.list_children(launcher.pid, self._proc):
-                launch = None if child in recorded else launcher.parse_rank(child, self._proc)
+                if child in recorded:
+                    continue
+                launch = _read_launch(child, launcher.known, launcher.numbers_tasks, self._proc)
                 if launch is None or launch.rank is None:
                     continue
                 rank = (launch.job, launch.restart, launch.rank)
@@ -307,8 +301,8 @@ class SiblingFinder:
         return ranks
 
     def _find_launchers(self, recorded: Mapping[int, ProcessIdentity]) -> list[_Launcher]:
-        """One for each job of a launcher. The ranks of a world inside a rank are recorded as another
-        job than their environment says: they are left out.
+        """The launchers of these processes, one for each job of a launcher. The ranks of a world inside
+        a rank are left out: they are recorded as another job than their environment says.
         """
         launchers: dict[tuple[int, str, int], _Launcher] = {}
         for pid, known in recorded.items():
@@ -345,6 +339,9 @@ def find_launcher(
 def _read_launch(
     pid: int, known: ProcessIdentity, from_task: bool, proc: str
 ) -> identity.LaunchInfo | None:
+    """The launcher's variables of a process; None if they do not make it a rank of the same job as
+    ``known``, or if it is gone or another user's.
+    """
     try:
         environ = processes.read_environ(pid, proc)
     except OSError:
@@ -369,7 +366,7 @@ def _read_launch(
 
 def _read_sibling_start(pid: int, proc: str) -> int | None:
     """The start ticks of a process; None if it has ended, or is a node agent."""
-    with contextlib.suppress(OSError, ValueError):  # it has just ended
+    with contextlib.suppress(OSError, ValueError):  # the process has just ended
         stat = processes.read_stat(pid, proc)
         command = " ".join(processes.read_cmdline(pid, proc))
         if stat.state not in "ZX" and _AGENT_COMMAND_MARK not in command:

@@ -20,8 +20,8 @@ PRESSURE = "pressure"
 STORAGE = "storage"
 
 _CGROUP_ROOT = Path("fs/cgroup")
-_CONTROLLERS = frozenset(("memory", "cpu"))  # of version 1
-# By file and field: what it counts, and how much a change explains.
+_CONTROLLERS = frozenset(("memory", "cpu"))  # the controllers of version 1 that are read
+# What each field of a file counts, and how much a change explains.
 _CGROUP_FIELDS = {
     "memory.events": {
         "oom_kill": ("oom_kill", Weight.FAULT),
@@ -30,7 +30,7 @@ _CGROUP_FIELDS = {
     "memory.oom_control": {"oom_kill": ("oom_kill", Weight.FAULT)},  # version 1
     "cpu.stat": {"nr_throttled": ("nr_throttled", Weight.HINT)},
 }
-# By resource: the line, and the lowest percentage of the last ten seconds that is abnormal.
+# The line of each resource, and the lowest percentage of the last ten seconds that is abnormal.
 _PRESSURE_LIMITS = {"cpu": ("some", 80.0), "memory": ("full", 10.0), "io": ("full", 25.0)}
 # Positions of two counters in a line of mountstats that begins with "xprt: tcp".
 _SENDS, _RECEIVES = 8, 9

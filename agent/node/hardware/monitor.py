@@ -24,7 +24,7 @@ from .reader import SOURCES, TIME_LIMIT_S, ReaderProcess, Source, find_absence, 
 BASELINE_INTERVAL_S = 60.0
 _FIRST_BASELINE_S = 2.0  # the delay after the first rank was found, which still imports torch
 MAX_BASELINES = 30  # half an hour
-MAX_OBSERVATIONS = 128  # in one reply
+MAX_OBSERVATIONS = 128  # the limit of one reply
 MAX_WAITING_ORDERS = 8
 
 _Key = tuple[str, str, str]

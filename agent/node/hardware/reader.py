@@ -24,7 +24,7 @@ from .probes import SourceResult, run_probe
 
 TIME_LIMIT_S = 5.0
 _KILL_WAIT_S = 0.5
-_END_WAIT_S = 0.2  # until a process that has closed its output is gone
+_END_WAIT_S = 0.2  # a process that has closed its output ends within this time
 _READ_BYTES = 1 << 16
 _SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
 _COMMAND = (sys.executable, *_SAFE_PATH, "-m", probes.__name__)
@@ -106,7 +106,7 @@ class ReaderProcess:
         self._names = [source.name for source in sources]
         modules = {source.name: source.probe.__module__ for source in sources}
         request = json.dumps({"pids": host.pids, "sources": modules})
-        with contextlib.suppress(BrokenPipeError):  # it has ended: `collect` says so
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, which `collect` reports
             self._process.stdin.write(f"{request}\n".encode())
 
     def collect(self, timeout_s: float) -> list[SourceResult]:

@@ -20,7 +20,7 @@ from hangwatch.ring.sampling import thin_checks
 from hangwatch.ring.snapshot import RingDelta, StreamState
 
 _MAX_CHAIN_HASHES = 256  # unacknowledged running hashes of a stream
-_MAX_PENDING_ENTRIES = 2048  # of the check table
+_MAX_PENDING_ENTRIES = 2048  # unacknowledged entries of the check table
 # The next two limit one heartbeat. All ranks leave out the same calls of a stream that has more.
 _MAX_CHECKSUMS_PER_STREAM = 64
 _MAX_NONFINITE_PER_HEARTBEAT = 64
@@ -33,7 +33,7 @@ class AckedStream:
     entered: int = -1
     completed: int | None = None
     is_pending: bool = False
-    last_checked_seq: int = 0  # up to which running hashes were reported
+    last_checked_seq: int = 0  # running hashes up to this call were reported
     last_blocked_seq: int = 0  # the last unfinished call that was reported
     is_concurrency_reported: bool = False
     lost_from_seq: int = 0  # see `Loss`; 0: no call was lost
@@ -51,7 +51,7 @@ class AckedState:
     # The dormant streams that were reported, see `StreamStates`.
     dormant_chunks: tuple[tuple[StreamState, ...], ...] = ()
     check_entries: int = 0  # entries of the check table
-    device_entries: Mapping[int, DeviceEntry] = field(default_factory=dict)  # by stream uid
+    device_entries: Mapping[int, DeviceEntry] = field(default_factory=dict)  # keys: stream uids
 
     @property
     def includes_exit(self) -> bool:
@@ -150,10 +150,10 @@ class UnackedHistory:
     chains: dict[int, dict[int, int]] = field(default_factory=dict)
     newest_ops: dict[int, str] = field(default_factory=dict)
     newest_thread: int = 0  # the thread that made the newest call; 0 before the first one
-    # By stream: the first call that two threads made at the same time.
+    # The first call of each stream that two threads made at the same time.
     first_concurrent: dict[int, int] = field(default_factory=dict)
     check_history: CheckHistory = field(default_factory=CheckHistory)
-    # By stream: the first call that was read, and may have been reported, before it was retracted.
+    # The first call of each stream that was read, and may have been reported, before it was retracted.
     late_retractions: dict[int, int] = field(default_factory=dict)
     _retracted: frozenset[int] = frozenset()  # indices of records
 

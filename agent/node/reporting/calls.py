@@ -33,7 +33,7 @@ from .uplink import HeartbeatOutcome
 # (members of a group at most, calls of the group that are compared in one report)
 SAMPLES_BY_GROUP_SIZE = ((64, 16), (512, 8), (1 << 20, 2))
 
-_MAX_ARRIVALS = 64  # of a stream, before they are thinned
+_MAX_ARRIVALS = 64  # more arrivals of a stream are thinned
 _MAX_UNFINISHED_CALLS = 1024  # timed calls of a process that have not completed
 _MAX_CALL_SHAPES = 4096
 _MIN_STREAMS_DROPPED = 256  # closed streams that are dropped together
@@ -58,7 +58,7 @@ HEARTBEATS_PER_REPORT = 8
 
 MAX_STREAMS_PER_REPORT = 512  # the others follow in the next report
 
-CALLS_KEPT = 16_384  # for all streams of a process together: 720 kB
+CALLS_KEPT = 16_384  # the limit of one process: 720 kB
 # Sequence number, running hash, time of entry; uid, signature, site, thread, flags
 _ENTRY = struct.Struct("<3Q5I")
 
@@ -68,7 +68,7 @@ class _CallShape:
     """What calls of one signature and size have in common."""
 
     op: str
-    size_bytes: int  # as nccl-tests count them
+    size_bytes: int  # the size that nccl-tests would print
     is_even: bool  # the size is the same on every rank
     totals_key: tuple[str, int]  # operation and size class
 
@@ -101,9 +101,9 @@ class _StreamTally:
     last_seq: int = 0  # the newest call that was read
     last_ns: int = 0  # when it was entered
     missed_count: int = 0
-    timed_ops: set[str] = field(default_factory=set)  # those with a call whose duration is known
+    timed_ops: set[str] = field(default_factory=set)  # a call of each has a known duration
     totals_by_class: dict[tuple[str, int], _SizeClassTotals] = field(default_factory=dict)
-    arrivals: dict[int, _CallArrival] = field(default_factory=dict)  # by seq
+    arrivals: dict[int, _CallArrival] = field(default_factory=dict)  # keys: seq
     thinning_level: int = 0  # arrivals of a lower sampling level are not kept
 
     def get_totals(self, shape: _CallShape) -> _SizeClassTotals:
@@ -127,10 +127,10 @@ class ProcessTally:
     """How the calls of one process performed since the last report."""
 
     _record_cursor: int = 0  # the last record that was added
-    _streams: dict[int, _StreamTally] = field(default_factory=dict)  # by uid
-    # By group size, signature and bytes.
+    _streams: dict[int, _StreamTally] = field(default_factory=dict)  # keys: uids
+    # Keys: group size, signature and bytes.
     _shapes: dict[tuple[int, int, int], _CallShape] = field(default_factory=dict)
-    # By index of the record: uid of the stream, seq, entered_ns, shape.
+    # The uid of the stream, seq, entered_ns and shape, for each index of a record.
     _unfinished: dict[int, tuple[int, int, int, _CallShape]] = field(default_factory=dict)
 
     def add_records(

@@ -45,7 +45,7 @@ MAX_CLOSED_REPORTED = 4096  # streams in one heartbeat
 # matters to the diagnosis.
 CONFIRM_INTERVAL_S = 2.0
 _BUFFER_ENTRIES = 2000  # the default where torch has it on
-_STEP_INDEX = 4  # of the step in a status key
+_STEP_INDEX = 4  # where a status key has the step
 
 FetchCalls = Callable[[int, int, int], "list[Call]"]  # (uid, from_seq, most): calls, oldest first
 
@@ -202,7 +202,9 @@ def _make_update(
         return update
     raised = parse_exception(ring.exception)
     raised_ns = (ring.exception or {}).get("at_ns")
-    is_dated = raised is not None and isinstance(raised_ns, int)
+    raised_s = 0.0
+    if raised is not None and isinstance(raised_ns, int):
+        raised_s = max(0, now_ns - raised_ns) / 1e9
     return replace(
         update,
         lifecycle=ring.lifecycle,
@@ -212,7 +214,7 @@ def _make_update(
         phase_limit_s=ring.phase_limit_s,
         pulse_s=round(ring.pulse_s, 4) or None,  # 0: its recorder has not run yet
         raised=raised,
-        raised_s=max(0, now_ns - raised_ns) / 1e9 if is_dated else 0.0,
+        raised_s=raised_s,
         dropped=ring.dropped,
         opened=ring.opened,
         faults=view.faults + ring.faults,

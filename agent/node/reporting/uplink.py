@@ -46,7 +46,7 @@ _FIRST_BACKOFF_S = 0.5
 _MAX_RETRY_AFTER_S = 60.0
 MAX_REPLIES = 256
 MAX_HARDWARE_REPLIES = 8
-MAX_FRAMES = 50_000  # of all stacks together: a few megabytes
+MAX_FRAMES = 50_000  # all stacks together then take a few megabytes
 # Heartbeats that are sent early, because a rank is in a call for long, have this distance at least.
 EARLY_INTERVAL_NS = 1_000_000_000
 

@@ -1,7 +1,5 @@
 """Builds the native recorder for the next job if a rank lacks it: in the background, once per node
-agent.
-
-MERGED: Measures the free memory of the host, or of the container that this process is in.
+agent, and only if the host or the container has enough free memory.
 """
 
 from __future__ import annotations
@@ -17,8 +15,9 @@ from ...recorder.native import build, cache
 from ..system import processes
 from ..system.runtime import AgentLog
 
+REQUIRED_MEMORY_BYTES = 2 << 30  # the compiler uses up to 0.9 GB, and torch 0.4 GB
 _CGROUP_ROOT = "/sys/fs/cgroup"
-# For each version of control groups: the files of the limit and of the usage, and the counters in
+# The files of the limit and of the usage for each version of control groups, and the counters in
 # memory.stat of memory that the kernel can reclaim.
 _MEMORY_FILES = (
     ("memory.max", "memory.current", ("active_file", "inactive_file")),
@@ -31,8 +30,8 @@ _MEMORY_FILES = (
 
 
 def get_free_memory_bytes(proc: str = processes.PROC_ROOT, cgroup_root: str = _CGROUP_ROOT) -> int:
-    """Bytes; 0 if unknown. Sources: proc(5), and Documentation/admin-guide/cgroup-v{1,2} of the
-    kernel.
+    """The free memory of the host, or of the container that this process is in; 0 if it is unknown.
+    Sources: proc(5), and Documentation/admin-guide/cgroup-v{1,2} of the kernel.
     """
     free_bytes: list[int] = []
     with contextlib.suppress(OSError, KeyError, ValueError):
@@ -73,9 +72,6 @@ def _parse_counters(file: Path) -> dict[str, int]:
     return counters
 
 
-REQUIRED_MEMORY_BYTES = 2 << 30  # the compiler uses up to 0.9 GB, and torch 0.4 GB
-
-
 class RecorderBuilder:
     """Starts the build in a separate process, which continues if the node agent exits."""
 
@@ -99,22 +95,19 @@ class RecorderBuilder:
 
         ``identity`` is a rank's: it says why the rank does not use the native recorder.
         """
-        if self._process is not None:
-            status = self._process.poll()
-            if status is not None:
-                self._process = None
-                self._log_result(is_built=status == 0)
+        status = self._process.poll() if self._process is not None else None
+        if status is not None:
+            self._process = None
+            self._log.info(
+                "the native recorder could not be built: hangwatch doctor says why"
+                if status
+                else "the native recorder is built, for the next job"
+            )
         if not self._build_attempted and identity.get("without") == cache.NOT_BUILT_REASON:
             self._build_attempted = True
             problem = self._start_build()
             if problem:
                 self._log.info(f"the native recorder is not built: {problem}")
-
-    def _log_result(self, *, is_built: bool) -> None:
-        if is_built:
-            self._log.info("the native recorder is built, for the next job")
-        else:
-            self._log.info("the native recorder could not be built: hangwatch doctor says why")
 
     def _start_build(self) -> str:
         """Returns why the build was not started; empty if it was."""

@@ -1,16 +1,4 @@
-"""Executes the server's commands.
-
-MERGED: Waits for the server's commands, so that they need not wait for the reply to the next heartbeat.
-
-MERGED: Ends ranks by order of the server, and reports the result for each.
-
-The signal is SIGKILL, without SIGTERM before it. A rank that hangs is in native code, where a
-Python handler for SIGTERM never runs; if a handler did run, it might communicate (to write a last
-checkpoint) and hang again, or exit with status 0, which every launcher takes for success. SIGABRT
-can be handled as well, and writes a core dump of all the rank's memory. SIGKILL also ends stopped
-processes, and always counts as a failure: torchrun sees -9, a shell, Kubernetes and Slurm see 137.
-No evidence is lost: it was stored before.
-"""
+"""Executes the server's commands, for which a request is kept open where the server permits it."""
 
 from __future__ import annotations
 
@@ -31,7 +19,7 @@ from hangwatch.protocol.commands import Command, CommandKind, allows_abort
 from hangwatch.protocol.heartbeat import COMMANDS_PATH, CallsReply, HardwareReply, StackReply
 
 from ...transport.client import ServerTarget, SignedClient, TransportError
-from ..discovery.watched import WatchedProcess, list_live_pids
+from ..discovery.watched import MAX_SEQ, WatchedProcess, list_live_pids
 from ..hardware.monitor import HardwareMonitor, HardwareOrder
 from ..reporting.uplink import Outbox
 from ..stacks.faulthandler_dumps import FaulthandlerRegistration
@@ -40,7 +28,9 @@ from ..system.runtime import AgentLog
 from .live import LiveRequests
 
 _MAX_REMEMBERED_COMMANDS = 1024
-_NO_LIMIT = 1 << 63  # no sequence number is as high
+_POLL_TIMEOUT_S = 5.0  # limits the connection, and the reply once the server has waited
+ABORT_SIGNAL = signal.SIGKILL
+_EXIT_TIMEOUT_NS = 5_000_000_000  # a signal without effect is reported after this time
 
 
 class CommandExecutor:
@@ -92,7 +82,7 @@ class CommandExecutor:
                 now_ns,
                 command.uid,
                 command.from_seq,
-                command.to_seq or _NO_LIMIT,
+                command.to_seq or MAX_SEQ,
                 command.step,
             )
         first, last = command.from_seq, command.to_seq
@@ -122,7 +112,7 @@ class CommandExecutor:
             request_id=command.id,
             onset_ns=now_ns - int(command.since_s * 1e9),
         )
-        if self._hardware.request_reading(order):
+        if self._hardware.request_reading(order):  # the reply comes with the reading
             return False
         refused = UnavailableSource(source="all", reason="too many readings are queued")
         reply = HardwareReply(key=command.key, request=command.id, unavailable=(refused,))
@@ -173,18 +163,15 @@ def find_faulthandler_registration(process: WatchedProcess) -> FaulthandlerRegis
     return FaulthandlerRegistration.from_identity(process.snapshot.identity)
 
 
-_TIMEOUT_S = 5.0  # to connect, and for the reply after the server has waited
-
-
 class CommandPoll:
-    """A thread that keeps one request open, while the server permits it. ``wake`` is called when
-    `take_commands` has something.
+    """A thread that keeps one request open while the server permits it, so that commands need not wait
+    for the reply to the next heartbeat. ``wake`` is called when `take_commands` has something.
     """
 
     def __init__(self, agent: str, wake: Callable[[], None]) -> None:
         self._body = json.dumps({"agent": agent}).encode()
         self._target: ServerTarget | None = None  # the server that permitted it last
-        self._client: SignedClient | None = None  # of the thread
+        self._client: SignedClient | None = None  # used by the thread
         self._wake = wake
         self._wait_s = 0.0
         self._is_permitted = threading.Event()
@@ -225,7 +212,7 @@ class CommandPoll:
             if self._target is not target and self._target is not None:
                 target = self._target
                 self._close_client()
-                self._client = SignedClient(target, _TIMEOUT_S)
+                self._client = SignedClient(target, _POLL_TIMEOUT_S)
             try:
                 commands = self._request_commands()
             except Exception:  # the next reply to a heartbeat permits another attempt
@@ -250,7 +237,7 @@ class CommandPoll:
             COMMANDS_PATH,
             self._body,
             {"Content-Type": "application/json"},
-            read_timeout_s=self._wait_s + _TIMEOUT_S,
+            read_timeout_s=self._wait_s + _POLL_TIMEOUT_S,
         )
         if reply.status != 200:
             raise TransportError(f"the server answers {reply.status}")
@@ -260,15 +247,20 @@ class CommandPoll:
         return commands
 
 
-ABORT_SIGNAL = signal.SIGKILL
-_EXIT_TIMEOUT_NS = 5_000_000_000  # then the signal is reported to have had no effect
-
-
 @dataclass(slots=True)
 class AbortTracker:
-    """Orders that were carried out, each until the server has acknowledged its result."""
+    """Ends ranks by order of the server, and keeps each order until the server has acknowledged its
+    result.
 
-    # By process key: the order's id, and when the signal was sent.
+    The signal is SIGKILL, without SIGTERM before it. A rank that hangs is in native code, where a
+    Python handler for SIGTERM never runs; if a handler did run, it might communicate (to write a last
+    checkpoint) and hang again, or exit with status 0, which every launcher takes for success. SIGABRT
+    can be handled as well, and writes a core dump of all the rank's memory. SIGKILL also ends stopped
+    processes, and always counts as a failure: torchrun sees -9, a shell, Kubernetes and Slurm see 137.
+    No evidence is lost: it was stored before.
+    """
+
+    # The order's id and when the signal was sent, for each process key.
     _signalled: dict[str, tuple[str, int]] = field(default_factory=dict)
     _replies: list[heartbeat.AbortReply] = field(default_factory=list)
 
@@ -287,7 +279,7 @@ class AbortTracker:
         try:
             signal.pidfd_send_signal(process.pidfd, ABORT_SIGNAL)
         except ProcessLookupError:
-            pass  # it has just ended: `check_exits` will see it
+            pass  # the process has just ended: `check_exits` will find that
         except OSError as refusal:
             self._add_reply(
                 command, None, f"{ABORT_SIGNAL.name} could not be sent: {refusal.strerror}"

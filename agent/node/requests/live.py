@@ -26,8 +26,8 @@ from ..stacks.pyspy import PySpy
 from .recordings import RecordingOrder, RecordingSpec, RecordingWorker
 
 MAX_TRACE_REQUESTS = 256  # the oldest ones are dropped
-MAX_TRACED_CALLS = 8000  # in one heartbeat, for all requests together
-TRACE_REQUEST_TTL_S = 15.0  # then the server no longer waits for the reply
+MAX_TRACED_CALLS = 8000  # the limit of one heartbeat, for all requests together
+TRACE_REQUEST_TTL_S = 15.0  # the server waits no longer for the reply
 MAX_RECORDING_REPLIES = 64  # the oldest ones are dropped
 
 UNKNOWN_PROCESS = "this node agent knows no such process"
@@ -42,7 +42,7 @@ class LiveRequests:
 
     def __init__(self, pyspy: PySpy, wake: Callable[[], None]) -> None:
         self.recording_worker = RecordingWorker(pyspy, wake)
-        # By request id: the command, and when it arrived.
+        # The command and when it arrived, for each request id.
         self._trace_requests: dict[str, tuple[Command, int]] = {}
         self._recording_replies: list[RecordingReply] = []
 
@@ -127,11 +127,12 @@ class LiveRequests:
     def _answer_trace(
         self, command: Command, process: WatchedProcess | None, now_ns: int
     ) -> TraceReply:
-        problem = UNKNOWN_PROCESS
-        if process is not None:
-            problem = process.ring_problem
-            if process.reader is not None and not problem:
+        problem = UNKNOWN_PROCESS if process is None else process.ring_problem
+        if process is not None and process.reader is not None and not problem:
+            try:
                 return self._read_trace(process, process.reader, command, now_ns)
+            except Exception as error:  # a corrupt ring must not keep the heartbeat from being sent
+                problem = f"its ring cannot be read: {type(error).__name__}: {error}"
         problem = problem or (
             "it has no ring: hangwatch is not active in it, or it has not imported torch;"
             " `hangwatch doctor` says why"
@@ -139,22 +140,6 @@ class LiveRequests:
         return TraceReply(key=command.key, request=command.id, error=problem)
 
     def _read_trace(
-        self,
-        process: WatchedProcess,
-        reader: RingReader,
-        command: Command,
-        now_ns: int,
-    ) -> TraceReply:
-        try:
-            return self._read_calls(process, reader, command, now_ns)
-        except Exception as error:  # a corrupt ring must not keep the heartbeat from being sent
-            return TraceReply(
-                key=command.key,
-                request=command.id,
-                error=f"its ring cannot be read: {type(error).__name__}: {error}",
-            )
-
-    def _read_calls(
         self,
         process: WatchedProcess,
         reader: RingReader,

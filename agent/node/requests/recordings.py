@@ -1,7 +1,5 @@
-"""Records processes one after the other, in a separate thread, so that neither heartbeats nor stack
-dumps wait for it.
-
-MERGED: Runs `py-spy record`, which samples for some seconds where a process spends its time.
+"""Records processes by `py-spy record`, which samples for some seconds where a process spends its time:
+one after the other, in a separate thread, so that neither heartbeats nor stack dumps wait for it.
 """
 
 from __future__ import annotations
@@ -28,6 +26,28 @@ MAX_WAITING_RECORDINGS = 256
 PREEMPT_TIMEOUT_S = 4.0
 STOPPED_REASON = "it was stopped"
 PREEMPTED_REASON = "stacks of this process were requested, and they come first"
+
+# Seconds that a recording may take longer than requested, to start and to write its output.
+MAX_OVERRUN_S = 15.0
+MAX_NATIVE_OVERRUN_S = 45.0
+UNINTERRUPTIBLE_WAIT_S = 1.0  # a process that merely reads a file leaves state D within this time
+WRITE_TIMEOUT_S = 3.0  # py-spy writes its output within this time after it was interrupted
+NICENESS = 10  # the job comes first; at 19 it would never run on a busy host
+MAX_OUTPUT_BYTES = 32 << 20
+_MIN_SAMPLE_SHARE = 0.8  # a recording with a lower share of the requested samples has a note
+_POLL_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingSpec:
+    """What is to be recorded of one process."""
+
+    pid: int
+    start_ticks: int
+    seconds: int
+    rate: int
+    native: bool = False
+    gil: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,29 +162,6 @@ def _make_error_reply(order: RecordingOrder, error: str) -> RecordingReply:
     return RecordingReply(key=order.key, request=order.request_id, error=error)
 
 
-# How much longer than requested a recording may take, to start and to write its output.
-MAX_OVERRUN_S = 15.0
-MAX_NATIVE_OVERRUN_S = 45.0
-UNINTERRUPTIBLE_WAIT_S = 1.0  # a process that merely reads a file leaves state D within this time
-WRITE_TIMEOUT_S = 3.0  # to write its output, once it was interrupted
-NICENESS = 10  # the job comes first; at 19 it would never run on a busy host
-MAX_OUTPUT_BYTES = 32 << 20
-_MIN_SAMPLE_SHARE = 0.8  # of the requested samples; the note of a recording with fewer says so
-_POLL_INTERVAL_S = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordingSpec:
-    """What is to be recorded of one process."""
-
-    pid: int
-    start_ticks: int
-    seconds: int
-    rate: int
-    native: bool = False
-    gil: bool = False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRecording:
     profile: Profile
@@ -193,7 +190,7 @@ def record_profile(
         raise PySpyError(
             f"stopped (state {state}): it uses no time, and hangwatch dump shows where it stopped"
         )
-    with contextlib.suppress(ProcessLookupError):  # it has ended: py-spy reports it
+    with contextlib.suppress(ProcessLookupError):  # the process has ended, which py-spy reports
         if not permission.may_read_memory(spec.pid):
             raise PySpyError(permission.format_refusal(pyspy.proc), is_permanent=True)
     with tempfile.TemporaryDirectory(prefix="hangwatch-record-") as folder:
@@ -265,13 +262,13 @@ def _wait_for_recording(
     began = time.monotonic()
     stop_reason = ""
     try:
-        with contextlib.suppress(OSError):  # it has ended already
+        with contextlib.suppress(OSError):  # py-spy has ended already
             os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
         while process.poll() is None and time.monotonic() - began < limit_s:
             if not stop_reason:
                 stop_reason = get_stop_reason()
                 if stop_reason:
-                    process.send_signal(signal.SIGINT)  # it writes its samples
+                    process.send_signal(signal.SIGINT)  # py-spy then writes its samples
                     limit_s = time.monotonic() - began + WRITE_TIMEOUT_S
             time.sleep(_POLL_INTERVAL_S)
     finally:

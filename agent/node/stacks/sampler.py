@@ -35,7 +35,7 @@ MAX_WAITING_ORDERS = 256
 # Frames of the checks are left out of stacks: they only pass a call on.
 _CHECKS_PATH = f"{Path(__file__).resolve().parents[2] / 'recorder' / 'checks'}/"
 
-MAX_CHILDREN = 8  # of one rank
+MAX_CHILDREN = 8  # a rank with more is sampled in part
 _MAX_DEPTH = 2  # a fork server's children count as the rank's
 _IGNORED_COMMANDS = (
     "hangwatch.agent.node.main",
@@ -48,7 +48,7 @@ MAX_INNERMOST_FRAMES = 8  # source text is added to so many of each thread, and 
 _MAX_LINE_CHARS = 200
 _MAX_FILE_BYTES = 4 << 20
 _MAX_PARSED_LINES = 10_000  # longer files are not parsed
-_COMPLETION_METHOD = "is_completed"  # of a Work
+_COMPLETION_METHOD = "is_completed"  # the method of a Work that polls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class SampleOrder:
     ring_path: Path | None = None  # the process writes its stacks beside its ring, if it has one
     registration: faulthandler_dumps.FaulthandlerRegistration | None = None
     callers: tuple[Caller, ...] = ()  # the threads that make its calls
-    newest_call: str = ""  # with its line; it is reported where stacks cannot be taken
+    newest_call: str = ""  # it is reported with its line where stacks cannot be taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,8 +387,8 @@ def add_source_text(
 
 
 def _find_enclosing_blocks(frame: Frame, lines: list[str]) -> tuple[str | None, str | None]:
-    """For a line of user code: the ``except`` line of the innermost handler around it, and the
-    ``while`` line of the innermost loop around it that polls whether a Work is complete.
+    """The ``except`` line of the innermost handler around a line of user code, and the ``while`` line of
+    the innermost loop around it that polls whether a Work is complete.
     """
     has_handler = any(line.lstrip().startswith("except") for line in lines[: frame.line])
     has_polling = any(_COMPLETION_METHOD in line for line in lines)

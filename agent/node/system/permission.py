@@ -54,7 +54,7 @@ class PtraceFacts:
 def read_ptrace_facts(proc: str = processes.PROC_ROOT) -> PtraceFacts:
     """Reads the facts for this process."""
     status: dict[str, str] = {}
-    with contextlib.suppress(OSError):  # without /proc, the filter can still be tested
+    with contextlib.suppress(OSError):  # the filter can be tested without /proc
         status = processes.read_status("self", proc)
     yama = None
     with (
@@ -71,8 +71,8 @@ def read_ptrace_facts(proc: str = processes.PROC_ROOT) -> PtraceFacts:
 
 
 def _is_ptrace_filtered() -> bool:
-    """A seccomp filter refuses the call before the kernel searches for the process, which cannot
-    exist here (ESRCH).
+    """A seccomp filter refuses ptrace. It does so before the kernel searches for the process, which
+    cannot exist here (ESRCH).
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace(ctypes.c_long(_PTRACE_ATTACH), ctypes.c_long(_IMPOSSIBLE_PID), None, None)
@@ -84,7 +84,7 @@ class _IoVec(ctypes.Structure):
 
 
 def may_read_memory(pid: int) -> bool:
-    """This process may read the memory of another one, which takes the same permission as to attach.
+    """Whether this process may read the memory of another one, which takes the permission to attach.
 
     Nothing is read, and the process is not affected: an invalid address gives EFAULT only if
     permission is granted. Raises ProcessLookupError if the process is gone.

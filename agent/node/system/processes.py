@@ -1,7 +1,5 @@
-"""Reads processes from /proc. The root of /proc is always a parameter; see proc(5) for the fields.
-
-MERGED: Whether a process does something, from the CPU time of its main thread and of the thread that
-makes its calls.
+"""Reads processes from /proc, and whether they do something. The root of /proc is always a parameter;
+see proc(5) for the fields.
 """
 
 from __future__ import annotations
@@ -14,6 +12,10 @@ from hangwatch.model.ranks import ThreadStack
 PROC_ROOT = "/proc"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _MAX_TREE_PROCESSES = 256
+_SCHEDSTAT_INTERVAL_NS = 900_000_000  # every other one of two readings a second
+# A thread that waits for a CPU for this share of the time is busy: a computing thread on a crowded
+# host waits longer, one that only wakes now and then waits less.
+_MIN_WAIT_SHARE = 1 / 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +25,9 @@ class ProcStat:
     state: str
     parent_pid: int
     cpu_ticks: int  # user and system
-    reaped_ticks: int  # likewise, of its children that have ended
+    reaped_ticks: int  # the same of its children that have ended
     start_ticks: int
-    exit_code: int  # as in wait(2); only valid for a zombie, and with permission to read it
+    exit_code: int  # a status of wait(2); valid for a zombie, and with permission to read it
 
 
 def parse_stat(raw: bytes) -> ProcStat:
@@ -94,7 +96,7 @@ def _read_line(path: str) -> bytes:
 
 
 def is_alive(pid: int, start_ticks: int, proc: str = PROC_ROOT) -> bool:
-    """This process is alive: its pid was not reused, and it is not a zombie."""
+    """Whether this process is alive: its pid was not reused, and it is not a zombie."""
     try:
         stat = read_stat(pid, proc)
     except (OSError, ValueError):
@@ -180,12 +182,6 @@ def read_uptime_s(proc: str = PROC_ROOT) -> float:
         return 0.0
 
 
-_SCHEDSTAT_INTERVAL_NS = 900_000_000  # with two readings a second, every other one
-# A thread that waits for a CPU for this share of the time is busy: a computing thread on a crowded
-# host waits longer, one that only wakes now and then waits less.
-_MIN_WAIT_SHARE = 1 / 3
-
-
 @dataclass(slots=True, kw_only=True)
 class ThreadActivity:
     """Whether a thread was busy between two readings.
@@ -214,7 +210,7 @@ class ThreadActivity:
             self.record_schedstat(read_schedstat(pid, tid, proc), stat.state == "R", now_ns)
 
     def record_ticks(self, ticks: int, now_ns: int) -> None:
-        """Records its CPU time."""
+        """Records the CPU time of the thread."""
         is_first = self._ticks < 0
         if not is_first and ticks - self._ticks > 1:
             self.last_busy_ns = now_ns
@@ -224,8 +220,8 @@ class ThreadActivity:
         self._ticks_since_ns = now_ns
 
     def record_schedstat(self, schedstat: bytes, is_ready: bool, now_ns: int) -> None:
-        """Records its schedstat. A thread that was ready at both readings and did not run in between
-        was ready all the time.
+        """Records the schedstat of the thread. One that was ready at both readings and did not run in
+        between was ready all the time.
         """
         if schedstat and self._schedstat:
             ready_ns = parse_ready_ns(schedstat) - parse_ready_ns(self._schedstat)
@@ -241,13 +237,15 @@ class ThreadActivity:
 
 @dataclass(slots=True, kw_only=True)
 class CpuActivity:
-    """The state of a process, and whether its main thread or its calling thread was busy."""
+    """The state of a process, and whether its main thread or the thread that makes its calls was
+    busy.
+    """
 
     last_busy_ns: int
     state: str = "?"
     cpu_s: float = 0.0
     _main: ThreadActivity = field(init=False)
-    # Of the thread that made the newest call, if that is another one than the main thread.
+    # The thread that made the newest call, if that is another one than the main thread.
     _caller: ThreadActivity | None = None
     _caller_tid: int = 0
 
@@ -275,7 +273,7 @@ class CpuActivity:
             self._caller, self._caller_tid = ThreadActivity(last_busy_ns=self.last_busy_ns), tid
         try:
             self._caller.update_thread(pid, tid, now_ns, proc)
-        except (OSError, ValueError):  # it has ended
+        except (OSError, ValueError):  # the thread has ended
             return
         self.last_busy_ns = max(self.last_busy_ns, self._caller.last_busy_ns)
         if self._caller.state == "D" and self.state not in "Tt":

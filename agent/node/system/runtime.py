@@ -16,7 +16,7 @@ from hangwatch.report.text import clean_text
 
 MAX_LOG_BYTES = 1 << 20  # a longer log is truncated
 _MAX_UNIQUE_WARNINGS = 1000
-_READ_BYTES = 4096  # of the wakeup pipe
+_READ_BYTES = 4096  # more than the wakeup pipe has between two waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class AgentLog:
 
     def info(self, text: str) -> None:
         """Writes one line. ``text`` may quote a server or a job."""
-        # On a full disk or with a closed stderr, there is no place to report the error.
+        # There is no place to report the error if the disk is full or stderr is closed.
         with contextlib.suppress(OSError, ValueError):
             status = os.fstat(2)
             if stat.S_ISREG(status.st_mode) and status.st_size > MAX_LOG_BYTES:

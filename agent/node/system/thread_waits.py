@@ -14,11 +14,11 @@ from .processes import PROC_ROOT, TICKS_PER_S, read_schedstat, read_status, read
 _STEP_S = 0.05
 _MAX_STEPS = 8
 _MIN_GIL_WAKEUPS = 8
-# A wakeup takes some 20 microseconds. A thread that needs more than this had the GIL meanwhile, which
-# it keeps for up to 5 ms.
+# A wakeup takes some 20 microseconds. A thread that needs more than this had the GIL meanwhile, and
+# kept it for up to 5 ms.
 _MAX_WAITER_CPU_NS = 1_500_000
 _MAX_WAKEUP_CPU_NS = 100_000  # added for each wakeup
-_WCHAN_ATTEMPTS = 10  # it cannot be read while the thread is awake
+_WCHAN_ATTEMPTS = 10  # wchan cannot be read while the thread is awake
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,18 @@ class ThreadTurns:
         cpu_ns: dict[int, int] = {}
         running = set()
         for name in os.listdir(f"{proc}/{pid}/task"):
-            with contextlib.suppress(OSError, ValueError):  # it has ended
+            with contextlib.suppress(OSError, ValueError):  # the thread has ended
                 status = read_status(f"{pid}/task/{name}", proc)
                 sleeps[int(name)] = int(status.get("voluntary_ctxt_switches", "0"))
                 preemptions[int(name)] = int(status.get("nonvoluntary_ctxt_switches", "0"))
                 if status.get("State", "?").startswith("R"):
                     running.add(int(name))
-                cpu_ns[int(name)] = _read_cpu_ns(pid, int(name), proc)
+                schedstat = read_schedstat(pid, int(name), proc)
+                if schedstat:
+                    cpu_ns[int(name)] = int(schedstat.split()[0])
+                else:
+                    ticks = read_thread_stat(pid, int(name), proc).cpu_ticks
+                    cpu_ns[int(name)] = ticks * 1_000_000_000 // TICKS_PER_S
         return cls(sleeps, preemptions, cpu_ns, frozenset(running))
 
     def count_sleeps(self, before: ThreadTurns, tid: int) -> int:
@@ -58,7 +63,7 @@ class ThreadTurns:
         return self.cpu_ns.get(tid, 0) - before.cpu_ns.get(tid, 0)
 
     def is_unchanged(self, before: ThreadTurns, tid: int | None) -> bool:
-        """Whether a thread has slept since ``before`` was read. False if it is not known."""
+        """A thread was asleep all the time since ``before`` was read. False if that is not known."""
         if tid is None or tid not in self.sleeps or tid in self.running:
             return False
         return (self.sleeps[tid], self.preemptions[tid]) == (
@@ -83,7 +88,7 @@ def find_gil_candidates(pid: int, waiter: int, proc: str = PROC_ROOT) -> list[in
                 break
         else:
             return []
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return []
     sleeps = {tid: after.count_sleeps(before, tid) for tid in after.sleeps}
     has_run_python = any(
@@ -103,13 +108,6 @@ def _sleeps_on_futex(pid: int, tid: int, proc: str) -> bool:
             return "futex" in where
         time.sleep(0.001)
     return False
-
-
-def _read_cpu_ns(pid: int, tid: int, proc: str) -> int:
-    schedstat = read_schedstat(pid, tid, proc)
-    if schedstat:
-        return int(schedstat.split()[0])
-    return read_thread_stat(pid, tid, proc).cpu_ticks * 1_000_000_000 // TICKS_PER_S
 
 
 def describe_wait(pid: int, tid: int, proc: str = PROC_ROOT) -> str:
@@ -132,5 +130,5 @@ def _read_text(path: str) -> str:
     try:
         with open(path, encoding="ascii", errors="replace") as file:
             return file.read(200).strip()
-    except OSError:  # not permitted, or it has ended
+    except OSError:  # this is not permitted, or the thread has ended
         return ""
