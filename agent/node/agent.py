@@ -208,17 +208,12 @@ class NodeAgent:
         flight, self._in_flight = self._in_flight, None
         if flight is None or outcome.number != flight.heartbeat.number:
             return
-        if outcome.reply is None:
-            self._handle_failure(flight, outcome, now_ns)
+        if outcome.reply is not None:
+            self._outage.record_success(str(self._uplink.target))
+            self._composer.mark_extras_delivered(flight)
+            self._composer.apply_outcome(outcome, now_ns)
+            self._apply_reply(flight, outcome.reply, now_ns)
             return
-        self._outage.record_success(str(self._uplink.target))
-        self._composer.mark_extras_delivered(flight)
-        self._composer.apply_outcome(outcome, now_ns)
-        self._apply_reply(flight, outcome.reply, now_ns)
-
-    def _handle_failure(
-        self, flight: InFlightHeartbeat, outcome: HeartbeatOutcome, now_ns: int
-    ) -> None:
         retry_s = self._outage.record_failure(outcome, now_ns)
         self._schedule.set_next(now_ns + int(retry_s * 1e9))
         if not outcome.is_refused:

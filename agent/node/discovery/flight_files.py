@@ -76,19 +76,17 @@ class FlightFileReader:
                 if not is_own or status.st_mtime < self.started_at - _CLOCK_SLACK_S:
                     continue
                 if status.st_size > MAX_FILE_BYTES:
-                    error = f"larger than {MAX_FILE_BYTES >> 20} MB: it was not read"
-                    self.file = FlightFile(path=path, error=error)
+                    error_text = f"larger than {MAX_FILE_BYTES >> 20} MB: it was not read"
+                    self.file = FlightFile(path=path, error=error_text)
                     return
-                self.file = _parse_file(path, opened.read(MAX_FILE_BYTES), status.st_mtime_ns)
-                return
-
-
-def _parse_file(path: str, content: bytes, written_ns: int) -> FlightFile:
-    try:
-        calls = find_unfinished_calls(pickles.safe_loads(content), written_ns)
-    except Exception as error:  # whatever is wrong with a file, its process is reported
-        return FlightFile(path=path, error=f"not readable: {type(error).__name__}: {error}"[:200])
-    return FlightFile(path=path, calls=calls)
+                content = opened.read(MAX_FILE_BYTES)
+            try:
+                calls = find_unfinished_calls(pickles.safe_loads(content), status.st_mtime_ns)
+                self.file = FlightFile(path=path, calls=calls)
+            except Exception as error:  # whatever is wrong with a file, its process is reported
+                error_text = f"not readable: {type(error).__name__}: {error}"[:200]
+                self.file = FlightFile(path=path, error=error_text)
+            return
 
 
 def make_reader(pid: int, age_s: float, proc: str = processes.PROC_ROOT) -> FlightFileReader | None:

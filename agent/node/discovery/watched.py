@@ -83,17 +83,16 @@ class WatchedProcess:
             self._read_ring(self.ring, now_ns)
         if self.identity is None and (self.ring is None or self.ring_problem):
             self.identity = read_identity(self.pid, self.start_ticks, self.launch, self.proc)
-        if self.exit is None and self._is_activity_due(now_ns):
+        if self.exit is not None:
+            return
+        # Calls that were made since the last reading show that the process runs.
+        has_new_calls = self.history.cursor != self._activity_cursor
+        self._activity_cursor = self.history.cursor
+        if not has_new_calls or now_ns - self._activity_read_ns >= _ACTIVITY_INTERVAL_NS:
             self._activity_read_ns = now_ns
             with contextlib.suppress(OSError, ValueError):  # the process has just ended
                 caller_tid = self.history.newest_thread
                 self.activity.update_activity(self.pid, now_ns, caller_tid, self.proc)
-
-    def _is_activity_due(self, now_ns: int) -> bool:
-        """Calls that were made since the last reading show that it runs."""
-        has_new_calls = self.history.cursor != self._activity_cursor
-        self._activity_cursor = self.history.cursor
-        return not has_new_calls or now_ns - self._activity_read_ns >= _ACTIVITY_INTERVAL_NS
 
     def _read_ring(self, ring: RingFile, now_ns: int) -> None:
         try:
@@ -168,7 +167,7 @@ class WatchedProcess:
         """The process has ended, even if `record_exit` was not called yet."""
         if self.pidfd is not None:
             return bool(select.select([self.pidfd], [], [], 0)[0])
-        return not processes.is_alive(self.pid, self.start_ticks, self.proc)
+        return processes.read_live_stat(self.pid, self.start_ticks, self.proc) is None
 
     def record_exit(self, now_ns: int) -> None:
         """Records that the process has ended, and how."""

@@ -20,7 +20,7 @@ from hangwatch.protocol.commands import RecordingReply
 from hangwatch.stacks.profile import Profile, pack_profile, parse_pyspy_raw
 
 from ..stacks.pyspy import PySpy, PySpyError, explain_failure
-from ..system import permission
+from ..system import permission, processes
 
 MAX_WAITING_RECORDINGS = 256
 PREEMPT_TIMEOUT_S = 4.0
@@ -180,7 +180,11 @@ def record_profile(
     """
     if pyspy.path is None:
         raise PySpyError("py-spy is not installed: pip install py-spy", is_permanent=True)
-    state = _wait_until_interruptible(pyspy, spec)
+    deadline = time.monotonic() + UNINTERRUPTIBLE_WAIT_S
+    state = pyspy.read_state(spec.pid, spec.start_ticks)
+    while state == "D" and time.monotonic() < deadline:
+        time.sleep(0.02)
+        state = pyspy.read_state(spec.pid, spec.start_ticks)
     if state == "D":
         raise PySpyError(
             "in uninterruptible sleep (state D): it waits in the kernel and is not sampled; try"
@@ -201,16 +205,6 @@ def record_profile(
             if spec.native:
                 pyspy.ensure_running(spec.pid, spec.start_ticks)
         return _read_recording(output, spec, took_s, stop_reason, pyspy)
-
-
-def _wait_until_interruptible(pyspy: PySpy, spec: RecordingSpec) -> str:
-    """Waits a short time for the process to leave state D, and returns its state."""
-    deadline = time.monotonic() + UNINTERRUPTIBLE_WAIT_S
-    while True:
-        state = pyspy.read_state(spec.pid, spec.start_ticks)
-        if state != "D" or time.monotonic() >= deadline:
-            return state
-        time.sleep(0.02)
 
 
 def build_command(path: str, spec: RecordingSpec, output: Path) -> list[str]:
@@ -296,9 +290,10 @@ def _read_recording(
         with output.open(encoding="utf-8", errors="replace") as lines:
             profile = parse_pyspy_raw((line.rstrip("\n") for line in lines), spec.pid)
     except (OSError, ValueError) as error:
-        ended = "" if _is_alive(pyspy, spec) else "; the process has ended"
+        stat = processes.read_live_stat(spec.pid, spec.start_ticks, pyspy.proc)
+        ended = "; the process has ended" if stat is None else ""
         raise PySpyError(f"py-spy's output is not understood ({error}){ended}") from error
-    is_alive = _is_alive(pyspy, spec)
+    is_alive = processes.read_live_stat(spec.pid, spec.start_ticks, pyspy.proc) is not None
     seconds: float = spec.seconds
     if stop_reason or not is_alive:
         seconds = min(took_s, seconds)
@@ -324,11 +319,3 @@ def _describe_shortfall(
             " stacks changed while they were read"
         )
     return ""
-
-
-def _is_alive(pyspy: PySpy, spec: RecordingSpec) -> bool:
-    try:
-        pyspy.read_state(spec.pid, spec.start_ticks)
-    except PySpyError:
-        return False
-    return True

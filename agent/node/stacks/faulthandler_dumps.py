@@ -143,11 +143,8 @@ class _DumpingRank:
 
     def check_alive(self) -> None:
         """Raises FaultStacksError if the rank has ended or is stopped."""
-        try:
-            stat = processes.read_stat(self.pid, self.proc)
-        except (OSError, ValueError):
-            stat = None
-        if stat is None or stat.start_ticks != self.start_ticks or stat.state in "ZX":
+        stat = processes.read_live_stat(self.pid, self.start_ticks, self.proc)
+        if stat is None:
             raise FaultStacksError("the process has ended")
         if stat.state in "Tt":
             raise FaultStacksError(

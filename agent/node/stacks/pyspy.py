@@ -162,11 +162,8 @@ class PySpy:
 
     def read_state(self, pid: int, start_ticks: int) -> str:
         """The state in /proc. Raises PySpyError if the process has ended."""
-        try:
-            stat = processes.read_stat(pid, self.proc)
-        except (OSError, ValueError):
-            stat = None
-        if stat is None or stat.start_ticks != start_ticks or stat.state in "ZX":
+        stat = processes.read_live_stat(pid, start_ticks, self.proc)
+        if stat is None:
             raise PySpyError("the process has ended")
         return stat.state
 

@@ -95,13 +95,15 @@ def _read_line(path: str) -> bytes:
         os.close(fd)
 
 
-def is_alive(pid: int, start_ticks: int, proc: str = PROC_ROOT) -> bool:
-    """Whether this process is alive: its pid was not reused, and it is not a zombie."""
+def read_live_stat(pid: int, start_ticks: int, proc: str = PROC_ROOT) -> ProcStat | None:
+    """Reads a process that is alive: its pid was not reused, and it is not a zombie. Otherwise
+    None.
+    """
     try:
         stat = read_stat(pid, proc)
     except (OSError, ValueError):
-        return False
-    return stat.start_ticks == start_ticks and stat.state not in "ZX"
+        return None
+    return stat if stat.start_ticks == start_ticks and stat.state not in "ZX" else None
 
 
 def read_status(pid: int | str, proc: str = PROC_ROOT) -> dict[str, str]:

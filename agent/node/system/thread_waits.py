@@ -58,10 +58,6 @@ class ThreadTurns:
         """How often a thread has gone to sleep since ``before`` was read."""
         return self.sleeps.get(tid, 0) - before.sleeps.get(tid, 0)
 
-    def count_cpu_ns(self, before: ThreadTurns, tid: int) -> int:
-        """How long a thread has run since ``before`` was read."""
-        return self.cpu_ns.get(tid, 0) - before.cpu_ns.get(tid, 0)
-
     def is_unchanged(self, before: ThreadTurns, tid: int | None) -> bool:
         """A thread was asleep all the time since ``before`` was read. False if that is not known."""
         if tid is None or tid not in self.sleeps or tid in self.running:
@@ -92,7 +88,8 @@ def find_gil_candidates(pid: int, waiter: int, proc: str = PROC_ROOT) -> list[in
         return []
     sleeps = {tid: after.count_sleeps(before, tid) for tid in after.sleeps}
     has_run_python = any(
-        after.count_cpu_ns(before, tid) > _MAX_WAITER_CPU_NS + count * _MAX_WAKEUP_CPU_NS
+        after.cpu_ns.get(tid, 0) - before.cpu_ns.get(tid, 0)
+        > _MAX_WAITER_CPU_NS + count * _MAX_WAKEUP_CPU_NS
         for tid, count in sleeps.items()
         if count
     )

@@ -87,10 +87,10 @@ def test_reused_pid_is_not_alive(tmp_path: Path) -> None:
     add_process(tmp_path, 7)
     add_process(tmp_path, 8, state="Z")
     proc = str(tmp_path)
-    assert processes.is_alive(7, 100, proc)
-    assert not processes.is_alive(7, 101, proc)
-    assert not processes.is_alive(8, 100, proc)
-    assert not processes.is_alive(9, 100, proc)
+    assert processes.read_live_stat(7, 100, proc) is not None
+    assert processes.read_live_stat(7, 101, proc) is None
+    assert processes.read_live_stat(8, 100, proc) is None
+    assert processes.read_live_stat(9, 100, proc) is None
 
 
 def test_one_tick_per_second_is_idle_but_two_at_once_are_not() -> None:
