@@ -123,7 +123,7 @@ class HeartbeatComposer:
         )
 
     def apply_outcome(self, outcome: HeartbeatOutcome, now_ns: int) -> None:
-        """Applies what a reply says about later heartbeats: how long positions may be left out, and
+        """Applies what a reply sets for later heartbeats: how long positions may be left out, and
         the server's clock.
         """
         self._performance_reporter.apply_outcome(outcome)
@@ -131,7 +131,7 @@ class HeartbeatComposer:
             self._terse_until_ns = now_ns + int((outcome.reply.details_s or 0.0) * 1e9)
 
     def mark_acked(self, flight: InFlightHeartbeat, now_ns: int) -> None:
-        """The server knows what this heartbeat said about processes."""
+        """The server knows what this heartbeat reported of processes."""
         self.is_full_due = False
         for key, acked in flight.acked_states.items():
             process = self._watchlist.watched.get(key)

@@ -71,9 +71,10 @@ class RingFile:
         its inode: a process that calls exec() makes a new ring under the same name. Raises as
         `open_reader` does.
         """
-        status = None
-        with contextlib.suppress(OSError):  # the file was removed; an existing mapping stays valid
+        try:
             status = os.stat(self.path)
+        except OSError:  # the file was removed; an existing mapping stays valid
+            status = None
         if reader is None or (status is not None and status.st_ino != inode):
             return self.open_reader()
         if status is not None and status.st_size < len(reader.data):

@@ -166,7 +166,7 @@ class HardwareMonitor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What the sources said at one time, on the clock of `time.monotonic_ns`."""
+    """The results of the sources at one time, on the clock of `time.monotonic_ns`."""
 
     taken_ns: int
     observations: tuple[Observation, ...] = ()

@@ -1,4 +1,4 @@
-"""Versions of what lies below Python, to be compared with known problems."""
+"""Versions of the layers below Python, to be compared with known problems."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class Uplink:
         """Queues one JSON-ready heartbeat; `is_busy` until `take_outcome` has returned its outcome.
 
         Args:
-            urgent: asks the server to handle it before others.
+            urgent: requests that the server handles it before others.
             patient: waits longer for the reply.
         """
         self.is_busy = True

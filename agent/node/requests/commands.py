@@ -105,7 +105,7 @@ class CommandExecutor:
     def _order_hardware(
         self, command: Command, watched: Mapping[str, WatchedProcess], now_ns: int
     ) -> bool:
-        """Returns True if too many readings are queued, which the outbox then says."""
+        """Returns True if too many readings are queued, which the outbox then reports."""
         order = HardwareOrder(
             pids=list_live_pids(watched.values()),
             key=command.key,

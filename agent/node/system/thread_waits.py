@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .processes import PROC_ROOT, TICKS_PER_S, read_schedstat, read_status, read_thread_stat
 
-# A thread that waits for the GIL wakes every 5 ms (sys.getswitchinterval) to ask for it, on a busy
+# A thread that waits for the GIL wakes every 5 ms (sys.getswitchinterval) to request it, on a busy
 # host less often. It is measured until it has done so often enough, and no longer than this.
 _STEP_S = 0.05
 _MAX_STEPS = 8
