@@ -1,15 +1,9 @@
 """The diagnosis from Flight Recorder dumps alone: which rank made which calls, and which rank did
-not. Nothing is known about the processes themselves.
+not. Nothing is known about the processes themselves. Pure.
 
 Every dump is assumed to come from a hanging job, because a dump does not say when it was written. A
-rank without a dump is missing evidence, not a dead rank, and missing evidence accuses no rank. If
-no culprit remains, the notes say why.
-
-MERGED: Limits a verdict to what Flight Recorder dumps prove: which ranks may be named as culprits, and
-what may be said about them. Pure.
-
-MERGED: Notes for the user on what Flight Recorder dumps cannot show: missing, empty and old dumps, and
-calls whose state is unknown. Pure.
+rank without a dump is missing evidence, not a dead rank, and missing evidence accuses no rank. So a
+verdict is limited to what the dumps prove. If no culprit remains, the notes say why.
 """
 
 from __future__ import annotations
@@ -28,7 +22,7 @@ from hangwatch.diagnosis.messages import (
     format_more_calls,
 )
 from hangwatch.diagnosis.rules.devices import describe_stuck_devices, format_stuck_device_advice
-from hangwatch.model.calls import Site, StreamKind
+from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S, Limits
 from hangwatch.model.ranks import format_ranks
@@ -40,6 +34,9 @@ from hangwatch.tracking.call_stream import CallStream
 from .attempts import build_job
 from .calls import ARRIVALS_ONLY_BACKEND, FlightDump
 from .collectives import NOW_S, OfflineJob
+
+_MAX_LAST_CALLS_SHOWN = 4
+_STALE_DUMP_S = 600.0  # the time between the calls of two dumps that cannot be of one hang
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +56,16 @@ class OfflineDiagnosis:
 def analyze_dumps(
     dumps: Sequence[FlightDump], written_at: Mapping[int, float] | None = None, name: str = "dump"
 ) -> OfflineDiagnosis:
-    """What is wrong with the job that wrote the dumps, one from each rank.
+    """The diagnosis of the job that wrote the dumps, one from each rank.
 
-    ``written_at`` has, by rank, when its dump was written, in seconds since the epoch; ranks may be
-    left out.
+    ``written_at`` has the time at which each rank's dump was written, in seconds since the epoch;
+    ranks may be left out.
     """
     dumps_by_rank = {dump.rank: dump for dump in dumps}
     job = build_job(dumps_by_rank, name)
     missing_ranks = tuple(sorted(job.attempt.processes.keys() - dumps_by_rank.keys()))
     candidates = [
-        adapt_verdict(dumps_by_rank, job, verdict)
+        _adapt_verdict(dumps_by_rank, job, verdict)
         for verdict in diagnose(job.attempt, NOW_S, Limits()).verdicts
         if verdict.is_confirmed
     ]
@@ -79,11 +76,11 @@ def analyze_dumps(
     unexplained: tuple[str, ...] = ()
     if not verdicts:
         may_be_running = len(candidates) > 0
-        unexplained = tuple(describe_unexplained_calls(job.attempt, may_be_running))
+        unexplained = tuple(_describe_unexplained_calls(job.attempt, may_be_running))
     return OfflineDiagnosis(
         verdicts=verdicts,
         missing_ranks=missing_ranks,
-        notes=(*describe_gaps(dumps, missing_ranks), *job.notes, *unexplained),
+        notes=(*_describe_gaps(dumps, missing_ranks), *job.notes, *unexplained),
         inconclusive=len(unexplained) > 0,
     )
 
@@ -91,7 +88,7 @@ def analyze_dumps(
 def _get_idle_times_s(
     dumps_by_rank: Mapping[int, FlightDump], written_at: Mapping[int, float]
 ) -> dict[int, float]:
-    """By rank, the time between its last call and its dump, as far as both are known."""
+    """The time between each rank's last call and its dump, as far as both are known."""
     idle_times_s: dict[int, float] = {}
     for rank, time in written_at.items():
         last_call_at = dumps_by_rank[rank].call_time_range[1]
@@ -144,10 +141,7 @@ def _diagnose_undelivered(attempt: Attempt) -> list[Verdict]:
     return [verdict]
 
 
-_MAX_LAST_CALLS_SHOWN = 4
-
-
-def adapt_verdict(dumps: Mapping[int, FlightDump], job: OfflineJob, verdict: Verdict) -> Verdict:
+def _adapt_verdict(dumps: Mapping[int, FlightDump], job: OfflineJob, verdict: Verdict) -> Verdict:
     """The verdict without claims that the dumps do not support."""
     if verdict.kind is VerdictKind.MISMATCH and verdict.group is not None:
         return _blame_invalid_calls(job, verdict)
@@ -180,25 +174,16 @@ def _blame_invalid_calls(job: OfflineJob, verdict: Verdict) -> Verdict:
         summary=describe_mismatch(
             culprits, verdict.calls, verdict.differing_fields, verdict.group, verdict.seq
         ),
-        site=_find_first_site(verdict, invalid_ranks),
+        # The line of the first call that no valid rank made.
+        site=next((c.call.site for c in verdict.calls if invalid_ranks.issuperset(c.ranks)), None),
         divergence=None,
     )
-
-
-def _find_first_site(verdict: Verdict, ranks: set[int]) -> Site | None:
-    """The line of the first call that only these ranks made."""
-    for call_class in verdict.calls:
-        if set(call_class.ranks) <= ranks:
-            return call_class.call.site
-    return None
 
 
 def _find_proven_culprits(
     dumps: Mapping[int, FlightDump], job: OfflineJob, verdict: Verdict
 ) -> tuple[int, ...]:
-    """The culprits that are known not to have entered the call. For the others it is only unknown
-    whether they did.
-    """
+    """The culprits that are known not to have entered the call; of the others it is unknown."""
     culprits = tuple(
         rank
         for rank in verdict.culprits
@@ -280,7 +265,7 @@ def _name_proven_culprits(
 
 
 def _describe_last_calls(dumps: Mapping[int, FlightDump], ranks: tuple[int, ...]) -> str:
-    """Where the first few of the ranks were last seen; empty if that is unknown."""
+    """The calls in which the first few of the ranks were last seen; empty if they are unknown."""
     last_records = {rank: dumps[rank].last_record for rank in ranks if rank in dumps}
     recorded = [(rank, record) for rank, record in last_records.items() if record is not None]
     return "; ".join(
@@ -316,11 +301,8 @@ def _get_op_name(verdict: Verdict) -> str:
     return verdict.calls[0].call.signature.op
 
 
-_STALE_DUMP_S = 600.0  # seconds between the calls of two dumps
-
-
-def describe_gaps(dumps: Sequence[FlightDump], missing_ranks: Sequence[int]) -> Iterable[str]:
-    """What the dumps do not contain, one sentence for each gap."""
+def _describe_gaps(dumps: Sequence[FlightDump], missing_ranks: Sequence[int]) -> Iterable[str]:
+    """The gaps in the dumps, one sentence for each."""
     if missing_ranks:
         plural = "s" if len(missing_ranks) > 1 else ""
         yield (
@@ -361,7 +343,7 @@ def _describe_stale_dumps(dumps: Sequence[FlightDump]) -> Iterable[str]:
             return
 
 
-def describe_unexplained_calls(attempt: Attempt, may_be_running: bool) -> Iterable[str]:
+def _describe_unexplained_calls(attempt: Attempt, may_be_running: bool) -> Iterable[str]:
     """Calls that may be unfinished although, as far as is known, no member is missing."""
     ranks_by_call: dict[str, list[int]] = {}
     for streams in attempt.streams_by_group.values():

@@ -1,21 +1,18 @@
-"""Rebuilds a job's state from Flight Recorder dumps, as heartbeats would have built it: each rank's
-position in each of its process groups. Pure.
+"""Rebuilds a job's state from Flight Recorder dumps, as heartbeats would have built it: its process
+groups, and each rank's position in each of them. Pure.
 
 Calls are never matched by their position in a ring. Collectives are matched by their number in the
-group, sends and receives as `channels` describes.
-
-MERGED: Point-to-point channels, rebuilt from Flight Recorder dumps. Pure.
-
-Sends and receives are matched by their order on a channel if both rings reach back to its
+group. Sends and receives are matched by their order on a channel if both rings reach back to its
 beginning, otherwise from the first unfinished one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from hangwatch.diagnosis.messages import describe_ranks
 from hangwatch.model.calls import Call, Signature, StreamKind
-from hangwatch.model.groups import COALESCED_END_BACKENDS, Group
+from hangwatch.model.groups import COALESCED_END_BACKENDS, Group, GroupKey
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
@@ -30,17 +27,16 @@ from .collectives import (
     DumpsByRank,
     OfflineJob,
     add_stream,
-    collect_groups,
     count_completed,
-    describe_contradictions,
     fill_collectives,
     find_unfinished,
 )
+from .entries import MAX_DUMP_RANKS
 
 
 def build_job(dumps: DumpsByRank, name: str) -> OfflineJob:
     """The state of the job at the time of the dumps."""
-    groups = collect_groups(dumps)
+    groups = _collect_groups(dumps)
     member_ranks = {rank for group, _ in groups for rank in group.ranks}
     ranks = sorted(member_ranks.union(dumps))
     attempt = Attempt(
@@ -59,13 +55,13 @@ def build_job(dumps: DumpsByRank, name: str) -> OfflineJob:
             activity=ProcessActivity(state="S"),
             lifecycle=Lifecycle.INITIALISED,
         )
-    job = OfflineJob(attempt=attempt, notes=list(describe_contradictions(dumps)))
+    job = OfflineJob(attempt=attempt, notes=list(_describe_contradictions(dumps)))
     job.completion_backends = _find_completion_backends(dumps)
     job.p2p_groups = {name for dump in dumps.values() for name, _ in dump.p2p_calls}
     for group, uses in groups:
         for rank in fill_collectives(job, group, uses, dumps):
             job.assumed_groups.setdefault(rank, set()).add(group.name)
-        fill_channels(attempt, group, uses, dumps)
+        _fill_channels(attempt, group, uses, dumps)
     for process in attempt.processes.values():
         process.refresh_streams()
         for stream in process.streams.values():
@@ -74,8 +70,98 @@ def build_job(dumps: DumpsByRank, name: str) -> OfflineJob:
     return job
 
 
+def _collect_groups(dumps: DumpsByRank) -> list[tuple[Group, dict[int, GroupInstance]]]:
+    """Every process group that some rank used, with each rank's name for it.
+
+    If no dump lists the members, they are the ranks that used the group; for the default group,
+    all ranks. A name that is reused after its group was destroyed is another group: such groups are
+    counted from the first, or from the last if the ring has lost the first.
+    """
+    instance_counts = _count_instances(dumps)
+    reported_members = _collect_reported_members(dumps)
+    users: dict[str, set[int]] = {}
+    for rank, dump in dumps.items():
+        for name, _ in dump.group_instances:
+            users.setdefault(name, set()).add(rank)
+    groups: dict[GroupKey, tuple[Group, dict[int, GroupInstance]]] = {}
+    for rank, dump in dumps.items():
+        instances = sorted(dump.group_instances)
+        own_counts = {name: index + 1 for name, index in instances}
+        for name, index in instances:
+            lost_count = instance_counts[name] - own_counts[name] if dump.wrapped else 0
+            desc = dump.descriptions[name]
+            ranks = dump.groups.get(name) or _infer_members(
+                rank, desc, reported_members.get(name, ()), users[name], dumps
+            )
+            group = Group(
+                name=name,
+                desc=desc,
+                ranks=ranks,
+                backend=dump.backends[name, index],
+                generation=index + 1 + lost_count,
+            )
+            _, uses = groups.setdefault(group.key, (group, {}))
+            uses[rank] = (name, index)
+    return list(groups.values())
+
+
+def _count_instances(dumps: DumpsByRank) -> dict[str, int]:
+    """The highest number of groups that a rank had under a name one after another, by name."""
+    counts: dict[str, int] = {}
+    for dump in dumps.values():
+        for name, index in dump.group_instances:
+            counts[name] = max(counts.get(name, 0), index + 1)
+    return counts
+
+
+def _collect_reported_members(dumps: DumpsByRank) -> dict[str, set[tuple[int, ...]]]:
+    """The different lists of members that dumps have, by the group's name."""
+    members: dict[str, set[tuple[int, ...]]] = {}
+    for dump in dumps.values():
+        for name, ranks in dump.groups.items():
+            members.setdefault(name, set()).add(ranks)
+    return members
+
+
+def _infer_members(
+    rank: int,
+    description: str,
+    reported_members: Iterable[tuple[int, ...]],
+    users: set[int],
+    dumps: DumpsByRank,
+) -> tuple[int, ...]:
+    """The members of a group that the rank's own dump does not list."""
+    mine = [ranks for ranks in reported_members if rank in ranks]
+    if len(mine) == 1:
+        return mine[0]
+    if description == "default_pg":
+        return tuple(range(min(max(dumps) + 1, MAX_DUMP_RANKS)))
+    return tuple(
+        sorted(other for other in users if not any(other in ranks for ranks in reported_members))
+    )
+
+
+def _describe_contradictions(dumps: DumpsByRank) -> Iterable[str]:
+    """Ranks whose dumps list other members for a group name than the dumps of other ranks do."""
+    for name, member_lists in sorted(_collect_reported_members(dumps).items()):
+        if len(member_lists) < 2:
+            continue
+        contradicted: list[int] = []
+        for rank, dump in dumps.items():
+            own_list = dump.groups.get(name)
+            if own_list is None:
+                continue
+            if any(rank in ranks and ranks != own_list for ranks in member_lists):
+                contradicted.append(rank)
+        if contradicted:
+            yield (
+                f"{describe_ranks(tuple(contradicted))} and other ranks list different"
+                f" members for group {name}: were groups created in a different order?"
+            )
+
+
 def _find_completion_backends(dumps: DumpsByRank) -> set[str]:
-    """The backends that report completion: those that did so for some call, and those known to,
+    """The backends that report completion: each that did so for some call, and the ones known to,
     in case the first call hangs.
     """
     backends = set(COALESCED_END_BACKENDS)
@@ -87,7 +173,7 @@ def _find_completion_backends(dumps: DumpsByRank) -> set[str]:
     return backends
 
 
-def fill_channels(
+def _fill_channels(
     attempt: Attempt, group: Group, uses: Mapping[int, GroupInstance], dumps: DumpsByRank
 ) -> None:
     """Adds the sends and receives of a group, by channel. A receive from any source counts only if

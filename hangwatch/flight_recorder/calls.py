@@ -1,22 +1,15 @@
-"""Calls, from the entries of a Flight Recorder: the entries of a coalesced call together, each call
-with the arguments that can be compared between ranks. Pure.
+"""PyTorch Flight Recorder dumps, from plain data to calls with the arguments that can be compared
+between ranks. Pure.
+
+The layout is that of ``torch/csrc/distributed/c10d/FlightRecorder.hpp``: ``version``,
+``pg_config``, ``pg_status`` and ``entries``, oldest first. Every version and backend writes them a
+little differently, so the parser is lenient. Arguments that the recorder does not record (reduce
+ops, roots, tags, split sizes) cannot be compared. The data may be malicious: every type is checked,
+and no object of it is converted to text before.
 
 NCCL numbers collectives by process group, equally on every rank, and sends and receives by group,
 separately on each rank. The parts of a coalesced call have the same number. An entry after them,
 whose name ends with "coalesced", has the state of the whole call.
-
-MERGED: All calls of one Flight Recorder dump by process group, and what the ring's state means for
-them. Pure.
-
-MERGED: PyTorch Flight Recorder dumps, from plain data. Every version and backend writes them a little
-differently, so the parser is lenient.
-
-The layout is that of ``torch/csrc/distributed/c10d/FlightRecorder.hpp``: ``version``,
-``pg_config``, ``pg_status`` and ``entries``, oldest first. Arguments that the recorder does not
-record (reduce ops, roots, tags, split sizes) cannot be compared. The data may be malicious: every
-type is checked, and no object of it is converted to text before.
-
-MERGED: The unfinished calls in one Flight Recorder dump, without an analysis of the whole dump. Pure.
 """
 
 from __future__ import annotations
@@ -40,25 +33,46 @@ from .entries import (
     TensorSizes,
     parse_dtype,
     parse_groups,
+    parse_int,
     parse_statuses,
+    parse_text,
     read_signature,
     read_tensors,
 )
-from .pickles import parse_int, parse_text
 
-# Its states always say "scheduled", and "retired" may be late: only which rank entered which call
-# is certain.
+# The states in gloo's dumps always say "scheduled", and "retired" may be late: only which rank
+# entered which call is certain.
 ARRIVALS_ONLY_BACKEND = "gloo"
-
+# The major version of the layout, which is not torch's: torch 2.5 writes 2.4, torch 2.13 2.10.
+SUPPORTED_MAJOR = "2"
+MAX_ENTRIES = 1 << 20
 _MAX_FRAMES = 512
+_PARSE_ERRORS = (
+    KeyError,
+    TypeError,
+    ValueError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
+# Limits of `find_unfinished_calls`.
+_MAX_SEARCHED_ENTRIES = 1 << 17
+_MAX_GROUPS = 16
+_MAX_SHOWN_TENSORS, _MAX_SHOWN_DIMENSIONS = 8, 16
+_MAX_TEXT = 200
+
+# A process group's name, and an index from 0 among the groups that had this name in the process one
+# after another.
+GroupInstance = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightRecord:
-    """One call; of a coalesced one, all its parts together."""
+    """One call; the parts of a coalesced call are one record."""
 
-    record_id: int  # of the record in the ring, from 0
-    seq: int  # in its group
+    record_id: int  # the record's number in the ring, from 0
+    seq: int  # the call's number in its group
     signature: Signature
     sizes: TensorSizes
     # The rank in the group at the other end, -1 for a receive from any; None for a collective.
@@ -66,14 +80,14 @@ class FlightRecord:
     started: bool = False
     completed: bool = False
     retired: bool = False
-    may_be_truncated: bool = False  # parts of it may have been overwritten
-    never_submitted: bool = False  # its parts were queued, but the call that submits them is absent
+    may_be_truncated: bool = False  # some of its parts may have been overwritten
+    never_submitted: bool = False  # the parts were queued, but the call that submits them is absent
     site: Site | None = None
 
 
 @dataclass(slots=True)
 class InternPool:
-    """Objects that many entries have in common, so that each exists once."""
+    """Objects that many entries have in common. Each exists once."""
 
     signatures: dict[object, tuple[Signature, TensorSizes]] = field(default_factory=dict)
     sites: dict[Site, Site] = field(default_factory=dict)
@@ -196,14 +210,9 @@ def _parse_shapes(shapes: Shapes) -> list[tuple[int, ...]]:
     return [tuple(map(parse_int, shape)) for shape in shapes]
 
 
-# A process group's name, and an index from 0 among the groups that had this name in the process one
-# after another.
-GroupInstance = tuple[str, int]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedCalls:
-    """The calls of a dump: see `hangwatch.flight_recorder.calls.FlightDump`."""
+    """All calls of a dump by process group; the fields that `FlightDump` has are described there."""
 
     calls: dict[GroupInstance, list[FlightRecord]]
     p2p_calls: dict[GroupInstance, list[FlightRecord]]
@@ -214,14 +223,14 @@ class ParsedCalls:
     wrapped: bool
     pending_messages_lost: bool
     reports_starts: bool
-    # When the first and the last call were made, in seconds since the epoch; 0 if unknown.
     call_time_range: tuple[float, float]
 
 
 def collect_calls(entries: Sequence[FlightEntry], pool: InternPool) -> ParsedCalls:
-    """Raises what `FlightEntry.parse_entry` raises, for the fields that it does not parse."""
+    """Raises the errors of `FlightEntry.parse_entry`, for the fields that it does not parse."""
     entries = sorted(entries, key=lambda entry: entry.record_id)
-    wrapped = _has_lost_records(entries)
+    # A record is missing where the numbers do not run from 0 to the last one.
+    wrapped = not entries or entries[0].record_id > 0 or entries[-1].record_id >= len(entries)
     pg_ids_by_name = _list_pg_ids(entries)
     parts_by_call: dict[tuple[GroupInstance, bool, int], list[FlightEntry]] = {}
     for entry in entries:
@@ -236,7 +245,7 @@ def collect_calls(entries: Sequence[FlightEntry], pool: InternPool) -> ParsedCal
         (p2p_calls if is_p2p else calls).setdefault(instance, []).extend(records)
     for records in calls.values():
         records.sort(key=lambda record: record.seq)
-    # A recorder that was reset starts again to number its records, but not the calls.
+    # A recorder that was reset numbers its records from 0 again, but not the calls.
     for records in (*calls.values(), *p2p_calls.values()):
         if records and min(record.seq for record in records) > 1:
             wrapped = True
@@ -262,13 +271,6 @@ def collect_calls(entries: Sequence[FlightEntry], pool: InternPool) -> ParsedCal
     )
 
 
-def _has_lost_records(entries: Sequence[FlightEntry]) -> bool:
-    """Whether records are missing from the dump, by their numbers; also if there are none."""
-    if not entries:
-        return True
-    return entries[0].record_id > 0 or entries[-1].record_id >= len(entries)
-
-
 def _list_pg_ids(entries: Sequence[FlightEntry]) -> dict[str, list[str | None]]:
     """The recorder's numbers of the groups that had a name one after another, by name."""
     pg_ids_by_name: dict[str, list[str | None]] = {}
@@ -280,23 +282,8 @@ def _list_pg_ids(entries: Sequence[FlightEntry]) -> dict[str, list[str | None]]:
 
 
 def _is_pending_message_end(entry: FlightEntry) -> bool:
-    """Whether it ends coalesced sends and receives that are not complete."""
+    """Whether the entry ends coalesced sends and receives that are not complete."""
     return entry.is_p2p and entry.is_coalesced_end and entry.fields.get("state") != "completed"
-
-
-# Of the layout's version, which is not torch's: torch 2.5 writes 2.4, torch 2.13 writes 2.10.
-SUPPORTED_MAJOR = "2"
-MAX_ENTRIES = 1 << 20
-
-_PARSE_ERRORS = (
-    KeyError,
-    TypeError,
-    ValueError,
-    IndexError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)
 
 
 class FlightDumpError(ValueError):
@@ -319,13 +306,13 @@ class FlightDump:
     calls: Mapping[GroupInstance, Sequence[FlightRecord]] = field(default_factory=dict)
     p2p_calls: Mapping[GroupInstance, Sequence[FlightRecord]] = field(default_factory=dict)
     backends: Mapping[GroupInstance, str] = field(default_factory=dict)
-    # By a group's name, as far as the recorder counts only its collectives.
+    # The keys are the names of groups of which the recorder counts nothing but collectives.
     statuses: Mapping[str, GroupStatus] = field(default_factory=dict)
     wrapped: bool = False  # older records were overwritten, or left out
-    pending_messages_lost: bool = False  # some of its pending messages were overwritten
-    # When its first and its last call were made, in seconds since the epoch; 0 if unknown.
+    pending_messages_lost: bool = False  # some pending sends or receives were overwritten
+    # The times of the first and the last call, in seconds since the epoch; 0 if unknown.
     call_time_range: tuple[float, float] = (0.0, 0.0)
-    # It records when the device starts a call, so that "scheduled" means not started.
+    # The recorder records when the device starts a call, so that "scheduled" means not started.
     reports_starts: bool = False
 
     @property
@@ -334,7 +321,7 @@ class FlightDump:
 
     @property
     def last_record(self) -> FlightRecord | None:
-        """Its newest record."""
+        """The newest record; None if there is none."""
         newest = (
             records[-1] for records in (*self.calls.values(), *self.p2p_calls.values()) if records
         )
@@ -394,20 +381,15 @@ def _parse_fields(rank: int, data: Mapping[str, object], pool: InternPool) -> Fl
     )
 
 
-_MAX_GROUPS = 16
-_MAX_ENTRIES = 1 << 17
-_MAX_SHOWN_TENSORS, _MAX_SHOWN_DIMENSIONS = 8, 16
-_MAX_TEXT = 200
-
-
 def find_unfinished_calls(data: object, written_ns: int) -> tuple[UnfinishedCall, ...]:
-    """The first unfinished collective of each group, the one that waited longest first.
+    """The first unfinished collective of each group, the one that waited longest first. The dump is
+    not analyzed as a whole.
 
     ``written_ns`` is when the dump was written, in nanoseconds since the epoch. Raises ValueError,
     TypeError, KeyError, AttributeError or OverflowError if the data is not a dump.
     """
     entries = data.get("entries") if isinstance(data, Mapping) else None
-    if not isinstance(entries, (list, tuple)) or len(entries) > _MAX_ENTRIES:
+    if not isinstance(entries, (list, tuple)) or len(entries) > _MAX_SEARCHED_ENTRIES:
         raise ValueError("it has no list of entries, as Flight Recorder dumps have")
     first_by_group: dict[str, UnfinishedCall] = {}
     for index, fields in enumerate(entries):

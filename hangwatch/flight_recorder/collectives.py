@@ -3,33 +3,22 @@
 If a backend reports completion, a member is in its first unfinished call. If it does not, as gloo,
 a member is in its newest call unless the calls of other members show that it is complete.
 
-MERGED: Call streams of an attempt that is rebuilt from dumps: adding one, and where its calls end. Pure.
-
-MERGED: Compares the collectives of one process group on all its members: the first call that differs,
-and calls that are invalid. Pure.
-
 Some errors show only when the calls of all members are compared: two roots of one call, or an
 all-to-all that sends more than its members expect.
 
-MERGED: How far the device of each member of a group has come, from Flight Recorder dumps. Pure.
-
-Both the status of a group and the states of its entries say what is complete. A host that is
-blocked by a full queue has made an entry whose events are not recorded yet, and CUDA calls such an
-event complete: so a completed entry behind pending ones proves nothing where there is a status.
-
-MERGED: The state of a job that is rebuilt from Flight Recorder dumps, with what the dumps leave open.
-
-MERGED: The process groups that Flight Recorder dumps mention, and who their members are. Pure.
+Both the status of a group and the states of its entries say how far a device has come. A host that
+is blocked by a full queue has made an entry whose events are not recorded yet, and CUDA calls such
+an event complete: so a completed entry behind pending ones proves nothing where there is a status.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hangwatch.diagnosis.messages import describe_position, describe_ranks
+from hangwatch.diagnosis.messages import describe_position
 from hangwatch.model.calls import (
     CHAIN_BASE,
     UINT64_MASK,
@@ -45,24 +34,58 @@ from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 
 from .calls import ARRIVALS_ONLY_BACKEND, FlightDump, FlightRecord, GroupInstance
-from .entries import MAX_DUMP_RANKS, GroupStatus, is_invalid_call
+from .entries import GroupStatus, is_invalid_call
 
-# How many calls of a rank are kept, before and after its newest one and the first difference: more
+NOW_S = 1e6  # a time at which every pending call of a dump has waited for long
+LAST_SEEN_S = NOW_S - 5.0
+# The calls of a rank that are kept, before and after its newest one and the first difference: more
 # than the diagnosis aligns.
 CALLS_BEFORE = 160
 CALLS_AFTER = 32
 _RECORD_ORDER_S = 1e-6
+_NO_COLLECTIVE = -1  # the number of the last collective, where there is none
 _ROOTED_OPS = frozenset(op for op, spec in OPERATIONS.items() if spec.is_rooted)
+# The sizes of these operations may differ between members, so they are compared across all of them.
+_ALL_TO_ALL_OPS = frozenset(op for op, spec in FLIGHT_OPERATIONS.items() if spec.split_args)
+_ROOT_LIST_SIDES = {
+    op: spec.list_side
+    for op, spec in FLIGHT_OPERATIONS.items()
+    if spec.is_rooted and spec.list_side is not None
+}
+
+DumpsByRank = Mapping[int, FlightDump]
+RecordsByRank = dict[int, list[FlightRecord]]  # one group's records, ordered by number
+
+
+@dataclass(slots=True, kw_only=True)
+class OfflineJob:
+    """The attempt, as heartbeats would have built it, and the facts that only dumps provide."""
+
+    attempt: Attempt
+    # Backends whose dumps show which calls are complete.
+    completion_backends: set[str] = field(default_factory=set)
+    # Groups with sends and receives, which the recorder's counts include.
+    p2p_groups: set[str] = field(default_factory=set)
+    # Each rank's groups whose calls are unknown and were assumed to match the others'.
+    assumed_groups: dict[int, set[str]] = field(default_factory=dict)
+    # The number of collectives that the host has queued on its device, by group and rank.
+    queued_counts: dict[GroupKey, dict[int, int]] = field(default_factory=dict)
+    # Ranks whose call, at the first difference of a group, is invalid whatever the others called.
+    invalid_ranks: dict[GroupKey, set[int]] = field(default_factory=dict)
+    # Groups with a note on sizes that do not add up.
+    ambiguous_groups: set[GroupKey] = field(default_factory=set)
+    # Sentences for the user on oddities that accuse no rank.
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
 class _GroupRecords:
-    """The records of one group, by rank, of the members about which something is known."""
+    """The records of one group's members, as far as something is known about them."""
 
     group: Group
     streams: dict[int, CallStream] = field(default_factory=dict)
     members: RecordsByRank = field(default_factory=dict)
-    # By number and rank, the calls that were searched for so far.
+    # The calls that were searched for so far, by number and rank.
     records_by_seq: dict[int, dict[int, FlightRecord]] = field(default_factory=dict)
 
     def get_call_records(self, seq: int) -> dict[int, FlightRecord]:
@@ -80,10 +103,10 @@ def fill_collectives(
 ) -> list[int]:
     """Sets the positions of a group's members and returns the members about which nothing is known.
 
-    These are assumed to have completed what all others did, and no more.
+    These are assumed to have completed the calls that all others have completed, and no more.
     """
     records = _collect_records(job, group, uses, dumps)
-    conflict = reconcile_calls(job, group, records.members)
+    conflict = _reconcile_calls(job, group, records.members)
     if group.backend in job.completion_backends:
         _set_positions_by_completion(job, records, uses, dumps)
         calls_block = True
@@ -132,8 +155,8 @@ def _collect_records(
 
 
 def _count_collectives(job: OfflineJob, dump: FlightDump | None, name: str) -> int | None:
-    """How many collectives a rank made if its ring holds none of the group: by the recorder's
-    counts, or 0 if its ring has lost nothing. None if that is unknown.
+    """The number of collectives that a rank made whose ring holds none of the group: the recorder's
+    count, or 0 if its ring has lost nothing. None if that is unknown.
     """
     if dump is None:
         return None
@@ -155,7 +178,7 @@ def _set_positions_by_completion(
     unfinished: dict[int, FlightRecord] = {}
     for rank, recorded in records.members.items():
         stream = records.streams[rank]
-        device = stream.device = measure_device(
+        device = stream.device = _measure_device(
             dumps[rank],
             uses.get(rank, (name, 0)),
             recorded,
@@ -178,7 +201,7 @@ def _set_positions_by_completion(
     for rank, record in unfinished.items():
         stream = records.streams[rank]
         stream.completed = record.seq - 1
-        # Not a time, but it orders the first unfinished calls of a rank's groups.
+        # This is not a time, but it orders the first unfinished calls of a rank's groups.
         stream.pending_at = record.record_id * _RECORD_ORDER_S
         is_queued = dumps[rank].reports_starts and not record.started
         # A device runs the calls of a group in order: calls queued behind the first unfinished one
@@ -263,7 +286,7 @@ def _add_running_hashes(stream: CallStream, records: Sequence[FlightRecord], con
 
 
 def _add_hashes_of_calls(stream: CallStream, records: Sequence[FlightRecord]) -> None:
-    """Adds a hash for each of the newest calls, of a group in which no two ranks made different ones."""
+    """Adds a hash for each of the newest calls, for a group whose members all made equal calls."""
     hashes = {
         record.seq: extend_chain(_get_common_hash(record.seq - 1), record.signature.agree)
         for record in _slice_records(
@@ -303,19 +326,8 @@ def find_unfinished(records: Sequence[FlightRecord]) -> FlightRecord | None:
 
 
 def count_completed(records: Sequence[FlightRecord]) -> int:
-    """How many records there are up to and including the last completed one."""
+    """The number of records up to and including the last completed one."""
     return next((at + 1 for at in range(len(records) - 1, -1, -1) if records[at].completed), 0)
-
-
-# Operations whose sizes may differ between members, so that they are compared across all of them.
-_ALL_TO_ALL_OPS = frozenset(op for op, spec in FLIGHT_OPERATIONS.items() if spec.split_args)
-_ROOT_LIST_SIDES = {
-    op: spec.list_side
-    for op, spec in FLIGHT_OPERATIONS.items()
-    if spec.is_rooted and spec.list_side is not None
-}
-
-RecordsByRank = dict[int, list[FlightRecord]]  # of one group, each list ordered by number
 
 
 def find_record_index(records: Sequence[FlightRecord], seq: int) -> int:
@@ -330,7 +342,7 @@ def find_record(records: Sequence[FlightRecord], seq: int) -> FlightRecord | Non
     return None
 
 
-def reconcile_calls(job: OfflineJob, group: Group, members: RecordsByRank) -> int:
+def _reconcile_calls(job: OfflineJob, group: Group, members: RecordsByRank) -> int:
     """The number of the group's first call that differs between members, 0 if there is none.
 
     Replaces the records in ``members`` whose signature follows from the calls of all members.
@@ -359,7 +371,7 @@ def reconcile_calls(job: OfflineJob, group: Group, members: RecordsByRank) -> in
 
 
 def _collect_joint_calls(members: RecordsByRank) -> dict[int, dict[int, FlightRecord]]:
-    """By number and rank, the calls that can only be judged together with the other members'."""
+    """The calls that can only be judged together with the other members', by number and rank."""
     joint_calls: dict[int, dict[int, FlightRecord]] = {}
     for rank, records in members.items():
         for record in records:
@@ -372,8 +384,9 @@ def _collect_joint_calls(members: RecordsByRank) -> dict[int, dict[int, FlightRe
 def _reconcile_all_to_all(
     job: OfflineJob, group: Group, records_by_rank: dict[int, FlightRecord]
 ) -> dict[int, FlightRecord]:
-    """An all-to-all. Split sizes that match between all members need no further comparison. If only
-    totals are recorded and most ranks have the same, the ranks with others are the outliers.
+    """The records of an all-to-all whose signatures change. Split sizes that match between all
+    members need no further comparison. If only totals are recorded and most ranks have the same,
+    the ranks with others are the outliers.
     """
     records = [records_by_rank[rank] for rank in group.ranks]
     splits = [record.signature.splits for record in records if record.signature.splits is not None]
@@ -412,8 +425,8 @@ def _with_splits(
 
 
 def _find_claimed_roots(records_by_rank: dict[int, FlightRecord]) -> set[int]:
-    """The ranks that called a gather or scatter as its root: those that passed the list of tensors,
-    which gloo records as one larger tensor.
+    """The ranks that called a gather or scatter as its root: they passed the list of tensors, which
+    gloo records as one larger tensor.
     """
     op = next(iter(records_by_rank.values())).signature.op
     side = 1 if _ROOT_LIST_SIDES[op] is ListSide.OUTPUTS else 0
@@ -457,8 +470,8 @@ def _find_conflict(members: RecordsByRank) -> int:
 def _find_invalid_calls(
     job: OfflineJob, group: Group, members: RecordsByRank, conflict: int
 ) -> None:
-    """Records calls that are invalid whatever the others called: at the first difference those of
-    some ranks, otherwise the unfinished call that all made.
+    """Records calls that are invalid whatever the others called: some ranks' calls at the first
+    difference, otherwise the unfinished call that all made.
     """
     size = len(group.ranks)
     if conflict:
@@ -491,10 +504,7 @@ def _describe_call(group: Group, record: FlightRecord) -> str:
     return f"{record.signature.op} ({describe_position(group, record.seq)})"
 
 
-_NONE = -1  # the number of the last collective, where there is none
-
-
-def measure_device(
+def _measure_device(
     dump: FlightDump,
     instance: GroupInstance,
     records: Sequence[FlightRecord],
@@ -510,15 +520,15 @@ def measure_device(
     """
     status = dump.statuses.get(instance[0]) if is_counted else None
     if (instance[0], instance[1] + 1) in dump.group_instances:
-        status = None  # it is that of a later group of the same name
-    if status is not None and status.enqueued <= _NONE:
+        status = None  # the status is that of a later group of the same name
+    if status is not None and status.enqueued <= _NO_COLLECTIVE:
         status = None
     completed = _get_last_completed(records, entered, status)
     if completed is None:
         return None
     started: int | None = None
-    if dump.reports_starts or (status is not None and status.started > _NONE):
-        started = max(completed, status.started if status is not None else _NONE)
+    if dump.reports_starts or (status is not None and status.started > _NO_COLLECTIVE):
+        started = max(completed, status.started if status is not None else _NO_COLLECTIVE)
         for record in records:
             if record.started:
                 started = max(started, record.seq)
@@ -530,8 +540,10 @@ def measure_device(
 def _get_last_completed(
     records: Sequence[FlightRecord], entered: int, status: GroupStatus | None
 ) -> int | None:
-    """None if the ring has lost the calls that would show it."""
-    if status is not None and status.completed > _NONE:
+    """The number of the last completed collective; None if the ring has lost the calls that would
+    show it.
+    """
+    if status is not None and status.completed > _NO_COLLECTIVE:
         completed = status.completed
         for record in records:
             if not record.completed:
@@ -543,121 +555,3 @@ def _get_last_completed(
         return records[count - 1].seq
     queued_before = records[0].seq - 1 if records else entered
     return 0 if status is not None or queued_before == 0 else None
-
-
-NOW_S = 1e6  # so that every pending call of a dump has waited for long
-LAST_SEEN_S = NOW_S - 5.0
-
-
-@dataclass(slots=True, kw_only=True)
-class OfflineJob:
-    """The attempt, as heartbeats would have built it, and the facts that only dumps provide."""
-
-    attempt: Attempt
-    # Backends whose dumps show which calls are complete.
-    completion_backends: set[str] = field(default_factory=set)
-    # Groups with sends and receives, which the recorder's counts include.
-    p2p_groups: set[str] = field(default_factory=set)
-    # By rank, the groups whose calls are unknown and were assumed to match the others'.
-    assumed_groups: dict[int, set[str]] = field(default_factory=dict)
-    # By group and rank, how many collectives the host has queued on its device.
-    queued_counts: dict[GroupKey, dict[int, int]] = field(default_factory=dict)
-    # Ranks whose call, at the first difference of a group, is invalid whatever the others called.
-    invalid_ranks: dict[GroupKey, set[int]] = field(default_factory=dict)
-    # Groups with a note on sizes that do not add up.
-    ambiguous_groups: set[GroupKey] = field(default_factory=set)
-    # For the user: oddities that accuse no rank.
-    notes: list[str] = field(default_factory=list)
-
-
-DumpsByRank = Mapping[int, FlightDump]
-
-
-def collect_groups(dumps: DumpsByRank) -> list[tuple[Group, dict[int, GroupInstance]]]:
-    """Every process group that some rank used, with each rank's name for it.
-
-    If no dump lists the members, they are the ranks that used the group; for the default group,
-    all ranks. A name that is reused after its group was destroyed is another group: such groups are
-    counted from the first, or from the last if the ring has lost the first.
-    """
-    instance_counts = _count_instances(dumps)
-    reported_members = _collect_reported_members(dumps)
-    users: dict[str, set[int]] = {}
-    for rank, dump in dumps.items():
-        for name, _ in dump.group_instances:
-            users.setdefault(name, set()).add(rank)
-    groups: dict[GroupKey, tuple[Group, dict[int, GroupInstance]]] = {}
-    for rank, dump in dumps.items():
-        instances = sorted(dump.group_instances)
-        own_counts = {name: index + 1 for name, index in instances}
-        for name, index in instances:
-            lost_count = instance_counts[name] - own_counts[name] if dump.wrapped else 0
-            desc = dump.descriptions[name]
-            ranks = dump.groups.get(name) or _infer_members(
-                rank, desc, reported_members.get(name, ()), users[name], dumps
-            )
-            group = Group(
-                name=name,
-                desc=desc,
-                ranks=ranks,
-                backend=dump.backends[name, index],
-                generation=index + 1 + lost_count,
-            )
-            _, uses = groups.setdefault(group.key, (group, {}))
-            uses[rank] = (name, index)
-    return list(groups.values())
-
-
-def _count_instances(dumps: DumpsByRank) -> dict[str, int]:
-    """By name, the highest number of groups that a rank had under it, one after another."""
-    counts: dict[str, int] = {}
-    for dump in dumps.values():
-        for name, index in dump.group_instances:
-            counts[name] = max(counts.get(name, 0), index + 1)
-    return counts
-
-
-def _collect_reported_members(dumps: DumpsByRank) -> dict[str, set[tuple[int, ...]]]:
-    """By name, the different lists of members that dumps have."""
-    members: dict[str, set[tuple[int, ...]]] = {}
-    for dump in dumps.values():
-        for name, ranks in dump.groups.items():
-            members.setdefault(name, set()).add(ranks)
-    return members
-
-
-def _infer_members(
-    rank: int,
-    description: str,
-    reported_members: Iterable[tuple[int, ...]],
-    users: set[int],
-    dumps: DumpsByRank,
-) -> tuple[int, ...]:
-    """The members of a group that the rank's own dump does not list."""
-    mine = [ranks for ranks in reported_members if rank in ranks]
-    if len(mine) == 1:
-        return mine[0]
-    if description == "default_pg":
-        return tuple(range(min(max(dumps) + 1, MAX_DUMP_RANKS)))
-    return tuple(
-        sorted(other for other in users if not any(other in ranks for ranks in reported_members))
-    )
-
-
-def describe_contradictions(dumps: DumpsByRank) -> Iterable[str]:
-    """Ranks whose dumps list other members for a group name than the dumps of other ranks do."""
-    for name, member_lists in sorted(_collect_reported_members(dumps).items()):
-        if len(member_lists) < 2:
-            continue
-        contradicted: list[int] = []
-        for rank, dump in dumps.items():
-            own_list = dump.groups.get(name)
-            if own_list is None:
-                continue
-            if any(rank in ranks and ranks != own_list for ranks in member_lists):
-                contradicted.append(rank)
-        if contradicted:
-            yield (
-                f"{describe_ranks(tuple(contradicted))} and other ranks list different"
-                f" members for group {name}: were groups created in a different order?"
-            )

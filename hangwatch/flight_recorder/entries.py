@@ -1,12 +1,10 @@
-"""The entries of a Flight Recorder dump, as they are written: names, numbers and tensors. Pure.
+"""The entries and tables of a Flight Recorder dump, as they are written: names, numbers and
+tensors, ``pg_config`` with the members of groups, ``pg_status`` with the recorder's counts of
+calls. Pure.
 
-MERGED: The tables of process groups in a Flight Recorder dump: ``pg_config`` with their members, and
-``pg_status`` with the recorder's counts of calls. Pure.
-
-The functions raise TypeError, ValueError, KeyError or AttributeError for malformed data.
-
-MERGED: The arguments of the calls in a Flight Recorder, and which of them must be equal on all ranks.
-Pure.
+The functions raise TypeError, ValueError, KeyError or AttributeError for malformed data. Of a
+call's arguments, only those that the recorder records and that must be equal on all ranks are
+compared.
 """
 
 from __future__ import annotations
@@ -28,9 +26,13 @@ from hangwatch.model.operators import (
     P2pRole,
 )
 
-from .pickles import parse_int, parse_text
-
 Shapes = tuple[tuple[int, ...], ...]
+# The fields are the sizes of inputs and of outputs, and the types of inputs and of outputs.
+TensorFields = tuple[Shapes, Shapes, tuple[str, ...], tuple[str, ...]]
+
+MAX_DUMP_RANKS = 1 << 17
+_MAX_TENSORS, _MAX_DIMENSIONS = 1 << 16, 64
+_MAX_TEXT_CHARS = 4096
 
 # The recorder's names of operations, where torch.distributed has another name.
 _OP_NAMES = {name: spec.op for spec in FLIGHT_OPERATIONS.values() for name in spec.flight_names}
@@ -38,11 +40,10 @@ _DTYPE_NAMES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8",
     "Byte": "uint8",
 }  # fmt: skip
-# Of an absent tensor: a rank that is not the root of a gather or scatter has no list.
+# The types of an absent tensor: a rank that is not the root of a gather or scatter has no list.
 _NO_DTYPES = ("", "undefined")
 COALESCED_PATTERN = re.compile(r"^(coalesced|[A-Z_]+_coalesced)$")
 PEER_PATTERN = re.compile(r"^(?P<op>send|recv) (?P<mine>\d{1,7})(?:->|<-)(?P<other>\d{1,7}|\?)$")
-
 _UNKNOWN_OPERATOR = OperatorSpec(op="", tensors_arg="", must_match=MustMatch.NOTHING)
 
 
@@ -51,8 +52,8 @@ class TensorSizes:
     """The sizes of a call's inputs and outputs."""
 
     tensors: tuple[int, int]  # the number of inputs, and of outputs
-    elements: tuple[int, int]  # in all inputs, and in all outputs
-    is_single_call: bool = True  # not several calls that were coalesced
+    elements: tuple[int, int]  # the elements of all inputs, and of all outputs
+    is_single_call: bool = True  # false for several calls that were coalesced
 
 
 def read_signature(
@@ -131,7 +132,7 @@ def _resolve_op(names: Sequence[str]) -> str:
 
 
 def is_invalid_call(op: str, sizes: TensorSizes, member_count: int) -> bool:
-    """Whether the sizes of its inputs and outputs contradict each other, whatever the other members
+    """Whether the sizes of the inputs and outputs contradict each other, whatever the other members
     called.
     """
     spec = _find_spec(op)
@@ -162,12 +163,6 @@ def _count_elements(shapes: Iterable[tuple[int, ...]]) -> int:
 
 def _has_uneven_shapes(shapes: Shapes) -> bool:
     return len(set(map(math.prod, shapes))) > 1
-
-
-_MAX_TENSORS, _MAX_DIMENSIONS = 1 << 16, 64
-
-# Sizes of inputs and of outputs, types of inputs and of outputs.
-TensorFields = tuple[Shapes, Shapes, tuple[str, ...], tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,17 +201,17 @@ class FlightEntry:
 
     @property
     def is_coalesced_end(self) -> bool:
-        """Whether it is the last entry of a coalesced call, with the state of the whole call."""
+        """Whether the entry ends a coalesced call, and has the state of the whole call."""
         return bool(COALESCED_PATTERN.match(self.name))
 
     @property
     def created_ns(self) -> int:
-        """When the call was made, in nanoseconds since the epoch; 0 if that is not recorded."""
+        """The time of the call, in nanoseconds since the epoch; 0 if that is not recorded."""
         return parse_int(self.fields.get("time_created_ns") or 0)
 
     @property
     def shows_start(self) -> bool:
-        """Whether it records that the device has started the call."""
+        """Whether the entry records that the device has started the call."""
         fields = self.fields
         return bool(fields.get("state") == "started" or fields.get("time_discovered_started_ns"))
 
@@ -243,9 +238,6 @@ def read_tensors(fields: Mapping[str, Any]) -> TensorFields:
 
 def _as_tuple(dtypes: str | Sequence[str]) -> tuple[str, ...]:
     return (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
-
-
-MAX_DUMP_RANKS = 1 << 17
 
 
 def parse_groups(
@@ -316,7 +308,7 @@ def _match_status_to_groups(
     """The groups' names by the recorder's numbers, which ``pg_status`` uses.
 
     Names and numbers both increase with each group that is made, and a group is in both tables once
-    it was used: if the tables have the same length, they correspond in this order. The default
+    it has been used: if the tables have the same length, they correspond in this order. The default
     group, number 0 on every rank and named "0", may be in ``pg_config`` before it is used.
     """
     numbers = sorted(map(parse_text, status), key=_make_numeric_key)
@@ -336,3 +328,25 @@ def _match_status_to_groups(
 def _make_numeric_key(text: str) -> tuple[int, str]:
     """Sorts decimal numbers by value, without their conversion."""
     return len(text), text
+
+
+def parse_int(value: object) -> int:
+    """An integer, also from text or an integral float. Raises TypeError or ValueError for other
+    values and for more than 64 bits.
+    """
+    if (isinstance(value, str) and len(value) <= 20) or (
+        isinstance(value, float) and value.is_integer()
+    ):
+        value = int(value)
+    if not isinstance(value, int):
+        raise TypeError(f"a {type(value).__name__} where a number should be")
+    if not -(1 << 63) <= value < 1 << 63:
+        raise ValueError("a number of more than 64 bits")
+    return value
+
+
+def parse_text(value: object) -> str:
+    """A string, truncated to 4,096 characters. Raises TypeError for other types."""
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__} where text should be")
+    return value[:_MAX_TEXT_CHARS]

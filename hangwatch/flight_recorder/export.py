@@ -2,8 +2,8 @@
 reads.
 
 The analyzer needs equal calls to be equal in all fields, so only calls whose arguments are known
-are written: of each rank the calls that the incident is about, and the newest call of each of its
-groups if that is unfinished.
+are written: each rank's calls that the incident is about, and the newest call of each of its groups
+if that is unfinished.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _RECORDER_DTYPES = {
 def export_dumps(
     incident: Mapping[str, Any], ranks: Iterable[Mapping[str, Any]]
 ) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """By rank, one dump for each rank whose groups have known members, and the names of the calls
-    that had to be left out.
+    """The dump of each rank whose groups have known members, and the names of the calls that had to
+    be left out.
     """
     omitted_ops: set[str] = set()
     dumps: dict[int, dict[str, Any]] = {}
@@ -78,7 +78,7 @@ def _select_calls(
     group: Mapping[str, Any],
     omitted_ops: set[str],
 ) -> dict[int, Mapping[str, Any]]:
-    """By number, the rank's calls of the group that the incident is about; if there are none, its
+    """The rank's calls of the group that the incident is about, by number; if there are none, its
     unfinished call.
     """
     collectives: list[Mapping[str, Any]] = []
@@ -102,7 +102,7 @@ def _select_calls(
 
 
 def _is_about_group(incident: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
-    """Whether the incident's calls are of this group. Those of a deadlock are of several groups."""
+    """Whether the incident's calls are of this group. A deadlock's calls are of several groups."""
     if incident.get("kind") == "deadlock":
         return False
     incident_group = incident.get("group") or {}

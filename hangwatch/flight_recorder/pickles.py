@@ -1,14 +1,12 @@
 """Loads pickles of plain data only: dicts, lists, tuples, strings, numbers. A pickle that could
 import or call something is rejected.
 
-All opcodes are checked before any is executed. Only the opcodes of the stdlib's ``pickletools`` that
-build plain data are allowed, with arguments that fit into the file. Then Python's own unpickler,
-which is fast, loads the pickle.
+All opcodes are checked before any is executed. Only the opcodes of the stdlib's ``pickletools``
+that build plain data are allowed, with arguments that fit into the file. Then Python's own
+unpickler, which is fast, loads the pickle.
 
-MERGED: Rejects pickles of tuples that share tuples. A tuple in a dictionary's key is hashed while it is
+Tuples that share tuples are rejected as well. A tuple in a dictionary's key is hashed while it is
 loaded, which visits what it holds as often as it is reached: a few hundred bytes can take for ever.
-
-MERGED: Validates numbers and names from untrusted data. Pure.
 """
 
 from __future__ import annotations
@@ -22,6 +20,8 @@ from typing import Any
 
 MAX_PICKLE_BYTES = 1 << 27  # a dump of 100,000 calls with their stacks takes about 40 MB
 MAX_VALUES = 1 << 24  # such a dump has 7 million
+MAX_WEIGHT = 10_000  # the values that hashing a tuple may visit
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 
 _LINE_OPCODES = rb"I-?\d{1,20}\n|L-?\d{1,20}L?\n|F[-+.\deinfaINFA]{1,40}\n|V[^\n]*\n|S[^\n]*\n|g\d{1,9}\n|p\d{1,7}\n"
 _FIXED_OPCODES = rb"[N\x88\x89\]})(aesuld\x94]|[Khq\x80].|M..|[Jj]....|[G\x95].{8}"
@@ -72,6 +72,11 @@ _EXTERNAL_OPCODES = {
     b"\x82": "extension registry", b"\x83": "extension registry", b"\x84": "extension registry",
 }  # fmt: skip
 _CALL_OPCODES = (b"R", b"o", b"b", b"\x81", b"\x92")
+# The names of opcodes in the stdlib's ``pickletools``.
+_PUTS = frozenset(("BINPUT", "LONG_BINPUT", "PUT"))
+_GETS = frozenset(("BINGET", "LONG_BINGET", "GET"))
+_TUPLE_SIZES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_MARK = -1
 
 
 class NotPlainError(Exception):
@@ -98,9 +103,9 @@ def safe_loads(data: bytes) -> object:
     has_tuples = _check_opcodes(data)
     try:
         if has_tuples:
-            check_tuples(data)
+            _check_tuples(data)
         value = _PlainUnpickler(io.BytesIO(data)).load()
-        if count_values(value) > MAX_VALUES:
+        if _count_values(value) > MAX_VALUES:
             raise NotPlainError(
                 f"it has more than {MAX_VALUES >> 20} million values, as no dump has"
             )
@@ -115,8 +120,8 @@ def safe_loads(data: bytes) -> object:
 
 
 def _check_opcodes(data: bytes) -> bool:
-    """Whether it has tuples. Raises NotPlainError at the first opcode that does more than build plain
-    data, or that is incomplete.
+    """Whether the pickle has tuples. Raises NotPlainError at the first opcode that does more than
+    build plain data, or that is incomplete.
     """
     has_tuples = False
     if len(data) > MAX_PICKLE_BYTES:
@@ -192,18 +197,10 @@ def _format_refusal(action: str) -> str:
     return f"it would {action}, as no dump does: it was not executed. Do not trust its source"
 
 
-MAX_WEIGHT = 10_000  # values that hashing a tuple may visit
-
-_PUTS = frozenset(("BINPUT", "LONG_BINPUT", "PUT"))
-_GETS = frozenset(("BINGET", "LONG_BINGET", "GET"))
-_TUPLE_SIZES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_MARK = -1
-
-
-def check_tuples(data: bytes) -> None:
+def _check_tuples(data: bytes) -> None:
     """Follows the opcodes with the weight of each value, without building any. The opcodes must be
-    those of plain data. Raises ValueError for a tuple of more than `MAX_WEIGHT` values, and IndexError,
-    KeyError or ValueError for an invalid pickle.
+    those of plain data. Raises ValueError for a tuple of more than `MAX_WEIGHT` values, and
+    IndexError, KeyError or ValueError for an invalid pickle.
     """
     stack: list[int] = []
     memo: dict[int, int] = {}
@@ -219,7 +216,10 @@ def check_tuples(data: bytes) -> None:
         elif name == "MEMOIZE":
             memo[len(memo)] = stack[-1]
         elif name == "TUPLE" or name in _TUPLE_SIZES:
-            stack.append(_weigh(_pop_items(stack, _TUPLE_SIZES.get(name))))
+            weight = 1 + sum(_pop_items(stack, _TUPLE_SIZES.get(name)))
+            if weight > MAX_WEIGHT:
+                raise ValueError(f"a tuple of more than {MAX_WEIGHT:,} values, as no dump has")
+            stack.append(weight)
         elif name in ("LIST", "DICT"):
             _pop_items(stack, None)
             stack.append(1)
@@ -229,12 +229,12 @@ def check_tuples(data: bytes) -> None:
             _pop_items(stack, 1)
         elif name == "SETITEM":
             _pop_items(stack, 2)
-        elif opcode.stack_after:  # it pushes a number, a text or an empty container
+        elif opcode.stack_after:  # the opcode pushes a number, a text or an empty container
             stack.append(1)
 
 
 def _pop_items(stack: list[int], count: int | None) -> list[int]:
-    """The topmost values; None: those above the mark, which is popped as well."""
+    """Pops the topmost ``count`` values, or, if it is None, the mark and all values above it."""
     if count is not None:
         items = [stack.pop() for _ in range(count)]
         if _MARK in items:
@@ -246,42 +246,10 @@ def _pop_items(stack: list[int], count: int | None) -> list[int]:
     return items
 
 
-def _weigh(items: list[int]) -> int:
-    weight = 1 + sum(items)
-    if weight > MAX_WEIGHT:
-        raise ValueError(f"a tuple of more than {MAX_WEIGHT:,} values, as no dump has")
-    return weight
-
-
-_MAX_TEXT_CHARS = 4096
-
-
-def parse_int(value: object) -> int:
-    """An integer, also from text or an integral float. Raises TypeError or ValueError for other
-    values and for more than 64 bits.
-    """
-    if (isinstance(value, str) and len(value) <= 20) or (
-        isinstance(value, float) and value.is_integer()
-    ):
-        value = int(value)
-    if not isinstance(value, int):
-        raise TypeError(f"a {type(value).__name__} where a number should be")
-    if not -(1 << 63) <= value < 1 << 63:
-        raise ValueError("a number of more than 64 bits")
-    return value
-
-
-def parse_text(value: object) -> str:
-    """A string, truncated to 4,096 characters. Raises TypeError for other types."""
-    if not isinstance(value, str):
-        raise TypeError(f"a {type(value).__name__} where text should be")
-    return value[:_MAX_TEXT_CHARS]
-
-
-def count_values(value: object) -> int:
-    """How many values nested containers hold, each as often as it is reached: shared containers of
-    a few bytes can hold more than any program could visit. Takes time proportional to the number of
-    different containers and their items.
+def _count_values(value: object) -> int:
+    """The number of values that nested containers hold, each as often as it is reached: shared
+    containers of a few bytes can hold more than any program could visit. The time is proportional
+    to the number of different containers and their items.
     """
     counts: dict[int, int] = {}
     pending = [value]
@@ -293,7 +261,7 @@ def count_values(value: object) -> int:
         items = [item for item in _list_items(container) if isinstance(item, _CONTAINERS)]
         unknown = [item for item in items if id(item) not in counts]
         if unknown:
-            # Of a container that contains itself, the count would be infinite.
+            # The count of a container that contains itself would be infinite.
             if counts.get(-id(container)) is not None:
                 raise ValueError("a container contains itself")
             counts[-id(container)] = 0
@@ -303,9 +271,6 @@ def count_values(value: object) -> int:
         counts[id(container)] = 1 + leaves + sum(counts[id(item)] for item in items)
         pending.pop()
     return counts[id(value)]
-
-
-_CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def _list_items(container: object) -> Collection[object]:
