@@ -1,8 +1,8 @@
 """The entry point of hangwatch in a training process: torch calls `activate` at the end of ``import
 torch``.
 
-Imports almost nothing: without HANGWATCH_URL it returns immediately and leaves no trace. It never
-raises, since an error here would make ``import torch`` fail.
+The module imports almost nothing: without HANGWATCH_URL, `activate` returns immediately and leaves
+no trace. It never raises, since an error here would make ``import torch`` fail.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _activated = False
 
 
 def is_enabled() -> bool:
-    """The environment says that this process is to be watched."""
+    """Whether the environment says that this process is to be watched."""
     if not os.environ.get("HANGWATCH_URL"):
         return False
     return os.environ.get("HANGWATCH_DISABLE", "0") in ("", "0")

@@ -82,6 +82,6 @@ def collective(
         yield
         returned = True
     finally:
-        # In a child that was forked inside the block, `_watcher` differs: the call is its parent's.
+        # `_watcher` differs in a child that was forked inside the block: the call is its parent's.
         if watcher is not None and watcher is _watcher:
             watcher.leave_collective(token, returned)

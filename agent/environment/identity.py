@@ -17,14 +17,14 @@ class LaunchInfo:
     rank: int | None
     world_size: int
     local_rank: int | None
-    # Not compared, since a wrapper may set it for the rank alone without being a launcher.
+    # This is not compared, since a wrapper may set it for the rank alone without being a launcher.
     on_hang: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskInfo:
-    """The place of a process among those that ``mpirun`` or ``srun`` started: ranks, or programs such
-    as torchrun that start the ranks.
+    """The place of a process among those that ``mpirun`` or ``srun`` started: ranks, or programs
+    such as torchrun that start the ranks.
     """
 
     number: int
@@ -32,7 +32,8 @@ class TaskInfo:
     local_number: int | None
 
 
-# Number, count and number on the host, as Open MPI, Slurm, and MPICH or Intel MPI call them.
+# The number, the count and the number on the host of a task, as Open MPI, Slurm, and MPICH or Intel
+# MPI call them.
 _TASK_VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
@@ -60,7 +61,9 @@ def parse_environ(env: Mapping[str, str], rendezvous: str = "") -> LaunchInfo:
 
 
 def parse_task(env: Mapping[str, str]) -> TaskInfo | None:
-    """None if neither mpirun nor srun started the process, or if its launcher set RANK."""
+    """The process's place among the tasks; None if neither mpirun nor srun started it, or if its
+    launcher set RANK.
+    """
     if "RANK" in env:
         return None
     for number_name, count_name, local_name in _TASK_VARIABLES:
@@ -88,7 +91,7 @@ def _parse_lightning_rank(env: Mapping[str, str]) -> int | None:
 
 
 def _choose_job_name(env: Mapping[str, str], rendezvous: str) -> str:
-    """A name that the server accepts: of limited length, and printable."""
+    """A name that the server accepts: its length is limited, and it is printable."""
     name = _find_job_name(env, rendezvous)[:MAX_JOB_NAME]
     return "".join(c if c.isprintable() else "?" for c in name)
 
@@ -110,6 +113,6 @@ def _find_job_name(env: Mapping[str, str], rendezvous: str) -> str:
 
 
 def _parse_number(text: str | None) -> int | None:
-    """None for anything but a number that a launcher may set: the server refuses larger ones."""
+    """A number that a launcher may set, else None: the server refuses larger ones."""
     is_number = text is not None and text.isascii() and text.isdigit() and len(text) <= 9
     return int(text) if text is not None and is_number else None

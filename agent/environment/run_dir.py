@@ -20,7 +20,7 @@ AGENT_LOG_NAME = "agent.log"
 NOTICE_NAME = "notice"
 RING_SUFFIX = ".ring"
 STACKS_SUFFIX = ".stacks"  # the stacks that a rank writes of itself
-NO_GIL_TEXT = "without GIL\n"  # in place of the stacks
+NO_GIL_TEXT = "without GIL\n"  # replaces the stacks
 THREADS_SUFFIX = ".threads"  # the ids and names of its threads
 
 
@@ -34,7 +34,7 @@ def format_process_key(pid: int, start_ticks: int) -> str:
 
 
 def read_start_ticks(pid: int, proc: str = "/proc") -> int:
-    """When a process started, in clock ticks since boot (proc(5): field 22 of stat). Raises OSError
+    """The start of a process, in clock ticks since boot (proc(5): field 22 of stat). Raises OSError
     if it is gone.
     """
     with open(f"{proc}/{pid}/stat", "rb") as f:
@@ -91,8 +91,8 @@ def make_private_folder(folder: Path) -> None:
 
 
 def _close_to_others(folder: Path) -> None:
-    """Makes a folder of this user's private if it is not. Earlier releases left some that a group
-    can write, depending on the umask. Whatever other users put into it stays, and is an error.
+    """Makes a folder of this user private. Earlier releases left some that a group can write,
+    depending on the umask. What other users put into it stays, and is an error.
 
     Raises OSError if it belongs to another user or holds something that does.
     """
@@ -133,7 +133,7 @@ def _read_namespace(name: str) -> int:
 
 
 def _list_candidates(url: str) -> list[Path]:
-    """Where the folder may be, the preferred place first."""
+    """The places where the folder may be, the preferred one first."""
     namespaces = [_read_namespace(name) for name in ("net", "pid")]
     name = hashlib.blake2b(
         f"{url}|{socket.gethostname()}|{namespaces}".encode(), digest_size=6

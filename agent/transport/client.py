@@ -1,15 +1,12 @@
-"""An HTTP client for a server that may be anything: somebody else's process may listen at the
-address in HANGWATCH_URL. A reply is read up to a size and within a time, whatever is sent.
+"""An HTTP client for a server that may be anything, since somebody else's process may listen at the
+address in HANGWATCH_URL, and the addresses of the servers.
 
-It uses the standard library: it takes a quarter of the time of httpx, and 10 MB less memory on each
-training host.
+A reply is read up to a size and within a time, whatever is sent. With a token, requests are signed,
+and the server proves that it knows the token as well. HANGWATCH_URL may list several servers that
+share a database, and thereby the jobs.
 
-MERGED: A client that signs its requests with the token, if there is one, and has the server prove that it
-knows the token as well.
-
-MERGED: The server's address, as HANGWATCH_URL gives it.
-
-MERGED: Several servers that share a database, and thereby the jobs: HANGWATCH_URL lists them.
+The client uses the standard library: that takes a quarter of the time of httpx, and 10 MB less
+memory on each training host.
 """
 
 from __future__ import annotations
@@ -33,7 +30,9 @@ from hangwatch.protocol.signatures import PROOF_HEADER, Credential
 
 KEEP_ALIVE_S = 60.0
 MAX_REPLY_BYTES = 4 << 20  # a reply to a heartbeat holds commands for the ranks of one host
-DEADLINE_FACTOR = 2.0  # of the whole exchange, relative to the longest pause within it
+DEADLINE_FACTOR = 2.0  # the limit of a whole exchange, relative to that of a pause within it
+PROOF_PATH = "/api/v1/proof"
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class TransportError(Exception):
@@ -57,11 +56,11 @@ class ReplyLimitError(TransportError):
 @dataclass(frozen=True, slots=True)
 class Reply:
     status: int
-    headers: Mapping[str, str]  # with names in lower case
+    headers: Mapping[str, str]  # the names are in lower case
     body: bytes
 
     def get_header(self, name: str) -> str:
-        """Empty if there is none."""
+        """The value of a header; empty if there is none."""
         return self.headers.get(name.lower(), "")
 
     def parse_json(self) -> Any:
@@ -72,21 +71,21 @@ class Reply:
 class BoundedClient:
     """Sends one request at a time, and closes the connection if its reply exceeds a limit.
 
-    It ignores the environment's proxies: a cluster's proxy leads out of the cluster. Its connection
-    is kept open between heartbeats, which are far apart in a large job, but closed before the server
-    would close it. Certificates are those of the system and of SSL_CERT_FILE; they are only loaded
-    for https, since that takes memory.
+    The environment's proxies are ignored: a cluster's proxy leads out of the cluster. The
+    connection is kept open between heartbeats, which are far apart in a large job, but closed
+    before the server would close it. Certificates are those of the system and of SSL_CERT_FILE;
+    they are only loaded for https, since that takes memory.
     """
 
     def __init__(self, target: ServerTarget, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._target = target
-        # Whether who listens at the other end of the connection is known: this user's or root's
-        # process on this machine, or whoever proved that it knows the token.
+        # The server is known if it is a process of this user or of root on this machine, or has
+        # proven that it knows the token.
         self.is_server_known = False
-        self._deadline = math.inf  # of the current request; -inf: it was ended
+        self._deadline = math.inf  # the current request's; -inf if it was ended
         self._idle_since = math.inf
-        self._socket: socket.socket | None = None  # of the current request
+        self._socket: socket.socket | None = None  # the current request's
         if target.is_https:
             self._connection: http.client.HTTPConnection = http.client.HTTPSConnection(
                 target.host, target.port, timeout=timeout_s, context=ssl.create_default_context()
@@ -109,8 +108,8 @@ class BoundedClient:
         read_timeout_s: float | None = None,
         is_confidential: bool = False,
     ) -> Reply:
-        """The complete reply. ``path`` comes behind the server's address. ``read_timeout_s`` limits a
-        pause of the server; the whole exchange takes at most `DEADLINE_FACTOR` times as long, if
+        """The complete reply. ``path`` comes behind the server's address. ``read_timeout_s`` limits
+        a pause of the server; the whole exchange takes at most `DEADLINE_FACTOR` times as long, if
         `enforce_deadline` is called meanwhile. Raises TransportError; NewConnectionError instead of
         sending a confidential request to a server that is not known.
         """
@@ -141,8 +140,8 @@ class BoundedClient:
     def enforce_deadline(self) -> None:
         """Ends a request that takes too long; called from another thread.
 
-        A socket's timeout limits each pause of the server only, so that a reply of one byte a second
-        may last for ever.
+        A socket's timeout limits each pause of the server only, so that a reply of one byte a
+        second may last for ever.
         """
         if time.monotonic() >= self._deadline:
             self.abort()
@@ -180,7 +179,7 @@ class BoundedClient:
             raise NewConnectionError("the server has not proven itself on this connection")
 
     def _is_stale(self, open_socket: socket.socket) -> bool:
-        """The server has closed the connection, or soon would."""
+        """Whether the server has closed the connection, or soon would."""
         if time.monotonic() - self._idle_since > KEEP_ALIVE_S:
             return True
         poll = select.poll()
@@ -200,9 +199,6 @@ class BoundedClient:
         return Reply(response.status, headers, body)
 
 
-PROOF_PATH = "/api/v1/proof"
-
-
 class SignedClient:
     """One connection to the server, for the requests of a node agent."""
 
@@ -212,7 +208,7 @@ class SignedClient:
 
     @property
     def is_server_known(self) -> bool:
-        """Whether orders may be accepted from who answers; see `BoundedClient`."""
+        """Whether orders may be accepted from the server that answers; see `BoundedClient`."""
         return self._client.is_server_known
 
     def close(self) -> None:
@@ -236,8 +232,8 @@ class SignedClient:
         read_timeout_s: float | None = None,
         is_confidential: bool = False,
     ) -> Reply:
-        """Before it sends a confidential request on a new connection, it has the server prove itself
-        there. Raises TransportError.
+        """The reply to a signed request. Before a confidential request is sent on a new connection,
+        the server must prove itself there. Raises TransportError.
         """
         signed = None if self._credential is None else self._credential.sign_request(body)
         sent_headers = dict(headers or {})
@@ -271,9 +267,6 @@ class SignedClient:
         return reply
 
 
-_DEFAULT_PORTS = {"http": 80, "https": 443}
-
-
 class TargetError(ValueError):
     """HANGWATCH_URL is not the URL of a server. The message has an example."""
 
@@ -301,7 +294,7 @@ class ServerTarget:
                 f"HANGWATCH_URL={hide_credentials(url)!r} is not a URL ({error}): {example}"
             ) from None
         host = parts.hostname or ""
-        # As in http.client, which refuses such names much later.
+        # http.client refuses such names as well, but much later.
         is_name = bool(host) and host.isprintable() and " " not in host
         if parts.scheme not in _DEFAULT_PORTS or not is_name or port == 0:
             raise TargetError(
@@ -338,7 +331,7 @@ class ServerTarget:
 
     @property
     def credential(self) -> Credential | None:
-        """What requests are signed with, so that the token itself is not sent."""
+        """The credential that signs requests, so that the token itself is not sent."""
         return Credential.from_token(self.token) if self.token else None
 
     def __str__(self) -> str:

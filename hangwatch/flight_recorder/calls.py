@@ -212,7 +212,7 @@ def _parse_shapes(shapes: Shapes) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedCalls:
-    """All calls of a dump by process group; the fields that `FlightDump` has are described there."""
+    """All calls of a dump by process group. `FlightDump` describes the fields that it shares."""
 
     calls: dict[GroupInstance, list[FlightRecord]]
     p2p_calls: dict[GroupInstance, list[FlightRecord]]

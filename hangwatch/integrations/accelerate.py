@@ -1,4 +1,4 @@
-"""For Accelerate: ``declare_phases(accelerator)``."""
+"""Phases of Accelerate: ``declare_phases(accelerator)``."""
 
 from __future__ import annotations
 

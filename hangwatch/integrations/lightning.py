@@ -1,4 +1,4 @@
-"""For Lightning: ``Trainer(callbacks=[HangwatchCallback()])``."""
+"""The callback for Lightning: ``Trainer(callbacks=[HangwatchCallback()])``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ else:
 class HangwatchCallback(_Callback):
     """Declares steps, the sanity check, validation, tests, predictions and checkpoints.
 
-    ``validation_limit`` and ``checkpoint_limit`` are in seconds: how long others may wait for a rank
-    in this phase before an alert. Without them, the server's ``--slow-limit`` applies.
+    ``validation_limit`` and ``checkpoint_limit`` are in seconds: how long others may wait for a
+    rank in this phase before an alert. Without them, the server's ``--slow-limit`` applies.
     """
 
     def __init__(

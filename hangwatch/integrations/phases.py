@@ -12,7 +12,7 @@ import hangwatch
 
 
 class OpenPhase:
-    """At most one phase at a time."""
+    """The phase that is open; there is at most one."""
 
     def __init__(self) -> None:
         self._phase: AbstractContextManager[None] | None = None

@@ -1,4 +1,4 @@
-"""For Ray: the environment that its workers need.
+"""The environment that Ray's workers need.
 
 A worker does not have the environment of the driver, unless it runs on the driver's machine. So
 HANGWATCH_URL, HANGWATCH_TOKEN and the job's name have to be passed on::

@@ -1,4 +1,4 @@
-"""For Hugging Face's Trainer: ``Trainer(callbacks=[HangwatchCallback()])``."""
+"""The callback for Hugging Face's Trainer: ``Trainer(callbacks=[HangwatchCallback()])``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ else:
 class HangwatchCallback(_Callback):
     """Declares steps, evaluations and checkpoints.
 
-    ``evaluation_limit`` and ``checkpoint_limit`` are in seconds: how long others may wait for a rank
-    in this phase before an alert. Without them, the server's ``--slow-limit`` applies.
+    ``evaluation_limit`` and ``checkpoint_limit`` are in seconds: how long others may wait for a
+    rank in this phase before an alert. Without them, the server's ``--slow-limit`` applies.
     """
 
     def __init__(

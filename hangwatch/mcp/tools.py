@@ -26,7 +26,7 @@ _MAX_RANKS_READ = 1000
 
 
 class ToolError(Exception):
-    """What is wrong with a call, and the remedy."""
+    """The fault of a call, and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ async def _fetch_incident(fetch: Fetch, incident_id: object) -> Document:
 def _describe_fetched(
     describe: Callable[[Document], Answer],
 ) -> Callable[[Fetch, Arguments], Awaitable[Answer]]:
-    """Makes a tool's function that fetches an incident and describes it."""
+    """A tool's function that fetches an incident and describes it."""
 
     async def run(fetch: Fetch, arguments: Arguments) -> Answer:
         return describe(await _fetch_incident(fetch, arguments["incident_id"]))
@@ -123,7 +123,9 @@ async def _get_stacks(fetch: Fetch, arguments: Arguments) -> Answer:
 
 
 def parse_ranks(text: str) -> Callable[[int], bool]:
-    """Whether a rank is one of ``0,3-5``. Raises ToolError if that is not a list of ranks."""
+    """A function that says whether a rank is in a list such as ``0,3-5``. Raises ToolError if the
+    text is not a list of ranks.
+    """
     try:
         ranges = parse_rank_ranges(text)
     except ValueError as error:

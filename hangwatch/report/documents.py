@@ -2,11 +2,11 @@
 
 `hangwatch analyze --json`, the server's API, its alerts and its database all use these functions.
 
-MERGED: Reads an incident back from its JSON document. Documents of older releases may lack the fields
-that were added later; these then have their defaults.
+MERGED: Reads an incident back from its JSON document. Documents of older releases may lack the
+fields that were added later; these then have their defaults.
 
-MERGED: What a rank's Flight Recorder file says of its unfinished calls: as a JSON document, read back
-from it, and as text.
+MERGED: What a rank's Flight Recorder file says of its unfinished calls: as a JSON document, read
+back from it, and as text.
 """
 
 from __future__ import annotations

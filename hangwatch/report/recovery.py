@@ -1,22 +1,19 @@
-"""What --on-hang abort does about an incident, as text. Pure, from the API's JSON documents, which
-may lack fields.
+"""The measures of --on-hang abort for an incident, as text. Pure, from the API's JSON documents,
+which may lack fields.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from .text import clean_text, name_ranks
-
-Document = Mapping[str, Any]
+from .text import Document, clean_text, name_ranks
 
 _MAX_PIDS_SHOWN = 4
 
 
 def format_recovery(document: Document) -> str:
-    """The state of the recovery; empty if no rank was ever to be ended."""
+    """A sentence on the state of the recovery; empty if no rank was ever to be ended."""
     recovery = document.get("recovery") or {}
     state, ends = recovery.get("state"), recovery.get("ends") or []
     if state == "withheld":
@@ -56,7 +53,7 @@ def _capitalize(text: str) -> str:
 
 
 def format_outcomes(ends: Sequence[Document]) -> Iterator[str]:
-    """What happened to the ranks, one sentence for all ranks with the same outcome."""
+    """The outcomes for the ranks, one sentence for all ranks with the same outcome."""
     ranks_by_outcome: dict[tuple[str, str], list[int]] = {}
     for end in ends:
         outcome = (str(end.get("result")), _describe_end(end))
@@ -119,11 +116,15 @@ def format_clock(stamp: object) -> str:
 
 
 def _describe_end(end: Document) -> str:
-    """Why a rank could not be ended, or the signal that ended it."""
+    """The reason for which a rank could not be ended, or the signal that ended it."""
     if end.get("error"):
         return clean_text(end["error"])
-    number = end.get("signal")
+    return "" if end.get("signal") is None else get_signal_name(end["signal"])
+
+
+def get_signal_name(number: object) -> str:
+    """``SIGTERM`` for 15."""
     try:
         return signal.Signals(int(str(number))).name
-    except ValueError:
-        return "" if number is None else f"signal {clean_text(number)}"
+    except ValueError:  # a real-time signal has no name
+        return f"signal {clean_text(number)}"

@@ -2,19 +2,10 @@
 
 Everything that a job reports (names of functions, files, messages) is untrusted: `clean_text`
 removes what could control a terminal. Documents are read leniently, since the server may be newer.
-
-MERGED: The calls of an incident as terminal text: a column for each class of ranks.
-
-MERGED: The waits, the devices and the processes of an incident as terminal text.
-
-MERGED: Stacks as terminal text.
-
-MERGED: What hosts report of their hardware, as text.
 """
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
@@ -43,7 +34,7 @@ from .text import (
     wrap_text,
 )
 
-# Why an incident is resolved: the API's value, and its text.
+# The reasons for which an incident is resolved: the API's value, and its text.
 RESOLUTIONS = {
     "progress": "the job made progress",
     "ended": "the job ended",
@@ -53,6 +44,76 @@ RESOLUTIONS = {
 }
 
 _KINDS_WITHOUT_SITE = select_kinds(lambda spec: not spec.has_culprit_line)
+_MAX_COLUMNS = 3  # classes shown side by side
+_LABEL_WIDTH = 11
+# The names of a call's arguments in ``fields``, and their keys in a call's document.
+_CALL_ROWS = {
+    "op": "op",
+    "shape": "shapes",
+    "dtype": "dtype",
+    "reduce_op": "reduce_op",
+    "root": "root",
+    "peer": "peer",
+    "splits": "splits",
+    "detail": "detail",
+}
+_FUNCTION_WIDTH = 26  # columns for a function's name
+_MAX_LIBRARY_RUN = 3  # longer runs of library frames are folded
+# The states of /proc/PID/stat (proc(5)).
+_STATE_NAMES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in uninterruptible sleep",
+    "T": "stopped",
+    "t": "traced",
+    "Z": "ended",
+    "I": "idle",
+}
+_MAX_HOSTS_NAMED = 3
+# The keys are `Observation.what`; the fields in braces are an observation's.
+_CLAUSES = {
+    "link_downed": "the link of {about} went down ({before} to {now} times)",
+    "carrier_down_count": "{about} lost its carrier ({before} to {now} times)",
+    "state": "{about} went from {before} to {now}",
+    "phys_state": "{about} went from {before} to {now}",
+    "link_down": "the link of {about} went down",
+    "xid": "{about} reported Xid {now}{meaning}",
+    "lost": "{about} cannot be reached ({now})",
+    "hung_task": "{about} ({now}) is blocked in the kernel",
+    "nfs_not_responding": "the NFS server {about} does not respond",
+    "io_error": "{about} has I/O errors",
+    "throttled": "{about} is throttled ({now})",
+    "spins": "{about} spins, as NCCL's kernels do while they wait ({now})",
+    "idle": "{about} is idle ({now})",
+    "does_not_answer": "{now} does not answer in NCCL's {about}",
+    "considered_dead": "NCCL considers {now} dead ({about})",
+    "async_error": "NCCL reports an error of {now} ({about})",
+    "lags": "{now} ({about})",
+    "waiting_share": "tasks waited for {about} in {now} % of the last ten seconds",
+    "does_not_return": "{about} did not answer within {now}",
+    "dead": "{now}",
+    "incomplete": "{now} ({about})",
+    "mismatch": "{now} ({about})",
+    "timeout": "{now}",
+    "nfs_requests_without_reply": "{now} requests to {about} have no reply",
+}
+_KILLED = {
+    "kernel log": "the kernel killed {about} ({now}) for lack of memory",
+    "cgroup": "processes in {about} were killed for lack of memory ({before} to {now})",
+}
+# The meanings in NVIDIA's Xid catalogue of the errors that stop a job.
+_XID_MEANINGS = {
+    "31": "memory page fault, often the program's",
+    "48": "double-bit memory error",
+    "63": "row remapping recorded",
+    "64": "row remapping failed",
+    "74": "NVLink error",
+    "79": "the GPU has fallen off the bus",
+    "94": "contained memory error",
+    "95": "uncontained memory error",
+    "119": "the GPU's system processor does not answer",
+    "120": "error of the GPU's system processor",
+}
 
 
 def format_incident(
@@ -145,12 +206,8 @@ def _format_status(document: Document, now: datetime) -> str:
     return f"{text}, lasted {format_age(onset_s - resolved_s)}"
 
 
-_MAX_COLUMNS = 3  # classes shown side by side
-_LABEL_WIDTH = 11
-
-
 def format_calls(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator[str]:
-    """What the ranks called, with a column for each class of equal calls; rows in which the classes
+    """The ranks' calls, with a column for each class of equal calls; rows in which the classes
     differ are marked with ``≠``.
     """
     classes = document.get("calls") or []
@@ -163,25 +220,13 @@ def format_calls(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator[str
     has_position = document.get("seq") is not None and not is_point_to_point
     yield paint.bold(f"Call {document['seq']}{where}" if has_position else f"Calls{where}")
     members = group.get("ranks") or []
-    # As in the summary, roots are ranks of the job.
+    # Roots are shown as ranks of the job, as in the summary.
     classes = [{**c, "root": resolve_root_rank(c.get("root"), members)} for c in classes]
     differing = set(document.get("fields") or [])
     for start in range(0, len(classes), _MAX_COLUMNS):
         if start:
             yield ""
         yield from _format_call_table(classes[start : start + _MAX_COLUMNS], differing, paint)
-
-
-_CALL_ROWS = {
-    "op": "op",
-    "shape": "shapes",
-    "dtype": "dtype",
-    "reduce_op": "reduce_op",
-    "root": "root",
-    "peer": "peer",
-    "splits": "splits",
-    "detail": "detail",
-}
 
 
 def _format_call_table(
@@ -209,7 +254,7 @@ def _format_call_table(
 
 
 def format_divergence(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator[str]:
-    """The last calls of both sides, aligned; those that only one side made are marked with ``≠``."""
+    """The last calls of both sides, aligned; ``≠`` marks a call that only one side made."""
     divergence = document.get("divergence")
     if not divergence:
         return
@@ -264,17 +309,16 @@ def _format_value(value: object) -> str:
         return ""
     if not isinstance(value, (list, tuple)):
         return clean_text(value)
-    return " ".join(map(_format_part, value))
-
-
-def _format_part(part: object) -> str:
-    if isinstance(part, (list, tuple)):
-        return f"[{', '.join(map(clean_text, part))}]"
-    return clean_text(part)
+    return " ".join(
+        f"[{', '.join(map(clean_text, part))}]"
+        if isinstance(part, (list, tuple))
+        else clean_text(part)
+        for part in value
+    )
 
 
 def format_waits(document: Document) -> Iterator[str]:
-    """Which ranks wait for which, and in which call: one line for each awaited rank and call."""
+    """The ranks that wait: one line for each awaited rank and call."""
     for (awaited, group, seq), ranks in merge_waits(document):
         verb = "waits" if len(ranks) == 1 else "wait"
         yield from wrap_text(
@@ -283,8 +327,8 @@ def format_waits(document: Document) -> Iterator[str]:
 
 
 def merge_waits(document: Document) -> list[tuple[tuple[int, str, int], set[int]]]:
-    """The awaited rank, the group's name to show and the number of each awaited call, with the ranks
-    that wait there; sorted.
+    """The awaited rank, the group's name to show and the number of each awaited call, with the
+    ranks that wait there; sorted.
     """
     group = document.get("group") or {}
     named = {clean_text(group.get("name")): group_name(group.get("name"), group.get("desc"))}
@@ -299,7 +343,7 @@ def merge_waits(document: Document) -> list[tuple[tuple[int, str, int], set[int]
 
 
 def format_devices(document: Document) -> Iterator[str]:
-    """How far the devices have come: one line for all ranks of a group in the same position."""
+    """The devices' progress: one line for all ranks of a group in the same position."""
     group = document.get("group") or {}
     named = {clean_text(group.get("name")): group_name(group.get("name"), group.get("desc"))}
     ranks_by_position: dict[tuple[str, int, int, int], set[int]] = {}
@@ -340,37 +384,15 @@ def format_processes(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator
             yield from format_flight_file(process["flight_file"])
 
 
-_STATE_NAMES = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "in uninterruptible sleep",
-    "T": "stopped",
-    "t": "traced",
-    "Z": "ended",
-    "I": "idle",
-}
-
-
 def _describe_condition(process: Document) -> str:
     if process.get("signal") is not None:
-        return f"ended by {_get_signal_name(process['signal'])}"
+        return f"ended by {recovery.get_signal_name(process['signal'])}"
     if process.get("exit_status") is not None:
         return f"exited with status {clean_text(process['exit_status'])}"
     state = clean_text(process.get("state") or "?")
     if state not in _STATE_NAMES:
         return "is in an unknown state"
     return f"is {_STATE_NAMES[state]} (state {state})"
-
-
-def _get_signal_name(number: object) -> str:
-    try:
-        return signal.Signals(int(str(number))).name
-    except ValueError:  # a real-time signal has no name
-        return f"signal {clean_text(number)}"
-
-
-_FUNCTION_WIDTH = 26  # columns for a function's name
-_MAX_LIBRARY_RUN = 3  # longer runs of library frames are folded
 
 
 def format_stacks(
@@ -396,7 +418,9 @@ def format_stacks(
 
 
 def _is_library_thread(entry: Document) -> bool:
-    """Whether it is a thread other than the main one without user code, such as a pool's."""
+    """Whether the stack is of a thread without user code that is not the main one, such as a
+    pool's.
+    """
     if entry.get("error") or entry.get("thread") in (None, "MainThread"):
         return False
     files = [str(frame.get("file", "")) for frame in entry.get("frames") or []]
@@ -421,29 +445,20 @@ def format_stack(
             yield paint.as_warning(line)
     for run in _split_frame_runs(entry.get("frames") or []):
         if _is_library_frame(run[0]):
-            yield from _format_library_run(run, paint, full)
-        else:
-            yield from _format_user_run(run, paint)
+            shown = run if full or len(run) <= _MAX_LIBRARY_RUN else run[:1]
+            for frame in shown:
+                yield paint.dim(_format_frame(frame, "  "))
+            if len(shown) < len(run):
+                yield paint.dim(f"    … {len(run) - len(shown)} more frames of libraries")
+            continue
+        for frame in run:
+            yield paint.bold(_format_frame(frame, "> "))
+            if frame.get("text"):
+                yield truncate_end(f"      {clean_text(frame['text']).strip()}", TERMINAL_COLUMNS)
 
 
 def _is_library_frame(frame: Document) -> bool:
     return is_library(str(frame.get("file", "")))
-
-
-def _format_library_run(run: list[Document], paint: Paint, full: bool) -> Iterator[str]:
-    shown = run if full or len(run) <= _MAX_LIBRARY_RUN else run[:1]
-    for frame in shown:
-        yield paint.dim(_format_frame(frame, "  "))
-    omitted = len(run) - len(shown)
-    if omitted:
-        yield paint.dim(f"    … {omitted} more frames of libraries")
-
-
-def _format_user_run(run: list[Document], paint: Paint) -> Iterator[str]:
-    for frame in run:
-        yield paint.bold(_format_frame(frame, "> "))
-        if frame.get("text"):
-            yield truncate_end(f"      {clean_text(frame['text']).strip()}", TERMINAL_COLUMNS)
 
 
 def merge_equal_stacks(entries: Iterable[Document]) -> list[dict[str, Any]]:
@@ -483,53 +498,6 @@ def _format_frame(frame: Document, mark: str) -> str:
     return f"  {mark}{function:{_FUNCTION_WIDTH}}  {location}"
 
 
-_MAX_HOSTS_NAMED = 3
-# By what was observed; the fields are those of the observation.
-_CLAUSES = {
-    "link_downed": "the link of {about} went down ({before} to {now} times)",
-    "carrier_down_count": "{about} lost its carrier ({before} to {now} times)",
-    "state": "{about} went from {before} to {now}",
-    "phys_state": "{about} went from {before} to {now}",
-    "link_down": "the link of {about} went down",
-    "xid": "{about} reported Xid {now}{meaning}",
-    "lost": "{about} cannot be reached ({now})",
-    "hung_task": "{about} ({now}) is blocked in the kernel",
-    "nfs_not_responding": "the NFS server {about} does not respond",
-    "io_error": "{about} has I/O errors",
-    "throttled": "{about} is throttled ({now})",
-    "spins": "{about} spins, as NCCL's kernels do while they wait ({now})",
-    "idle": "{about} is idle ({now})",
-    "does_not_answer": "{now} does not answer in NCCL's {about}",
-    "considered_dead": "NCCL considers {now} dead ({about})",
-    "async_error": "NCCL reports an error of {now} ({about})",
-    "lags": "{now} ({about})",
-    "waiting_share": "tasks waited for {about} in {now} % of the last ten seconds",
-    "does_not_return": "{about} did not answer within {now}",
-    "dead": "{now}",
-    "incomplete": "{now} ({about})",
-    "mismatch": "{now} ({about})",
-    "timeout": "{now}",
-    "nfs_requests_without_reply": "{now} requests to {about} have no reply",
-}
-_KILLED = {
-    "kernel log": "the kernel killed {about} ({now}) for lack of memory",
-    "cgroup": "processes in {about} were killed for lack of memory ({before} to {now})",
-}
-# NVIDIA's Xid catalogue, for the ones that stop a job.
-_XID_MEANINGS = {
-    "31": "memory page fault, often the program's",
-    "48": "double-bit memory error",
-    "63": "row remapping recorded",
-    "64": "row remapping failed",
-    "74": "NVLink error",
-    "79": "the GPU has fallen off the bus",
-    "94": "contained memory error",
-    "95": "uncontained memory error",
-    "119": "the GPU's system processor does not answer",
-    "120": "error of the GPU's system processor",
-}
-
-
 def describe_observation(observation: Observation) -> str:
     """A clause such as "the link of mlx5_0/1 went down (2 to 3 times)"."""
     what, about = observation.what, observation.about
@@ -549,7 +517,7 @@ def describe_observation(observation: Observation) -> str:
 
 
 def format_hardware(document: Document) -> Iterator[str]:
-    """What the hosts of an incident report: one line for each observation, and one for each source
+    """The reports of an incident's hosts: one line for each observation, and one for each source
     that could not be read.
     """
     for item in document.get("hardware") or []:

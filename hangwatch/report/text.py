@@ -1,7 +1,5 @@
-"""Text for a terminal: attributes, and the cleaning, truncation and wrapping of untrusted text.
-Pure.
-
-MERGED: Sites of code as terminal text, and the type of the API's documents.
+"""Text for a terminal: attributes, sites of code, ages, and the cleaning, truncation and wrapping
+of untrusted text. Pure.
 """
 
 from __future__ import annotations
@@ -16,13 +14,15 @@ from typing import Any
 
 from hangwatch.model.ranks import format_ranks
 
-TERMINAL_COLUMNS = 80
+Document = Mapping[str, Any]  # a JSON document of the API
 
+TERMINAL_COLUMNS = 80
+_INSTALL_PREFIX = re.compile(r"^.*(?:/(?:site|dist)-packages|/lib(?:64)?/python3[.\d]*)/")
 # Whole control sequences and strings (ECMA-48, 5.4 and 5.6): if only their first byte were removed,
 # the rest would be shown.
 _CONTROL_SEQUENCES = re.compile(
-    r"(?:\x1b\[|\x9b)[0-?]*["
-    r" -/]*[@-~]|(?:\x1b[PX\]^_]|[\x90\x98\x9d-\x9f]).*?(?:\x1b\\|\x9c|\x07|$)",
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
+    r"|(?:\x1b[PX\]^_]|[\x90\x98\x9d-\x9f]).*?(?:\x1b\\|\x9c|\x07|$)",
     re.DOTALL,
 )
 
@@ -69,12 +69,12 @@ def clean_text(value: object) -> str:
 
 
 def clean_document(value: Any) -> Any:
-    """A JSON document with each text in it cleaned, as by `clean_text`, but for its line breaks."""
+    """A JSON document with each text cleaned as by `clean_text`, except that line breaks stay."""
     if isinstance(value, str):
         return "\n".join(clean_text(line) for line in value.split("\n"))
     if isinstance(value, Mapping):
         return {clean_text(key): clean_document(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):  # of up to 100,000 ranks
+    if isinstance(value, (list, tuple)):  # there may be 100,000 ranks
         return [item if type(item) is int else clean_document(item) for item in value]
     return value
 
@@ -91,7 +91,7 @@ def truncate_start(text: str, width: int) -> str:
 
 def format_age(seconds: float) -> str:
     """
-    >>> age(0.42), age(75), age(4000), age(200_000)
+    >>> format_age(0.42), format_age(75), format_age(4000), format_age(200_000)
     ('0.4 s', '75 s', '67 min', '56 h')
     """
     seconds = max(0.0, seconds)
@@ -103,7 +103,7 @@ def format_age(seconds: float) -> str:
 
 
 def seconds_since(stamp: object, now: datetime) -> float | None:
-    """From an RFC 3339 time to `now`; None if `stamp` is not such a time."""
+    """The time from `stamp`, an RFC 3339 time, to `now`; None if it is not such a time."""
     try:
         then = datetime.fromisoformat(str(stamp).replace("Z", "+00:00"))
         return (now - then).total_seconds()
@@ -147,7 +147,7 @@ def wrap_text(text: object, indent: str = "") -> list[str]:
 def format_coarse_age(value: float | None) -> str:
     """An age such as ``now``, ``12 s``, ``3 min 20 s`` or ``2 h 5 min``.
 
-    It is coarse, so that a page that shows it changes rarely. ``–`` where the age is unknown.
+    It is coarse, so that a page that shows it changes rarely. An unknown age is ``–``.
     """
     if value is None:
         return "–"
@@ -157,11 +157,6 @@ def format_coarse_age(value: float | None) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-Document = Mapping[str, Any]
-
-_INSTALL_PREFIX = re.compile(r"^.*(?:/(?:site|dist)-packages|/lib(?:64)?/python3[.\d]*)/")
 
 
 def format_site(site: Document, with_function: bool = True) -> str:
