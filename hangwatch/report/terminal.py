@@ -15,7 +15,7 @@ from hangwatch.model.kinds import select_kinds
 from hangwatch.stacks.frames import is_library
 
 from . import recovery
-from .documents import format_flight_file, parse_host_observation
+from .documents import parse_host_observation
 from .text import (
     PLAIN_PAINT,
     TERMINAL_COLUMNS,
@@ -58,6 +58,7 @@ _CALL_ROWS = {
     "detail": "detail",
 }
 _FUNCTION_WIDTH = 26  # columns for a function's name
+_MAX_FLIGHT_CALLS_SHOWN = 3
 _MAX_LIBRARY_RUN = 3  # longer runs of library frames are folded
 # The states of /proc/PID/stat (proc(5)).
 _STATE_NAMES = {
@@ -381,7 +382,31 @@ def format_processes(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator
                 site = format_site(exception["site"])
                 yield f"  at {truncate_start(site, TERMINAL_COLUMNS - 5)}"
         if process.get("flight_file"):
-            yield from format_flight_file(process["flight_file"])
+            yield from _format_flight_file(process["flight_file"])
+
+
+def _format_flight_file(document: Document) -> Iterator[str]:
+    """The calls that had timed out, or else those that had not completed; then the file's path."""
+    calls = list(document.get("calls") or ())
+    timed_out = [call for call in calls if call.get("timed_out")]
+    for call in (timed_out or calls)[:_MAX_FLIGHT_CALLS_SHOWN]:
+        yield from wrap_text(_describe_call(call), indent="  ")
+    reason = f" ({clean_text(document['error'])})" if document.get("error") else ""
+    yield from wrap_text(
+        f"Flight Recorder file: {clean_text(document.get('path', ''))}{reason}", indent="  "
+    )
+
+
+def _describe_call(call: Document) -> str:
+    what = (
+        f"{clean_text(call.get('op', '?'))}, number {call.get('seq', '?')} of group"
+        f" {group_name(call.get('group'), call.get('desc'))}"
+    )
+    waited = f"{float(call.get('waited_s') or 0.0):.1f} s"
+    if call.get("timed_out"):
+        limit = f"{float(call.get('timeout_s') or 0.0):g} s"
+        return f"watchdog timeout: {what}, after {waited} (its limit is {limit})"
+    return f"unfinished: {what}, for {waited} ({clean_text(call.get('state') or 'unknown')})"
 
 
 def _describe_condition(process: Document) -> str:

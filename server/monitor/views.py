@@ -20,7 +20,7 @@ from hangwatch.model.limits import Limits
 from hangwatch.model.ranks import Frame, Lifecycle, RankState
 from hangwatch.model.verdicts import DeviceProgress
 from hangwatch.report import terminal
-from hangwatch.report.documents import build_site_document
+from hangwatch.report.documents import build_optional_document
 from hangwatch.report.text import format_age, name_ranks, truncate_end
 from hangwatch.stacks.frames import is_library
 from hangwatch.tracking.attempt import Attempt
@@ -199,7 +199,7 @@ def format_verdict(incident: Incident) -> str:
             "kind": incident.kind.value,
             "summary": incident.summary,
             "culprits": incident.culprits,
-            "site": build_site_document(incident.site),
+            "site": build_optional_document(incident.site),
         }
     )
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from hangwatch.model.incidents import MergedStack
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.commands import CommandKind
-from hangwatch.report.documents import build_stack_document, format_time
+from hangwatch.report.documents import build_document, format_time
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import StackSample
 
@@ -135,7 +135,7 @@ def build_dump_document(dump: Dump) -> dict[str, Any]:
                 "rank": rank.rank,
                 "status": rank.status,
                 "error": rank.error,
-                "stacks": [build_stack_document(stack) for stack in rank.stacks],
+                "stacks": [build_document(stack) for stack in rank.stacks],
             }
             for rank in dump.ranks
         ],

@@ -17,7 +17,7 @@ from typing import Any
 
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.commands import CallKind, Command, CommandKind, TracedCall, TraceReply
-from hangwatch.report.documents import build_signature_document, build_site_document
+from hangwatch.report.documents import build_optional_document, build_signature_document
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
 
@@ -283,7 +283,7 @@ class TraceSession:
             "peer": None if stream is None else stream.peer,
             "group": None if group is None else {"name": group.name, "desc": group.desc},
             "seq": call.seq,
-            "site": build_site_document(kind.site),
+            "site": build_optional_document(kind.site),
             "async": None if kind.blocking is None else not kind.blocking,
             "within_s": call.within_s,
             "pending": call.pending,

@@ -17,7 +17,7 @@ from hangwatch.model.ranks import AttemptKey
 from hangwatch.report import recovery, terminal
 from hangwatch.report.documents import (
     build_incident_document,
-    build_recovery_document,
+    build_optional_document,
     parse_time,
 )
 from hangwatch.report.text import group_name, name_ranks, truncate_end
@@ -178,7 +178,7 @@ def _build_timeline(incident: Incident) -> list[TimelineEntry]:
         started = (
             f": {truncate_end(name_ranks(incident.waiting), MAX_RANKS_LENGTH)} started waiting"
         )
-    recovery_document = {"recovery": build_recovery_document(incident.recovery)}
+    recovery_document = {"recovery": build_optional_document(incident.recovery)}
     events = [
         (incident.onset_at, f"Onset{started}"),
         (incident.opened_at, f"Incident opened: {incident.severity.value} {incident.kind.value}"),
