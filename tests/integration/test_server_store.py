@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +16,6 @@ from alembic.runtime.migration import MigrationContext
 
 from hangwatch.model.incidents import Incident
 from hangwatch.model.kinds import Severity, VerdictKind
-from hangwatch.report.documents import build_incident_document
 from hangwatch.server.alerting.message import Delivery
 from hangwatch.server.core.job_views import AttemptView
 from hangwatch.server.incidents.records import IncidentRecord
@@ -192,37 +190,18 @@ def test_servers_share_history_and_keep_own_state(opener: StoreOpener) -> None:
     assert len(one.load_incidents()) == 1
 
 
-def test_database_without_migrations_is_adopted(tmp_path: Path) -> None:
+def test_database_without_migrations_is_reported_and_not_changed(tmp_path: Path) -> None:
     made = sqlite3.connect(tmp_path / DATABASE_FILE)
-    made.execute(
-        "CREATE TABLE incidents (id VARCHAR(26) PRIMARY KEY, job VARCHAR NOT NULL, attempt INTEGER"
-        " NOT NULL, kind VARCHAR NOT NULL, status VARCHAR NOT NULL, opened_at VARCHAR NOT NULL,"
-        " body TEXT NOT NULL, memory TEXT NOT NULL)"
-    )
-    made.execute("CREATE INDEX ix_incidents_job ON incidents (job)")
-    body = json.dumps(build_incident_document(make_incident(status="resolved")))
-    row = (
-        "01J",
-        "run7",
-        0,
-        "missing_rank",
-        "resolved",
-        MOMENT.isoformat(),
-        body,
-        '{"members": {"1": "n/1-1"}, "alerted": "alert"}',
-    )
-    made.execute("INSERT INTO incidents VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+    made.execute("CREATE TABLE incidents (id VARCHAR(26) PRIMARY KEY)")
+    made.execute("INSERT INTO incidents VALUES ('01J')")
     made.commit()
+    with pytest.raises(StoreError, match="already exists; move it away"):
+        Store(tmp_path)
+    assert made.execute("SELECT * FROM incidents").fetchall() == [("01J",)]
+    assert made.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall() == [
+        ("incidents",)
+    ]
     made.close()
-    store = Store(tmp_path)
-    [kept] = store.load_incidents()
-    assert (kept.members, kept.alerted_severity, kept.is_resolution_announced) == (
-        {1: "n/1-1"},
-        Severity.ALERT,
-        True,
-    )
-    assert store.prune_incidents(MOMENT - timedelta(days=1), 10) == ["01J"]
-    store.close()
 
 
 def test_unusable_folder_is_reported(tmp_path: Path) -> None:

@@ -1,19 +1,27 @@
-"""Several servers in one database, attempts, undelivered alerts, and the sizes of incidents."""
+"""The tables of the first release, whose schema has the number 2: schema 1 was never released."""
 
 import sqlalchemy as sa
 from alembic import op
 
 revision = "2"
-down_revision = "1"
+down_revision = None
 
 
 def upgrade() -> None:
-    op.add_column("incidents", sa.Column("server", sa.String, nullable=False, server_default=""))
-    op.add_column(
-        "incidents", sa.Column("revision", sa.Integer, nullable=False, server_default="0")
+    op.create_table(
+        "incidents",
+        sa.Column("id", sa.String(26), primary_key=True),
+        sa.Column("job", sa.String, nullable=False, index=True),
+        sa.Column("attempt", sa.Integer, nullable=False),
+        sa.Column("kind", sa.String, nullable=False),
+        sa.Column("status", sa.String, nullable=False),
+        sa.Column("opened_at", sa.String, nullable=False),
+        sa.Column("body", sa.Text, nullable=False),
+        sa.Column("memory", sa.Text, nullable=False),
+        sa.Column("server", sa.String, nullable=False, server_default=""),
+        sa.Column("revision", sa.Integer, nullable=False, server_default="0"),
+        sa.Column("size", sa.Integer, nullable=False, server_default="0"),
     )
-    op.add_column("incidents", sa.Column("size", sa.Integer, nullable=False, server_default="0"))
-    op.execute("UPDATE incidents SET size = length(body) + length(memory)")
     op.create_table(
         "attempts",
         sa.Column("server", sa.String, primary_key=True),
