@@ -29,7 +29,7 @@ from ..core.problems import Problem
 from ..ingest import heartbeat_checks
 from ..ingest.heartbeat_checks import check_job, check_memory, parse_heartbeat
 from ..ingest.heartbeat_queue import DecodeHeartbeat
-from ..ingest.worker_frames import Frame
+from ..ingest.worker_frames import WorkerFrame
 from ..monitor.job_claims import NOT_HERE_STATUSES
 from ..monitor.report_scheduler import POLL_S
 from ..monitor.watch import Watch
@@ -236,7 +236,7 @@ class HeartbeatAnswerer:
     watch: Watch
     authenticator: Authenticator
 
-    def answer_request(self, request: Frame, send_response: Callable[[bytes], None]) -> None:
+    def answer_request(self, request: WorkerFrame, send_response: Callable[[bytes], None]) -> None:
         """Queues a heartbeat, and sends the response once it is applied or refused."""
         try:
             path, headers = _parse_request_head(request.head)

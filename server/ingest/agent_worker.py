@@ -22,8 +22,8 @@ from ..core.events import wait_for_event
 from ..core.limits import BODY_S, HEAD_S, KEEP_ALIVE_S
 from .worker_frames import (
     MAX_PACKET_BYTES,
-    Frame,
     FrameType,
+    WorkerFrame,
     WorkerOptions,
     decode_packet,
     encode_frame,
@@ -42,8 +42,8 @@ RESPONSE_TIMEOUT_S = 5.0
 MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 0.2, 10.0
 BUFFER_BYTES = 1 << 20  # the buffers of the sockets that lead to the process
 
-# Answers a request (`Frame`), and passes the complete response on.
-AnswerRequest = Callable[[Frame, Callable[[bytes], None]], None]
+# Answers a request (`WorkerFrame`), and passes the complete response on.
+AnswerRequest = Callable[[WorkerFrame, Callable[[bytes], None]], None]
 # Serves a connection: (the socket, and what was read from it).
 ServeConnection = Callable[[socket.socket, bytes], None]
 

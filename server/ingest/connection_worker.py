@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 from .worker_frames import (
     MAX_PACKET_BYTES,
-    Frame,
     FrameType,
     OddRequestError,
+    WorkerFrame,
     WorkerOptions,
     decode_packet,
     encode_frame,
@@ -148,10 +148,8 @@ class ConnectionWorker:
             return
         if events & select.EPOLLOUT:
             self._send_rest(connection)
-        if events & ~select.EPOLLOUT and fd in self._by_fd:
-            self._read_connection(connection)
-
-    def _read_connection(self, connection: _Connection) -> None:
+        if not events & ~select.EPOLLOUT or fd not in self._by_fd:
+            return
         try:
             received = connection.socket.recv(READ_BYTES)
         except BlockingIOError:
@@ -196,7 +194,7 @@ class ConnectionWorker:
         connection.head_bytes, connection.is_answered = 0, False
         return self._set_timeout(connection, 0.0)
 
-    def _send_response(self, frame: Frame) -> None:
+    def _send_response(self, frame: WorkerFrame) -> None:
         connection = self._by_number.get(frame.number)
         if connection is not None:
             connection.unsent = frame.body

@@ -73,7 +73,6 @@ _KEYED_FIELDS = tuple(
 def parse_heartbeat(body: bytes) -> heartbeat.Heartbeat:
     """A heartbeat that can be applied without errors. Raises Problem."""
     if len(body) > _UNSUSPICIOUS_BYTES:
-        _check_volume(body)
         _check_sizes(body)
     try:
         beat = decode_heartbeat(body)
@@ -108,9 +107,10 @@ def check_job(beat: heartbeat.Heartbeat, allowed: str | None) -> None:
             )
 
 
-def _check_volume(body: bytes) -> None:
-    """Raises Problem for so much JSON that parsing it could exhaust the memory. Braces, commas and
-    brackets in texts count, too.
+def _check_sizes(body: bytes) -> None:
+    """Raises Problem for anything but JSON; for so much JSON that parsing it could exhaust the memory,
+    where braces, commas and brackets in texts count, too; and for a text or a list beyond the limits,
+    without building either.
     """
     objects = body.count(b"{")
     if objects > limits.OBJECTS.most:
@@ -118,12 +118,6 @@ def _check_volume(body: bytes) -> None:
     values = body.count(b",") + body.count(b"[") + objects
     if values > limits.VALUES.most:
         raise limits.VALUES.make_problem(f"{values} values")
-
-
-def _check_sizes(body: bytes) -> None:
-    """Raises Problem for a text or a list beyond the limits, without building either, and for
-    anything but JSON.
-    """
     try:
         msgspec.json.decode(body, type=msgspec.Raw)  # each text and list has an end
     except _DECODING_ERRORS as error:
@@ -170,14 +164,13 @@ def _check_names(beat: heartbeat.Heartbeat) -> None:
 def _check_ranks(beat: heartbeat.Heartbeat) -> None:
     for process in beat.processes:
         identity = process.identity
-        if identity is not None and not 0 <= identity.restart <= limits.RESTART.most:
+        if identity is None:
+            continue
+        if not 0 <= identity.restart <= limits.RESTART.most:
             raise limits.RESTART.make_problem(f"{identity.restart} restarts of {process.key}")
-        if identity is not None and not (
-            0 <= identity.rank < limits.RANK.most and 0 <= identity.world_size <= limits.RANK.most
-        ):
-            raise limits.RANK.make_problem(
-                f"rank {identity.rank} of {identity.world_size} of process {process.key}"
-            )
+        rank, world_size = identity.rank, identity.world_size
+        if not (0 <= rank < limits.RANK.most and 0 <= world_size <= limits.RANK.most):
+            raise limits.RANK.make_problem(f"rank {rank} of {world_size} of process {process.key}")
     if (members := count_members(_iter_identities(beat.processes))) > limits.HEARTBEAT_MEMBERS.most:
         raise limits.HEARTBEAT_MEMBERS.make_problem(f"{members} members of process groups")
 

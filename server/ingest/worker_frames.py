@@ -29,7 +29,7 @@ class FrameType(enum.IntEnum):
     MARK = 3  # a mark is returned after all requests that had arrived
 
 
-class Frame(NamedTuple):
+class WorkerFrame(NamedTuple):
     type: int
     number: int  # the connection's
     peer_uid: int
@@ -51,7 +51,7 @@ def encode_frame(
     return FRAME_STRUCT.pack(type, number, peer_uid, arrived_at, *sizes) + head + body
 
 
-def take_frames(received: bytearray) -> Iterator[Frame]:
+def take_frames(received: bytearray) -> Iterator[WorkerFrame]:
     """The complete frames at the beginning of what was received, which are removed from it."""
     at = 0
     try:
@@ -63,7 +63,7 @@ def take_frames(received: bytearray) -> Iterator[Frame]:
                 break
             at = body_at + sizes[1]
             head, body = bytes(received[head_at:body_at]), bytes(received[body_at:at])
-            yield Frame(kind, number, uid, arrived_at, head, body)
+            yield WorkerFrame(kind, number, uid, arrived_at, head, body)
     finally:
         del received[:at]
 

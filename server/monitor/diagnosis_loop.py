@@ -153,11 +153,6 @@ class Retention:
         if self._large_dropped and (self._dropping is None or self._dropping.done()):
             self._dropping = asyncio.create_task(self._drop_processes())
 
-    async def wait_until_dropped(self) -> None:
-        """Waits until the background work, if any, is done."""
-        if self._dropping is not None:
-            await self._dropping
-
     def _find_expired(self, now: float) -> list[Attempt]:
         # The keys are sorted by job and number, so that each job's last number remains.
         latest_numbers = {key.job: key.number for key in sorted(self.fleet.attempts)}

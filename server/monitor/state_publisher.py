@@ -69,12 +69,20 @@ class StatePublisher:
         if self.backoff.skips_states(attempt, now):
             return
 
-        def compute() -> _AttemptStates:
-            return self._compute_states(attempt, cases, now)
-
-        states, spent_s = await self.reader.run(attempt, compute)
+        states, spent_s = await self.reader.run(
+            attempt, lambda: self._compute_states(attempt, cases, now)
+        )
         self.backoff.record_states_report(attempt, spent_s, self.clock.monotonic())
-        self._publish_ranks(attempt, states.changes)
+        # All ranks with the same change share one event: thousands may change in one round.
+        for (before, state), ranks in states.changes.items():
+            event = {
+                "job": attempt.job,
+                "attempt": attempt.number,
+                "ranks": ranks,
+                "state": state.value,
+                "before": None if before is None else before.value,
+            }
+            self.events.publish_event("rank", event)
         self.rank_states[attempt.key] = states.by_rank
         if is_large(attempt.rank_count):
             self.large_jobs[attempt.key] = states.job
@@ -108,18 +116,6 @@ class StatePublisher:
                     changes.setdefault((previous, state), []).append(rank)
         job = views.describe_job(attempt, Counter(by_rank.values()), cases, now)
         return _AttemptStates(by_rank, job, changes)
-
-    def _publish_ranks(self, attempt: Attempt, changes: StateChanges) -> None:
-        # All ranks with the same change share one event: thousands may change in one round.
-        for (before, state), ranks in changes.items():
-            event = {
-                "job": attempt.job,
-                "attempt": attempt.number,
-                "ranks": ranks,
-                "state": state.value,
-                "before": None if before is None else before.value,
-            }
-            self.events.publish_event("rank", event)
 
     def _store_attempt(self, attempt: Attempt, job: JobView) -> None:
         self.persistence.record_attempt(

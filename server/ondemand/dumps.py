@@ -23,7 +23,7 @@ MAX_KEPT_DUMPS = 50
 
 
 @dataclass(slots=True, kw_only=True)
-class DumpedRank:
+class RankDump:
     rank: int
     status: Literal["pending", "done", "failed"] = "pending"
     error: str | None = None
@@ -31,7 +31,7 @@ class DumpedRank:
 
 
 @dataclass(slots=True, kw_only=True)
-class Dump:
+class DumpRecord:
     """The stacks of some ranks, as far as they have arrived."""
 
     id: str
@@ -40,8 +40,8 @@ class Dump:
     native: bool
     requested_at: float  # monotonic
     created_at: datetime
-    ranks: list[DumpedRank] = field(default_factory=list)
-    ranks_by_command: dict[str, DumpedRank] = field(default_factory=dict)
+    ranks: list[RankDump] = field(default_factory=list)
+    ranks_by_command: dict[str, RankDump] = field(default_factory=dict)
 
     @property
     def status(self) -> Literal["pending", "done"]:
@@ -52,13 +52,13 @@ class Dump:
 class DumpRegistry:
     clock: Clock
     command_queue: CommandQueue
-    records: dict[str, Dump] = field(default_factory=dict)
+    records: dict[str, DumpRecord] = field(default_factory=dict)
 
     def request_dump(
         self, attempt: Attempt, ranks: Sequence[int], native: bool, now: float
-    ) -> Dump:
+    ) -> DumpRecord:
         """Requests the stacks of ``ranks``, each of which must be in ``attempt.processes``."""
-        dump = Dump(
+        dump = DumpRecord(
             id=ulid(self.clock.wall()),
             job=attempt.job,
             attempt=attempt.number,
@@ -67,7 +67,7 @@ class DumpRegistry:
             created_at=self.clock.date(now),
         )
         for rank in dict.fromkeys(ranks):
-            process, dumped = attempt.processes[rank], DumpedRank(rank=rank)
+            process, dumped = attempt.processes[rank], RankDump(rank=rank)
             dump.ranks.append(dumped)
             if process.exit is None:
                 command_id = self.command_queue.queue_command(
@@ -93,7 +93,7 @@ class DumpRegistry:
                 if dumped is not None:
                     self._apply_reply(dumped, reply, now)
 
-    def find_dump(self, id: str, now: float) -> Dump | None:
+    def find_dump(self, id: str, now: float) -> DumpRecord | None:
         dump = self.records.get(id)
         if dump is None:
             return None
@@ -107,7 +107,7 @@ class DumpRegistry:
                     )
         return dump
 
-    def _apply_reply(self, dumped: DumpedRank, reply: heartbeat.StackReply, now: float) -> None:
+    def _apply_reply(self, dumped: RankDump, reply: heartbeat.StackReply, now: float) -> None:
         sample = StackSample.from_reply(reply, now)
         caller = sample.calling_thread
         caller_first = sorted(sample.threads, key=lambda t: t is not caller)
@@ -121,7 +121,7 @@ class DumpRegistry:
         )
 
 
-def build_dump_document(dump: Dump) -> dict[str, Any]:
+def build_dump_document(dump: DumpRecord) -> dict[str, Any]:
     """The JSON document of a dump."""
     return {
         "id": dump.id,

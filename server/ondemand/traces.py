@@ -143,7 +143,9 @@ class TraceRegistry:
         missed = reply.missed + self._add_calls(session, traced, reply, sent_at)
         if missed:
             session.add_event("missed", rank=traced.rank, calls=missed)
-        session.add_excluded_ops(reply.others)
+        if not session.excluded_ops.issuperset(reply.others):
+            session.excluded_ops.update(reply.others)
+            session.add_event("others", ops=sorted(session.excluded_ops))
         if traced.is_last_request and not reply.more:
             traced.is_done = True
         session.changed.set()
@@ -249,11 +251,6 @@ class TraceSession:
     def add_event(self, name: str, **data: Any) -> None:
         self.events.append((name, data))
         self.changed.set()
-
-    def add_excluded_ops(self, ops: tuple[str, ...]) -> None:
-        if not self.excluded_ops.issuperset(ops):
-            self.excluded_ops.update(ops)
-            self.add_event("others", ops=sorted(self.excluded_ops))
 
     def fail_rank(self, traced: TracedRank, detail: str) -> None:
         traced.is_done = True

@@ -28,7 +28,7 @@ from ..http.app_state import AppState
 from ..http.ondemand_routes import convert_stacks, select_calling_stacks
 from ..http.rendering import STYLESHEET_PATH, make_attachment, render_parts, render_text
 from ..monitor import views
-from ..ondemand.dumps import Dump
+from ..ondemand.dumps import DumpRecord
 from .ranks_page import RankSpan, filter_ranks, parse_rank_spans
 from .wait_graph import GraphPicture, build_graph, draw_graph
 
@@ -153,7 +153,7 @@ def _label_boxes(incident: Incident, picture: GraphPicture) -> list[str]:
     return labels
 
 
-def _merge_dump_stacks(dump: Dump) -> list[tuple[MergedStack, bool]]:
+def _merge_dump_stacks(dump: DumpRecord) -> list[tuple[MergedStack, bool]]:
     """The stacks of a dump, equal ones merged, each with whether it is a calling thread's."""
     merged: dict[MergedStack, tuple[list[int], MergedStack, bool]] = {}
     for rank in dump.ranks:

@@ -16,9 +16,9 @@ from hangwatch.server.ingest import connection_worker
 from hangwatch.server.ingest.connection_worker import ConnectionWorker
 from hangwatch.server.ingest.worker_frames import (
     MAX_PACKET_BYTES,
-    Frame,
     FrameType,
     OddRequestError,
+    WorkerFrame,
     WorkerOptions,
     decode_packet,
     encode_frame,
@@ -51,7 +51,7 @@ class Server:
         self.packets, packets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.stream, stream = socket.socketpair()
         self._received = bytearray()
-        self._frames: list[Frame] = []
+        self._frames: list[WorkerFrame] = []
         for end in (self.packets, self.stream):
             end.settimeout(PATIENCE_S)
         self._thread = threading.Thread(target=self._run, args=(packets, stream, options))
@@ -82,7 +82,7 @@ class Server:
             socket.send_fds(self.packets, [packet], [accepted.fileno()])
         return agent
 
-    def read_frame(self) -> Frame:
+    def read_frame(self) -> WorkerFrame:
         while not self._frames:
             self._received += self.stream.recv(1 << 16)
             self._frames += take_frames(self._received)
@@ -124,7 +124,7 @@ def test_heartbeats_and_responses_are_passed_on(server: Server) -> None:
             server.respond(7, b"response to " + body)
             assert agent.recv(100) == b"response to " + body
             agent.sendall(make_request(b"second"))
-    assert server.read_frame().body == b"second", "sent once more before it was closed"
+    assert server.read_frame().body == b"second", "sent again before it was closed"
 
 
 def test_request_in_pieces_is_put_together(server: Server) -> None:
@@ -236,7 +236,7 @@ def test_connection_is_closed_after_its_time(sent: bytes, monkeypatch: pytest.Mo
         time.sleep(0.4)
         server.respond(1, b"OK")  # however long the server takes
         assert agent.recv(10) == b"OK"
-        with contextlib.suppress(OSError):  # it may be closed already
+        with contextlib.suppress(OSError):  # the connection may be closed already
             agent.sendall(sent)
             assert agent.recv(10) == b""
 

@@ -34,7 +34,7 @@ def test_stream_updates_are_arrays_without_their_last_defaults() -> None:
 @pytest.mark.parametrize("as_objects", [False, True])
 def test_heartbeat_is_read_as_it_was_sent(as_objects: bool) -> None:
     document = encode_message(make_heartbeat())
-    if as_objects:  # as a person would write it
+    if as_objects:  # a person would write the document like this
         document["processes"][0]["sequences"] = [
             {name: encode_message(value) for name, value in update._asdict().items()}
             for update in UPDATES

@@ -76,7 +76,7 @@ def test_hosts_answered_together_return_spread_out() -> None:
 def test_rarely_reporting_hosts_may_send_terse_updates() -> None:
     load, agents, interval = Load(), [f"agent-{n}" for n in range(2000)], 10.0
     assert load.terse_for_s("agent", 0.5, 100.0) is None, "few hosts always send all positions"
-    full_updates: dict[int, int] = {}  # by round
+    full_updates: dict[int, int] = {}  # the number in each round
     for agent in agents:
         at, until, rounds = 100.0, 0.0, []
         for n in range(4 * FULL_UPDATE_INTERVALS):

@@ -110,7 +110,7 @@ def test_agent_that_knows_no_other_server_is_never_refused(scene: Scene) -> None
 def test_lost_job_is_given_up(scene: Scene) -> None:
     scene.send()
     scene.update()
-    scene.database.taken = {"run7"}  # its session had ended
+    scene.database.taken = {"run7"}  # the server's session had ended
     scene.update()
     assert scene.given_up == ["run7"] and scene.send() == 421
 

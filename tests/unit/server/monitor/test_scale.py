@@ -288,9 +288,10 @@ def test_connection_releases_answered_request() -> None:
             assert not end.closed
             end.sent = b""
 
+        # All three requests arrive before any answer.
         connection.data_received(
             b"".join(make_http_request(name, b"body") for name in ("one", "two", "three"))
-        )  # before any answer
+        )
         await await_response(b"/one/two/three")
         assert connection.cycle is None
         connection.data_received(

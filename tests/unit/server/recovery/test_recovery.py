@@ -119,13 +119,13 @@ def test_warnings_and_resolved_incidents_end_no_rank(kind: VerdictKind) -> None:
     assert decide_step(make_facts(make_incident(kind)), every)[0] is Step.END, (
         "else this proves nothing"
     )
-    for told in (
+    for incident in (
         make_incident(kind, severity=Severity.WARNING),
         make_incident(kind, status="resolved"),
     ):
         for stored, planned_at in itertools.product((True, False), (None, 0.0)):
             assert decide_step(
-                make_facts(told, is_stored=stored, planned_at=planned_at), every
+                make_facts(incident, is_stored=stored, planned_at=planned_at), every
             ) == (
                 Step.NOTHING,
                 (),
