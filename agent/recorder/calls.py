@@ -16,7 +16,7 @@ from _thread import get_ident
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from hangwatch.model.calls import Signature, StreamKind, encode_signature, with_agreement_hash
 from hangwatch.model.groups import REPORTING_BACKENDS
@@ -24,15 +24,16 @@ from hangwatch.model.operators import LOCAL_OPERATORS, OPERATORS, MustMatch, Ope
 from hangwatch.ring.layout import RecordFlag
 
 from . import faults
-from .callers import ReduceOpReader, find_named_reduce_ops, is_left_pending, make_reduce_op_reader
-from .groups import GroupTrack
+from .callers import (
+    CallSites,
+    ReduceOpReader,
+    find_named_reduce_ops,
+    is_left_pending,
+    make_reduce_op_reader,
+)
+from .groups import GroupRegistry, GroupTrack
 from .streams import CompletionMode, EnteredCall, StreamRecorder
 from .writer import RingWriter
-
-if TYPE_CHECKING:
-    from .callers import CallSites
-    from .groups import GroupRegistry
-
 
 MAX_CACHED_CALLS = 4096  # different signatures of one operator
 _MAX_SHAPES = 8  # tensors of a list whose shapes are kept
@@ -142,7 +143,8 @@ class CallReader:
         if self._tensor_indices is None:
             tensors = args[self.tensors_index]
         else:
-            tensors = self._collect_tensors(args)
+            given = [args[index] for index in self._tensor_indices if index < len(args)]
+            tensors = [tensor for tensor in flatten_tensors(given) if tensor is not None]
         is_single = type(tensors) is list and len(tensors) == 1 and type(tensors[0]) is not list
         first = tensors[0] if is_single else find_first_tensor(tensors)
         reduce_op = None
@@ -234,8 +236,18 @@ class CallReader:
 
     def find_failure_rule(self, recorder: RecorderState, args: tuple[Any, ...]) -> FailureRule:
         """Finds which exceptions show that the call, which was entered, did not communicate."""
+        from torch._C._distributed_c10d import DebugLevel, get_debug_level
+
         track = self.find_track(recorder, args) if self._has_group(args) else None
-        return FailureRule.NONE if track is None else choose_rule(self.spec, track)
+        # torch compares the calls of all members first at debug level DETAIL, and raises an exception
+        # on all of them. An operator without a Work communicates itself.
+        is_compared = get_debug_level() == DebugLevel.DETAIL
+        if track is None or is_compared or not self.spec.returns_work:
+            return FailureRule.NONE
+        parts = str(track.description["backend"]).split(",")
+        backends = {part.rpartition(":")[2] for part in parts}
+        only_checking = backends <= _CHECKING_BACKENDS
+        return FailureRule.CHECKS if only_checking else FailureRule.ARGUMENT_ERRORS
 
     def find_track(self, recorder: RecorderState, args: tuple[Any, ...]) -> GroupTrack | None:
         """The group of a call that was entered."""
@@ -272,12 +284,6 @@ class CallReader:
     def _has_group(self, args: tuple[Any, ...]) -> bool:
         """Whether the group, which is an optional argument of some operators, is given."""
         return self._group_index < len(args) and args[self._group_index] is not None
-
-    def _collect_tensors(self, args: tuple[Any, ...]) -> list[Any]:
-        """All tensors of an unknown operator."""
-        assert self._tensor_indices is not None
-        given = [args[index] for index in self._tensor_indices if index < len(args)]
-        return [tensor for tensor in flatten_tensors(given) if tensor is not None]
 
     def _make_key(
         self,
@@ -333,23 +339,13 @@ class SignatureCache:
         if len(self.interned) >= MAX_CACHED_CALLS:
             self.interned.clear()
         flat = flatten_tensors(tensors) if first is not None and self._has_tensors else []
-        signature = self._build_signature(flat, first, reduce_op, root, splits)
-        number = ring.intern_signature(encode_signature(signature))
-        # Each member may send another number of values of a sparse tensor, which counts as 0 bytes.
-        size = sum(int(t.nbytes) for t in flat if not (t.is_sparse or t.is_sparse_csr))
-        entry = self.interned[key] = number, signature.agree, size
-        return entry
-
-    def _build_signature(
-        self, flat: list[Any], first: Any, reduce_op: int | None, root: int | None, splits: Any
-    ) -> Signature:
         numels = (len(flat), *(tensor.numel() for tensor in select_ends(flat)))
-        reduce_op_name = None
-        if reduce_op is not None and reduce_op < len(_REDUCE_OPS):
-            reduce_op_name = _REDUCE_OPS[reduce_op].lower()
         shapes = [tuple(tensor.shape) for tensor in flat[:_MAX_SHAPES]]
         if len(flat) > _MAX_SHAPES:
             shapes.append(())
+        reduce_op_name = None
+        if reduce_op is not None and reduce_op < len(_REDUCE_OPS):
+            reduce_op_name = _REDUCE_OPS[reduce_op].lower()
         signature = Signature(
             op=self._spec.op,
             shapes=tuple(shapes),
@@ -362,7 +358,12 @@ class SignatureCache:
         must_match = self._spec.must_match
         if not flat:
             must_match &= ~(MustMatch.DTYPE | MustMatch.SHAPE)
-        return with_agreement_hash(signature, must_match, numels)
+        signature = with_agreement_hash(signature, must_match, numels)
+        number = ring.intern_signature(encode_signature(signature))
+        # Each member may send another number of values of a sparse tensor, which counts as 0 bytes.
+        size = sum(int(t.nbytes) for t in flat if not (t.is_sparse or t.is_sparse_csr))
+        entry = self.interned[key] = number, signature.agree, size
+        return entry
 
 
 def find_first_tensor(tensors: Any) -> Any:
@@ -489,19 +490,6 @@ class FailureOutcome(enum.IntEnum):
     UNKNOWN = 0
     COMMUNICATED = 1
     NOT_MADE = 2
-
-
-def choose_rule(spec: OperatorSpec, track: GroupTrack) -> FailureRule:
-    """The rule for an operator's calls in a group."""
-    from torch._C._distributed_c10d import DebugLevel, get_debug_level
-
-    # At debug level DETAIL, torch compares the calls of all members first, and raises an exception
-    # on all of them. An operator without a Work communicates itself.
-    if get_debug_level() == DebugLevel.DETAIL or not spec.returns_work:
-        return FailureRule.NONE
-    parts = str(track.description["backend"]).split(",")
-    backends = {part.rpartition(":")[2] for part in parts}
-    return FailureRule.CHECKS if backends <= _CHECKING_BACKENDS else FailureRule.ARGUMENT_ERRORS
 
 
 def judge_failure(error: BaseException, rule: FailureRule) -> FailureOutcome:

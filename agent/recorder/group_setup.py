@@ -120,30 +120,18 @@ class SetupRecorder:
         groups = self._recorder.groups
         groups.world_size, groups.generation = world_size, self._completed_worlds[world_size]
 
-    def enter_call(
-        self,
-        op: str,
-        *,
-        detail: str | None = None,
-        ranks: tuple[int, ...] | None = None,
-        is_blocking: bool = True,
-    ) -> EnteredCall | None:
+    def enter_call(self, op: str, ranks: tuple[int, ...] | None = None) -> EnteredCall | None:
         """Records a set-up call; ``ranks`` are the members that it concerns, None if all."""
         if self._stream is None:
             return None
         members = None if ranks is None else f"ranks={pack_ranks(ranks)}"
-        signature = with_agreement_hash(
-            Signature(op=op, detail=detail or members), MustMatch.NOTHING, ()
-        )
-        return self._enter_in(self._stream, signature, is_blocking)
+        return self._enter_in(self._stream, Signature(op=op, detail=members))
 
-    def _enter_in(
-        self, stream: StreamRecorder, signature: Signature, is_blocking: bool = True
-    ) -> EnteredCall:
+    def _enter_in(self, stream: StreamRecorder, unhashed: Signature) -> EnteredCall:
+        signature = with_agreement_hash(unhashed, MustMatch.NOTHING, ())
         number = self._recorder.ring.intern_signature(encode_signature(signature))
         site = self._recorder.sites.find_site(sys._getframe(2))
-        flag = RecordFlag.BLOCKING if is_blocking else RecordFlag.ASYNC
-        record_body = stream.pack_record_body(number, site, flag)
+        record_body = stream.pack_record_body(number, site, RecordFlag.BLOCKING)
         return stream.enter_call(signature.agree, record_body, 0, CompletionMode.RETURN)
 
     def announce_foreign_group(self, origin: GroupOrigin) -> None:
@@ -158,10 +146,7 @@ class SetupRecorder:
         }
         stream = self._recorder.groups.open_stream(description)
         if stream is not None:
-            signature = with_agreement_hash(
-                Signature(op="new_process_group"), MustMatch.NOTHING, ()
-            )
-            origin.creation = self._enter_in(stream, signature)
+            origin.creation = self._enter_in(stream, Signature(op="new_process_group"))
 
     def complete_foreign_group(self, origin: GroupOrigin, returned: bool) -> None:
         """Records that a foreign group was created, or given up. Its stream may then make room for

@@ -139,7 +139,7 @@ class GroupRegistry:
             }
             stream = self.open_stream(description)
             if track.channels.setdefault(key, stream) is not stream:
-                self._close_duplicate(stream)
+                self._close_stream(stream)  # another thread has opened it, too, and was first
             elif stream is not None and track.message_loss is not None:
                 stream.mark_incomplete(track.message_loss)
         return track.channels[key]
@@ -169,11 +169,6 @@ class GroupRegistry:
         self._loss = reason
         for stream in list(self.streams.values()):
             stream.mark_incomplete(reason)
-
-    def _close_duplicate(self, stream: StreamRecorder | None) -> None:
-        """Closes a stream that another thread opened too, before this thread could publish it."""
-        if stream is not None:
-            self._close_stream(stream)
 
     def retire_stream(self, stream: StreamRecorder) -> None:
         """Allows another stream to take the slot of this one after `CLOSING_DELAY_S`, or earlier if
@@ -220,7 +215,9 @@ class GroupRegistry:
             else:
                 self._close_stream(stream)
 
-    def _close_stream(self, stream: StreamRecorder) -> None:
+    def _close_stream(self, stream: StreamRecorder | None) -> None:
+        if stream is None:
+            return
         self.streams.pop(stream.uid, None)
         stream.close_stream()
         heap_span = self._heap_spans.pop(stream.uid, None)
@@ -276,7 +273,7 @@ class GroupRegistry:
                 key, GroupTrack(ref, ranks, description, stream)
             )
             if track.collective_stream is not stream:
-                self._close_duplicate(stream)
+                self._close_stream(stream)  # another thread has opened it, too, and was first
         else:
             track.group_ref = ref  # C++ kept the group; only its Python object was replaced
         self.tracks[id(pg)] = track

@@ -28,11 +28,11 @@ from hangwatch.model.ranks import Lifecycle
 from hangwatch.ring.layout import CHECK_SLOTS, CHECK_STRUCT, LiveWord
 
 from ..environment import identity, run_dir
-from . import device, dynamo, faults, group_setup, kernels
+from . import device, dynamo, faults, kernels
 from .annotations import UserAnnotations
 from .checks.settings import CheckSettings, load_check_settings
 from .group_origins import origin_tracker, track_creations
-from .group_setup import SetupRecorder
+from .group_setup import SetupRecorder, wrap_function
 from .native.library import choose_recorder
 from .poller import AgentSupervisor, Poller, StackDumper
 from .recorder import Recorder
@@ -58,7 +58,7 @@ _NEW_GROUP_PARAMETERS = (
 )
 _MAX_START_WAIT_S = 10.0
 _MAX_PROGRAM_CHARS = 300
-_MAX_MESSAGE_CHARS = 800  # of an exception
+_MAX_MESSAGE_CHARS = 800  # the limit of an exception's message
 _TASK_DIR = Path("/proc/self/task")
 
 current_rank: RankProcess | None = None  # the rank that this process is, if it is recorded
@@ -74,7 +74,6 @@ def install_recorder() -> None:
     if not dist.is_available():
         return
     os.register_at_fork(after_in_child=_reset_after_fork)
-    wrap_function = group_setup.wrap_function
     wrap_function("init_process_group", _enter_init, _leave_init, _record_lost_world)
     wrap_function("_new_group_with_tag", _enter_new_group, _leave_new_group, _record_lost_group)
     wrap_function("split_group", _enter_split_group, _leave_new_group, _record_lost_group)
@@ -317,9 +316,9 @@ def _leave_new_group(token: Any, returned: bool) -> None:
     call, named_before = token
     if not returned and _count_named_groups() == named_before:
         # An argument was wrong: the next group gets the name that this one would have had.
-        group_setup.SetupRecorder.retract_call(call)
+        SetupRecorder.retract_call(call)
     else:
-        group_setup.SetupRecorder.leave_call(call, returned)
+        SetupRecorder.leave_call(call, returned)
 
 
 def _count_named_groups() -> int:
@@ -440,26 +439,22 @@ def patch_spawn() -> None:
 def _record_exception(
     kind: type[BaseException], value: BaseException, trace: TracebackType | None
 ) -> None:
+    """Records the exception, with the innermost line of the user's code in its traceback."""
+    rank = current_rank
+    if rank is None:
+        return
     try:
-        rank = current_rank
-        if rank is not None:
-            rank.ring.write_exception(_describe_exception(rank, kind, value, trace))
+        description: dict[str, Any] = {
+            "type": kind.__qualname__,
+            "message": str(value)[:_MAX_MESSAGE_CHARS],
+            "at_ns": monotonic_ns(),
+        }
+        for frame, line in reversed(list(traceback.walk_tb(trace))):
+            code = frame.f_code
+            if rank.recorder.sites.is_user_code(code):
+                site = {"file": code.co_filename, "line": line, "function": code.co_name}
+                description |= site
+                break
+        rank.ring.write_exception(description)
     except Exception as error:  # ours: the user's exception is shown all the same
         faults.record_fault("recording an exception", error)
-
-
-def _describe_exception(
-    rank: RankProcess, kind: type[BaseException], value: BaseException, trace: TracebackType | None
-) -> dict[str, Any]:
-    """Describes the exception, with the innermost line of the user's code in its traceback."""
-    description: dict[str, Any] = {
-        "type": kind.__qualname__,
-        "message": str(value)[:_MAX_MESSAGE_CHARS],
-        "at_ns": monotonic_ns(),
-    }
-    for frame, line in reversed(list(traceback.walk_tb(trace))):
-        code = frame.f_code
-        if rank.recorder.sites.is_user_code(code):
-            site = {"file": code.co_filename, "line": line, "function": code.co_name}
-            return description | site
-    return description

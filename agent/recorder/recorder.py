@@ -107,8 +107,3 @@ def get_work_unboxer() -> Callable[[Any], Any]:
 
     unbox: Callable[[Any], Any] = Work.unbox
     return unbox
-
-
-def unbox_work(boxed: Any) -> Any:
-    """The Work of a call; None if the backend returned none."""
-    return None if boxed is None else get_work_unboxer()(boxed)

@@ -80,7 +80,8 @@ def find_ancestor_rank() -> AncestorRank | None:
             ring = folder / (key + run_dir.RING_SUFFIX)
             if ring.exists():
                 return _read_ancestor(ring)
-            pid = _read_parent_pid(pid)
+            fields_after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            pid = int(fields_after_name[1])
         except (OSError, ValueError, RingError):
             return None
     return None
@@ -101,11 +102,6 @@ def _read_ancestor(ring: Path) -> AncestorRank:
         world_size=identity["world_size"],
         master_address=identity["master"],
     )
-
-
-def _read_parent_pid(pid: int) -> int:
-    fields_after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    return int(fields_after_name[1])
 
 
 def read_lifecycle(ring: Path) -> Lifecycle:

@@ -187,8 +187,7 @@ class StreamRecorder:
         self._ring.record_completion(call[2], monotonic_ns())
         newest_work = self._find_observable_work() if self.pending_works else None
         if newest_work is not None:
-            # Asynchronous calls before this one are unfinished: it counts as complete with the
-            # last.
+            # Asynchronous calls before it are unfinished: this call is complete with the last one.
             self.pending_works.append((call, newest_work))
         elif self.completed != UNKNOWN_COMPLETED:
             self.pending_works.clear()

@@ -19,7 +19,7 @@ from ..python_kernel import (
     record_loss,
     record_lost_completion,
 )
-from ..recorder import unbox_work
+from ..recorder import get_work_unboxer
 from ..streams import EnteredCall, get_holding_locals, leave_call
 from .inspection import PendingCheck
 from .tensors import DispatchBypass, TensorArguments
@@ -115,6 +115,7 @@ def _finish_call(
     try:
         recorder = get_recorder()
         if recorder is not None and recorder.checker is not None:
-            recorder.checker.check_result(pending, unbox_work(boxed), caller)
+            work = None if boxed is None else get_work_unboxer()(boxed)
+            recorder.checker.check_result(pending, work, caller)
     except Exception as error:  # ours: the call's result is returned all the same
         faults.record_fault(f"examining the result of {reader.spec.op}", error)

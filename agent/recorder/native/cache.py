@@ -26,7 +26,7 @@ from typing import Any
 
 SOURCE_PATH = Path(__file__).with_name("recorder.cpp")
 PREBUILT_FOLDER = Path(__file__).with_name("prebuilt")
-MANIFEST_NAME = "manifest.json"
+_MANIFEST_PATH = PREBUILT_FOLDER / "manifest.json"
 NOT_BUILT_REASON = "it is not built yet: a node agent builds it in the background, for the next job"
 _DIGEST_BYTES = 16
 RECORDER_MODES = ("auto", "native", "python")
@@ -144,7 +144,7 @@ class FrameLayout(ctypes.Structure):
         # if PyThreadState itself holds it.
         ("indirect", ctypes.c_int32),
         ("newest", ctypes.c_int32),  # the offset in that struct of the pointer to the newest frame
-        ("back", ctypes.c_int32),  # this offset and the next two are in a frame
+        ("back", ctypes.c_int32),  # the offsets in a frame are this and the next two
         ("code", ctypes.c_int32),
         ("instruction", ctypes.c_int32),
     )
@@ -175,26 +175,26 @@ class PrebuiltRecorder:
     """A recorder in the wheel."""
 
     path: Path
-    is_tested: bool  # it was tried with this release of torch and this minor version of Python
+    is_tested: bool  # whether it was tried with this torch and this minor version of Python
 
 
-def find_prebuilt(folder: Path = PREBUILT_FOLDER) -> PrebuiltRecorder | None:
+def find_prebuilt() -> PrebuiltRecorder | None:
     """The recorder of the wheel for this torch and machine; None if there is none. Imports torch."""
     try:
-        manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+        manifest = json.loads(_MANIFEST_PATH.read_text(encoding="utf-8"))
         if manifest["sources"] != hash_sources():
             return None  # built from other sources than those installed here
         name = get_prebuilt_name()
         tested = manifest["recorders"][name]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    path = folder / name
+    path = PREBUILT_FOLDER / name
     return PrebuiltRecorder(path=path, is_tested=describe_releases() in tested)
 
 
-def has_prebuilt(folder: Path = PREBUILT_FOLDER) -> bool:
+def has_prebuilt() -> bool:
     """Whether the wheel has any recorders."""
-    return (folder / MANIFEST_NAME).exists()
+    return _MANIFEST_PATH.exists()
 
 
 def get_prebuilt_name() -> str:

@@ -23,6 +23,7 @@ from . import cache
 from .cache import FrameLayout, find_prebuilt, get_frame_layout
 
 _INT64_SIGN_BIT = 1 << 63
+_MAX_FRAMES = 256
 
 
 class _NativeCall(ctypes.Structure):
@@ -89,8 +90,7 @@ class NativeLibrary:
 
     def __init__(self, path: Path) -> None:
         """Raises OSError if it cannot be loaded."""
-        # These functions are called without the GIL, since they may wait for a thread that needs
-        # it.
+        # These functions are called without the GIL, since they may wait for its owner.
         self._lib = ctypes.CDLL(str(path))
         # These functions are called with the GIL, and never wait for a thread that needs it.
         self._gil_lib = ctypes.PyDLL(str(path))
@@ -215,12 +215,12 @@ class NativeLibrary:
     def retract_call(self, call: _NativeCall) -> None:
         self._lib.hw_retract_call(self._recorder, ctypes.byref(call))
 
-    def read_frames(self, max_frames: int = 256) -> list[tuple[int, int]]:
+    def read_frames(self) -> list[tuple[int, int]]:
         """The calling thread's frames as the library sees them, newest first: (id of the code,
         offset of the instruction).
         """
-        codes, instructions = (ctypes.c_uint64 * max_frames)(), (ctypes.c_uint32 * max_frames)()
-        count = self._gil_lib.hw_read_frames(codes, instructions, max_frames)
+        codes, instructions = (ctypes.c_uint64 * _MAX_FRAMES)(), (ctypes.c_uint32 * _MAX_FRAMES)()
+        count = self._gil_lib.hw_read_frames(codes, instructions, _MAX_FRAMES)
         return list(zip(codes[:count], instructions[:count], strict=True))
 
 
