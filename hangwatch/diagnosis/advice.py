@@ -70,7 +70,7 @@ class _SampledCulprit:
     process: Process
     sample: StackSample
     thread: ThreadStack | None  # the thread that keeps the rank from its call
-    working_threads: Collection[ThreadStack]  # they do what it waits for
+    working_threads: Collection[ThreadStack]  # the threads that do what it waits for
 
 
 def _describe_activity(culprit: _SampledCulprit, spec: KindSpec) -> str:
@@ -79,7 +79,7 @@ def _describe_activity(culprit: _SampledCulprit, spec: KindSpec) -> str:
     """
     process, is_slow = culprit.process, _is_slow(spec)
     activity = classify_activity(culprit.thread)
-    # A frozen rank does not sleep, whatever its line says; in a declared phase a sleep is normal.
+    # A frozen rank does not sleep, whatever its line shows; a sleep is normal in a declared phase.
     may_sleep = spec.ignores_sleep or (is_slow and process.phase is not None)
     is_sleeping = activity.waits is not None and activity.waits.phrase == _SLEEP_PHRASE
     if may_sleep and is_sleeping:

@@ -227,7 +227,7 @@ def get_op_name(stream: CallStream, seq: int | None = None) -> str:
 
 
 def find_newest_sample(process: Process, since: float) -> StackSample | None:
-    """The newest sample of its stacks since a wait for it began. After an exception because of absent
+    """The newest sample of a rank's stacks since a wait for it began. After an exception because of absent
     peers, its stack no longer shows what delayed it.
     """
     until = float("inf")
@@ -304,7 +304,7 @@ def get_last_seen_at(context: DiagnosisContext, rank: int) -> float:
 
 
 def has_timed_out(process: Process) -> bool:
-    """Whether it raised an exception because its last call took too long."""
+    """Whether the process raised an exception because its last call took too long."""
     exception, last = process.exception, process.newest_stream
     if exception is None or last is None or not PEER_ERROR_TYPES.search(exception.type):
         return False
@@ -315,8 +315,8 @@ def has_timed_out(process: Process) -> bool:
 
 
 def was_ended_by_watchdog(process: Process) -> bool:
-    """Whether it was aborted while its device had collectives to complete, as torch's watchdog does
-    after a timeout or an error of the network. A rank whose device had completed all aborted by
+    """Whether the process was aborted while its device had collectives to complete, as torch's watchdog
+    does after a timeout or an error of the network. A rank whose device had completed all aborted by
     itself.
     """
     end = process.exit
@@ -327,8 +327,8 @@ def was_ended_by_watchdog(process: Process) -> bool:
 
 
 def has_peer_error(process: Process) -> bool:
-    """Whether it ended because a peer was absent or disappeared, by its exception or because its
-    watchdog ended it.
+    """Whether the process ended because a peer was absent or disappeared, by its exception or because
+    its watchdog ended it.
     """
     if was_ended_by_watchdog(process):
         return True

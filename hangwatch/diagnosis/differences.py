@@ -311,8 +311,8 @@ def _explain_alignment(alignment: Alignment, reference: str, verb: str) -> _Expl
 
 
 def _explain_omission(left: list[Call], right: list[Call], seq: int) -> _Explanation:
-    """The calls that the right side probably skipped at ``seq``, by the order of earlier rounds. If it had
-    just made the call that it makes instead, it may have repeated that.
+    """The calls that the right side probably skipped at ``seq``, by the order of earlier rounds. It may
+    also have repeated the call that it makes instead, if it had just made that.
     """
     omitted = find_left_out_calls(left, right, seq)
     if not omitted:
@@ -331,8 +331,8 @@ def _explain_omission(left: list[Call], right: list[Call], seq: int) -> _Explana
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallShift:
-    """A call from which on the right side is ``count`` calls behind the left one (ahead of it if that is
-    negative).
+    """A lasting shift between the sides: the right one is ``count`` calls behind the left one (ahead of
+    it if that is negative).
 
     ``first`` and ``last`` delimit the calls that may be the first that only one side made: they are
     equal if that is certain. ``first`` is None if it may be earlier than all known calls.

@@ -140,7 +140,7 @@ class DeviceGraph:
         return waits
 
     def _is_inside(self, group: DeviceGroup, rank: int) -> bool:
-        """Whether its device is in a collective of the group, as far as is known."""
+        """Whether a rank's device is in a collective of the group, as far as is known."""
         progress = group.members[rank]
         if not progress.is_behind_host:
             return False
@@ -153,7 +153,7 @@ class DeviceGraph:
         return bool(front) and front[0] is group
 
     def _may_have_come(self, group: DeviceGroup, rank: int, call: int) -> bool:
-        """Whether its device has begun the call, or may have."""
+        """Whether a rank's device has begun the call, or may have."""
         progress = group.members[rank]
         if progress.completed >= call:
             return True
@@ -284,7 +284,7 @@ class DeviceView:
     def get_waited_s(self, ranks: Iterable[int]) -> float:
         """How long their devices have been in, or before, the calls that their hosts wait for.
 
-        More exact than `get_unchanged_s`: a host that waits for its device goes on as soon as the
+        More exact than `get_unchanged_s`: a host that waits for its device continues as soon as the
         device does, and hosts report more often than counters are read.
         """
         ranks = list(ranks)
@@ -303,8 +303,8 @@ class DeviceView:
         return {rank for rank in self.hang.culprits if not self._may_be_in_message(rank)}
 
     def _may_be_in_message(self, rank: int) -> bool:
-        """Whether its device may be in a send or a receive, whose peer is unknown here. Hosts run ahead
-        of their devices: only a completed collective that was queued later shows that it is not.
+        """Whether a rank's device may be in a send or a receive, whose peer is unknown here. Hosts run
+        ahead of their devices: only a completed collective that was queued later shows that it is not.
         """
         if self._is_in_completed_call(rank):
             return False

@@ -300,7 +300,7 @@ def list_old_unfinished(process: Process, before: float) -> list[CallStream]:
 
 
 def is_waiting_on_channel(process: Process, stream: CallStream) -> bool:
-    """Whether its stack shows that it waits. The completion of many sends is never reported, so
+    """Whether a rank's stack shows that it waits. The completion of many sends is never reported, so
     only a stack shows that a rank waits for a send that its peer received.
 
     A message received from any source may be the one that this call was to receive.

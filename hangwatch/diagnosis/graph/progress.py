@@ -18,7 +18,7 @@ from hangwatch.stacks.frames import runs_user_code, waits_for_communication
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import IDLE_AFTER_S, Process, StackSample
 
-MIN_SAMPLE_GAP_S = 0.8  # between two samples that can be compared
+MIN_SAMPLE_GAP_S = 0.8  # two samples that are closer cannot be compared
 # A thread is busy this long after it last used the CPU or waited for one; sampling its stack may stop
 # it for a second.
 BUSY_WITHIN_S = 2.0
@@ -39,12 +39,12 @@ def has_two_samples(process: Process, since: float) -> bool:
 
 
 def is_progressing(process: Process, since: float) -> bool:
-    """Whether its calling thread uses the CPU, or its samples show different functions."""
+    """Whether a rank's calling thread uses the CPU, or its samples show different functions."""
     return is_busy(process) or has_stack_changed(process, since)
 
 
 def is_busy(process: Process) -> bool:
-    """Whether its calling thread uses the CPU, or needs one. Node agents report it of the main
+    """Whether a rank's calling thread uses the CPU, or needs one. Node agents report it of the main
     thread and the one of the newest call together; samples, of each thread.
     """
     if process.reports.updated_at - process.activity.last_active_at >= BUSY_WITHIN_S:
@@ -66,7 +66,7 @@ def _has_caller_used_cpu(process: Process) -> bool | None:
 
 
 def has_stack_changed(process: Process, since: float) -> bool:
-    """Whether its calling thread was in different Python functions."""
+    """Whether a rank's calling thread was in different Python functions."""
     function_lists: set[tuple[tuple[str, str], ...]] = set()
     for sample in list_samples_since(process, since):
         caller = sample.calling_thread
@@ -112,7 +112,7 @@ def find_working_threads(process: Process, since: float) -> list[ThreadStack]:
     ]
     children_before = {thread.pid for thread in before.threads if thread.pid is not None}
     if children_before and not working:
-        # A different child than before: a rank that runs many short programs makes progress.
+        # A rank that runs many short programs, each a different child than before, makes progress.
         working = [
             thread
             for thread in awaited
@@ -132,7 +132,7 @@ def _find_comparable_sample(samples: list[StackSample]) -> StackSample | None:
 
 
 def _has_used_cpu(now: ThreadStack, before: ThreadStack | None, elapsed_s: float) -> bool:
-    """Whether it used the CPU between the samples, or was ready to but did not get one."""
+    """Whether a thread used the CPU between the samples, or was ready to but did not get one."""
     cpu_s, ready_s = now.cpu_s or 0.0, now.ready_s or 0.0
     if before is not None:
         cpu_s -= before.cpu_s or 0.0
@@ -246,7 +246,7 @@ def is_wholly_blocked(process: Process, blocked_streams: Collection[CallStream])
 
 
 def _is_joining(thread: ThreadStack) -> bool:
-    """Whether it waits for the end or the result of another thread. Any thread may hold a lock."""
+    """Whether a thread waits for the end or the result of another one. Any thread may hold a lock."""
     return _is_waiting_for_thread(thread) and classify_activity(thread).waits is not LOCK
 
 
@@ -311,6 +311,6 @@ def is_process_waiting(process: Process) -> bool | None:
 
 
 def _is_waiting_for_call(thread: ThreadStack | None) -> bool | None:
-    """Whether it waits for communication; None if its stack does not show it."""
+    """Whether a thread waits for communication; None if its stack does not show it."""
     is_communicating = waits_for_communication(thread)
     return is_communicating and not waits_for_external(thread)

@@ -580,7 +580,7 @@ def _select_furthest_behind(behind: Mapping[int, int], unknown: Collection[int])
 
 
 def receives_from_any(stream: CallStream) -> bool:
-    """Whether it receives from any source."""
+    """Whether the stream receives from any source."""
     return stream.peer == -1 and stream.kind is StreamKind.RECV
 
 
@@ -700,7 +700,7 @@ class QueuedCalls:
     """The calls that devices cannot come to at one moment, because they are queued behind a message
     without its other end; as far as the counts and times of calls show it.
 
-    Where a call only queues work for the device, as on NCCL, hosts go on after a send or a receive that
+    Where a call only queues work for the device, as on NCCL, hosts continue after a send or a receive that
     the peer has not met. A device executes its calls in the order in which its host made them, so those
     after the message are held up as well: collectives that all hosts have made, and messages whose other
     end is queued. Where the completion of calls is reported, as on gloo, none of this applies. Nor does

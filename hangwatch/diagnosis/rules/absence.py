@@ -6,7 +6,6 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from hangwatch.model.calls import Site
 from hangwatch.model.groups import Group
 from hangwatch.model.kinds import KINDS, Severity, Timing, VerdictKind
 from hangwatch.model.ranks import Lifecycle
@@ -79,7 +78,9 @@ def make_absence_verdict(
 
 
 def get_severity(context: DiagnosisContext, kind: VerdictKind, began_at: float) -> Severity:
-    """Slow imports, image pulls and launchers make a start late without a fault."""
+    """The severity of a verdict of this kind. A late start is a warning at first: slow imports, image
+    pulls and launchers delay it without a fault.
+    """
     spec = KINDS[kind]
     awaited_s = context.now - began_at
     if spec.timing is Timing.AFTER_STALL_THEN_ALERT and awaited_s < context.limits.startup_after_s:
@@ -163,14 +164,39 @@ def _make_frozen_messages(
     context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
 ) -> tuple[str, str]:
     process = context.attempt.processes[verdict.culprits[0]]
-    return describe_frozen_ranks(
-        verdict.culprits,
-        process.freeze_reason(context.now),
-        process.activity.state,
-        len(verdict.waiting),
-        get_op_name(edge.stream, edge.wait.seq),
-        has_stack=find_newest_sample(process, verdict.began_at) is not None,
-        last_site=find_last_site(process),
+    reason = process.freeze_reason(context.now)
+    condition, advice = _describe_freeze(reason, process.activity.state, len(verdict.culprits) > 1)
+    has_stack = find_newest_sample(process, verdict.began_at) is not None
+    if reason is FreezeReason.GIL_HELD and not has_stack:
+        # The line of the newest recorded call stands in for a stack.
+        last_site = find_last_site(process)
+        after = "" if last_site is None else f", which was at {last_site}"
+        advice = (
+            "No Python code can run there, and no stack is known: look for a native call after the"
+            f" newest recorded call{after}."
+        )
+    summary = (
+        f"{describe_ranks(verdict.culprits)} {condition};"
+        f" {format_waiter_count(len(verdict.waiting))} in {get_op_name(edge.stream, edge.wait.seq)}"
+    )
+    return summary, advice
+
+
+def _describe_freeze(reason: FreezeReason | None, state: str, are_several: bool) -> tuple[str, str]:
+    """The condition and the advice. ``state`` is the process state in /proc."""
+    be, pronoun = ("are", "them") if are_several else ("is", "it")
+    if reason is FreezeReason.STOPPED and state == "t":
+        return f"{be} stopped by a debugger", f"Detach the debugger that traces {pronoun}."
+    if reason is FreezeReason.STOPPED:
+        return f"{be} stopped (SIGSTOP or job control)", f"Resume {pronoun} with kill -CONT."
+    if reason is FreezeReason.UNINTERRUPTIBLE:
+        blocked = "They are blocked" if are_several else "It is blocked"
+        advice = f"{blocked} in the kernel: check disks, network file systems and drivers."
+        return f"{be} in uninterruptible sleep", advice
+    stacks_show = "their stacks show" if are_several else "its stack shows"
+    return (
+        f"{be} running native code that holds the GIL",
+        f"No Python code can run there: {stacks_show} which native call does not return.",
     )
 
 
@@ -215,7 +241,7 @@ def _make_missing_messages(
 ) -> tuple[str, str]:
     waiter = edge.wait.rank if edge.stream.peer is not None else None
     if edge.stream.peer is None:
-        # Their positions count: whether their calls are equal may be unknown.
+        # Positions count here, since it may be unknown whether the calls are equal.
         members = context.streams_by_group.get(edge.stream.group.key, {})
         ranks_inside = tuple(
             rank
@@ -340,47 +366,6 @@ def format_exited_rank_advice(are_several: bool) -> str:
     return (
         f"The others made one more call than {they} did: look for uneven data or a loop that ends"
         " early."
-    )
-
-
-def describe_frozen_ranks(
-    ranks: tuple[int, ...],
-    reason: FreezeReason | None,
-    state: str,
-    waiter_count: int,
-    op: str,
-    *,
-    has_stack: bool,
-    last_site: Site | None,
-) -> tuple[str, str]:
-    """The summary and the advice. ``state`` is the process state in /proc; ``last_site`` is the line
-    of the newest recorded call, which stands in for a stack.
-    """
-    condition, advice = _describe_freeze(reason, state, len(ranks) > 1)
-    if reason is FreezeReason.GIL_HELD and not has_stack:
-        after = "" if last_site is None else f", which was at {last_site}"
-        advice = (
-            "No Python code can run there, and no stack is known: look for a native call after the"
-            f" newest recorded call{after}."
-        )
-    summary = f"{describe_ranks(ranks)} {condition}; {format_waiter_count(waiter_count)} in {op}"
-    return summary, advice
-
-
-def _describe_freeze(reason: FreezeReason | None, state: str, are_several: bool) -> tuple[str, str]:
-    be, pronoun = ("are", "them") if are_several else ("is", "it")
-    if reason is FreezeReason.STOPPED and state == "t":
-        return f"{be} stopped by a debugger", f"Detach the debugger that traces {pronoun}."
-    if reason is FreezeReason.STOPPED:
-        return f"{be} stopped (SIGSTOP or job control)", f"Resume {pronoun} with kill -CONT."
-    if reason is FreezeReason.UNINTERRUPTIBLE:
-        blocked = "They are blocked" if are_several else "It is blocked"
-        advice = f"{blocked} in the kernel: check disks, network file systems and drivers."
-        return f"{be} in uninterruptible sleep", advice
-    stacks_show = "their stacks show" if are_several else "its stack shows"
-    return (
-        f"{be} running native code that holds the GIL",
-        f"No Python code can run there: {stacks_show} which native call does not return.",
     )
 
 

@@ -63,7 +63,10 @@ def _classify_end(context: DiagnosisContext, rank: int, waits: LongestWaits) -> 
     # Declared calls need no init_process_group, and a rank of another world can still make them.
     if process is None or (is_not_initialized(process) and not waits.all_declared):
         return VerdictKind.STARTUP_STALL
-    if _never_initialized(process, rank, waits):
+    is_first_setup_awaited = any(blocked.awaited[rank] == 1 for blocked in waits.setup_calls)
+    if is_first_setup_awaited and not any(
+        stream.kind is StreamKind.SETUP for stream in process.streams.values()
+    ):
         return VerdictKind.STARTUP_STALL
     if is_in_phase(context, process):
         return VerdictKind.SLOW_RANK
@@ -71,13 +74,6 @@ def _classify_end(context: DiagnosisContext, rank: int, waits: LongestWaits) -> 
     if within_slow_limit and is_working(context, rank, waits.began_at):
         return VerdictKind.SLOW_RANK
     return VerdictKind.MISSING_RANK
-
-
-def _never_initialized(process: Process, rank: int, waits: LongestWaits) -> bool:
-    """Whether ranks wait for its first set-up call, and it has made none."""
-    if not any(blocked.awaited[rank] == 1 for blocked in waits.setup_calls):
-        return False
-    return all(stream.kind is not StreamKind.SETUP for stream in process.streams.values())
 
 
 def get_unable_kind(context: DiagnosisContext, rank: int) -> VerdictKind | None:
@@ -106,7 +102,7 @@ def is_working(context: DiagnosisContext, rank: int, since: float) -> bool:
 
 
 def is_in_phase(context: DiagnosisContext, process: Process) -> bool:
-    """Whether it is in a phase that it declared, within the phase's time limit."""
+    """Whether a rank is in a phase that it declared, within the phase's time limit."""
     if process.phase is None:
         return False
     limit_s = process.phase.limit_s or context.limits.slow_limit_s

@@ -147,25 +147,15 @@ def _add_tag_mismatch(
     blocking_streams = {id(blocked.stream) for blocked in blocked_calls}
     receives = [blocked for blocked in blocked_calls if blocked.stream.kind is StreamKind.RECV]
     for edge in (blocked.make_edge(rank) for blocked in receives for rank in blocked.awaited):
-        for sending in _find_unreceived_sends(context, edge, blocking_streams):
-            is_blocking = id(sending) in blocking_streams
-            return _explain_by_tags(context, verdict, edge, sending, is_blocking)
+        sends = _list_sends_to_receiver(context, edge)
+        # A stream in which the sender is blocked counts more than one that is older.
+        sends.sort(key=lambda stream: (id(stream) not in blocking_streams, stream.entered_at))
+        for sending in sends:
+            receive_count = sending.other_end.entered if sending.other_end is not None else 0
+            if sending.tag != edge.stream.tag and sending.entered > receive_count:
+                is_blocking = id(sending) in blocking_streams
+                return _explain_by_tags(context, verdict, edge, sending, is_blocking)
     return verdict
-
-
-def _find_unreceived_sends(
-    context: DiagnosisContext, edge: WaitEdge, blocking_streams: Collection[int]
-) -> Iterator[CallStream]:
-    """The awaited sender's streams to the receiver with another tag and more sends than receives:
-    those in which the sender is blocked first, then the oldest.
-    """
-    sends = _list_sends_to_receiver(context, edge)
-    sends.sort(key=lambda stream: (id(stream) not in blocking_streams, stream.entered_at))
-    for sending in sends:
-        receiving = sending.other_end
-        receive_count = receiving.entered if receiving is not None else 0
-        if sending.tag != edge.stream.tag and sending.entered > receive_count:
-            yield sending
 
 
 def _list_sends_to_receiver(context: DiagnosisContext, edge: WaitEdge) -> list[CallStream]:
@@ -321,7 +311,9 @@ def find_deadlock_core(graph: WaitGraph, component: set[int]) -> DeadlockCore:
     if not common_ranks:
         return DeadlockCore(ranks=component, cycle=cycle, common_ranks=common_ranks)
     waiter_groups = _list_waiter_groups(graph, common_ranks, component)
-    waiter_groups.sort(key=_earliest_wait)
+    waiter_groups.sort(
+        key=lambda group: (min(b.began_at for b in group), min(b.rank for b in group))
+    )
     for waiter_group in ([], *waiter_groups):
         ranks = common_ranks | {blocked.rank for blocked in waiter_group}
         if not _is_acyclic(graph, ranks):
@@ -348,15 +340,10 @@ def _list_waiter_groups(
     return waiter_groups
 
 
-def _earliest_wait(waiter_group: list[BlockedCall]) -> tuple[float, int]:
-    first_began_at = min(blocked.began_at for blocked in waiter_group)
-    return first_began_at, min(blocked.rank for blocked in waiter_group)
-
-
 def _find_awaited_ranks(graph: WaitGraph, ranks: Collection[int], within: set[int]) -> set[int]:
     """The ranks that they wait for, directly or through other ranks of ``within``."""
     seen: set[int] = set()
-    searched: set[int] = set()  # identities of mappings
+    searched: set[int] = set()  # the identities of mappings
     to_search = list(ranks)
     while to_search:
         for blocked in graph.blocked_calls.get(to_search.pop(), ()):
@@ -379,7 +366,7 @@ def _find_shortest_cycle(graph: WaitGraph, component: set[int]) -> list[WaitEdge
 def _find_cycle_from(graph: WaitGraph, start: int, component: set[int]) -> list[WaitEdge]:
     """The shortest path of waits from a rank of a component back to it, by breadth-first search."""
     edge_to: dict[int, WaitEdge] = {}
-    searched: set[int] = set()  # identities of mappings
+    searched: set[int] = set()  # the identities of mappings
     level = [start]
     while start not in edge_to:
         next_level: list[int] = []

@@ -85,7 +85,7 @@ def diagnose_stuck_devices(context: DiagnosisContext) -> None:
     processes = context.attempt.processes
     if any(is_in_phase(context, processes[rank]) for rank in culprits):
         return
-    # Further ranks may have had work until much later.
+    # Ranks that wait indirectly may have had work until much later.
     age_s = view.get_unchanged_s(culprits | hang.find_direct_waiters_of(culprits))
     if age_s < get_suspicion_delay_s(context.limits):
         return
@@ -93,7 +93,7 @@ def diagnose_stuck_devices(context: DiagnosisContext) -> None:
     group = view.fronts[first][0]
     stream = view.get_stream(group, first)
     members = context.streams_by_group.get(stream.group.key, {})
-    # Devices come apart in calls that differ: then those that lag are no culprits.
+    # Where the calls differ, devices that lag are no culprits.
     agreement = check_agreement(context, members, group.ranks, view.get_seq(group, first))
     due_after_s = context.limits.stall_after_s
     if agreement.may_become_known:
@@ -304,14 +304,16 @@ def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
     has_counters = any(_has_unfinished_count(process) for process in waiting)
     limit_s = context.limits.stall_after_s + (UNTIMED_GRACE_S if has_counters else 0.0)
     verdict = _make_still_verdict(context, ranks, began_at, due=age_s >= limit_s)
-    if all(map(_may_create_communicator, waiting)):
+    queued = [_find_newest_queued(process) for process in waiting]
+    if all(s is not None and s.entered == 1 and s.device is None for s in queued):
+        # A backend connects the members of a group in its first call.
         verdict = _describe_communicator(context, verdict)
     context.verdicts.append(verdict)
     context.explained_ranks.update(ranks)
 
 
 def _may_wait(context: DiagnosisContext, process: Process) -> bool:
-    """Whether its newest call may be unfinished, and nothing else explains that it waits."""
+    """Whether the newest call of a rank may be unfinished, and nothing else explains that it waits."""
     if not process.is_alive:
         return False
     newest = _find_newest_queued(process)
@@ -336,7 +338,7 @@ def _find_newest_queued(process: Process) -> CallStream | None:
 
 
 def _has_unfinished_count(process: Process) -> bool:
-    """Whether its counters show calls that are not complete. The counters of a group with messages
+    """Whether a rank's counters show calls that are not complete. The counters of a group with messages
     count these and the collectives by different numbers.
     """
     devices = [stream.device for stream in process.streams.values()]
@@ -362,19 +364,13 @@ def _is_seen_waiting(process: Process, since: float) -> bool | None:
 
 
 def _get_advanced_at(process: Process) -> float:
-    """When its host last made a call, or its device was last seen to make progress.
+    """When a rank's host last made a call, or its device was last seen to make progress.
 
     The first reading after the last call shows when the device was seen, not when it changed.
     """
     called_at = max(process.newest_call_at, process.reports.last_progress_at)
     changed_at = process.device_changed_at
     return changed_at if changed_at > called_at + READING_DELAY_S else called_at
-
-
-def _may_create_communicator(process: Process) -> bool:
-    """Whether its newest call is the first one of its group, in which a backend connects the members."""
-    newest = _find_newest_queued(process)
-    return newest is not None and newest.entered == 1 and newest.device is None
 
 
 def _describe_communicator(context: DiagnosisContext, verdict: Verdict) -> Verdict:

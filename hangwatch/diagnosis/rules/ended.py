@@ -240,7 +240,7 @@ def _is_teardown(context: DiagnosisContext, failed: list[Process]) -> bool | Non
 
 
 def _has_ended_quietly(process: Process) -> bool:
-    """Whether its end shows no failure of its own: no exception, no signal but a launcher's."""
+    """Whether the end of a process shows no failure of its own: no exception, no signal but a launcher's."""
     end = process.exit
     if end is None or process.exception is not None:
         return False

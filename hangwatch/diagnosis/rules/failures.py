@@ -42,7 +42,7 @@ def has_failed_exit(process: Process) -> bool:
 
 
 def was_terminated(process: Process) -> bool:
-    """Whether a user or a launcher ended it with a termination signal. An exception that it raised
+    """Whether a user or a launcher ended the process with a termination signal. An exception that it raised
     before is a failure of its own.
     """
     if process.exit is None or process.exit.signal not in TERMINATION_SIGNALS:
@@ -51,7 +51,7 @@ def was_terminated(process: Process) -> bool:
 
 
 def get_failure_time(process: Process) -> float:
-    """When it failed. Its exception, or the start of its exit, precedes the end of the process,
+    """When the process failed. Its exception, or the start of its exit, precedes the end of the process,
     which may take long.
 
     If no one saw its end, the recorder's last pulse is accurate to a tenth of a second, unless the
@@ -64,7 +64,7 @@ def get_failure_time(process: Process) -> float:
 
 
 def _is_exit_unseen(process: Process) -> bool:
-    """Whether it was gone before its node agent could read its exit status."""
+    """Whether the process was gone before its node agent could read its exit status."""
     end = process.exit
     return end is not None and end.signal is None and end.exit_status is None
 
@@ -147,12 +147,12 @@ def find_departed_before(context: DiagnosisContext, first: Process, last: CallSt
 
 
 def _has_own_exception(process: Process) -> bool:
-    """Whether it raised an exception that no peer causes."""
+    """Whether the process raised an exception that no peer causes."""
     return process.exception is not None and not PEER_ERROR_TYPES.search(process.exception.type)
 
 
 def _had_left(process: Process, first: Process, group: Group) -> bool:
-    """Whether it left ``group`` without a failure before the first failure."""
+    """Whether the process left ``group`` without a failure before the first failure."""
     if process.exception is not None:
         return False
     ended_in_time = get_failure_time(process) <= get_failure_time(first) + DETECTION_DELAY_S

@@ -44,9 +44,9 @@ _FAILED_SOON_S = 5.0
 _MAX_EVIDENCE_WAIT_S = 3.0
 _MAX_NARROWING_S, _MAX_REPLY_WAIT_S, _MAX_REPORT_WAIT_S = 4.5, 1.0, 15.0
 _MAX_CALLS_TO_FETCH = 64
-_MAX_ASKED_PER_CLASS = 3  # ranks of a class that are asked for the same calls
+_MAX_ANSWERS_PER_CLASS = 3  # a class with as many answers gets no further request for these calls
 _MAX_PROBES = 64  # calls that are compared at a time to find where a divergence began
-# In an all-to-all every member may have different sizes. The calls of the first outliers are shown
+# Every member of an all-to-all may have different sizes. The calls of the first outliers are shown
 # before those of the other members.
 _MAX_CLASSES_SHOWN = 16
 _MAX_OUTLIERS_FIRST = 8
@@ -87,7 +87,7 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
     is_harmless = _is_harmless(context, mismatch, members, failed)
     if mismatch.kind is StreamKind.SETUP:
         if len(mismatch.calls) < len(mismatch.classes):
-            if is_harmless:  # without the calls, that is all that is known
+            if is_harmless:  # as far as that is known without the calls
                 return
         elif _creates_separate_groups(mismatch, members):
             return
@@ -212,7 +212,7 @@ def _make_mismatch_verdict(
 def _is_evidence_overdue(
     context: DiagnosisContext, mismatch: CallMismatch, members: dict[int, CallStream]
 ) -> bool:
-    """Whether it was waited for long enough for what is missing: then what is certain is reported."""
+    """Whether the verdict has waited long enough for what is missing: then what is certain is reported."""
     reported_ranks = [rank for ranks in mismatch.classes for rank in ranks]
     report_times = [get_last_seen_at(context, rank) for rank in reported_ranks]
     if context.now - max(report_times, default=context.now) > _MAX_EVIDENCE_WAIT_S:
@@ -420,9 +420,9 @@ def _list_calls_to_fetch(
         # calls of the first are lost.
         if any(_knows_calls(members[rank], window, divergence.last_equal) for rank in ranks):
             continue
-        asked = [rank for rank in ranks if members[rank].has_answered(window)]
-        if len(asked) < _MAX_ASKED_PER_CLASS:
-            to_fetch += [(rank, window) for rank in ranks if rank not in asked][:1]
+        answered = [rank for rank in ranks if members[rank].has_answered(window)]
+        if len(answered) < _MAX_ANSWERS_PER_CLASS:
+            to_fetch += [(rank, window) for rank in ranks if rank not in answered][:1]
     at_seq = CallWindow(seq, seq)
     for rank in unclassified:
         if not members[rank].has_answered(at_seq):
@@ -695,7 +695,16 @@ def _make_split_mismatch(
         counts.update((conflict.sender, conflict.receiver))
     most = max(counts.values())
     outliers = tuple(sorted(rank for rank, count in counts.items() if count == most))
-    exchange = _select_exchange(conflicts, outliers)
+    # The first conflict of an outlier in which both sizes are known.
+    exchange = next(
+        (
+            conflict
+            for conflict in conflicts
+            if (conflict.sender in outliers or conflict.receiver in outliers)
+            and min(conflict.sent, conflict.expected) >= 0
+        ),
+        None,
+    )
     shown_first = outliers[:_MAX_OUTLIERS_FIRST]
     if exchange is not None:
         shown_first += (exchange.sender, exchange.receiver)
@@ -709,17 +718,6 @@ def _make_split_mismatch(
         began_at=max(members[rank].entered_at for rank in calls),
         exchange=exchange,
     )
-
-
-def _select_exchange(
-    conflicts: Iterable[SplitExchange], outliers: tuple[int, ...]
-) -> SplitExchange | None:
-    """The first conflict of an outlier in which both sizes are known."""
-    for conflict in conflicts:
-        is_of_outlier = conflict.sender in outliers or conflict.receiver in outliers
-        if is_of_outlier and min(conflict.sent, conflict.expected) >= 0:
-            return conflict
-    return None
 
 
 def _group_by_splits(

@@ -103,7 +103,10 @@ def _diagnose_component(
     victims = waiters - component - context.deadlocked_ranks
     if not ends or victims & context.explained_ranks:
         return
-    if len(ends) > MAX_URGENT_SUSPECTS and not _is_any_suspected(context, ends, waits_by_end):
+    delay_s = get_suspicion_delay_s(context.limits)
+    if len(ends) > MAX_URGENT_SUSPECTS and not any(
+        has_been_awaited_for(context, rank, waits_by_end[rank], delay_s) for rank in ends
+    ):
         context.explained_ranks |= victims.union(ends)
         ends = sorted(_find_unable_ranks(context, ends))
         if not ends:
@@ -143,15 +146,6 @@ def _diagnose_component(
         began_at = min(waits_by_end[rank].began_at for rank in spared)
         request_stacks(context, sorted(spared), (), began_at)
         _request_new_samples(context, sorted(spared)[:MAX_CULPRIT_STACKS])
-
-
-def _is_any_suspected(
-    context: DiagnosisContext, ends: list[int], waits_by_end: dict[int, LongestWaits]
-) -> bool:
-    suspicion_delay_s = get_suspicion_delay_s(context.limits)
-    return any(
-        has_been_awaited_for(context, rank, waits_by_end[rank], suspicion_delay_s) for rank in ends
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +237,7 @@ def _get_confirmation_delay_s(
         return max(context.limits.settle_s, MIN_WAIT_S)
     delay_s = context.limits.stall_after_s
     if waiting and context.graph.uncertain_ranks.issuperset(waiting):
-        # That any of them waits is only a guess; a stack sample would show it.
+        # Whether any of them waits is only a guess; a stack sample would show it.
         delay_s *= 2
     is_any_slow = VerdictKind.SLOW_RANK in ends.ranks_by_kind
     processes = context.attempt.processes

@@ -63,7 +63,9 @@ def diagnose_no_progress(context: DiagnosisContext) -> None:
     Ranks that cannot find each other in init_process_group are the exception: each of these calls
     has a verdict of its own.
     """
-    stuck_calls = _find_stuck_calls(context)
+    delay_s = get_suspicion_delay_s(context.limits)
+    candidates = [*_find_stuck_collectives(context), *_find_stuck_channels(context)]
+    stuck_calls = [c for c in candidates if _get_stuck_age_s(context, c) >= delay_s]
     for stuck in stuck_calls:
         request_stacks(context, (), set(stuck.waiting), stuck.began_at)
     # Some backends never report that an asynchronous call is complete.
@@ -80,13 +82,6 @@ def diagnose_no_progress(context: DiagnosisContext) -> None:
     if communication:
         communication.sort(key=lambda stuck: (-len(stuck.waiting), stuck.waiting))
         context.verdicts.append(_make_verdict(context, communication))
-
-
-def _find_stuck_calls(context: DiagnosisContext) -> list[_StuckCall]:
-    """The calls that have been stuck for long enough to be suspicious."""
-    candidates = [*_find_stuck_collectives(context), *_find_stuck_channels(context)]
-    limit_s = get_suspicion_delay_s(context.limits)
-    return [stuck for stuck in candidates if _get_stuck_age_s(context, stuck) >= limit_s]
 
 
 def _get_stuck_age_s(context: DiagnosisContext, stuck: _StuckCall) -> float:
@@ -220,8 +215,8 @@ def request_last_calls(context: DiagnosisContext) -> None:
     awaited_ranks = context.graph.find_chain_ends()
     if len(awaited_ranks) <= MAX_URGENT_SUSPECTS:
         for rank in sorted(awaited_ranks):
-            for blocked, last_seq in _iter_unknown_calls(context, rank):
-                _request_call(context, blocked.rank, blocked.stream, last_seq)
+            for blocked in context.graph.iter_waits_for(rank):
+                _request_call_before(context, blocked, rank)
     _request_stuck_calls(context)
     _request_split_sizes(context)
 
@@ -232,30 +227,22 @@ def _request_call(context: DiagnosisContext, rank: int, stream: CallStream, seq:
         context.requests.append(EvidenceRequest.for_calls(rank, stream, window))
 
 
-def _iter_unknown_calls(context: DiagnosisContext, rank: int) -> Iterator[tuple[BlockedCall, int]]:
-    """The waits for ``rank`` of ranks whose call at the position of its last one is unknown, with that
-    position.
+def _request_call_before(context: DiagnosisContext, blocked: BlockedCall, rank: int) -> None:
+    """Requests the call of a blocked rank at the position of the last call of the awaited ``rank``, if it
+    is not known.
     """
-    for blocked in context.graph.iter_waits_for(rank):
-        if blocked.stream.kind is not StreamKind.COLLECTIVE:
-            continue
-        if context.now - blocked.began_at < _MIN_WAIT_S or _has_diverged(blocked.stream):
-            continue
-        own = context.streams_by_group.get(blocked.stream.group.key, {}).get(rank)
-        if own is not None and _is_unknown(blocked.stream, own):
-            yield blocked, own.entered
-
-
-def _has_diverged(stream: CallStream) -> bool:
-    """Whether its group has diverged; then the search for the first difference requests what is needed."""
-    return stream.group_state is not None and stream.group_state.diverged
-
-
-def _is_unknown(stream: CallStream, awaited: CallStream) -> bool:
+    stream = blocked.stream
+    if stream.kind is not StreamKind.COLLECTIVE or context.now - blocked.began_at < _MIN_WAIT_S:
+        return
+    if stream.group_state is not None and stream.group_state.diverged:
+        return  # the search for the first difference requests what is needed
+    awaited = context.streams_by_group.get(stream.group.key, {}).get(rank)
+    if awaited is None:
+        return
     seq = awaited.entered
-    if not (awaited.is_counted(seq) and stream.is_counted(seq)):
-        return False
-    return 0 < seq < stream.entered and seq not in stream.hashes_by_seq
+    is_counted = awaited.is_counted(seq) and stream.is_counted(seq)
+    if is_counted and 0 < seq < stream.entered and seq not in stream.hashes_by_seq:
+        _request_call(context, blocked.rank, stream, seq)
 
 
 def _request_stuck_calls(context: DiagnosisContext) -> None:

@@ -62,7 +62,7 @@ def _diagnose_group(context: DiagnosisContext, blocked_calls: list[BlockedCall])
 
 
 def _is_free(context: DiagnosisContext, rank: int) -> bool:
-    """Whether it reports, and waits for no rank itself."""
+    """Whether a rank reports, and waits for no rank itself."""
     process = context.attempt.processes.get(rank)
     return (
         process is not None
