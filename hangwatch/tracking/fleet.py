@@ -305,7 +305,16 @@ class Fleet:
             or (holder is not None and is_owned_by_other(holder, beat, now))
             or not accepts_process(attempt, host, identity, started_at)
         ):
-            attempt = self._open_attempt(job, attempt, identity, started_at, now)
+            former = self.former_attempts.pop(job, None) if attempt is None else None
+            attempt = Attempt(
+                job=job,
+                reported_job=identity.job,
+                number=choose_attempt_number(attempt, former, identity, started_at),
+                restart=identity.restart,
+                opened_at=now,
+                foreign_groups=self.foreign_groups,
+            )
+            self.attempts[attempt.key] = attempt
         process = Process(
             key=key,
             host=host,
@@ -353,26 +362,6 @@ class Fleet:
                     self.processes.pop((process.host, process.key), None)
             attempt.shrink_world()
 
-    def _open_attempt(
-        self,
-        job: str,
-        latest: Attempt | None,
-        identity: heartbeat.ProcessIdentity,
-        started_at: float,
-        now: float,
-    ) -> Attempt:
-        former = self.former_attempts.pop(job, None) if latest is None else None
-        attempt = Attempt(
-            job=job,
-            reported_job=identity.job,
-            number=choose_attempt_number(latest, former, identity, started_at),
-            restart=identity.restart,
-            opened_at=now,
-            foreign_groups=self.foreign_groups,
-        )
-        self.attempts[attempt.key] = attempt
-        return attempt
-
 
 def is_owned_by_other(process: Process, beat: heartbeat.Heartbeat, now: float) -> bool:
     """Whether the node agent of another owner reports the process, and has done so until now."""
@@ -382,6 +371,10 @@ def is_owned_by_other(process: Process, beat: heartbeat.Heartbeat, now: float) -
         and process.is_alive
         and now - process.reports.agent_seen_at <= OWNER_SILENT_S
     )
+
+
+def get_owner(beat: heartbeat.Heartbeat) -> str:
+    return beat.owner or beat.agent
 
 
 def choose_job_name(
@@ -455,10 +448,6 @@ def _may_be_replaced(attempt: Attempt, identity: heartbeat.ProcessIdentity, now:
         or identity.restart > attempt.restart
         or now - attempt.last_seen_at > SUCCEEDED_SILENT_S
     )
-
-
-def get_owner(beat: heartbeat.Heartbeat) -> str:
-    return beat.owner or beat.agent
 
 
 def accepts_process(
