@@ -65,8 +65,13 @@ class HeartbeatQueue:
         time for it. ``arrived_at`` is on the monotonic clock.
         """
         queued = _QueuedHeartbeat(decode, is_urgent, arrived_at, take_reply)
-        if not self._is_state_locked and not len(self) and self._has_time():
-            return self._apply(queued)
+        if not self._is_state_locked and not len(self):
+            now = time.monotonic()
+            if self._slice_until is None:
+                self._slice_until = now + SLICE_S
+                asyncio.get_running_loop().call_soon(self._end_slice)
+            if now < self._slice_until:
+                return self._apply(queued)
         (self._urgent if is_urgent else self._usual).append(queued)
         return self._start_draining()
 
@@ -113,13 +118,6 @@ class HeartbeatQueue:
             if self.worker is not None:
                 self.worker.resume_reading()
             self._start_draining()
-
-    def _has_time(self) -> bool:
-        now = time.monotonic()
-        if self._slice_until is None:
-            self._slice_until = now + SLICE_S
-            asyncio.get_running_loop().call_soon(self._end_slice)
-        return now < self._slice_until
 
     def _end_slice(self) -> None:
         self._slice_until = None

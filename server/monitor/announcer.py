@@ -60,24 +60,12 @@ class IncidentAnnouncer:
                     ready=now - record.opened_at >= MAX_ALERT_DELAY_S
                     or attempt is None
                     or not self._awaits_stacks(record, attempt),
-                    hangs_on=self.is_job_running(record),
+                    hangs_on=attempt is not None and not attempt.is_finished,
                     now=wall,
                     repeat_after=self.repeat_after_s,
                 )
                 if event:
                     self.persistence.queue_alert(record, event)
-
-    def is_job_running(self, record: IncidentRecord) -> bool:
-        attempt = self.fleet.attempts.get(record.attempt_key)
-        return attempt is not None and not attempt.is_finished
-
-    def list_pinned(self) -> list[str]:
-        """The incidents that must not be deleted, whatever their age."""
-        return [
-            incident_id
-            for incident_id, record in self.incidents.records.items()
-            if record.is_live and self.is_job_running(record)
-        ]
 
     def is_evidence_complete(self, record: IncidentRecord, attempt: Attempt) -> bool:
         """Whether the culprits' stacks have arrived or are not expected any more."""

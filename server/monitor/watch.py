@@ -66,10 +66,10 @@ class Watch:
             store=store,
             clock=clock,
             alerter=alerter,
+            fleet=self.fleet,
             incidents=self.incidents,
             retention_days=settings.retention_days,
             retention_mb=settings.retention_mb,
-            keep=lambda: announcer.list_pinned(),
             failed_work=self.counters.failures,
         )
         announcer = IncidentAnnouncer(

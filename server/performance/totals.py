@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -220,17 +220,6 @@ class PendingCalls:
         return call
 
 
-def convert_arrivals(call: PendingCall, clocks: Mapping[str, tuple[float, float]]) -> list[Arrival]:
-    """The arrivals on this server's clock. A single agent needs no known clock."""
-    arrivals: list[Arrival] = []
-    for rank, reported in call.arrivals.items():
-        low, high = clocks.get(reported.agent, (0.0, 0.0))
-        arrived_at = reported.entered_us / 1e6 + (low + high) / 2
-        since_s = reported.since_previous_us / 1e6 if reported.since_previous_us >= 0 else math.inf
-        arrivals.append(Arrival(rank, arrived_at, (high - low) / 2, reported.agent, since_s))
-    return arrivals
-
-
 @dataclass(slots=True)
 class ArrivalComparison:
     """The comparison of a group's members: who comes last at its calls."""
@@ -333,7 +322,15 @@ class GroupTotals:
         return spreads_s
 
     def _compare_arrivals(self, call: PendingCall, clocks: ClockBounds, now: float) -> float:
-        arrivals = convert_arrivals(call, clocks)
+        arrivals: list[Arrival] = []  # the times are this server's
+        for rank, reported in call.arrivals.items():
+            low, high = clocks.get(
+                reported.agent, (0.0, 0.0)
+            )  # a single agent needs no known clock
+            arrived_at = reported.entered_us / 1e6 + (low + high) / 2
+            since_us = reported.since_previous_us
+            since_s = since_us / 1e6 if since_us >= 0 else math.inf
+            arrivals.append(Arrival(rank, arrived_at, (high - low) / 2, reported.agent, since_s))
         skew = stragglers.measure_skew(call.seq, arrivals)
         self.arrivals.add_skew(skew)
         self._get_period(call.op, now).spread.add_duration(1e6 * skew.spread_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,7 @@ import sqlalchemy as sa
 
 from hangwatch.model.incidents import Incident
 from hangwatch.model.ranks import AttemptKey
+from hangwatch.tracking.fleet import Fleet
 
 from ..alerting.alerter import Alerter
 from ..alerting.message import Delivery
@@ -40,15 +41,15 @@ ALERT_DELAY_LIMIT_S = 2.0  # the longest wait of an alert for a slow database
 
 @dataclass(slots=True, kw_only=True)
 class PersistenceWorker:
-    """``keep`` lists the incidents that are never deleted, whatever their age."""
+    """Writes incidents, attempts and alerts, and deletes incidents beyond the retention."""
 
     store: Store
     clock: Clock
     alerter: Alerter
+    fleet: Fleet
     incidents: IncidentRegistry
     retention_days: float
     retention_mb: float
-    keep: Callable[[], Collection[str]]
     failed_work: FailureLog
     is_saved: bool = True  # the last write succeeded
     failures: int = 0
@@ -203,8 +204,16 @@ class PersistenceWorker:
         if now - self._pruned_at >= PRUNE_INTERVAL_S:
             self._pruned_at = now
             before = self.clock.wall() - timedelta(days=self.retention_days)
+            attempts = self.fleet.attempts.values()
+            running = {attempt.key for attempt in attempts if not attempt.is_finished}
+            # The open incidents of running jobs are kept, whatever their age.
+            kept_ids = [
+                incident_id
+                for incident_id, record in self.incidents.records.items()
+                if record.is_live and record.attempt_key in running
+            ]
             deleted_ids = await asyncio.to_thread(
-                self.store.prune_incidents, before, self.retention_mb * 1e6, self.keep()
+                self.store.prune_incidents, before, self.retention_mb * 1e6, kept_ids
             )
             self.incidents.drop_incidents(set(deleted_ids))
 
