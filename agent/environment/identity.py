@@ -17,7 +17,7 @@ class LaunchInfo:
     rank: int | None
     world_size: int
     local_rank: int | None
-    # This is not compared, since a wrapper may set it for the rank alone without being a launcher.
+    # A wrapper that is no launcher may set this for the rank alone, so it is not compared.
     on_hang: str = field(default="", compare=False)
 
 

@@ -107,12 +107,15 @@ def fill_collectives(
     """
     records = _collect_records(job, group, uses, dumps)
     conflict = _reconcile_calls(job, group, records.members)
-    if group.backend in job.completion_backends:
+    calls_block = group.backend in job.completion_backends
+    if calls_block:
         _set_positions_by_completion(job, records, uses, dumps)
-        calls_block = True
     else:
-        _set_positions_by_arrival(records)
-        calls_block = False
+        for rank, recorded in records.members.items():
+            if recorded and not _is_newest_complete(records, recorded[-1]):
+                stream = records.streams[rank]
+                stream.completed = recorded[-1].seq - 1
+                stream.pending_at = 0.0
     for rank, stream in records.streams.items():
         _fill_stream(stream, records.members[rank], calls_block)
         if conflict:
@@ -201,22 +204,13 @@ def _set_positions_by_completion(
     for rank, record in unfinished.items():
         stream = records.streams[rank]
         stream.completed = record.seq - 1
-        # This is not a time, but it orders the first unfinished calls of a rank's groups.
+        # The number is not a time, but it orders the first unfinished calls of a rank's groups.
         stream.pending_at = record.record_id * _RECORD_ORDER_S
         is_queued = dumps[rank].reports_starts and not record.started
         # A device runs the calls of a group in order: calls queued behind the first unfinished one
         # count as not entered.
         is_entered = not is_queued or record.seq not in started_seqs
         stream.entered = record.seq if is_entered else record.seq - 1
-
-
-def _set_positions_by_arrival(records: _GroupRecords) -> None:
-    """Each member is in its newest call unless that is known to be complete."""
-    for rank, recorded in records.members.items():
-        if recorded and not _is_newest_complete(records, recorded[-1]):
-            stream = records.streams[rank]
-            stream.completed = recorded[-1].seq - 1
-            stream.pending_at = 0.0
 
 
 def _is_newest_complete(records: _GroupRecords, newest: FlightRecord) -> bool:

@@ -81,8 +81,11 @@ def _select_calls(
     """The rank's calls of the group that the incident is about, by number; if there are none, its
     unfinished call.
     """
+    about = incident.get("group") or {}
+    is_about_group = (group["name"], group["ranks"]) == (about.get("name"), about.get("ranks"))
     collectives: list[Mapping[str, Any]] = []
-    if _is_about_group(incident, group):
+    # The calls of a deadlock are of several groups.
+    if is_about_group and incident.get("kind") != "deadlock":
         for call in incident.get("calls") or ():
             if call.get("peer") is None:
                 collectives.append(call)
@@ -94,22 +97,10 @@ def _select_calls(
     entered, completed = int(group["entered"]), group.get("completed")
     if completed is None or completed >= entered:
         return {}
-    unfinished: Mapping[str, Any] = {"seq": entered, "op": group["op"]}
     for call in collectives:
         if (call["seq"], call["op"]) == (entered, group["op"]):
             return {entered: call}
-    return {entered: unfinished}
-
-
-def _is_about_group(incident: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
-    """Whether the incident's calls are of this group. A deadlock's calls are of several groups."""
-    if incident.get("kind") == "deadlock":
-        return False
-    incident_group = incident.get("group") or {}
-    return (group["name"], group["ranks"]) == (
-        incident_group.get("name"),
-        incident_group.get("ranks"),
-    )
+    return {entered: {"seq": entered, "op": group["op"]}}
 
 
 def _build_entry(

@@ -63,7 +63,10 @@ def build_verdict_document(verdict: Verdict) -> JsonObject:
         "site": build_optional_document(verdict.site),
         "calls": [_build_call_class(call_class) for call_class in verdict.calls],
         "divergence": build_divergence_document(verdict.divergence),
-        "waits": build_wait_documents(verdict.waits),
+        "waits": [
+            {"rank": wait.rank, "for": wait.on_rank, "group": wait.group, "seq": wait.seq}
+            for wait in verdict.waits
+        ],
     }
 
 
@@ -148,19 +151,20 @@ def build_divergence_document(divergence: Divergence | None) -> JsonObject | Non
         "since_seq": divergence.since_seq,
         "note": divergence.note,
         "sides": [{"ranks": list(ranks)} for ranks in divergence.sides],
-        "rows": [_build_aligned_row(row) for row in divergence.rows],
+        "rows": [
+            {
+                "seq": [None if call is None else call.seq for call in row.calls],
+                "calls": [_build_aligned_call(call) for call in row.calls],
+                "omitted": row.omitted,
+            }
+            for row in divergence.rows
+        ],
     }
 
 
-def _build_aligned_row(row: AlignedPair) -> JsonObject:
-    return {
-        "seq": [None if call is None else call.seq for call in row.calls],
-        "calls": [None if call is None else _build_aligned_call(call) for call in row.calls],
-        "omitted": row.omitted,
-    }
-
-
-def _build_aligned_call(call: Call) -> JsonObject:
+def _build_aligned_call(call: Call | None) -> JsonObject | None:
+    if call is None:
+        return None
     signature = call.signature
     return {
         **build_signature_document(signature),
@@ -168,13 +172,6 @@ def _build_aligned_call(call: Call) -> JsonObject:
         "raised": call.raised,
         "site": build_optional_document(call.site),
     }
-
-
-def build_wait_documents(waits: Iterable[Wait]) -> list[JsonObject]:
-    return [
-        {"rank": wait.rank, "for": wait.on_rank, "group": wait.group, "seq": wait.seq}
-        for wait in waits
-    ]
 
 
 def _build_host_observation(entry: HostObservation) -> JsonObject:

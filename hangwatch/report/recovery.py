@@ -28,14 +28,9 @@ def format_recovery(document: Document) -> str:
         has_progress = document.get("resolution") == "progress"
         reason = "made progress" if has_progress else "ended"
         return f"No rank was ended: the job {reason} before."
-    return _format_pending(recovery)
-
-
-def _format_pending(recovery: Document) -> str:
-    """A recovery that is planned or in progress."""
     ranks = recovery.get("ranks") or []
     be = "is" if len(ranks) == 1 else "are"
-    if recovery.get("state") == "planned":
+    if state == "planned":
         return (
             f"Unless the job moves, {name_ranks(ranks)} {be} to be ended at"
             f" {format_clock(recovery.get('due_at'))} at the earliest ({_format_count(recovery)})."

@@ -42,7 +42,11 @@ def run_dump(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Returns `OK` if all of the ranks returned their stacks, else `ERROR`. Raises CliError."""
     timeout_s = args.timeout or (_NATIVE_TIMEOUT_S if args.native else _TIMEOUT_S)
     with open_client(args, env) as client:
-        document = _await_dump(client, _request_dump(client, args), timeout_s)
+        document = _request_dump(client, args)
+        deadline = time.monotonic() + timeout_s
+        while document.get("status") == "pending" and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            document = client.get(f"dumps/{quote(str(document['id']), safe='')}")
     ranks = document.get("ranks") or []
     if args.json:
         print_json(document)
@@ -68,15 +72,6 @@ def _request_dump(client: Client, args: argparse.Namespace) -> dict[str, Any]:
         if args.job is not None:
             check_job(client, args.job)
         raise
-
-
-def _await_dump(client: Client, document: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """The complete dump, or after the timeout what has arrived of it."""
-    deadline = time.monotonic() + timeout_s
-    while document.get("status") == "pending" and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-        document = client.get(f"dumps/{quote(str(document['id']), safe='')}")
-    return document
 
 
 def _format_rank_stacks(ranks: Sequence[dict[str, Any]], paint: Paint) -> Iterator[str]:

@@ -113,9 +113,13 @@ class _TraceOutput:
     reason: str = ""
 
     def handle_event(self, kind: str, event: Mapping[str, Any]) -> None:
+        if self.args.json and kind in ("call", "missed"):
+            print(json.dumps({"type": kind, **event}), flush=True)
         if kind == "call":
             self.call_counts[str(event.get("op")), int(event.get("rank", -1))] += 1
             self.has_values |= bool(event.get("values"))
+            for line in () if self.args.json else format_call(event, self.colours):
+                print(line, flush=True)
         elif kind == "start":
             self.started_ranks.add(int(event.get("rank", -1)))
             if not self.args.json and len(self.started_ranks) == len(self.args.rank):
@@ -123,7 +127,14 @@ class _TraceOutput:
                 until = "" if self.args.seconds else ", until Ctrl-C"
                 print_message(f"tracing {name_ranks(self.started_ranks)}{operation}{until}")
         elif kind == "missed":
-            self.missed_counts[int(event.get("rank", -1))] += int(event.get("calls", 0))
+            number = int(event.get("calls", 0))
+            self.missed_counts[int(event.get("rank", -1))] += number
+            if not self.args.json:
+                line = (
+                    f"… {number:,} calls not shown of rank {event.get('rank')}: they came faster"
+                    " than they could be read"
+                )
+                print(self.colours.as_warning(line), flush=True)
         elif kind == "others":
             self.other_ops = [str(op) for op in event.get("ops") or []]
         elif kind == "error":
@@ -131,20 +142,6 @@ class _TraceOutput:
             print_message(f"rank {event.get('rank')}: {event.get('detail')}")
         elif kind == "end":
             self.reason = str(event.get("reason"))
-        for line in self._format_event(kind, event):
-            print(line, flush=True)
-
-    def _format_event(self, kind: str, event: Mapping[str, Any]) -> Iterator[str]:
-        if self.args.json and kind in ("call", "missed"):
-            yield json.dumps({"type": kind, **event})
-        elif kind == "call":
-            yield from format_call(event, self.colours)
-        elif kind == "missed":
-            number = int(event.get("calls", 0))
-            yield self.colours.as_warning(
-                f"… {number:,} calls not shown of rank {event.get('rank')}: they came faster than"
-                " they could be read"
-            )
 
     def print_summary(self) -> None:
         """Prints the counts, why the trace ended, and why there are no calls or values."""

@@ -51,7 +51,7 @@ REQUIRED_MODULES = (
 PLANTED_MARK = "# planted"
 _POLL_S = 0.1
 _SERVER_CODE = "import sys; from hangwatch.server.main import main; sys.exit(main())"
-MARK_VARIABLE = "HANGWATCH_RUN_DIR"  # its value, a folder of the demo, marks the demo's processes
+MARK_VARIABLE = "HANGWATCH_RUN_DIR"  # a folder of the demo is its value in the demo's processes
 
 # Variables that a launcher or a watched job around the demo has set would change the demo's job.
 _FOREIGN_PREFIXES = (
