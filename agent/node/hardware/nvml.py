@@ -59,9 +59,15 @@ def probe(host: Host) -> tuple[Observation, ...]:
         try:
             device = pynvml.nvmlDeviceGetHandleByIndex(index)
         except pynvml.NVMLError as error:  # a GPU that fell off the bus
-            observations.append(
-                _make_observation(index, "lost", str(error), Weight.FAULT, is_abnormal=True)
+            lost = Observation(
+                source=SOURCE,
+                about=f"GPU {index}",
+                what="lost",
+                now=str(error),
+                weight=Weight.FAULT,
+                is_abnormal=True,
             )
+            observations.append(lost)
             continue
         observations += _GpuReader(pynvml, index, device, frozenset(host.pids)).read_all()
     return tuple(observations)
@@ -93,7 +99,8 @@ class _GpuReader:
     def _observe(
         self, what: str, now: ObservedValue, weight: Weight = Weight.HINT, **flags: bool
     ) -> Observation:
-        return _make_observation(self._index, what, now, weight, **flags)
+        about = f"GPU {self._index}"
+        return Observation(source=SOURCE, about=about, what=what, now=now, weight=weight, **flags)
 
     def _read_memory_errors(self) -> Iterator[Observation]:
         count = self._nvml.nvmlDeviceGetTotalEccErrors(
@@ -150,11 +157,3 @@ class _GpuReader:
         foreign = sorted({process.pid for process in running} - self._pids)
         if foreign and len(foreign) < len(running):
             yield self._observe("other_processes", ", ".join(map(str, foreign)), is_abnormal=True)
-
-
-def _make_observation(
-    index: int, what: str, now: ObservedValue, weight: Weight, **flags: bool
-) -> Observation:
-    return Observation(
-        source=SOURCE, about=f"GPU {index}", what=what, now=now, weight=weight, **flags
-    )

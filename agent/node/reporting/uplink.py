@@ -358,10 +358,11 @@ class Outbox:
 
     def add_sample(self, sample: StackReply, taken_ns: int) -> None:
         self._samples.append((sample, taken_ns))
+        frame_count = sum(map(_count_frames, self._samples))
         while len(self._samples) > self.max_replies or (
-            len(self._samples) > 1 and self._frame_count > MAX_FRAMES
+            frame_count > MAX_FRAMES and len(self._samples) > 1
         ):
-            self._samples.popleft()
+            frame_count -= _count_frames(self._samples.popleft())
             self.dropped_count += 1
 
     def add_calls(self, reply: CallsReply) -> None:
@@ -375,10 +376,6 @@ class Outbox:
         while len(self._hardware) > MAX_HARDWARE_REPLIES:
             self._hardware.popleft()
             self.dropped_count += 1
-
-    @property
-    def _frame_count(self) -> int:
-        return sum(len(thread.frames) for sample, _ in self._samples for thread in sample.threads)
 
     def pending_samples(self, now_ns: int) -> tuple[StackReply, ...]:
         """All samples, with their ages as of now."""
@@ -409,6 +406,10 @@ class Outbox:
         self._hardware = deque(
             entry for entry in self._hardware if entry[0].request not in reported
         )
+
+
+def _count_frames(entry: tuple[StackReply, int]) -> int:
+    return sum(len(thread.frames) for thread in entry[0].threads)
 
 
 @dataclass(slots=True)

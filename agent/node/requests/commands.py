@@ -25,7 +25,7 @@ from ..reporting.uplink import Outbox
 from ..stacks.faulthandler_dumps import FaulthandlerRegistration
 from ..stacks.sampler import SampleOrder, StackSampler, describe_newest_call, read_callers
 from ..system.runtime import AgentLog
-from .live import LiveRequests
+from .live import UNKNOWN_PROCESS, LiveRequests
 
 _MAX_REMEMBERED_COMMANDS = 1024
 _POLL_TIMEOUT_S = 5.0  # limits the connection, and the reply once the server has waited
@@ -122,7 +122,7 @@ class CommandExecutor:
     def _order_stacks(self, command: Command, process: WatchedProcess | None, now_ns: int) -> bool:
         """Returns False if no stacks will come; then the outbox has the reason."""
         if process is None:
-            problem = "this node agent knows no such process"
+            problem = UNKNOWN_PROCESS
         elif process.exit:
             problem = "the process has ended"
         elif self._sampler.submit_order(make_sample_order(process, command.id, command.native)):
