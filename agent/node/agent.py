@@ -5,7 +5,7 @@ after its ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hangwatch.protocol import codec
@@ -30,7 +30,6 @@ from .requests.live import LiveRequests
 from .scanner import ProcessScanner
 from .stacks.pyspy import PySpy
 from .stacks.sampler import SampleResult, StackSampler
-from .system import processes
 from .system.runtime import AgentLog, AgentTiming, WakeupSelector
 
 # A scan is delayed by up to this much so that it coincides with a heartbeat: waking twice costs more
@@ -50,18 +49,15 @@ class NodeAgent:
         pyspy: PySpy,
         log: AgentLog,
         *,
-        proc: str = processes.PROC_ROOT,
-        timing: AgentTiming | None = None,
-        clock: Callable[[], int] = time.monotonic_ns,
-        early_pidfds: dict[str, int] | None = None,
-        owner: str = "",
+        timing: AgentTiming,
+        early_pidfds: dict[str, int],
+        owner: str,
     ) -> None:
         """``early_pidfds``: pidfds, by process key, that were opened before the agent was ready to
         watch; it closes them.
         """
         self._log = log
-        self._timing = timing or AgentTiming()
-        self._clock = clock
+        self._timing = timing
         self._wakeup = WakeupSelector()
         self._uplink = Uplink(targets, self._wakeup.wake, warn=log.warning)
         self._live_requests = LiveRequests(pyspy, self._wakeup.wake)
@@ -71,11 +67,10 @@ class NodeAgent:
         self._hardware = HardwareMonitor(self._wakeup.wake)
         self._outbox = Outbox()
         self._abort_tracker = AbortTracker()
-        self._watchlist = Watchlist(
-            folder, self._wakeup.selector, log, proc=proc, early_pidfds=early_pidfds
-        )
+        self._watchlist = Watchlist(folder, self._wakeup.selector, log, early_pidfds=early_pidfds)
+        now_ns = time.monotonic_ns()
         self._scanner = ProcessScanner(
-            self._watchlist, self._sampler, RecorderBuilder(log), self._timing, clock()
+            self._watchlist, self._sampler, RecorderBuilder(log), timing, now_ns
         )
         self._composer = HeartbeatComposer(
             self._watchlist,
@@ -94,10 +89,10 @@ class NodeAgent:
             self._hardware,
             log,
         )
-        self._outage = OutageTracker(folder, log, self._timing.user_notice_after_s)
+        self._outage = OutageTracker(folder, log, timing.user_notice_after_s)
         self._change_detector = ChangeDetector()
         self._in_flight: InFlightHeartbeat | None = None
-        self._schedule = HeartbeatSchedule(clock())
+        self._schedule = HeartbeatSchedule(now_ns)
         self._is_urgent = False  # the next heartbeat is sent immediately, and marked as urgent
         # Two other reasons to mark the next heartbeat as urgent, which do not hasten it.
         self._has_urgent_changes = False
@@ -112,7 +107,7 @@ class NodeAgent:
     def run_loop(self) -> None:
         """Runs until all ranks have exited and that was reported, or until `request_stop`."""
         while not self.is_stop_requested:
-            now_ns = self._clock()
+            now_ns = time.monotonic_ns()
             if now_ns >= self._scan_due_ns:
                 self._scan_processes(now_ns)
             self._collect_results()
@@ -147,7 +142,7 @@ class NodeAgent:
         for key in self._wakeup.wait((due_ns - now_ns) / 1e9):
             process = self._watchlist.watched.get(key)
             if process is not None:
-                self._watchlist.record_exit(process, self._clock())
+                self._watchlist.record_exit(process, time.monotonic_ns())
                 self._is_urgent = True
 
     def _scan_processes(self, now_ns: int, *, must_read: bool = False) -> None:
@@ -166,14 +161,16 @@ class NodeAgent:
 
     def _collect_results(self) -> None:
         for command in self._command_poll.take_commands():
-            self._execute_command(command, self._clock())
+            self._execute_command(command, time.monotonic_ns())
         self._is_urgent |= self._live_requests.collect_results()
         for result in self._sampler.take_results():
             self._apply_sample(result)
         for reply, taken_ns in self._hardware.take_results():
             self._outbox.add_hardware(reply, taken_ns)
             self._is_urgent = True
-        self._is_urgent |= self._abort_tracker.check_exits(self._watchlist.watched, self._clock())
+        self._is_urgent |= self._abort_tracker.check_exits(
+            self._watchlist.watched, time.monotonic_ns()
+        )
 
     def _apply_sample(self, result: SampleResult) -> None:
         if result.was_continued:
@@ -263,15 +260,15 @@ class NodeAgent:
         if self._uplink.is_busy:
             outcome = self._uplink.take_outcome(timeout_s)
             if outcome is not None:
-                self._handle_outcome(outcome, self._clock())
+                self._handle_outcome(outcome, time.monotonic_ns())
         self._collect_results()
         if not self._uplink.is_busy:
-            flight = self._composer.compose_heartbeat(self._clock(), is_last=True)
+            flight = self._composer.compose_heartbeat(time.monotonic_ns(), is_last=True)
             self._uplink.post_heartbeat(
                 flight.heartbeat.number, codec.encode_message(flight.heartbeat), urgent=True
             )
             outcome = self._uplink.take_outcome(timeout_s)
             if outcome is not None and outcome.reply is not None:
-                self._composer.mark_acked(flight, self._clock())
+                self._composer.mark_acked(flight, time.monotonic_ns())
         if not self._watchlist.has_alive:
             self._watchlist.remove_ended_files()

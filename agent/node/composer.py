@@ -7,7 +7,7 @@ import os
 import resource
 import secrets
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hangwatch.protocol.heartbeat import PROTOCOL_VERSION, AgentCost, Heartbeat, ProcessUpdate
 
@@ -30,7 +30,7 @@ class InFlightHeartbeat:
     """
 
     heartbeat: Heartbeat
-    acked_states: dict[str, AckedState | None] = field(default_factory=dict)
+    acked_states: dict[str, AckedState | None]
 
 
 class HeartbeatComposer:
@@ -42,8 +42,8 @@ class HeartbeatComposer:
         outbox: Outbox,
         abort_tracker: AbortTracker,
         live_requests: LiveRequests,
-        owner: str = "",
-        server_count: int = 1,
+        owner: str,
+        server_count: int,
     ) -> None:
         self._watchlist = watchlist
         self._outbox = outbox

@@ -394,7 +394,6 @@ class LoggedCall:
 class CallLog:
     """The last calls that were read from a ring, each once."""
 
-    capacity: int = CALLS_KEPT
     _last_index: int = 0  # the newest record's, counted from 1
     _entries: bytearray = field(default_factory=bytearray)
 
@@ -416,8 +415,8 @@ class CallLog:
                 packed.append(pack(seq, chain, entered_ns, uid, signature, site, thread, flags))
         self._entries += b"".join(packed)
         # The oldest are not dropped at each reading, since that moves all others.
-        if len(self) > self.capacity * 5 // 4:
-            del self._entries[: len(self._entries) - self.capacity * _ENTRY.size]
+        if len(self) > CALLS_KEPT * 5 // 4:
+            del self._entries[: len(self._entries) - CALLS_KEPT * _ENTRY.size]
 
     def list_calls(self, uid: int, first: int, last: int, step: int = 1) -> list[LoggedCall]:
         """The calls of one stream from number ``first`` to ``last`` at multiples of ``step``."""

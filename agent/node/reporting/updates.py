@@ -98,7 +98,7 @@ def compose_update(
     for uid in closed:
         del after[uid]
     device, device_entries = (
-        compose_device_statuses(view.snapshot, before.device_entries, now_ns)
+        _compose_device_statuses(view.snapshot, before.device_entries, now_ns)
         if view.snapshot
         else ((), before.device_entries)
     )
@@ -372,7 +372,7 @@ def _make_stream_identity(state: StreamState) -> StreamIdentity:
     )
 
 
-def compose_device_statuses(
+def _compose_device_statuses(
     snapshot: RingSnapshot, reported: Mapping[int, DeviceEntry], now_ns: int
 ) -> tuple[tuple[DeviceStatus, ...], Mapping[int, DeviceEntry]]:
     """The counters to report, and the entries that the server will then know, by stream uid.
