@@ -185,9 +185,13 @@ class StreamTable(RingParts):
             uid, length, heap_offset = values[5:]
             if not uid:
                 return 0
-            description = self._read_description(uid, heap_offset, length)
+            description = self._descriptions_by_uid.get(uid)
             if description is None:
-                return 1
+                document = self.read_heap(heap_offset, length)
+                description = parse_description(document) if document else None
+                if description is None:
+                    return 1
+                self._descriptions_by_uid[uid] = description
             loss = self._read_loss(slot)
             if STREAM_STRUCT.unpack_from(data, offset)[5] != uid:
                 continue  # Another stream has taken the slot.
@@ -208,15 +212,6 @@ class StreamTable(RingParts):
         at = losses_offset + slot * LOSS_STRUCT.size
         from_seq, reason = unpack_loss(LOSS_STRUCT.unpack_from(self.data, at)[0])
         return Loss(from_seq, LossReason.from_number(reason)) if from_seq else None
-
-    def _read_description(self, uid: int, offset: int, length: int) -> StreamDescription | None:
-        description = self._descriptions_by_uid.get(uid)
-        if description is None:
-            data = self.read_heap(offset, length)
-            description = parse_description(data) if data else None
-            if description is not None:
-                self._descriptions_by_uid[uid] = description
-        return description
 
 
 def _make_state(

@@ -22,8 +22,8 @@ class RequiredProgress(enum.Enum):
     not a hang.
     """
 
-    NONE = enum.auto()  # their work shows nothing: the thread may wait for something else
-    ANY = enum.auto()  # they share the thread's work, and those without any are idle
+    NONE = enum.auto()  # the thread may wait for something else, so work of others shows nothing
+    ANY = enum.auto()  # all of them share the thread's work, and those without any are idle
     NEWEST = enum.auto()  # the thread waits for the one that was started last
     ALL = enum.auto()  # the thread waits for one of them, and it is not known for which
 
@@ -61,7 +61,7 @@ class Activity:
     """What one thread does, as far as its stack shows."""
 
     waits: ActivityKind | None = None  # what it waits for
-    inside: ActivityKind | None = None  # where: in what larger operation
+    inside: ActivityKind | None = None  # the larger operation in which it is
 
     def __bool__(self) -> bool:
         return self.waits is not None or self.inside is not None

@@ -12,7 +12,7 @@ _TORCH_PATH = re.compile(r"(^|/)torch/")
 _LIBRARY_PATH = re.compile(
     r"/(site|dist)-packages/|/lib(64)?/python3[^/]*/|^<frozen |^<(?!string>|stdin>)|^python3"
 )
-_PYTHON_FILE = re.compile(r"\.py[cw]?$")  # only at the end: there are folders named .pyenv
+_PYTHON_FILE = re.compile(r"\.py[cw]?$")  # the end of a name: folders may be .pyenv
 # All modules of the recorder, relative to its folder. They are recognized by name where the recorder
 # runs from its source tree: stacks come from other hosts, and users may have a folder
 # agent/recorder of their own. Installed, the recorder is a library like any other.
