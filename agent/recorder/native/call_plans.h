@@ -4,6 +4,7 @@
 #pragma once
 
 #include "hashing.h"
+#include "python_frames.h"
 #include "streams.h"
 
 #include <ATen/core/ivalue.h>
@@ -16,6 +17,7 @@ namespace {
 
 constexpr size_t MAX_PLANS = 4096;
 constexpr size_t MAX_COMPARED_TENSORS = 64; // half of them are at either end of a longer list
+constexpr int MAX_COMPARED_CALLERS = 5; // torch's functions, their wrappers and the user's function
 
 struct CallPlan {
   Stream* stream = nullptr; // null if these calls are not recorded
@@ -67,6 +69,16 @@ void append_tensor(const at::Tensor& tensor, CallKey& key) {
   const auto device = static_cast<int64_t>(tensor.device().type());
   key.push_back(dimensions << 16 | device << 8 | static_cast<int64_t>(tensor.scalar_type()));
   key.insert(key.end(), sizes.begin(), sizes.end());
+}
+
+// Appends the functions that make a call. They decide whether a message is left pending: `isend`
+// and `send` call the same operator (`is_left_pending` in callers.py).
+void append_callers(CallKey& key) {
+  int count = 0;
+  walk_frames([&](CodePosition position) {
+    key.push_back(static_cast<int64_t>(position.code));
+    return ++count < MAX_COMPARED_CALLERS;
+  });
 }
 
 // Appends everything but the data of an argument to the key of its call. If a list has more than

@@ -34,6 +34,7 @@ class RecordingKernel : public c10::OperatorKernel {
     for (const auto& argument : op.schema().arguments()) {
       const std::string type = argument.type()->repr_str();
       is_reduce_op_.push_back(type.find("c10d.ReduceOp") != std::string::npos);
+      is_point_to_point_ |= argument.name() == "tag";
     }
   }
 
@@ -93,6 +94,8 @@ class RecordingKernel : public c10::OperatorKernel {
     const c10::IValue* arguments = stack.data() + stack.size() - argument_count_;
     for (size_t i = 0; i < argument_count_; ++i)
       append_argument(arguments[i], is_reduce_op_[i], max_compared_tensors_, key);
+    if (is_point_to_point_)
+      append_callers(key);
     return recorder.record_call(
         key, [&](CallPlan& plan) { return fetch_plan(recorder, arguments, plan); });
   }
@@ -151,6 +154,7 @@ class RecordingKernel : public c10::OperatorKernel {
   c10::OperatorHandle planner_;
   size_t argument_count_, max_compared_tensors_;
   std::vector<bool> is_reduce_op_; // one for each argument
+  bool is_point_to_point_ = false;
 };
 
 } // namespace

@@ -1,4 +1,6 @@
-"""Rank 0 starts a send that rank 1 receives only after a reduction, for which all wait 7 seconds."""
+"""Rank 0 starts a send that rank 1 receives only after a reduction, for which all wait 7 seconds.
+Before, it has made the same send and waited for it.
+"""
 
 import os
 
@@ -16,7 +18,7 @@ def main():
     hidden, loss = torch.ones(64).to("cuda"), torch.ones(4).to("cuda")
     # The first message makes the communicator of the pair, for which its host waits.
     if rank == 0:
-        dist.isend(hidden, dst=1).wait()
+        dist.send(hidden, dst=1)
     if rank == 1:
         dist.recv(hidden, src=0)
     for step in range(12):
