@@ -43,7 +43,6 @@ class Watchlist:
         selector: selectors.BaseSelector,
         log: AgentLog,
         *,
-        proc: str = processes.PROC_ROOT,
         early_pidfds: dict[str, int] | None = None,
     ) -> None:
         self.watched: dict[str, WatchedProcess] = {}
@@ -52,13 +51,12 @@ class Watchlist:
         self._folder = folder
         self._selector = selector
         self._log = log
-        self._proc = proc
         # All (job, restart, rank) that were ever seen, of the jobs that still have a process.
         self._known_ranks: set[tuple[str, int, int]] = set()
         self._removed_keys: set[str] = set()
         self._early_pidfds = early_pidfds or {}  # pidfds that were opened before the first scan
         self._is_first_scan = True
-        self._sibling_finder = SiblingFinder(proc)
+        self._sibling_finder = SiblingFinder()
         self._next_sibling_scan_ns = 0
         self._listed_mtime_ns = 0  # the folder's mtime when it was last listed; 0 if unsettled
 
@@ -164,7 +162,6 @@ class Watchlist:
             file.start_ticks,
             now_ns,
             ring=file,
-            proc=self._proc,
             pidfd=self._early_pidfds.pop(file.key, None),
         )
         if process.has_ended():
@@ -191,9 +188,7 @@ class Watchlist:
         for sibling in self._sibling_finder.find_siblings(recorded, self._known_ranks):
             if run_dir.format_process_key(sibling.pid, sibling.start_ticks) in self.watched:
                 continue
-            process = watch_process(
-                sibling.pid, sibling.start_ticks, now_ns, launch=sibling.launch, proc=self._proc
-            )
+            process = watch_process(sibling.pid, sibling.start_ticks, now_ns, launch=sibling.launch)
             self._add_process(process)
             new_processes.append(process)
         return new_processes

@@ -17,7 +17,7 @@ import platform
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,6 @@ def request_stacks(
     *,
     proc: str = processes.PROC_ROOT,
     wait_s: float = ANSWER_TIMEOUT_S,
-    send_signal: Callable[[int, int, int], None] | None = None,
 ) -> OwnDump:
     """Makes a rank write the stacks of its threads, and reads them. Raises FaultStacksError."""
     rank = _DumpingRank(pid, start_ticks, ring_path, registration, proc)
@@ -99,7 +98,7 @@ def request_stacks(
             candidates = _await_answer(words, rank, thread, wait_s)
             if not candidates:
                 return OwnDump(threads=rank.parse_output(_read_text(rank.stacks_path, 0)))
-            return _dump_by_signal(rank, thread, candidates, wait_s, send_signal or _signal_thread)
+            return _dump_by_signal(rank, thread, candidates, wait_s)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise FaultStacksError(f"no dump can be requested: {reason}") from error
@@ -209,11 +208,7 @@ def _await_answer(words: _RingWords, rank: _DumpingRank, thread: int, wait_s: fl
 
 
 def _dump_by_signal(
-    rank: _DumpingRank,
-    thread: int,
-    candidates: list[int],
-    wait_s: float,
-    send_signal: Callable[[int, int, int], None],
+    rank: _DumpingRank, thread: int, candidates: list[int], wait_s: float
 ) -> OwnDump:
     """The stacks of a rank in which one of the threads ``candidates`` keeps the GIL."""
     number = rank.registration.signal
@@ -222,7 +217,7 @@ def _dump_by_signal(
             raise FaultStacksError("no signal was free for faulthandler")
         rank.check_handler(thread, number)
         offset = os.stat(rank.stacks_path).st_size
-        send_signal(rank.pid, thread, number)
+        _signal_thread(rank.pid, thread, number)
         stacks = rank.parse_output(_await_output(rank.stacks_path, offset, wait_s))
     except FaultStacksError as error:
         note = _describe_holders(rank.pid, candidates, rank.proc)
