@@ -50,8 +50,10 @@ def parse_environ(env: Mapping[str, str], rendezvous: str = "") -> LaunchInfo:
     rank = _parse_number(env.get("RANK"))
     if rank is None:
         rank = _parse_lightning_rank(env)
+    name = _find_job_name(env, rendezvous)[:MAX_JOB_NAME]
     return LaunchInfo(
-        job=_choose_job_name(env, rendezvous),
+        # The server accepts only printable names.
+        job="".join(c if c.isprintable() else "?" for c in name),
         restart=_parse_number(env.get("TORCHELASTIC_RESTART_COUNT")) or 0,
         rank=rank,
         world_size=_parse_number(env.get("WORLD_SIZE")) or 0,
@@ -88,12 +90,6 @@ def _parse_lightning_rank(env: Mapping[str, str]) -> int | None:
     if env.get("NODE_RANK") != "0" or "WORLD_SIZE" not in env:
         return None
     return _parse_number(env.get("LOCAL_RANK")) or None
-
-
-def _choose_job_name(env: Mapping[str, str], rendezvous: str) -> str:
-    """A name that the server accepts: its length is limited, and it is printable."""
-    name = _find_job_name(env, rendezvous)[:MAX_JOB_NAME]
-    return "".join(c if c.isprintable() else "?" for c in name)
 
 
 def _find_job_name(env: Mapping[str, str], rendezvous: str) -> str:

@@ -250,6 +250,10 @@ def collect_calls(entries: Sequence[FlightEntry], pool: InternPool) -> ParsedCal
         if records and min(record.seq for record in records) > 1:
             wrapped = True
     oldest_parts = next(iter(parts_by_call.values()), [])
+    has_pending_messages = any(
+        part.is_p2p and part.is_coalesced_end and part.fields.get("state") != "completed"
+        for part in oldest_parts
+    )
     times_ns = [entry.created_ns for entry in entries]
     return ParsedCalls(
         calls=calls,
@@ -265,7 +269,7 @@ def collect_calls(entries: Sequence[FlightEntry], pool: InternPool) -> ParsedCal
             if entry.is_p2p or entry.backend == ARRIVALS_ONLY_BACKEND
         },
         wrapped=wrapped,
-        pending_messages_lost=wrapped and any(map(_is_pending_message_end, oldest_parts)),
+        pending_messages_lost=wrapped and has_pending_messages,
         reports_starts=any(entry.shows_start for entry in entries),
         call_time_range=(min(times_ns, default=0) / 1e9, max(times_ns, default=0) / 1e9),
     )
@@ -279,11 +283,6 @@ def _list_pg_ids(entries: Sequence[FlightEntry]) -> dict[str, list[str | None]]:
         if entry.pg_id not in pg_ids:
             pg_ids.append(entry.pg_id)
     return pg_ids_by_name
-
-
-def _is_pending_message_end(entry: FlightEntry) -> bool:
-    """Whether the entry ends coalesced sends and receives that are not complete."""
-    return entry.is_p2p and entry.is_coalesced_end and entry.fields.get("state") != "completed"
 
 
 class FlightDumpError(ValueError):

@@ -5,7 +5,6 @@ are made from the API's JSON documents; see `hangwatch.report.terminal`.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from hangwatch.report.text import (
     Paint,
     clean_text,
     format_line,
+    format_site,
     name_ranks,
     truncate_end,
     truncate_start,
@@ -43,7 +43,6 @@ _MIN_LOCATION_WIDTH = 16  # columns; a longer path loses its start
 _MAX_HOTTEST_SHOWN = 3
 _MAX_INDENT_DEPTH = 12
 _MAX_TREE_LINES = 40  # a thread's tree shows its heaviest branches first
-_INSTALL_PREFIX = re.compile(r"^.*(?:/(?:site|dist)-packages|/lib(?:64)?/python3[.\d]*)/")
 
 
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
@@ -276,10 +275,7 @@ def _format_node(node: Document, depth: int, sample_count: int, paint: Paint) ->
         innermost = node.get("ends") or {}
         if innermost and innermost.get("function") != node.get("function"):
             name += f" … {clean_text(innermost['function'])}"
-        frame = innermost or node
-        location = _INSTALL_PREFIX.sub("", clean_text(frame.get("file", "")))
-        if frame.get("line"):
-            location += f":{clean_text(frame['line'])}"
+        location = format_site(innermost or node, with_function=False)
     else:
         location = _format_lines(node)
     width = TERMINAL_COLUMNS - len(numbers) - 2

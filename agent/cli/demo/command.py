@@ -142,7 +142,13 @@ class _DemoRun:
             self.incident_url = f"{client.server.url}/incidents/{incident['id']}"
         sys.stdout.flush()  # before the messages that follow, if both are sent to one pipe
         if not self._args.json:
-            self._print_outcome(is_correct, script, line)
+            source = script.read_text(encoding="utf-8").splitlines()[line - 1]
+            code = source.strip().partition("  #")[0]
+            outcome, request = ("right", "") if is_correct else ("wrong", "; please report this")
+            self.print_message(
+                f"{outcome}: the planted line is {script.name}:{line}, `{code}`, on rank"
+                f" {CULPRIT_RANK}{request}"
+            )
         if self._args.keep:
             self.print_message(
                 f"everything keeps running: open {self.incident_url}, and end it with Ctrl-C"
@@ -281,15 +287,6 @@ class _DemoRun:
                 f"the training ended with exit code {launcher.returncode}\n"
                 + _format_last_lines(self._sandbox.read_output("job.err"))
             )
-
-    def _print_outcome(self, is_correct: bool, script: Path, line: int) -> None:
-        source = script.read_text(encoding="utf-8").splitlines()[line - 1]
-        code = source.strip().partition("  #")[0]
-        outcome, request = ("right", "") if is_correct else ("wrong", "; please report this")
-        self.print_message(
-            f"{outcome}: the planted line is {script.name}:{line}, `{code}`, on rank"
-            f" {CULPRIT_RANK}{request}"
-        )
 
 
 def _format_last_lines(text: str, line_count: int = 12) -> str:
