@@ -20,9 +20,7 @@ from typing import Any
 
 from .problems import Problem
 
-USUAL_HEARTBEATS_PER_S = (
-    500  # each host reports less often if there are more hosts than that serves
-)
+USUAL_HEARTBEATS_PER_S = 500  # all hosts together: the more hosts, the less often each reports
 # The interval from 10,000 hosts on, and on an overloaded server: long enough for the server, and
 # short enough that a lost host is missed soon.
 MAX_USUAL_INTERVAL_S = 20.0
@@ -150,7 +148,7 @@ def collect_new_objects() -> None:
 
 @dataclass(slots=True)
 class GarbageScheduler:
-    """Decides when the collector's known objects are frozen."""
+    """Decides when the state is frozen, so that the collector does not examine it."""
 
     _frozen: int = 0  # processes that were known when the state was last frozen
     _known: int = 0

@@ -40,7 +40,7 @@ SCAN_INTERVAL_S = 1.0  # the interval of searches for connections whose time is 
 # The pause between two polls. What arrives meanwhile is handled together: at 500 heartbeats a second,
 # each takes 60 us in all after the long pause and 95 us after the short one.
 PAUSE_S, LONG_PAUSE_S = 0.005, 0.02
-MANY_CONNECTIONS = 2048  # hosts that are so many report too rarely for the long pause to matter
+MANY_CONNECTIONS = 2048  # the long pause does not matter to so many hosts, which report rarely
 
 
 @dataclass(slots=True)
@@ -230,7 +230,7 @@ class ConnectionWorker:
     def _close_connection(self, connection: _Connection) -> None:
         self._buffered_bytes -= len(connection.received)
         del self._by_fd[connection.socket.fileno()], self._by_number[connection.number]
-        # The end of a socket would not unregister it: the server has a returned connection open.
+        # Closing the socket would not unregister it: the server has a returned connection open.
         self._epoll.unregister(connection.socket)
         connection.socket.close()
 

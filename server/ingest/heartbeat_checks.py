@@ -80,8 +80,7 @@ def parse_heartbeat(body: bytes) -> heartbeat.Heartbeat:
         _check_version(decode_head(body).version)
         raise _make_refusal(error) from None
     _check_version(beat.version)
-    _check_names(beat)
-    _check_ranks(beat)
+    _check_identities(beat)
     return beat
 
 
@@ -245,7 +244,8 @@ def decode_head(body: bytes) -> HeartbeatHead:
         return HeartbeatHead()
 
 
-def _check_names(beat: heartbeat.Heartbeat) -> None:
+def _check_identities(beat: heartbeat.Heartbeat) -> None:
+    """Raises Problem for an invalid name or rank, and for too many members of process groups."""
     for name in (
         beat.host,
         beat.agent,
@@ -254,9 +254,6 @@ def _check_names(beat: heartbeat.Heartbeat) -> None:
     ):
         if not 0 < len(name) <= limits.NAME.most or not name.isprintable():
             raise limits.NAME.make_problem(f"the name {name[:40]!r}")
-
-
-def _check_ranks(beat: heartbeat.Heartbeat) -> None:
     for process in beat.processes:
         identity = process.identity
         if identity is None:

@@ -150,5 +150,5 @@ class HeartbeatQueue:
             reply = error
         try:
             queued.take_reply(reply)
-        except Exception:  # one connection's failure is no other's
+        except Exception:  # a connection that fails must not affect the others
             log.exception("the reply to a heartbeat failed; please report this")

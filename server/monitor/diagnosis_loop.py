@@ -76,9 +76,16 @@ class DiagnosisLoop:
         """Diagnoses each current attempt and reports all changes. A failure in one job or incident
         does not stop the others.
         """
-        await self._diagnose_attempts()
-        now = self.clock.monotonic()
         isolate = self.diagnoser.counters.failures.isolate
+        now = self.clock.monotonic()
+        current = [a for a in self.fleet.attempts.values() if self.fleet.is_current(a, now)]
+        current_keys = {attempt.key for attempt in current}
+        for attempt in current:
+            with isolate(f"the incidents of job {attempt.job}"):
+                if self.diagnoser.is_due(attempt, now):
+                    await self.diagnoser.diagnose_attempt(attempt)
+                    self.incidents.resolve_earlier_attempts(attempt, now, current_keys)
+        now = self.clock.monotonic()
         with isolate("resolving the incidents of finished jobs"):
             self.incidents.resolve_finished_jobs(self.fleet, now)
         if self.aborter is not None:
@@ -97,16 +104,6 @@ class DiagnosisLoop:
         with isolate("scheduling reports"):
             self.report_scheduler.start_round(now)
         self.last_round_at = now
-
-    async def _diagnose_attempts(self) -> None:
-        now = self.clock.monotonic()
-        current = [a for a in self.fleet.attempts.values() if self.fleet.is_current(a, now)]
-        current_keys = {attempt.key for attempt in current}
-        for attempt in current:
-            with self.diagnoser.counters.failures.isolate(f"the incidents of job {attempt.job}"):
-                if self.diagnoser.is_due(attempt, now):
-                    await self.diagnoser.diagnose_attempt(attempt)
-                    self.incidents.resolve_earlier_attempts(attempt, now, current_keys)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -28,7 +28,7 @@ PRESSING_INTERVAL_S = 1.0  # the time to the next heartbeat of an agent that may
 # one round.
 MAX_PRESSING_AGENTS = 50
 SUSPECTED_S = 30.0  # an agent is suspected for so long after a diagnosis named it or it was urgent
-MAX_SUSPECTED_AGENTS = 500  # an urgent heartbeat does not make more than this suspected
+MAX_SUSPECTED_AGENTS = 500  # urgent heartbeats make no more agents suspected than this
 
 MIN_INTERVAL_S = 0.5  # the interval of a host where hosts are few
 MAX_STEADY_S = 2.0

@@ -324,9 +324,8 @@ class GroupTotals:
     def _compare_arrivals(self, call: PendingCall, clocks: ClockBounds, now: float) -> float:
         arrivals: list[Arrival] = []  # the times are this server's
         for rank, reported in call.arrivals.items():
-            low, high = clocks.get(
-                reported.agent, (0.0, 0.0)
-            )  # a single agent needs no known clock
+            # A single agent needs no known clock.
+            low, high = clocks.get(reported.agent, (0.0, 0.0))
             arrived_at = reported.entered_us / 1e6 + (low + high) / 2
             since_us = reported.since_previous_us
             since_s = since_us / 1e6 if since_us >= 0 else math.inf

@@ -20,8 +20,8 @@ from hangwatch.tracking.process import Process
 from ..incidents.records import AlertSummary
 
 # Ranks are ended by default for kinds that, as far as is known, never resolve by themselves. Others
-# may: a stopped rank may be under a debugger; missing ranks may still start; a silent node may report
-# again.
+# may: a stopped rank may be under a debugger or suspended; missing ranks may still start; a silent
+# node may report again.
 DEFAULT_KINDS = select_kinds(lambda spec: spec.abort is Abort.BY_DEFAULT)
 POSSIBLE_KINDS = (*DEFAULT_KINDS, *select_kinds(lambda spec: spec.abort is Abort.ON_REQUEST))
 
