@@ -78,7 +78,7 @@ class UserAnnotations:
                 (number, monotonic_ns(), int(min(limit, MAX_PHASE_LIMIT_S) * 1e9) if limit else 0)
             )
             self._write_phase()
-        except Exception as error:  # ours: the phase itself goes on
+        except Exception as error:  # our error: the phase itself continues
             faults.record_fault("recording a phase", error)
 
     def leave_phase(self, token: Any) -> None:
@@ -89,7 +89,7 @@ class UserAnnotations:
     def step(self, number: int) -> None:
         try:
             self._rank.poller.declared_step = min(int(number), MAX_STEP)
-        except Exception as error:  # ours: the training goes on
+        except Exception as error:  # our error: the training continues
             faults.record_fault("recording a step", error)
 
     def enter_collective(self, name: str, group: Any, ranks: Iterable[int] | None) -> Any:
@@ -109,7 +109,7 @@ class UserAnnotations:
                 0,
                 CompletionMode.RETURN,
             )
-        except Exception as error:  # ours: the communication goes on
+        except Exception as error:  # our error: the communication continues
             (stream or self._rank.recorder.groups).mark_incomplete(LossReason.FAULT)
             faults.record_fault(f"recording {name}", error)
             return None
@@ -117,7 +117,7 @@ class UserAnnotations:
     def leave_collective(self, token: Any, returned: bool) -> None:
         try:
             run_uncompiled(SetupRecorder.leave_call, token, returned)
-        except Exception as error:  # ours: the communication goes on
+        except Exception as error:  # our error: the communication continues
             faults.record_fault("recording the completion of a declared call", error)
 
     def _find_stream(self, group: Any, ranks: Iterable[int] | None) -> StreamRecorder | None:

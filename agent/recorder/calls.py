@@ -239,8 +239,8 @@ class CallReader:
         from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
         track = self.find_track(recorder, args) if self._has_group(args) else None
-        # torch compares the calls of all members first at debug level DETAIL, and raises an exception
-        # on all of them. An operator without a Work communicates itself.
+        # torch compares the calls of all members first at debug level DETAIL, and raises an
+        # exception on all of them. An operator without a Work communicates itself.
         is_compared = get_debug_level() == DebugLevel.DETAIL
         if track is None or is_compared or not self.spec.returns_work:
             return FailureRule.NONE

@@ -1,7 +1,7 @@
-"""Copies the counters of torch's Flight Recorder into the ring: how far the device has come.
+"""Copies the counters of torch's Flight Recorder into the ring: the progress of the device.
 
-NCCL's calls return before the device has begun them, so what a rank has called says little of what
-its device does. The Flight Recorder counts, for each process group, the collectives that were
+NCCL's calls return before the device has begun them, so the calls of a rank show little of what its
+device does. The Flight Recorder counts, for each process group, the collectives that were
 enqueued, started and completed; the backend's own watchdog keeps the counts. Reading them without
 the recorded calls takes below a millisecond and neither queries the device nor waits for it.
 
@@ -207,7 +207,7 @@ class DeviceStatusReader:
             is_unfinished, cost_ns = (
                 self._read_groups(call_count) if self._keys_by_uid else (False, 0)
             )
-        except Exception as error:  # ours: the job goes on
+        except Exception as error:  # our error: the job continues
             self._failure_count += 1
             self._is_stopped = self._failure_count >= _MAX_FAILURES
             faults.record_fault("reading the device's progress", error)

@@ -216,7 +216,7 @@ def _extend_method(
         result = original(self, *args, **kwargs)
         try:
             run_uncompiled(after, self, args, kwargs)
-        except Exception as error:  # ours: the group exists
+        except Exception as error:  # our error: the group exists
             faults.record_fault("recording the creation of a process group", error)
         return result
 

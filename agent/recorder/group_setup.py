@@ -58,7 +58,7 @@ def wrap_function(
         token = None
         try:
             token = run_uncompiled(before_call, args, kwargs)
-        except Exception as error:  # ours: the call goes on
+        except Exception as error:  # our error: the call continues
             faults.record_fault(f"recording {name}", error)
             record_loss()
         returned = False
@@ -71,7 +71,7 @@ def wrap_function(
             origin_tracker.leave_ranked_creation(depth)
             try:
                 run_uncompiled(after_call, token, returned)
-            except Exception as error:  # ours: the call returns or raises as without us
+            except Exception as error:  # our error: the call returns or raises as without us
                 faults.record_fault(f"recording the completion of {name}", error)
                 record_loss()
 

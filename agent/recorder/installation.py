@@ -456,5 +456,5 @@ def _record_exception(
                 description |= site
                 break
         rank.ring.write_exception(description)
-    except Exception as error:  # ours: the user's exception is shown all the same
+    except Exception as error:  # our error: the user's exception is shown all the same
         faults.record_fault("recording an exception", error)

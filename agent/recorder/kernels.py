@@ -117,7 +117,7 @@ def make_planner(reader: CallReader) -> Callable[..., list[int]]:
             recorder = get_recorder()
             if recorder is not None:
                 return run_uncompiled(_make_plan, reader, recorder, args, find_caller())
-        except Exception as error:  # ours: the call goes on
+        except Exception as error:  # our error: the call continues
             record_loss(reader, args, error)
         return []
 
@@ -142,7 +142,7 @@ def find_site() -> int:
         if recorder is None:
             return 0
         return run_uncompiled(recorder.sites.find_site, sys._getframe())
-    except Exception as error:  # ours: the call goes on
+    except Exception as error:  # our error: the call continues
         faults.record_fault("finding the line of a call", error)
         return 0
 
@@ -153,7 +153,7 @@ def inspect_thread_bits(thread: int) -> int:
     """
     try:
         is_in_torch, is_independent = run_uncompiled(inspect_thread, thread)
-    except Exception as error:  # ours: the call goes on
+    except Exception as error:  # our error: the call continues
         faults.record_fault("inspecting another thread", error)
         return 0
     return is_in_torch | is_independent << 1

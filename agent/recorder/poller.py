@@ -100,7 +100,7 @@ class Poller:
                 self._stack_dumper.answer_request()
                 self._device_status.update_ring(call_count, monotonic_ns())
                 self._supervisor.ensure_agent()
-            except Exception as error:  # ours: the thread goes on
+            except Exception as error:  # our error: the thread continues
                 faults.record_fault("polling", error)
             self._stop_event.wait(POLL_INTERVAL_S)
         self._stack_dumper.stop_answering()

@@ -50,7 +50,7 @@ def record_failure(
     """
     try:
         run_uncompiled(_record_failure, reader, args, entered, error)
-    except Exception as own_error:  # ours: the user's exception is being raised
+    except Exception as own_error:  # our error: the user's exception is being raised
         entered[0].mark_incomplete(LossReason.FAULT, entered[1])
         faults.record_fault(f"recording the failure of {reader.spec.op}", own_error)
 
@@ -71,7 +71,7 @@ def _record_failure(
 
 
 def record_lost_completion(op: str, entered: EnteredCall, error: Exception) -> None:
-    """Records that an error of ours kept it from being known when a call completes."""
+    """Records that the completion of a call cannot be known because of an error of ours."""
     entered[0].mark_completion_unknown()
     faults.record_fault(f"recording the completion of {op}", error)
 
@@ -121,7 +121,7 @@ def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callabl
         if _current_recorder is not None:
             try:
                 entered, frame_locals = enter_call(_current_recorder, args)
-            except Exception as error:  # ours: the call goes on
+            except Exception as error:  # our error: the call continues
                 record_loss(reader, args, error)
         if entered is None:
             return redispatch(*(lower + args))  # (*lower, *args) would create a list
@@ -137,14 +137,14 @@ def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callabl
             else:  # CompletionMode.WORK, the most frequent one
                 work = result if returns_only_work else result[-1]
                 if frame_locals is not None and entered[4] and work is not None:
-                    # Most calls are such ones, so `add_pending_call` and its cost are avoided.
+                    # Most calls are like this, so `add_pending_call` and its cost are avoided.
                     frame_locals[FRAME_KEY] = work
                     entered[0].pending_works.append((entered, ref(work)))
                 else:
                     entered[0].add_pending_call(
                         entered, work, frame_locals, backend_keeps_it=not is_p2p
                     )
-        except Exception as error:  # ours: the call's result is returned all the same
+        except Exception as error:  # our error: the call's result is returned all the same
             record_lost_completion(reader.spec.op, entered, error)
         return result
 

@@ -362,7 +362,7 @@ class DroppableWork:
             self._is_complete = bool(self.is_complete())
             if self._is_complete or not self._backend_keeps_it:
                 self._boxed = None
-        except Exception as error:  # ours: the job's object is deleted all the same
+        except Exception as error:  # our error: the job's object is deleted all the same
             faults.record_fault("dropping a Work", error)
 
 

@@ -372,7 +372,7 @@ class LossScalingTracker:
             original(instance, *args, **kwargs)
             try:
                 self._track_scaler(instance)
-            except Exception as error:  # ours: the scaler works without it
+            except Exception as error:  # our error: the scaler works without it
                 faults.record_fault("tracking a GradScaler", error)
 
         scaler.__init__ = tracked_init

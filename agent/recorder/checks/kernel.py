@@ -63,7 +63,7 @@ def _enter_call(
             return None
         site_frame = skip_logger_frames(caller) if id(caller.f_code) in logged else caller
         return reader.enter_call(recorder, args, caller, site_frame)
-    except Exception as error:  # ours: the call goes on
+    except Exception as error:  # our error: the call continues
         record_loss(reader, args, error)
         return None
 
@@ -85,7 +85,7 @@ def _check_inputs(
             return None
         with DispatchBypass():
             return recorder.checker.check_inputs(entered, arguments, args, track, caller)
-    except Exception as error:  # ours: the call goes on
+    except Exception as error:  # our error: the call continues
         faults.record_fault(f"examining {reader.spec.op}", error)
         return None
 
@@ -108,7 +108,7 @@ def _finish_call(
                 get_holding_locals(caller),
                 backend_keeps_it=not reader.spec.is_p2p,
             )
-    except Exception as error:  # ours: the call's result is returned all the same
+    except Exception as error:  # our error: the call's result is returned all the same
         record_lost_completion(reader.spec.op, entered, error)
     if pending is None:
         return
@@ -117,5 +117,5 @@ def _finish_call(
         if recorder is not None and recorder.checker is not None:
             work = None if boxed is None else get_work_unboxer()(boxed)
             recorder.checker.check_result(pending, work, caller)
-    except Exception as error:  # ours: the call's result is returned all the same
+    except Exception as error:  # our error: the call's result is returned all the same
         faults.record_fault(f"examining the result of {reader.spec.op}", error)

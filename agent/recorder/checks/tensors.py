@@ -30,8 +30,8 @@ FiniteStats = tuple[float, float, float, float]
 
 
 def is_readable(tensor: Any) -> bool:
-    """Whether it is a plain tensor in the host's memory, rather than a stand-in for one, as while a
-    graph is traced.
+    """Whether the tensor is a plain one in the host's memory, rather than a stand-in for one, such
+    as while a graph is traced.
     """
     plain, strided = _get_plain_types()
     return (
@@ -135,7 +135,9 @@ def has_half_precision(tensors: list[Any]) -> bool:
 
 
 def _clamp_to_finite(value: float) -> float:
-    """JSON has no Inf, which the sum of float64 values can be."""
+    """The value, or the largest float64 in place of Inf, which the sum of float64 values can be and
+    JSON does not have.
+    """
     return value if math.isfinite(value) else math.copysign(1.7976931348623157e308, value)
 
 
