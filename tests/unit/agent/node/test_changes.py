@@ -1,4 +1,4 @@
-"""Which changes a host reports before its next heartbeat is due."""
+"""The changes that a host reports before its next heartbeat is due."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which Flight Recorder files the node agent reads, and which it leaves alone."""
+"""The Flight Recorder files that the node agent reads, and those that it leaves alone."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class MeasuredRank:
         return call[2]
 
     def complete_call(self, index: int, at_ns: int) -> None:
-        """As the native recorder notes it."""
+        """Records the completion as the native recorder does."""
         self.ring.record_completion(index, at_ns)
         self.ring.add_flags(index, RecordFlag.TIMED)
 

@@ -107,15 +107,11 @@ def test_one_tick_per_second_is_idle_but_two_at_once_are_not() -> None:
 @pytest.mark.parametrize(
     ("samples", "busy"),
     [
-        (
-            [("R", f"{4_000_000 * n} {990_000_000 * n} {n}\n") for n in range(1, 6)],
-            4,
-        ),  # it computes beside many others
-        ([("R", "4000000 990000000 1\n")] * 5, 4),  # its turn did not come
-        (
-            [("S", f"{4_000_000 * n} {240_000_000 * n} {50 * n}\n") for n in range(1, 6)],
-            0,
-        ),  # it wakes now and then there
+        # A thread that computes beside many others, and one whose turn did not come
+        ([("R", f"{4_000_000 * n} {990_000_000 * n} {n}\n") for n in range(1, 6)], 4),
+        ([("R", "4000000 990000000 1\n")] * 5, 4),
+        # A thread that wakes now and then
+        ([("S", f"{4_000_000 * n} {240_000_000 * n} {50 * n}\n") for n in range(1, 6)], 0),
         ([("S", "4000000 990000000 1\n")] * 5, 0),
         ([(state, "4000000 990000000 1\n") for state in "RSRSR"], 0),
         ([("R", "0 0 0\n")] * 5, 0),  # a kernel that does not count it
@@ -197,7 +193,7 @@ def test_siblings_under_launcher_and_wrapper(tmp_path: Path) -> None:
         tmp_path, 11, parent=10, env=make_rank_env(0), children=(12,)
     )  # a wrapper of rank 0
     add_process(tmp_path, 12, parent=11, env=make_rank_env(0), children=(13,))  # rank 0 itself
-    add_process(tmp_path, 13, parent=12, env=make_rank_env(0))  # its DataLoader worker
+    add_process(tmp_path, 13, parent=12, env=make_rank_env(0))  # a DataLoader worker of the rank
     add_process(tmp_path, 21, parent=10, env=make_rank_env(1))  # never imports torch
     add_process(tmp_path, 31, parent=10, env=make_rank_env(2, HANGWATCH_JOB="other"))
     add_process(tmp_path, 41, parent=10, env={"HANGWATCH_JOB": "j"})  # no rank
@@ -248,7 +244,7 @@ def test_siblings_under_mpirun_and_srun(tmp_path: Path, rank: str, count: str, l
 
 
 def test_tasks_that_start_the_ranks_are_none(tmp_path: Path) -> None:
-    """As with a torchrun on each node, started by srun."""
+    """srun has started a torchrun on each node."""
     task = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "HANGWATCH_JOB": "j"}
     add_process(tmp_path, 10, children=(11, 21))
     add_process(tmp_path, 11, parent=10, env=task, children=(12,))

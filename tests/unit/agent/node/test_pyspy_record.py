@@ -119,7 +119,7 @@ def test_stack_dump_of_same_process_goes_first(tmp_path: Path) -> None:
     assert recordings.submit_order(RecordingOrder(key="k", request_id="r", spec=wish))
     replies = wait_for_value(recordings.take_results, "the start of the recording")
     assert replies[0].begun and recordings.is_pausing("k") and not recordings.is_pausing("other")
-    time.sleep(0.2)  # its shell sets its trap
+    time.sleep(0.2)  # the shell sets its trap
     recordings.preempt_recording("other")
     recordings.preempt_recording("k")
     assert not recordings.is_pausing("k")
@@ -139,7 +139,7 @@ def test_recording_can_be_stopped_early_or_before_it_begins(tmp_path: Path) -> N
         assert recordings.submit_order(RecordingOrder(key="k", request_id=name, spec=wish))
     assert woken.wait(5)
     recordings.stop_recording("second")
-    time.sleep(0.2)  # its shell sets its trap
+    time.sleep(0.2)  # the shell sets its trap
     recordings.preempt_recording("k")
     assert len(recordings.take_results()) == 1, (
         "it does not pause the process: dumps and it need not wait for each other"

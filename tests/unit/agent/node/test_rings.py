@@ -1,4 +1,4 @@
-"""Rings that cannot be trusted: whatever is in the file, the node agent says so and goes on."""
+"""Rings that cannot be trusted: whatever is in the file, the node agent reports it and continues."""
 
 from __future__ import annotations
 

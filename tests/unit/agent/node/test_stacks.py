@@ -208,7 +208,7 @@ def test_target_left_stopped_by_pyspy_is_resumed(tmp_path: Path) -> None:
     ("command", "is_paused"), [("sleep 60", False), ("while :; do :; done", True)]
 )
 def test_only_a_process_that_runs_is_paused(command: str, is_paused: bool, tmp_path: Path) -> None:
-    """py-spy pauses the process unless it is told not to: that could end a system call."""
+    """py-spy pauses the process unless an option forbids that, and could end a system call."""
     pid = os.posix_spawn(
         "/bin/sh",
         ["sh", "-c", f"exec {command}" if "sleep" in command else command],
@@ -218,7 +218,7 @@ def test_only_a_process_that_runs_is_paused(command: str, is_paused: bool, tmp_p
         thread = {"pid": pid, "thread_id": 1, "os_thread_id": pid, "frames": []}
         script = f"echo $* >> {tmp_path}/calls; echo '{json.dumps([thread])}'\n"
         assert wait_until(lambda: (read_stat(pid).state == "R") == is_paused, 5.0)
-        time.sleep(0.1)  # until it has begun to sleep, or to run
+        time.sleep(0.1)  # the thread begins to sleep, or to run
         spy = PySpy(path=write_script(tmp_path, script))
         (stack,) = spy.dump_stacks(pid, read_stat(pid).start_ticks).threads
         assert stack.main

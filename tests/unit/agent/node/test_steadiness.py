@@ -68,7 +68,7 @@ class Rank:
     def complete_calls(self) -> None:
         self.ring.write_progress(self._slot, self.calls, 0)
 
-    def look(self, at_ns: int, *, with_pulse: bool = True) -> bool:
+    def sample(self, at_ns: int, *, with_pulse: bool = True) -> bool:
         if with_pulse:
             self.write_pulse(at_ns)
         return self.check.sample_processes([self.watched], self.start_ns + at_ns)
@@ -77,7 +77,7 @@ class Rank:
         """When it is."""
         for at_ns in range(0, SETTLE_NS + SECOND_NS, SECOND_NS // 4):
             self.enter_call()
-            self.look(at_ns)
+            self.sample(at_ns)
         assert self.check.is_steady
         return at_ns
 
@@ -91,12 +91,12 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
 
 def test_rank_that_makes_calls_is_steady_after_a_while(rank: Rank) -> None:
     rank.enter_call()
-    assert not rank.look(0), "what was never quiet cannot cease to be"
+    assert not rank.sample(0), "what was never quiet cannot cease to be"
     rank.enter_call()
-    rank.look(1)
+    rank.sample(1)
     assert not rank.check.is_steady
     rank.enter_call()
-    rank.look(SETTLE_NS + 1)
+    rank.sample(SETTLE_NS + 1)
     assert rank.check.is_steady
 
 
@@ -104,35 +104,35 @@ def test_rank_between_calls_remains_steady(rank: Rank) -> None:
     at_ns = rank.become_steady()
     for _ in range(20):
         at_ns += SECOND_NS
-        assert not rank.look(at_ns)
+        assert not rank.sample(at_ns)
     assert rank.check.is_steady
 
 
 def test_long_call_is_news_once(rank: Rank) -> None:
     at_ns = rank.become_steady()
     entered_ns = rank.enter_call(is_complete=False)
-    assert not rank.look(at_ns + 1)
+    assert not rank.sample(at_ns + 1)
     began_ns = at_ns + 2
-    assert rank.look(began_ns), "entered before the looks that were given later times"
+    assert rank.sample(began_ns), "entered before the samples that were given later times"
     assert entered_ns < began_ns - BLOCKED_AFTER_NS
     assert not rank.check.is_steady
-    assert not rank.look(began_ns + SECOND_NS), "it was news before"
+    assert not rank.sample(began_ns + SECOND_NS), "it was reported before"
     rank.complete_calls()
-    rank.look(began_ns + 2 * SECOND_NS)
+    rank.sample(began_ns + 2 * SECOND_NS)
     assert not rank.check.is_steady, "not before it has been quiet for a while"
-    rank.look(began_ns + 2 * SECOND_NS + SETTLE_NS)
+    rank.sample(began_ns + 2 * SECOND_NS + SETTLE_NS)
     assert rank.check.is_steady
 
 
 def test_when_a_call_becomes_long(rank: Rank) -> None:
-    rank.look(0)
+    rank.sample(0)
     entered_ns = rank.enter_call(is_complete=False)
-    rank.look(entered_ns)
-    rank.look(entered_ns + BLOCKED_AFTER_NS // 2)
+    rank.sample(entered_ns)
+    rank.sample(entered_ns + BLOCKED_AFTER_NS // 2)
     due_ns = rank.check.next_block_ns - rank.start_ns
     assert due_ns == entered_ns + BLOCKED_AFTER_NS
-    assert not rank.look(due_ns - 1_000_000)
-    assert rank.look(due_ns)
+    assert not rank.sample(due_ns - 1_000_000)
+    assert rank.sample(due_ns)
 
 
 @pytest.mark.parametrize(
@@ -147,19 +147,19 @@ def test_when_a_call_becomes_long(rank: Rank) -> None:
 def test_what_changes_rarely_is_news(rank: Rank, word: LiveWord, value: int) -> None:
     at_ns = rank.become_steady()
     rank.ring.set_word(word, value)
-    assert rank.look(at_ns + 1)
+    assert rank.sample(at_ns + 1)
     assert not rank.check.is_steady
 
 
 def test_rank_without_a_pulse_is_news(rank: Rank) -> None:
     at_ns = rank.become_steady()
-    assert rank.look(at_ns + 2 * SECOND_NS, with_pulse=False)
+    assert rank.sample(at_ns + 2 * SECOND_NS, with_pulse=False)
 
 
 def test_exit_ends_steadiness_until_it_is_reported(rank: Rank) -> None:
     at_ns = rank.become_steady()
     rank.watched.exit = ExitInfo(exit_status=0)
-    assert rank.look(at_ns + 1)
+    assert rank.sample(at_ns + 1)
     assert not rank.check.is_steady
 
 
@@ -167,7 +167,7 @@ def test_replaced_ring_ends_steadiness(rank: Rank) -> None:
     at_ns = rank.become_steady()
     assert rank.watched.ring is not None
     os.truncate(rank.watched.ring.path, 100)
-    assert rank.look(at_ns + 1)
+    assert rank.sample(at_ns + 1)
 
 
 def test_process_without_a_ring_is_never_steady() -> None:
@@ -181,14 +181,14 @@ def test_process_without_a_ring_is_never_steady() -> None:
 
 
 def test_ring_is_read_before_it_is_full(rank: Rank) -> None:
-    rank.look(0)
+    rank.sample(0)
     for _ in range(RECORD_SLOTS // FLOOD_DIVISOR + 1):
         rank.enter_call()
-    rank.look(1)
+    rank.sample(1)
     assert rank.check.is_reading_due
     read_state(rank.watched)
     rank.enter_call()
-    rank.look(2)
+    rank.sample(2)
     assert not rank.check.is_reading_due
 
 

@@ -71,7 +71,7 @@ def may_omit_position(*views: ProcessView) -> bool:
 
 
 def compose_updates(*views: ProcessView) -> ComposedUpdate:
-    """For the last view: the acknowledged state before its update, the update, and the state after."""
+    """The acknowledged state before the last view's update, the update, and the state after it."""
     before: AckedState | None = None
     update: ProcessUpdate | None = None
     acked: AckedState | None = None

@@ -26,7 +26,7 @@ def write_thread(proc: Path, tid: int, state: str, **files: str) -> None:
 
 def test_description_of_where_a_thread_waits(tmp_path: Path) -> None:
     write_thread(tmp_path, 7, "S", wchan="hrtimer_nanosleep", syscall="230 0x1 0x0 0x7ff 0x7ff\n")
-    write_thread(tmp_path, 8, "S", wchan="0")  # as for another user
+    write_thread(tmp_path, 8, "S", wchan="0")  # what another user reads
     write_thread(tmp_path, 9, "R", wchan="0", syscall="running\n")
     texts = [describe_wait(7, tid, str(tmp_path)) for tid in (7, 8, 9, 10)]
     assert texts == [
@@ -81,7 +81,7 @@ def find_candidates(waiter: int) -> list[int]:
 
 def test_thread_that_sleeps_may_keep_the_gil_from_one_that_waits() -> None:
     with running_threads(wait_for_gil, threading.Event.wait) as (waiter, sleeper):
-        # On a busy machine the waiter may wake too late to be recognized.
+        # The waiter may wake too late to be recognized on a busy machine.
         assert wait_until(lambda: sleeper in find_candidates(waiter), 30.0)
         assert waiter not in find_candidates(waiter)
 

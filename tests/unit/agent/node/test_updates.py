@@ -1,4 +1,4 @@
-"""Which changes a heartbeat reports, and which acknowledged ones it does not repeat."""
+"""The changes that a heartbeat reports, and the acknowledged ones that it does not repeat."""
 
 from __future__ import annotations
 

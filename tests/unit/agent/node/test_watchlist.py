@@ -1,4 +1,4 @@
-"""Which processes are watched; for processes that exit before they can be watched, how and when they
+"""The processes that are watched; for those that exit before they can be watched, how and when they
 exited is still reported.
 """
 
@@ -52,7 +52,9 @@ def test_exit_status_of_held_process_is_known_after_reaping(tmp_path: Path) -> N
     (fd,) = pidfds.values()
     process.send_signal(signal.SIGKILL)
     process.wait()
-    is_status_kept = rings._read_pidfd_status(fd) is not None  # by the kernel: since Linux 6.15
+    is_status_kept = (
+        rings._read_pidfd_status(fd) is not None
+    )  # the kernel keeps it since Linux 6.15
     with selectors.DefaultSelector() as selector:
         (watched,) = Watchlist(tmp_path, selector, AgentLog(), early_pidfds=pidfds).scan_processes(
             pulse + 3_000_000_000
@@ -86,9 +88,8 @@ def test_two_ranks_starting_in_quick_succession_are_found(tmp_path: Path) -> Non
     try:
         with selectors.DefaultSelector() as selector:
             watchlist = Watchlist(tmp_path, selector, AgentLog())
-            for _ in range(
-                5
-            ):  # as one tick of the kernel's clock may hold a listing and what comes after it
+            # One tick of the kernel's clock may hold a listing and what comes after it.
+            for _ in range(5):
                 ranks.append(start_rank(tmp_path))
                 assert [w.pid for w in watchlist.scan_processes(time.monotonic_ns())] == [
                     ranks[-1].pid

@@ -23,7 +23,7 @@ def probe_address(root: Path, address: str) -> tuple[Observation, ...]:
 
 
 def test_json_report(tmp_path: Path) -> None:
-    """Its list of missing ranks lacks a comma, as that of NCCL 2.28.9 does."""
+    """The list of missing ranks lacks a comma, as that of NCCL 2.28.9 does."""
     with serve_report(JSON_REPORT) as address:
         found = probe_address(tmp_path, address)
     about = "communicator 0xae94423cfbb2ef4a"
