@@ -271,7 +271,7 @@ def find_blocking_user_thread(
 
 
 def find_last_site(process: Process, by: float = float("inf")) -> Site | None:
-    """The line of the newest call that it had entered ``by`` then."""
+    """The line of the newest call that the process had entered ``by`` then."""
     stream = process.newest_stream
     if stream is None:
         return None
@@ -281,7 +281,7 @@ def find_last_site(process: Process, by: float = float("inf")) -> Site | None:
 
 
 def get_state_known_until(context: DiagnosisContext, rank: int) -> float:
-    """The time of the last report of its state: a wait is known to last until then."""
+    """The time of the last report of a rank's state: a wait is known to last until then."""
     process = context.attempt.processes.get(rank)
     if process is None or process.exit is not None:
         return context.now
@@ -296,7 +296,7 @@ def find_silent_node_mates(context: DiagnosisContext, ranks: Iterable[int]) -> l
 
 
 def get_last_seen_at(context: DiagnosisContext, rank: int) -> float:
-    """The time of its last report, or of its end if that was earlier."""
+    """The time of a rank's last report, or of its end if that was earlier."""
     process = context.attempt.processes.get(rank)
     if process is None:
         return context.now

@@ -134,8 +134,8 @@ def _attach_divergence(
 def _blame_swallowed_exception(
     context: DiagnosisContext, verdict: Verdict, members: dict[int, CallStream], seq: int
 ) -> Verdict:
-    """Ranks that are ahead of a call that does not complete may never have taken part in it, if a
-    call of theirs before it raised an exception.
+    """The verdict, or a mismatch if ranks that are ahead of a call that does not complete never took part
+    in it, because a call of theirs before it raised an exception.
     """
     waiting = [rank for rank in verdict.waiting if rank in members]
     ahead = [rank for rank in waiting if members[rank].entered > seq][:_MAX_REQUESTED_RANKS]

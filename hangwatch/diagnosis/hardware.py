@@ -127,7 +127,7 @@ def add_hardware_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
 
 
 def _describe_job_report(read: Sequence[InvolvedHost]) -> str:
-    """What NCCL says of the whole job. Ranks that lag are left out: in a hang, most of them wait."""
+    """What NCCL reports of the whole job. Ranks that lag are left out: in a hang, most of them wait."""
     found = [
         observation
         for host in read
@@ -200,8 +200,8 @@ def _group_observations(
 
 
 def _describe_idle_gpus(read: Sequence[InvolvedHost]) -> str:
-    """NCCL's kernels spin while they wait. A few GPUs that are idle, where most spin, have not begun
-    the call.
+    """The GPUs that have not begun the call: a few that are idle where most spin, as NCCL's kernels do
+    while they wait.
     """
     idle, spinning = [], 0
     for host in read:
@@ -276,7 +276,9 @@ def _select_observations(
 
 
 def _is_ordinary(observation: Observation) -> bool:
-    """Some packets are lost on any network, and a GPU whose rank waits is idle or spins."""
+    """Whether any job has such an observation: some packets are lost on any network, and a GPU whose rank
+    waits is idle or spins.
+    """
     if observation.what in _WAITING_GPU:
         return True
     before, now = observation.before, observation.now

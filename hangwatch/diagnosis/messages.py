@@ -55,7 +55,7 @@ def describe_position(group: Group | None, seq: int | None) -> str:
 
 
 def join_notes(notes: list[str]) -> str:
-    """Clauses as sentences."""
+    """The clauses as sentences."""
     return " ".join(f"{note[0].upper()}{note[1:]}." for note in notes)
 
 
@@ -128,7 +128,7 @@ def _describe_cycle_wait(wait: Wait, op: str) -> str:
 
 
 def format_deadlock_advice(common_ranks: tuple[int, ...], component: Collection[int]) -> str:
-    """``common_ranks`` are the ranks that are on every cycle of the ``component``."""
+    """The advice; ``common_ranks`` are the ranks that are on every cycle of the ``component``."""
     general = "look for calls that one of them makes in a different order than its peers, or skips."
     if common_ranks and len(common_ranks) < len(component):
         return (
@@ -212,7 +212,7 @@ def describe_mismatch(
     all_calls = [c.call for c in calls]
 
     def describe_class(call_class: CallClass) -> str:
-        call = format_call_arguments(call_class.call, differing_fields, all_calls, group)
+        call = _format_call_arguments(call_class.call, differing_fields, all_calls, group)
         return f"{describe_ranks(call_class.ranks)} called {call}"
 
     if not other_calls:
@@ -242,7 +242,7 @@ def _describe_inexact_mismatch(
     )
 
 
-def format_call_arguments(
+def _format_call_arguments(
     call: Call, differing_fields: Sequence[str], all_calls: Sequence[Call], group: Group
 ) -> str:
     """The operation with the arguments that differ between ``all_calls``."""

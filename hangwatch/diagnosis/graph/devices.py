@@ -231,7 +231,7 @@ class DeviceView:
         return self._streams[id(group)][rank]
 
     def get_seq(self, group: DeviceGroup, rank: int) -> int:
-        """The sequence number of the first call that its device has not completed."""
+        """The sequence number of the first call that the rank's device has not completed."""
         return get_first_unfinished(self.get_stream(group, rank), group.members[rank])
 
     def get_op(self, group: DeviceGroup, rank: int) -> str:
@@ -270,7 +270,7 @@ class DeviceView:
         return WaitEdge(wait=device_wait, stream=stream)
 
     def get_unchanged_since(self, ranks: Iterable[int]) -> float:
-        """The time since which none of their devices began or completed a call."""
+        """The time since which none of the ranks' devices began or completed a call."""
         return max([p.device_changed_at for p in self._select_processes(ranks)], default=0.0)
 
     def get_unchanged_s(self, ranks: Iterable[int]) -> float:
@@ -340,7 +340,7 @@ class DeviceView:
 
 
 def get_still_until(process: Process) -> float:
-    """The time until which its host, which waits for its device, is known to have made no further call."""
+    """The time until which a host that waits for its device is known to have made no further call."""
     read_at = process.device_read_at
     last_seen_at = process.reports.last_seen_at
     if last_seen_at - read_at > READING_DELAY_S:

@@ -114,7 +114,7 @@ class WaitGraph:
         return self._waiter_group_ranks
 
     def free_waits(self) -> None:
-        """Ends its use. The waits of 100,000 ranks are freed in parts: all in one go would block the
+        """Ends the use of the graph. The waits of 100,000 ranks are freed in parts: all in one go would block the
         other threads for a tenth of a second.
         """
         by_rank = [*self.blocked_calls.values(), *self._groups_by_awaited.values()]
@@ -172,7 +172,7 @@ class WaitGraph:
         return seen - target_ranks
 
     def group_chain_ends(self, chain_ends: Iterable[int]) -> list[set[int]]:
-        """``chain_ends`` in sets of those that delay some rank in common."""
+        """The ``chain_ends`` in sets that delay some rank in common."""
         sets_by_end = {end: {end} for end in sorted(chain_ends)}
         if len(sets_by_end) > 1:
             self._merge_related_ends(sets_by_end)

@@ -54,7 +54,7 @@ def build_wait_graph(
     excluded = resolver.unable_to_finish | graph.silent_ranks.keys()
     for rank, process in attempt.processes.items():
         reports = process.reports
-        is_further = reports.last_progress_at > reports.last_seen_at  # than its streams show
+        is_further = reports.last_progress_at > reports.last_seen_at  # its streams lag behind
         if is_further or not process.open_calls.unfinished_streams:
             continue
         if rank in excluded or builder.add_plain_wait(rank, process):
@@ -122,7 +122,7 @@ class _GraphBuilder:
         )
 
     def _has_arrived_with_others(self, stream: CallStream) -> bool:
-        """Whether all members of its group, or its peer, have entered its newest call and report."""
+        """Whether all members of a stream's group, or its peer, have entered its newest call and report."""
         if stream.peer is None:
             state = stream.group_state
             if state is None or id(state) in self.silent_groups:
@@ -200,7 +200,7 @@ class _GraphBuilder:
             self._add_released(rank, pending)
 
     def _record_unsampled(self, process: Process, blocked_calls: Collection[BlockedCall]) -> None:
-        """Records that a stack is needed to see whether it waits for its device."""
+        """Records that a stack is needed to see whether the rank waits for its device."""
         if process.samples and get_calling_thread_since(process, process.last_advanced_at):
             return
         calls = [call for call in blocked_calls if call.stream.completed is None]

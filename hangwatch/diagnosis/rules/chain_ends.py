@@ -267,7 +267,7 @@ def _select_longest(
 def has_been_awaited_for(
     context: DiagnosisContext, rank: int, waits: LongestWaits, seconds: float
 ) -> bool:
-    """Whether other ranks have waited for it for ``seconds``."""
+    """Whether other ranks have waited for ``rank`` for ``seconds``."""
     # The first comparison decides for nearly all of 100,000 ranks.
     return waits.longest_s >= seconds and get_wait_age_s(context, rank, waits, 0.0) >= seconds
 

@@ -341,7 +341,7 @@ def _list_waiter_groups(
 
 
 def _find_awaited_ranks(graph: WaitGraph, ranks: Collection[int], within: set[int]) -> set[int]:
-    """The ranks that they wait for, directly or through other ranks of ``within``."""
+    """The ranks that ``ranks`` wait for, directly or through other ranks of ``within``."""
     seen: set[int] = set()
     searched: set[int] = set()  # the identities of mappings
     to_search = list(ranks)

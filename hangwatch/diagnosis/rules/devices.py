@@ -135,7 +135,7 @@ def diagnose_stalled_devices(context: DiagnosisContext) -> None:
 
 
 def _is_unexplained(context: DiagnosisContext, group: DeviceGroup) -> bool:
-    """Whether nothing explains that it stalls: no verdict, and no member's declared phase."""
+    """Whether nothing explains that a group stalls: no verdict, and no member's declared phase."""
     if not context.explained_ranks.isdisjoint(group.ranks):
         return False
     processes = context.attempt.processes
@@ -328,7 +328,7 @@ def _may_wait(context: DiagnosisContext, process: Process) -> bool:
 
 
 def _find_newest_queued(process: Process) -> CallStream | None:
-    """The stream of its newest call that only queued work for its device."""
+    """The stream of a rank's newest call that only queued work for its device."""
     newest = None
     for stream in process.open_calls.unfinished_streams:  # a loop: this runs for 100,000 processes
         is_queued = stream.completed is None and stream.entered > 0
@@ -346,14 +346,14 @@ def _has_unfinished_count(process: Process) -> bool:
 
 
 def _get_known_until(process: Process) -> float:
-    """The time until which its host is known to have made no further call, and its device no progress."""
+    """The time until which a rank is known to have made no further call, and its device no progress."""
     if _has_unfinished_count(process):
         return get_still_until(process)
     return process.reports.last_seen_at
 
 
 def _is_seen_waiting(process: Process, since: float) -> bool | None:
-    """Whether a stack shows that its host waits; None if there is no evidence. Without counters, only
+    """Whether a stack shows that a rank's host waits; None if there is no evidence. Without counters, only
     a host that is still inside torch.distributed is known to wait for its call.
     """
     if _has_unfinished_count(process):
@@ -497,7 +497,7 @@ def format_stuck_device_advice(ranks: tuple[int, ...], *, records_starts: bool) 
 
 
 def format_stalled_device_advice(*, records_starts: bool, are_equal: bool) -> str:
-    """``are_equal``: the calls of all members were compared."""
+    """The advice; ``are_equal`` says that the calls of all members were compared."""
     if records_starts and are_equal:
         return "Every device has begun the call, so check the network between them and its drivers."
     advice = format_lower_layers_advice(are_equal=are_equal)

@@ -248,14 +248,14 @@ def _has_ended_quietly(process: Process) -> bool:
 
 
 def _has_called_in_thread(process: Process) -> bool:
-    """Whether another thread than the main thread made its newest call."""
+    """Whether another thread than the main thread made the newest call of a rank."""
     newest = process.newest_stream
     call = newest.calls.get(newest.entered) if newest is not None else None
     return call is not None and call.thread not in (0, process.identity.pid)
 
 
 def _is_complete(stream: CallStream) -> bool:
-    """Whether all its calls are complete, and all members of the group made as many."""
+    """Whether all calls of a stream are complete, and all members of the group made as many."""
     if stream.completed is not None and stream.completed < stream.entered:
         return False
     if stream.device is not None and stream.device.is_behind_host:

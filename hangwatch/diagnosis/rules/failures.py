@@ -25,7 +25,7 @@ from ..graph.waits import WaitResolver
 DETECTION_DELAY_S = 1.0
 # An error about a peer is sorted after failures of other kinds up to this much later.
 PEER_ERROR_DELAY_S = 2.0
-_MAX_SEARCHED_RANKS = 1000
+MAX_SEARCHED_RANKS = 1000  # ranks whose waits are followed back from a failure
 _INTERRUPT = "KeyboardInterrupt"
 
 
@@ -127,7 +127,7 @@ def find_departed_before(context: DiagnosisContext, first: Process, last: CallSt
     to_search = [first]
     resolver = WaitResolver(context.attempt, context.now, context.graph.silent_ranks)
     for process in to_search:  # grows in the loop
-        if len(seen) > _MAX_SEARCHED_RANKS:
+        if len(seen) > MAX_SEARCHED_RANKS:
             break
         for stream in process.streams.values():
             is_failed_call = stream is last
@@ -189,7 +189,7 @@ def find_not_reporting_since(
 
 
 def _was_killed(process: Process) -> bool:
-    """Whether a signal ended it that neither a launcher sends to end it nor an abort raises."""
+    """Whether a signal ended the process that neither a launcher sends nor an abort raises."""
     if process.exit is None or process.exit.signal is None:
         return False
     return process.exit.signal not in (signal.SIGABRT, *TERMINATION_SIGNALS)

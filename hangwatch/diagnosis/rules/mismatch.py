@@ -95,7 +95,13 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
     delayed: set[int] = set()
     waiting: set[int] = set()
     if not is_harmless:
-        delayed = _find_delayed_members(context, mismatch, members)
+        blocked = context.graph.get_waiting_ranks()
+        # The waiting members at or past the mismatched call.
+        delayed = {
+            rank
+            for rank in mismatch.group.ranks
+            if rank in blocked and (rank not in members or members[rank].entered >= mismatch.seq)
+        }
         waiting = (delayed | context.graph.find_waiters_of(delayed | outliers)) - outliers
     verdict = _make_mismatch_verdict(context, mismatch, members, waiting)
     context.verdicts.append(verdict)
@@ -157,18 +163,6 @@ def _is_harmless(
         if any(blocked.stream is stream for blocked in blocked_calls):
             return False
     return not _was_group_made_elsewhere(context, mismatch, members)
-
-
-def _find_delayed_members(
-    context: DiagnosisContext, mismatch: CallMismatch, members: dict[int, CallStream]
-) -> set[int]:
-    """The waiting members at or past the mismatched call."""
-    blocked = context.graph.get_waiting_ranks()
-    return {
-        rank
-        for rank in mismatch.group.ranks
-        if rank in blocked and (rank not in members or members[rank].entered >= mismatch.seq)
-    }
 
 
 def _make_mismatch_verdict(

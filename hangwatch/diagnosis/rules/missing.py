@@ -357,7 +357,7 @@ def add_unwatched_verdict(
     victims: set[int],
     waits_by_end: dict[int, LongestWaits],
 ) -> None:
-    """Adds a warning at first, as for a start that takes long: the unwatched ranks may be at work."""
+    """Adds a warning at first, as for a late start: the unwatched ranks may be at work."""
     age_s = max(get_wait_age_s(context, rank, waits_by_end[rank], 0.0) for rank in unwatched)
     first = min(unwatched, key=lambda rank: waits_by_end[rank].began_at)
     waits = waits_by_end[first]
@@ -394,7 +394,7 @@ def add_unwatched_verdict(
 
 
 def _format_unwatched_advice(reason: str) -> str:
-    """``reason`` is why a rank is not recorded, with its remedy; empty if that is unknown."""
+    """The advice. ``reason`` is why a rank is not recorded, with its remedy; empty if that is unknown."""
     if reason:
         return f"Nothing is recorded of that process: {reason}."
     return (

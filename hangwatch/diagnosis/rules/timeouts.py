@@ -36,9 +36,8 @@ from .absence import describe_timeout, make_absence_verdict
 from .agreement import check_agreement
 from .chain_ends import KIND_PRECEDENCE
 from .devices import WATCHDOG_ADVICE, make_stalled_verdict, make_stuck_verdict
-from .failures import get_failure_time
+from .failures import MAX_SEARCHED_RANKS, get_failure_time
 
-_MAX_SEARCHED_RANKS = 1000
 _MIN_VICTIM_WAIT_S = 3.0  # a rank that aborts sooner, and alone, was not ended because of its peers
 _NO_STACK_ADVICE = (
     "Check what it does after that call; with a longer timeout there is time to sample its stack."
@@ -98,7 +97,7 @@ class _TimeoutSearch:
         to_search = [(first, [last])]
         self.waiting_ranks.add(first.rank)
         for process, streams in to_search:  # grows in the loop
-            if len(self.waiting_ranks) > _MAX_SEARCHED_RANKS:
+            if len(self.waiting_ranks) > MAX_SEARCHED_RANKS:
                 self.is_uncertain = True
             if any(map(receives_from_any, streams)):
                 self.is_uncertain = True
