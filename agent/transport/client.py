@@ -102,9 +102,9 @@ class BoundedClient:
         self,
         method: str,
         path: str,
-        *,
-        content: bytes = b"",
+        body: bytes = b"",
         headers: Mapping[str, str] | None = None,
+        *,
         read_timeout_s: float | None = None,
         is_confidential: bool = False,
     ) -> Reply:
@@ -122,7 +122,7 @@ class BoundedClient:
             self._socket = self._open_connection(is_confidential)
             self._socket.settimeout(timeout_s)
             self._connection.request(
-                method, self._target.path + path, body=content or None, headers=headers or {}
+                method, self._target.path + path, body=body or None, headers=headers or {}
             )
             reply = self._read_reply(self._connection.getresponse())
             is_complete = True
@@ -199,28 +199,12 @@ class BoundedClient:
         return Reply(response.status, headers, body)
 
 
-class SignedClient:
-    """One connection to the server, for the requests of a node agent."""
+class SignedClient(BoundedClient):
+    """A client that signs its requests if there is a token. A node agent uses it."""
 
     def __init__(self, target: ServerTarget, timeout_s: float) -> None:
-        self._client = BoundedClient(target, timeout_s)
+        super().__init__(target, timeout_s)
         self._credential = target.credential
-
-    @property
-    def is_server_known(self) -> bool:
-        """Whether orders may be accepted from the server that answers; see `BoundedClient`."""
-        return self._client.is_server_known
-
-    def close(self) -> None:
-        self._client.close()
-
-    def enforce_deadline(self) -> None:
-        """See `BoundedClient`."""
-        self._client.enforce_deadline()
-
-    def abort(self) -> None:
-        """See `BoundedClient`."""
-        self._client.abort()
 
     def send_request(
         self,
@@ -240,11 +224,11 @@ class SignedClient:
         if signed is not None:
             sent_headers["Authorization"] = signed.header
         try:
-            reply = self._client.send_request(
+            reply = super().send_request(
                 method,
                 path,
-                content=body,
-                headers=sent_headers,
+                body,
+                sent_headers,
                 read_timeout_s=read_timeout_s,
                 is_confidential=is_confidential,
             )
@@ -263,7 +247,7 @@ class SignedClient:
         if self._credential is not None and signed is not None:
             proof = reply.get_header(PROOF_HEADER)
             if self._credential.verify_proof(signed, reply.body, proof):
-                self._client.is_server_known = True
+                self.is_server_known = True
         return reply
 
 

@@ -17,10 +17,9 @@ from hangwatch.diagnosis.messages import MAX_MESSAGE_LENGTH
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.ranks import iter_runs
 from hangwatch.report.terminal import format_aligned_call, merge_waits
-from hangwatch.report.text import clean_text, format_site, group_name, truncate_end
+from hangwatch.report.text import Document, clean_text, format_site, group_name, truncate_end
 from hangwatch.stacks.frames import is_library
 
-Document = Mapping[str, Any]
 Answer = dict[str, Any]
 
 MAX_ANSWER_BYTES = 8000

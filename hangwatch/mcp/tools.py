@@ -8,9 +8,10 @@ from typing import Any
 from urllib.parse import quote
 
 from hangwatch.model.ranks import parse_rank_ranges
+from hangwatch.report.text import Document
 
 from . import answers
-from .answers import Answer, Document
+from .answers import Answer
 
 # Returns the document of ``GET /api/v1/PATH`` with these parameters. Raises ToolError.
 Fetch = Callable[[str, Mapping[str, object]], Awaitable[Document]]

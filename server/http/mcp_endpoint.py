@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hangwatch.mcp.answers import Document
 from hangwatch.mcp.tools import TOOLS, ToolError
+from hangwatch.report.text import Document
 
 from ..core.problems import Problem
 from .access import PEER_UID

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hangwatch.mcp.answers import Answer, Document, describe_analysis
+from hangwatch.mcp.answers import Answer, describe_analysis
 from hangwatch.mcp.tools import TOOLS, Arguments, Fetch, Tool, ToolError
+from hangwatch.report.text import Document
 
 from ..analyze import diagnose_files
 from ..arguments import add_format_option, add_server_options

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from hangwatch.mcp.answers import Answer, Document
+from hangwatch.mcp.answers import Answer
 from hangwatch.mcp.tools import TOOLS, ToolError, parse_ranks
 from hangwatch.report.documents import build_incident_document
+from hangwatch.report.text import Document
 from tests.unit.incident_documents import make_incident
 
 BY_NAME = {tool.name: tool for tool in TOOLS}
