@@ -27,7 +27,7 @@ from hangwatch.protocol.signatures import may_report_job
 from ..core import limits
 from ..core.problems import Problem
 from ..ingest import heartbeat_checks
-from ..ingest.heartbeat_checks import check_job, check_memory, parse_heartbeat
+from ..ingest.heartbeat_checks import BodyVolume, check_job, check_memory, parse_heartbeat
 from ..ingest.heartbeat_queue import DecodeHeartbeat
 from ..ingest.worker_frames import WorkerFrame
 from ..monitor.job_claims import NOT_HERE_STATUSES
@@ -39,6 +39,7 @@ from .rendering import INTERNAL_ERROR_DETAIL, SECURITY_HEADERS
 
 PATH = "/api/v1/heartbeats"
 PROOF_PATH = "/api/v1/proof"
+_PART_BYTES = 1 << 20  # decompressed at a time
 _SIZE_REMEDY = "send the heartbeat in parts"
 _HEADERS = [
     (name.lower().encode(), value.encode())
@@ -350,16 +351,21 @@ def _decode_body(headers: Mapping[str, str], body: bytes, grant: AgentGrant) -> 
 
 
 def decompress_body(body: bytes) -> bytes:
-    """The content of a gzip stream. Raises Problem for anything else, and for more than
-    `UNPACKED_BODY` bytes, which 63 KB can hold.
+    """The content of a gzip stream. Raises Problem for anything else, and as soon as a part shows that
+    it holds more than a heartbeat may: 63 KB can become 64 MB of values.
     """
     stream = zlib.decompressobj(wbits=31)
-    try:
-        unpacked = stream.decompress(body, limits.UNPACKED_BODY.most + 1)
-    except zlib.error as error:
-        raise Problem(422, f"the body is not gzip: {error}") from None
-    if len(unpacked) > limits.UNPACKED_BODY.most:
-        raise limits.UNPACKED_BODY.make_problem(remedy=_SIZE_REMEDY)
-    if not stream.eof:
-        raise Problem(422, "the gzip body is cut short")
-    return unpacked
+    unpacked, volume = bytearray(), BodyVolume()
+    while not stream.eof:
+        try:
+            part = stream.decompress(stream.unconsumed_tail or body, _PART_BYTES)
+        except zlib.error as error:
+            raise Problem(422, f"the body is not gzip: {error}") from None
+        if not (part or stream.eof):
+            raise Problem(422, "the gzip body is cut short")
+        body = b""
+        unpacked += part
+        if len(unpacked) > limits.UNPACKED_BODY.most:
+            raise limits.UNPACKED_BODY.make_problem(remedy=_SIZE_REMEDY)
+        volume.add_part(part)
+    return bytes(unpacked)

@@ -100,12 +100,7 @@ def _check_sizes(body: bytes) -> None:
     where braces, commas and brackets in texts count, too; and for a text or a list beyond the limits,
     without building either.
     """
-    objects = body.count(b"{")
-    if objects > limits.OBJECTS.most:
-        raise limits.OBJECTS.make_problem(f"{objects} objects")
-    values = body.count(b",") + body.count(b"[") + objects
-    if values > limits.VALUES.most:
-        raise limits.VALUES.make_problem(f"{values} values")
+    BodyVolume().add_part(body)
     try:
         msgspec.json.decode(body, type=msgspec.Raw)  # each text and list has an end
     except _DECODING_ERRORS as error:
@@ -128,6 +123,23 @@ def _check_sizes(body: bytes) -> None:
             counts.append(0 if first == _OPENING[0] else -1)
         else:
             counts.pop()
+
+
+@dataclass(slots=True)
+class BodyVolume:
+    """How much JSON the parts of a body hold so far."""
+
+    objects: int = 0
+    values: int = 0
+
+    def add_part(self, part: bytes) -> None:
+        """Raises Problem for more than a heartbeat may have."""
+        self.objects += part.count(b"{")
+        self.values += part.count(b"{") + part.count(b"[") + part.count(b",")
+        if self.objects > limits.OBJECTS.most:
+            raise limits.OBJECTS.make_problem(f"{self.objects} objects")
+        if self.values > limits.VALUES.most:
+            raise limits.VALUES.make_problem(f"{self.values} values")
 
 
 def _make_refusal(error: Exception) -> Problem:
