@@ -15,7 +15,7 @@ from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.report.text import resolve_root_rank
 from tests.simulation.scripted_job import ScriptedJob
 
-from .test_engine import make_frame
+from .expect import make_frame
 
 GROUP = Group(name="7", desc="tp", ranks=(3, 4, 5))
 SplitSizes = tuple[tuple[int, ...], tuple[int, ...]]
