@@ -355,7 +355,8 @@ def decompress_body(body: bytes) -> bytes:
     it holds more than a heartbeat may: 63 KB can become 64 MB of values.
     """
     stream = zlib.decompressobj(wbits=31)
-    unpacked, volume = bytearray(), BodyVolume()
+    parts: list[bytes] = []
+    size, volume = 0, BodyVolume()
     while not stream.eof:
         try:
             part = stream.decompress(stream.unconsumed_tail or body, _PART_BYTES)
@@ -364,8 +365,9 @@ def decompress_body(body: bytes) -> bytes:
         if not (part or stream.eof):
             raise Problem(422, "the gzip body is cut short")
         body = b""
-        unpacked += part
-        if len(unpacked) > limits.UNPACKED_BODY.most:
+        parts.append(part)
+        size += len(part)
+        if size > limits.UNPACKED_BODY.most:
             raise limits.UNPACKED_BODY.make_problem(remedy=_SIZE_REMEDY)
         volume.add_part(part)
-    return bytes(unpacked)
+    return b"".join(parts)
