@@ -116,7 +116,6 @@ def _add_routes(app: FastAPI, live: AppState) -> None:
         access,
     ):
         app.include_router(part.build_router(live))
-    app.include_router(ondemand_routes.build_stack_router(live))
     app.include_router(_build_operations_router(live))
 
     @app.get("/docs", include_in_schema=False)

@@ -60,6 +60,9 @@ def build_router(live: AppState) -> APIRouter:
     recordings = APIRouter(prefix="/recordings", tags=["recordings"])
     _add_recording_routes(recordings, live)
     routes.include_router(recordings)
+    stacks = APIRouter(prefix="/incidents/{id}", tags=["incidents"])
+    _add_stack_routes(stacks, live)
+    routes.include_router(stacks)
     return routes
 
 
@@ -265,9 +268,7 @@ def render_speedscope(title: str, profiles: RankProfiles, rate: int) -> str:
     return json.dumps(profiles_to_speedscope(title, by_name, rate))
 
 
-def build_stack_router(live: AppState) -> APIRouter:
-    routes = APIRouter(prefix="/api/v1/incidents/{id}", tags=["incidents"])
-
+def _add_stack_routes(routes: APIRouter, live: AppState) -> None:
     @routes.get(
         "/text",
         operation_id="text_api_v1_incidents__id__text_get",
@@ -321,8 +322,6 @@ def build_stack_router(live: AppState) -> APIRouter:
         bars = list(_iter_bars(tree, 0.0, 0, rank_count))
         image = render_flame_graph(incident.summary, bars)
         return make_attachment(f"hangwatch-{id}.svg", image, "image/svg+xml")
-
-    return routes
 
 
 def select_calling_stacks(stacks: Sequence[MergedStack]) -> list[MergedStack]:
