@@ -104,8 +104,7 @@ class CodeMetrics:
     comments_without_subject: int = 0
     importers: dict[str, set[str]] = field(default_factory=dict)
 
-    def add_module(self, source: str) -> None:
-        tree = ast.parse(source)
+    def add_module(self, source: str, tree: ast.Module) -> None:
         lines = source.splitlines()
         self.lines.append(len(lines))
         docstrings = list(iter_docstrings(tree))
@@ -229,10 +228,11 @@ def measure_tree(name: str, *folders: Path) -> CodeMetrics:
             source = path.read_text(encoding="utf-8")
             if not source.strip() or not SKIPPED_FOLDERS.isdisjoint(parts):
                 continue
-            metrics.add_module(source)
+            tree = ast.parse(source)
+            metrics.add_module(source, tree)
             is_package = parts[-1] == "__init__"
             module = ".".join(parts[:-1] if is_package else parts)
-            trees[module] = (is_package, ast.parse(source))
+            trees[module] = (is_package, tree)
     metrics.importers = find_importers(trees)
     return metrics
 
