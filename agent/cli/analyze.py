@@ -153,7 +153,7 @@ def _format_incidents(
 
 
 def _find_latest_time(document: Mapping[str, Any]) -> datetime:
-    """The latest time in the document, relative to which ages are shown: a bundle does not age."""
+    """The latest time in the document. Ages are relative to it, since a bundle does not change."""
     now = datetime.now(timezone.utc)
     times = [document.get("opened_at"), document.get("resolved_at")]
     times += [stack.get("taken_at") for stack in document.get("stacks") or ()]

@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser(words: Collection[str] | None = None) -> argparse.ArgumentParser:
-    """The parser of ``words``, in which only the commands among them have their arguments; None
+    """The parser of ``words``. Only the commands among them get their arguments; None
     stands for all commands.
 
     The parsed arguments have ``run``, which takes them and the environment, returns the exit code,

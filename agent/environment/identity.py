@@ -17,14 +17,14 @@ class LaunchInfo:
     rank: int | None
     world_size: int
     local_rank: int | None
-    # A wrapper that is no launcher may set this for the rank alone, so it is not compared.
+    # A wrapper script may set this for the rank alone, so it is not compared.
     on_hang: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskInfo:
-    """The place of a process among those that ``mpirun`` or ``srun`` started: ranks, or programs
-    such as torchrun that start the ranks.
+    """The position of a process started by ``mpirun`` or ``srun``: a rank, or a launcher of ranks
+    such as torchrun.
     """
 
     number: int

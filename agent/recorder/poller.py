@@ -206,7 +206,7 @@ def register_dump_signal(path: Path) -> dict[str, Any]:
     a signal that is not caught kills, and a descriptor that was closed may have been reused.
     """
     global _dump_file
-    if "free-threading" in sys.version:  # in such builds, the handler shows only its own thread
+    if "free-threading" in sys.version:  # the handler of such builds shows only its own thread
         return {}
     number = next(
         (

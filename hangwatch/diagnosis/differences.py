@@ -39,7 +39,7 @@ _MAX_REQUESTED_RANKS = 16  # ranks ahead of the others whose calls are requested
 _MAX_REPEAT_DISTANCE = 8
 _CONTEXT_ROWS = 3  # rows shown on either side of a difference
 _MIN_AGREEING_CALLS = 2  # calls that must agree after a shift
-_MIN_AGREEING_CALLS_UNANCHORED = 8  # the same, if no call before the shift is known
+_MIN_AGREEING_CALLS_UNANCHORED = 8  # as many if no call before the shift is known
 _MAX_ROUND_CALLS = 64  # a round of the training loop has at most this many calls
 _SWALLOWED_EXCEPTION_ADVICE = (
     "Look at that exception: code that catches an exception of a collective must bring all ranks"

@@ -27,7 +27,7 @@ class RankState(str, enum.Enum):
 
     RUNNING = "running"
     EXITED = "exited"
-    STARTING = "starting"  # its process group does not exist yet
+    STARTING = "starting"  # the process group does not exist yet
     WAITING = "waiting"  # inside a call that others have not entered or finished
     SLOW = "slow"
     MISSING = "missing"  # expected by WORLD_SIZE, never reported

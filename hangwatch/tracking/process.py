@@ -100,7 +100,7 @@ class OpenCalls:
     """The streams in which a process has unfinished calls, and when it last waited in a call."""
 
     unfinished_streams: tuple[CallStream, ...] = ()  # some call is not reported as complete
-    blocked_streams: tuple[CallStream, ...] = ()  # those with `CallStream.blocks_thread`
+    blocked_streams: tuple[CallStream, ...] = ()  # streams with `CallStream.blocks_thread`
     # The last interval in which it was blocked in a call: from when it was, or may have been,
     # blocked until its completion was reported.
     last_blocked: tuple[float, float] = (0.0, 0.0)

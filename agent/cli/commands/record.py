@@ -162,7 +162,7 @@ def _build_path(document: Mapping[str, Any]) -> str:
 
 
 def _describe_progress(document: Mapping[str, Any]) -> str:
-    """The ranks that are recorded or queued now, and the number of those that are done."""
+    """The ranks being recorded or queued, and how many have finished."""
     ranks = document.get("ranks") or []
     recording = [rank["rank"] for rank in ranks if rank.get("status") == "recording"]
     waiting = [rank["rank"] for rank in ranks if rank.get("status") == "waiting"]

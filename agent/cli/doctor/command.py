@@ -124,7 +124,7 @@ def judge_responses(health: Reply, jobs: Reply, target: ServerTarget) -> Finding
 
 
 def explain_error(error: TransportError, target: ServerTarget) -> tuple[str, str]:
-    """The reason for which there was no response, and the remedy."""
+    """Why the server did not respond, and the remedy."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

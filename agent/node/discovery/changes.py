@@ -127,9 +127,7 @@ def _iter_process_changes(process: WatchedProcess) -> Iterator[Hashable]:
 def _find_partial_wait(
     blocked: list[tuple[WatchedProcess, StreamState]], alive_count: int
 ) -> list[Hashable]:
-    """All calls in which ranks are blocked, as one change, if not all ranks are blocked in the same
-    operation.
-    """
+    """The calls that block ranks, as one change, unless the same operation blocks all ranks."""
     calls = tuple(
         (process.key, process.history.newest_ops.get(stream.uid, ""), stream.uid, stream.entered)
         for process, stream in blocked

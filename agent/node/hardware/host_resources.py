@@ -82,8 +82,8 @@ def _read_cgroup(host: Host, folder: Path) -> Iterator[Observation]:
 
 
 def probe_pressure(host: Host) -> tuple[Observation, ...]:
-    """The share of time in which tasks waited for CPU, memory or storage. Raises
-    SourceUnavailableError if the kernel does not count it.
+    """How much of the time tasks waited for CPU, memory or storage. Raises SourceUnavailableError
+    if the kernel does not count it.
     """
     folder = host.proc / "pressure"
     texts = {resource: read_text(folder / resource) for resource in _PRESSURE_LIMITS}

@@ -76,7 +76,7 @@ def _check_owner(host: Host, address: str) -> None:
     """
     sockets = _list_listening_sockets(host, _parse_address(address)[1])
     if not sockets or not host.pids:
-        return  # the listener is on another host, or this is no job's node agent
+        return  # the listener is on another host, or this node agent watches no job
     for pid in host.pids:
         folder = host.proc / str(pid) / "fd"
         try:

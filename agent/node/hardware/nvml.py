@@ -150,8 +150,8 @@ class _GpuReader:
             yield self._observe(what, total, is_counter=True)
 
     def _read_processes(self) -> Iterator[Observation]:
-        """Processes of others on the GPU. Where NVML shows none of our pids, those that it shows are
-        of another pid namespace, and say nothing.
+        """Other processes on the GPU. If NVML lists none of our pids, its pids belong to another pid
+        namespace and cannot be compared.
         """
         running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._device)
         foreign = sorted({process.pid for process in running} - self._pids)

@@ -41,8 +41,8 @@ class Source:
 
     name: str
     probe: Callable[[Host], tuple[Observation, ...]]
-    has_counters: bool = False  # it is also read once a minute, to know what changes
-    may_block: bool = False  # it is read in a process of its own: a driver or network may block it
+    has_counters: bool = False  # such a source is also read once a minute, to know what changes
+    may_block: bool = False  # a driver or network may block the probe: it has its own process
     check: Callable[[Host], None] = lambda host: None
 
 

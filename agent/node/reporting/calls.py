@@ -317,7 +317,7 @@ def _to_us(duration_ns: int) -> int:
 
 @dataclass(slots=True)
 class PerformanceReporter:
-    """Makes one report after the other, each of which is repeated until it is acknowledged."""
+    """Makes reports in sequence. Each report is repeated until it is acknowledged."""
 
     _report_number: int = 0
     _unacked_report: heartbeat.PerformanceReport | None = None
@@ -401,9 +401,7 @@ class CallLog:
         return len(self._entries) // _ENTRY.size
 
     def add_records(self, records: Iterable[Record]) -> None:
-        """Adds records in the order in which they were written; those that were added before are
-        skipped.
-        """
+        """Adds records in the order they were written. Records that were added before are skipped."""
         pack = _ENTRY.pack
         packed: list[bytes] = []
         for record in records:

@@ -1,4 +1,4 @@
-"""Executes the server's commands, for which a request is kept open where the server permits it."""
+"""Executes the server's commands. If the server permits it, a request for them is kept open."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def _await_answer(words: _RingWords, rank: _DumpingRank, thread: int, wait_s: fl
 def _dump_by_signal(
     rank: _DumpingRank, thread: int, candidates: list[int], wait_s: float
 ) -> OwnDump:
-    """The stacks of a rank in which one of the threads ``candidates`` keeps the GIL."""
+    """The stacks of a rank while one of the threads ``candidates`` keeps the GIL."""
     number = rank.registration.signal
     try:
         if number is None:

@@ -65,7 +65,7 @@ class SampleOrder:
     ring_path: Path | None = None  # the process writes its stacks beside its ring, if it has one
     registration: faulthandler_dumps.FaulthandlerRegistration | None = None
     callers: tuple[Caller, ...] = ()  # the threads that make its calls
-    newest_call: str = ""  # it is reported with its line where stacks cannot be taken
+    newest_call: str = ""  # this call is reported with its line where stacks cannot be taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ class ProcStat:
     state: str
     parent_pid: int
     cpu_ticks: int  # user and system
-    reaped_ticks: int  # the same of its children that have ended
+    reaped_ticks: int  # CPU time of its children that have ended
     start_ticks: int
     exit_code: int  # a status of wait(2); valid for a zombie, and with permission to read it
 

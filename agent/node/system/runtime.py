@@ -72,7 +72,7 @@ class AgentLog:
 
     def info(self, text: str) -> None:
         """Writes one line. ``text`` may quote a server or a job."""
-        # There is no place to report the error if the disk is full or stderr is closed.
+        # The error cannot be reported if the disk is full or stderr is closed.
         with contextlib.suppress(OSError, ValueError):
             status = os.fstat(2)
             if stat.S_ISREG(status.st_mode) and status.st_size > MAX_LOG_BYTES:

@@ -49,7 +49,7 @@ class DeviceWait:
     """Devices in the same call of a group, and the members that have not come to it."""
 
     group: DeviceGroup
-    call: int  # its number by the backend's counters
+    call: int  # numbered by the backend's counters
     waiters: frozenset[int]
     awaited: frozenset[int]
 
@@ -225,7 +225,7 @@ class DeviceView:
     hang: DeviceHang
     fronts: Mapping[int, list[DeviceGroup]]
     _processes: Mapping[int, Process]
-    _streams: Mapping[int, Mapping[int, CallStream]]  # by identity of the group, and rank
+    _streams: Mapping[int, Mapping[int, CallStream]]  # keys: the id() of the group, and the rank
 
     def get_stream(self, group: DeviceGroup, rank: int) -> CallStream:
         return self._streams[id(group)][rank]

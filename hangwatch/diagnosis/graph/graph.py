@@ -66,7 +66,8 @@ class WaitGraph:
     number of ranks. The state of silent ranks is unknown, so that here they wait for no rank.
     """
 
-    blocked_calls: dict[int, list[BlockedCall]] = field(default_factory=dict)  # by waiting rank
+    # The calls that block a rank, by rank.
+    blocked_calls: dict[int, list[BlockedCall]] = field(default_factory=dict)
     # The calls that block one thread of a rank while another thread makes calls, by rank.
     thread_waits: dict[int, list[BlockedCall]] = field(default_factory=dict)
     # The calls that do not complete although every rank that they need has entered them, by rank.

@@ -54,7 +54,8 @@ def build_wait_graph(
     excluded = resolver.unable_to_finish | graph.silent_ranks.keys()
     for rank, process in attempt.processes.items():
         reports = process.reports
-        is_further = reports.last_progress_at > reports.last_seen_at  # its streams lag behind
+        # The streams of such a process lag behind it.
+        is_further = reports.last_progress_at > reports.last_seen_at
         if is_further or not process.open_calls.unfinished_streams:
             continue
         if rank in excluded or builder.add_plain_wait(rank, process):

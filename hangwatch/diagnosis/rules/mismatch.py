@@ -87,7 +87,7 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
     is_harmless = _is_harmless(context, mismatch, members, failed)
     if mismatch.kind is StreamKind.SETUP:
         if len(mismatch.calls) < len(mismatch.classes):
-            if is_harmless:  # as far as that is known without the calls
+            if is_harmless:  # harmless as far as that is known without the calls
                 return
         elif _creates_separate_groups(mismatch, members):
             return

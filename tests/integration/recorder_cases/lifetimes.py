@@ -263,7 +263,7 @@ def main() -> None:
         if left:
             sys.stdout.write(f"{case.__name__}: {', '.join(left)}\n")
         dist.barrier()
-    # In one piece, as the two ranks write to one file and torchrun starts Python without buffers.
+    # One write, since both ranks share a file and torchrun starts Python without buffers.
     sys.stdout.write(f"checked {len(CASES)}\n")
     dist.destroy_process_group()
 

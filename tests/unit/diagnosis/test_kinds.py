@@ -59,7 +59,7 @@ def iter_verdict_arguments() -> Iterator[tuple[str, dict[str, str]]]:
 
 def test_every_verdict_has_a_summary_and_advice() -> None:
     for module, arguments in iter_verdict_arguments():
-        if module != "absence":  # it takes them from `MESSAGE_MAKERS`
+        if module != "absence":  # that rule takes them from `MESSAGE_MAKERS`
             assert {"summary", "advice"} <= arguments.keys(), f"in rules/{module}.py"
     assert MESSAGE_MAKERS.keys() == set(KIND_PRECEDENCE)
 
