@@ -311,7 +311,8 @@ def profiles():
     with torch.autograd.profiler.profile() as profiler:
         run_calls(names)
     report["autograd"] = count_events(profiler)
-    with tempfile.NamedTemporaryFile() as file:
+    # A name that happens to end in "gz" would make torch compress the trace.
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
         observer = torch.profiler.ExecutionTraceObserver().register_callback(file.name)
         observer.start()
         run_calls(names)
