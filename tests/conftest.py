@@ -1,14 +1,15 @@
-"""What all tests share: the seed of the zoo's programs, and the marker of the slow tests."""
+"""What all tests share: the zoo's seed, the marker of the slow tests, and a PostgreSQL."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.harness.depth import SEED_VARIABLE, choose_seed
+from tests.harness.postgres import find_postgres_bin, running_postgres
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -17,7 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Marks the tests that start servers, jobs or browsers: all but the unit tests."""
+    """Marks all but the unit tests. The unit tests that start a program are marked themselves."""
     unit_tests = Path(__file__).with_name("unit")
     for item in items:
         if unit_tests not in item.path.parents:
@@ -32,6 +33,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Repeats the seed behind the failures: with ``-q`` there is no header."""
     if terminalreporter.stats.get("failed"):
         terminalreporter.write_line(_describe_seed())
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """The URL of a PostgreSQL of its own."""
+    programs = find_postgres_bin()
+    if programs is None:
+        pytest.skip("needs PostgreSQL (on Debian and Ubuntu: apt-get install postgresql)")
+    with running_postgres(programs) as url:
+        yield url
 
 
 def _describe_seed() -> str:

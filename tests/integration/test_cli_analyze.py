@@ -31,7 +31,7 @@ from tests.harness.job import running_job
 from tests.harness.processes import clean_environment
 from tests.simulation.flight_recorders import SyntheticRecorder, make_recorders
 from tests.simulation.waiting import wait_until
-from tests.unit.flight_recorder.test_cases import CASES
+from tests.unit.hangwatch.flight_recorder.test_cases import CASES
 from tests.unit.incident_documents import make_incident
 from tests.zoo.peers import SITE_DIR, reading
 

@@ -23,7 +23,7 @@ from tests.harness.job import running_job
 from tests.harness.processes import clean_environment
 from tests.harness.server import Server, run_server
 from tests.simulation.waiting import wait_for_value
-from tests.unit.mcp.test_answers import assert_quoted
+from tests.unit.hangwatch.mcp.test_answers import assert_quoted
 
 from .mcp_program import INJECTION
 

@@ -33,7 +33,7 @@ from hangwatch.server.http.metrics import format_exposition
 from hangwatch.server.ingest.heartbeat_checks import check_memory, parse_heartbeat
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
-from tests.unit.agent.node.test_rings import make_ring
+from tests.unit.agent.node.discovery.test_rings import make_ring
 
 EXAMPLES = int(os.environ.get("HANGWATCH_FUZZ", "150"))
 FUZZ_SETTINGS = settings(

@@ -20,7 +20,7 @@ from hangwatch.model.ranks import Frame, Lifecycle, ThreadStack
 from hangwatch.protocol import heartbeat
 from hangwatch.stacks.activities import classify_activity
 from tests.simulation.scripted_job import ScriptedJob
-from tests.unit.agent.node.test_processes import add_process
+from tests.unit.agent.node.system.test_processes import add_process
 
 PYTHON_LIB = "/usr/lib/python3.11"
 TORCH_LIB = f"{PYTHON_LIB}/site-packages/torch"

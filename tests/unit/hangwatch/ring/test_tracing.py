@@ -25,7 +25,7 @@ from hangwatch.ring.layout import (
 )
 from hangwatch.ring.reader import RingReader
 from hangwatch.ring.tracing import HOLD_S, read_trace
-from tests.unit.agent.node.test_rings import make_ring, watch_ring
+from tests.unit.agent.node.discovery.test_rings import make_ring, watch_ring
 
 NS_PER_MS = 1_000_000
 

@@ -14,7 +14,7 @@ from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.verdicts import Verdict
 from tests.simulation.flight_recorders import SyntheticRecorder, make_recorders
 
-DUMPS_DIR = Path(__file__).parents[2] / "fakegpu" / "dumps"
+DUMPS_DIR = Path(__file__).parents[3] / "fakegpu" / "dumps"
 VERSIONS = ("torch-2.9.1", "torch-2.14.1")
 WORLD_SIZE = 16
 PAIR_COUNT = WORLD_SIZE // 2

@@ -1,7 +1,7 @@
 """For any job and any order of heartbeats: the planted fault is named and nothing else, and a healthy
 job opens no incident.
 
-``HANGWATCH_EXAMPLES=2000 pytest tests/unit/diagnosis/test_properties.py`` tries thousands of
+``HANGWATCH_EXAMPLES=2000 pytest tests/unit/hangwatch/diagnosis/test_properties.py`` tries thousands of
 jobs.
 """
 

@@ -1,6 +1,6 @@
 """A mismatch after hundreds or thousands of quick calls, of which heartbeats carry few running hashes.
 
-``HANGWATCH_EXAMPLES=2000 pytest tests/unit/diagnosis/test_late_mismatches.py`` tries thousands of
+``HANGWATCH_EXAMPLES=2000 pytest tests/unit/hangwatch/diagnosis/rules/test_late_mismatches.py`` tries thousands of
 jobs.
 """
 
@@ -31,7 +31,7 @@ from tests.simulation.model_programs import (
 )
 from tests.simulation.scripted_job import ScriptedJob
 
-from .test_properties import example_settings
+from ..test_properties import example_settings
 
 LIMITS = Limits(stall_after_s=8.0, slow_limit_s=40.0)
 # The modelled agents get requests only with the replies to their heartbeats, and each narrows the

@@ -48,7 +48,7 @@ def make_attempt(number: int, state: str = "running", **more: Any) -> AttemptVie
     return AttemptView(**{**fields, "last_seen_at": MOMENT + timedelta(hours=number), **more})
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def database(request: pytest.FixtureRequest) -> str | None:
     """What --database would say; each test finds it empty."""
     if request.param == "sqlite":

@@ -27,7 +27,7 @@ from hangwatch.protocol.commands import Command, CommandKind, RecordingReply
 from hangwatch.stacks.profile import unpack_profile
 from tests.simulation.waiting import wait_for_value, wait_until
 
-from .test_rings import make_ring, watch_ring
+from ..discovery.test_rings import make_ring, watch_ring
 
 PID = os.getpid()
 TICKS = read_stat(PID).start_ticks

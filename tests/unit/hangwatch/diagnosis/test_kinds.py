@@ -15,7 +15,7 @@ from hangwatch.diagnosis.rules.absence import MESSAGE_MAKERS
 from hangwatch.diagnosis.rules.chain_ends import KIND_PRECEDENCE
 from hangwatch.model.kinds import KINDS, StackAdvice, VerdictKind
 
-PROJECT = Path(__file__).parents[3]
+PROJECT = Path(__file__).parents[4]
 RULES_FOLDER = Path(hangwatch.diagnosis.__file__).parent / "rules"
 
 # Kinds that no zoo program can show, with the test of a real job that does.

@@ -286,6 +286,7 @@ def test_chat_service_url_is_not_a_plain_webhook() -> None:
     assert "TIiajkdnlazkcOXrIdevi7FQ" not in chat.name
 
 
+@pytest.mark.slow
 def test_test_alert_reports_each_delivery(tmp_path: Path, mailbox: tuple[Mailbox, str]) -> None:
     box, mail = mailbox
     command = [str(Path(sys.executable).with_name("hangwatch-server")), "--test-alert"]

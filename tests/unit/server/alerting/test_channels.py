@@ -32,7 +32,7 @@ from tests.simulation.http_receiver import (
     make_json_reply,
 )
 
-from .test_server_alerts import MOMENT, make_incident
+from .test_alerter import MOMENT, make_incident
 
 URL = "https://watch.example/incidents/01J"
 KEY = "0123456789abcdef0123456789abcdef"

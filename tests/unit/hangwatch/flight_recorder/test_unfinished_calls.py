@@ -10,7 +10,7 @@ import pytest
 from hangwatch.flight_recorder import pickles
 from hangwatch.flight_recorder.calls import find_unfinished_calls
 
-DUMPS = Path(__file__).parents[2] / "fakegpu/dumps"
+DUMPS = Path(__file__).parents[3] / "fakegpu/dumps"
 
 
 @pytest.mark.parametrize("torch_version", ["torch-2.9.1", "torch-2.14.1"])
