@@ -1,0 +1,45 @@
+"""Requests to node agents: in which order, how often, and until when."""
+
+from __future__ import annotations
+
+from hangwatch.diagnosis import EvidenceRequest
+from hangwatch.server.core.clock import Clock
+from hangwatch.server.ingest.command_queue import REQUEST_EXPIRES_S, CommandQueue
+from tests.unit.server.attempts import make_attempt
+
+
+def test_requests_are_serialized_and_rate_limited() -> None:
+    command_queue, job = CommandQueue(clock=Clock()), make_attempt()
+    wants = [
+        EvidenceRequest(rank=1, stacks=True),
+        EvidenceRequest(rank=1, stream_uid=4, from_seq=2),
+        EvidenceRequest(rank=77, stacks=True),
+    ]
+    command_queue.request_evidence(job, wants, 100.0)
+    first = command_queue.take_unsent("a")
+    assert [(c.ask.value, c.key, c.uid, c.from_seq) for c in first] == [
+        ("stacks", "1-1", 0, 0),
+        ("calls", "1-1", 4, 2),
+    ]
+    command_queue.request_evidence(job, wants, 105.0)
+    assert command_queue.take_unsent("a") == ()
+    command_queue.mark_answered("a", {first[0].id})
+    command_queue.request_evidence(job, wants, 105.0)
+    assert [c.ask.value for c in command_queue.take_unsent("a")] == ["stacks"]
+    command_queue.request_evidence(job, wants, 100.0 + REQUEST_EXPIRES_S)
+    assert [c.ask.value for c in command_queue.take_unsent("a")] == ["calls"]
+
+
+def test_command_waits_for_an_agent_that_reports_rarely() -> None:
+    command_queue, job = CommandQueue(clock=Clock()), make_attempt()
+    wants = [EvidenceRequest(rank=1, stacks=True)]
+    command_queue.request_evidence(job, wants, 100.0)
+    command_queue.drop_expired(115.0, report_interval_s=20.0)
+    command_queue.request_evidence(job, wants, 115.0)
+    assert len(command_queue.take_unsent("a")) == 1, "and is not repeated before it was sent"
+    command_queue.request_evidence(job, wants, 131.0)
+    command_queue.drop_expired(131.0, report_interval_s=0.5)
+    assert len(command_queue.take_unsent("a")) == 1, "nobody answered the first one"
+    command_queue.request_evidence(job, wants, 150.0)
+    command_queue.drop_expired(150.0 + REQUEST_EXPIRES_S + 1.0, report_interval_s=0.5)
+    assert command_queue.take_unsent("a") == ()
