@@ -234,7 +234,7 @@ def select_checkpoints(
     """Running hashes at the multiples of the smallest power of two that has at most
     `MAX_CHECKPOINTS` multiples in ``(after, upto]``.
 
-    >>> select_checkpoints({seq: -seq for seq in range(101, 118)}, after=100, upto=117)
+    >>> select_checkpoints({seq: -seq for seq in range(101, 119)}, after=100, upto=118)
     ((104, -104), (108, -108), (112, -112), (116, -116))
     """
     step = 1
