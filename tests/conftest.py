@@ -18,10 +18,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Marks all but the unit tests. The unit tests that start a program are marked themselves."""
+    """Marks all but the unit tests, and those that read the built documentation. The other unit
+    tests that take many seconds are marked themselves.
+    """
     unit_tests = Path(__file__).with_name("unit")
     for item in items:
-        if unit_tests not in item.path.parents:
+        if unit_tests not in item.path.parents or "site" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
 
 

@@ -30,6 +30,7 @@ OPEN_PATHS = {"/healthz", "/readyz"}  # besides the login page, which is no part
 EXAMPLES_PER_OPERATION = 600  # for each operation: more than 20,000 requests in all
 # What must hold beyond the types (a cursor that exists, a job that reports) is no schema's to say.
 EXCLUDED_CHECKS = "positive_data_acceptance"
+ALL_PHASES = "examples,coverage,fuzzing"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class SchemathesisRun:
 
 
 def run_schemathesis(
-    url: str, token: str | None, examples: int, folder: Path, seed: int = 1
+    url: str, token: str | None, examples: int, folder: Path, phases: str = ALL_PHASES
 ) -> SchemathesisRun:
     """Sends requests made from the description at ``url``; ``folder`` takes the report."""
     har = folder / f"{secrets.token_hex(4)}.har"
@@ -53,8 +54,8 @@ def run_schemathesis(
         str(Path(sys.executable).with_name("schemathesis")), "run", str(folder / "openapi.json"), "--url", url,
         # streams without an end
         "--exclude-path", "/api/v1/events", "--exclude-path", "/api/v1/trace",
-        "--exclude-checks", EXCLUDED_CHECKS, "--phases", "examples,coverage,fuzzing", "--max-examples", str(examples),
-        "--seed", str(seed), "--no-color", "--warnings", "off", "--report-har-path", str(har), "--request-timeout", "60",
+        "--exclude-checks", EXCLUDED_CHECKS, "--phases", phases, "--max-examples", str(examples),
+        "--seed", "1", "--no-color", "--warnings", "off", "--report-har-path", str(har), "--request-timeout", "60",
     ]  # fmt: skip
     if token is not None:
         command += ["--header", f"Authorization: Bearer {token}"]
@@ -71,7 +72,7 @@ def run_schemathesis(
 
 
 def run_with_and_without_token(
-    folder: Path, examples: int
+    folder: Path, examples: int, phases_without_token: str = ALL_PHASES
 ) -> tuple[SchemathesisRun, SchemathesisRun]:
     """A run with the token and one without, against a server with an open incident."""
     token = secrets.token_urlsafe()
@@ -86,7 +87,7 @@ def run_with_and_without_token(
             reporter = JobReporter(client, make_hung_job())
             reporter.send_until(reporter.list_incidents, "an incident to request")
         return run_schemathesis(server.url, token, examples, folder), run_schemathesis(
-            server.url, None, examples, folder
+            server.url, None, examples, folder, phases_without_token
         )
 
 

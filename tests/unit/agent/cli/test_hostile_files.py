@@ -276,6 +276,7 @@ def replace_parts(good: Any, changes: list[tuple[DocumentPath, Any]]) -> Any:
     return made[0]
 
 
+@pytest.mark.slow
 @FUZZ_SETTINGS
 @given(
     changes=st.lists(
@@ -444,6 +445,7 @@ RANK_DOCUMENTS = [
 BUNDLE_PATHS = list(iter_document_paths([INCIDENT_DOCUMENT, RANK_DOCUMENTS]))
 
 
+@pytest.mark.slow
 @FUZZ_SETTINGS
 @given(
     odd=st.lists(

@@ -51,6 +51,7 @@ def read_metrics(live: AppState) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 def test_metrics_size_for_16384_ranks(live: AppState) -> None:
     for host in range(2048):
         live.watch.heartbeats.apply_heartbeat(
