@@ -17,8 +17,7 @@ from hangwatch import __version__
 
 from .alerting.alerter import Alerter
 from .core import limits
-from .core.clock import Clock, ulid
-from .core.events import EventLog
+from .core.clock import Clock
 from .core.problems import Problem
 from .http import (
     access,
@@ -34,6 +33,8 @@ from .http.app_state import AppState
 from .ingest.agent_worker import AgentWorker
 from .monitor.watch import Watch
 from .settings import Settings
+from .shared_state import SharedState
+from .storage.persistence import PersistenceWorker
 from .storage.store import Store
 from .web import incident_page, incidents_page, performance_pages, ranks_page
 
@@ -47,23 +48,33 @@ def build_app(
     clock: Clock | None = None,
 ) -> tuple[ASGIApp, AppState]:
     """The application and the live state behind it. ``base_url`` is how people reach it."""
+    shared = SharedState(clock or Clock())
+    persistence = PersistenceWorker(
+        shared=shared,
+        store=store,
+        alerter=Alerter(settings.make_alert_channels(), base_url, store.delete_delivery),
+        retention_days=settings.retention_days,
+        retention_mb=settings.retention_mb,
+    )
+    watch = Watch(settings, shared, persistence)
     authenticator = access.Authenticator(
         token, own_name=settings.host, public_url=settings.public_url
     )
-    clock = clock or Clock()
-    alerter = Alerter(settings.make_alert_channels(), base_url, store.delete_delivery)
-    events = EventLog(run_id=ulid(clock.wall()))
-    watch = Watch(settings, clock=clock, store=store, alerter=alerter, events=events)
     agent_worker = AgentWorker(
         heartbeat_paths=heartbeats.list_paths(settings.path_prefix),
-        count_hosts=lambda: watch.agents.reporting_count,
+        agents=shared.agents,
+        heartbeat_queue=watch.heartbeat_queue,
         answer_request=heartbeats.HeartbeatAnswerer(watch, authenticator).answer_request,
     )
-    watch.heartbeat_queue.worker = agent_worker
     live = AppState(
-        settings=settings, base_url=base_url, token=token, watch=watch, agent_worker=agent_worker
+        settings=settings,
+        base_url=base_url,
+        token=token,
+        shared=shared,
+        watch=watch,
+        agent_worker=agent_worker,
     )
-    mcp: mcp_endpoint.McpEndpoint  # it needs the application
+    mcp = mcp_endpoint.McpEndpoint(token)
     app = FastAPI(
         title="hangwatch",
         version=__version__,
@@ -72,7 +83,6 @@ def build_app(
         redoc_url=None,
         responses=openapi.ERROR_RESPONSES,
     )
-    mcp = mcp_endpoint.McpEndpoint(app, token)
     rendering.set_path_prefix(settings.path_prefix)
     _add_routes(app, live)
     app.router.routes.append(Route(mcp_endpoint.PATH, mcp, include_in_schema=False))
@@ -87,24 +97,25 @@ def build_app(
 
 @contextlib.asynccontextmanager
 async def _run_tasks(live: AppState, mcp: mcp_endpoint.McpEndpoint) -> AsyncIterator[None]:
-    """Runs everything that requests do not start, for as long as the application runs."""
-    watch = live.watch
-    watch.persistence.resume_deliveries(watch.store.load_deliveries())
-    live.tasks.start_task("diagnosis", watch.loop.run)
-    live.tasks.start_task("storage and alerts", watch.persistence.run)
-    live.tasks.start_task("load measurement", watch.load.measure_lateness)
-    live.tasks.start_task("node agents' connections", live.agent_worker.run)
-    if watch.job_claims is not None:
-        live.tasks.start_task("claims to jobs", watch.job_claims.run)
+    """Runs everything that requests do not start, for as long as the application runs. `HttpServer`
+    runs the agent worker, which returns connections to it.
+    """
+    persistence, job_claims = live.watch.persistence, live.watch.job_claims
+    persistence.resume_deliveries(persistence.store.load_deliveries())
+    live.tasks.start_task("diagnosis", live.watch.loop.run)
+    live.tasks.start_task("storage and alerts", persistence.run)
+    live.tasks.start_task("load measurement", live.shared.load.measure_lateness)
+    if job_claims is not None:
+        live.tasks.start_task("claims to jobs", job_claims.run)
     yield
     await mcp.stop()
     await live.tasks.stop_tasks()
-    await watch.persistence.save_changes()
-    await asyncio.to_thread(watch.alerter.close)
+    await persistence.save_changes()
+    await asyncio.to_thread(persistence.alerter.close)
 
 
 def _add_routes(app: FastAPI, live: AppState) -> None:
-    rendering.install_error_handlers(app, live.watch.counters.refusals_by_limit)
+    rendering.install_error_handlers(app, live.shared.counters.refusals_by_limit)
     for part in (
         heartbeats,
         api,

@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 from urllib.parse import quote
 
-import uvicorn
 from pydantic import SecretStr
 
 from hangwatch import __version__
@@ -27,7 +26,7 @@ from .app import build_app
 from .command_line import TEST_ALERT_FLAG, SettingsError, load_settings
 from .core import limits, load
 from .core.load import ThrottledListener
-from .http.connections import HttpServer, make_protocol_class
+from .http.connections import HttpServer
 from .settings import Settings
 from .storage.database import StoreError
 from .storage.store import Store
@@ -110,17 +109,11 @@ def _serve(settings: Settings) -> int:
         base_url = _find_base_url(settings, listening.getsockname()[1])
         app, live = build_app(settings, store=store, base_url=base_url, token=token)
         announce(settings, base_url, token)
-        protocol_class = make_protocol_class(
-            live.watch.counters.refusals_by_limit,
-            identifies_peers=token is None,
-            agent_worker=live.agent_worker,
-        )
-        config = uvicorn.Config(
-            app, loop="asyncio", http=protocol_class, backlog=BACKLOG, log_config=None, access_log=False,
+        server = HttpServer(
+            live, app, loop="asyncio", backlog=BACKLOG, log_config=None, access_log=False,
             timeout_graceful_shutdown=SHUTDOWN_GRACE_S, timeout_keep_alive=limits.KEEP_ALIVE_S, server_header=False, proxy_headers=False,
             ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
         )  # fmt: skip
-        server = HttpServer(config, live, protocol_class)
         # uvicorn raises the signal again after it has stopped; with these handlers the exit is
         # normal.
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -65,7 +65,7 @@ def build_router(live: AppState) -> APIRouter:
     async def stream_events(
         last_event_id: Annotated[str | None, Header(description="resume after this event")] = None,
     ) -> StreamingResponse:
-        return stream.make_stream_response(live, live.watch.events.stream_events(last_event_id))
+        return stream.make_stream_response(live, live.shared.events.stream_events(last_event_id))
 
     return routes
 
@@ -94,7 +94,7 @@ def _add_job_routes(routes: APIRouter, live: AppState) -> None:
             str | None, Query(max_length=256, pattern=r"^[^\x00]*$", description="only this job")
         ] = None,
     ) -> Response:
-        rows = await asyncio.to_thread(live.watch.store.load_attempts, job)
+        rows = await asyncio.to_thread(live.watch.persistence.store.load_attempts, job)
         return page.make_response(
             rows, lambda a: f"{a.server or ''}/{a.job}/{a.attempt}", lambda a: a
         )
@@ -203,7 +203,7 @@ def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
     )
     async def download_bundle(id: str) -> Response:
         record = live.get_incident(id)
-        attempt = live.watch.fleet.attempts.get(record.attempt_key)
+        attempt = live.shared.fleet.attempts.get(record.attempt_key)
         ranks = [] if attempt is None else describe_ranks(live, attempt, record.incident)
         archive = build_archive(record.incident, ranks)
         return make_attachment(f"hangwatch-{id}.zip", archive, "application/zip")
@@ -220,13 +220,13 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
     )
     async def request_dump(body: openapi.DumpRequest) -> Response:
         attempt = live.choose_attempt(body.job, body.ranks)
-        if live.watch.commands.unsent_count + len(body.ranks) > MAX_PENDING_DUMP_RANKS:
+        if live.shared.commands.unsent_count + len(body.ranks) > MAX_PENDING_DUMP_RANKS:
             raise Problem(
                 429,
                 f"stacks of at most {MAX_PENDING_DUMP_RANKS} ranks can be requested at a time",
                 headers={"Retry-After": "5"},
             )
-        dump = live.watch.on_demand.dumps.request_dump(attempt, body.ranks, body.native, live.now())
+        dump = live.shared.dumps.request_dump(attempt, body.ranks, body.native, live.now())
         response = make_json_response(build_dump_document(dump), status_code=202)
         response.headers["Location"] = f"/api/v1/dumps/{dump.id}"
         return response
@@ -239,7 +239,7 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
         response_model=openapi.Dump,
     )
     async def show_dump(id: str) -> Response:
-        dump = live.watch.on_demand.dumps.find_dump(id, live.now())
+        dump = live.shared.dumps.find_dump(id, live.now())
         if dump is None:
             raise Problem(
                 404,

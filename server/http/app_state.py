@@ -19,6 +19,7 @@ from ..monitor.views import compute_states, count_states, describe_job_status
 from ..monitor.watch import Watch
 from ..performance.views import RankedGroup, rank_groups
 from ..settings import Settings
+from ..shared_state import SharedState
 
 NOT_READY_AFTER_S = 10.0  # seconds without a round of diagnosis after which the server is not ready
 
@@ -30,13 +31,14 @@ class AppState:
     settings: Settings
     base_url: str
     token: str | None
+    shared: SharedState
     watch: Watch
     agent_worker: AgentWorker
     tasks: TaskSupervisor = field(default_factory=TaskSupervisor)
     cache: ResultCache = field(default_factory=ResultCache)
 
     def now(self) -> float:
-        return self.watch.clock.monotonic()
+        return self.shared.clock.monotonic()
 
     def list_down_parts(self) -> dict[str, str]:
         """The parts of the server that do not work, with reasons. These are shown without the
@@ -55,7 +57,7 @@ class AppState:
 
     def list_latest_attempts(self) -> list[Attempt]:
         """The latest attempt of each job, the newest first."""
-        by_number = sorted(self.watch.fleet.attempts.values(), key=lambda a: a.number)
+        by_number = sorted(self.shared.fleet.attempts.values(), key=lambda a: a.number)
         latest = {attempt.job: attempt for attempt in by_number}
         return sorted(latest.values(), key=lambda a: -a.opened_at)
 
@@ -65,7 +67,7 @@ class AppState:
         """
         if job is None:
             return self.list_latest_attempts()
-        fleet = self.watch.fleet
+        fleet = self.shared.fleet
         latest = fleet.latest_attempt(job)
         if latest is None:
             names = ", ".join(a.job for a in self.list_latest_attempts()) or "none has reported yet"
@@ -86,14 +88,14 @@ class AppState:
         states = self.watch.states.rank_states.get(attempt.key)
         if states is not None and is_large(attempt.rank_count):
             return states
-        cases = self.watch.incidents.list_open(attempt)
+        cases = self.shared.incidents.list_open(attempt)
         lost_after_s = self.watch.intervals.lost_after_s
         return compute_states(attempt, cases, self.now(), lost_after_s)
 
     def describe_job(self, attempt: Attempt) -> JobView:
         view = self.watch.states.large_jobs.get(attempt.key)
         if view is None:
-            cases, now = self.watch.incidents.list_open(attempt), self.now()
+            cases, now = self.shared.incidents.list_open(attempt), self.now()
             counts = count_states(attempt, cases, now, self.watch.intervals.lost_after_s)
             view = views.describe_job(attempt, counts, cases, now)
         return self.add_summary(attempt, view)
@@ -103,7 +105,7 @@ class AppState:
         pace = self.watch.states.paces.get(attempt.key)
         rate = None if pace is None or pace.steps_per_s is None else round(pace.steps_per_s, 3)
         paced = replace(job, steps_per_s=rate)
-        opened = views.sort_by_severity(self.watch.incidents.list_open(attempt))
+        opened = views.sort_by_severity(self.shared.incidents.list_open(attempt))
         if opened and job.state not in ("lost", "failed", "finished"):
             summary = views.format_verdict(opened[0])
         else:
@@ -132,7 +134,7 @@ class AppState:
         """
         return self.cache.get_or_compute(
             ("performance", attempt.key),
-            lambda: rank_groups(self.watch.performance.get_job(attempt)),
+            lambda: rank_groups(self.shared.performance.get_job(attempt)),
         )
 
     def choose_attempt(self, job: str | None, ranks: Sequence[int]) -> Attempt:
@@ -161,10 +163,10 @@ class AppState:
         """The incidents of the job, with the status and about the rank, each if it is given; the
         newest first.
         """
-        jobs = {job, *(a.job for a in self.watch.fleet.list_family(job or ""))}
+        jobs = {job, *(a.job for a in self.shared.fleet.list_family(job or ""))}
         matching = [
             record
-            for record in self.watch.incidents.records.values()
+            for record in self.shared.incidents.records.values()
             for incident in [record.incident]
             if (job is None or incident.job in jobs)
             and (status is None or incident.status == status)
@@ -174,7 +176,7 @@ class AppState:
 
     def get_incident(self, id: str) -> IncidentRecord:
         """Raises Problem if the id is unknown."""
-        record = self.watch.incidents.records.get(id)
+        record = self.shared.incidents.records.get(id)
         if record is None:
             raise Problem(404, f"unknown incident {id!r}; /incidents lists all known ones")
         return record

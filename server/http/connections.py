@@ -7,13 +7,15 @@ passed on to it. It returns connections with other requests, which are then serv
 from __future__ import annotations
 
 import asyncio
+import functools
 import http
 import socket
 from collections import Counter
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from hangwatch.protocol.local_peer import find_peer_uid
@@ -36,24 +38,36 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     A request that arrives in one piece needs no timer here, unlike in a middleware.
     """
 
-    refusals: ClassVar[Counter[str]] = Counter()  # requests by the limit that they exceed
-    identifies_peers: ClassVar[bool] = False  # the peer's user decides where there is no token
-    agent_worker: ClassVar[AgentWorker | None] = None
-    # What an agent worker read from a connection before it returned the connection.
-    returned_data: bytes = b""
     _peer_uid: int | None = None
     _exceeded: limits.Limit | None = None
     _head_bytes: int = 0  # bytes since the last complete request, other than its body
     _timeout_s: float = 0.0  # the limit for the client's next data; 0: none is expected
     _deadline: asyncio.TimerHandle | None = None
 
+    def __init__(
+        self,
+        *args: Any,
+        refusals: Counter[str] | None = None,
+        identifies_peers: bool = False,
+        agent_worker: AgentWorker | None = None,
+        returned_data: bytes = b"",
+        **kwargs: Any,
+    ) -> None:
+        """``refusals`` counts the requests that exceed a limit. If ``identifies_peers``, the scope of
+        a request has the user of this machine who sent it. ``returned_data`` is what the agent
+        worker read before it returned the connection.
+        """
+        super().__init__(*args, **kwargs)
+        self._refusals, self._identifies_peers = refusals, identifies_peers
+        self._agent_worker, self._returned_data = agent_worker, returned_data
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self.identifies_peers:
+        if self._identifies_peers:
             self._peer_uid = find_peer_uid(transport.get_extra_info("socket"))
         self._set_timeout(HEAD_S)
-        if self.returned_data:
-            self.data_received(self.returned_data)
+        if self._returned_data:
+            self.data_received(self._returned_data)
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -97,12 +111,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _pass_on(self, data: bytes) -> bool:
         """Passes the connection on if a node agent begins a heartbeat."""
-        worker = self.agent_worker
+        worker = self._agent_worker
         if worker is None or not worker.is_running or not data.startswith(worker.request_starts):
             return False
         is_idle = not self._head_bytes and self.cycle is None
         has_tls = self.transport.get_extra_info("sslcontext") is not None
-        if not is_idle or self.returned_data or has_tls:
+        if not is_idle or self._returned_data or has_tls:
             return False
         connected = self.transport.get_extra_info("socket")
         if not worker.take_connection(connected, data, self._peer_uid):
@@ -117,7 +131,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             super().send_400_response(msg)
 
     def _refuse(self, limit: limits.Limit) -> None:
-        self.refusals[limit.name] += 1
+        if self._refusals is not None:
+            self._refusals[limit.name] += 1
         cycle = self.cycle
         if cycle is None or not cycle.response_started:
             self._write_problem(limit.make_problem())
@@ -125,7 +140,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self.returned_data = b""
+        self._returned_data = b""
         cycle = self.cycle
         if cycle is not None and cycle.response_complete and not cycle.more_body:
             # uvicorn keeps a dozen objects of a request until the next one. With 12,500
@@ -167,51 +182,42 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.transport.write(head.encode() + body)
 
 
-def make_protocol_class(
-    refusals: Counter[str], identifies_peers: bool, agent_worker: AgentWorker | None = None
-) -> type[LimitedHttpProtocol]:
-    """The protocol for `uvicorn.Config`. ``refusals`` counts the requests that exceed a limit. If
-    ``identifies_peers``, the scope of a request has the user of this machine who sent it.
-    """
-    members = {
-        "refusals": refusals,
-        "identifies_peers": identifies_peers,
-        "agent_worker": agent_worker,
-    }
-    return type("LimitedHttpProtocol", (LimitedHttpProtocol,), members)
-
-
 class HttpServer(uvicorn.Server):
-    """Also serves the connections that the agent worker returns. When a signal arrives, it ends the
-    event streams and the requests that wait for commands.
+    """Serves an application. While it runs, it also runs the agent worker and serves the connections
+    that this one returns. When a signal arrives, it ends the event streams and the requests that
+    wait for commands.
     """
 
-    def __init__(
-        self, config: uvicorn.Config, live: AppState, protocol_class: type[LimitedHttpProtocol]
-    ) -> None:
-        super().__init__(config)
-        self._live, self._protocol_class = live, protocol_class
-        self._tasks: set[asyncio.Task[object]] = set()
+    def __init__(self, live: AppState, app: ASGIApp, **options: Any) -> None:
+        """``options`` are further arguments of `uvicorn.Config`."""
+        self._live, self._tasks = live, set[asyncio.Task[object]]()
+        self._make_protocol = functools.partial(
+            LimitedHttpProtocol,
+            refusals=live.shared.counters.refusals_by_limit,
+            identifies_peers=live.token is None,  # then the peer's user decides
+            agent_worker=live.agent_worker,
+        )
+        super().__init__(uvicorn.Config(app, http=self._make_protocol, **options))  # type: ignore[arg-type] # it is only called
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._live.agent_worker.serve_connection = self._serve_connection
+        run_worker = functools.partial(self._live.agent_worker.run, self._serve_connection)
+        self._live.tasks.start_task("node agents' connections", run_worker)
 
     def _serve_connection(self, connected: socket.socket, received: bytes) -> None:
-
-        def create_protocol() -> LimitedHttpProtocol:
-            protocol = self._protocol_class(
-                config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-            )
-            protocol.returned_data = received
-            return protocol
-
         loop = asyncio.get_running_loop()
+        create_protocol = functools.partial(
+            self._make_protocol,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+            returned_data=received,
+        )
         task = loop.create_task(loop.connect_accepted_socket(create_protocol, connected))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
-        self._live.watch.events.close()
-        self._live.watch.commands.close()
+        self._live.shared.events.close()
+        self._live.shared.commands.close()

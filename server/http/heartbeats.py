@@ -133,13 +133,15 @@ async def _handle_poll(
     agent = heartbeat_checks.decode_head(await _read_body(headers, receive, grant)).agent
     if agent is None:
         raise Problem(422, 'the body must name the node agent: {"agent": ID}')
-    jobs = watch.fleet.list_jobs(agent)
+    jobs = watch.shared.fleet.list_jobs(agent)
     if not all(may_report_job(grant.job, job) for job in jobs):
         raise Problem(403, "the token is another job's than that of the node agent")
-    if watch.commands.waiting_count >= limits.WAITING_AGENTS.most:
+    if watch.shared.commands.waiting_count >= limits.WAITING_AGENTS.most:
         raise limits.WAITING_AGENTS.make_problem()
-    await _wait_while_connected(watch.commands.wait_for_commands(agent, POLL_S), receive)
-    commands = [codec.encode_message(command) for command in watch.commands.take_unsent(agent)]
+    await _wait_while_connected(watch.shared.commands.wait_for_commands(agent, POLL_S), receive)
+    commands = [
+        codec.encode_message(command) for command in watch.shared.commands.take_unsent(agent)
+    ]
     return msgspec.json.encode({"commands": commands})
 
 
@@ -303,7 +305,7 @@ def _prepare_heartbeat(
     """The function that decodes a heartbeat once it is its turn, and raises Problem if it may not
     be applied. Raises Problem if the server is overloaded.
     """
-    refusal = watch.load.make_refusal(is_urgent)
+    refusal = watch.shared.load.make_refusal(is_urgent)
     if refusal is not None:
         watch.heartbeats.refuse_heartbeat(heartbeat_checks.decode_head(body).agent)
         raise refusal
@@ -311,7 +313,9 @@ def _prepare_heartbeat(
     def decode_heartbeat() -> heartbeat.Heartbeat:
         beat = parse_heartbeat(body)
         check_job(beat, grant.job)
-        check_memory(beat, watch.fleet, beat.agent in watch.agents, len(watch.agents))
+        check_memory(
+            beat, watch.shared.fleet, beat.agent in watch.shared.agents, len(watch.shared.agents)
+        )
         if watch.job_claims is not None:
             watch.job_claims.check_heartbeat(beat)
         return beat
@@ -327,8 +331,8 @@ def _count_refusal(watch: Watch, problem: Problem) -> None:
     """Counts a heartbeat that is not applied because of what it contains."""
     if problem.status in NOT_HERE_STATUSES:
         return
-    watch.counters.malformed += 1
-    watch.counters.refusals_by_limit.update(problem.limits)
+    watch.shared.counters.malformed += 1
+    watch.shared.counters.refusals_by_limit.update(problem.limits)
 
 
 def _check_content_coding(headers: Mapping[str, str]) -> bool:

@@ -7,6 +7,7 @@ servers get no such request.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -25,19 +26,19 @@ _MAX_BODY_BYTES = 1 << 20
 
 
 class McpEndpoint:
-    """An ASGI application. ``api`` is the application with the API's routes, as this server's own
-    user may use it; ``token`` is the server's.
+    """An ASGI application inside the one with the API's routes, which it calls as this server's own
+    user. ``token`` is the server's.
     """
 
-    def __init__(self, api: ASGIApp, token: str | None) -> None:
-        self._api, self._token = api, token
+    def __init__(self, token: str | None) -> None:
+        self._token = token
         self._started: asyncio.Future[Any] | None = None  # the session manager, once it runs
         self._task: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._started is None:  # nothing is awaited before it is set, so one request starts it
             self._started = asyncio.get_running_loop().create_future()
-            self._task = asyncio.create_task(self._run(self._started))
+            self._task = asyncio.create_task(self._run(scope["app"], self._started))
         try:
             manager = await asyncio.shield(self._started)
         except ImportError as error:
@@ -54,22 +55,22 @@ class McpEndpoint:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def _build_manager(self) -> Any:
+    def _build_manager(self, api: ASGIApp) -> Any:
         from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 
         from hangwatch.mcp.service import build_service
 
         # No request leaves a session behind, and each reply is one document.
         return StreamableHTTPSessionManager(
-            build_service(TOOLS, self._fetch),
+            build_service(TOOLS, functools.partial(self._fetch, api)),
             json_response=True,
             stateless=True,
             max_request_body_size=_MAX_BODY_BYTES,
         )
 
-    async def _run(self, started: asyncio.Future[Any]) -> None:
+    async def _run(self, api: ASGIApp, started: asyncio.Future[Any]) -> None:
         try:
-            manager = await asyncio.to_thread(self._build_manager)
+            manager = await asyncio.to_thread(self._build_manager, api)
         except Exception as error:  # each request reports it
             started.set_exception(error)
             return
@@ -77,9 +78,12 @@ class McpEndpoint:
             started.set_result(manager)
             await asyncio.Event().wait()
 
-    async def _fetch(self, path: str, query: Mapping[str, object]) -> Document:
+    async def _fetch(self, api: ASGIApp, path: str, query: Mapping[str, object]) -> Document:
+        async def call_api(scope: Scope, receive: Receive, send: Send) -> None:
+            await api({**scope, PEER_UID: os.geteuid()}, receive, send)
+
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        transport = httpx.ASGITransport(self._call_api, raise_app_exceptions=False)
+        transport = httpx.ASGITransport(call_api, raise_app_exceptions=False)
         params = {name: str(value) for name, value in query.items() if value is not None}
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             response = await client.get(f"/api/v1/{path}", params=params, headers=headers)
@@ -88,6 +92,3 @@ class McpEndpoint:
             detail = document.get("detail") or f"the API answers {response.status_code}"
             raise ToolError(str(detail))
         return document
-
-    async def _call_api(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._api({**scope, PEER_UID: os.geteuid()}, receive, send)

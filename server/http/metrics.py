@@ -164,7 +164,7 @@ def _collect_incidents(live: AppState, jobs: LabelledAttempts) -> Iterator[Metri
     labels = {attempt.job: job for attempt, job in jobs}
     counts: Counter[tuple[str, str, str]] = Counter()
     ages = dict.fromkeys(labels.values(), 0.0)
-    for record in live.watch.incidents.records.values():
+    for record in live.shared.incidents.records.values():
         incident = record.incident
         if record.is_live and incident.job in labels:
             job = labels[incident.job]
@@ -180,7 +180,7 @@ def _collect_performance(live: AppState, jobs: LabelledAttempts) -> Iterator[Met
     waited_ratios: dict[str, float] = {}
     for attempt, job in jobs:
         job_totals = totals_by_job.setdefault(job, JobTotals())
-        job_totals.merge_operations(live.watch.performance.get_job(attempt))
+        job_totals.merge_operations(live.shared.performance.get_job(attempt))
         stragglers = list_stragglers(live.get_ranked_groups(attempt))
         shares = [straggler.waited_share or 0.0 for straggler in stragglers]
         waited_ratios[job] = max([waited_ratios.get(job, 0.0), *shares])
@@ -239,10 +239,10 @@ def _make_histogram(
 
 def _collect_agents(watch: Watch, now: float) -> Iterator[Metric]:
     oldest_at = now - REPORTING_WITHIN_S
-    reporting = [agent for agent in watch.agents.values() if agent.last_seen_at > oldest_at]
+    reporting = [agent for agent in watch.shared.agents.values() if agent.last_seen_at > oldest_at]
     costs = [agent.cost for agent in reporting if agent.cost is not None]
     memory = [cost.memory for cost in costs]
-    yield make_metric("hangwatch_agents_cpu_seconds", watch.counters.agents_cpu_s)
+    yield make_metric("hangwatch_agents_cpu_seconds", watch.shared.counters.agents_cpu_s)
     yield make_metric("hangwatch_agents", len(reporting))
     yield make_metric("hangwatch_agents_memory_bytes", sum(memory))
     yield make_metric("hangwatch_agent_memory_max_bytes", max(memory, default=0))
@@ -251,9 +251,9 @@ def _collect_agents(watch: Watch, now: float) -> Iterator[Metric]:
 
 def _collect_server(watch: Watch) -> Iterator[Metric]:
     yield make_metric("hangwatch_build_info", {__version__: 1}, "version")
-    late_s = max(watch.load.late_s, watch.load.waited_s)
+    late_s = max(watch.shared.load.late_s, watch.shared.load.waited_s)
     yield make_metric("hangwatch_event_loop_lag_seconds", late_s)
-    counters = watch.counters
+    counters = watch.shared.counters
     yield make_metric("hangwatch_heartbeats", counters.heartbeats)
     yield make_metric("hangwatch_heartbeats_malformed", counters.malformed)
     yield make_metric("hangwatch_heartbeats_refused", counters.refused)
@@ -268,7 +268,7 @@ def _collect_server(watch: Watch) -> Iterator[Metric]:
     yield make_metric("hangwatch_limit_refusals", refusals, "limit")
     sent: Counter[str] = Counter()
     failed: Counter[str] = Counter()
-    for queue in watch.alerter.queues:  # two channels may have the same name
+    for queue in watch.persistence.alerter.queues:  # two channels may have the same name
         sent[queue.channel.name] += queue.sent
         failed[queue.channel.name] += queue.failed
     yield make_metric("hangwatch_alerts_sent", sent, "channel")

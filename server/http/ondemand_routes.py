@@ -97,12 +97,12 @@ def _add_trace_route(routes: APIRouter, live: AppState) -> None:
         _check_traceable(live, attempt, rank, group)
 
         async def stream_calls() -> AsyncIterator[str]:
-            traces = live.watch.on_demand.traces
+            traces = live.shared.traces
             trace_filter = TraceFilter(op=op, group=group, values=values, seconds=seconds)
             session = traces.start_session(attempt, rank, trace_filter, live.now())
             try:
                 async for part in stream_events(
-                    traces, session, lambda: live.watch.events.is_closed
+                    traces, session, lambda: live.shared.events.is_closed
                 ):
                     yield part
             finally:
@@ -113,7 +113,7 @@ def _add_trace_route(routes: APIRouter, live: AppState) -> None:
 
 def _check_traceable(live: AppState, attempt: Attempt, ranks: Sequence[int], group: str) -> None:
     """Raises Problem for what cannot be traced."""
-    if len(live.watch.on_demand.traces.sessions) >= MAX_SESSIONS:
+    if len(live.shared.traces.sessions) >= MAX_SESSIONS:
         raise Problem(
             503,
             f"{MAX_SESSIONS} clients already trace calls on this server: end one of them",
@@ -146,7 +146,7 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
     )
     async def request_recording(wanted: RecordingRequest, response: Response) -> Recording:
         attempt = live.choose_attempt(wanted.job, wanted.ranks)
-        registry = live.watch.on_demand.recordings
+        registry = live.shared.recordings
         other = registry.find_conflict(attempt, wanted.ranks, live.now())
         if other is not None:
             detail = (
@@ -166,9 +166,9 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
     )
     async def stop_recording(id: str) -> Recording:
         record = _find_recording(live, id)
-        attempt = live.watch.fleet.attempts.get(AttemptKey(record.job, record.attempt))
+        attempt = live.shared.fleet.attempts.get(AttemptKey(record.job, record.attempt))
         if attempt is not None:
-            live.watch.on_demand.recordings.stop_recording(record, attempt, live.now())
+            live.shared.recordings.stop_recording(record, attempt, live.now())
         return await asyncio.to_thread(describe_recording, record)
 
     @routes.get(
@@ -220,7 +220,7 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
 
 
 def _find_recording(live: AppState, id: str) -> RecordingRecord:
-    record = live.watch.on_demand.recordings.find_recording(id, live.now())
+    record = live.shared.recordings.find_recording(id, live.now())
     if record is None:
         raise Problem(
             404,

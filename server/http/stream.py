@@ -27,7 +27,7 @@ MAX_READERS = 256  # the readers of all streams together
 
 def make_stream_response(live: AppState, events: AsyncIterator[str]) -> StreamingResponse:
     """Sends events until the reader disconnects. Raises Problem if there are too many readers."""
-    readers = live.watch.events.readers
+    readers = live.shared.events.readers
     if len(readers) >= MAX_READERS:
         raise Problem(
             503,
@@ -64,7 +64,7 @@ async def follow_page(
     sent: dict[str, str] = {}
     last_sent_at = loop.time()
     yield f"retry: {RETRY_MS}\n\n"
-    while not live.watch.events.is_closed:
+    while not live.shared.events.is_closed:
         try:
             now = live.cache.get_or_compute(("page", key), encode_parts)
         except Problem as problem:  # the page's subject no longer exists

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from ..core import limits
 from ..core.events import wait_for_event
 from ..core.limits import BODY_S, HEAD_S, KEEP_ALIVE_S
+from .agent_registry import AgentRegistry
+from .heartbeat_queue import HeartbeatQueue
 from .worker_frames import (
     MAX_PACKET_BYTES,
     FrameType,
@@ -55,13 +57,14 @@ class AgentWorker(asyncio.Protocol):
     """
 
     heartbeat_paths: Iterable[str]
-    count_hosts: Callable[[], int]
+    agents: AgentRegistry
+    heartbeat_queue: HeartbeatQueue
     answer_request: AnswerRequest
-    serve_connection: ServeConnection | None = None  # the HTTP server sets it
     request_starts: tuple[bytes, ...] = field(init=False)  # the request lines that it serves
     _options: WorkerOptions = field(init=False)
     _process: subprocess.Popen[bytes] | None = None
     _packets: socket.socket | None = None
+    _serve_connection: ServeConnection | None = None  # None: it is not run
     _stream: asyncio.Transport | None = None
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
     _received: bytearray = field(default_factory=bytearray)
@@ -86,12 +89,16 @@ class AgentWorker(asyncio.Protocol):
             keep_alive_s=KEEP_ALIVE_S,
         )
 
-    async def run(self) -> None:
-        """Runs until it is cancelled."""
+    async def run(self, serve_connection: ServeConnection) -> None:
+        """Runs until it is cancelled. ``serve_connection`` takes the connections that the process
+        returns.
+        """
+        self._serve_connection = serve_connection
+        self.heartbeat_queue.sources.append(self)
         delay_s = MIN_RESTART_DELAY_S
         try:
             while True:
-                while self.count_hosts() < MIN_HOSTS:
+                while self.agents.reporting_count < MIN_HOSTS:
                     await asyncio.sleep(CHECK_INTERVAL_S)
                 started_at = time.monotonic()
                 try:
@@ -110,6 +117,7 @@ class AgentWorker(asyncio.Protocol):
                 await asyncio.sleep(delay_s)
         finally:
             self._clean_up()
+            self.heartbeat_queue.sources.remove(self)
 
     async def _wait_for_end(self) -> str:
         """Waits until the process ends or does not respond. Returns which of the two it was."""
@@ -194,10 +202,10 @@ class AgentWorker(asyncio.Protocol):
             asyncio.get_running_loop().remove_reader(self._packets)
         for fd in fds:
             connected = socket.socket(fileno=fd)
-            if self.serve_connection is None:
+            if self._serve_connection is None:
                 connected.close()
             else:
-                self.serve_connection(connected, decode_packet(packet)[2])
+                self._serve_connection(connected, decode_packet(packet)[2])
 
     # Requests
 

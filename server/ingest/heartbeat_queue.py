@@ -12,12 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from hangwatch.protocol import heartbeat
 
 from ..core.load import Load
-from .agent_worker import AgentWorker
 
 log = logging.getLogger("hangwatch")
 
@@ -38,6 +37,16 @@ class _QueuedHeartbeat:
     take_reply: TakeReply
 
 
+class HeartbeatSource(Protocol):
+    """A process that reads heartbeats from connections and passes them on."""
+
+    async def read_arrived(self, within_s: float) -> bool: ...
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
 @dataclass(slots=True)
 class HeartbeatQueue:
     """``ingest`` applies a heartbeat; its second argument is whether it is urgent. Everything runs
@@ -46,7 +55,7 @@ class HeartbeatQueue:
 
     ingest: Callable[[heartbeat.Heartbeat, bool], heartbeat.HeartbeatReply]
     load: Load
-    worker: AgentWorker | None = None  # passes on some of the heartbeats
+    sources: list[HeartbeatSource] = field(default_factory=list)  # those that run
     _urgent: deque[_QueuedHeartbeat] = field(default_factory=deque)
     _usual: deque[_QueuedHeartbeat] = field(default_factory=deque)
     _usual_applied: int = 0
@@ -102,21 +111,23 @@ class HeartbeatQueue:
         ``within_s`` seconds allow.
         """
         until = time.monotonic() + within_s
-        if self.worker is not None and within_s:
-            await self.worker.read_arrived(within_s)
+        if within_s:
+            for source in self.sources:
+                await source.read_arrived(within_s)
         arrived = self._usual_applied + len(self._usual)
         while (self._urgent or self._usual_applied < arrived) and time.monotonic() < until:
             await asyncio.sleep(0)
         self._is_state_locked = True
-        if self.worker is not None:
+        paused = list(self.sources)
+        for source in paused:
             # While the thread works, reading takes several times as long, and the thread too.
-            self.worker.pause_reading()
+            source.pause_reading()
         try:
             return await asyncio.to_thread(work)
         finally:
             self._is_state_locked = False
-            if self.worker is not None:
-                self.worker.resume_reading()
+            for source in paused:
+                source.resume_reading()
             self._start_draining()
 
     def _end_slice(self) -> None:

@@ -9,15 +9,10 @@ import msgspec
 
 from hangwatch.report.documents import build_incident_event
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.fleet import Fleet
 
 from ..alerting.alerter import take_due_event
-from ..core.clock import Clock
-from ..core.events import EventLog
-from ..core.supervision import FailureLog
 from ..incidents.records import IncidentRecord
-from ..incidents.registry import IncidentRegistry
-from ..ingest.command_queue import CommandQueue
+from ..shared_state import SharedState
 from ..storage.persistence import PersistenceWorker
 
 MAX_ALERT_DELAY_S = 1.5  # the longest wait of an alert for its culprits' stacks
@@ -28,33 +23,32 @@ MAX_EVIDENCE_DELAY_S = 15.0  # a requested stack is not expected any more after 
 class IncidentAnnouncer:
     """``repeat_after_s`` is the time between reminders of a job that still hangs; 0 for none."""
 
-    clock: Clock
-    fleet: Fleet
-    incidents: IncidentRegistry
-    commands: CommandQueue
+    shared: SharedState
     persistence: PersistenceWorker
-    events: EventLog
-    failures: FailureLog
     repeat_after_s: float
 
     async def publish_changes(self, last_round_at: float) -> None:
         """Stores and publishes the incidents that changed in this round."""
-        for record in self.incidents.take_changed():
-            with self.failures.isolate(f"the display of incident {record.incident.id}"):
+        for record in self.shared.incidents.take_changed():
+            with self.shared.counters.failures.isolate(
+                f"the display of incident {record.incident.id}"
+            ):
                 if record.is_own:
                     is_new = record.opened_at >= last_round_at
                     self.persistence.mark_changed(record, urgent=is_new or not record.is_open)
                 # The event is encoded once, not for each reader: 100,000 ranks may be waiting.
                 event = msgspec.json.encode(build_incident_event(record.incident))
-                self.events.publish_event("incident", msgspec.Raw(event))
+                self.shared.events.publish_event("incident", msgspec.Raw(event))
             await asyncio.sleep(0)
 
     def send_due_alerts(self, now: float) -> None:
         """Sends an alert for each incident that opened, became more severe or was resolved."""
-        wall = self.clock.wall()
-        for record in self.incidents.records.values():
-            with self.failures.isolate(f"the alerts of incident {record.incident.id}"):
-                attempt = self.fleet.attempts.get(record.attempt_key)
+        wall = self.shared.clock.wall()
+        for record in self.shared.incidents.records.values():
+            with self.shared.counters.failures.isolate(
+                f"the alerts of incident {record.incident.id}"
+            ):
+                attempt = self.shared.fleet.attempts.get(record.attempt_key)
                 event = take_due_event(
                     record,
                     ready=now - record.opened_at >= MAX_ALERT_DELAY_S
@@ -71,7 +65,7 @@ class IncidentAnnouncer:
         """Whether the culprits' stacks have arrived or are not expected any more."""
         if not self._awaits_stacks(record, attempt):
             return True
-        return self.clock.monotonic() - record.opened_at > MAX_EVIDENCE_DELAY_S
+        return self.shared.clock.monotonic() - record.opened_at > MAX_EVIDENCE_DELAY_S
 
     def _awaits_stacks(self, record: IncidentRecord, attempt: Attempt) -> bool:
         """Whether some culprit's stack was requested and has not arrived."""
@@ -80,6 +74,10 @@ class IncidentAnnouncer:
             if rank in ranks_with_stack:
                 continue
             process = attempt.processes.get(rank)
-            if process is not None and process.is_alive and self.commands.awaits_stacks(process):
+            if (
+                process is not None
+                and process.is_alive
+                and self.shared.commands.awaits_stacks(process)
+            ):
                 return True
         return False

@@ -26,12 +26,9 @@ from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
 
 from ..core import load
-from ..core.clock import Clock
 from ..core.limits import is_large
-from ..core.supervision import Counters
-from ..incidents.registry import IncidentRegistry
-from ..ingest.command_queue import CommandQueue
 from ..ingest.heartbeat_queue import HeartbeatQueue
+from ..shared_state import SharedState
 from .report_scheduler import ReportIntervals, ReportScheduler
 
 # An attempt is still diagnosed for this long after its last heartbeat: other hosts may report late.
@@ -64,14 +61,11 @@ T = TypeVar("T")
 
 @dataclass(slots=True, kw_only=True)
 class Diagnoser:
-    clock: Clock
-    incidents: IncidentRegistry
-    commands: CommandQueue
+    shared: SharedState
     report_scheduler: ReportScheduler
     intervals: ReportIntervals
     backoff: DiagnosisBackoff
     reader: AttemptReader
-    counters: Counters
     # The results of each attempt's last diagnosis.
     unexplained_waits: dict[AttemptKey, UnexplainedWait] = field(default_factory=dict)
     failed_attempts: set[AttemptKey] = field(default_factory=set)
@@ -82,7 +76,7 @@ class Diagnoser:
 
     async def diagnose_attempt(self, attempt: Attempt) -> None:
         """Updates the attempt's incidents, unless its backoff or requested calls delay that."""
-        if self.backoff.skips_diagnosis(attempt, self.clock.monotonic()):
+        if self.backoff.skips_diagnosis(attempt, self.shared.clock.monotonic()):
             return
         if (
             attempt.diverged_groups
@@ -92,16 +86,16 @@ class Diagnoser:
             return
         if attempt.has_urgent_changes:
             attempt.has_urgent_changes = False
-            self.backoff.record_changes(attempt, self.clock.monotonic())
-        known_incidents = set(self.incidents.records)
+            self.backoff.record_changes(attempt, self.shared.clock.monotonic())
+        known_incidents = set(self.shared.incidents.records)
         spent_s = 0.0
         self.failed_attempts.add(attempt.key)
-        with self.counters.failures.isolate(f"the diagnosis of job {attempt.job}"):
+        with self.shared.counters.failures.isolate(f"the diagnosis of job {attempt.job}"):
             spent_s = await self._run_diagnosis(attempt)
             self.failed_attempts.discard(attempt.key)
-        self.counters.diagnoses += 1
-        self.counters.diagnosis_s += spent_s
-        self.counters.opened += len(set(self.incidents.records) - known_incidents)
+        self.shared.counters.diagnoses += 1
+        self.shared.counters.diagnosis_s += spent_s
+        self.shared.counters.opened += len(set(self.shared.incidents.records) - known_incidents)
 
     def forget_attempt(self, key: AttemptKey) -> None:
         self._calls_requested_at.pop(key, None)
@@ -115,24 +109,24 @@ class Diagnoser:
 
         def update_incidents() -> Diagnosis:
             # Heartbeats that were applied before the work began count as received.
-            now = self.clock.monotonic()
+            now = self.shared.clock.monotonic()
             diagnosis = diagnose(attempt, now, limits)
-            self.incidents.apply_verdicts(attempt, diagnosis.verdicts, now)
+            self.shared.incidents.apply_verdicts(attempt, diagnosis.verdicts, now)
             return diagnosis
 
         diagnosis, spent_s = Diagnosis(), 0.0
-        waited_s = self.intervals.load.waited_s
-        if not is_quiet(attempt) or self.incidents.list_open(attempt):
+        waited_s = self.shared.load.waited_s
+        if not is_quiet(attempt) or self.shared.incidents.list_open(attempt):
             apply_queued_s = max(MIN_APPLY_QUEUED_S, waited_s / 3)
             diagnosis, spent_s = await self.reader.run(attempt, update_incidents, apply_queued_s)
         if diagnosis.unexplained_wait is None:
             self.unexplained_waits.pop(attempt.key, None)
         else:
             self.unexplained_waits[attempt.key] = diagnosis.unexplained_wait
-        now = self.clock.monotonic()
-        waited_s = self.intervals.load.waited_s
+        now = self.shared.clock.monotonic()
+        waited_s = self.shared.load.waited_s
         self.backoff.record_diagnosis(attempt, diagnosis, spent_s, waited_s, now)
-        self.commands.request_evidence(attempt, diagnosis.requests, now)
+        self.shared.commands.request_evidence(attempt, diagnosis.requests, now)
         self._suspect_agents(attempt, diagnosis.verdicts, now)
         return spent_s
 
@@ -152,7 +146,7 @@ class Diagnoser:
         """Requests the calls at which groups diverge. True while the diagnosis should wait for these
         calls: it takes seconds for a large attempt, and would be inconclusive without them.
         """
-        now = self.clock.monotonic()
+        now = self.shared.clock.monotonic()
         groups = {key for key in attempt.diverged_groups if not is_large(len(key[2]))}
         requests = [
             EvidenceRequest.for_calls(
@@ -161,7 +155,7 @@ class Diagnoser:
             for mismatch in find_call_mismatches(attempt.streams_by_group, groups)
             for rank, window in mismatch.calls_to_fetch
         ]
-        self.commands.request_evidence(attempt, requests, now)
+        self.shared.commands.request_evidence(attempt, requests, now)
         if not requests and not attempt.awaits_calls:
             self._calls_requested_at.pop(attempt.key, None)
             return False

@@ -6,25 +6,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.fleet import SUCCEEDED_SILENT_S, Fleet
+from hangwatch.tracking.fleet import SUCCEEDED_SILENT_S
 
 from ..core import load
-from ..core.clock import Clock
 from ..core.events import wait_for_event
 from ..core.limits import is_large
 from ..core.load import GarbageScheduler
-from ..incidents.registry import NOT_REPORTING_LIMIT_S, IncidentRegistry
-from ..ingest.command_queue import CommandQueue
+from ..incidents.registry import NOT_REPORTING_LIMIT_S
 from ..ingest.heartbeat_queue import SLICE_S
 from ..recovery.aborter import Aborter
+from ..shared_state import SharedState
+from ..storage.persistence import PersistenceWorker
 from .announcer import IncidentAnnouncer
 from .diagnoser import Diagnoser
-from .heartbeat_applier import HeartbeatApplier
-from .report_scheduler import AgentRegistry, ReportScheduler
 from .state_publisher import StatePublisher
 
 ROUND_INTERVAL_S = 0.25
@@ -44,24 +41,18 @@ class DiagnosisLoop:
     another.
     """
 
-    clock: Clock
-    fleet: Fleet
-    incidents: IncidentRegistry
-    commands: CommandQueue
-    heartbeats: HeartbeatApplier
+    shared: SharedState
     diagnoser: Diagnoser
     announcer: IncidentAnnouncer
     states: StatePublisher
     retention: Retention
-    report_scheduler: ReportScheduler
     aborter: Aborter | None
     last_round_at: float = 0.0
     _garbage: GarbageScheduler = field(default_factory=GarbageScheduler)
 
     async def run(self) -> None:
         """Runs rounds until the task is cancelled."""
-        reader = self.diagnoser.reader
-        has_changes = self.heartbeats.has_changes
+        reader, has_changes = self.diagnoser.reader, self.shared.has_changes
         while True:
             started_at = time.perf_counter()
             reader.large_attempts_s = 0.0
@@ -76,46 +67,45 @@ class DiagnosisLoop:
         """Diagnoses each current attempt and reports all changes. A failure in one job or incident
         does not stop the others.
         """
-        isolate = self.diagnoser.counters.failures.isolate
-        now = self.clock.monotonic()
-        current = [a for a in self.fleet.attempts.values() if self.fleet.is_current(a, now)]
+        shared, fleet, incidents = self.shared, self.shared.fleet, self.shared.incidents
+        intervals, isolate = self.diagnoser.intervals, shared.counters.failures.isolate
+        now = shared.clock.monotonic()
+        current = [a for a in fleet.attempts.values() if fleet.is_current(a, now)]
         current_keys = {attempt.key for attempt in current}
         for attempt in current:
             with isolate(f"the incidents of job {attempt.job}"):
                 if self.diagnoser.is_due(attempt, now):
                     await self.diagnoser.diagnose_attempt(attempt)
-                    self.incidents.resolve_earlier_attempts(attempt, now, current_keys)
-        now = self.clock.monotonic()
+                    incidents.resolve_earlier_attempts(attempt, now, current_keys)
+        now = shared.clock.monotonic()
         with isolate("resolving the incidents of finished jobs"):
-            self.incidents.resolve_finished_jobs(self.fleet, now)
+            incidents.resolve_finished_jobs(fleet, now)
         if self.aborter is not None:
             with isolate("the recovery of jobs"):
-                await self.aborter.advance_recoveries(self.heartbeats.intervals.recent_s)
+                await self.aborter.advance_recoveries(intervals.recent_s)
         await self.announcer.publish_changes(self.last_round_at)
         self.announcer.send_due_alerts(now)
-        for attempt in list(self.fleet.attempts.values()):
+        for attempt in list(fleet.attempts.values()):
             with isolate(f"the display of job {attempt.job}"):
                 await self.states.publish_changes(attempt)
         with isolate("dropping what is no longer needed"):
-            self.commands.drop_expired(now, self.heartbeats.intervals.max_gap_s)
+            shared.commands.drop_expired(now, intervals.max_gap_s)
             self.retention.drop_expired(now)
-            self._garbage.update(len(self.fleet.processes), now)
+            self._garbage.update(len(fleet.processes), now)
             self.retention.start_dropping_processes()
         with isolate("scheduling reports"):
-            self.report_scheduler.start_round(now)
+            self.diagnoser.report_scheduler.start_round(now)
         self.last_round_at = now
 
 
 @dataclass(slots=True, kw_only=True)
 class Retention:
-    """Drops attempts and node agents. ``on_attempt_dropped`` and ``on_agent_dropped`` let other
-    components drop their part.
-    """
+    """Drops attempts and node agents, and what each part keeps for them."""
 
-    fleet: Fleet
-    agents: AgentRegistry
-    on_attempt_dropped: Callable[[Attempt], None]
-    on_agent_dropped: Callable[[str], None]
+    shared: SharedState
+    persistence: PersistenceWorker
+    diagnoser: Diagnoser
+    states: StatePublisher
     _large_dropped: list[Attempt] = field(default_factory=list)  # their processes remain
     _dropping: asyncio.Task[None] | None = None
     _silence_check_due_at: float = float("-inf")
@@ -129,21 +119,27 @@ class Retention:
         if now < self._silence_check_due_at:
             return
         self._silence_check_due_at = now + SILENCE_CHECK_INTERVAL_S
-        for agent_id, silent_s in self.agents.update_silent(now):
-            processes = self.fleet.list_processes(agent_id)
+        shared = self.shared
+        for agent_id, silent_s in shared.agents.update_silent(now):
+            processes = shared.fleet.list_processes(agent_id)
             has_finished = all(tracked.process.exit is not None for tracked in processes)
             if silent_s > FINISHED_KEPT_S or has_finished:
-                self.agents.forget_silent(agent_id)
-                self.fleet.forget_agent(agent_id)
-                self.on_agent_dropped(agent_id)
+                shared.agents.forget_silent(agent_id)
+                shared.fleet.forget_agent(agent_id)
+                shared.performance.forget_agent(agent_id)
+                self.diagnoser.report_scheduler.forget_agent(agent_id)
 
     def drop_attempt(self, attempt: Attempt) -> None:
-        self.fleet.forget_attempt(attempt)
+        fleet = self.shared.fleet
+        fleet.forget_attempt(attempt)
         if is_large(attempt.rank_count):
             self._large_dropped.append(attempt)
         else:
-            self.fleet.drop_processes(attempt, len(attempt.processes))
-        self.on_attempt_dropped(attempt)
+            fleet.drop_processes(attempt, len(attempt.processes))
+        self.states.forget_attempt(attempt)
+        self.diagnoser.forget_attempt(attempt.key)
+        self.shared.performance.attempts.pop(attempt.key, None)
+        self.persistence.forget_attempt(attempt.key)
 
     def start_dropping_processes(self) -> None:
         """Starts to free the processes of dropped large attempts in the background."""
@@ -152,10 +148,10 @@ class Retention:
 
     def _find_expired(self, now: float) -> list[Attempt]:
         # The keys are sorted by job and number, so that each job's last number remains.
-        latest_numbers = {key.job: key.number for key in sorted(self.fleet.attempts)}
+        latest_numbers = {key.job: key.number for key in sorted(self.shared.fleet.attempts)}
         expired: list[Attempt] = []
         finished_count = process_count = 0
-        for attempt in sorted(self.fleet.attempts.values(), key=lambda a: -a.last_seen_at):
+        for attempt in sorted(self.shared.fleet.attempts.values(), key=lambda a: -a.last_seen_at):
             is_succeeded = attempt.number != latest_numbers[attempt.job]
             silent_s = now - attempt.last_seen_at
             # The exit of ranks on a lost host is never reported.
@@ -177,7 +173,9 @@ class Retention:
         """Frees memory in small steps: for a large attempt that takes a second in all."""
         while self._large_dropped:
             slice_ends_at = time.perf_counter() + SLICE_S
-            while self.fleet.drop_processes(self._large_dropped[-1], PROCESSES_DROPPED_PER_STEP):
+            while self.shared.fleet.drop_processes(
+                self._large_dropped[-1], PROCESSES_DROPPED_PER_STEP
+            ):
                 if time.perf_counter() > slice_ends_at:
                     load.collect_new_objects()
                     await asyncio.sleep(0)

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import sqlalchemy as sa
 
 from hangwatch.protocol.heartbeat import Heartbeat, get_family
-from hangwatch.tracking.fleet import Fleet, FormerAttempt
+from hangwatch.tracking.fleet import FormerAttempt
 
-from ..core.clock import Clock
 from ..core.events import wait_for_event
 from ..core.job_views import AttemptView
 from ..core.problems import Problem
-from ..incidents.registry import IncidentRegistry
+from ..shared_state import SharedState
 from ..storage.database import JobLocks
 from ..storage.persistence import PersistenceWorker
-from ..storage.store import JobHistory, Store
+from ..storage.store import JobHistory
 from .diagnosis_loop import Retention
 
 log = logging.getLogger("hangwatch")
@@ -38,16 +37,12 @@ UNUSED_S = 60.0  # a job without processes is given up after this time
 
 @dataclass(slots=True, kw_only=True)
 class JobClaims:
-    """The jobs that this server diagnoses. ``adopt_job`` gets what an earlier server knew of a job;
-    ``give_up_job`` is called if this server has lost it, for example because it was stopped.
-    """
+    """The jobs that this server diagnoses."""
 
-    clock: Clock
-    store: Store
+    shared: SharedState
+    persistence: PersistenceWorker
     locks: JobLocks
-    fleet: Fleet
-    adopt_job: Callable[[JobHistory], None]
-    give_up_job: Callable[[str], None]
+    retention: Retention
     _used_at: dict[str, float] = field(default_factory=dict)  # the time of a job's last heartbeat
     _held: set[str] = field(default_factory=set)
     _adopted: set[str] = field(default_factory=set)  # the held jobs whose history was loaded
@@ -63,11 +58,11 @@ class JobClaims:
         if beat.servers < 2:
             return
         named = {update.identity.job for update in beat.processes if update.identity is not None}
-        jobs = sorted(map(get_family, named or self.fleet.list_jobs(beat.agent)))
+        jobs = sorted(map(get_family, named or self.shared.fleet.list_jobs(beat.agent)))
         if not jobs:
             return
         job = jobs[0]  # all other jobs of the host follow it
-        self._used_at[job] = self.clock.monotonic()
+        self._used_at[job] = self.shared.clock.monotonic()
         if job in self._held:
             return
         self._wanted.add(job)
@@ -112,15 +107,15 @@ class JobClaims:
         self._foreign = (self._foreign | self._held | wanted) - locked
         for job in self._held - locked:
             log.warning("another server has taken job %s over", job)
-            self.give_up_job(job)
+            self._give_up_job(job)
         self._held &= locked
         self._adopted &= locked
         for job in locked - self._adopted:
-            self.adopt_job(await asyncio.to_thread(self.store.adopt_job, job))
+            self._adopt_job(await asyncio.to_thread(self.persistence.store.adopt_job, job))
             self._adopted.add(job)
             self._held.add(job)
-        running = {get_family(key.job) for key in self.fleet.attempts}
-        oldest_at = self.clock.monotonic() - UNUSED_S
+        running = {get_family(key.job) for key in self.shared.fleet.attempts}
+        oldest_at = self.shared.clock.monotonic() - UNUSED_S
         for job, used_at in list(self._used_at.items()):
             if used_at >= oldest_at or job in running:
                 continue
@@ -129,42 +124,33 @@ class JobClaims:
             for jobs in (self._held, self._adopted, self._foreign):
                 jobs.discard(job)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobHandover:
-    """Takes over a job of another server of the database, or gives one up."""
-
-    clock: Clock
-    fleet: Fleet
-    incidents: IncidentRegistry
-    persistence: PersistenceWorker
-    retention: Retention
-
-    def adopt_job(self, history: JobHistory) -> None:
+    def _adopt_job(self, history: JobHistory) -> None:
         """Continues with a job as after a restart of the server that had it."""
-        self.incidents.load_records(history.incidents)
-        self.incidents.changed.update(record.incident.id for record in history.incidents)
+        self.shared.incidents.load_records(history.incidents)
+        self.shared.incidents.changed.update(record.incident.id for record in history.incidents)
         self.persistence.resume_deliveries(history.deliveries)
-        unknown = [a for a in history.attempts if self.fleet.latest_attempt(a.job) is None]
-        restore_former_attempts(self.fleet, unknown, self.clock)
+        unknown = [a for a in history.attempts if self.shared.fleet.latest_attempt(a.job) is None]
+        restore_former_attempts(self.shared, unknown)
 
-    def give_up_job(self, family: str) -> None:
-        """Forgets the job's ranks and closes nothing: the other server has its incidents now."""
-        for attempt in list(self.fleet.attempts.values()):
+    def _give_up_job(self, family: str) -> None:
+        """Forgets the ranks of a job that this server has lost, for example because it was stopped.
+        Closes nothing: the other server has the job's incidents now.
+        """
+        for attempt in list(self.shared.fleet.attempts.values()):
             if get_family(attempt.job) == family:
                 self.retention.drop_attempt(attempt)
-        for record in self.incidents.records.values():
+        for record in self.shared.incidents.records.values():
             if record.is_live and get_family(record.incident.job) == family:
                 record.is_own = False
                 self.persistence.forget_incident(record.incident.id)
 
 
-def restore_former_attempts(fleet: Fleet, attempts: Iterable[AttemptView], clock: Clock) -> None:
+def restore_former_attempts(shared: SharedState, attempts: Iterable[AttemptView]) -> None:
     """Restores the last attempt of each job, whose number the next attempt's number follows."""
     for stored in attempts:
-        fleet.former_attempts[stored.job] = FormerAttempt(
+        shared.fleet.former_attempts[stored.job] = FormerAttempt(
             number=stored.attempt,
             restart=stored.restart,
-            last_seen_at=clock.monotonic_at(stored.last_seen_at),
+            last_seen_at=shared.clock.monotonic_at(stored.last_seen_at),
             is_finished=stored.state in ("finished", "failed"),
         )

@@ -1,5 +1,5 @@
-"""The schedule of reports: when each host should report again, what is requested from it immediately,
-and which node agents have gone silent.
+"""The schedule of reports: when each host should report again, and what is requested from it
+immediately.
 
 Hosts of a large job report rarely (`Load`), and the limits of the diagnosis follow their interval. A
 few hosts should report again within a second, before all others: those with urgent changes, those
@@ -8,17 +8,17 @@ named by a diagnosis, and those for which `Fleet.is_urgent` holds.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import ItemsView, Iterable, ValuesView
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from hangwatch.diagnosis import EvidenceRequest, choose_window
 from hangwatch.model.limits import Limits
-from hangwatch.protocol import heartbeat
 from hangwatch.tracking.fleet import Fleet
 
 from ..core.limits import is_large
 from ..core.load import Load
+from ..ingest.agent_registry import AgentRegistry
 from ..ingest.command_queue import CommandQueue
 from ..ondemand.traces import TraceRegistry
 
@@ -36,8 +36,6 @@ POLL_S = 25.0  # less than the minute after which proxies close a connection wit
 MAX_POLLING_AGENTS = 256
 MIN_RECENT_S = 2.0
 RECENT_HEARTBEATS = 3
-
-SILENT_AFTER_S = 60.0  # an agent without a heartbeat for so long no longer counts towards the load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,66 +179,3 @@ class ReportIntervals:
     def lost_after_s(self) -> float:
         """Seconds without a heartbeat after which a host is lost."""
         return self.limits.lost_after_s
-
-
-@dataclass(slots=True, kw_only=True)
-class Agent:
-    host: str
-    last_seen_at: float
-    cost: heartbeat.AgentCost | None = None  # the last one reported
-
-
-@dataclass(slots=True)
-class AgentRegistry:
-    """Node agents by id, ordered by their last heartbeat. Times are the monotonic clock's."""
-
-    _agents: OrderedDict[str, Agent] = field(default_factory=OrderedDict)
-    _silent_count: int = 0
-
-    def __len__(self) -> int:
-        return len(self._agents)
-
-    def __contains__(self, agent_id: str) -> bool:
-        return agent_id in self._agents
-
-    def items(self) -> ItemsView[str, Agent]:
-        return self._agents.items()
-
-    def values(self) -> ValuesView[Agent]:
-        return self._agents.values()
-
-    @property
-    def reporting_count(self) -> int:
-        """The number of agents that are not silent."""
-        return len(self._agents) - self._silent_count
-
-    def record_heartbeat(self, beat: heartbeat.Heartbeat, now: float) -> float:
-        """Records that an agent reported. Returns the CPU seconds it used since its last report."""
-        agent = self._agents.get(beat.agent)
-        previous_cost = None if agent is None else agent.cost
-        if agent is None:
-            self._agents[beat.agent] = Agent(host=beat.host, last_seen_at=now, cost=beat.cost)
-        else:
-            agent.last_seen_at = now
-            agent.cost = beat.cost or previous_cost
-            self._agents.move_to_end(beat.agent)
-        if beat.cost is None:
-            return 0.0
-        previous_cpu_s = 0.0 if previous_cost is None else previous_cost.cpu_s
-        return max(0.0, beat.cost.cpu_s - previous_cpu_s)
-
-    def update_silent(self, now: float) -> list[tuple[str, float]]:
-        """Counts the silent agents. Returns their ids and for how many seconds they are silent."""
-        silent: list[tuple[str, float]] = []
-        for agent_id, agent in self._agents.items():
-            silent_s = now - agent.last_seen_at
-            if silent_s <= SILENT_AFTER_S:
-                break  # all further agents reported later
-            silent.append((agent_id, silent_s))
-        self._silent_count = len(silent)
-        return silent
-
-    def forget_silent(self, agent_id: str) -> None:
-        """Drops an agent that `update_silent` returned."""
-        del self._agents[agent_id]
-        self._silent_count -= 1

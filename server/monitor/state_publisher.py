@@ -12,14 +12,11 @@ import msgspec
 
 from hangwatch.model.ranks import AttemptKey, RankState
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.fleet import Fleet
 
-from ..core.clock import Clock
-from ..core.events import EventLog
 from ..core.job_views import AttemptView, JobView
 from ..core.limits import is_large
 from ..incidents.records import IncidentRecord
-from ..incidents.registry import IncidentRegistry
+from ..shared_state import SharedState
 from ..storage.persistence import PersistenceWorker
 from . import views
 from .diagnoser import AttemptReader, DiagnosisBackoff
@@ -48,14 +45,11 @@ class StatePublisher:
     for large attempts, instead of computing their own.
     """
 
-    clock: Clock
-    fleet: Fleet
-    incidents: IncidentRegistry
+    shared: SharedState
     persistence: PersistenceWorker
-    events: EventLog
+    intervals: ReportIntervals
     backoff: DiagnosisBackoff
     reader: AttemptReader
-    intervals: ReportIntervals
     rank_states: dict[AttemptKey, dict[int, RankState]] = field(default_factory=dict)
     large_jobs: dict[AttemptKey, JobView] = field(default_factory=dict)
     paces: dict[AttemptKey, Pace] = field(default_factory=dict)
@@ -64,15 +58,15 @@ class StatePublisher:
 
     async def publish_changes(self, attempt: Attempt) -> None:
         """Publishes the ranks, and the job, whose state changed since the last round."""
-        cases = self.incidents.list_open(attempt)
-        now = self.clock.monotonic()
+        cases = self.shared.incidents.list_open(attempt)
+        now = self.shared.clock.monotonic()
         if self.backoff.skips_states(attempt, now):
             return
 
         states, spent_s = await self.reader.run(
             attempt, lambda: self._compute_states(attempt, cases, now)
         )
-        self.backoff.record_states_report(attempt, spent_s, self.clock.monotonic())
+        self.backoff.record_states_report(attempt, spent_s, self.shared.clock.monotonic())
         # All ranks with the same change share one event: thousands may change in one round.
         for (before, state), ranks in states.changes.items():
             event = {
@@ -82,11 +76,11 @@ class StatePublisher:
                 "state": state.value,
                 "before": None if before is None else before.value,
             }
-            self.events.publish_event("rank", event)
+            self.shared.events.publish_event("rank", event)
         self.rank_states[attempt.key] = states.by_rank
         if is_large(attempt.rank_count):
             self.large_jobs[attempt.key] = states.job
-        is_latest = self.fleet.latest_attempt(attempt.job) is attempt
+        is_latest = self.shared.fleet.latest_attempt(attempt.job) is attempt
         if is_latest or not attempt.is_finished:
             self._store_attempt(attempt, states.job)
         if is_latest:
@@ -94,14 +88,14 @@ class StatePublisher:
             published = (attempt.number, states.job.state)
             if self._published_jobs.get(attempt.job) != published:
                 self._published_jobs[attempt.job] = published
-                self.events.publish_event("job", msgspec.to_builtins(states.job))
+                self.shared.events.publish_event("job", msgspec.to_builtins(states.job))
 
     def forget_attempt(self, attempt: Attempt) -> None:
         """Drops what is kept for an attempt that the fleet has dropped."""
         self.rank_states.pop(attempt.key, None)
         self.large_jobs.pop(attempt.key, None)
         self.paces.pop(attempt.key, None)
-        if self.fleet.latest_attempt(attempt.job) is None:
+        if self.shared.fleet.latest_attempt(attempt.job) is None:
             self._published_jobs.pop(attempt.job, None)
 
     def _compute_states(
@@ -125,8 +119,8 @@ class StatePublisher:
                 state=job.state,
                 world_size=job.world_size,
                 hosts=job.hosts,
-                opened_at=self.clock.date(attempt.opened_at),
-                last_seen_at=self.clock.date(attempt.last_seen_at),
+                opened_at=self.shared.clock.date(attempt.opened_at),
+                last_seen_at=self.shared.clock.date(attempt.last_seen_at),
                 restart=attempt.restart,
             )
         )

@@ -23,16 +23,13 @@ from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.commands import CommandKind
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.fleet import Fleet
 from hangwatch.tracking.process import Process
 
 from ..alerting.alerter import ABORTED, ABORTING, PLANNED
-from ..core.clock import Clock
 from ..incidents.records import IncidentRecord
-from ..incidents.registry import IncidentRegistry
-from ..ingest.command_queue import REQUEST_EXPIRES_S, CommandQueue
+from ..ingest.command_queue import REQUEST_EXPIRES_S
+from ..shared_state import SharedState
 from ..storage.persistence import PersistenceWorker
-from ..storage.store import Store
 from .policy import Decision, Facts, Rules, Step, decide
 
 log = logging.getLogger("hangwatch")
@@ -54,11 +51,8 @@ class Aborter:
     are the monotonic clock's.
     """
 
+    shared: SharedState
     rules: Rules
-    clock: Clock
-    store: Store
-    incidents: IncidentRegistry
-    fleet: Fleet
     orders: AbortOrders
     persistence: PersistenceWorker
     is_evidence_complete: Callable[[IncidentRecord, Attempt], bool]
@@ -73,16 +67,16 @@ class Aborter:
         """
         cases = [
             case
-            for case in self.incidents.records.values()
+            for case in self.shared.incidents.records.values()
             if case.is_own and (case.is_open or _get_state(case) == "ordered")
         ]
         for case in cases:
-            attempt = self.fleet.attempts.get(case.attempt_key)
+            attempt = self.shared.fleet.attempts.get(case.attempt_key)
             if attempt is None:
                 continue
             if _get_state(case) == "ordered":
-                self._finish_round(case, attempt, self.clock.monotonic())
-            if not case.is_open or self.fleet.latest_attempt(attempt.job) is not attempt:
+                self._finish_round(case, attempt, self.shared.clock.monotonic())
+            if not case.is_open or self.shared.fleet.latest_attempt(attempt.job) is not attempt:
                 self.orders.withdraw(case)
                 continue
             try:
@@ -94,14 +88,14 @@ class Aborter:
                         getattr(error, "orig", error),
                     )
                 self._is_failing = True
-        attempts, records = self.fleet.attempts, self.incidents.records
+        attempts, records = self.shared.fleet.attempts, self.shared.incidents.records
         self._aborted_at = {key: at for key, at in self._aborted_at.items() if key in attempts}
         self._next_check_at = {key: at for key, at in self._next_check_at.items() if key in records}
 
     async def _advance_recovery(
         self, case: IncidentRecord, attempt: Attempt, recent_s: float
     ) -> None:
-        began, now = time.perf_counter(), self.clock.monotonic()
+        began, now = time.perf_counter(), self.shared.clock.monotonic()
         incident_id, state = case.incident.id, _get_state(case)
         if state in _UNDECIDED and now < self._next_check_at.get(incident_id, 0.0):
             return
@@ -115,17 +109,19 @@ class Aborter:
         is_final = state in _UNDECIDED and decision.step in (Step.END, Step.WITHHOLD)
         if is_new or is_final:
             # The history is in the database, and is only read where it can change the decision.
-            aborted_ids = await asyncio.to_thread(self.store.load_aborted_ids, case.incident.job)
+            aborted_ids = await asyncio.to_thread(
+                self.persistence.store.load_aborted_ids, case.incident.job
+            )
             history = len(aborted_ids - {incident_id})
             facts = self._gather_facts(case, attempt, recent_s, history)
-            decision = decide(facts, self.rules, self.clock.monotonic())
+            decision = decide(facts, self.rules, self.shared.clock.monotonic())
             if not case.is_open or decision.step is Step.NOTHING:  # the state changed meanwhile
                 return
             if is_new:
                 self._plan_recovery(case, decision, history)
             if decision.step is Step.WITHHOLD:
                 self._next_check_at[incident_id] = float("inf")
-                self.incidents.update_recovery(case, state="withheld", why=decision.why)
+                self.shared.incidents.update_recovery(case, state="withheld", why=decision.why)
                 return
         if decision.step is Step.END and (
             _get_state(case) in ("announced", "ordered") or not self._has_concurrent_recovery(case)
@@ -140,7 +136,7 @@ class Aborter:
         """
         return any(
             _get_state(other) == "ordered" or (_get_state(other) == "announced" and other.is_open)
-            for other in self.incidents.records.values()
+            for other in self.shared.incidents.records.values()
             if other is not case and other.attempt_key == case.attempt_key
         )
 
@@ -160,23 +156,25 @@ class Aborter:
             processes=attempt.processes,
             is_stored=is_stored,
             history=history,
-            planned_at=None if recovery is None else self.clock.monotonic_at(recovery.planned_at),
+            planned_at=None
+            if recovery is None
+            else self.shared.clock.monotonic_at(recovery.planned_at),
             aborted_at=self._aborted_at.get(attempt.key, float("-inf")),
             recent_s=recent_s,
         )
 
     def _plan_recovery(self, case: IncidentRecord, decision: Decision, history: int) -> None:
-        now = self.clock.monotonic()
+        now = self.shared.clock.monotonic()
         recovery = Recovery(
             state="planned",
             scope=decision.scope,
             ranks=decision.ranks,
             number=history + 1,
             limit=self.rules.limit,
-            planned_at=self.clock.date(now),
-            due_at=self.clock.date(max(now, decision.due_at)),
+            planned_at=self.shared.clock.date(now),
+            due_at=self.shared.clock.date(max(now, decision.due_at)),
         )
-        self.incidents.record_recovery(case, recovery)
+        self.shared.incidents.record_recovery(case, recovery)
         # An alert that is not sent yet will contain the plan.
         if decision.step is not Step.WITHHOLD and case.alerted_severity is Severity.ALERT:
             self.persistence.queue_alert(case, PLANNED)
@@ -185,28 +183,28 @@ class Aborter:
         """Takes the next step of a due recovery: it is announced first, and ordered after the
         announcement was written.
         """
-        recovery, now = case.recovery, self.clock.monotonic()
+        recovery, now = case.recovery, self.shared.clock.monotonic()
         extends_to_job = recovery.scope == "culprits" and decision.scope == "job"
         is_extended = recovery.state == "done" and extends_to_job
         if recovery.state in ("planned", "withheld") or is_extended:
-            self.incidents.update_recovery(
+            self.shared.incidents.update_recovery(
                 case,
                 state="announced",
                 scope=decision.scope,
                 ranks=decision.ranks,
-                announced_at=self.clock.date(now),
+                announced_at=self.shared.clock.date(now),
                 why="",
             )
             event = _number_event(ABORTING, _count_rounds(recovery) + 1)
             self.persistence.queue_alert(case, event)
         elif recovery.state == "announced":
             processes = [attempt.processes[rank] for rank in decision.ranks]
-            ordered_at = self.clock.date(now)
+            ordered_at = self.shared.clock.date(now)
             ends = [
                 RankAbort(rank=p.rank, host=p.host, pid=p.identity.pid, ordered_at=ordered_at)
                 for p in processes[:MAX_ORDERS_LISTED]
             ]
-            self.incidents.update_recovery(
+            self.shared.incidents.update_recovery(
                 case,
                 state="ordered",
                 scope=decision.scope,
@@ -230,10 +228,12 @@ class Aborter:
         if "ordered" in results:
             return
         if results == {"left"}:
-            self.incidents.update_recovery(case, state="planned")
+            self.shared.incidents.update_recovery(case, state="planned")
             return
         self._aborted_at[attempt.key] = now
-        self.incidents.update_recovery(case, state="done", done_at=self.clock.date(now))
+        self.shared.incidents.update_recovery(
+            case, state="done", done_at=self.shared.clock.date(now)
+        )
         self.persistence.queue_alert(case, _number_event(ABORTED, _count_rounds(recovery)))
 
 
@@ -270,14 +270,12 @@ class AbortOrders:
     monotonic clock's.
     """
 
-    clock: Clock
-    incidents: IncidentRegistry
-    commands: CommandQueue
+    shared: SharedState
     _orders: dict[str, _AbortOrder] = field(default_factory=dict)  # the keys are commands' ids
 
     def order_aborts(self, case: IncidentRecord, processes: Iterable[Process], now: float) -> None:
         for process in processes:
-            command_id = self.commands.queue_command(process, CommandKind.ABORT, now)
+            command_id = self.shared.commands.queue_command(process, CommandKind.ABORT, now)
             self._orders[command_id] = _AbortOrder(
                 incident=case.incident.id, process=process, agent=process.agent, ordered_at=now
             )
@@ -291,7 +289,7 @@ class AbortOrders:
         reported.
         """
         for command_id, order in self._list_orders(case):
-            if self.commands.withdraw_command(order.agent, command_id):
+            if self.shared.commands.withdraw_command(order.agent, command_id):
                 del self._orders[command_id]
                 self._record_result(case, order.process.rank, result="left")
 
@@ -299,7 +297,7 @@ class AbortOrders:
         """Records the results that a node agent reports."""
         for reply in replies:
             order = self._orders.pop(reply.request, None)
-            case = self.incidents.records.get(order.incident) if order is not None else None
+            case = self.shared.incidents.records.get(order.incident) if order is not None else None
             if order is None or case is None:
                 continue
             if reply.error is not None:
@@ -310,7 +308,7 @@ class AbortOrders:
                 order.process.rank,
                 result="ended" if reply.signal else "gone",
                 signal=reply.signal,
-                ended_at=self.clock.date(self.clock.monotonic()),
+                ended_at=self.shared.clock.date(self.shared.clock.monotonic()),
             )
 
     def collect_results(self, case: IncidentRecord, attempt: Attempt, now: float) -> None:
@@ -337,7 +335,7 @@ class AbortOrders:
                 end.rank,
                 result="ended" if was_killed else "gone",
                 signal=signal.SIGKILL if was_killed else None,
-                ended_at=self.clock.date(process.exited_at or now),
+                ended_at=self.shared.clock.date(process.exited_at or now),
             )
 
     def _list_orders(self, case: IncidentRecord) -> list[tuple[str, _AbortOrder]]:
@@ -356,7 +354,7 @@ class AbortOrders:
                 pid=process.identity.pid,
                 ordered_at=ends[-1].ordered_at,
             )
-            self.incidents.update_recovery(case, ends=(*ends, end))
+            self.shared.incidents.update_recovery(case, ends=(*ends, end))
         self._record_result(case, process.rank, result="failed", signal=signal, error=error)
 
     def _record_result(self, case: IncidentRecord, rank: int, **changes: Any) -> None:
@@ -365,4 +363,4 @@ class AbortOrders:
             replace(end, **changes) if end.rank == rank and end.result == "ordered" else end
             for end in case.recovery.ends
         )
-        self.incidents.update_recovery(case, ends=ends)
+        self.shared.incidents.update_recovery(case, ends=ends)

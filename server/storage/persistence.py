@@ -18,16 +18,13 @@ import sqlalchemy as sa
 
 from hangwatch.model.incidents import Incident
 from hangwatch.model.ranks import AttemptKey
-from hangwatch.tracking.fleet import Fleet
 
 from ..alerting.alerter import Alerter
 from ..alerting.message import Delivery
-from ..core.clock import Clock
 from ..core.events import wait_for_event
 from ..core.job_views import AttemptView
-from ..core.supervision import FailureLog
 from ..incidents.records import IncidentRecord
-from ..incidents.registry import IncidentRegistry
+from ..shared_state import SharedState
 from .store import Row, Store, make_attempt_row, make_incident_row
 
 log = logging.getLogger("hangwatch")
@@ -43,14 +40,11 @@ ALERT_DELAY_LIMIT_S = 2.0  # the longest wait of an alert for a slow database
 class PersistenceWorker:
     """Writes incidents, attempts and alerts, and deletes incidents beyond the retention."""
 
+    shared: SharedState
     store: Store
-    clock: Clock
     alerter: Alerter
-    fleet: Fleet
-    incidents: IncidentRegistry
     retention_days: float
     retention_mb: float
-    failed_work: FailureLog
     is_saved: bool = True  # the last write succeeded
     failures: int = 0
     _changed_records: dict[str, IncidentRecord] = field(default_factory=dict)
@@ -67,9 +61,9 @@ class PersistenceWorker:
     def resume_deliveries(self, deliveries: Iterable[Delivery]) -> None:
         """Sends the alerts that the previous server could not deliver."""
         for delivery in deliveries:
-            record = self.incidents.records.get(delivery.incident)
+            record = self.shared.incidents.records.get(delivery.incident)
             if record is None or not self.alerter.resume_delivery(
-                record.incident, delivery, self.clock.wall()
+                record.incident, delivery, self.shared.clock.wall()
             ):
                 self.store.delete_delivery(delivery)
 
@@ -90,7 +84,7 @@ class PersistenceWorker:
 
     def record_attempt(self, seen: AttemptView) -> None:
         key = AttemptKey(seen.job, seen.attempt)
-        now = self.clock.monotonic()
+        now = self.shared.clock.monotonic()
         state, at = self._known.get(key, ("", now))
         over = seen.state in ("finished", "failed")
         if state != seen.state or (not over and now - at >= ATTEMPT_INTERVAL_S):
@@ -127,7 +121,7 @@ class PersistenceWorker:
         self._writing = set(records)
         incidents: list[Row] = []
         for record in records.values():
-            with self.failed_work.isolate(f"storing incident {record.incident.id}"):
+            with self.shared.counters.failures.isolate(f"storing incident {record.incident.id}"):
                 incidents.append(make_incident_row(record))
         write = asyncio.to_thread(
             self._write_rows,
@@ -142,8 +136,8 @@ class PersistenceWorker:
         writing = asyncio.ensure_future(write)
         await asyncio.wait({writing}, timeout=ALERT_DELAY_LIMIT_S if alerts else None)
         for incident, event in alerts:
-            with self.failed_work.isolate(f"the alert of incident {incident.id}"):
-                self.alerter.announce(incident, event, self.clock.wall())
+            with self.shared.counters.failures.isolate(f"the alert of incident {incident.id}"):
+                self.alerter.announce(incident, event, self.shared.clock.wall())
         try:
             await writing
             self.is_saved = True
@@ -181,7 +175,7 @@ class PersistenceWorker:
         except Exception as error:
             if not _is_refusal(error):
                 raise
-            self.failed_work.count += 1
+            self.shared.counters.failures.count += 1
             log.exception("%s cannot be stored and is dropped; please report this", what)
 
     def _report_failure(self, error: Exception) -> None:
@@ -194,28 +188,28 @@ class PersistenceWorker:
         self.is_saved = False
 
     async def _synchronise(self) -> None:
-        now = self.clock.monotonic()
-        if self.store.shared and now - self._synchronised_at >= OTHER_SERVERS_INTERVAL_S:
+        now = self.shared.clock.monotonic()
+        if self.store.is_shared and now - self._synchronised_at >= OTHER_SERVERS_INTERVAL_S:
             self._synchronised_at = now
             changed = await asyncio.to_thread(self.store.load_other_servers, dict(self._revisions))
             self._revisions.update({record.incident.id: revision for record, revision in changed})
-            self.incidents.load_records(record for record, _ in changed)
-            self.incidents.changed.update(record.incident.id for record, _ in changed)
+            self.shared.incidents.load_records(record for record, _ in changed)
+            self.shared.incidents.changed.update(record.incident.id for record, _ in changed)
         if now - self._pruned_at >= PRUNE_INTERVAL_S:
             self._pruned_at = now
-            before = self.clock.wall() - timedelta(days=self.retention_days)
-            attempts = self.fleet.attempts.values()
+            before = self.shared.clock.wall() - timedelta(days=self.retention_days)
+            attempts = self.shared.fleet.attempts.values()
             running = {attempt.key for attempt in attempts if not attempt.is_finished}
             # The open incidents of running jobs are kept, whatever their age.
             kept_ids = [
                 incident_id
-                for incident_id, record in self.incidents.records.items()
+                for incident_id, record in self.shared.incidents.records.items()
                 if record.is_live and record.attempt_key in running
             ]
             deleted_ids = await asyncio.to_thread(
                 self.store.prune_incidents, before, self.retention_mb * 1e6, kept_ids
             )
-            self.incidents.drop_incidents(set(deleted_ids))
+            self.shared.incidents.drop_incidents(set(deleted_ids))
 
 
 def _is_refusal(error: Exception) -> bool:

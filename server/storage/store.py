@@ -94,15 +94,15 @@ class Store:
     """
 
     def __init__(self, data_dir: Path, database: str | None = None, name: str = "") -> None:
-        self.shared = database is not None
-        self._server = name if self.shared else ""
+        self.is_shared = database is not None
+        self._server = name if self.is_shared else ""
         with contextlib.ExitStack() as opened:
             self._lock = opened.enter_context(lock_data_dir(data_dir))
             self._engine = open_sqlite(data_dir) if database is None else open_postgres(database)
             opened.callback(self._engine.dispose)
             migrate(self._engine)
             opened.pop_all()  # all of it stays open until `close`
-        self.job_locks = JobLocks(self._engine) if self.shared else None
+        self.job_locks = JobLocks(self._engine) if self.is_shared else None
 
     def load_incidents(self) -> list[IncidentRecord]:
         """The newest incidents of this server, oldest first, and open ones whatever their age."""
@@ -263,7 +263,7 @@ class Store:
                 db.execute(sa.delete(INCIDENTS).where(INCIDENTS.c.id.in_(part)))
             mine = ATTEMPTS.c.server == self._server
             db.execute(sa.delete(ATTEMPTS).where(mine, ATTEMPTS.c.heard_at < oldest))
-            if deleted and not self.shared:
+            if deleted and not self.is_shared:
                 # Returns the space to the file system. The pragma yields one row for each page,
                 # but SQLAlchemy assumes that it yields none.
                 db.connection.cursor().execute("PRAGMA incremental_vacuum").fetchall()
@@ -281,7 +281,7 @@ class Store:
         """Inserts rows of this server, or updates them; their owner and their start stay."""
         if not rows:
             return
-        insert = (postgresql.insert if self.shared else sqlite.insert)(table)
+        insert = (postgresql.insert if self.is_shared else sqlite.insert)(table)
         kept = {*table.primary_key.columns.keys(), "server", "opened_at"}
         changed: Row = {name: insert.excluded[name] for name in rows[0] if name not in kept}
         if "revision" in table.c:

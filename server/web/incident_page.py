@@ -57,8 +57,8 @@ def build_page_values(live: AppState, id: str, ranks: str, dump_id: str) -> dict
     spans = parse_rank_spans(ranks)
     picture = draw_graph(build_graph(incident))
     document = build_incident_document(replace(incident, stacks=()))
-    ended_at = incident.resolved_at or live.watch.clock.date(live.now())
-    dump = live.watch.on_demand.dumps.find_dump(dump_id, live.now()) if dump_id else None
+    ended_at = incident.resolved_at or live.shared.clock.date(live.now())
+    dump = live.shared.dumps.find_dump(dump_id, live.now()) if dump_id else None
     proposed = (incident.culprits or incident.waiting)[:MAX_PROPOSED_RANKS]
     return {
         "incident": incident,
@@ -117,7 +117,7 @@ def _build_graph_labels(
     """Names for the graph: ``group_names`` by group, and ``ops`` by (rank, call). Calls outside the
     incident have a name only while the job is known.
     """
-    attempt = live.watch.fleet.attempts.get(AttemptKey(incident.job, incident.attempt))
+    attempt = live.shared.fleet.attempts.get(AttemptKey(incident.job, incident.attempt))
     processes = {} if attempt is None else attempt.processes
     waiting = [
         (rank, stream)
@@ -228,7 +228,7 @@ def build_router(live: AppState) -> APIRouter:
             parts=render_parts("incident.html", **values),
             sections=SECTIONS,
             stylesheet=STYLESHEET_PATH.read_text(encoding="utf-8"),
-            made_at=live.watch.clock.date(live.now()),
+            made_at=live.shared.clock.date(live.now()),
             address=f"{live.base_url}/incidents/{id}",
         )
         return make_attachment(f"hangwatch-{id}.html", document, "text/html")

@@ -74,7 +74,7 @@ def _find_matching_records(live: AppState, query: IncidentsQuery) -> list[Incide
     if query.kind:
         records = [record for record in records if record.incident.kind is query.kind]
     if query.since:
-        earliest = live.watch.clock.date(live.now()) - PERIODS[query.since]
+        earliest = live.shared.clock.date(live.now()) - PERIODS[query.since]
         records = [
             record
             for record in records
@@ -86,7 +86,7 @@ def _find_matching_records(live: AppState, query: IncidentsQuery) -> list[Incide
 
 def _build_values(live: AppState, query: IncidentsQuery) -> dict[str, Any]:
     records = _find_matching_records(live, query)
-    past_jobs = {record.incident.job for record in live.watch.incidents.records.values()}
+    past_jobs = {record.incident.job for record in live.shared.incidents.records.values()}
     current_jobs = {attempt.job for attempt in live.list_latest_attempts()}
     return {
         "shown": slice_page(records, query.page, INCIDENTS_PER_PAGE),

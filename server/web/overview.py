@@ -56,9 +56,9 @@ def get_overview(live: AppState, attempt: Attempt) -> AttemptOverview:
 
 
 def _build_overview(live: AppState, attempt: Attempt) -> AttemptOverview:
-    cases = live.watch.incidents.list_open(attempt)
+    cases = live.shared.incidents.list_open(attempt)
     shown_cases = cases or (
-        live.watch.incidents.list_ended_with(attempt) if attempt.is_finished else []
+        live.shared.incidents.list_ended_with(attempt) if attempt.is_finished else []
     )
     states = live.watch.states.rank_states.get(attempt.key) or live.get_rank_states(attempt)
     counts = Counter(states.values())

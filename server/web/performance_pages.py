@@ -73,7 +73,7 @@ def _list_groups(live: AppState, listed: PageRequest, job: str | None, group: st
         for ranked in live.get_ranked_groups(attempt)
         if _matches_group(ranked, group)
     ]
-    to_date = live.watch.clock.date
+    to_date = live.shared.clock.date
     return listed.make_response(
         rows,
         lambda row: make_group_cursor(row[0], row[1].totals.group.key),
@@ -92,14 +92,14 @@ def _build_page_values(live: AppState, job: str, group: str, page: int) -> Mappi
     all_groups = live.get_ranked_groups(attempt)
     matching = [ranked for ranked in all_groups if _matches_group(ranked, group)]
     shown = slice_page(matching, page, GROUPS_PER_PAGE)
-    to_date = live.watch.clock.date
+    to_date = live.shared.clock.date
     return {
         "job": attempt.job,
         "attempt": attempt.number,
         "jobs": [a.job for a in live.list_latest_attempts()],
         "stragglers": list_stragglers(all_groups),
         "compared": sum(ranked.totals.arrivals.compared_calls for ranked in all_groups),
-        "ignored_reports": live.watch.performance.get_job(attempt).ignored_reports,
+        "ignored_reports": live.shared.performance.get_job(attempt).ignored_reports,
         "group_filter": group,
         "shown": shown,
         "groups": [

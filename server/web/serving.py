@@ -56,7 +56,7 @@ def choose_attempt(live: AppState, job: str, attempt: int | None) -> Attempt | N
         attempts = attempts[:1]  # the worlds that run beside the job are left out
     alerted_jobs = {
         case.incident.job
-        for case in live.watch.incidents.records.values()
+        for case in live.shared.incidents.records.values()
         if case.is_open and case.incident.severity is Severity.ALERT
     }
     for candidate in attempts:

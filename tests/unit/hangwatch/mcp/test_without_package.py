@@ -39,8 +39,14 @@ def test_server_says_what_to_install() -> None:
     async def never_called(*_: Any) -> None:
         raise AssertionError
 
-    scope = {"type": "http", "method": "POST", "path": "/mcp", "headers": []}
-    endpoint = McpEndpoint(never_called, None)
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/mcp",
+        "headers": [],
+        "app": never_called,
+    }
+    endpoint = McpEndpoint(None)
     asyncio.run(endpoint(scope, receive, send))
     assert sent[0]["status"] == 501
     assert "pip install 'hangwatch[mcp]'" in json.loads(sent[1]["body"])["detail"]

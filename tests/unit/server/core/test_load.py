@@ -124,12 +124,12 @@ def test_overloaded_server_refuses_with_retry_after(tmp_path: Path) -> None:
         ) as client:
             return await client.post("/api/v1/heartbeats", json=beat)
 
-    live.watch.load.late_s = OVERLOAD_LATE_S + 0.1
+    live.shared.load.late_s = OVERLOAD_LATE_S + 0.1
     refused = asyncio.run(post_heartbeat())
     assert (refused.status_code, refused.headers["Retry-After"]) == (503, str(RETRY_AFTER_S))
     assert "overloaded" in refused.json()["detail"]
-    assert (live.watch.counters.heartbeats, len(live.watch.agents)) == (0, 0)
-    live.watch.load.late_s = 0.0
+    assert (live.shared.counters.heartbeats, len(live.shared.agents)) == (0, 0)
+    live.shared.load.late_s = 0.0
     assert codec.decode_reply(asyncio.run(post_heartbeat()).json()).interval_s == 0.5
 
 
@@ -156,9 +156,9 @@ def test_refused_host_is_not_lost(tmp_path: Path) -> None:
 
     encoded_beat = json.dumps(codec.encode_message(beat)).encode()
     assert asyncio.run(post_heartbeat(encoded_beat)) == 200
-    process = live.watch.fleet.processes["n", "1-1"].process
+    process = live.shared.fleet.processes["n", "1-1"].process
     heard_at = process.reports.last_seen_at
-    live.watch.load.late_s = OVERLOAD_LATE_S + 0.1
+    live.shared.load.late_s = OVERLOAD_LATE_S + 0.1
     for body, headers in (
         (b"{}", {}),
         (b"x", {}),
@@ -171,18 +171,18 @@ def test_refused_host_is_not_lost(tmp_path: Path) -> None:
             "only by its own agent's heartbeats"
         )
     assert process.reports.last_seen_at == heard_at, "what it said was not taken in"
-    assert live.watch.counters.refused == 4
+    assert live.shared.counters.refused == 4
 
 
 def test_readers_beyond_limit_are_refused(tmp_path: Path) -> None:
     app, live = build_app(
         Settings(data_dir=tmp_path), store=Store(tmp_path), base_url="http://localhost", token=None
     )
-    readers = live.watch.events.readers
+    readers = live.shared.events.readers
 
     async def read_one() -> int:
         stream: Any = make_stream_response(
-            live, live.watch.events.stream_events(None)
+            live, live.shared.events.stream_events(None)
         ).body_iterator
         await anext(aiter(stream))
         count = len(readers)

@@ -7,8 +7,12 @@ import socket
 
 import pytest
 
+from hangwatch.protocol.heartbeat import HeartbeatReply
+from hangwatch.server.core.load import Load
 from hangwatch.server.ingest import agent_worker
+from hangwatch.server.ingest.agent_registry import AgentRegistry
 from hangwatch.server.ingest.agent_worker import AgentWorker
+from hangwatch.server.ingest.heartbeat_queue import HeartbeatQueue
 from hangwatch.server.ingest.worker_frames import FrameType, encode_frame
 
 
@@ -24,7 +28,10 @@ def test_process_with_a_backlog_is_not_replaced() -> None:
     async def wait_with_backlog() -> None:
         ours, theirs = socket.socketpair()
         worker = AgentWorker(
-            heartbeat_paths=[], count_hosts=lambda: 0, answer_request=lambda request, send: None
+            heartbeat_paths=[],
+            agents=AgentRegistry(),
+            heartbeat_queue=HeartbeatQueue(lambda beat, is_urgent: HeartbeatReply(), Load()),
+            answer_request=lambda request, send: None,
         )
         with theirs:
             loop = asyncio.get_running_loop()

@@ -170,20 +170,20 @@ def test_fuzzed_heartbeat_is_refused_or_harmless(
     assert not refusal_status(
         check_memory,
         beat,
-        live.watch.fleet,
-        beat.agent in live.watch.agents,
-        len(live.watch.agents),
+        live.shared.fleet,
+        beat.agent in live.shared.agents,
+        len(live.shared.agents),
     )
     codec.encode_message(live.watch.heartbeats.apply_heartbeat(beat))
     asyncio.run(live.watch.loop.run_round())
-    assert live.watch.counters.failures.count == 0
+    assert live.shared.counters.failures.count == 0
     for attempt in live.list_latest_attempts():
         msgspec.json.encode(live.describe_job(attempt))
     assert format_exposition(live)
-    for attempt in list(live.watch.fleet.attempts.values()):
-        live.watch.fleet.forget_attempt(attempt)
-        live.watch.fleet.drop_processes(attempt, 1 << 20)
-    live.watch.incidents.records.clear()
+    for attempt in list(live.shared.fleet.attempts.values()):
+        live.shared.fleet.forget_attempt(attempt)
+        live.shared.fleet.drop_processes(attempt, 1 << 20)
+    live.shared.incidents.records.clear()
 
 
 @FUZZ_SETTINGS

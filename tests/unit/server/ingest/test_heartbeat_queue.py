@@ -13,7 +13,6 @@ import pytest
 from hangwatch.protocol import heartbeat
 from hangwatch.server.core.load import OVERLOAD_LATE_S, OVERLOAD_WAIT_S, Load
 from hangwatch.server.core.problems import Problem
-from hangwatch.server.ingest.agent_worker import AgentWorker
 from hangwatch.server.ingest.heartbeat_queue import SLICE_S, HeartbeatQueue
 
 
@@ -144,7 +143,7 @@ def test_unreadable_heartbeat_fails_alone() -> None:
 def test_worker_is_read_before_diagnosis_and_not_during_it() -> None:
     events: list[str] = []
 
-    class Worker(AgentWorker):
+    class Source:
         """Has one heartbeat, which arrived before the diagnosis began."""
 
         async def read_arrived(self, within_s: float) -> bool:
@@ -162,9 +161,7 @@ def test_worker_is_read_before_diagnosis_and_not_during_it() -> None:
     harness = QueueHarness()
 
     async def run_diagnosis() -> None:
-        harness.queue.worker = Worker(
-            heartbeat_paths=[], count_hosts=lambda: 0, answer_request=lambda request, send: None
-        )
+        harness.queue.sources.append(Source())
         await harness.queue.run_exclusively(
             lambda: events.append(f"diagnose {harness.ingested}"), within_s=5.0
         )

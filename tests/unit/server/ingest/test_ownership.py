@@ -96,7 +96,7 @@ class Scene:
     def list_verdicts(self) -> list[tuple[VerdictKind, tuple[int, ...], int]]:
         return [
             (r.incident.kind, tuple(r.incident.culprits), r.incident.attempt)
-            for r in self.live.watch.incidents.records.values()
+            for r in self.live.shared.incidents.records.values()
             if r.is_open
         ]
 
@@ -118,7 +118,7 @@ def test_claimed_exit_of_others_process_is_dropped(scene: Scene) -> None:
     claim = scene.make_update(1, ended=ExitInfo(signal=9))
     scene.run_for(8, claim)
     assert scene.list_verdicts() == [(VerdictKind.MISSING_RANK, (1,), 0)]
-    assert scene.live.watch.counters.foreign_reports >= 16
+    assert scene.live.shared.counters.foreign_reports >= 16
 
 
 @pytest.mark.parametrize("restart", [0, 7])
@@ -128,14 +128,14 @@ def test_claimed_rank_does_not_hide_the_hang(scene: Scene, restart: int) -> None
     identity = replace(claim.identity, pid=99, restart=restart)
     scene.run_for(8, replace(claim, key="99-1", identity=identity))
     assert (VerdictKind.MISSING_RANK, (1,), 0) in scene.list_verdicts()
-    holder = scene.live.watch.fleet.attempts[AttemptKey("run7", 0)].processes[1]
+    holder = scene.live.shared.fleet.attempts[AttemptKey("run7", 0)].processes[1]
     assert holder.identity.pid == 2, "the rank of the older launch is still that of its process"
 
 
 def test_silent_owner_is_succeeded(scene: Scene) -> None:
     scene.now += OWNER_SILENT_S + 0.1
     scene.send("successor", scene.make_update(1, ended=ExitInfo(exit_status=0)))
-    tracked = scene.live.watch.fleet.processes[("node", "2-1")]
+    tracked = scene.live.shared.fleet.processes[("node", "2-1")]
     assert (tracked.process.agent, tracked.process.exit) == ("successor", ExitInfo(exit_status=0))
 
 
@@ -143,9 +143,9 @@ def test_replacement_agent_of_the_run_dir_succeeds_at_once(scene: Scene) -> None
     scene.now += 1
     ended = scene.make_update(1, ended=ExitInfo(exit_status=0))
     scene.send("stranger", ended)
-    assert scene.live.watch.fleet.processes[("node", "2-1")].process.exit is None
+    assert scene.live.shared.fleet.processes[("node", "2-1")].process.exit is None
     scene.send("replacement", ended, owner="secret of the run dir")
-    tracked = scene.live.watch.fleet.processes[("node", "2-1")]
+    tracked = scene.live.shared.fleet.processes[("node", "2-1")]
     assert (tracked.process.agent, tracked.process.exit) == ("replacement", ended.ended)
 
 

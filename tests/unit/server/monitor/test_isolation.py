@@ -55,20 +55,20 @@ def test_failed_diagnosis_of_one_job_does_not_stop_the_others(
     for name in ("bad", "good"):
         report_hung_job(live, name)
     asyncio.run(live.watch.loop.run_round())
-    assert {record.incident.job for record in live.watch.incidents.records.values()} == {"good"}
-    assert live.watch.counters.failures.count == 1
+    assert {record.incident.job for record in live.shared.incidents.records.values()} == {"good"}
+    assert live.shared.counters.failures.count == 1
     assert "diagnosis" not in live.list_down_parts(), "the round itself was completed"
     (bad,) = live.find_attempts("bad")
     assert live.describe_job(bad).summary.startswith("Unknown: the diagnosis of this job fails")
     monkeypatch.setattr(diagnoser, "diagnose", diagnose)
-    live.watch.heartbeats.has_changes.set()
+    live.shared.has_changes.set()
 
     def is_diagnosed() -> bool:
         asyncio.run(live.watch.loop.run_round())
         return bad.key not in live.watch.diagnoser.failed_attempts
 
     assert wait_until(is_diagnosed, 30.0)
-    assert {record.incident.job for record in live.watch.incidents.records.values()} == {
+    assert {record.incident.job for record in live.shared.incidents.records.values()} == {
         "good",
         "bad",
     }
@@ -87,7 +87,7 @@ def test_jump_of_an_agents_clock_stops_nothing(live: AppState) -> None:
         )
         live.watch.heartbeats.apply_heartbeat(beat)
         asyncio.run(live.watch.loop.run_round())
-    assert live.watch.counters.failures.count == 0
+    assert live.shared.counters.failures.count == 0
 
 
 def test_heartbeat_after_a_clock_jump_counts_as_just_sent() -> None:
@@ -111,9 +111,12 @@ def test_row_that_the_database_refuses_is_dropped_alone(live: AppState) -> None:
     bad.restart = 1 << 63  # SQLite's integers have 64 bits with the sign
     asyncio.run(live.watch.loop.run_round())
     asyncio.run(live.watch.persistence.save_changes())
-    assert [attempt.job for attempt in live.watch.store.load_attempts()] == ["good"]
-    assert {record.incident.job for record in live.watch.store.load_incidents()} == {"bad", "good"}
-    assert live.watch.counters.failures.count == 1
+    assert [attempt.job for attempt in live.watch.persistence.store.load_attempts()] == ["good"]
+    assert {record.incident.job for record in live.watch.persistence.store.load_incidents()} == {
+        "bad",
+        "good",
+    }
+    assert live.shared.counters.failures.count == 1
     assert live.watch.persistence.is_saved
 
 

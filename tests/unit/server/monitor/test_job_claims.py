@@ -10,12 +10,16 @@ import pytest
 import sqlalchemy as sa
 
 from hangwatch.protocol.heartbeat import Heartbeat, ProcessIdentity, ProcessUpdate
+from hangwatch.server.alerting.message import Delivery
 from hangwatch.server.core.clock import Clock
 from hangwatch.server.core.problems import Problem
+from hangwatch.server.monitor.diagnosis_loop import Retention
 from hangwatch.server.monitor.job_claims import RETRY_INTERVAL_S, UNUSED_S, JobClaims
+from hangwatch.server.shared_state import SharedState
 from hangwatch.server.storage.database import JobLocks
-from hangwatch.server.storage.store import JobHistory, Store
-from hangwatch.tracking.fleet import Fleet
+from hangwatch.server.storage.persistence import PersistenceWorker
+from hangwatch.server.storage.store import JobHistory
+from hangwatch.tracking.attempt import Attempt
 
 
 @dataclass(slots=True)
@@ -25,6 +29,7 @@ class FakeDatabase:
     taken: set[str] = field(default_factory=set)
     is_down: bool = False
     released: list[str] = field(default_factory=list)
+    adopted: list[str] = field(default_factory=list)
 
     def hold_locks(self, jobs: list[str]) -> set[str]:
         if self.is_down:
@@ -35,26 +40,34 @@ class FakeDatabase:
         self.released.append(job)
 
     def adopt_job(self, job: str) -> JobHistory:
+        self.adopted.append(job)
         return JobHistory(incidents=[], deliveries=[], attempts=[])
+
+
+@dataclass(slots=True)
+class FakePersistence:
+    store: FakeDatabase
+
+    def resume_deliveries(self, deliveries: list[Delivery]) -> None:
+        assert not deliveries
 
 
 class Scene:
     def __init__(self) -> None:
         self.now = 1000.0
         self.database = FakeDatabase()
-        self.adopted: list[JobHistory] = []
         self.given_up: list[str] = []
+        self.shared = SharedState(Clock(monotonic=lambda: self.now))
         self.claims = JobClaims(
-            clock=cast(Clock, self),
-            store=cast(Store, self.database),
+            shared=self.shared,
+            persistence=cast(PersistenceWorker, FakePersistence(self.database)),
             locks=cast(JobLocks, self.database),
-            fleet=Fleet(),
-            adopt_job=self.adopted.append,
-            give_up_job=self.given_up.append,
+            retention=cast(Retention, self),
         )
 
-    def monotonic(self) -> float:
-        return self.now
+    def drop_attempt(self, attempt: Attempt) -> None:
+        self.given_up.append(attempt.job)
+        self.shared.fleet.forget_attempt(attempt)
 
     def update(self) -> None:
         asyncio.run(self.claims._update_claims())
@@ -73,6 +86,7 @@ class Scene:
             self.claims.check_heartbeat(beat)
         except Problem as problem:
             return problem.status
+        self.shared.fleet.apply_heartbeat(beat, self.now)
         return 200
 
 
@@ -85,9 +99,9 @@ def test_job_is_taken_once_it_is_locked(scene: Scene) -> None:
     assert scene.send() == 503, "it is being found out"
     scene.update()
     assert (scene.send(), scene.send("run7/127.0.0.1:29500")) == (200, 200)
-    assert len(scene.adopted) == 1
+    assert len(scene.database.adopted) == 1
     scene.update()
-    assert len(scene.adopted) == 1, "what was known of it is loaded once"
+    assert len(scene.database.adopted) == 1, "what was known of it is loaded once"
 
 
 def test_job_of_another_server_is_refused_until_that_ends(scene: Scene) -> None:
@@ -110,6 +124,7 @@ def test_agent_that_knows_no_other_server_is_never_refused(scene: Scene) -> None
 def test_lost_job_is_given_up(scene: Scene) -> None:
     scene.send()
     scene.update()
+    assert scene.send() == 200
     scene.database.taken = {"run7"}  # the server's session had ended
     scene.update()
     assert scene.given_up == ["run7"] and scene.send() == 421

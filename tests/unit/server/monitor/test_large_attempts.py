@@ -58,7 +58,7 @@ def make_heartbeat(
 
 def test_heartbeats_are_queued_during_large_diagnosis(live: AppState) -> None:
     live.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
-    (attempt,) = live.watch.fleet.attempts.values()
+    (attempt,) = live.shared.fleet.attempts.values()
     answers: list[asyncio.Task[heartbeat.HeartbeatReply]] = []
     loop = None
 
@@ -87,7 +87,7 @@ def test_heartbeats_are_queued_during_large_diagnosis(live: AppState) -> None:
         return attempt.last_seen_at
 
     assert asyncio.run(time_diagnosis()) > 0
-    assert live.watch.counters.heartbeats == 3
+    assert live.shared.counters.heartbeats == 3
 
 
 def test_large_attempt_round_updates_states_and_job(live: AppState) -> None:
@@ -96,14 +96,14 @@ def test_large_attempt_round_updates_states_and_job(live: AppState) -> None:
     (attempt,) = live.list_latest_attempts()
     assert live.describe_job(attempt).heard_of == 16
     assert set(live.get_rank_states(attempt)) == set(range(16))
-    assert live.watch.counters.failures.count == 0
+    assert live.shared.counters.failures.count == 0
 
 
 def test_only_host_with_stopped_process_is_polled_soon(
     live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        live.watch.load, "late_s", 0.2
+        live.shared.load, "late_s", 0.2
     )  # the others are polled less often, but have no turns yet
     assert (
         live.watch.heartbeats.apply_heartbeat(make_heartbeat(1)).interval_s
@@ -124,7 +124,7 @@ def test_hosts_of_large_jobs_may_report_changes_early(
     live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert live.watch.heartbeats.apply_heartbeat(make_heartbeat(1)).news_s is None
-    monkeypatch.setattr(live.watch.load, "late_s", 1.0)  # the load of thousands of hosts
+    monkeypatch.setattr(live.shared.load, "late_s", 1.0)  # the load of thousands of hosts
     news_s = live.watch.heartbeats.apply_heartbeat(make_heartbeat(2)).news_s
     assert (
         news_s is not None
@@ -136,13 +136,13 @@ def test_hosts_of_large_jobs_may_report_changes_early(
 def test_terse_host_is_not_lost_and_sends_details_when_needed(
     live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live.watch.load, "late_s", 1.0)
+    monkeypatch.setattr(live.shared.load, "late_s", 1.0)
     reply = live.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
     assert (
         reply.details_s is not None
         and codec.decode_reply(codec.encode_message(reply)).details_s == reply.details_s
     )
-    process = live.watch.fleet.attempts[AttemptKey("large", 0)].processes[0]
+    process = live.shared.fleet.attempts[AttemptKey("large", 0)].processes[0]
     last_seen_at = process.reports.last_seen_at
     assert (
         live.watch.heartbeats.apply_heartbeat(
@@ -167,12 +167,12 @@ def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
     live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert live.watch.intervals.lost_after_s == views.LOST_AFTER_S
-    monkeypatch.setattr(live.watch.load, "late_s", 2.0)
+    monkeypatch.setattr(live.shared.load, "late_s", 2.0)
     assert (
         live.watch.intervals.lost_after_s
         > live.watch.heartbeats.apply_heartbeat(make_heartbeat(1)).interval_s
     )
-    (attempt,) = live.watch.fleet.attempts.values()
+    (attempt,) = live.shared.fleet.attempts.values()
     late = attempt.last_seen_at + 10.5
     assert set(views.compute_states(attempt, (), late).values()) == {RankState.LOST}
     assert set(
@@ -183,7 +183,7 @@ def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
 def test_concurrent_incident_changes_do_not_disturb_readers(
     live: AppState,
 ) -> None:
-    registry = live.watch.incidents
+    registry = live.shared.incidents
     incident = build_incident(id="I", job="large", kind="mismatch", culprits=[], waiting=[])
     before = registry.records
     registry.load_records(
@@ -227,7 +227,7 @@ def test_diverging_calls_are_requested_before_full_diagnosis(
         1
     ).commands  # immediately: the agent's next heartbeat may be much later
     asyncio.run(live.watch.loop.run_round())
-    assert live.watch.counters.diagnoses == 0
+    assert live.shared.counters.diagnoses == 0
     assert {(c.ask, c.key, c.from_seq) for c in commands} == {
         (CommandKind.CALLS, "0-0", 1),
         (CommandKind.CALLS, "1-0", 1),
@@ -239,8 +239,8 @@ def test_diverging_calls_are_requested_before_full_diagnosis(
     )
     send_heartbeat(2, calls=calls)
     asyncio.run(live.watch.loop.run_round())
-    assert live.watch.counters.diagnoses == 1
-    (record,) = live.watch.incidents.records.values()
+    assert live.shared.counters.diagnoses == 1
+    (record,) = live.shared.incidents.records.values()
     assert record.incident.kind is VerdictKind.MISMATCH
     assert record.incident.verdict.differing_fields == ("op",)
 
@@ -272,7 +272,7 @@ def test_first_rank_of_each_diverging_side_is_requested_for_calls(
         assert send_heartbeat(host, 1, chain=33) == ()
     assert send_heartbeat(7, 1, chain=44) == (CommandKind.CALLS,), "it diverges from the others"
     asyncio.run(live.watch.loop.run_round())
-    assert live.watch.counters.diagnoses == 0, "the diagnosis waits for the calls"
+    assert live.shared.counters.diagnoses == 0, "the diagnosis waits for the calls"
     assert [send_heartbeat(host, 2, chain=33) for host in range(3)] == [
         (CommandKind.CALLS,),
         (),
@@ -311,7 +311,7 @@ def test_missing_calls_are_awaited_briefly(live: AppState, monkeypatch: pytest.M
         dataclasses.replace(make_heartbeat(1), processes=(*parted, *processes[2:]))
     )
     asyncio.run(live.watch.loop.run_round())
-    assert live.watch.counters.diagnoses == 1
+    assert live.shared.counters.diagnoses == 1
 
 
 def test_finished_large_attempt_is_dropped_for_next(
@@ -321,11 +321,11 @@ def test_finished_large_attempt_is_dropped_for_next(
     live.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
     live.watch.heartbeats.apply_heartbeat(make_heartbeat(2, ended=ExitInfo(signal=15)))
     asyncio.run(live.watch.loop.run_round())
-    assert len(live.watch.fleet.attempts) == 1, "the last one is kept"
+    assert len(live.shared.fleet.attempts) == 1, "the last one is kept"
     live.watch.heartbeats.apply_heartbeat(make_heartbeat(1, restart=1))
     asyncio.run(live.watch.loop.run_round())
-    assert [a.number for a in live.watch.fleet.attempts.values()] == [1]
-    assert len(live.watch.fleet.processes) == 16
+    assert [a.number for a in live.shared.fleet.attempts.values()] == [1]
+    assert len(live.shared.fleet.processes) == 16
 
 
 def test_dropped_attempt_memory_is_freed_immediately(
@@ -372,14 +372,14 @@ def test_attempt_with_lost_host_is_dropped_and_not_reopened(
     live.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
     live.watch.heartbeats.apply_heartbeat(make_heartbeat(1, restart=1))
     asyncio.run(live.watch.loop.run_round())
-    assert len(live.watch.fleet.attempts) == 2, "its host may still report"
+    assert len(live.shared.fleet.attempts) == 2, "its host may still report"
     monkeypatch.setattr(diagnosis_loop, "SUCCEEDED_SILENT_S", -1.0)
     asyncio.run(live.watch.loop.run_round())
-    assert [a.number for a in live.watch.fleet.attempts.values()] == [1]
+    assert [a.number for a in live.shared.fleet.attempts.values()] == [1]
     assert not live.watch.heartbeats.apply_heartbeat(make_heartbeat(2)).resync, (
         "the host is back, with ranks of the attempt before"
     )
-    assert [(a.number, len(a.processes)) for a in live.watch.fleet.attempts.values()] == [(1, 16)]
+    assert [(a.number, len(a.processes)) for a in live.shared.fleet.attempts.values()] == [(1, 16)]
 
 
 def test_stacks_of_mutually_waiting_ranks_are_requested_immediately(

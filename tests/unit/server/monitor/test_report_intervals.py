@@ -13,7 +13,8 @@ from hangwatch.protocol import heartbeat
 from hangwatch.server.app import build_app
 from hangwatch.server.core.load import Load
 from hangwatch.server.http.app_state import AppState
-from hangwatch.server.monitor.report_scheduler import AgentRegistry, ReportIntervals
+from hangwatch.server.ingest.agent_registry import AgentRegistry
+from hangwatch.server.monitor.report_scheduler import ReportIntervals
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 

@@ -311,7 +311,7 @@ class InProcessServer:
         self.live = build_app(
             settings, store=self.store, base_url="http://here", token=None, clock=self.clock
         )[1]
-        self.live.watch.alerter.print_line = self.output.append  # type: ignore[assignment, method-assign]
+        self.live.watch.persistence.alerter.print_line = self.output.append  # type: ignore[assignment, method-assign]
 
     def restart_server(self) -> None:
         """And start again: what is not in the database is lost."""
@@ -388,7 +388,9 @@ class InProcessServer:
 
     @property
     def incident_records(self) -> list[IncidentRecord]:
-        return sorted(self.live.watch.incidents.records.values(), key=lambda case: case.incident.id)
+        return sorted(
+            self.live.shared.incidents.records.values(), key=lambda case: case.incident.id
+        )
 
     @property
     def latest_recovery(self) -> Recovery:

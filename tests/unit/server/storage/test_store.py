@@ -165,7 +165,7 @@ def test_migrations_produce_the_tables(opener: StoreOpener) -> None:
 
 def test_servers_share_history_and_keep_own_state(opener: StoreOpener) -> None:
     one = opener("one")
-    if not one.shared:
+    if not one.is_shared:
         pytest.skip("one server a file")
     two = opener("two")
     one.save_changes(
