@@ -50,7 +50,7 @@ woken = threading.Event()
 monitor = HardwareMonitor(woken.set)
 def read():
     woken.clear()
-    assert monitor.request_reading(HardwareOrder(pids=(os.getpid(),), key="k", request_id="r"))
+    assert monitor.submit_order(HardwareOrder(pids=(os.getpid(),), key="k", request_id="r"))
     assert woken.wait(30)
 read()
 before, count = read_family_cpu_s(os.getpid()), 20

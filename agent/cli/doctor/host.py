@@ -25,14 +25,7 @@ from hangwatch.ring.layout import DeviceStatusState
 
 from ...environment import run_dir
 from ...node.hardware.host import Host
-from ...node.hardware.reader import (
-    SOURCES,
-    TIME_LIMIT_S,
-    ReaderProcess,
-    Source,
-    find_absence,
-    read_source,
-)
+from ...node.hardware.reader import SOURCES, ReaderProcess, Source
 from ...node.reporting.updates import find_missing_setting
 from ...node.stacks import faulthandler_dumps
 from ...node.stacks.pyspy import PySpy, PySpyError, locate_pyspy
@@ -52,26 +45,12 @@ def check_hardware(
     env: Mapping[str, str], sources: Sequence[Source] = SOURCES
 ) -> Iterator[Finding]:
     """One finding for each source. None of them fails: a host without a source has no such part."""
-    host = Host.from_environ(env, ())
-    reader = ReaderProcess()
+    with contextlib.closing(ReaderProcess()) as reader:
+        reading = reader.read_sources(sources, Host.from_environ(env, ()))
+    unavailable = {missing.source: missing for missing in reading.unavailable}
     for source in sources:
-        absence = find_absence(source, host)
-        if absence is not None:
-            yield judge_source(source.name, (), absence)
-            continue
-        if not source.may_block:
-            yield judge_source(source.name, *read_source(source, host))
-            continue
-        try:
-            reader.start_reading([source], host)
-            (result,) = reader.collect(TIME_LIMIT_S)
-            yield judge_source(source.name, *result)
-        except OSError as error:
-            reason = f"its reader cannot be started: {error.strerror}"
-            yield judge_source(
-                source.name, (), UnavailableSource(source=source.name, reason=reason)
-            )
-    reader.close()
+        observations = [item for item in reading.observations if item.source == source.name]
+        yield judge_source(source.name, observations, unavailable.get(source.name))
 
 
 def check_known_problems() -> Iterator[Finding]:

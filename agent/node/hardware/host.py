@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hangwatch.model.hardware import Observation, ObservedValue, UnavailableSource, Weight
+
 HOST_ROOT_VARIABLE = "HANGWATCH_HOST_ROOT"
 
 
@@ -17,6 +19,10 @@ class SourceUnavailableError(Exception):
     def __init__(self, reason: str, remedy: str = "") -> None:
         super().__init__(reason)
         self.reason, self.remedy = reason, remedy
+
+    def describe(self, source: str) -> UnavailableSource:
+        """The error of the source with this name."""
+        return UnavailableSource(source=source, reason=self.reason, remedy=self.remedy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +46,28 @@ class Host:
         return cls(
             sys=root / "sys", kernel_log=root / "dev" / "kmsg", environ=dict(environ), pids=pids
         )
+
+
+def observe(
+    source: str,
+    about: str,
+    what: str,
+    now: ObservedValue,
+    weight: Weight = Weight.HINT,
+    *,
+    is_counter: bool = False,
+    is_abnormal: bool = False,
+) -> Observation:
+    """An observation of the present state of a part of the host."""
+    return Observation(
+        source=source,
+        about=about,
+        what=what,
+        now=now,
+        weight=weight,
+        is_counter=is_counter,
+        is_abnormal=is_abnormal,
+    )
 
 
 def read_text(path: Path) -> str | None:

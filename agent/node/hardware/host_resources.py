@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hangwatch.model.hardware import Observation, Weight
 
-from .host import Host, SourceUnavailableError, list_names, read_text
+from .host import Host, SourceUnavailableError, list_names, observe, read_text
 
 CGROUPS = "cgroup"
 PRESSURE = "pressure"
@@ -71,14 +71,7 @@ def _read_cgroup(host: Host, folder: Path) -> Iterator[Observation]:
             name, _, value = line.partition(" ")
             if name in fields and value.isdigit():
                 what, weight = fields[name]
-                yield Observation(
-                    source=CGROUPS,
-                    about=about,
-                    what=what,
-                    now=int(value),
-                    weight=weight,
-                    is_counter=True,
-                )
+                yield observe(CGROUPS, about, what, int(value), weight, is_counter=True)
 
 
 def probe_pressure(host: Host) -> tuple[Observation, ...]:
@@ -96,17 +89,12 @@ def probe_pressure(host: Host) -> tuple[Observation, ...]:
         for line in (texts[resource] or "").splitlines():
             name, _, fields = line.partition(" ")
             values = dict(field.partition("=")[::2] for field in fields.split())
-            if name != kind or "avg10" not in values:
-                continue
-            share = float(values["avg10"])
-            observation = Observation(
-                source=PRESSURE,
-                about=resource,
-                what="waiting_share",
-                now=share,
-                is_abnormal=share >= limit,
-            )
-            observations.append(observation)
+            if name == kind and "avg10" in values:
+                share = float(values["avg10"])
+                is_abnormal = share >= limit
+                observations.append(
+                    observe(PRESSURE, resource, "waiting_share", share, is_abnormal=is_abnormal)
+                )
     return tuple(observations)
 
 
@@ -126,14 +114,8 @@ def _read_blocked_threads(host: Host, pid: int) -> Iterator[Observation]:
         if state == ["D"]:
             counts[read_text(tasks / tid / "wchan") or "the kernel"] += 1
     for channel, count in counts.items():
-        yield Observation(
-            source=STORAGE,
-            about=f"process {pid}",
-            what=f"uninterruptible in {'the kernel' if channel == '0' else channel}",
-            now=count,
-            weight=Weight.FAULT,
-            is_abnormal=True,
-        )
+        what = f"uninterruptible in {'the kernel' if channel == '0' else channel}"
+        yield observe(STORAGE, f"process {pid}", what, count, Weight.FAULT, is_abnormal=True)
 
 
 def _read_mounts(mountstats: str) -> Iterator[Observation]:
@@ -146,10 +128,5 @@ def _read_mounts(mountstats: str) -> Iterator[Observation]:
             mount = words[words.index("on") + 1] if is_nfs else ""
         elif mount and words[:2] == ["xprt:", "tcp"] and len(words) > _RECEIVES:
             unanswered = int(words[_SENDS]) - int(words[_RECEIVES])
-            yield Observation(
-                source=STORAGE,
-                about=mount,
-                what="nfs_requests_without_reply",
-                now=unanswered,
-                is_abnormal=unanswered > 0,
-            )
+            what = "nfs_requests_without_reply"
+            yield observe(STORAGE, mount, what, unanswered, is_abnormal=unanswered > 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hangwatch.model.hardware import Observation, Weight
 
-from .host import Host, SourceUnavailableError, list_names, read_number, read_text
+from .host import Host, SourceUnavailableError, list_names, observe, read_number, read_text
 
 SOURCE = "infiniband"
 
@@ -67,10 +67,10 @@ def _read_port(about: str, port: Path) -> Iterator[Observation]:
         state = read_text(port / what)
         if state:
             name = state.partition(":")[2].strip() or state  # "4: ACTIVE"
-            yield Observation(source=SOURCE, about=about, what=what, now=name, weight=Weight.FAULT)
+            yield observe(SOURCE, about, what, name, Weight.FAULT)
     rate = read_text(port / "rate")
     if rate:
-        yield Observation(source=SOURCE, about=about, what="rate", now=rate, weight=Weight.FACT)
+        yield observe(SOURCE, about, "rate", rate, Weight.FACT)
     for folder, names, weight in (
         ("counters", _FAULT_COUNTERS, Weight.FAULT),
         ("counters", _HINT_COUNTERS, Weight.HINT),
@@ -79,11 +79,4 @@ def _read_port(about: str, port: Path) -> Iterator[Observation]:
         for name in names:
             value = read_number(port / folder / name)
             if value is not None:
-                yield Observation(
-                    source=SOURCE,
-                    about=about,
-                    what=name,
-                    now=value,
-                    weight=weight,
-                    is_counter=True,
-                )
+                yield observe(SOURCE, about, name, value, weight, is_counter=True)

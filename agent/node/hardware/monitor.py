@@ -7,19 +7,17 @@ A request gets what changed since the newest baseline from before the onset of t
 from __future__ import annotations
 
 import os
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from hangwatch.model.hardware import Observation, ObservedValue, UnavailableSource, Weight
 from hangwatch.protocol.heartbeat import HardwareReply
 
+from ..system.runtime import OrderWorker
 from .host import Host
-from .reader import SOURCES, TIME_LIMIT_S, ReaderProcess, Source, find_absence, read_source
+from .reader import SOURCES, ReaderProcess, Reading, Source
 
 BASELINE_INTERVAL_S = 60.0
 _FIRST_BASELINE_S = 2.0  # the delay after the first rank was found, which still imports torch
@@ -40,25 +38,23 @@ class HardwareOrder:
     onset_ns: int = 0
 
 
-def _make_host(pids: tuple[int, ...]) -> Host:
-    return Host.from_environ(os.environ, pids)
-
-
-class HardwareMonitor:
-    """The thread that reads the sources. `take_results` returns the replies to requests, and ``wake``
-    is called for each.
+class HardwareMonitor(OrderWorker[HardwareOrder, tuple[HardwareReply, int]]):
+    """The thread that reads the sources. Its results are the replies to requests, each with the time
+    at which its reading was taken.
     """
 
     def __init__(
         self,
         wake: Callable[[], None],
         *,
-        make_host: Callable[[tuple[int, ...]], Host] = _make_host,
+        make_host: Callable[[tuple[int, ...]], Host] = lambda pids: Host.from_environ(
+            os.environ, pids
+        ),
         sources: Sequence[Source] = SOURCES,
         reader: ReaderProcess | None = None,
         interval_s: float = BASELINE_INTERVAL_S,
     ) -> None:
-        self._wake = wake
+        super().__init__("hardware", wake, max_waiting=MAX_WAITING_ORDERS)
         self._make_host = make_host
         self._sources = sources
         self._reader = reader or ReaderProcess()
@@ -67,9 +63,6 @@ class HardwareMonitor:
         # Sources that this host lacks are not tried again for a baseline.
         self._absent: set[str] = set()
         self._next_baseline_ns = 0
-        self._orders: queue.Queue[HardwareOrder] = queue.Queue(MAX_WAITING_ORDERS)
-        self._results: queue.SimpleQueue[tuple[HardwareReply, int]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
 
     def update_baseline(self, pids: tuple[int, ...], now_ns: int) -> None:
         """Has the counters read if that is due. ``pids`` are the live ranks on this host."""
@@ -77,100 +70,37 @@ class HardwareMonitor:
             return
         if not self._next_baseline_ns:
             self._next_baseline_ns = now_ns + int(_FIRST_BASELINE_S * 1e9)
-        if now_ns >= self._next_baseline_ns and self.request_reading(HardwareOrder(pids=pids)):
+        if now_ns >= self._next_baseline_ns and self.submit_order(HardwareOrder(pids=pids)):
             self._next_baseline_ns = now_ns + self._interval_ns
 
-    def take_results(self) -> list[tuple[HardwareReply, int]]:
-        """The replies that are ready, each with the time at which its reading was taken."""
-        return [self._results.get_nowait() for _ in range(self._results.qsize())]
-
-    def request_reading(self, order: HardwareOrder) -> bool:
-        """Returns False if too many readings are queued."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run_worker, name="hardware", daemon=True)
-            self._thread.start()
+    def execute_order(self, order: HardwareOrder) -> None:
         try:
-            self._orders.put_nowait(order)
-        except queue.Full:
-            return False
-        return True
-
-    def _run_worker(self) -> None:
-        while True:
-            order = self._orders.get()
-            try:
-                self._execute_order(order)
-            except Exception as error:  # every request gets a reply, and the thread continues
-                reason = f"hangwatch failed to read them: {type(error).__name__}: {error}"
-                failed = UnavailableSource(source="all", reason=reason, remedy="please report this")
-                self._add_result(order, time.monotonic_ns(), unavailable=(failed,))
-
-    def _execute_order(self, order: HardwareOrder) -> None:
-        host = self._make_host(order.pids)
-        if not order.request_id:
-            counted = [s for s in self._sources if s.has_counters and s.name not in self._absent]
-            reading = self._read_sources(counted, host)
-            self._absent.update(missing.source for missing in reading.unavailable)
-            self._baselines.add_reading(reading)
-            return
-        reading = self._read_sources(self._sources, host)
-        observations = self._baselines.find_changes(reading, order.onset_ns)
-        self._add_result(
-            order,
-            reading.taken_ns,
-            observations=observations,
-            unavailable=reading.unavailable,
-        )
-
-    def _add_result(self, order: HardwareOrder, taken_ns: int, **parts: Any) -> None:
+            reading = self._take_reading(order)
+        except Exception as error:  # every request gets a reply, and the thread continues
+            reason = f"hangwatch failed to read them: {type(error).__name__}: {error}"
+            failed = UnavailableSource(source="all", reason=reason, remedy="please report this")
+            reading = Reading(taken_ns=time.monotonic_ns(), unavailable=(failed,))
         if order.request_id:
-            reply = HardwareReply(key=order.key, request=order.request_id, **parts)
-            self._results.put((reply, taken_ns))
-            self._wake()
+            reply = HardwareReply(
+                key=order.key,
+                request=order.request_id,
+                observations=reading.observations,
+                unavailable=reading.unavailable,
+            )
+            self.publish_result((reply, reading.taken_ns))
 
-    def _read_sources(self, sources: Sequence[Source], host: Host) -> Reading:
-        """Reads these sources. Those that may block are read at the same time, and have one time
-        limit together.
-        """
-        observations: list[Observation] = []
-        unavailable: list[UnavailableSource] = []
-        give_up_at = time.monotonic() + TIME_LIMIT_S
-        absences = [find_absence(source, host) for source in sources]
-        unavailable += [absence for absence in absences if absence is not None]
-        present = [
-            source for source, absence in zip(sources, absences, strict=True) if absence is None
-        ]
-        blocking = [source for source in present if source.may_block]
-        try:
-            if blocking:
-                self._reader.start_reading(blocking, host)
-        except OSError as error:
-            reason = f"its reader cannot be started: {error.strerror}"
-            unavailable += [
-                UnavailableSource(source=source.name, reason=reason) for source in blocking
-            ]
-            blocking = []
-        results = [read_source(source, host) for source in present if not source.may_block]
-        taken_ns = time.monotonic_ns()
-        if blocking:
-            results += self._reader.collect(give_up_at - time.monotonic())
-        for found, missing in results:
-            observations += found
-            unavailable += [missing] if missing else []
-        return Reading(
-            taken_ns=taken_ns,
-            observations=tuple(observations),
-            unavailable=tuple(unavailable),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """The results of the sources at one time, on the clock of `time.monotonic_ns`."""
-
-    taken_ns: int
-    observations: tuple[Observation, ...] = ()
-    unavailable: tuple[UnavailableSource, ...] = ()
+    def _take_reading(self, order: HardwareOrder) -> Reading:
+        """The reading for a request, with what has changed; or the next baseline."""
+        host = self._make_host(order.pids)
+        if order.request_id:
+            reading = self._reader.read_sources(self._sources, host)
+            changes = self._baselines.find_changes(reading, order.onset_ns)
+            return replace(reading, observations=changes)
+        counted = [s for s in self._sources if s.has_counters and s.name not in self._absent]
+        reading = self._reader.read_sources(counted, host)
+        self._absent.update(missing.source for missing in reading.unavailable)
+        self._baselines.add_reading(reading)
+        return reading
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from hangwatch.model.hardware import JOB_SOURCE, Observation, Weight
 
-from .host import Host, SourceUnavailableError, read_text
+from .host import Host, SourceUnavailableError, observe, read_text
 
 SOURCE = JOB_SOURCE
 
@@ -158,9 +158,7 @@ def _insert_missing_commas(report: str) -> str:
 def _read_json(document: Mapping[str, Any]) -> Iterator[Observation]:
     version = document.get("nccl_version")
     if isinstance(version, str):
-        yield Observation(
-            source=SOURCE, about="nccl", what="version", now=version, weight=Weight.FACT
-        )
+        yield observe(SOURCE, "nccl", "version", version, Weight.FACT)
     for communicator in document.get("communicators") or ():
         about = f"communicator {communicator.get('hash', '?')}"
         for missing in (communicator.get("missing_ranks") or ())[:_MAX_RANKS_SHOWN]:
@@ -205,18 +203,14 @@ def _describe_rank(rank: Mapping[str, Any]) -> str:
 def _make_observation(
     about: str, what: str, now: str, weight: Weight = Weight.FAULT
 ) -> Observation:
-    return Observation(
-        source=SOURCE, about=about, what=what, now=now[:200], weight=weight, is_abnormal=True
-    )
+    return observe(SOURCE, about, what, now[:200], weight, is_abnormal=True)
 
 
 def _read_text(report: str) -> Iterator[Observation]:
     """The paragraphs of "Errors" and "Warnings"; each begins with a title, and is indented."""
     version = re.search(r"NCCL version (\d[\w.]*)", report)
     if version is not None:
-        yield Observation(
-            source=SOURCE, about="nccl", what="version", now=version[1], weight=Weight.FACT
-        )
+        yield observe(SOURCE, "nccl", "version", version[1], Weight.FACT)
     weight = Weight.HINT
     for paragraph in re.split(r"\n\s*\n", report):
         title, *lines = paragraph.strip("\n").splitlines() or [""]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hangwatch.model.hardware import Observation, Weight
 
-from .host import Host, SourceUnavailableError, list_names, read_number, read_text
+from .host import Host, SourceUnavailableError, list_names, observe, read_number, read_text
 
 SOURCE = "network"
 
@@ -96,21 +96,14 @@ def _find_route(proc: Path, address: str) -> str:
 def _read_interface(name: str, folder: Path) -> Iterator[Observation]:
     state = read_text(folder / "operstate")
     if state and state != "unknown":  # loopback and tunnels
-        yield Observation(source=SOURCE, about=name, what="state", now=state, weight=Weight.FAULT)
+        yield observe(SOURCE, name, "state", state, Weight.FAULT)
     changes = read_number(folder / "carrier_down_count")
     if changes is not None:
-        yield Observation(
-            source=SOURCE,
-            about=name,
-            what="carrier_down_count",
-            now=changes,
-            weight=Weight.FAULT,
-            is_counter=True,
-        )
+        yield observe(SOURCE, name, "carrier_down_count", changes, Weight.FAULT, is_counter=True)
     for counter in _ERRORS:
         value = read_number(folder / "statistics" / counter)
         if value is not None:
-            yield Observation(source=SOURCE, about=name, what=counter, now=value, is_counter=True)
+            yield observe(SOURCE, name, counter, value, is_counter=True)
 
 
 def _read_tcp(proc: Path) -> Iterator[Observation]:
@@ -120,7 +113,7 @@ def _read_tcp(proc: Path) -> Iterator[Observation]:
         for name in names:
             value = counters.get(protocol, {}).get(name)
             if value is not None:
-                yield Observation(source=SOURCE, about="TCP", what=name, now=value, is_counter=True)
+                yield observe(SOURCE, "TCP", name, value, is_counter=True)
 
 
 def _parse_counters(text: str) -> dict[str, Mapping[str, int]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hangwatch.model.hardware import Observation, ObservedValue, Weight
 
-from .host import Host, SourceUnavailableError
+from .host import Host, SourceUnavailableError, observe
 
 SOURCE = "nvml"
 
@@ -51,23 +51,15 @@ def probe(host: Host) -> tuple[Observation, ...]:
     version = pynvml.nvmlSystemGetDriverVersion()
     if isinstance(version, bytes):
         version = version.decode(errors="replace")
-    driver = Observation(
-        source=SOURCE, about="driver", what="version", now=version, weight=Weight.FACT
-    )
-    observations = [driver]
+    observations = [observe(SOURCE, "driver", "version", version, Weight.FACT)]
     for index in range(pynvml.nvmlDeviceGetCount()):
         try:
             device = pynvml.nvmlDeviceGetHandleByIndex(index)
         except pynvml.NVMLError as error:  # a GPU that fell off the bus
-            lost = Observation(
-                source=SOURCE,
-                about=f"GPU {index}",
-                what="lost",
-                now=str(error),
-                weight=Weight.FAULT,
-                is_abnormal=True,
+            about = f"GPU {index}"
+            observations.append(
+                observe(SOURCE, about, "lost", str(error), Weight.FAULT, is_abnormal=True)
             )
-            observations.append(lost)
             continue
         observations += _GpuReader(pynvml, index, device, frozenset(host.pids)).read_all()
     return tuple(observations)
@@ -99,8 +91,7 @@ class _GpuReader:
     def _observe(
         self, what: str, now: ObservedValue, weight: Weight = Weight.HINT, **flags: bool
     ) -> Observation:
-        about = f"GPU {self._index}"
-        return Observation(source=SOURCE, about=about, what=what, now=now, weight=weight, **flags)
+        return observe(SOURCE, f"GPU {self._index}", what, now, weight, **flags)
 
     def _read_memory_errors(self) -> Iterator[Observation]:
         count = self._nvml.nvmlDeviceGetTotalEccErrors(

@@ -34,7 +34,7 @@ def run_probe(
     try:
         return probe(host), None
     except SourceUnavailableError as error:
-        return (), UnavailableSource(source=name, reason=error.reason, remedy=error.remedy)
+        return (), error.describe(name)
     except Exception as error:  # the files of an unknown kernel or driver
         reason = f"hangwatch failed to read it: {type(error).__name__}: {error}"
         return (), UnavailableSource(source=name, reason=reason, remedy="please report this")
@@ -55,25 +55,21 @@ def print_result(name: str, module: str, host: Host, printing: threading.Lock) -
         print(line, flush=True)
 
 
-def serve_request(pids: list[int], sources: dict[str, str]) -> None:
-    """Reads all sources at the same time."""
-    host = Host.from_environ(os.environ, tuple(pids))
-    printing = threading.Lock()
-    threads = [
-        threading.Thread(target=print_result, args=(name, module, host, printing))
-        for name, module in sources.items()
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def main() -> int:
     # A reader that is blocked must not outlive its node agent.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    printing = threading.Lock()
     for line in sys.stdin:
-        serve_request(**json.loads(line))
+        request = json.loads(line)
+        host = Host.from_environ(os.environ, tuple(request["pids"]))
+        threads = [
+            threading.Thread(target=print_result, args=(name, module, host, printing))
+            for name, module in request["sources"].items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     return 0
 
 

@@ -65,30 +65,59 @@ SOURCES = (
 )
 
 
-def read_source(source: Source, host: Host) -> SourceResult:
-    """Reads a source here. Whatever goes wrong with it is returned, not raised."""
-    return run_probe(source.name, source.probe, host)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The results of the sources at one time, on the clock of `time.monotonic_ns`."""
 
-
-def find_absence(source: Source, host: Host) -> UnavailableSource | None:
-    """Why a source cannot be read, as far as that can be said without a process; None if it may."""
-    try:
-        source.check(host)
-    except SourceUnavailableError as error:
-        return UnavailableSource(source=source.name, reason=error.reason, remedy=error.remedy)
-    return None
+    taken_ns: int
+    observations: tuple[Observation, ...] = ()
+    unavailable: tuple[UnavailableSource, ...] = ()
 
 
 class ReaderProcess:
-    """A process that reads the sources that may block, all at the same time. It inherits the
-    environment and nothing else. It is kept for later readings, since starting one takes more than
-    most readings do.
+    """Reads sources, and has a process for those that may block, which reads them all at the same
+    time. It inherits the environment and nothing else. It is kept for later readings, since starting
+    one takes more than most readings do.
     """
 
     def __init__(self, command: tuple[str, ...] = _COMMAND) -> None:
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         self._names: list[str] = []
+
+    def read_sources(self, sources: Sequence[Source], host: Host) -> Reading:
+        """Reads these sources, those that do not block in this process. Those that may block have one
+        time limit together.
+        """
+        give_up_at = time.monotonic() + TIME_LIMIT_S
+        results: list[SourceResult] = []
+        present: list[Source] = []
+        for source in sources:
+            try:
+                source.check(host)
+                present.append(source)
+            except SourceUnavailableError as error:
+                results.append(((), error.describe(source.name)))
+        blocking = [source for source in present if source.may_block]
+        if blocking:
+            try:
+                self.start_reading(blocking, host)
+            except OSError as error:
+                reason = f"its reader cannot be started: {error.strerror}"
+                for source in blocking:
+                    results.append(((), UnavailableSource(source=source.name, reason=reason)))
+                blocking = []
+        for source in present:
+            if not source.may_block:
+                results.append(run_probe(source.name, source.probe, host))
+        taken_ns = time.monotonic_ns()
+        if blocking:
+            results += self.collect(give_up_at - time.monotonic())
+        return Reading(
+            taken_ns=taken_ns,
+            observations=tuple(item for observations, _ in results for item in observations),
+            unavailable=tuple(missing for _, missing in results if missing is not None),
+        )
 
     def start_reading(self, sources: Sequence[Source], host: Host) -> None:
         """Raises OSError if the process cannot be started. `collect` must follow."""

@@ -7,7 +7,7 @@ import re
 
 from hangwatch.model.hardware import Observation, Weight
 
-from .host import Host, list_names, read_text
+from .host import Host, list_names, observe, read_text
 
 SOURCE = "versions"
 
@@ -27,7 +27,7 @@ def probe(host: Host) -> tuple[Observation, ...]:
         "iommu": _find_iommu(host),
     }
     return tuple(
-        Observation(source=SOURCE, about=about, what="version", now=version, weight=Weight.FACT)
+        observe(SOURCE, about, "version", version, Weight.FACT)
         for about, version in versions.items()
         if version
     )

@@ -112,7 +112,7 @@ class CommandExecutor:
             request_id=command.id,
             onset_ns=now_ns - int(command.since_s * 1e9),
         )
-        if self._hardware.request_reading(order):  # the reply comes with the reading
+        if self._hardware.submit_order(order):  # the reply comes with the reading
             return False
         refused = UnavailableSource(source="all", reason="too many readings are queued")
         reply = HardwareReply(key=command.key, request=command.id, unavailable=(refused,))

@@ -23,7 +23,7 @@ from hangwatch.ring.tracing import TimedEntry, read_trace
 
 from ..discovery.watched import WatchedProcess
 from ..stacks.pyspy import PySpy
-from .recordings import RecordingOrder, RecordingSpec, RecordingWorker
+from .recordings import RecordingOrder, RecordingWorker
 
 MAX_TRACE_REQUESTS = 256  # the oldest ones are dropped
 MAX_TRACED_CALLS = 8000  # the limit of one heartbeat, for all requests together
@@ -74,7 +74,9 @@ class LiveRequests:
             return UNKNOWN_PROCESS
         if process.exit:
             return "the process has ended"
-        spec = RecordingSpec(
+        order = RecordingOrder(
+            key=command.key,
+            request_id=command.id,
             pid=process.pid,
             start_ticks=process.start_ticks,
             seconds=command.seconds,
@@ -82,7 +84,6 @@ class LiveRequests:
             native=command.native,
             gil=command.gil,
         )
-        order = RecordingOrder(key=command.key, request_id=command.id, spec=spec)
         if not self.recording_worker.submit_order(order):
             return "too many recordings are queued on this node: try again later"
         return ""

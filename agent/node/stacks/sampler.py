@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import os
-import queue
 import stat
 import threading
 import time
@@ -27,6 +26,7 @@ from hangwatch.stacks.activities import classify_activity, find_calling_thread
 from hangwatch.stacks.frames import find_innermost_user_frame, is_user_frame, runs_user_code
 
 from ..system import permission, processes
+from ..system.runtime import OrderWorker
 from . import faulthandler_dumps
 from .pyspy import PySpy, PySpyError
 
@@ -81,10 +81,8 @@ class SampleResult:
     was_continued: bool = False
 
 
-class StackSampler:
-    """Daemon threads that execute queued orders. They call ``wake`` for each result, which
-    `take_results` returns.
-    """
+class StackSampler(OrderWorker[SampleOrder, SampleResult]):
+    """The threads that take stacks."""
 
     def __init__(
         self, pyspy: PySpy, wake: Callable[[], None], preempt_recording: Callable[[str], None]
@@ -92,43 +90,26 @@ class StackSampler:
         """``preempt_recording`` ends the recording that would keep py-spy from attaching to the
         process with that key, and waits until it has ended.
         """
+        super().__init__(
+            "sampler", wake, max_waiting=MAX_WAITING_ORDERS, thread_count=MAX_CONCURRENT_DUMPS
+        )
         self._pyspy = pyspy
         self._preempt_recording = preempt_recording
-        self._wake = wake
-        self._orders: queue.Queue[SampleOrder] = queue.Queue(MAX_WAITING_ORDERS)
-        self._results: queue.SimpleQueue[SampleResult] = queue.SimpleQueue()
         self._own_dump_lock = threading.Lock()  # two dumps of one process share a file
-        for number in range(MAX_CONCURRENT_DUMPS):
-            threading.Thread(target=self._run_worker, name=f"sampler-{number}", daemon=True).start()
 
-    def submit_order(self, order: SampleOrder) -> bool:
-        """Returns False if too many orders are queued."""
+    def execute_order(self, order: SampleOrder) -> None:
+        is_probe = order.request_id is None
         try:
-            self._orders.put_nowait(order)
-        except queue.Full:
-            return False
-        return True
-
-    def take_results(self) -> list[SampleResult]:
-        # No other thread takes results, so as many as there are now can be taken.
-        return [self._results.get_nowait() for _ in range(self._results.qsize())]
-
-    def _run_worker(self) -> None:
-        while True:
-            order = self._orders.get()
-            is_probe = order.request_id is None
-            try:
-                result = self._probe_access(order) if is_probe else self._dump_stacks(order)
-            except Exception as error:  # every request gets a reply, and the thread continues
-                result = SampleResult(key=order.key)
-                if not is_probe:
-                    text = (
-                        f"hangwatch failed to take stacks: {type(error).__name__}: {error}; please"
-                        " report this"
-                    )
-                    result = _make_result(order, "py-spy", (), text)
-            self._results.put(result)
-            self._wake()
+            result = self._probe_access(order) if is_probe else self._dump_stacks(order)
+        except Exception as error:  # every request gets a reply, and the thread continues
+            result = SampleResult(key=order.key)
+            if not is_probe:
+                text = (
+                    f"hangwatch failed to take stacks: {type(error).__name__}: {error}; please"
+                    " report this"
+                )
+                result = _make_result(order, "py-spy", (), text)
+        self.publish_result(result)
 
     def _probe_access(self, order: SampleOrder) -> SampleResult:
         """Tries py-spy without pausing the process, so that a refusal is known before stacks are

@@ -1,22 +1,30 @@
-"""What the node agent's loop runs on: its intervals and timeouts, the selector that it waits in, and
-its log (lines on stderr, which is the run dir's agent.log).
+"""What the node agent's loop runs on: its intervals and timeouts, the selector that it waits in, the
+threads that do what would block it, and its log (lines on stderr, which is the run dir's agent.log).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import selectors
 import stat
 import sys
+import threading
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from hangwatch.report.text import clean_text
 
 MAX_LOG_BYTES = 1 << 20  # a longer log is truncated
 _MAX_UNIQUE_WARNINGS = 1000
 _READ_BYTES = 4096  # more than the wakeup pipe has between two waits
+
+_OrderT = TypeVar("_OrderT")
+_ResultT = TypeVar("_ResultT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +69,49 @@ class WakeupSelector:
             with contextlib.suppress(BlockingIOError):  # already empty
                 os.read(self._read_fd, _READ_BYTES)
         return ready_keys
+
+
+class OrderWorker(ABC, Generic[_OrderT, _ResultT]):
+    """Daemon threads that execute queued orders. They start with the first order, and call ``wake``
+    for each result, which `take_results` returns.
+    """
+
+    def __init__(
+        self, name: str, wake: Callable[[], None], *, max_waiting: int, thread_count: int = 1
+    ) -> None:
+        self._name, self._wake, self._thread_count = name, wake, thread_count
+        self._is_started = False
+        self._orders: queue.Queue[_OrderT] = queue.Queue(max_waiting)
+        self._results: queue.SimpleQueue[_ResultT] = queue.SimpleQueue()
+
+    def submit_order(self, order: _OrderT) -> bool:
+        """Returns False if too many orders are queued."""
+        if not self._is_started:
+            self._is_started = True
+            for _ in range(self._thread_count):
+                threading.Thread(target=self._run_worker, name=self._name, daemon=True).start()
+        try:
+            self._orders.put_nowait(order)
+        except queue.Full:
+            return False
+        return True
+
+    def take_results(self) -> list[_ResultT]:
+        # No other thread takes results, so as many as there are now can be taken.
+        return [self._results.get_nowait() for _ in range(self._results.qsize())]
+
+    @abstractmethod
+    def execute_order(self, order: _OrderT) -> None:
+        """Executes an order in one of the threads. Must not raise: that would end the thread."""
+
+    def publish_result(self, result: _ResultT) -> None:
+        """Hands a result to the node agent's loop."""
+        self._results.put(result)
+        self._wake()
+
+    def _run_worker(self) -> None:
+        while True:
+            self.execute_order(self._orders.get())
 
 
 class AgentLog:

@@ -17,7 +17,8 @@ from hangwatch.agent.node.hardware import (
     versions,
 )
 from hangwatch.agent.node.hardware.host import Host
-from hangwatch.agent.node.hardware.monitor import Baselines, Reading
+from hangwatch.agent.node.hardware.monitor import Baselines
+from hangwatch.agent.node.hardware.reader import Reading
 from hangwatch.model.hardware import Observation, Weight
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import Limits

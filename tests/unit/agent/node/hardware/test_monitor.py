@@ -46,7 +46,7 @@ def request_reply(
     monitor: HardwareMonitor, woken: threading.Event, onset_ns: int = 0
 ) -> HardwareReply:
     order = HardwareOrder(pids=(7,), key="7-1", request_id="r", onset_ns=onset_ns)
-    assert monitor.request_reading(order)
+    assert monitor.submit_order(order)
     assert woken.wait(20)
     ((reply, taken_ns),) = monitor.take_results()
     assert abs(time.monotonic_ns() - taken_ns) < 20 * SECOND_NS
@@ -116,8 +116,7 @@ def never_called(host: Host) -> tuple[Observation, ...]:
 
 
 def test_source_that_blocks_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (monitor, reader):
-        monkeypatch.setattr(module, "TIME_LIMIT_S", 0.5)
+    monkeypatch.setattr(reader, "TIME_LIMIT_S", 0.5)
     counting = CountingSource()
     hardware, woken = make_monitor(
         Source(name="stuck", probe=never_called, may_block=True),
@@ -133,8 +132,7 @@ def test_source_that_blocks_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_blocked_source_leaves_the_one_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (monitor, reader):
-        monkeypatch.setattr(module, "TIME_LIMIT_S", 1.5)
+    monkeypatch.setattr(reader, "TIME_LIMIT_S", 1.5)
     line = '{"source": "good", "observations": [], "unavailable": null}'
     hardware, woken = make_monitor(
         Source(name="stuck", probe=never_called, may_block=True),
@@ -192,6 +190,6 @@ def test_queue_of_orders_is_bounded() -> None:
 
     hardware, _ = make_monitor(Source(name="slow", probe=wait))
     order = HardwareOrder(pids=(7,), key="7-1", request_id="r")
-    accepted = [hardware.request_reading(order) for _ in range(monitor.MAX_WAITING_ORDERS + 2)]
+    accepted = [hardware.submit_order(order) for _ in range(monitor.MAX_WAITING_ORDERS + 2)]
     assert not accepted[-1]
     release.set()

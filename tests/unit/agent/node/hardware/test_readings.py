@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hangwatch.agent.node.hardware.monitor import MAX_BASELINES, Baselines, Reading
+from hangwatch.agent.node.hardware.monitor import MAX_BASELINES, Baselines
+from hangwatch.agent.node.hardware.reader import Reading
 from hangwatch.model.hardware import Observation, Weight
 
 SECOND_NS = 1_000_000_000
