@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,13 +19,14 @@ from hangwatch.protocol import heartbeat
 from hangwatch.protocol.codec import decode_commands
 from hangwatch.protocol.commands import Command, CommandKind, allows_abort
 from hangwatch.protocol.heartbeat import COMMANDS_PATH, CallsReply, HardwareReply, StackReply
+from hangwatch.ring.snapshot import Caller
 
 from ...transport.client import ServerTarget, SignedClient, TransportError
 from ..discovery.watched import MAX_SEQ, WatchedProcess, list_live_pids
 from ..hardware.monitor import HardwareMonitor, HardwareOrder
 from ..reporting.uplink import Outbox
 from ..stacks.faulthandler_dumps import FaulthandlerRegistration
-from ..stacks.sampler import SampleOrder, StackSampler, describe_newest_call, read_callers
+from ..stacks.sampler import SampleOrder, StackSampler
 from ..system.runtime import AgentLog
 from .live import UNKNOWN_PROCESS, LiveRequests
 
@@ -144,6 +147,14 @@ def make_sample_order(
     process: WatchedProcess, request_id: str | None = None, native: bool = False
 ) -> SampleOrder:
     """An order for the stacks of a process; without a request, to check whether py-spy works."""
+    callers: tuple[Caller, ...] = ()
+    newest_call = ""
+    if request_id is not None and process.reader is not None:
+        with contextlib.suppress(Exception):  # the ring is corrupt, which `read_state` reports
+            callers = process.reader.read_callers()
+            call = process.reader.read_newest_call(time.monotonic_ns())
+            if call is not None:
+                newest_call = call.signature.op + (f" at {call.site}" if call.site else "")
     return SampleOrder(
         key=process.key,
         pid=process.pid,
@@ -152,8 +163,8 @@ def make_sample_order(
         native=native,
         ring_path=process.ring.path if process.ring else None,
         registration=find_faulthandler_registration(process),
-        callers=read_callers(process.reader) if request_id is not None else (),
-        newest_call=describe_newest_call(process.reader) if request_id is not None else "",
+        callers=callers,
+        newest_call=newest_call,
     )
 
 

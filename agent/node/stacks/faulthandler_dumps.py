@@ -17,7 +17,7 @@ import platform
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -90,67 +90,109 @@ def request_stacks(
     wait_s: float = ANSWER_TIMEOUT_S,
 ) -> OwnDump:
     """Makes a rank write the stacks of its threads, and reads them. Raises FaultStacksError."""
-    rank = _DumpingRank(pid, start_ticks, ring_path, registration, proc)
     try:
-        with _open_words(ring_path) as words:
-            rank.check_alive()
-            thread = words.read(LiveWord.RECORDER_THREAD)
-            candidates = _await_answer(words, rank, thread, wait_s)
-            if not candidates:
-                return OwnDump(threads=rank.parse_output(_read_text(rank.stacks_path, 0)))
-            return _dump_by_signal(rank, thread, candidates, wait_s)
+        fd = os.open(ring_path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with open(fd, "r+b", buffering=0):
+            rank = _DumpingRank(pid, ring_path, fd, registration, proc, wait_s)
+            return rank.dump_stacks(start_ticks)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise FaultStacksError(f"no dump can be requested: {reason}") from error
 
 
-class _RingWords:
-    """The live words of a ring that is not mapped. Only the node agent's own word is written."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def read(self, word: LiveWord) -> int:
-        return int.from_bytes(os.pread(self._fd, 8, LIVE_OFFSET + 8 * word), "little")
-
-    def write_request(self, number: int) -> None:
-        os.pwrite(self._fd, number.to_bytes(8, "little"), LIVE_OFFSET + 8 * LiveWord.STACKS_REQUEST)
-
-
-@contextlib.contextmanager
-def _open_words(path: Path) -> Iterator[_RingWords]:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        yield _RingWords(fd)
-    finally:
-        os.close(fd)
-
-
 @dataclass(frozen=True, slots=True)
 class _DumpingRank:
-    """A rank that writes its own stacks, and its files."""
+    """A rank that writes its own stacks. Its ring is open, not mapped; only the node agent's own word
+    is written there.
+    """
 
     pid: int
-    start_ticks: int
     ring_path: Path
+    ring_fd: int
     registration: FaulthandlerRegistration
     proc: str
+    wait_s: float
 
-    @property
-    def stacks_path(self) -> Path:
-        return self.ring_path.with_suffix(run_dir.STACKS_SUFFIX)
-
-    def check_alive(self) -> None:
-        """Raises FaultStacksError if the rank has ended or is stopped."""
-        stat = processes.read_live_stat(self.pid, self.start_ticks, self.proc)
+    def dump_stacks(self, start_ticks: int) -> OwnDump:
+        stat = processes.read_live_stat(self.pid, start_ticks, self.proc)
         if stat is None:
             raise FaultStacksError("the process has ended")
         if stat.state in "Tt":
             raise FaultStacksError(
                 "the process is stopped and cannot answer until it is continued: kill -CONT"
             )
+        thread = self._read_word(LiveWord.RECORDER_THREAD)
+        candidates = self._await_answer(thread)
+        if not candidates:
+            return OwnDump(threads=self._parse_output(offset=0))
+        try:
+            stacks = self._dump_by_signal(thread)
+        except FaultStacksError as error:
+            note = self._describe_holders(candidates)
+            raise FaultStacksError(f"{note}; {error}") from None
+        holders = [s for s in stacks if s.frames and s.tid in candidates]
+        if len(holders) == 1:
+            stacks = tuple(replace(s, holds_gil=s is holders[0]) for s in stacks)
+        candidates = [s.tid for s in holders if s.tid is not None] or candidates
+        return OwnDump(threads=stacks, note=self._describe_holders(candidates))
 
-    def check_handler(self, thread: int, number: int) -> None:
+    def _read_word(self, word: LiveWord) -> int:
+        return int.from_bytes(os.pread(self.ring_fd, 8, LIVE_OFFSET + 8 * word), "little")
+
+    def _await_answer(self, thread: int) -> list[int]:
+        """Requests the stacks from the recorder's thread, and waits until they are written. If another
+        thread keeps the GIL from it, returns the threads that may be this one; otherwise nothing.
+        Raises FaultStacksError if the recorder's thread does not answer for another reason.
+        """
+        if not thread or not os.path.exists(f"{self.proc}/{self.pid}/task/{thread}"):
+            raise FaultStacksError(
+                "the recorder's thread, which would write them, does not run: Python is starting or"
+                " exiting"
+            )
+        number = time.monotonic_ns()
+        request_offset = LIVE_OFFSET + 8 * LiveWord.STACKS_REQUEST
+        os.pwrite(self.ring_fd, number.to_bytes(8, "little"), request_offset)
+        deadline = time.monotonic() + self.wait_s
+        while time.monotonic() < deadline:
+            if self._read_word(LiveWord.STACKS_ANSWER) == number:
+                return []
+            pulse_age_s = (time.monotonic_ns() - self._read_word(LiveWord.PULSE_NS)) / 1e9
+            if pulse_age_s > _GIL_HELD_AFTER_S:
+                candidates = thread_waits.find_gil_candidates(self.pid, thread, self.proc)
+                if candidates:
+                    return candidates
+            time.sleep(_POLL_INTERVAL_S)
+        raise FaultStacksError(
+            f"the recorder's thread did not answer within {self.wait_s:g} s: it is"
+            f" {thread_waits.describe_wait(self.pid, thread, self.proc)}"
+        )
+
+    def _dump_by_signal(self, thread: int) -> tuple[ThreadStack, ...]:
+        """The stacks of a rank while one of its threads keeps the GIL, once its handler has written
+        them. Raises FaultStacksError if it writes none in time.
+        """
+        number = self.registration.signal
+        if number is None:
+            raise FaultStacksError("no signal was free for faulthandler")
+        output = self.ring_path.with_suffix(run_dir.STACKS_SUFFIX)
+        self._check_handler(thread, number, output)
+        offset = size = output.stat().st_size
+        _signal_thread(self.pid, thread, number)
+        now = changed_at = time.monotonic()
+        deadline = now + self.wait_s
+        while now < deadline:
+            new_size = output.stat().st_size
+            if new_size != size:
+                size, changed_at = new_size, now
+            elif size > offset and now - changed_at >= _OUTPUT_SETTLE_S:
+                break
+            time.sleep(_POLL_INTERVAL_S)
+            now = time.monotonic()
+        if size == offset:
+            raise FaultStacksError(f"its handler wrote nothing within {self.wait_s:g} s")
+        return self._parse_output(offset)
+
+    def _check_handler(self, thread: int, number: int, output: Path) -> None:
         """Raises FaultStacksError unless the thread would handle the signal as registered: a signal
         that is not caught would kill the process, and the stacks could go to another file.
         """
@@ -163,11 +205,14 @@ class _DumpingRank:
         if int(status.get("SigBlk", "0"), 16) & bit:
             raise FaultStacksError(f"the recorder's thread blocks signal {number}")
         written = os.stat(f"{self.proc}/{self.pid}/fd/{self.registration.fd}")
-        if not os.path.samestat(written, os.stat(self.stacks_path)):
+        if not os.path.samestat(written, output.stat()):
             raise FaultStacksError("the process has closed the file for its stacks")
 
-    def parse_output(self, text: str) -> tuple[ThreadStack, ...]:
-        """The stacks that the rank wrote, with what else is known of their threads."""
+    def _parse_output(self, offset: int) -> tuple[ThreadStack, ...]:
+        """The stacks that the rank wrote from ``offset`` on, with what else is known of their threads."""
+        with open(self.ring_path.with_suffix(run_dir.STACKS_SUFFIX), "rb") as output:
+            output.seek(offset)
+            text = output.read(_MAX_OUTPUT_BYTES).decode(errors="replace")
         thread_list: dict[int, tuple[int | None, str]] = {}
         path = self.ring_path.with_suffix(run_dir.THREADS_SUFFIX)
         # Threads that are not in this file are named by their ident.
@@ -178,55 +223,16 @@ class _DumpingRank:
         stacks = tuple(replace(s, tid=self.pid) if s.main else s for s in stacks)
         return tuple(processes.add_cpu_times(s, self.pid, self.proc) for s in stacks)
 
-
-def _await_answer(words: _RingWords, rank: _DumpingRank, thread: int, wait_s: float) -> list[int]:
-    """Requests the stacks from the recorder's thread, and waits until they are written. If another
-    thread keeps the GIL from it, returns the threads that may be this one; otherwise nothing. Raises
-    FaultStacksError if the recorder's thread does not answer for another reason.
-    """
-    if not thread or not os.path.exists(f"{rank.proc}/{rank.pid}/task/{thread}"):
-        raise FaultStacksError(
-            "the recorder's thread, which would write them, does not run: Python is starting or"
-            " exiting"
-        )
-    number = time.monotonic_ns()
-    words.write_request(number)
-    deadline = time.monotonic() + wait_s
-    while time.monotonic() < deadline:
-        if words.read(LiveWord.STACKS_ANSWER) == number:
-            return []
-        pulse_age_s = (time.monotonic_ns() - words.read(LiveWord.PULSE_NS)) / 1e9
-        if pulse_age_s > _GIL_HELD_AFTER_S:
-            candidates = thread_waits.find_gil_candidates(rank.pid, thread, rank.proc)
-            if candidates:
-                return candidates
-        time.sleep(_POLL_INTERVAL_S)
-    raise FaultStacksError(
-        f"the recorder's thread did not answer within {wait_s:g} s: it is"
-        f" {thread_waits.describe_wait(rank.pid, thread, rank.proc)}"
-    )
-
-
-def _dump_by_signal(
-    rank: _DumpingRank, thread: int, candidates: list[int], wait_s: float
-) -> OwnDump:
-    """The stacks of a rank while one of the threads ``candidates`` keeps the GIL."""
-    number = rank.registration.signal
-    try:
-        if number is None:
-            raise FaultStacksError("no signal was free for faulthandler")
-        rank.check_handler(thread, number)
-        offset = os.stat(rank.stacks_path).st_size
-        _signal_thread(rank.pid, thread, number)
-        stacks = rank.parse_output(_await_output(rank.stacks_path, offset, wait_s))
-    except FaultStacksError as error:
-        note = _describe_holders(rank.pid, candidates, rank.proc)
-        raise FaultStacksError(f"{note}; {error}") from None
-    holders = [s for s in stacks if s.frames and s.tid in candidates]
-    if len(holders) == 1:
-        stacks = tuple(replace(s, holds_gil=s is holders[0]) for s in stacks)
-    candidates = [s.tid for s in holders if s.tid is not None] or candidates
-    return OwnDump(threads=stacks, note=_describe_holders(rank.pid, candidates, rank.proc))
+    def _describe_holders(self, candidates: Sequence[int]) -> str:
+        """Where in the kernel the thread is that keeps the GIL. Several candidates are listed, the
+        main thread first.
+        """
+        texts: list[str] = []
+        for tid in sorted(candidates, key=lambda tid: tid != self.pid)[:3]:
+            name = "the main thread" if tid == self.pid else f"thread {tid}"
+            texts.append(f"{name} is {thread_waits.describe_wait(self.pid, tid, self.proc)}")
+        where = "" if len(candidates) == 1 else " in one of the threads that do not wait for it"
+        return f"native code keeps the GIL{where}: {', '.join(texts)}"
 
 
 def _signal_thread(pid: int, thread: int, number: int) -> None:
@@ -240,45 +246,6 @@ def _signal_thread(pid: int, thread: int, number: int) -> None:
     if libc.syscall(ctypes.c_long(_TGKILL_NUMBERS[machine]), pid, thread, number):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-
-
-def _await_output(output: Path, offset: int, wait_s: float) -> str:
-    """The output of the handler, once it is complete. Raises FaultStacksError if there is none in
-    time.
-    """
-    now = changed_at = time.monotonic()
-    deadline = now + wait_s
-    size = offset
-    while now < deadline:
-        new_size = output.stat().st_size
-        if new_size != size:
-            size, changed_at = new_size, now
-        elif size > offset and now - changed_at >= _OUTPUT_SETTLE_S:
-            break
-        time.sleep(_POLL_INTERVAL_S)
-        now = time.monotonic()
-    if size == offset:
-        raise FaultStacksError(f"its handler wrote nothing within {wait_s:g} s")
-    return _read_text(output, offset)
-
-
-def _read_text(output: Path, offset: int) -> str:
-    with open(output, "rb") as f:
-        f.seek(offset)
-        return f.read(_MAX_OUTPUT_BYTES).decode(errors="replace")
-
-
-def _describe_holders(pid: int, candidates: Sequence[int], proc: str) -> str:
-    """Where in the kernel the thread is that keeps the GIL. Several candidates are listed, the main
-    thread first.
-    """
-    texts = [
-        f"{'the main thread' if tid == pid else f'thread {tid}'} is"
-        f" {thread_waits.describe_wait(pid, tid, proc)}"
-        for tid in sorted(candidates, key=lambda tid: tid != pid)[:3]
-    ]
-    where = "" if len(candidates) == 1 else " in one of the threads that do not wait for it"
-    return f"native code keeps the GIL{where}: {', '.join(texts)}"
 
 
 def parse_stacks(
@@ -297,33 +264,18 @@ def parse_stacks(
             " have to stop"
         )
     stacks: list[ThreadStack] = []
-    frames: list[Frame] = []
     for line in text.splitlines():
-        header = _THREAD_HEADER_RE.match(line)
-        if header:
-            frames = []
-            stacks.append(_parse_thread_header(header, main_thread, thread_list or {}))
-            continue
-        frame = _FRAME_RE.match(line)
-        if stacks and frame:
-            file, line_number, function = frame.groups()
-            number = int(line_number) if line_number.isdigit() else 0
-            frames.append(Frame(function=function, file=file, line=number))
-            stacks[-1] = replace(stacks[-1], frames=tuple(frames))
+        if header := _THREAD_HEADER_RE.match(line):
+            ident = int(header[2], 16)
+            is_main = ident == main_thread
+            tid, name = (thread_list or {}).get(ident, (None, ""))
+            name = name or header[3] or ("MainThread" if is_main else f"thread {header[2]}")
+            stacks.append(ThreadStack(thread=name, frames=(), main=is_main, tid=tid))
+        elif stacks and (match := _FRAME_RE.match(line)):
+            file, number, function = match.groups()
+            line_number = int(number) if number.isdigit() else 0
+            frame = Frame(function=function, file=file, line=line_number)
+            stacks[-1] = replace(stacks[-1], frames=(*stacks[-1].frames, frame))
     if not stacks:
         raise FaultStacksError("there is no stack in faulthandler's output")
     return tuple(sorted(stacks, key=lambda stack: not stack.main))
-
-
-def _parse_thread_header(
-    header: re.Match[str],
-    main_thread: int | None,
-    thread_list: Mapping[int, tuple[int | None, str]],
-) -> ThreadStack:
-    _, ident, name = header.groups()
-    is_main = main_thread is not None and int(ident, 16) == main_thread
-    tid, known_name = thread_list.get(int(ident, 16), (None, ""))
-    name = known_name or name
-    if not name:
-        name = "MainThread" if is_main else f"thread {ident}"
-    return ThreadStack(thread=name, frames=(), main=is_main, tid=tid)

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from hangwatch.model.ranks import Frame, ThreadStack
 from hangwatch.protocol.heartbeat import StackReply
-from hangwatch.ring.reader import RingReader
 from hangwatch.ring.snapshot import Caller
 from hangwatch.stacks.activities import classify_activity, find_calling_thread
 from hangwatch.stacks.frames import find_innermost_user_frame, is_user_frame, runs_user_code
@@ -282,29 +281,6 @@ def _drop_parent_frames(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
         if frame.function.endswith("_bootstrap") and "/multiprocessing/" in frame.file:
             return frames[: index + 1]
     return frames
-
-
-def read_callers(reader: RingReader | None) -> tuple[Caller, ...]:
-    """The threads that made the calls in a ring; none if it cannot be read."""
-    if reader is None:
-        return ()
-    try:
-        return reader.read_callers()
-    except Exception:  # the ring is corrupt, which the reading of its state reports
-        return ()
-
-
-def describe_newest_call(reader: RingReader | None) -> str:
-    """The newest call in a ring and its line; empty if it cannot be read."""
-    if reader is None:
-        return ""
-    try:
-        call = reader.read_newest_call(time.monotonic_ns())
-    except Exception:  # the ring is corrupt, which the reading of its state reports
-        return ""
-    if call is None:
-        return ""
-    return call.signature.op if call.site is None else f"{call.signature.op} at {call.site}"
 
 
 def mark_callers(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from hangwatch.agent.node.stacks.sampler import mark_callers, read_callers
+from hangwatch.agent.node.stacks.sampler import mark_callers
 from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.ranks import Frame, ThreadStack
@@ -51,19 +51,18 @@ def test_callers_are_read_newest_first(tmp_path: Path) -> None:
     ring.make_call(1)
     other = ring.make_call_in_thread(2)
     reader = RingReader(ring.writer.map)
-    assert read_callers(reader) == (
+    assert reader.read_callers() == (
         Caller(thread=other, uids=(2,)),
         Caller(thread=here, uids=(1,)),
     )
     ring.make_call(2)
-    assert read_callers(reader) == (
+    assert reader.read_callers() == (
         Caller(thread=here, uids=(2, 1)),
         Caller(thread=other, uids=()),
     ), "the newest call of group 2 is by this thread now"
     for _ in range(RECORD_SLOTS):
         ring.make_call(2)
-    assert read_callers(reader) == (Caller(thread=here, uids=(2,)),), "earlier calls are gone"
-    assert read_callers(None) == ()
+    assert reader.read_callers() == (Caller(thread=here, uids=(2,)),), "earlier calls are gone"
 
 
 def _make_threads(**tids: int | None) -> tuple[ThreadStack, ...]:
