@@ -68,8 +68,9 @@ class Reply:
         return json.loads(self.body)
 
 
-class BoundedClient:
-    """Sends one request at a time, and closes the connection if its reply exceeds a limit.
+class SignedClient:
+    """Sends one request at a time, and closes the connection if its reply exceeds a limit. Requests
+    are signed if there is a token, unless they have an Authorization header already.
 
     The environment's proxies are ignored: a cluster's proxy leads out of the cluster. The
     connection is kept open between heartbeats, which are far apart in a large job, but closed
@@ -80,6 +81,7 @@ class BoundedClient:
     def __init__(self, target: ServerTarget, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._target = target
+        self._credential = target.credential
         # The server is known if it is a process of this user or of root on this machine, or has
         # proven that it knows the token.
         self.is_server_known = False
@@ -110,23 +112,48 @@ class BoundedClient:
     ) -> Reply:
         """The complete reply. ``path`` comes behind the server's address. ``read_timeout_s`` limits
         a pause of the server; the whole exchange takes at most `DEADLINE_FACTOR` times as long, if
-        `enforce_deadline` is called meanwhile. Raises TransportError; NewConnectionError instead of
-        sending a confidential request to a server that is not known.
+        `enforce_deadline` is called meanwhile. Before a confidential request is sent on a new
+        connection, the server must prove itself there. Raises TransportError.
+        """
+        timeout_s = read_timeout_s or self._timeout_s
+        request = (method, path, body, headers or {}, timeout_s, is_confidential)
+        try:
+            return self._exchange(*request)
+        except NewConnectionError:
+            self._exchange("GET", PROOF_PATH, b"", {}, self._timeout_s, is_confidential=False)
+            if not self.is_server_known:
+                raise
+            return self._exchange(*request)
+
+    def _exchange(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        is_confidential: bool,
+    ) -> Reply:
+        """Raises TransportError; NewConnectionError instead of sending a confidential request to a
+        server that is not known.
         """
         if is_confidential and not self.is_server_known:
             raise NewConnectionError("the server is not known")
-        timeout_s = read_timeout_s or self._timeout_s
+        sent_headers = dict(headers)
+        credential = None if "Authorization" in headers else self._credential
+        signed = None if credential is None else credential.sign_request(body)
+        if signed is not None:
+            sent_headers["Authorization"] = signed.header
         self._deadline = time.monotonic() + DEADLINE_FACTOR * timeout_s
         is_complete = False
         try:
             self._socket = self._open_connection(is_confidential)
             self._socket.settimeout(timeout_s)
             self._connection.request(
-                method, self._target.path + path, body=body or None, headers=headers or {}
+                method, self._target.path + path, body=body or None, headers=sent_headers
             )
             reply = self._read_reply(self._connection.getresponse())
             is_complete = True
-            return reply
         except (OSError, UnicodeError, http.client.HTTPException) as error:
             if self._deadline == -math.inf:
                 raise ReplyLimitError("the reply was not complete in time") from None
@@ -136,6 +163,10 @@ class BoundedClient:
             self._idle_since = time.monotonic()
             if not is_complete:
                 self._connection.close()
+        if credential is not None and signed is not None:
+            proof = reply.get_header(PROOF_HEADER)
+            self.is_server_known |= credential.verify_proof(signed, reply.body, proof)
+        return reply
 
     def enforce_deadline(self) -> None:
         """Ends a request that takes too long; called from another thread.
@@ -154,7 +185,9 @@ class BoundedClient:
                 current.shutdown(socket.SHUT_RDWR)
 
     def _open_connection(self, is_confidential: bool) -> socket.socket:
-        """The socket of the open connection, or of a new one."""
+        """The socket of the open connection, or of a new one. Raises UntrustedServerError or
+        NewConnectionError if the request must not be sent there.
+        """
         opened: socket.socket | None = self._connection.sock
         if opened is not None and not self._is_stale(opened):
             return opened
@@ -162,21 +195,15 @@ class BoundedClient:
         self._connection.connect()
         opened = self._connection.sock
         assert opened is not None
-        self._check_peer(opened, is_confidential)
-        return opened
-
-    def _check_peer(self, opened: socket.socket, is_confidential: bool) -> None:
-        """Raises UntrustedServerError or NewConnectionError if the request must not be sent there."""
         self.is_server_known = is_trusted_peer(opened, self._timeout_s)
-        if self.is_server_known:
-            return
-        if is_loopback_peer(opened) and not self._target.token:
+        if not self.is_server_known and is_loopback_peer(opened) and not self._target.token:
             raise UntrustedServerError(
                 "a process of another user listens there, and nothing is sent to it: start"
                 " hangwatch-server as the user of the job, or give it a token with --token"
             )
-        if is_confidential:
+        if is_confidential and not self.is_server_known:
             raise NewConnectionError("the server has not proven itself on this connection")
+        return opened
 
     def _is_stale(self, open_socket: socket.socket) -> bool:
         """Whether the server has closed the connection, or soon would."""
@@ -197,58 +224,6 @@ class BoundedClient:
             raise http.client.IncompleteRead(body, response.length)
         headers = {name.lower(): value for name, value in response.headers.items()}
         return Reply(response.status, headers, body)
-
-
-class SignedClient(BoundedClient):
-    """A client that signs its requests if there is a token. A node agent uses it."""
-
-    def __init__(self, target: ServerTarget, timeout_s: float) -> None:
-        super().__init__(target, timeout_s)
-        self._credential = target.credential
-
-    def send_request(
-        self,
-        method: str,
-        path: str,
-        body: bytes = b"",
-        headers: Mapping[str, str] | None = None,
-        *,
-        read_timeout_s: float | None = None,
-        is_confidential: bool = False,
-    ) -> Reply:
-        """The reply to a signed request. Before a confidential request is sent on a new connection,
-        the server must prove itself there. Raises TransportError.
-        """
-        signed = None if self._credential is None else self._credential.sign_request(body)
-        sent_headers = dict(headers or {})
-        if signed is not None:
-            sent_headers["Authorization"] = signed.header
-        try:
-            reply = super().send_request(
-                method,
-                path,
-                body,
-                sent_headers,
-                read_timeout_s=read_timeout_s,
-                is_confidential=is_confidential,
-            )
-        except NewConnectionError:
-            self.send_request("GET", PROOF_PATH)
-            if not self.is_server_known:
-                raise
-            return self.send_request(
-                method,
-                path,
-                body,
-                headers,
-                read_timeout_s=read_timeout_s,
-                is_confidential=is_confidential,
-            )
-        if self._credential is not None and signed is not None:
-            proof = reply.get_header(PROOF_HEADER)
-            if self._credential.verify_proof(signed, reply.body, proof):
-                self.is_server_known = True
-        return reply
 
 
 class TargetError(ValueError):

@@ -11,9 +11,9 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 
 from ...transport.client import (
-    BoundedClient,
     Reply,
     ServerTarget,
+    SignedClient,
     TargetError,
     TransportError,
     parse_targets,
@@ -21,7 +21,7 @@ from ...transport.client import (
 from ..arguments import DEFAULT_URL, add_format_option, add_server_options
 from ..terminal import print_json, print_lines
 from . import host, recording
-from .findings import Finding
+from .findings import Finding, report_failure, report_success
 
 _SERVER_TIMEOUT_S = 5.0
 
@@ -76,8 +76,7 @@ def check_server(url: str, token: str | None, env: Mapping[str, str]) -> Iterato
     try:
         targets = parse_targets(url, env.get("HANGWATCH_TOKEN", ""))
     except TargetError as error:
-        detail = "not the address of a server"
-        yield Finding(name="server", ok=False, detail=detail, remedy=str(error))
+        yield report_failure("server", "not the address of a server", str(error))
         return
     for target in targets:
         if token:
@@ -87,7 +86,7 @@ def check_server(url: str, token: str | None, env: Mapping[str, str]) -> Iterato
 
 def _check_target(target: ServerTarget) -> Finding:
     try:
-        with contextlib.closing(BoundedClient(target, _SERVER_TIMEOUT_S)) as client:
+        with contextlib.closing(SignedClient(target, _SERVER_TIMEOUT_S)) as client:
             health, jobs = (
                 client.send_request("GET", path, headers=target.auth_headers)
                 for path in ("/healthz", "/api/v1/jobs?limit=1")
@@ -105,12 +104,7 @@ def judge_responses(health: Reply, jobs: Reply, target: ServerTarget) -> Finding
         problem = "it requires a token, and none is given"
         if target.token:
             problem = "the token is wrong"
-        return Finding(
-            name="server",
-            ok=False,
-            detail=f"{target} answers, but {problem}",
-            remedy=use_printed_url,
-        )
+        return report_failure("server", f"{target} answers, but {problem}", use_printed_url)
     try:
         document = jobs.parse_json() if jobs.status == 200 else None
     except ValueError:
@@ -118,9 +112,9 @@ def judge_responses(health: Reply, jobs: Reply, target: ServerTarget) -> Finding
     if health.status != 200 or not isinstance(document, dict) or "items" not in document:
         detail = f"{target} answers, but not as a hangwatch server ({health.status}, {jobs.status})"
         remedy = f"is another service on that port, or a path prefix missing? {use_printed_url}"
-        return Finding(name="server", ok=False, detail=detail, remedy=remedy)
+        return report_failure("server", detail, remedy)
     token_result = "accepts the token" if target.token else "requires no token"
-    return Finding(name="server", ok=True, detail=f"{target} answers and {token_result}")
+    return report_success("server", f"{target} answers and {token_result}")
 
 
 def explain_error(error: TransportError, target: ServerTarget) -> tuple[str, str]:

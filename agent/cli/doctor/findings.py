@@ -28,3 +28,15 @@ class Finding:
             "detail": self.detail,
             "remedy": self.remedy,
         }
+
+
+def report_success(name: str, detail: str) -> Finding:
+    return Finding(name=name, ok=True, detail=detail)
+
+
+def report_warning(name: str, detail: str, remedy: str = "") -> Finding:
+    return Finding(name=name, ok=None, detail=detail, remedy=remedy)
+
+
+def report_failure(name: str, detail: str, remedy: str) -> Finding:
+    return Finding(name=name, ok=False, detail=detail, remedy=remedy)

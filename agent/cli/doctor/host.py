@@ -30,7 +30,7 @@ from ...node.reporting.updates import find_missing_setting
 from ...node.stacks import faulthandler_dumps
 from ...node.stacks.pyspy import PySpy, PySpyError, locate_pyspy
 from ...node.system import permission
-from .findings import Finding
+from .findings import Finding, report_failure, report_success, report_warning
 
 _MAX_PARTS_SHOWN = 4
 # The distributions that install a component of `hangwatch.model.hardware`.
@@ -67,12 +67,8 @@ def check_known_problems() -> Iterator[Finding]:
 
 def judge_version(component: str, version: str, machine: str) -> Iterator[Finding]:
     for known in find_known_problems(component, version, machine):
-        yield Finding(
-            name="known problem",
-            ok=None,
-            detail=known.describe(version),
-            remedy=f"upgrade {component} to {'.'.join(map(str, known.fixed))} or later",
-        )
+        remedy = f"upgrade {component} to {'.'.join(map(str, known.fixed))} or later"
+        yield report_warning("known problem", known.describe(version), remedy)
 
 
 def judge_source(
@@ -80,16 +76,14 @@ def judge_source(
 ) -> Finding:
     title = f"evidence: {name}"
     if unavailable is not None:
-        return Finding(
-            name=title,
-            ok=None if unavailable.remedy else True,  # nothing is wrong with a host that has none
-            detail=f"not available: {unavailable.reason}",
-            remedy=unavailable.remedy,
-        )
+        detail = f"not available: {unavailable.reason}"
+        if unavailable.remedy:
+            return report_warning(title, detail, unavailable.remedy)
+        return report_success(title, detail)  # nothing is wrong with a host that has none
     parts = list(dict.fromkeys(observation.about for observation in observations))
     shown = ", ".join(parts[:_MAX_PARTS_SHOWN])
     more = f" and {len(parts) - _MAX_PARTS_SHOWN} more" if len(parts) > _MAX_PARTS_SHOWN else ""
-    return Finding(name=title, ok=True, detail=f"{shown}{more}" if parts else "readable")
+    return report_success(title, f"{shown}{more}" if parts else "readable")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,13 +112,12 @@ def judge_torch(build: TorchBuild, env: Mapping[str, str]) -> Finding:
         detail = "torch counts how far they have come, in its Flight Recorder"
         if build.release >= _NCCL2_DEFAULT and env.get("TORCH_DIST_USE_NCCL2") != "0":
             detail += ", but not the collectives that they have begun"
-        return Finding(name="devices", ok=True, detail=detail)
+        return report_success("devices", detail)
     setting = find_missing_setting(DeviceStatusState.OFF, build.version)
-    return Finding(
-        name="devices",
-        ok=None,
-        detail=f"torch {build.version} does not count how far they have come in NCCL's collectives",
-        remedy=f"set {setting} in the job's environment: then hangwatch can name a device that lags",
+    return report_warning(
+        "devices",
+        f"torch {build.version} does not count how far they have come in NCCL's collectives",
+        f"set {setting} in the job's environment: then hangwatch can name a device that lags",
     )
 
 
@@ -206,12 +199,8 @@ def check_stacks(path: str | None = None) -> Iterator[Finding]:
                 is_needed = not pyspy_finding.ok
                 yield check_faulthandler(sleeper.pid, registered, ring_path, needed=is_needed)
             except (OSError, ValueError) as error:
-                yield Finding(
-                    name="stacks",
-                    ok=False,
-                    detail=f"the test process did not start: {error}",
-                    remedy="check whether Python itself works here",
-                )
+                detail = f"the test process did not start: {error}"
+                yield report_failure("stacks", detail, "check whether Python itself works here")
             finally:
                 with contextlib.suppress(OSError):  # the process has ended already
                     sleeper.kill()
@@ -221,47 +210,25 @@ def check_pyspy(pyspy: PySpy, pid: int) -> Finding:
     """Takes the stacks of the process ``pid`` with py-spy."""
     name = "py-spy"
     if pyspy.path is None:
-        return Finding(
-            name=name,
-            ok=None,
-            detail="not installed: stacks come from faulthandler",
-            remedy="pip install py-spy",
-        )
-    facts = _format_ptrace_facts()
+        detail = "not installed: stacks come from faulthandler"
+        return report_warning(name, detail, "pip install py-spy")
+    ptrace = permission.read_ptrace_facts()
+    yama = "none" if ptrace.yama_scope is None else ptrace.yama_scope
+    facts = f"CAP_SYS_PTRACE {'held' if ptrace.has_capability else 'missing'}, Yama scope {yama}"
+    if ptrace.has_seccomp_filter:
+        facts += ", a seccomp filter"
+    upgrade = "pip install --upgrade py-spy"
     try:
         threads = pyspy.dump_stacks(pid, run_dir.read_start_ticks(pid)).threads
     except PySpyError as error:
         text = str(error)
         # The message includes the remedy, since it is also shown with the stacks of a rank.
         reason, _, remedy = text.partition(". " if permission.PTRACE_REMEDY in text else ": ")
-        return Finding(
-            name=name,
-            ok=False,
-            detail=f"{reason} ({facts})",
-            remedy=remedy or "pip install --upgrade py-spy",
-        )
+        return report_failure(name, f"{reason} ({facts})", remedy or upgrade)
     functions = [frame.function for thread in threads for frame in thread.frames]
     if not any("hangwatch_doctor_sleeps" in function for function in functions):
-        return Finding(
-            name=name,
-            ok=False,
-            detail=f"it reads wrong stacks ({facts})",
-            remedy="pip install --upgrade py-spy",
-        )
-    return Finding(
-        name=name, ok=True, detail=f"{pyspy.path} reads the stacks of another process ({facts})"
-    )
-
-
-def _format_ptrace_facts() -> str:
-    facts = permission.read_ptrace_facts()
-    parts = [
-        f"CAP_SYS_PTRACE {'held' if facts.has_capability else 'missing'}",
-        f"Yama scope {'none' if facts.yama_scope is None else facts.yama_scope}",
-    ]
-    if facts.has_seccomp_filter:
-        parts.append("a seccomp filter")
-    return ", ".join(parts)
+        return report_failure(name, f"it reads wrong stacks ({facts})", upgrade)
+    return report_success(name, f"{pyspy.path} reads the stacks of another process ({facts})")
 
 
 def check_faulthandler(
@@ -276,20 +243,14 @@ def check_faulthandler(
             pid, run_dir.read_start_ticks(pid), ring_path, registration
         )
     except faulthandler_dumps.FaultStacksError as error:
-        return Finding(name=name, ok=False if needed else None, detail=str(error), remedy=remedy)
+        report = report_failure if needed else report_warning
+        return report(name, str(error), remedy)
     if registration.signal is None:
-        return Finding(
-            name=name,
-            ok=None,
-            detail="no signal is free for it: a rank that keeps the GIL in native code has no stack",
-            remedy=remedy,
-        )
+        detail = "no signal is free for it: a rank that keeps the GIL in native code has no stack"
+        return report_warning(name, detail, remedy)
     role = "replaces py-spy" if needed else "used where py-spy is not permitted"
-    return Finding(
-        name=name,
-        ok=True,
-        detail=f"a process writes the stacks of its {len(dump.threads)} threads: {role}",
-    )
+    threads = len(dump.threads)
+    return report_success(name, f"a process writes the stacks of its {threads} threads: {role}")
 
 
 def _await_registration(sleeper: subprocess.Popen[bytes]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ...node.discovery.rings import RingFile, find_ring_files
 from ...recorder.checks.settings import load_check_settings
 from ...recorder.native import build, cache
 from ...transport.client import TargetError, parse_targets
-from .findings import Finding
+from .findings import Finding, report_failure, report_success, report_warning
 
 TORCH_TIMEOUT_S = 120.0
 _TESTED_RELEASES = ((2, 6), (2, 13))  # the first and the last release of torch
@@ -44,64 +44,49 @@ def check_start(env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
-    name, shown = "python", platform.python_version()
+    shown = platform.python_version()
     if version < (3, 10):
-        return Finding(
-            name=name, ok=False, detail=shown, remedy="hangwatch needs Python 3.10 or later"
-        )
-    return Finding(name=name, ok=True, detail=shown)
+        return report_failure("python", shown, "hangwatch needs Python 3.10 or later")
+    return report_success("python", shown)
 
 
 def check_entry_point(values: list[str]) -> Finding:
     """``values`` are the entry points named hangwatch in the group that torch loads."""
-    name = "activation"
-    if not values:
-        detail = "torch's entry point is not installed: `import torch` starts nothing of hangwatch"
-        return Finding(
-            name=name,
-            ok=False,
-            detail=detail,
-            remedy="pip install hangwatch, into the environment that runs the training",
-        )
-    return Finding(name=name, ok=True, detail=f"`import torch` calls {values[0]}")
+    if values:
+        return report_success("activation", f"`import torch` calls {values[0]}")
+    return report_failure(
+        "activation",
+        "torch's entry point is not installed: `import torch` starts nothing of hangwatch",
+        "pip install hangwatch, into the environment that runs the training",
+    )
 
 
 def check_autoload(env: Mapping[str, str]) -> Finding:
     name = "environment"
     if env.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         detail = "TORCH_DEVICE_BACKEND_AUTOLOAD=0: torch calls no entry points"
-        return Finding(
-            name=name, ok=False, detail=detail, remedy="unset TORCH_DEVICE_BACKEND_AUTOLOAD"
-        )
+        return report_failure(name, detail, "unset TORCH_DEVICE_BACKEND_AUTOLOAD")
     if identity.is_switched_off(env):
         detail = f"HANGWATCH_DISABLE={env['HANGWATCH_DISABLE']}: hangwatch is switched off"
-        return Finding(name=name, ok=False, detail=detail, remedy="unset HANGWATCH_DISABLE")
-    return Finding(name=name, ok=True, detail="no variable switches hangwatch off")
+        return report_failure(name, detail, "unset HANGWATCH_DISABLE")
+    return report_success(name, "no variable switches hangwatch off")
 
 
 def check_url(env: Mapping[str, str]) -> Finding:
     name = "HANGWATCH_URL"
     url = env.get(name)
     if not url:
-        remedy = "start the job with the HANGWATCH_URL=... line that hangwatch-server prints"
-        return Finding(
-            name=name,
-            ok=None,
-            detail="not set: jobs started from here are not watched",
-            remedy=remedy,
+        return report_warning(
+            name,
+            "not set: jobs started from here are not watched",
+            "start the job with the HANGWATCH_URL=... line that hangwatch-server prints",
         )
     try:
         targets = parse_targets(url, env.get("HANGWATCH_TOKEN", ""))
     except TargetError as error:
-        detail = "not the address of a server"
-        return Finding(name=name, ok=False, detail=detail, remedy=str(error))
-    return Finding(
-        name=name,
-        ok=True,
-        detail="; ".join(
-            f"{target}, {'with' if target.token else 'without'} a token" for target in targets
-        ),
-    )
+        return report_failure(name, "not the address of a server", str(error))
+    tokens = [f"{target}, {'with' if target.token else 'without'} a token" for target in targets]
+    return report_success(name, "; ".join(tokens))
 
 
 def make_ray_finding() -> Finding:
@@ -110,7 +95,7 @@ def make_ray_finding() -> Finding:
         "installed: its workers get the variables of hangwatch by ray.init(runtime_env="
         "hangwatch.integrations.ray.make_runtime_env())"
     )
-    return Finding(name="ray", ok=True, detail=detail)
+    return report_success("ray", detail)
 
 
 def check_torch(output: str, error: str) -> Finding:
@@ -120,39 +105,21 @@ def check_torch(output: str, error: str) -> Finding:
     name = "torch"
     if error:
         if "No module named 'torch'" in error:
-            return Finding(
-                name=name,
-                ok=None,
-                detail="not installed here: nothing to watch in this environment",
-            )
-        return Finding(
-            name=name,
-            ok=False,
-            detail=f"cannot be imported: {error}",
-            remedy="repair torch first: see `python -c 'import torch'`",
-        )
+            return report_warning(name, "not installed here: nothing to watch in this environment")
+        remedy = "repair torch first: see `python -c 'import torch'`"
+        return report_failure(name, f"cannot be imported: {error}", remedy)
     version, _, distributed = output.partition(" ")
     if distributed != "1":
-        return Finding(
-            name=name,
-            ok=False,
-            detail=f"{version}, built without torch.distributed",
-            remedy="install a build that has it",
-        )
+        detail = f"{version}, built without torch.distributed"
+        return report_failure(name, detail, "install a build that has it")
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     first, last = ("{}.{}".format(*release) for release in _TESTED_RELEASES)
     if numbers < _TESTED_RELEASES[0]:
-        return Finding(
-            name=name, ok=False, detail=version, remedy=f"hangwatch needs torch {first} or later"
-        )
+        return report_failure(name, version, f"hangwatch needs torch {first} or later")
     if numbers > _TESTED_RELEASES[1]:
-        return Finding(
-            name=name,
-            ok=None,
-            detail=f"{version} is later than {last}, the last one that was tested",
-            remedy="it will probably work",
-        )
-    return Finding(name=name, ok=True, detail=version)
+        detail = f"{version} is later than {last}, the last one that was tested"
+        return report_warning(name, detail, "it will probably work")
+    return report_success(name, version)
 
 
 def check_run_dir(url: str) -> Iterator[Finding]:
@@ -161,12 +128,8 @@ def check_run_dir(url: str) -> Iterator[Finding]:
         folder = run_dir.ensure_run_dir(url)
         space = os.statvfs(folder)
     except OSError as error:
-        yield Finding(
-            name="run dir",
-            ok=False,
-            detail=str(error),
-            remedy="set HANGWATCH_RUN_DIR to a writable folder",
-        )
+        remedy = "set HANGWATCH_RUN_DIR to a writable folder"
+        yield report_failure("run dir", str(error), remedy)
         return
     yield check_space(folder, space.f_bavail * space.f_frsize)
     for empty in (folder, folder.parent):
@@ -186,11 +149,10 @@ def check_space(folder: Path, free_bytes: int, rank_count: int = 8) -> Finding:
     )
     if max_ranks < 1:
         detail = f"{detail}, and one rank needs {rank_bytes >> 20} MB"
-        return Finding(name=name, ok=False, detail=detail, remedy=remedy)
+        return report_failure(name, detail, remedy)
     if max_ranks < rank_count:
-        detail = f"{detail}, enough for {max_ranks} ranks only"
-        return Finding(name=name, ok=None, detail=detail, remedy=remedy)
-    return Finding(name=name, ok=True, detail=detail)
+        return report_warning(name, f"{detail}, enough for {max_ranks} ranks only", remedy)
+    return report_success(name, detail)
 
 
 def _probe_torch(env: Mapping[str, str]) -> tuple[str, str]:
@@ -225,18 +187,16 @@ def check_recorder(env: Mapping[str, str]) -> Iterator[Finding]:
     """
     check_settings = load_check_settings(env)
     for problem in check_settings.problems:
-        yield Finding(
-            name="checks", ok=None, detail="HANGWATCH_CHECKS is partly invalid", remedy=problem
-        )
+        yield report_warning("checks", "HANGWATCH_CHECKS is partly invalid", problem)
     if check_settings.any_enabled:
         detail = (
             f"Python's, since only it can check {check_settings.enabled_names}: one call in"
             f" {check_settings.sample_every} is sampled"
         )
-        yield Finding(name="recorder", ok=True, detail=detail)
+        yield report_success("recorder", detail)
         return
     if cache.get_recorder_mode(env) == "python":
-        yield Finding(name="recorder", ok=True, detail="Python's, as HANGWATCH_RECORDER says")
+        yield report_success("recorder", "Python's, as HANGWATCH_RECORDER says")
         return
     try:
         done = subprocess.run(
@@ -253,20 +213,20 @@ def check_recorder(env: Mapping[str, str]) -> Iterator[Finding]:
 def judge_build(status: int, output: str, env: Mapping[str, str]) -> Finding:
     """The finding for the exit status and the output of the build."""
     if status == 0:
-        return Finding(name="recorder", ok=True, detail=f"native, {output.splitlines()[-1]}")
+        return report_success("recorder", f"native, {output.splitlines()[-1]}")
     reason = f"the build ended with status {status}"
     if output:
         reason = output.splitlines()[-1].removeprefix("hangwatch: ")
     if "No module named 'torch'" in reason:
-        return Finding(name="recorder", ok=None, detail="no torch, so none is needed")
+        return report_warning("recorder", "no torch, so none is needed")
     detail = f"Python's: {reason}"
     if cache.get_recorder_mode(env) != "native":
-        return Finding(name="recorder", ok=True, detail=detail)
+        return report_success("recorder", detail)
     remedy = (
         "it takes about 8 µs per collective, the native one 0.4; HANGWATCH_RECORDER=python selects"
         " it"
     )
-    return Finding(name="recorder", ok=None, detail=detail, remedy=remedy)
+    return report_warning("recorder", detail, remedy)
 
 
 def check_recordings(url: str) -> Iterator[Finding]:
@@ -295,11 +255,10 @@ def check_ring(file: RingFile) -> Iterator[Finding]:
     if problems:
         rank = f"rank {snapshot.identity.get('rank')} of {snapshot.identity.get('job')}"
         faults = f" ({'; '.join(snapshot.faults)})" if snapshot.faults else ""
-        yield Finding(
-            name="recording",
-            ok=None,
-            detail=f"{rank}, pid {snapshot.pid}: {'; '.join(problems)}{faults}",
-            remedy="nothing is concluded by counting these calls; stacks and exits still are",
+        yield report_warning(
+            "recording",
+            f"{rank}, pid {snapshot.pid}: {'; '.join(problems)}{faults}",
+            "nothing is concluded by counting these calls; stacks and exits still are",
         )
 
 
