@@ -7,15 +7,15 @@ import contextlib
 import email.utils
 import json
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
-from urllib.parse import unquote, urljoin, urlsplit
+from urllib.parse import urljoin, urlsplit
 
 import httpx
 
-from ..transport.client import ServerTarget, TargetError
+from ..transport.client import ServerTarget, TargetError, parse_targets
 from .arguments import DEFAULT_URL
 from .errors import CliError, NotFoundError, RefusedError, UnreachableError, UsageError
 
@@ -25,55 +25,26 @@ _PROBE_TIMEOUT_S = 2.0
 _MAX_PAGES = 1000  # protects against a server whose list never ends
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerAddress:
-    """The server's address. ``url`` can be shown: it has no credentials, and no trailing slash."""
-
-    url: str
-    token: str | None = field(default=None, repr=False)
-
-
-def parse_address(url: str | None, token: str | None, env: Mapping[str, str]) -> ServerAddress:
-    """The address from the flag, else from HANGWATCH_URL, else the default. Raises UsageError if it
-    is not a URL.
+def parse_address(url: str | None, token: str | None, env: Mapping[str, str]) -> ServerTarget:
+    """The address from the flag, else from HANGWATCH_URL, else the default. Of several servers, it is
+    the first that accepts connections, or else the first: each of those that share a database shows
+    the incidents of all. Raises UsageError if it is not a URL.
 
     The token comes from the flag, else from the URL (``http://:TOKEN@host``), else from
     HANGWATCH_TOKEN.
     """
-    full_url = _choose_url((url or env.get("HANGWATCH_URL") or DEFAULT_URL).split(","))
-    shown = full_url.rpartition("@")[2]
+    urls = url or env.get("HANGWATCH_URL") or DEFAULT_URL
     try:
-        parts = urlsplit(full_url)
-        host = parts.hostname
-        port = parts.port
-        if parts.scheme not in ("http", "https"):
-            raise ValueError("it does not begin with http://")
-    except ValueError as error:
-        raise UsageError(
-            f"{shown!r} is not the address of a server ({error}): an example is http://master:8642"
-        ) from None
-    if not host:
-        raise UsageError(f"{shown!r} has no host: an example is http://master:8642")
-    plain_url = f"{parts.scheme}://[{host}]" if ":" in host else f"{parts.scheme}://{host}"
-    if port:
-        plain_url += f":{port}"
-    plain_url += parts.path.rstrip("/")
-    url_token = unquote(parts.password or parts.username or "")
-    any_token = token or url_token or env.get("HANGWATCH_TOKEN") or None
-    return ServerAddress(url=plain_url, token=any_token)
-
-
-def _choose_url(urls: Sequence[str]) -> str:
-    """The first server that accepts connections, or else the first: each of those that share a
-    database shows the incidents of all.
-    """
-    listed = [url.strip() for url in urls if url.strip()] or [""]
-    for url in listed if len(listed) > 1 else ():
-        with contextlib.suppress(OSError, TargetError):
-            target = ServerTarget.from_url(url)
+        targets = parse_targets(urls, env.get("HANGWATCH_TOKEN", ""))
+    except TargetError as error:
+        raise UsageError(f"{error.problem}: an example is http://master:8642") from None
+    chosen = targets[0]
+    for target in targets if len(targets) > 1 else ():
+        with contextlib.suppress(OSError):
             socket.create_connection((target.host, target.port), _PROBE_TIMEOUT_S).close()
-            return url
-    return listed[0]
+            chosen = target
+            break
+    return replace(chosen, token=token) if token else chosen
 
 
 @contextlib.contextmanager
@@ -86,15 +57,15 @@ def open_client(args: argparse.Namespace, env: Mapping[str, str]) -> Iterator[Cl
 class Client:
     """A connection to one server. Every method may raise a `CliError` with the remedy."""
 
-    def __init__(self, server: ServerAddress, transport: httpx.BaseTransport | None = None) -> None:
+    def __init__(self, server: ServerTarget, transport: httpx.BaseTransport | None = None) -> None:
         self.server = server
         self.server_time = datetime.now(timezone.utc)  # the server's clock at its last response
-        headers = {"Accept": "application/json"}
-        if server.token:
-            headers["Authorization"] = f"Bearer {server.token}"
-        # trust_env: the environment's proxy leads out of the cluster.
         self._http = httpx.Client(
-            headers=headers, timeout=TIMEOUT_S, trust_env=False, transport=transport
+            base_url=f"{server}/api/v1/",
+            headers={"Accept": "application/json", **server.auth_headers},
+            timeout=TIMEOUT_S,
+            trust_env=False,  # the environment's proxy leads out of the cluster
+            transport=transport,
         )
 
     def close(self) -> None:
@@ -102,30 +73,25 @@ class Client:
 
     def get(self, path: str, **query: object) -> dict[str, Any]:
         """The document at ``/api/v1/path``; parameters that are None are left out."""
-        return self._request_document(
-            "GET",
-            f"{self.server.url}/api/v1/{path}",
-            params={k: str(v) for k, v in query.items() if v is not None},
-        )
+        params = {k: str(v) for k, v in query.items() if v is not None}
+        return self._request_document("GET", path, params=params)
 
     def post(self, path: str, body: Mapping[str, object]) -> dict[str, Any]:
-        return self._request_document("POST", f"{self.server.url}/api/v1/{path}", json=body)
+        return self._request_document("POST", path, json=body)
 
     def download_file(self, path: str) -> bytes:
         """The file at ``/api/v1/path``."""
-        return self._send_request("GET", f"{self.server.url}/api/v1/{path}").content
+        return self._send_request("GET", path).content
 
     def stream_events(self, path: str, **query: object) -> Iterator[tuple[str, dict[str, Any]]]:
         """The kind and the data of each server-sent event at ``/api/v1/path``."""
-        url = f"{self.server.url}/api/v1/{path}"
         params: dict[str, Any] = {k: v for k, v in query.items() if v is not None}
-        options: dict[str, Any] = {
-            "params": params,
-            "headers": {"Accept": "text/event-stream"},
-            "timeout": STREAM_TIMEOUT_S,
-        }
+        headers = {"Accept": "text/event-stream"}
+        stream = self._http.stream(
+            "GET", path, params=params, headers=headers, timeout=STREAM_TIMEOUT_S
+        )
         kind = ""
-        with self._translate_errors(), self._http.stream("GET", url, **options) as response:
+        with self._translate_errors(), stream as response:
             if not response.is_success:
                 response.read()
                 raise self._build_error(response)
@@ -138,8 +104,8 @@ class Client:
     def iter_items(self, path: str, **query: object) -> Iterator[dict[str, Any]]:
         """All items of a list, page by page."""
         page = self.get(path, **query)
-        list_url = f"{self.server.url}/api/v1/{path}"
-        origin = urlsplit(self.server.url)
+        list_url = str(self._http.base_url.join(path))
+        origin = urlsplit(list_url)
         for _ in range(_MAX_PAGES):
             yield from page.get("items") or []
             if not page.get("next"):
@@ -175,12 +141,12 @@ class Client:
             yield
         except httpx.TimeoutException:
             raise UnreachableError(
-                f"no answer from {self.server.url} within {TIMEOUT_S:.0f} s: is its host up, and"
+                f"no answer from {self.server} within {TIMEOUT_S:.0f} s: is its host up, and"
                 " does its firewall accept connections from this host?"
             ) from None
         except httpx.TransportError as error:
             raise UnreachableError(
-                f"cannot reach {self.server.url}: {error}. Start `hangwatch-server` there, or give"
+                f"cannot reach {self.server}: {error}. Start `hangwatch-server` there, or give"
                 " another address with --url or HANGWATCH_URL"
             ) from None
 
@@ -192,25 +158,24 @@ class Client:
             detail = ""
         if response.status_code in (401, 403) and self.server.token:
             return RefusedError(
-                f"{self.server.url} refuses the token: compare it with the HANGWATCH_URL line that"
+                f"{self.server} refuses the token: compare it with the HANGWATCH_URL line that"
                 " the server printed when it started"
             )
         if response.status_code in (401, 403):
             return RefusedError(
-                f"{self.server.url} requires a token: give --token, HANGWATCH_TOKEN, or the URL as"
+                f"{self.server} requires a token: give --token, HANGWATCH_TOKEN, or the URL as"
                 " http://:TOKEN@host:port"
             )
         if response.status_code == 404 and detail:
             return NotFoundError(detail)
         if response.status_code == 404 or response.is_redirect:
             return self._build_address_error()
-        text = f"{self.server.url} answers {response.status_code}"
+        text = f"{self.server} answers {response.status_code}"
         return CliError(f"{text}: {detail}" if detail else text)
 
     def _build_address_error(self) -> CliError:
         return CliError(
-            f"{self.server.url} answers, but not as a hangwatch-server does: is this the right"
-            " address?"
+            f"{self.server} answers, but not as a hangwatch-server does: is this the right address?"
         )
 
 

@@ -227,7 +227,13 @@ class SignedClient:
 
 
 class TargetError(ValueError):
-    """HANGWATCH_URL is not the URL of a server. The message has an example."""
+    """HANGWATCH_URL is not the URL of a server. The message has an example; ``problem`` has none, and
+    does not name the variable.
+    """
+
+    def __init__(self, url: str, problem: str) -> None:
+        self.problem = f"{hide_credentials(url)!r} {problem}"
+        super().__init__(f"HANGWATCH_URL={self.problem}: an example is http://:TOKEN@master:8642")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,22 +250,16 @@ class ServerTarget:
         """A token in the URL (``http://:TOKEN@host``) takes precedence over ``token``. Raises
         TargetError.
         """
-        example = "an example is http://:TOKEN@master:8642"
         try:
             parts = urlsplit(url.strip())
             port = parts.port
         except ValueError as error:
-            raise TargetError(
-                f"HANGWATCH_URL={hide_credentials(url)!r} is not a URL ({error}): {example}"
-            ) from None
+            raise TargetError(url, f"is not a URL ({error})") from None
         host = parts.hostname or ""
         # http.client refuses such names as well, but much later.
         is_name = bool(host) and host.isprintable() and " " not in host
         if parts.scheme not in _DEFAULT_PORTS or not is_name or port == 0:
-            raise TargetError(
-                f"HANGWATCH_URL={hide_credentials(url)!r} is not the address of an http or https"
-                f" server: {example}"
-            )
+            raise TargetError(url, "is not the address of an http or https server")
         bare = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
         return cls(base_url=bare, token=unquote(parts.password or parts.username or "") or token)
 

@@ -49,7 +49,7 @@ def run_mcp(args: argparse.Namespace, env: Mapping[str, str]) -> int:
             await service.run(read_stream, write_stream, service.create_initialization_options())
 
     with open_client(args, env) as client:
-        print_message(f"serving {client.server.url} on stdin and stdout; Ctrl-C ends it")
+        print_message(f"serving {client.server} on stdin and stdout; Ctrl-C ends it")
         asyncio.run(serve(client))
     return OK
 

@@ -59,8 +59,8 @@ def _print_status(client: Client, args: argparse.Namespace, paint: Paint) -> int
         print_lines(format_status(jobs, incidents, client.server_time, paint))
         if not jobs:
             print_message(
-                f"no job has reported to {client.server.url}: start one with"
-                f" HANGWATCH_URL={client.server.url} torchrun …"
+                f"no job has reported to {client.server}: start one with"
+                f" HANGWATCH_URL={client.server} torchrun …"
             )
     has_alert = any(incident.get("severity") == "alert" for incident in incidents)
     return HANG if has_alert else OK

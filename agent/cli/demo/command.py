@@ -139,7 +139,7 @@ class _DemoRun:
             else:
                 print_lines(format_incident(incident, client.server_time, detect_paint(self._env)))
             is_correct = names_planted_line(incident, script.name, line)
-            self.incident_url = f"{client.server.url}/incidents/{incident['id']}"
+            self.incident_url = f"{client.server}/incidents/{incident['id']}"
         sys.stdout.flush()  # before the messages that follow, if both are sent to one pipe
         if not self._args.json:
             source = script.read_text(encoding="utf-8").splitlines()[line - 1]

@@ -6,8 +6,9 @@ import socket
 
 import pytest
 
-from hangwatch.agent.cli.client import ServerAddress, parse_address
+from hangwatch.agent.cli.client import parse_address
 from hangwatch.agent.cli.errors import UsageError
+from hangwatch.agent.transport.client import ServerTarget
 
 
 def test_first_of_several_servers_that_answers_is_asked() -> None:
@@ -15,25 +16,25 @@ def test_first_of_several_servers_that_answers_is_asked() -> None:
         second = f"http://:secret@127.0.0.1:{answering.getsockname()[1]}"
         env = {"HANGWATCH_URL": f"http://127.0.0.1:9, {second}"}
         assert parse_address(None, None, env).token == "secret"
-    assert parse_address(None, None, env).url == "http://127.0.0.1:9", "none of them answers"
+    assert parse_address(None, None, env).base_url == "http://127.0.0.1:9", "none of them answers"
 
 
 def test_the_token_comes_from_the_flag_then_the_url_then_the_environment() -> None:
     env = {"HANGWATCH_URL": "http://:from-url@master:8642/", "HANGWATCH_TOKEN": "from-env"}
-    assert parse_address(None, "from-flag", env) == ServerAddress(
-        url="http://master:8642", token="from-flag"
+    assert parse_address(None, "from-flag", env) == ServerTarget(
+        base_url="http://master:8642", token="from-flag"
     )
     assert parse_address(None, None, env).token == "from-url"
-    assert parse_address("http://other", None, env) == ServerAddress(
-        url="http://other", token="from-env"
+    assert parse_address("http://other", None, env) == ServerTarget(
+        base_url="http://other", token="from-env"
     )
     assert parse_address("http://a%2Fb@other", None, {}).token == "a/b"
-    assert parse_address(None, None, {}) == ServerAddress(url="http://127.0.0.1:8642", token=None)
+    assert parse_address(None, None, {}) == ServerTarget(base_url="http://127.0.0.1:8642", token="")
 
 
 def test_a_path_prefix_and_ipv6_are_kept() -> None:
-    assert parse_address("https://proxy/hangwatch/", None, {}).url == "https://proxy/hangwatch"
-    assert parse_address("http://[::1]:8642", None, {}).url == "http://[::1]:8642"
+    assert parse_address("https://proxy/hangwatch/", None, {}).base_url == "https://proxy/hangwatch"
+    assert parse_address("http://[::1]:8642", None, {}).base_url == "http://[::1]:8642"
 
 
 BAD_URLS = [
