@@ -37,7 +37,7 @@ from hangwatch.report.text import Paint, seconds_since
 
 from .arguments import add_format_option
 from .errors import HANG, OK, CliError, UsageError
-from .terminal import detect_paint, print_json, print_lines, print_message, show_progress
+from .terminal import detect_paint, print_message, print_result, show_progress
 
 _MAX_UNUSABLE_SHOWN = 8  # unusable files, with their reasons
 _DOCUMENT_ERRORS = (
@@ -97,10 +97,7 @@ def run_analyze(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         notes += finding.notes
         shown_notes += finding.notes
     lines = list(_format_incidents(evidence.bundles, incidents, detect_paint(env)))
-    if args.json:
-        print_json({"items": incidents, "next": None, "notes": notes})
-    else:
-        print_lines(lines)
+    print_result(args, {"items": incidents, "next": None, "notes": notes}, lines)
     for note in shown_notes:
         print_message(note)
     if len(shown_notes) < len(notes):

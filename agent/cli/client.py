@@ -76,8 +76,10 @@ class Client:
         params = {k: str(v) for k, v in query.items() if v is not None}
         return self._request_document("GET", path, params=params)
 
-    def post(self, path: str, body: Mapping[str, object]) -> dict[str, Any]:
-        return self._request_document("POST", path, json=body)
+    def post(self, path: str, **body: object) -> dict[str, Any]:
+        """The document in the response; fields of the body that are None are left out."""
+        fields = {name: value for name, value in body.items() if value is not None}
+        return self._request_document("POST", path, json=fields)
 
     def download_file(self, path: str) -> bytes:
         """The file at ``/api/v1/path``."""

@@ -49,6 +49,14 @@ def print_json(document: Any) -> None:
     print(json.dumps(document, indent=2))
 
 
+def print_result(args: argparse.Namespace, document: Any, lines: Iterable[str]) -> None:
+    """Prints the document with ``--json``, else the lines."""
+    if args.json:
+        print_json(document)
+    else:
+        print_lines(lines)
+
+
 def print_message(message: str) -> None:
     """Prints a message to stderr. It is cleaned line by line, since it may quote a job or a server."""
     cleaned = "\n".join(clean_text(line) for line in message.splitlines())

@@ -12,9 +12,9 @@ from hangwatch.report.terminal import format_stack, merge_equal_stacks
 from hangwatch.report.text import Paint, name_ranks
 
 from ..arguments import add_query_options, parse_positive, parse_ranks
-from ..client import Client, open_client
+from ..client import open_client
 from ..errors import ERROR, OK, NotFoundError
-from ..terminal import choose_paint, print_json, print_lines, print_message
+from ..terminal import detect_paint, print_message, print_result
 from .status import check_job
 
 _POLL_S = 0.2
@@ -42,16 +42,20 @@ def run_dump(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Returns `OK` if all of the ranks returned their stacks, else `ERROR`. Raises CliError."""
     timeout_s = args.timeout or (_NATIVE_TIMEOUT_S if args.native else _TIMEOUT_S)
     with open_client(args, env) as client:
-        document = _request_dump(client, args)
+        try:
+            document = client.post(
+                "dumps", ranks=args.ranks, native=args.native, job=args.job or None
+            )
+        except NotFoundError:
+            if args.job is not None:
+                check_job(client, args.job)
+            raise
         deadline = time.monotonic() + timeout_s
         while document.get("status") == "pending" and time.monotonic() < deadline:
             time.sleep(_POLL_S)
             document = client.get(f"dumps/{quote(str(document['id']), safe='')}")
     ranks = document.get("ranks") or []
-    if args.json:
-        print_json(document)
-    else:
-        print_lines(_format_rank_stacks(ranks, choose_paint(args, env)))
+    print_result(args, document, _format_rank_stacks(ranks, detect_paint(env)))
     late = [rank["rank"] for rank in ranks if rank.get("status") == "pending"]
     if late:
         print_message(
@@ -60,18 +64,6 @@ def run_dump(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         )
     has_failed = any(rank.get("status") == "failed" for rank in ranks)
     return ERROR if late or has_failed else OK
-
-
-def _request_dump(client: Client, args: argparse.Namespace) -> dict[str, Any]:
-    body: dict[str, object] = {"ranks": args.ranks, "native": args.native}
-    if args.job:
-        body["job"] = args.job
-    try:
-        return client.post("dumps", body)
-    except NotFoundError:
-        if args.job is not None:
-            check_job(client, args.job)
-        raise
 
 
 def _format_rank_stacks(ranks: Sequence[dict[str, Any]], paint: Paint) -> Iterator[str]:

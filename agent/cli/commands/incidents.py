@@ -19,7 +19,16 @@ from hangwatch.report.terminal import format_incident
 from ..arguments import add_query_options, parse_positive
 from ..client import Client, open_client
 from ..errors import OK, CliError, NotFoundError, UsageError
-from ..terminal import choose_paint, page_lines, print_json, print_lines, print_message, watch_view
+from ..terminal import (
+    choose_paint,
+    detect_paint,
+    page_lines,
+    print_json,
+    print_lines,
+    print_message,
+    print_result,
+    watch_view,
+)
 from .status import abbreviate_list, check_job, format_incidents
 
 _MAX_PAGE_SIZE = 100  # the API's limit
@@ -48,26 +57,20 @@ def add_incidents_arguments(parser: argparse.ArgumentParser) -> None:
 def run_incidents(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Prints a table. Raises CliError."""
     with open_client(args, env) as client:
-        incidents = _fetch_incidents(client, args)
+        # The API cannot filter by kind: a page that is filtered here must not end at the limit.
+        page_size = min(args.limit, _MAX_PAGE_SIZE) if args.kind is None else None
+        items = client.iter_items("incidents", job=args.job, status=args.status, limit=page_size)
+        matching = (item for item in items if args.kind in (None, item.get("kind")))
+        incidents = list(islice(matching, args.limit))
         if args.job is not None and not incidents:
             check_job(client, args.job)
-    if args.json:
-        print_json({"items": incidents, "next": None})
-    elif incidents:
-        paint = choose_paint(args, env)
-        print_lines(format_incidents(incidents, client.server_time, paint))
+    if incidents or args.json:
+        lines = format_incidents(incidents, client.server_time, detect_paint(env))
+        print_result(args, {"items": incidents, "next": None}, lines)
     else:
         has_filter = args.job or args.status or args.kind
         print_message("no incident matches" if has_filter else "no incident")
     return OK
-
-
-def _fetch_incidents(client: Client, args: argparse.Namespace) -> list[dict[str, Any]]:
-    # The API cannot filter by kind: a page that is filtered here must not end at the limit.
-    page_size = min(args.limit, _MAX_PAGE_SIZE) if args.kind is None else None
-    items = client.iter_items("incidents", job=args.job, status=args.status, limit=page_size)
-    matching = (item for item in items if args.kind in (None, item.get("kind")))
-    return list(islice(matching, args.limit))
 
 
 def add_show_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +123,13 @@ def find_incident(client: Client, id_prefix: str | None, job: str | None) -> dic
     It is always fetched by its id, since the items of a list may be abridged.
     """
     if id_prefix is None:
-        return _fetch_incident(client, _find_newest_id(client, job))
+        newest = next(client.iter_items("incidents", job=job, limit=1), None)
+        if newest is not None:
+            return _fetch_incident(client, str(newest["id"]))
+        if job is None:
+            raise NotFoundError("there is no incident")
+        check_job(client, job)
+        raise NotFoundError(f"there is no incident of job {job}")
     with contextlib.suppress(NotFoundError):  # then it may be a prefix
         return _fetch_incident(client, id_prefix)
     ids = [str(incident["id"]) for incident in client.iter_items("incidents", job=job)]
@@ -135,16 +144,6 @@ def find_incident(client: Client, id_prefix: str | None, job: str | None) -> dic
             f"{id_prefix!r} begins the ids of {len(matches)} incidents: {abbreviate_list(matches)}"
         )
     return _fetch_incident(client, matches[0])
-
-
-def _find_newest_id(client: Client, job: str | None) -> str:
-    newest = next(iter(client.iter_items("incidents", job=job, limit=1)), None)
-    if newest is not None:
-        return str(newest["id"])
-    if job is None:
-        raise NotFoundError("there is no incident")
-    check_job(client, job)
-    raise NotFoundError(f"there is no incident of job {job}")
 
 
 def _fetch_incident(client: Client, incident_id: str) -> dict[str, Any]:

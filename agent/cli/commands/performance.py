@@ -22,7 +22,7 @@ from hangwatch.report.text import (
 from ..arguments import add_query_options
 from ..client import open_client
 from ..errors import OK
-from ..terminal import detect_paint, print_json, print_lines, print_message
+from ..terminal import detect_paint, print_message, print_result
 
 _MAX_LATE_RANKS = 4  # lines for each group
 _MAX_CALL_LINES = 12  # lines for each group
@@ -39,10 +39,9 @@ def run_perf(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Prints the performance of each group. Raises CliError."""
     with open_client(args, env) as client:
         groups = list(client.iter_items("performance", job=args.job))
-    if args.json:
-        print_json({"items": groups, "next": None})
-    elif groups:
-        print_lines(format_performance(groups, detect_paint(env)))
+    if groups or args.json:
+        lines = format_performance(groups, detect_paint(env))
+        print_result(args, {"items": groups, "next": None}, lines)
     else:
         message = "no calls were reported yet: node agents report them every few seconds"
         print_message(message if args.job else f"{message}, once a job runs")

@@ -34,7 +34,7 @@ from hangwatch.report.text import (
 from ..arguments import add_query_options, is_number, parse_ranks
 from ..client import Client, open_client
 from ..errors import ERROR, OK, CliError, UsageError
-from ..terminal import detect_paint, print_json, print_lines, print_message
+from ..terminal import detect_paint, print_message, print_result
 
 MAX_RECORDED_RANKS = 64
 _POLL_S = 0.3
@@ -111,26 +111,22 @@ def run_record(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CliError(f"{args.out}: {error.strerror}: name another folder with --out") from error
-    body: dict[str, object] = {
-        "ranks": args.rank,
-        "seconds": args.seconds,
-        "rate": args.rate,
-        "native": args.native,
-        "gil": args.gil,
-    }
-    if args.job:
-        body["job"] = args.job
     with open_client(args, env) as client:
-        document = client.post("recordings", body)
+        document = client.post(
+            "recordings",
+            ranks=args.rank,
+            seconds=args.seconds,
+            rate=args.rate,
+            native=args.native,
+            gil=args.gil,
+            job=args.job or None,
+        )
         try:
             document = _await_recording(client, document)
         except KeyboardInterrupt:
             print_message("ending the recording; a second Ctrl-C discards its samples")
-            document = _await_recording(client, client.post(f"{_build_path(document)}/stop", {}))
-        if args.json:
-            print_json(document)
-        else:
-            print_lines(format_recording(document, detect_paint(env)))
+            document = _await_recording(client, client.post(f"{_build_path(document)}/stop"))
+        print_result(args, document, format_recording(document, detect_paint(env)))
         done = [rank for rank in document["ranks"] if rank.get("status") == "done"]
         if done:
             _write_files(client, document, args)

@@ -25,7 +25,7 @@ from hangwatch.report.text import (
 from ..arguments import add_query_options
 from ..client import Client, open_client
 from ..errors import HANG, OK, NotFoundError
-from ..terminal import choose_paint, print_json, print_lines, print_message, watch_view
+from ..terminal import choose_paint, print_message, print_result, watch_view
 
 _MIN_ID_WIDTH = 10
 _MAX_LISTED = 8  # jobs or ids named in a message
@@ -52,16 +52,14 @@ def _print_status(client: Client, args: argparse.Namespace, paint: Paint) -> int
     if args.job is not None:
         jobs = [job for job in jobs if job.get("job") == args.job]
         if not jobs and not incidents:
-            raise build_unknown_job_error(client, args.job)
-    if args.json:
-        print_json({"jobs": jobs, "incidents": incidents})
-    else:
-        print_lines(format_status(jobs, incidents, client.server_time, paint))
-        if not jobs:
-            print_message(
-                f"no job has reported to {client.server}: start one with"
-                f" HANGWATCH_URL={client.server} torchrun …"
-            )
+            check_job(client, args.job)
+    lines = format_status(jobs, incidents, client.server_time, paint)
+    print_result(args, {"jobs": jobs, "incidents": incidents}, lines)
+    if not jobs and not args.json:
+        print_message(
+            f"no job has reported to {client.server}: start one with HANGWATCH_URL={client.server}"
+            " torchrun …"
+        )
     has_alert = any(incident.get("severity") == "alert" for incident in incidents)
     return HANG if has_alert else OK
 
@@ -178,15 +176,12 @@ def find_unique_prefix_width(ids: Iterable[str]) -> int:
 
 def check_job(client: Client, job: str) -> None:
     """Raises NotFoundError, which lists the known jobs, for an unknown one."""
-    if not any(known.get("job") == job for known in client.iter_items("jobs")):
-        raise build_unknown_job_error(client, job)
-
-
-def build_unknown_job_error(client: Client, job: str) -> NotFoundError:
-    names = sorted({clean_text(known.get("job", "?")) for known in client.iter_items("jobs")})
+    names = [known.get("job", "?") for known in client.iter_items("jobs")]
     if not names:
-        return NotFoundError(f"no job {job!r} has reported; none has so far")
-    return NotFoundError(f"no job {job!r} has reported; known: {abbreviate_list(names)}")
+        raise NotFoundError(f"no job {job!r} has reported; none has so far")
+    if job not in names:
+        known_jobs = abbreviate_list(sorted(set(map(clean_text, names))))
+        raise NotFoundError(f"no job {job!r} has reported; known: {known_jobs}")
 
 
 def abbreviate_list(names: list[str]) -> str:

@@ -26,10 +26,11 @@ from hangwatch.report.terminal import format_incident
 from hangwatch.report.text import clean_text
 
 from ...environment.run_dir import make_private_folder
+from ...node.system.processes import read_environ
 from ..arguments import add_format_option
 from ..client import Client, parse_address
 from ..errors import ERROR, OK, CliError, UnreachableError
-from ..terminal import detect_paint, print_json, print_lines, print_message
+from ..terminal import detect_paint, print_message, print_result
 
 WORLD_SIZE = 4
 CULPRIT_RANK = 2
@@ -50,6 +51,7 @@ REQUIRED_MODULES = (
 )
 PLANTED_MARK = "# planted"
 _POLL_S = 0.1
+_MAX_OUTPUT_LINES = 12  # lines in a message
 _SERVER_CODE = "import sys; from hangwatch.server.main import main; sys.exit(main())"
 MARK_VARIABLE = "HANGWATCH_RUN_DIR"  # a folder of the demo is its value in the demo's processes
 
@@ -134,10 +136,8 @@ class _DemoRun:
         with contextlib.closing(Client(parse_address(url, None, {}))) as client:
             self._watch_training(launcher)
             incident = self._await_verdict(client, launcher)
-            if self._args.json:
-                print_json(incident)
-            else:
-                print_lines(format_incident(incident, client.server_time, detect_paint(self._env)))
+            lines = format_incident(incident, client.server_time, detect_paint(self._env))
+            print_result(self._args, incident, lines)
             is_correct = names_planted_line(incident, script.name, line)
             self.incident_url = f"{client.server}/incidents/{incident['id']}"
         sys.stdout.flush()  # before the messages that follow, if both are sent to one pipe
@@ -163,14 +163,8 @@ class _DemoRun:
 
     def _start_server(self) -> str:
         """Starts the server on a free port and returns its address."""
-        options = (
-            "--port",
-            "0",
-            "--data-dir",
-            str(self._sandbox.folder / "data"),
-            "--stall-after",
-            str(STALL_AFTER_S),
-        )
+        data = str(self._sandbox.folder / "data")
+        options = ["--port", "0", "--data-dir", data, "--stall-after", str(STALL_AFTER_S)]
         # The process runs in the demo's own folder, in which no file can shadow a module.
         server = self._sandbox.start_process(
             "server", [sys.executable, "-c", _SERVER_CODE, *options]
@@ -184,10 +178,7 @@ class _DemoRun:
                     self.print_message(f"server up: {url}/ranks")
                     return url
             time.sleep(_POLL_S)
-        raise DemoError(
-            "the server did not start\n"
-            + _format_last_lines(self._sandbox.read_output("server.err"))
-        )
+        raise self._build_error("the server did not start", "server.err")
 
     def _wait_ready(self, url: str, deadline: float) -> None:
         with contextlib.closing(Client(parse_address(url, None, {}))) as client:
@@ -210,24 +201,15 @@ class _DemoRun:
         )
 
     def _start_job(self, url: str, script: Path) -> subprocess.Popen[bytes]:
-        torchrun = (
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(WORLD_SIZE),
-            str(script),
-        )
-        self.print_message(
-            f"HANGWATCH_URL={url} torchrun --standalone --nproc-per-node {WORLD_SIZE} {script.name}"
-        )
-        # Otherwise the node agent may build the native recorder, for which no further job has a use.
-        recorder = {"HANGWATCH_RECORDER": "python"}
+        options = ["--standalone", "--nproc-per-node", str(WORLD_SIZE)]
+        self.print_message(f"HANGWATCH_URL={url} torchrun {' '.join(options)} {script.name}")
         return self._sandbox.start_process(
             "job",
-            [sys.executable, "-m", *torchrun],
+            [sys.executable, "-m", "torch.distributed.run", *options, str(script)],
             HANGWATCH_URL=url,
             HANGWATCH_JOB=JOB_NAME,
-            **recorder,
+            # Else the node agent may build the native recorder, for which no further job has a use.
+            HANGWATCH_RECORDER="python",
         )
 
     def _watch_training(self, launcher: subprocess.Popen[bytes]) -> None:
@@ -252,10 +234,7 @@ class _DemoRun:
                 )
                 return
             time.sleep(_POLL_S)
-        raise DemoError(
-            f"the training did not start within {TRAINING_TIMEOUT_S:.0f} s\n"
-            + _format_last_lines(self._sandbox.read_output("job.err"))
-        )
+        raise self._build_error(f"the training did not start within {TRAINING_TIMEOUT_S:.0f} s")
 
     def _await_verdict(self, client: Client, launcher: subprocess.Popen[bytes]) -> dict[str, Any]:
         """The first alert, once it has the culprit's stack or `STACK_TIMEOUT_S` have passed."""
@@ -275,25 +254,20 @@ class _DemoRun:
                     return incident
             time.sleep(_POLL_S)
         if incident is None:
-            raise DemoError(
-                f"no verdict within {VERDICT_TIMEOUT_S:.0f} s: `hangwatch doctor` may show why\n"
-                + _format_last_lines(self._sandbox.read_output("job.err"))
+            raise self._build_error(
+                f"no verdict within {VERDICT_TIMEOUT_S:.0f} s: `hangwatch doctor` may show why"
             )
         return incident
 
     def _check_launcher(self, launcher: subprocess.Popen[bytes]) -> None:
         if launcher.poll() is not None:
-            raise DemoError(
-                f"the training ended with exit code {launcher.returncode}\n"
-                + _format_last_lines(self._sandbox.read_output("job.err"))
-            )
+            raise self._build_error(f"the training ended with exit code {launcher.returncode}")
 
-
-def _format_last_lines(text: str, line_count: int = 12) -> str:
-    return (
-        "\n".join("  " + clean_text(line) for line in text.splitlines()[-line_count:])
-        or "  (no output)"
-    )
+    def _build_error(self, problem: str, output: str = "job.err") -> DemoError:
+        """The error with the last lines of a process's output."""
+        last_lines = self._sandbox.read_output(output).splitlines()[-_MAX_OUTPUT_LINES:]
+        shown = [f"  {clean_text(line)}" for line in last_lines] or ["  (no output)"]
+        return DemoError("\n".join([problem, *shown]))
 
 
 class DemoSandbox:
@@ -306,7 +280,7 @@ class DemoSandbox:
         rings, temporary = self.folder / "run", self.folder / "tmp"
         make_private_folder(rings)
         make_private_folder(temporary)  # torchrun leaves folders behind
-        self._mark = f"{MARK_VARIABLE}={rings}".encode()
+        self._mark = str(rings)
         kept = {k: v for k, v in env.items() if not k.startswith(_FOREIGN_PREFIXES)}
         self.env = kept | {
             MARK_VARIABLE: str(rings),
@@ -360,12 +334,15 @@ class DemoSandbox:
         """All processes that have the mark. Process groups would not do: the ranks are in sessions
         of their own, and the node agent is not a child of the demo.
         """
-        pids = [int(path.name) for path in Path(self._proc).iterdir() if path.name.isdigit()]
-        return [
-            pid
-            for pid in pids
-            if pid != os.getpid() and self._mark in _read_environ(self._proc, pid)
-        ]
+        found: list[int] = []
+        for path in Path(self._proc).iterdir():
+            if path.name.isdigit() and int(path.name) != os.getpid():
+                # The process may have exited, or belong to another user.
+                with contextlib.suppress(OSError):
+                    environ = read_environ(int(path.name), self._proc)
+                    if environ.get(MARK_VARIABLE) == self._mark:
+                        found.append(int(path.name))
+        return found
 
     def _signal_processes(self, number: signal.Signals) -> None:
         for pid in self.find_processes():
@@ -375,13 +352,6 @@ class DemoSandbox:
     def _reap_processes(self) -> None:
         for process in self._started:
             process.poll()
-
-
-def _read_environ(proc: str, pid: int) -> list[bytes]:
-    try:
-        return Path(proc, str(pid), "environ").read_bytes().split(b"\0")
-    except OSError:  # the process has exited, or belongs to another user
-        return []
 
 
 def names_planted_line(document: Mapping[str, Any], file: str, line: int) -> bool:

@@ -19,7 +19,7 @@ from ...transport.client import (
     parse_targets,
 )
 from ..arguments import DEFAULT_URL, add_format_option, add_server_options
-from ..terminal import print_json, print_lines
+from ..terminal import print_result
 from . import host, recording
 from .findings import Finding, report_failure, report_success
 
@@ -47,11 +47,9 @@ def run_doctor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         *check_server(url, args.token, env),
     ]
     exit_code = choose_exit_code(findings)
-    if args.json:
-        documents = [finding.to_document() for finding in findings]
-        print_json({"ok": exit_code == 0, "findings": documents})
-    else:
-        print_lines(format_findings(findings))
+    documents = [finding.to_document() for finding in findings]
+    document = {"ok": exit_code == 0, "findings": documents}
+    print_result(args, document, format_findings(findings))
     return exit_code
 
 
