@@ -88,16 +88,16 @@ class AppState:
         states = self.watch.states.rank_states.get(attempt.key)
         if states is not None and is_large(attempt.rank_count):
             return states
-        cases = self.shared.incidents.list_open(attempt)
+        records = self.shared.incidents.list_open(attempt)
         lost_after_s = self.watch.intervals.lost_after_s
-        return compute_states(attempt, cases, self.now(), lost_after_s)
+        return compute_states(attempt, records, self.now(), lost_after_s)
 
     def describe_job(self, attempt: Attempt) -> JobView:
         view = self.watch.states.large_jobs.get(attempt.key)
         if view is None:
-            cases, now = self.shared.incidents.list_open(attempt), self.now()
-            counts = count_states(attempt, cases, now, self.watch.intervals.lost_after_s)
-            view = views.describe_job(attempt, counts, cases, now)
+            records, now = self.shared.incidents.list_open(attempt), self.now()
+            counts = count_states(attempt, records, now, self.watch.intervals.lost_after_s)
+            view = views.describe_job(attempt, counts, records, now)
         return self.add_summary(attempt, view)
 
     def add_summary(self, attempt: Attempt, job: JobView) -> JobView:

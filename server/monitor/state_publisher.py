@@ -58,13 +58,13 @@ class StatePublisher:
 
     async def publish_changes(self, attempt: Attempt) -> None:
         """Publishes the ranks, and the job, whose state changed since the last round."""
-        cases = self.shared.incidents.list_open(attempt)
+        records = self.shared.incidents.list_open(attempt)
         now = self.shared.clock.monotonic()
         if self.backoff.skips_states(attempt, now):
             return
 
         states, spent_s = await self.reader.run(
-            attempt, lambda: self._compute_states(attempt, cases, now)
+            attempt, lambda: self._compute_states(attempt, records, now)
         )
         self.backoff.record_states_report(attempt, spent_s, self.shared.clock.monotonic())
         # All ranks with the same change share one event: thousands may change in one round.
@@ -99,16 +99,16 @@ class StatePublisher:
             self._published_jobs.pop(attempt.job, None)
 
     def _compute_states(
-        self, attempt: Attempt, cases: Iterable[IncidentRecord], now: float
+        self, attempt: Attempt, records: Iterable[IncidentRecord], now: float
     ) -> _AttemptStates:
         before = self.rank_states.get(attempt.key, {})
-        by_rank = views.compute_states(attempt, cases, now, self.intervals.lost_after_s)
+        by_rank = views.compute_states(attempt, records, now, self.intervals.lost_after_s)
         changes: StateChanges = {}
         if by_rank != before:
             for rank, state in by_rank.items():
                 if (previous := before.get(rank)) is not state:
                     changes.setdefault((previous, state), []).append(rank)
-        job = views.describe_job(attempt, Counter(by_rank.values()), cases, now)
+        job = views.describe_job(attempt, Counter(by_rank.values()), records, now)
         return _AttemptStates(by_rank, job, changes)
 
     def _store_attempt(self, attempt: Attempt, job: JobView) -> None:

@@ -152,19 +152,19 @@ def list_groups(attempt: Attempt, rank: int | None = None) -> list[GroupKey]:
 
 
 def describe_job(
-    attempt: Attempt, counts: Counter[RankState], cases: Iterable[IncidentRecord], now: float
+    attempt: Attempt, counts: Counter[RankState], records: Iterable[IncidentRecord], now: float
 ) -> JobView:
     """A job with the number of its ranks in each state, ``counts``."""
-    open_cases = list(cases)
+    open_records = list(records)
     return JobView(
         job=attempt.job,
         attempt=attempt.number,
-        state=_compute_job_state(attempt, counts, open_cases),
+        state=_compute_job_state(attempt, counts, open_records),
         world_size=attempt.world_size,
         heard_of=len(attempt.processes),
         hosts=sorted({p.host for p in attempt.processes.values()}),
         states=dict(counts),
-        open_incidents=len(open_cases),
+        open_incidents=len(open_records),
         step=min((p.step for p in attempt.processes.values() if p.step is not None), default=None),
         age_s=round(max(0.0, now - attempt.opened_at), 3),
         last_seen_s=round(max(0.0, now - attempt.last_seen_at), 3),
@@ -172,11 +172,14 @@ def describe_job(
 
 
 def _compute_job_state(
-    attempt: Attempt, counts: Counter[RankState], cases: Iterable[IncidentRecord]
+    attempt: Attempt, counts: Counter[RankState], records: Iterable[IncidentRecord]
 ) -> JobState:
     if attempt.is_finished:
         return "failed" if counts[RankState.DEAD] else "finished"
-    if any(is_hang(c.incident) and c.incident.severity is Severity.ALERT for c in cases):
+    if any(
+        is_hang(record.incident) and record.incident.severity is Severity.ALERT
+        for record in records
+    ):
         return "stalled"
     has_live_ranks = any(
         counts[state] for state in (RankState.RUNNING, RankState.WAITING, RankState.STARTING)
@@ -186,9 +189,9 @@ def _compute_job_state(
     return "starting" if counts[RankState.STARTING] and not counts[RankState.RUNNING] else "running"
 
 
-def sort_by_severity(cases: Iterable[IncidentRecord]) -> tuple[Incident, ...]:
+def sort_by_severity(records: Iterable[IncidentRecord]) -> tuple[Incident, ...]:
     """Alerts first, then the oldest first."""
-    incidents = (case.incident for case in cases)
+    incidents = (record.incident for record in records)
     return tuple(sorted(incidents, key=lambda i: (i.severity is Severity.WARNING, i.opened_at)))
 
 
@@ -373,25 +376,25 @@ def list_expected_ranks(attempt: Attempt) -> list[int]:
 
 def compute_states(
     attempt: Attempt,
-    cases: Iterable[IncidentRecord],
+    records: Iterable[IncidentRecord],
     now: float,
     lost_after_s: float = LOST_AFTER_S,
 ) -> dict[int, RankState]:
-    """The state of each expected rank. ``cases`` are the attempt's open incidents; a rank is lost
+    """The state of each expected rank. ``records`` are the attempt's open incidents; a rank is lost
     after ``lost_after_s`` without a heartbeat.
     """
     states = dict.fromkeys(list_expected_ranks(attempt), RankState.MISSING)
-    return states | _compute_reported_states(attempt, cases, now, lost_after_s)
+    return states | _compute_reported_states(attempt, records, now, lost_after_s)
 
 
 def count_states(
     attempt: Attempt,
-    cases: Iterable[IncidentRecord],
+    records: Iterable[IncidentRecord],
     now: float,
     lost_after_s: float = LOST_AFTER_S,
 ) -> Counter[RankState]:
     """The number of expected ranks in each state. Only reported ranks take time."""
-    counts = Counter(_compute_reported_states(attempt, cases, now, lost_after_s).values())
+    counts = Counter(_compute_reported_states(attempt, records, now, lost_after_s).values())
     reported = sum(rank < attempt.world_size for rank in attempt.processes)
     missing = min(attempt.world_size, MAX_RANKS_SHOWN) - reported
     if missing:
@@ -400,13 +403,13 @@ def count_states(
 
 
 def _compute_reported_states(
-    attempt: Attempt, cases: Iterable[IncidentRecord], now: float, lost_after_s: float
+    attempt: Attempt, records: Iterable[IncidentRecord], now: float, lost_after_s: float
 ) -> dict[int, RankState]:
     stalled: set[int] = set()
     slow: set[int] = set()
     frozen: set[int] = set()
-    for case in cases:
-        incident = case.incident
+    for record in records:
+        incident = record.incident
         culprit_state = KINDS[incident.kind].culprit_state
         if culprit_state is RankState.FROZEN:
             frozen.update(incident.culprits)

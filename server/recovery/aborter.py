@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
@@ -59,28 +60,25 @@ class Aborter:
     _aborted_at: dict[AttemptKey, float] = field(default_factory=dict)
     # The time of each incident's next check; infinite if none of its ranks will be ended.
     _next_check_at: dict[str, float] = field(default_factory=dict)
-    _is_failing: bool = False
+    _is_failing: bool = False  # the last read of the database failed
 
     async def advance_recoveries(self, recent_s: float) -> None:
         """Runs one round over the incidents that may need a recovery. Reports older than
         ``recent_s`` are ignored.
         """
-        cases = [
-            case
-            for case in self.shared.incidents.records.values()
-            if case.is_own and (case.is_open or _get_state(case) == "ordered")
-        ]
-        for case in cases:
-            attempt = self.shared.fleet.attempts.get(case.attempt_key)
-            if attempt is None:
+        attempts, records = self.shared.fleet.attempts, self.shared.incidents.records
+        for record in records.values():
+            attempt = attempts.get(record.attempt_key)
+            is_active = record.is_open or _get_state(record) == "ordered"
+            if attempt is None or not (record.is_own and is_active):
                 continue
-            if _get_state(case) == "ordered":
-                self._finish_round(case, attempt, self.shared.clock.monotonic())
-            if not case.is_open or self.shared.fleet.latest_attempt(attempt.job) is not attempt:
-                self.orders.withdraw(case)
+            if _get_state(record) == "ordered":
+                self._finish_round(record, attempt, self.shared.clock.monotonic())
+            if not record.is_open or self.shared.fleet.latest_attempt(attempt.job) is not attempt:
+                self.orders.withdraw(record)
                 continue
             try:
-                await self._advance_recovery(case, attempt, recent_s)
+                await self._advance_recovery(record, attempt, recent_s)
             except sa.exc.SQLAlchemyError as error:
                 if not self._is_failing:
                     log.error(
@@ -88,18 +86,18 @@ class Aborter:
                         getattr(error, "orig", error),
                     )
                 self._is_failing = True
-        attempts, records = self.shared.fleet.attempts, self.shared.incidents.records
+        records = self.shared.incidents.records
         self._aborted_at = {key: at for key, at in self._aborted_at.items() if key in attempts}
         self._next_check_at = {key: at for key, at in self._next_check_at.items() if key in records}
 
     async def _advance_recovery(
-        self, case: IncidentRecord, attempt: Attempt, recent_s: float
+        self, record: IncidentRecord, attempt: Attempt, recent_s: float
     ) -> None:
         began, now = time.perf_counter(), self.shared.clock.monotonic()
-        incident_id, state = case.incident.id, _get_state(case)
+        incident_id, state = record.incident.id, _get_state(record)
         if state in _UNDECIDED and now < self._next_check_at.get(incident_id, 0.0):
             return
-        decision = decide(self._gather_facts(case, attempt, recent_s), self.rules, now)
+        decision = decide(self._gather_facts(record, attempt, recent_s), self.rules, now)
         wait_s = 0.0
         if decision.step is Step.WAIT and state:
             wait_s = min(MAX_CHECK_INTERVAL_S, decision.due_at - now)
@@ -110,49 +108,51 @@ class Aborter:
         if is_new or is_final:
             # The history is in the database, and is only read where it can change the decision.
             aborted_ids = await asyncio.to_thread(
-                self.persistence.store.load_aborted_ids, case.incident.job
+                self.persistence.store.load_aborted_ids, record.incident.job
             )
+            self._is_failing = False
             history = len(aborted_ids - {incident_id})
-            facts = self._gather_facts(case, attempt, recent_s, history)
+            facts = self._gather_facts(record, attempt, recent_s, history)
             decision = decide(facts, self.rules, self.shared.clock.monotonic())
-            if not case.is_open or decision.step is Step.NOTHING:  # the state changed meanwhile
+            if not record.is_open or decision.step is Step.NOTHING:  # the state changed meanwhile
                 return
             if is_new:
-                self._plan_recovery(case, decision, history)
+                self._plan_recovery(record, decision, history)
             if decision.step is Step.WITHHOLD:
                 self._next_check_at[incident_id] = float("inf")
-                self.shared.incidents.update_recovery(case, state="withheld", why=decision.why)
+                self.shared.incidents.update_recovery(record, state="withheld", why=decision.why)
                 return
         if decision.step is Step.END and (
-            _get_state(case) in ("announced", "ordered") or not self._has_concurrent_recovery(case)
+            _get_state(record) in ("announced", "ordered")
+            or not self._has_concurrent_recovery(record)
         ):
-            self._end_ranks(case, attempt, decision)
-        elif _get_state(case) == "ordered":
-            self.orders.withdraw(case)
+            self._end_ranks(record, attempt, decision)
+        elif _get_state(record) == "ordered":
+            self.orders.withdraw(record)
 
-    def _has_concurrent_recovery(self, case: IncidentRecord) -> bool:
+    def _has_concurrent_recovery(self, record: IncidentRecord) -> bool:
         """Whether ranks of the same attempt are being ended for another incident, which may
         resolve this one too.
         """
         return any(
             _get_state(other) == "ordered" or (_get_state(other) == "announced" and other.is_open)
             for other in self.shared.incidents.records.values()
-            if other is not case and other.attempt_key == case.attempt_key
+            if other is not record and other.attempt_key == record.attempt_key
         )
 
     def _gather_facts(
-        self, case: IncidentRecord, attempt: Attempt, recent_s: float, history: int = 0
+        self, record: IncidentRecord, attempt: Attempt, recent_s: float, history: int = 0
     ) -> Facts:
-        recovery = case.incident.recovery
-        is_announced = case.alerted_severity is case.incident.severity
-        is_stored = _get_state(case) == "ordered" or (
+        recovery = record.incident.recovery
+        is_announced = record.alerted_severity is record.incident.severity
+        is_stored = _get_state(record) == "ordered" or (
             is_announced
-            and self.is_evidence_complete(case, attempt)
-            and self.persistence.is_stored(case)
+            and self.is_evidence_complete(record, attempt)
+            and self.persistence.is_stored(record)
         )
         return Facts(
-            incident=case.incident,
-            standing=case.alert_summary,
+            incident=record.incident,
+            alerts=record.alert_summary,
             processes=attempt.processes,
             is_stored=is_stored,
             history=history,
@@ -163,7 +163,7 @@ class Aborter:
             recent_s=recent_s,
         )
 
-    def _plan_recovery(self, case: IncidentRecord, decision: Decision, history: int) -> None:
+    def _plan_recovery(self, record: IncidentRecord, decision: Decision, history: int) -> None:
         now = self.shared.clock.monotonic()
         recovery = Recovery(
             state="planned",
@@ -174,21 +174,21 @@ class Aborter:
             planned_at=self.shared.clock.date(now),
             due_at=self.shared.clock.date(max(now, decision.due_at)),
         )
-        self.shared.incidents.record_recovery(case, recovery)
+        self.shared.incidents.record_recovery(record, recovery)
         # An alert that is not sent yet will contain the plan.
-        if decision.step is not Step.WITHHOLD and case.alerted_severity is Severity.ALERT:
-            self.persistence.queue_alert(case, PLANNED)
+        if decision.step is not Step.WITHHOLD and record.alerted_severity is Severity.ALERT:
+            self.persistence.queue_alert(record, PLANNED)
 
-    def _end_ranks(self, case: IncidentRecord, attempt: Attempt, decision: Decision) -> None:
+    def _end_ranks(self, record: IncidentRecord, attempt: Attempt, decision: Decision) -> None:
         """Takes the next step of a due recovery: it is announced first, and ordered after the
         announcement was written.
         """
-        recovery, now = case.recovery, self.shared.clock.monotonic()
+        recovery, now = record.recovery, self.shared.clock.monotonic()
         extends_to_job = recovery.scope == "culprits" and decision.scope == "job"
         is_extended = recovery.state == "done" and extends_to_job
         if recovery.state in ("planned", "withheld") or is_extended:
             self.shared.incidents.update_recovery(
-                case,
+                record,
                 state="announced",
                 scope=decision.scope,
                 ranks=decision.ranks,
@@ -196,54 +196,57 @@ class Aborter:
                 why="",
             )
             event = _number_event(ABORTING, _count_rounds(recovery) + 1)
-            self.persistence.queue_alert(case, event)
+            self.persistence.queue_alert(record, event)
         elif recovery.state == "announced":
             processes = [attempt.processes[rank] for rank in decision.ranks]
             ordered_at = self.shared.clock.date(now)
-            ends = [
-                RankAbort(rank=p.rank, host=p.host, pid=p.identity.pid, ordered_at=ordered_at)
-                for p in processes[:MAX_ORDERS_LISTED]
-            ]
+            ends = [_list_order(p, ordered_at) for p in processes[:MAX_ORDERS_LISTED]]
             self.shared.incidents.update_recovery(
-                case,
+                record,
                 state="ordered",
                 scope=decision.scope,
                 ranks=decision.ranks,
                 ends=(*recovery.ends, *ends),
             )
-            self.orders.order_aborts(case, processes, now)
+            self.orders.order_aborts(record, processes, now)
         elif recovery.state == "ordered":
             # A server that was killed may have written orders that it did not send.
             unordered = {*decision.ranks}.intersection(recovery.ranks)
-            unordered -= self.orders.list_ordered_ranks(case)
+            unordered -= self.orders.list_ordered_ranks(record)
             unordered -= {end.rank for end in recovery.ends if end.result != "ordered"}
-            self.orders.order_aborts(case, [attempt.processes[r] for r in unordered], now)
+            self.orders.order_aborts(record, [attempt.processes[r] for r in unordered], now)
 
-    def _finish_round(self, case: IncidentRecord, attempt: Attempt, now: float) -> None:
+    def _finish_round(self, record: IncidentRecord, attempt: Attempt, now: float) -> None:
         """Completes a recovery once all its orders have results."""
-        self.orders.collect_results(case, attempt, now)
-        recovery = case.recovery
+        self.orders.collect_results(record, attempt, now)
+        recovery = record.recovery
         ordered_at = recovery.ends[-1].ordered_at
         results = {end.result for end in recovery.ends if end.ordered_at == ordered_at}
         if "ordered" in results:
             return
         if results == {"left"}:
-            self.shared.incidents.update_recovery(case, state="planned")
+            self.shared.incidents.update_recovery(record, state="planned")
             return
         self._aborted_at[attempt.key] = now
         self.shared.incidents.update_recovery(
-            case, state="done", done_at=self.shared.clock.date(now)
+            record, state="done", done_at=self.shared.clock.date(now)
         )
-        self.persistence.queue_alert(case, _number_event(ABORTED, _count_rounds(recovery)))
+        self.persistence.queue_alert(record, _number_event(ABORTED, _count_rounds(recovery)))
 
 
-def _get_state(case: IncidentRecord) -> str:
-    recovery = case.incident.recovery
+def _get_state(record: IncidentRecord) -> str:
+    recovery = record.incident.recovery
     return recovery.state if recovery is not None else ""
 
 
 def _number_event(kind: str, number: int) -> str:
     return kind if number < 2 else f"{kind}-{number}"
+
+
+def _list_order(process: Process, ordered_at: datetime) -> RankAbort:
+    """The order to end a process, as a recovery lists it."""
+    identity = process.identity
+    return RankAbort(rank=process.rank, host=process.host, pid=identity.pid, ordered_at=ordered_at)
 
 
 def _count_rounds(recovery: Recovery) -> int:
@@ -273,47 +276,51 @@ class AbortOrders:
     shared: SharedState
     _orders: dict[str, _AbortOrder] = field(default_factory=dict)  # the keys are commands' ids
 
-    def order_aborts(self, case: IncidentRecord, processes: Iterable[Process], now: float) -> None:
+    def order_aborts(
+        self, record: IncidentRecord, processes: Iterable[Process], now: float
+    ) -> None:
         for process in processes:
             command_id = self.shared.commands.queue_command(process, CommandKind.ABORT, now)
             self._orders[command_id] = _AbortOrder(
-                incident=case.incident.id, process=process, agent=process.agent, ordered_at=now
+                incident=record.incident.id, process=process, agent=process.agent, ordered_at=now
             )
 
-    def list_ordered_ranks(self, case: IncidentRecord) -> set[int]:
+    def list_ordered_ranks(self, record: IncidentRecord) -> set[int]:
         """The ranks whose orders have no result yet."""
-        return {order.process.rank for _, order in self._list_orders(case)}
+        return {order.process.rank for _, order in self._list_orders(record)}
 
-    def withdraw(self, case: IncidentRecord) -> None:
+    def withdraw(self, record: IncidentRecord) -> None:
         """Withdraws the orders that were not sent yet: the job makes progress, or is no longer
         reported.
         """
-        for command_id, order in self._list_orders(case):
+        for command_id, order in self._list_orders(record):
             if self.shared.commands.withdraw_command(order.agent, command_id):
                 del self._orders[command_id]
-                self._record_result(case, order.process.rank, result="left")
+                self._record_result(record, order.process.rank, result="left")
 
     def apply_replies(self, replies: Iterable[heartbeat.AbortReply]) -> None:
         """Records the results that a node agent reports."""
         for reply in replies:
             order = self._orders.pop(reply.request, None)
-            case = self.shared.incidents.records.get(order.incident) if order is not None else None
-            if order is None or case is None:
+            record = (
+                self.shared.incidents.records.get(order.incident) if order is not None else None
+            )
+            if order is None or record is None:
                 continue
             if reply.error is not None:
-                self._record_failure(case, order, reply.error, reply.signal)
+                self._record_failure(record, order, reply.error, reply.signal)
                 continue
             self._record_result(
-                case,
+                record,
                 order.process.rank,
                 result="ended" if reply.signal else "gone",
                 signal=reply.signal,
                 ended_at=self.shared.clock.date(self.shared.clock.monotonic()),
             )
 
-    def collect_results(self, case: IncidentRecord, attempt: Attempt, now: float) -> None:
+    def collect_results(self, record: IncidentRecord, attempt: Attempt, now: float) -> None:
         """Records results without a reply: exits of ordered ranks, and orders that expired."""
-        for command_id, order in self._list_orders(case):
+        for command_id, order in self._list_orders(record):
             is_fulfilled = order.is_fulfilled(attempt)
             # The agent's reply may still arrive after an exit.
             limit_s = REPLY_DELAY_LIMIT_S if is_fulfilled else REQUEST_EXPIRES_S
@@ -321,9 +328,9 @@ class AbortOrders:
                 del self._orders[command_id]
                 if not is_fulfilled:
                     error = f"its node agent has not answered for {REQUEST_EXPIRES_S:g} s"
-                    self._record_failure(case, order, error)
-        ordered_ranks = self.list_ordered_ranks(case)
-        for end in case.recovery.ends:
+                    self._record_failure(record, order, error)
+        ordered_ranks = self.list_ordered_ranks(record)
+        for end in record.recovery.ends:
             process = attempt.processes.get(end.rank)
             if end.result != "ordered" or end.rank in ordered_ranks:
                 continue
@@ -331,36 +338,31 @@ class AbortOrders:
                 continue
             was_killed = process.exit.signal == signal.SIGKILL
             self._record_result(
-                case,
+                record,
                 end.rank,
                 result="ended" if was_killed else "gone",
                 signal=signal.SIGKILL if was_killed else None,
                 ended_at=self.shared.clock.date(process.exited_at or now),
             )
 
-    def _list_orders(self, case: IncidentRecord) -> list[tuple[str, _AbortOrder]]:
+    def _list_orders(self, record: IncidentRecord) -> list[tuple[str, _AbortOrder]]:
         """The orders of an incident, with the ids of their commands."""
-        return [item for item in self._orders.items() if item[1].incident == case.incident.id]
+        return [item for item in self._orders.items() if item[1].incident == record.incident.id]
 
     def _record_failure(
-        self, case: IncidentRecord, order: _AbortOrder, error: str, signal: int | None = None
+        self, record: IncidentRecord, order: _AbortOrder, error: str, signal: int | None = None
     ) -> None:
-        process, ends = order.process, case.recovery.ends
+        process, ends = order.process, record.recovery.ends
         if not any(end.rank == process.rank and end.result == "ordered" for end in ends):
             # The order is beyond the number that the recovery lists.
-            end = RankAbort(
-                rank=process.rank,
-                host=process.host,
-                pid=process.identity.pid,
-                ordered_at=ends[-1].ordered_at,
-            )
-            self.shared.incidents.update_recovery(case, ends=(*ends, end))
-        self._record_result(case, process.rank, result="failed", signal=signal, error=error)
+            listed = (*ends, _list_order(process, ends[-1].ordered_at))
+            self.shared.incidents.update_recovery(record, ends=listed)
+        self._record_result(record, process.rank, result="failed", signal=signal, error=error)
 
-    def _record_result(self, case: IncidentRecord, rank: int, **changes: Any) -> None:
+    def _record_result(self, record: IncidentRecord, rank: int, **changes: Any) -> None:
         """Sets the result of the open order to end a rank."""
         ends = tuple(
             replace(end, **changes) if end.rank == rank and end.result == "ordered" else end
-            for end in case.recovery.ends
+            for end in record.recovery.ends
         )
-        self.shared.incidents.update_recovery(case, ends=ends)
+        self.shared.incidents.update_recovery(record, ends=ends)

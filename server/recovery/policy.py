@@ -42,7 +42,7 @@ class Facts:
     """
 
     incident: Incident
-    standing: AlertSummary | None  # the alerts of the last diagnosis
+    alerts: AlertSummary | None  # the alerts of the last diagnosis
     processes: Mapping[int, Process]  # the ranks that have reported
     is_stored: bool  # the evidence is complete and written, and the alert was sent
     history: int = 0  # earlier incidents of this job for which ranks were ended
@@ -77,17 +77,17 @@ _NOTHING = Decision(step=Step.NOTHING)
 
 def decide(facts: Facts, rules: Rules, now: float) -> Decision:
     """Decides what to do about an incident at time ``now``."""
-    incident, standing = facts.incident, facts.standing
+    incident, alerts = facts.incident, facts.alerts
     is_covered = incident.severity is Severity.ALERT and incident.kind in rules.kinds
     if not (incident.is_open and is_covered):
         return _NOTHING
     if incident.kind is VerdictKind.MISSING_RANK and not incident.culprits:
         return _NOTHING  # the job waits for a process outside of it
-    if standing is None or now - standing.at > facts.recent_s:
+    if alerts is None or now - alerts.at > facts.recent_s:
         return _NOTHING
     alive = {rank for rank, process in facts.processes.items() if process.is_alive}
-    waiting = alive & standing.waiting
-    ranks, scope = _choose_ranks(incident, standing, alive)
+    waiting = alive & alerts.waiting
+    ranks, scope = _choose_ranks(incident, alerts, alive)
     if not ranks or not (waiting or _are_culprits_blocked(facts, ranks)):
         return _NOTHING
     involved = [facts.processes[rank] for rank in {*ranks, *waiting}]
@@ -102,7 +102,7 @@ def decide(facts: Facts, rules: Rules, now: float) -> Decision:
 
 
 def _choose_ranks(
-    incident: Incident, standing: AlertSummary, alive: Set[int]
+    incident: Incident, alerts: AlertSummary, alive: Set[int]
 ) -> tuple[tuple[int, ...], RecoveryScope]:
     """The ranks to end: the culprits that are still accused or, if no culprit is named or can be
     ended, all ranks of the job that can be ended.
@@ -114,7 +114,7 @@ def _choose_ranks(
         candidates -= set(incident.culprits)
     culprits = candidates & set(incident.culprits)
     if culprits:
-        return tuple(sorted(culprits & standing.accused)), "culprits"
+        return tuple(sorted(culprits & alerts.accused)), "culprits"
     return tuple(sorted(candidates)), "job"
 
 

@@ -56,21 +56,21 @@ def get_overview(live: AppState, attempt: Attempt) -> AttemptOverview:
 
 
 def _build_overview(live: AppState, attempt: Attempt) -> AttemptOverview:
-    cases = live.shared.incidents.list_open(attempt)
-    shown_cases = cases or (
+    records = live.shared.incidents.list_open(attempt)
+    shown_records = records or (
         live.shared.incidents.list_ended_with(attempt) if attempt.is_finished else []
     )
     states = live.watch.states.rank_states.get(attempt.key) or live.get_rank_states(attempt)
     counts = Counter(states.values())
-    job = live.add_summary(attempt, views.describe_job(attempt, counts, cases, live.now()))
-    culprits = frozenset(rank for case in shown_cases for rank in case.incident.culprits)
+    job = live.add_summary(attempt, views.describe_job(attempt, counts, records, live.now()))
+    culprits = frozenset(rank for record in shown_records for rank in record.incident.culprits)
     worst_first = sorted(counts, key=lambda state: -STATE_CONCERN[state])
     return AttemptOverview(
         attempt=attempt,
         job=job,
         advice=live.describe_status(attempt, job)[1],
         states=states,
-        incidents=views.sort_by_severity(shown_cases),
+        incidents=views.sort_by_severity(shown_records),
         culprits=culprits,
         counts=tuple((state.value, counts[state]) for state in worst_first),
         cells=encode_cells(states, culprits),

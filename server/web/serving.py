@@ -55,9 +55,9 @@ def choose_attempt(live: AppState, job: str, attempt: int | None) -> Attempt | N
     if job:
         attempts = attempts[:1]  # the worlds that run beside the job are left out
     alerted_jobs = {
-        case.incident.job
-        for case in live.shared.incidents.records.values()
-        if case.is_open and case.incident.severity is Severity.ALERT
+        record.incident.job
+        for record in live.shared.incidents.records.values()
+        if record.is_open and record.incident.severity is Severity.ALERT
     }
     for candidate in attempts:
         if candidate.job in alerted_jobs and not candidate.is_finished:

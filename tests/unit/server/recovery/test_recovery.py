@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.groups import Group
@@ -84,11 +85,9 @@ def make_facts(
 ) -> Facts:
     """A hang of four ranks that has been open for long, with all evidence stored, as of `NOW`."""
     incident = incident or make_incident()
-    standing = AlertSummary(
-        at=NOW, accused=frozenset(incident.culprits), waiting=frozenset(waiting)
-    )
+    alerts = AlertSummary(at=NOW, accused=frozenset(incident.culprits), waiting=frozenset(waiting))
     given = {
-        "standing": standing,
+        "alerts": alerts,
         "processes": {rank: make_process(rank) for rank in range(4)},
         "is_stored": True,
         "planned_at": NOW - 31.0,
@@ -143,11 +142,9 @@ def test_only_chosen_kinds() -> None:
 
 
 def test_progressing_job_is_left_alone() -> None:
-    assert decide_step(make_facts(standing=None))[0] is Step.NOTHING, (
-        "no alert speaks of it any more"
-    )
+    assert decide_step(make_facts(alerts=None))[0] is Step.NOTHING, "no alert speaks of it any more"
     old = AlertSummary(at=NOW - 3.0, accused=frozenset({2}), waiting=frozenset({0}))
-    assert decide_step(make_facts(standing=old))[0] is Step.NOTHING, "the diagnosis is old"
+    assert decide_step(make_facts(alerts=old))[0] is Step.NOTHING, "the diagnosis is old"
     for rank in (2, 0):
         decision = decide(change_rank(rank, last_advanced_at=NOW - 5.0), RULES, NOW)
         assert (decision.step, decision.due_at) == (
@@ -163,7 +160,7 @@ def test_progressing_job_is_left_alone() -> None:
 
 def test_ranks_named_beside_another_cause_are_not_ended() -> None:
     beside = AlertSummary(at=NOW, accused=frozenset(), waiting=frozenset({0}))
-    assert decide_step(make_facts(standing=beside)) == (Step.NOTHING, ())
+    assert decide_step(make_facts(alerts=beside)) == (Step.NOTHING, ())
 
 
 def test_no_rank_is_ended_on_stale_heartbeats_or_unsaved_evidence() -> None:
@@ -217,12 +214,12 @@ def test_two_ranks_that_make_different_calls_and_hang_are_both_ended() -> None:
     job.advance_time(40)
     (verdict,) = job.list_due_verdicts()
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (VerdictKind.MISMATCH, (0, 1), ())
-    standing = AlertSummary(
+    alerts = AlertSummary(
         at=job.now, accused=frozenset(verdict.culprits), waiting=frozenset(verdict.waiting)
     )
     hung = make_facts(
         make_incident(VerdictKind.MISMATCH, (0, 1), waiting=[]),
-        standing=standing,
+        alerts=alerts,
         processes={
             rank: replace(process, identity=replace(process.identity, on_hang="abort"))
             for rank, process in job.latest_attempt.processes.items()
@@ -583,3 +580,26 @@ def test_plan_after_alert_is_announced_separately(server: InProcessServer) -> No
         planned.startswith("ABORT PLANNED of rank 1: job run7: ")
         and "Unless the job moves, rank 1 is to be ended at" in planned
     )
+
+
+def test_each_outage_of_the_database_is_logged_once(
+    server: InProcessServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(job: str) -> set[str]:
+        raise sa.exc.OperationalError("SELECT 1", {}, Exception("disk I/O error"))
+
+    def run_without_database(rounds: int) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(server.store, "load_aborted_ids", fail)
+            for _ in range(rounds):
+                assert server.run_round() == []
+
+    run_without_database(30)
+    (logged,) = caplog.messages
+    assert logged.endswith("cannot be read: disk I/O error")
+    assert server.incident_records[-1].incident.recovery is None, "nothing is planned meanwhile"
+    while server.incident_records[-1].incident.recovery is None:
+        server.run_round()
+    run_without_database(30)
+    assert caplog.messages == [logged, logged]
+    assert server.run_until_ordered()
