@@ -28,10 +28,7 @@ from .entries import (
     PEER_PATTERN,
     FlightEntry,
     GroupStatus,
-    Shapes,
-    TensorFields,
     TensorSizes,
-    parse_dtype,
     parse_groups,
     parse_int,
     parse_statuses,
@@ -106,39 +103,46 @@ class CallReader:
         coalesced sends and receives.
         """
         end = next((part for part in reversed(parts) if part.is_coalesced_end), None)
-        may_be_truncated = may_be_truncated and end is not None
+        parts_by_record = [parts]
+        if parts[0].is_p2p:
+            parts_by_record = [
+                [part] for part in parts if part is not end and PEER_PATTERN.match(part.name)
+            ]
         never_submitted = (
             end is None and len(parts) > 1 and parts[0].backend in COALESCED_END_BACKENDS
         )
-        if not parts[0].is_p2p:
-            state_fields = (end or parts[-1]).fields
-            return [self._build_record(parts, state_fields, may_be_truncated, never_submitted)]
-        records: list[FlightRecord] = []
-        for part in parts:
-            if part is not end and PEER_PATTERN.match(part.name):
-                state_fields = (end or part).fields
-                records.append(
-                    self._build_record([part], state_fields, may_be_truncated, never_submitted)
-                )
-        return records
+        return [
+            self._build_record(
+                record_parts,
+                (end or record_parts[-1]).fields,
+                may_be_truncated=may_be_truncated and end is not None,
+                never_submitted=never_submitted,
+            )
+            for record_parts in parts_by_record
+        ]
 
     def _build_record(
         self,
         parts: list[FlightEntry],
         state_fields: Mapping[str, Any],
+        *,
         may_be_truncated: bool,
         never_submitted: bool,
     ) -> FlightRecord:
         first, last = parts[0], parts[-1]
-        signature, sizes = self._read_signature(parts)
+        signature, sizes = self._intern_signature(parts)
         state = state_fields.get("state")
         frames = last.fields.get("frames") or first.fields.get("frames") or ()
+        channel = PEER_PATTERN.match(first.name) if first.is_p2p else None
+        peer = None
+        if channel is not None:
+            peer = -1 if channel["other"] == "?" else int(channel["other"])
         return FlightRecord(
             record_id=last.record_id,
             seq=first.seq,
             signature=signature,
             sizes=sizes,
-            peer=_parse_peer(first),
+            peer=peer,
             started=state in ("started", "completed"),
             completed=state == "completed",
             retired=bool(state_fields.get("retired")),
@@ -147,7 +151,7 @@ class CallReader:
             site=self._find_site(frames) if frames else None,
         )
 
-    def _read_signature(self, parts: list[FlightEntry]) -> tuple[Signature, TensorSizes]:
+    def _intern_signature(self, parts: list[FlightEntry]) -> tuple[Signature, TensorSizes]:
         names = tuple(part.name for part in parts)
         tensors = tuple(
             read_tensors(part.fields)
@@ -157,7 +161,7 @@ class CallReader:
         key = (names, tensors)
         interned = self._pool.signatures.get(key)
         if interned is None:
-            interned = self._pool.signatures[key] = _build_signature(names, tensors)
+            interned = self._pool.signatures[key] = read_signature(names, tensors)
         return interned
 
     def _find_site(self, frames: Sequence[Mapping[str, Any]]) -> Site | None:
@@ -165,124 +169,20 @@ class CallReader:
         # A dump has each frame as one object, which exists at least as long as this reader.
         key = tuple(map(id, frames))
         if key not in self._sites:
+            for fields in frames:
+                if id(fields) not in self._frames:
+                    self._frames[id(fields)] = Frame(
+                        function=parse_text(fields["name"]),
+                        file=parse_text(fields["filename"]),
+                        line=parse_int(fields["line"]),
+                    )
             site = None
-            frame = find_innermost_user_frame([self._build_frame(fields) for fields in frames])
+            frame = find_innermost_user_frame([self._frames[number] for number in key])
             if frame is not None:
                 site = Site(file=frame.file, line=frame.line, function=frame.function)
                 site = self._pool.sites.setdefault(site, site)
             self._sites[key] = site
         return self._sites[key]
-
-    def _build_frame(self, fields: Mapping[str, Any]) -> Frame:
-        if id(fields) not in self._frames:
-            self._frames[id(fields)] = Frame(
-                function=parse_text(fields["name"]),
-                file=parse_text(fields["filename"]),
-                line=parse_int(fields["line"]),
-            )
-        return self._frames[id(fields)]
-
-
-def _parse_peer(entry: FlightEntry) -> int | None:
-    channel = PEER_PATTERN.match(entry.name) if entry.is_p2p else None
-    if channel is None:
-        return None
-    return -1 if channel["other"] == "?" else int(channel["other"])
-
-
-def _build_signature(
-    names: Sequence[str], tensors: Sequence[TensorFields]
-) -> tuple[Signature, TensorSizes]:
-    input_shapes: list[tuple[int, ...]] = []
-    output_shapes: list[tuple[int, ...]] = []
-    dtypes: list[str] = []
-    for inputs, outputs, input_dtypes, output_dtypes in tensors:
-        input_shapes.extend(_parse_shapes(inputs))
-        output_shapes.extend(_parse_shapes(outputs))
-        for name in (*input_dtypes, *output_dtypes):
-            dtype = parse_dtype(parse_text(name))
-            if dtype is not None:
-                dtypes.append(dtype)
-    return read_signature(names, tuple(input_shapes), tuple(output_shapes), dtypes)
-
-
-def _parse_shapes(shapes: Shapes) -> list[tuple[int, ...]]:
-    return [tuple(map(parse_int, shape)) for shape in shapes]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedCalls:
-    """All calls of a dump by process group. `FlightDump` describes the fields that it shares."""
-
-    calls: dict[GroupInstance, list[FlightRecord]]
-    p2p_calls: dict[GroupInstance, list[FlightRecord]]
-    descriptions: dict[str, str]
-    backends: dict[GroupInstance, str]
-    names_by_pg_id: dict[str, str]  # the recorder's number of a group, and the group's name
-    unreliable_counts: set[str]  # groups whose status counts more than their collectives
-    wrapped: bool
-    pending_messages_lost: bool
-    reports_starts: bool
-    call_time_range: tuple[float, float]
-
-
-def collect_calls(entries: Sequence[FlightEntry], pool: InternPool) -> ParsedCalls:
-    """Raises the errors of `FlightEntry.parse_entry`, for the fields that it does not parse."""
-    entries = sorted(entries, key=lambda entry: entry.record_id)
-    # A record is missing where the numbers do not run from 0 to the last one.
-    wrapped = not entries or entries[0].record_id > 0 or entries[-1].record_id >= len(entries)
-    pg_ids_by_name = _list_pg_ids(entries)
-    parts_by_call: dict[tuple[GroupInstance, bool, int], list[FlightEntry]] = {}
-    for entry in entries:
-        instance = (entry.group, pg_ids_by_name[entry.group].index(entry.pg_id))
-        parts_by_call.setdefault((instance, entry.is_p2p, entry.seq), []).append(entry)
-    calls: dict[GroupInstance, list[FlightRecord]] = {}
-    p2p_calls: dict[GroupInstance, list[FlightRecord]] = {}
-    reader = CallReader(pool)
-    for (instance, is_p2p, _), parts in parts_by_call.items():
-        may_be_truncated = wrapped and parts[0] is entries[0]
-        records = reader.read_call(parts, may_be_truncated)
-        (p2p_calls if is_p2p else calls).setdefault(instance, []).extend(records)
-    for records in calls.values():
-        records.sort(key=lambda record: record.seq)
-    # A recorder that was reset numbers its records from 0 again, but not the calls.
-    for records in (*calls.values(), *p2p_calls.values()):
-        if records and min(record.seq for record in records) > 1:
-            wrapped = True
-    oldest_parts = next(iter(parts_by_call.values()), [])
-    has_pending_messages = any(
-        part.is_p2p and part.is_coalesced_end and part.fields.get("state") != "completed"
-        for part in oldest_parts
-    )
-    times_ns = [entry.created_ns for entry in entries]
-    return ParsedCalls(
-        calls=calls,
-        p2p_calls=p2p_calls,
-        descriptions={entry.group: entry.description for entry in entries},
-        backends={instance: parts[0].backend for (instance, _, _), parts in parts_by_call.items()},
-        names_by_pg_id={
-            pg_ids[-1]: name for name, pg_ids in pg_ids_by_name.items() if pg_ids[-1] is not None
-        },
-        unreliable_counts={
-            entry.group
-            for entry in entries
-            if entry.is_p2p or entry.backend == ARRIVALS_ONLY_BACKEND
-        },
-        wrapped=wrapped,
-        pending_messages_lost=wrapped and has_pending_messages,
-        reports_starts=any(entry.shows_start for entry in entries),
-        call_time_range=(min(times_ns, default=0) / 1e9, max(times_ns, default=0) / 1e9),
-    )
-
-
-def _list_pg_ids(entries: Sequence[FlightEntry]) -> dict[str, list[str | None]]:
-    """The recorder's numbers of the groups that had a name one after another, by name."""
-    pg_ids_by_name: dict[str, list[str | None]] = {}
-    for entry in entries:
-        pg_ids = pg_ids_by_name.setdefault(entry.group, [])
-        if entry.pg_id not in pg_ids:
-            pg_ids.append(entry.pg_id)
-    return pg_ids_by_name
 
 
 class FlightDumpError(ValueError):
@@ -355,28 +255,71 @@ def _parse_fields(rank: int, data: Mapping[str, object], pool: InternPool) -> Fl
             f"its layout is version {version}; this reads {SUPPORTED_MAJOR}.x, which torch 2.5 and"
             " later write"
         )
-    entries = data.get("entries") or []
-    if not isinstance(entries, (list, tuple)) or len(entries) > MAX_ENTRIES:
+    raw_entries, status = data.get("entries") or [], data.get("pg_status") or {}
+    if not isinstance(raw_entries, (list, tuple)) or len(raw_entries) > MAX_ENTRIES:
         raise TypeError("the entries are not a list, or the list is too long")
-    parsed = collect_calls(
-        [FlightEntry.parse_entry(fields, index) for index, fields in enumerate(entries)], pool
+    entries = [FlightEntry.parse_entry(fields, index) for index, fields in enumerate(raw_entries)]
+    entries.sort(key=lambda entry: entry.record_id)
+    # A record is missing where the numbers do not run from 0 to the last one.
+    wrapped = not entries or entries[0].record_id > 0 or entries[-1].record_id >= len(entries)
+    # The recorder's numbers of the groups that had a name one after another, by name.
+    pg_ids_by_name: dict[str, list[str | None]] = {}
+    parts_by_call: dict[tuple[GroupInstance, bool, int], list[FlightEntry]] = {}
+    for entry in entries:
+        pg_ids = pg_ids_by_name.setdefault(entry.group, [])
+        if entry.pg_id not in pg_ids:
+            pg_ids.append(entry.pg_id)
+        instance = (entry.group, pg_ids.index(entry.pg_id))
+        parts_by_call.setdefault((instance, entry.is_p2p, entry.seq), []).append(entry)
+    oldest_parts = next(iter(parts_by_call.values()), [])
+    calls: dict[GroupInstance, list[FlightRecord]] = {}
+    p2p_calls: dict[GroupInstance, list[FlightRecord]] = {}
+    reader = CallReader(pool)
+    for (instance, is_p2p, _), parts in parts_by_call.items():
+        may_be_truncated = wrapped and parts is oldest_parts
+        records = reader.read_call(parts, may_be_truncated)
+        (p2p_calls if is_p2p else calls).setdefault(instance, []).extend(records)
+    for records in calls.values():
+        records.sort(key=lambda record: record.seq)
+    # A recorder that was reset numbers its records from 0 again, but not the calls.
+    for records in (*calls.values(), *p2p_calls.values()):
+        if records and min(record.seq for record in records) > 1:
+            wrapped = True
+    groups, descriptions = parse_groups(
+        data.get("pg_config") or {}, {entry.group: entry.description for entry in entries}
     )
-    groups, descriptions = parse_groups(data.get("pg_config") or {}, parsed.descriptions)
-    status = data.get("pg_status") or {}
-    has_recorded = bool(entries or status)
+    times_ns = [entry.created_ns for entry in entries]
     return FlightDump(
         rank=rank,
         version=version,
         groups=groups,
         descriptions=descriptions,
-        calls=parsed.calls,
-        p2p_calls=parsed.p2p_calls,
-        backends=parsed.backends,
-        statuses=parse_statuses(status, groups, parsed.names_by_pg_id, parsed.unreliable_counts),
-        wrapped=parsed.wrapped and has_recorded,
-        pending_messages_lost=parsed.pending_messages_lost,
-        call_time_range=parsed.call_time_range,
-        reports_starts=parsed.reports_starts,
+        calls=calls,
+        p2p_calls=p2p_calls,
+        backends={instance: parts[0].backend for (instance, _, _), parts in parts_by_call.items()},
+        statuses=parse_statuses(
+            status,
+            groups,
+            names_by_pg_id={
+                pg_ids[-1]: name
+                for name, pg_ids in pg_ids_by_name.items()
+                if pg_ids[-1] is not None
+            },
+            # The status of these groups counts more than their collectives.
+            unreliable_names={
+                entry.group
+                for entry in entries
+                if entry.is_p2p or entry.backend == ARRIVALS_ONLY_BACKEND
+            },
+        ),
+        wrapped=wrapped and bool(entries or status),
+        pending_messages_lost=wrapped
+        and any(
+            part.is_p2p and part.is_coalesced_end and part.fields.get("state") != "completed"
+            for part in oldest_parts
+        ),
+        reports_starts=any(entry.shows_start for entry in entries),
+        call_time_range=(min(times_ns, default=0) / 1e9, max(times_ns, default=0) / 1e9),
     )
 
 

@@ -41,7 +41,7 @@ _DTYPE_NAMES = {
     "Byte": "uint8",
 }  # fmt: skip
 # The types of an absent tensor: a rank that is not the root of a gather or scatter has no list.
-_NO_DTYPES = ("", "undefined")
+_NO_DTYPES = {"", "undefined"}
 COALESCED_PATTERN = re.compile(r"^(coalesced|[A-Z_]+_coalesced)$")
 PEER_PATTERN = re.compile(r"^(?P<op>send|recv) (?P<mine>\d{1,7})(?:->|<-)(?P<other>\d{1,7}|\?)$")
 _UNKNOWN_OPERATOR = OperatorSpec(op="", tensors_arg="", must_match=MustMatch.NOTHING)
@@ -57,9 +57,13 @@ class TensorSizes:
 
 
 def read_signature(
-    names: Sequence[str], inputs: Shapes, outputs: Shapes, dtypes: Iterable[str]
+    names: Sequence[str], tensors: Sequence[TensorFields]
 ) -> tuple[Signature, TensorSizes]:
     """The signature of a call whose parts have these ``names`` and together these tensors."""
+    inputs = tuple(_parse_shape(shape) for part in tensors for shape in part[0])
+    outputs = tuple(_parse_shape(shape) for part in tensors for shape in part[1])
+    dtype_names = {parse_text(name) for part in tensors for name in (*part[2], *part[3])}
+    dtypes = {_DTYPE_NAMES.get(name, name.lower()) for name in dtype_names}
     op = _resolve_op(names)
     specs = [_find_spec(part) for part in op.split("+")]
     must_match = _combine_must_match(specs)
@@ -70,7 +74,7 @@ def read_signature(
     signature = Signature(
         op=op,
         shapes=shapes or outputs,
-        dtype="/".join(sorted(set(dtypes))) or None,
+        dtype="/".join(sorted(dtypes - _NO_DTYPES)) or None,
         numel=_count_elements(shapes),
         splits=splits,
     )
@@ -151,10 +155,8 @@ def is_invalid_call(op: str, sizes: TensorSizes, member_count: int) -> bool:
     return spec.output_scale is OutputScale.SAME and sent != received
 
 
-def parse_dtype(name: str) -> str | None:
-    """torch's name of a type; None if there is no tensor."""
-    dtype = _DTYPE_NAMES.get(name, name.lower())
-    return None if dtype in _NO_DTYPES else dtype
+def _parse_shape(shape: Iterable[object]) -> tuple[int, ...]:
+    return tuple(map(parse_int, shape))
 
 
 def _count_elements(shapes: Iterable[tuple[int, ...]]) -> int:

@@ -11,6 +11,7 @@ loaded, which visits what it holds as often as it is reached: a few hundred byte
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import pickletools
@@ -26,57 +27,16 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 _LINE_OPCODES = rb"I-?\d{1,20}\n|L-?\d{1,20}L?\n|F[-+.\deinfaINFA]{1,40}\n|V[^\n]*\n|S[^\n]*\n|g\d{1,9}\n|p\d{1,7}\n"
 _FIXED_OPCODES = rb"[N\x88\x89\]})(aesuld\x94]|[Khq\x80].|M..|[Jj]....|[G\x95].{8}"
 _LONG_OPCODE = rb"\x8a(?:" + b"|".join(b"[%c]" % n + b"." * n for n in range(10)) + rb")"
-# The unpickler allocates the memo up to the largest index. A valid index is smaller than the file,
-# which has at least one byte for each entry. The keys are the bits of the file's size.
-_MEMO_INDEX_OPCODES = {
-    16: rb"r..\x00\x00",
-    20: rb"r..[\x00-\x0f]\x00",
-    24: rb"r...\x00",
-    28: rb"r...[\x00-\x0f]",
-}
-# The number of opcodes in a match is limited, because a longer match needs more memory to backtrack.
-_OPCODE_RUNS = {
-    bits: re.compile(
-        b"(?:" + b"|".join([_FIXED_OPCODES, index, _LONG_OPCODE, _LINE_OPCODES]) + b"){0,256}",
-        re.DOTALL,
-    )
-    for bits, index in _MEMO_INDEX_OPCODES.items()
-}
 # Opcodes of strings, by the size of the length that precedes the string.
-_LENGTH_PREFIX_BYTES = {
-    b"X": 4,
-    b"\x8c": 1,
-    b"\x8d": 8,
-    b"U": 1,
-    b"T": 4,
-    b"C": 1,
-    b"B": 4,
-}
-_ARGUMENT_BYTES = {
-    b"K": 1,
-    b"h": 1,
-    b"q": 1,
-    b"\x80": 1,
-    b"M": 2,
-    b"J": 4,
-    b"j": 4,
-    b"r": 4,
-    b"G": 8,
-    b"\x95": 8,
-}
+_LENGTH_PREFIX_BYTES = {b"X": 4, b"\x8c": 1, b"\x8d": 8, b"U": 1, b"T": 4, b"C": 1, b"B": 4}
 _TUPLE_OPCODES = (b"t", b"\x85", b"\x86", b"\x87")  # torch writes none
-_LINE_ARGUMENT_OPCODES = frozenset({b"I", b"L", b"F", b"V", b"S", b"g", b"p"})
 _IMPORT_OPCODES = (b"c", b"i")  # followed by a module and a name, each on its own line
 _EXTERNAL_OPCODES = {
     b"P": "persistent id", b"Q": "persistent id",
     b"\x82": "extension registry", b"\x83": "extension registry", b"\x84": "extension registry",
 }  # fmt: skip
 _CALL_OPCODES = (b"R", b"o", b"b", b"\x81", b"\x92")
-# The names of opcodes in the stdlib's ``pickletools``.
-_PUTS = frozenset(("BINPUT", "LONG_BINPUT", "PUT"))
-_GETS = frozenset(("BINGET", "LONG_BINGET", "GET"))
-_TUPLE_SIZES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_MARK = -1
+_MARK = -1  # in the place of a weight
 
 
 class NotPlainError(Exception):
@@ -119,6 +79,21 @@ def safe_loads(data: bytes) -> object:
         ) from error
 
 
+@functools.cache
+def _compile_opcode_run(size_bits: int) -> re.Pattern[bytes]:
+    """A pattern of adjacent opcodes of plain data in a file of less than ``1 << size_bits`` bytes.
+
+    The unpickler allocates the memo up to the largest index. A valid index is smaller than the
+    file, which has at least one byte for each entry.
+    """
+    free_bytes, free_bits = divmod(size_bits, 8)
+    partly_free = b"[\0-%c]" % ((1 << free_bits) - 1)
+    memo_index_opcode = b"r" + b"." * free_bytes + partly_free + b"\0" * (3 - free_bytes)
+    opcodes = b"|".join([_FIXED_OPCODES, memo_index_opcode, _LONG_OPCODE, _LINE_OPCODES])
+    # The number of opcodes is limited, because a longer match needs more memory to backtrack.
+    return re.compile(b"(?:" + opcodes + b"){0,256}", re.DOTALL)
+
+
 def _check_opcodes(data: bytes) -> bool:
     """Whether the pickle has tuples. Raises NotPlainError at the first opcode that does more than
     build plain data, or that is incomplete.
@@ -126,34 +101,39 @@ def _check_opcodes(data: bytes) -> bool:
     has_tuples = False
     if len(data) > MAX_PICKLE_BYTES:
         raise NotPlainError(f"it is larger than {MAX_PICKLE_BYTES >> 20} MiB, as no dump is")
-    run = next(pattern for bits, pattern in _OPCODE_RUNS.items() if len(data) < 1 << bits)
+    run = _compile_opcode_run(max(16, len(data).bit_length()))
     at = 0
     last_strings = (b"", b"")
     while True:
-        match = run.match(data, at)
-        assert match is not None  # the pattern also matches the empty string
-        has_matched = match.end() > at
-        at = match.end()
+        start, at = at, _find_run_end(run, data, at)
         operation = data[at : at + 1]
         if operation == b".":
             return has_tuples
         if (size := _LENGTH_PREFIX_BYTES.get(operation)) is not None:
-            start = at + 1 + size
-            at = start + int.from_bytes(data[at + 1 : start], "little")
-            if start > len(data) or at > len(data):
+            text_start = at + 1 + size
+            at = text_start + int.from_bytes(data[at + 1 : text_start], "little")
+            if text_start > len(data) or at > len(data):
                 raise NotPlainError(
                     "it cannot be read as a pickle: it is cut off in a string, or the length of a"
                     " string is wrong"
                 )
-            last_strings = (last_strings[1], data[start : min(at, start + 100)])
+            last_strings = (last_strings[1], data[text_start : min(at, text_start + 100)])
         elif operation in _TUPLE_OPCODES:
             has_tuples = True
             at += 1
-        elif not has_matched:
-            raise _build_refusal(data, at, last_strings)
+        elif at == start:
+            raise _build_refusal(run, data, at, last_strings)
 
 
-def _build_refusal(data: bytes, at: int, last_strings: tuple[bytes, bytes]) -> NotPlainError:
+def _find_run_end(run: re.Pattern[bytes], data: bytes, at: int) -> int:
+    match = run.match(data, at)
+    assert match is not None  # the pattern also matches the empty string
+    return match.end()
+
+
+def _build_refusal(
+    run: re.Pattern[bytes], data: bytes, at: int, last_strings: tuple[bytes, bytes]
+) -> NotPlainError:
     """The error for the opcode at ``at``, which is not allowed or incomplete."""
     operation = data[at : at + 1]
     if not operation:
@@ -172,21 +152,11 @@ def _build_refusal(data: bytes, at: int, last_strings: tuple[bytes, bytes]) -> N
             f"it refers to an external object ({_EXTERNAL_OPCODES[operation]}), as no dump does: it"
             " was not executed"
         )
-    if _is_argument_cut(data, at):
+    # An opcode that is cut off within its argument is complete with more bytes or a line's end.
+    rest = data[at : at + 300]
+    if any(_find_run_end(run, rest + added, 0) for added in (bytes(9), b"\n")):
         return NotPlainError("it cannot be read as a pickle: it is cut off")
     return NotPlainError(f"it cannot be read as a pickle of plain data: byte {at} is {operation!r}")
-
-
-def _is_argument_cut(data: bytes, at: int) -> bool:
-    """Whether the data ends within the argument of the opcode at ``at``."""
-    operation = data[at : at + 1]
-    start = at + 1
-    remaining = len(data) - start
-    if operation in _LINE_ARGUMENT_OPCODES:
-        return data.find(b"\n", start) < 0
-    if operation == b"\x8a":  # an integer, after its size in one byte
-        return remaining == 0 or remaining < 1 + data[start]
-    return remaining < _ARGUMENT_BYTES.get(operation, 0)
 
 
 def _join_names(*names: bytes) -> str:
@@ -203,47 +173,38 @@ def _check_tuples(data: bytes) -> None:
     IndexError, KeyError or ValueError for an invalid pickle.
     """
     stack: list[int] = []
-    memo: dict[int, int] = {}
+    memo: dict[Any, int] = {}
     for opcode, argument, _ in pickletools.genops(data):
-        name = opcode.name
-        index = argument if isinstance(argument, int) else -1
-        if name == "MARK":
+        if opcode.name == "MARK":
             stack.append(_MARK)
-        elif name in _GETS:
-            stack.append(memo[index])
-        elif name in _PUTS:
-            memo[index] = stack[-1]
-        elif name == "MEMOIZE":
+        elif opcode.name in ("BINGET", "LONG_BINGET", "GET"):
+            stack.append(memo[argument])
+        elif opcode.name in ("BINPUT", "LONG_BINPUT", "PUT"):
+            memo[argument] = stack[-1]
+        elif opcode.name == "MEMOIZE":
             memo[len(memo)] = stack[-1]
-        elif name == "TUPLE" or name in _TUPLE_SIZES:
-            weight = 1 + sum(_pop_items(stack, _TUPLE_SIZES.get(name)))
+        else:
+            weights = _pop_values(stack, opcode)
+            weight = 1 + sum(weights) if opcode.name.startswith("TUPLE") else 1
             if weight > MAX_WEIGHT:
                 raise ValueError(f"a tuple of more than {MAX_WEIGHT:,} values, as no dump has")
-            stack.append(weight)
-        elif name in ("LIST", "DICT"):
-            _pop_items(stack, None)
-            stack.append(1)
-        elif name in ("APPENDS", "SETITEMS"):
-            _pop_items(stack, None)
-        elif name == "APPEND":
-            _pop_items(stack, 1)
-        elif name == "SETITEM":
-            _pop_items(stack, 2)
-        elif opcode.stack_after:  # the opcode pushes a number, a text or an empty container
-            stack.append(1)
+            stack += [weight] * len(opcode.stack_after)
 
 
-def _pop_items(stack: list[int], count: int | None) -> list[int]:
-    """Pops the topmost ``count`` values, or, if it is None, the mark and all values above it."""
-    if count is not None:
-        items = [stack.pop() for _ in range(count)]
-        if _MARK in items:
-            raise ValueError("a mark where a value should be")
-        return items
-    items = []
-    while (weight := stack.pop()) != _MARK:
-        items.append(weight)
-    return items
+def _pop_values(stack: list[int], opcode: pickletools.OpcodeInfo) -> list[int]:
+    """Pops what an opcode takes from the stack: a number of values, and for some opcodes the
+    topmost mark with all values above it.
+    """
+    values: list[int] = []
+    count = len(opcode.stack_before)
+    if pickletools.markobject in opcode.stack_before:
+        while (weight := stack.pop()) != _MARK:
+            values.append(weight)
+        count = opcode.stack_before.index(pickletools.markobject)
+    values += [stack.pop() for _ in range(count)]
+    if _MARK in values:
+        raise ValueError("a mark where a value should be")
+    return values
 
 
 def _count_values(value: object) -> int:
