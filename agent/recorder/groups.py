@@ -117,8 +117,6 @@ class GroupRegistry:
         # Each retired stream with the time at which it was retired.
         self._retired_streams: list[tuple[float, StreamRecorder]] = []
         self._sweep_at = MIN_SWEPT_SLOTS  # the number of used slots that starts the next sweep
-        # The spans of the descriptions of streams, by uid.
-        self._heap_spans: dict[int, tuple[int, int]] = {}
         self.dropped_count = 0
         # The reason why calls of groups that are not opened yet may have been lost; None if none
         # were.
@@ -146,16 +144,14 @@ class GroupRegistry:
 
     def open_stream(self, description: dict[str, Any]) -> StreamRecorder | None:
         """Opens a new stream; None if the ring has no room for it."""
+        uid = next(self._uids)
         try:
-            heap_span = self._ring.write_description(description)
-            uid = next(self._uids)
-            slot = self._open_slot(uid, heap_span)
+            slot = self._open_slot(uid, description)
         except OverflowError as full:
             self.dropped_count += 1
             faults.record_message(f"{full}; calls beyond them are not watched")
             return None
         stream = self._make_stream(uid, slot)
-        self._heap_spans[uid] = heap_span
         self.streams[uid] = stream
         if self._loss is not None:
             stream.mark_incomplete(self._loss)
@@ -176,7 +172,7 @@ class GroupRegistry:
         """
         self._retired_streams.append((monotonic(), stream))
 
-    def _open_slot(self, uid: int, heap_span: tuple[int, int]) -> int:
+    def _open_slot(self, uid: int, description: dict[str, Any]) -> int:
         """Takes a slot of the ring. From `MIN_SWEPT_SLOTS` on, streams of groups that no longer
         exist are closed now and then, so that the ring has about as many slots as there are streams
         in use.
@@ -185,10 +181,10 @@ class GroupRegistry:
             self._close_dead_streams(monotonic() - CLOSING_DELAY_S)
             self._sweep_at = self._ring.used_slot_count + _OPENED_BETWEEN_SWEEPS
         try:
-            return self._ring.open_stream(uid, heap_span)
+            return self._ring.open_stream(uid, description)
         except OverflowError:
             self._close_dead_streams(monotonic())
-            return self._ring.open_stream(uid, heap_span)
+            return self._ring.open_stream(uid, description)
 
     def _close_dead_streams(self, before: float) -> None:
         """Retires the streams of groups that no longer exist, and closes those that were retired
@@ -220,9 +216,6 @@ class GroupRegistry:
             return
         self.streams.pop(stream.uid, None)
         stream.close_stream()
-        heap_span = self._heap_spans.pop(stream.uid, None)
-        if heap_span is not None:
-            self._ring.free_description(heap_span)
 
     def _make_deletion_callback(self) -> Callable[[Any], None]:
         # The callback also runs at the end of the process, when the modules have no contents any

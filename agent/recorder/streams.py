@@ -30,6 +30,7 @@ from hangwatch.ring.layout import (
     RECORD_BODY_STRUCT,
     RECORD_PACKED_STRUCT,
     RECORD_SLOTS,
+    RECORDS_OFFSET,
     UNKNOWN_COMPLETED,
     RecordFlag,
 )
@@ -89,7 +90,6 @@ class StreamRecorder:
         "_prune_lock",
         "_published",
         "_record_indices",
-        "_records_offset",
         "_ring",
         "_seq_counter",
         "_unbox_work",
@@ -109,11 +109,7 @@ class StreamRecorder:
         self.completed = 0
         self.chain = 0
         self._ring = ring
-        self._map, self._records_offset, self._record_indices = (
-            ring.map,
-            ring.records_offset,
-            ring.record_indices,
-        )
+        self._map, self._record_indices = ring.map, ring.record_indices
         self._seq_counter = itertools.count(1)
         self._last_entered_ns = 0
         self._published = (0, 0)  # calls that were entered and completed at the last poll
@@ -159,7 +155,7 @@ class StreamRecorder:
         index = next(self._record_indices)
         stamp = self._ring.written_count = index + 1
         _pack_record(
-            self._map, self._records_offset + (index % RECORD_SLOTS) * _RECORD_SIZE,
+            self._map, RECORDS_OFFSET + (index % RECORD_SLOTS) * _RECORD_SIZE,
             stamp, now, 0, seq, chain, self.completed, record_body, stamp & _UINT32_MASK,
         )  # fmt: skip
         return self, seq, index, now, blocked_thread, completion_mode, agreement_hash

@@ -15,33 +15,38 @@ from time import monotonic_ns
 from typing import Any
 
 from hangwatch.ring.layout import (
+    CHECKS_OFFSET,
     DEVICE_OFFSET,
     DEVICE_STRUCT,
     EXCEPTION_OFFSET,
     FAULTS_OFFSET,
     HEADER_SIZE,
+    HEAP_OFFSET,
     HEAP_SIZE,
     IDENTITY_OFFSET,
     IDENTITY_SIZE,
-    INITIAL_HEAP_SIZE,
-    INITIAL_STREAM_SLOTS,
+    INITIAL_PARTS,
     INTERNED_SIZE,
     INTERNED_STRUCT,
     LAYOUT_VERSION,
     LIVE_OFFSET,
     LOSS_STRUCT,
+    LOSSES_OFFSET,
     MAGIC,
     NOTE_SIZE,
     NOTE_STRUCT,
     RECORD_SLOTS,
     RECORD_STRUCT,
+    RECORDS_OFFSET,
     SIGNATURE_SLOTS,
+    SIGNATURES_OFFSET,
     SITE_SLOTS,
+    SITES_OFFSET,
     STREAM_SLOTS,
     STREAM_STRUCT,
+    STREAMS_OFFSET,
     TABLES_STRUCT,
     LiveWord,
-    RingGeometry,
     pack_loss,
     unpack_loss,
 )
@@ -53,6 +58,12 @@ SIGNATURE_LIFETIME_ENTRIES = SIGNATURE_SLOTS - RECORD_SLOTS
 SITE_LIFETIME_ENTRIES = SITE_SLOTS // 2
 _HEAP_UNIT = 64  # bytes: descriptions of about the same length can take each other's place
 _ALLOCATION_BYTES = 1 << 16  # the amount by which a table or the heap grows
+# The ends of the parts that grow, by their beginnings.
+_MAX_ENDS = {
+    LOSSES_OFFSET: STREAMS_OFFSET,
+    STREAMS_OFFSET: RECORDS_OFFSET,
+    HEAP_OFFSET: CHECKS_OFFSET,
+}
 
 
 class RingWriter:
@@ -67,19 +78,17 @@ class RingWriter:
         """Creates the file and allocates the blocks that every job needs, so that a full disk is an
         OSError here rather than a SIGBUS later. Further blocks are allocated before they are used.
 
-        ``extra_bytes`` are for a further table, which starts at `extra_offset`.
+        ``extra_bytes`` are for the check table.
         """
-        geometry = RingGeometry.default()
-        self.extra_offset, size = geometry.size, geometry.size + extra_bytes
+        size = CHECKS_OFFSET + extra_bytes
         self.path = path
-        self._geometry = geometry
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, size)
-            for offset, part_size in geometry.list_initial_parts():
-                os.posix_fallocate(fd, offset, part_size)
+            for start, end in INITIAL_PARTS:
+                os.posix_fallocate(fd, start, end - start)
             if extra_bytes:
-                os.posix_fallocate(fd, self.extra_offset, extra_bytes)
+                os.posix_fallocate(fd, CHECKS_OFFSET, extra_bytes)
             self.map = mmap.mmap(fd, size)
         except OSError:
             os.unlink(path)
@@ -90,7 +99,6 @@ class RingWriter:
         self._live_words = self._words[LIVE_OFFSET // 8 : LIVE_OFFSET // 8 + len(LiveWord)]
         # A stream takes an index, writes the record into its slot, and sets `written_count`.
         self.record_indices = itertools.count()
-        self.records_offset = geometry.records_offset
         self.written_count = 0  # records
         self._signature_counter = itertools.count(1)
         self._site_counter = itertools.count(1)
@@ -105,26 +113,14 @@ class RingWriter:
         self._free_spans: dict[int, list[int]] = {}
         # The ends of the allocated parts of the tables and the heap, by the offset of their
         # beginning.
-        self._allocated_ends = {
-            offset: offset + initial_size
-            for offset, initial_size in (
-                (geometry.losses_offset, INITIAL_STREAM_SLOTS * LOSS_STRUCT.size),
-                (geometry.streams_offset, INITIAL_STREAM_SLOTS * STREAM_STRUCT.size),
-                (geometry.heap_offset, INITIAL_HEAP_SIZE),
-            )
-        }
-        tables = (
-            (geometry.streams_offset, STREAM_SLOTS),
-            (geometry.records_offset, RECORD_SLOTS),
-            (geometry.signatures_offset, SIGNATURE_SLOTS),
-            (geometry.sites_offset, SITE_SLOTS),
-            (geometry.heap_offset, HEAP_SIZE),
-        )
-        flat = [number for table in tables for number in table]
+        self._allocated_ends = dict(zip(_MAX_ENDS, (end for _, end in INITIAL_PARTS), strict=True))
         TABLES_STRUCT.pack_into(
-            self.map, 0, b"\0" * 8, LAYOUT_VERSION, HEADER_SIZE, size, *flat, pid, 0, start_ticks
-        )
-        self._live_words[LiveWord.LOSSES] = geometry.losses_offset
+            self.map, 0, b"\0" * 8, LAYOUT_VERSION, HEADER_SIZE, size,
+            STREAMS_OFFSET, STREAM_SLOTS, RECORDS_OFFSET, RECORD_SLOTS,
+            SIGNATURES_OFFSET, SIGNATURE_SLOTS, SITES_OFFSET, SITE_SLOTS,
+            HEAP_OFFSET, HEAP_SIZE, pid, 0, start_ticks,
+        )  # fmt: skip
+        self._live_words[LiveWord.LOSSES] = LOSSES_OFFSET
         self.map[0:8] = MAGIC  # last: from here on, readers accept the file as a ring
 
     def set_word(self, word: LiveWord, value: int) -> None:
@@ -153,7 +149,7 @@ class RingWriter:
                 name: value for name, value in data.items() if name not in ("splits", "detail")
             }
             raw = _encode_json(short | {"shapes": [*data.get("shapes", [])[:2], []]})
-        self._write_interned(self._geometry.signatures_offset, SIGNATURE_SLOTS, number, raw)
+        self._write_interned(SIGNATURES_OFFSET, SIGNATURE_SLOTS, number, raw)
         return number
 
     def intern_site(self, data: Mapping[str, Any]) -> int:
@@ -161,7 +157,7 @@ class RingWriter:
         number = self._last_site = next(self._site_counter)
         if number % (SITE_LIFETIME_ENTRIES // 2) == 0:
             self._rollover_callback()
-        self._write_interned(self._geometry.sites_offset, SITE_SLOTS, number, _encode_json(data))
+        self._write_interned(SITES_OFFSET, SITE_SLOTS, number, _encode_json(data))
         return number
 
     def set_rollover_callback(self, callback: Callable[[], None]) -> None:
@@ -176,7 +172,7 @@ class RingWriter:
     def is_site_fresh(self, number: int) -> bool:
         return self._last_site - number < SITE_LIFETIME_ENTRIES
 
-    def write_description(self, data: Mapping[str, Any]) -> tuple[int, int]:
+    def _write_description(self, data: Mapping[str, Any]) -> tuple[int, int]:
         """Writes a description to the heap; returns its (offset, length). Raises OverflowError if
         the heap is full, or no more of it can be allocated.
         """
@@ -187,15 +183,10 @@ class RingWriter:
         except (KeyError, IndexError):
             at = self._take_heap(size)
             self._live_words[LiveWord.HEAP_USED] = self._heap_used = at + size
-        start = self._geometry.heap_offset + at
-        self._allocate(self._geometry.heap_offset, start + size)
+        start = HEAP_OFFSET + at
+        self._allocate(HEAP_OFFSET, start + size)
         self.map[start : start + len(raw)] = raw
         return at, len(raw)
-
-    def free_description(self, heap_span: tuple[int, int]) -> None:
-        """Allows another description to take the room of this one, whose stream is closed."""
-        offset, length = heap_span
-        self._free_spans.setdefault(_round_up(length, _HEAP_UNIT), []).append(offset)
 
     def _allocate(self, part: int, end: int) -> None:
         """Allocates the part that begins at offset ``part`` up to ``end``. Raises OverflowError if
@@ -207,10 +198,7 @@ class RingWriter:
         if end <= allocated_end:
             return
         size = max(end - allocated_end, _ALLOCATION_BYTES)
-        geometry, file_end = self._geometry, len(self.map)
-        heap_end = geometry.heap_offset + HEAP_SIZE
-        limits = (geometry.streams_offset, geometry.records_offset, heap_end, file_end)
-        size = min(size, min(limit for limit in limits if limit > part) - allocated_end)
+        size = min(size, _MAX_ENDS[part] - allocated_end)
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -240,14 +228,13 @@ class RingWriter:
         slot = next(self._slot_counter)
         if slot >= STREAM_SLOTS:
             raise OverflowError(f"more than {STREAM_SLOTS} process groups and channels at a time")
-        losses, streams = self._geometry.losses_offset, self._geometry.streams_offset
-        self._allocate(losses, losses + (slot + 1) * LOSS_STRUCT.size)
-        self._allocate(streams, streams + (slot + 1) * STREAM_STRUCT.size)
+        self._allocate(LOSSES_OFFSET, LOSSES_OFFSET + (slot + 1) * LOSS_STRUCT.size)
+        self._allocate(STREAMS_OFFSET, STREAMS_OFFSET + (slot + 1) * STREAM_STRUCT.size)
         self._used_slots.append(slot)
         # The number is written again if another thread took a slot meanwhile, and so a greater one.
         while self._live_words[LiveWord.SEQUENCES] != (count := len(self._used_slots)):
             self._live_words[LiveWord.SEQUENCES] = count
-        return streams + slot * STREAM_STRUCT.size
+        return STREAMS_OFFSET + slot * STREAM_STRUCT.size
 
     @property
     def used_slot_count(self) -> int:
@@ -256,34 +243,42 @@ class RingWriter:
 
     def record_completion(self, index: int, done_ns: int) -> None:
         """Records when a call was first seen to be complete, if its record still exists."""
-        at = (self.records_offset + (index % RECORD_SLOTS) * RECORD_STRUCT.size) >> 3
+        at = (RECORDS_OFFSET + (index % RECORD_SLOTS) * RECORD_STRUCT.size) >> 3
         if self._words[at] == index + 1:
             self._words[at + 2] = done_ns
 
     def add_flags(self, index: int, flags: int) -> None:
         """Adds flags to a record, if it still exists."""
-        at = self.records_offset + (index % RECORD_SLOTS) * RECORD_STRUCT.size
+        at = RECORDS_OFFSET + (index % RECORD_SLOTS) * RECORD_STRUCT.size
         if self._words[at >> 3] == index + 1:
             self.map[at + 72] |= flags
 
-    def open_stream(self, uid: int, heap_span: tuple[int, int]) -> int:
+    def open_stream(self, uid: int, description: Mapping[str, Any]) -> int:
         """Opens a stream in a free slot; returns the index of the slot's first word, by which the
-        other methods identify it. Raises OverflowError if no slot is free.
+        other methods identify it. Raises OverflowError if there is no room for it.
         """
         at = self._take_slot()
+        try:
+            offset, length = self._write_description(description)
+        except OverflowError:
+            self._free_slots.append(at)
+            raise
         self._words[self.get_loss_word(at >> 3)] = 0
-        STREAM_STRUCT.pack_into(self.map, at, 0, 0, 0, 0, 0, uid, heap_span[1], heap_span[0])
+        STREAM_STRUCT.pack_into(self.map, at, 0, 0, 0, 0, 0, uid, length, offset)
         self._live_words[LiveWord.OPENED] = max(uid, self._live_words[LiveWord.OPENED])
         return at >> 3
 
     def close_stream(self, slot: int) -> None:
+        """Allows other streams to take the slot and the room of the description."""
+        *_, length, offset = STREAM_STRUCT.unpack_from(self.map, slot << 3)
         STREAM_STRUCT.pack_into(self.map, slot << 3, *([0] * 8))
         self._free_slots.append(slot << 3)
+        self._free_spans.setdefault(_round_up(length, _HEAP_UNIT), []).append(offset)
 
     def get_loss_word(self, slot: int) -> int:
         """The index of the word in the loss table that belongs to a slot of the stream table."""
-        number = ((slot << 3) - self._geometry.streams_offset) // STREAM_STRUCT.size
-        return (self._geometry.losses_offset + number * LOSS_STRUCT.size) >> 3
+        number = ((slot << 3) - STREAMS_OFFSET) // STREAM_STRUCT.size
+        return (LOSSES_OFFSET + number * LOSS_STRUCT.size) >> 3
 
     def record_loss(self, slot: int, from_seq: int, reason: int) -> None:
         """Records that the numbers of a stream's calls are not certain from ``from_seq`` on. An

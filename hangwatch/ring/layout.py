@@ -88,7 +88,6 @@ from __future__ import annotations
 
 import enum
 import struct
-from dataclasses import dataclass
 
 MAGIC = b"HANGWTCH"
 LAYOUT_VERSION = 1
@@ -115,10 +114,25 @@ UNKNOWN_COMPLETED = (1 << 64) - 1
 
 STREAM_SLOTS, RECORD_SLOTS, SIGNATURE_SLOTS, SITE_SLOTS = 8192, 2048, 3072, 1024
 HEAP_SIZE = 1 << 22
-# The writer allocates as much of the heap, the stream table and the loss table as it uses.
-INITIAL_STREAM_SLOTS, INITIAL_HEAP_SIZE = 256, 1 << 16
 CHECK_SLOTS = 1024
+LOSSES_OFFSET = HEADER_SIZE
+STREAMS_OFFSET = LOSSES_OFFSET + STREAM_SLOTS * LOSS_STRUCT.size
+RECORDS_OFFSET = STREAMS_OFFSET + STREAM_SLOTS * STREAM_STRUCT.size
+SIGNATURES_OFFSET = RECORDS_OFFSET + RECORD_SLOTS * RECORD_STRUCT.size
+SITES_OFFSET = SIGNATURES_OFFSET + SIGNATURE_SLOTS * INTERNED_SIZE
+HEAP_OFFSET = SITES_OFFSET + SITE_SLOTS * INTERNED_SIZE
+CHECKS_OFFSET = HEAP_OFFSET + HEAP_SIZE  # without checks, the file ends here
 MAX_FILE_BYTES = 64 << 20
+
+# The beginnings and ends of the parts of the file that are allocated when it is created. The file
+# is sparse: few jobs have thousands of process groups and channels, so the writer allocates more of
+# the loss table, the stream table and the heap as it uses them.
+INITIAL_PARTS = (
+    (0, LOSSES_OFFSET + 256 * LOSS_STRUCT.size),
+    (STREAMS_OFFSET, STREAMS_OFFSET + 256 * STREAM_STRUCT.size),
+    (RECORDS_OFFSET, HEAP_OFFSET + (1 << 16)),
+)
+INITIAL_SIZE = sum(end - start for start, end in INITIAL_PARTS)  # the room that a new file takes
 
 
 class LiveWord(enum.IntEnum):
@@ -180,45 +194,6 @@ class CheckFlag(enum.IntFlag):
 
 
 LIVE_STRUCT = struct.Struct(f"<{len(LiveWord)}Q")
-
-
-@dataclass(frozen=True, slots=True)
-class RingGeometry:
-    """The offsets of the tables in a ring file, and its size, in bytes."""
-
-    losses_offset: int
-    streams_offset: int
-    records_offset: int
-    signatures_offset: int
-    sites_offset: int
-    heap_offset: int
-    size: int
-
-    @classmethod
-    def default(cls) -> RingGeometry:
-        losses = HEADER_SIZE
-        streams = losses + STREAM_SLOTS * LOSS_STRUCT.size
-        records = streams + STREAM_SLOTS * STREAM_STRUCT.size
-        signatures = records + RECORD_SLOTS * RECORD_STRUCT.size
-        sites = signatures + SIGNATURE_SLOTS * INTERNED_SIZE
-        heap = sites + SITE_SLOTS * INTERNED_SIZE
-        return cls(losses, streams, records, signatures, sites, heap, heap + HEAP_SIZE)
-
-    def list_initial_parts(self) -> list[tuple[int, int]]:
-        """The (offset, size) of the parts of the file that are allocated when it is created. The file
-        is sparse: few jobs have thousands of process groups and channels.
-        """
-        streams_end = self.streams_offset + INITIAL_STREAM_SLOTS * STREAM_STRUCT.size
-        return [
-            (0, self.losses_offset + INITIAL_STREAM_SLOTS * LOSS_STRUCT.size),
-            (self.streams_offset, streams_end - self.streams_offset),
-            (self.records_offset, self.heap_offset + INITIAL_HEAP_SIZE - self.records_offset),
-        ]
-
-    @property
-    def initial_size(self) -> int:
-        """The room that a new file takes."""
-        return sum(size for _, size in self.list_initial_parts())
 
 
 def pack_loss(seq: int, reason: int) -> int:

@@ -53,7 +53,7 @@ class TargetRank:
             "backend": "gloo",
             "generation": 1,
         }
-        slot = self.ring.open_stream(1, self.ring.write_description(description))
+        slot = self.ring.open_stream(1, description)
         self.sequence = StreamRecorder(self.ring, 1, slot, unbox=lambda work: work)
 
     def make_call(self, *, finish: bool = True) -> None:

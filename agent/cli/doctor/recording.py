@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hangwatch.ring.layout import RingError, RingGeometry
+from hangwatch.ring.layout import INITIAL_SIZE, RingError
 from hangwatch.ring.snapshot import RingSnapshot
 
 from ...environment import identity, run_dir
@@ -140,7 +140,7 @@ def check_run_dir(url: str) -> Iterator[Finding]:
 def check_space(folder: Path, free_bytes: int, rank_count: int = 8) -> Finding:
     """Each of ``rank_count`` ranks needs space for its ring and a few kB for stacks."""
     name = "run dir"
-    rank_bytes = max(4 << 20, RingGeometry.default().initial_size + (1 << 20))
+    rank_bytes = max(4 << 20, INITIAL_SIZE + (1 << 20))
     max_ranks = free_bytes // rank_bytes
     detail = f"{folder} has {free_bytes >> 20} MB free"
     remedy = (

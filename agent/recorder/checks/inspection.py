@@ -31,8 +31,10 @@ from hangwatch.model.limits import PERSISTENT_ROUNDS
 from hangwatch.ring.layout import (
     CHECK_SLOTS,
     CHECK_STRUCT,
+    CHECKS_OFFSET,
     RECORD_SLOTS,
     RECORD_STRUCT,
+    RECORDS_OFFSET,
     CheckFlag,
     RecordFlag,
 )
@@ -424,7 +426,7 @@ class CheckTableWriter:
         """Reads the record of a call that was just entered, and so still exists."""
         record = RECORD_STRUCT.unpack_from(
             self._ring.map,
-            self._ring.records_offset + (call[2] % RECORD_SLOTS) * RECORD_STRUCT.size,
+            RECORDS_OFFSET + (call[2] % RECORD_SLOTS) * RECORD_STRUCT.size,
         )
         _, entered_ns, _, seq, chain, _, size, uid, signature, site, _, flags, _, _, _ = record
         return CheckedCall(
@@ -444,7 +446,7 @@ class CheckTableWriter:
     ) -> None:  # fmt: skip
         index = next(self._indices)
         CHECK_STRUCT.pack_into(
-            self._ring.map, self._ring.extra_offset + (index % CHECK_SLOTS) * CHECK_STRUCT.size,
+            self._ring.map, CHECKS_OFFSET + (index % CHECK_SLOTS) * CHECK_STRUCT.size,
             index + 1, call.entered_ns, call.seq, call.chain, checksum, nan, inf, first_seq, *stats,
             call.uid, call.signature, call.site, int(flags), rounds, overflows & 0xFFFFFFFF, 0, (index + 1) & 0xFFFFFFFF,
         )  # fmt: skip

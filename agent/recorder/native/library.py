@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from hangwatch.model.calls import LossReason
-from hangwatch.ring.layout import RECORD_SLOTS
+from hangwatch.ring.layout import RECORD_SLOTS, RECORDS_OFFSET
 
 from .. import faults
 from ..calls import CallDetails, FailureRule
@@ -116,7 +116,7 @@ class NativeLibrary:
         self._recorder = ctypes.c_void_p(
             self._lib.hw_create_recorder(
                 ctypes.byref(base),
-                ctypes.c_uint64(ring.records_offset),
+                ctypes.c_uint64(RECORDS_OFFSET),
                 ctypes.c_uint64(RECORD_SLOTS),
             )
         )

@@ -113,10 +113,8 @@ def test_threads_that_open_streams_share_no_room_in_the_ring(tmp_path: Path) -> 
     def open_streams(thread: int) -> None:
         for number in range(100):
             desc = f"group {thread} {number}"
-            span = ring.write_description(
-                {"kind": "collective", "name": desc, "desc": desc, "ranks": "0-1"}
-            )
-            opened.append((desc, ring.open_stream(1 + thread * 100 + number, span)))
+            description = {"kind": "collective", "name": desc, "desc": desc, "ranks": "0-1"}
+            opened.append((desc, ring.open_stream(1 + thread * 100 + number, description)))
 
     threads = [threading.Thread(target=open_streams, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -131,8 +129,9 @@ def test_threads_that_open_streams_share_no_room_in_the_ring(tmp_path: Path) -> 
 def test_a_full_heap_raises_overflow_error(tmp_path: Path) -> None:
     ring = make_ring(tmp_path)
     big = {"desc": "x" * (HEAP_SIZE // 2 - 100)}
-    ring.write_description(big)
-    ring.write_description(big)
+    ring.open_stream(1, big)
+    ring.open_stream(2, big)
     with pytest.raises(OverflowError, match="no room"):
-        ring.write_description(big)
-    ring.write_description({"desc": "a short one still has room"})
+        ring.open_stream(3, big)
+    ring.open_stream(4, {"desc": "a short one still has room"})
+    assert ring.used_slot_count == 3

@@ -25,9 +25,7 @@ class RecordedStream:
     def __init__(self, path: Path) -> None:
         self.ring = RingWriter(path, pid=os.getpid(), start_ticks=1)
         self.ring.write_identity({})
-        described = self.ring.write_description(
-            {"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"}
-        )
+        described = {"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"}
         slot = self.ring.open_stream(1, described)
         self.stream = StreamRecorder(self.ring, 1, slot, unbox=lambda work: work)
         self.reader = RingReader(self.ring.map)

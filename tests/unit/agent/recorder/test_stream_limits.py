@@ -13,7 +13,7 @@ from hangwatch.agent.recorder.groups import GroupRegistry
 from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import LossReason, StreamKind
-from hangwatch.ring.layout import HEAP_SIZE, STREAM_SLOTS, RingGeometry
+from hangwatch.ring.layout import CHECKS_OFFSET, HEAP_SIZE, INITIAL_SIZE, STREAM_SLOTS
 from hangwatch.ring.reader import DORMANT_AFTER_S, RingReader
 from hangwatch.ring.snapshot import RingSnapshot
 
@@ -72,9 +72,8 @@ def watched(tmp_path: Path) -> WatchedGroups:
 
 def test_file_takes_only_the_room_that_is_used(watched: WatchedGroups) -> None:
     status = os.stat(watched.ring.path)
-    geometry = RingGeometry.default()
-    assert status.st_size == geometry.size > 4 << 20
-    assert status.st_blocks * 512 <= geometry.initial_size + (1 << 16) < 3 << 20
+    assert status.st_size == CHECKS_OFFSET > 4 << 20
+    assert status.st_blocks * 512 <= INITIAL_SIZE + (1 << 16) < 3 << 20
 
 
 def test_all_slots_can_be_used_and_one_more_is_said_to_be_missing(watched: WatchedGroups) -> None:
@@ -109,9 +108,7 @@ def test_room_of_groups_that_are_gone_is_used_again(
     assert len(snapshot.streams) < 1000
     assert {s.group.name for s in snapshot.streams} >= {"kept", str(STREAM_SLOTS + 1999)}
     assert (snapshot.opened, watched.registry.dropped_count) == (STREAM_SLOTS + 2001, 0)
-    assert os.stat(watched.ring.path).st_blocks * 512 < RingGeometry.default().initial_size + (
-        1 << 20
-    )
+    assert os.stat(watched.ring.path).st_blocks * 512 < INITIAL_SIZE + (1 << 20)
 
 
 def test_streams_of_groups_that_are_gone_stay_readable_for_a_while(
@@ -156,11 +153,11 @@ def test_heap_is_used_up_only_by_open_streams(tmp_path: Path) -> None:
     ring = RingWriter(tmp_path / "a.ring", pid=1, start_ticks=1)
     big = {"desc": "x" * (HEAP_SIZE // 3)}
     for _ in range(10):
-        ring.free_description(ring.write_description(big))
-    ring.write_description(big)
-    ring.write_description(big)
+        ring.close_stream(ring.open_stream(1, big))
+    ring.open_stream(2, big)
+    ring.open_stream(3, big)
     with pytest.raises(OverflowError, match="no room"):
-        ring.write_description(big)
+        ring.open_stream(4, big)
 
 
 def make_dormant_channels(watched: WatchedGroups, count: int) -> list[StreamRecorder | None]:

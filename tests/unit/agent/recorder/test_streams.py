@@ -19,9 +19,7 @@ from hangwatch.ring.reader import RingReader
 class WatchedStream:
     def __init__(self, folder: Path) -> None:
         self.ring = RingWriter(folder / "a.ring", pid=os.getpid(), start_ticks=1)
-        described = self.ring.write_description(
-            {"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"}
-        )
+        described = {"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"}
         self.sequence = StreamRecorder(
             self.ring, 1, self.ring.open_stream(1, described), unbox=lambda work: work
         )

@@ -19,9 +19,9 @@ from hangwatch.ring import checks
 from hangwatch.ring.layout import (
     RECORD_SLOTS,
     RECORD_STRUCT,
+    RECORDS_OFFSET,
     UNKNOWN_COMPLETED,
     RecordFlag,
-    RingGeometry,
 )
 from hangwatch.ring.reader import RingReader
 from hangwatch.ring.tracing import HOLD_S, read_trace
@@ -37,9 +37,7 @@ class TimedRing:
         self.writer = RingWriter(folder / "1-1.ring", pid=1, start_ticks=1)
         self.writer.open_stream(
             1,
-            self.writer.write_description(
-                {"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"}
-            ),
+            {"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"},
         )
         self.ops = {
             op: self.writer.intern_signature(encode_signature(Signature(op=op, shapes=((4,),))))
@@ -63,7 +61,7 @@ class TimedRing:
         index = next(self.writer.record_indices)
         completed_field = UNKNOWN_COMPLETED if completed is None else completed
         flags = RecordFlag.BLOCKING if blocking else RecordFlag.ASYNC
-        where = self.writer.records_offset + index % RECORD_SLOTS * RECORD_STRUCT.size
+        where = RECORDS_OFFSET + index % RECORD_SLOTS * RECORD_STRUCT.size
         values = (
             index + 1,
             at_ms * NS_PER_MS,
@@ -154,7 +152,7 @@ def test_overwritten_calls_are_counted_and_replies_limited(tmp_path: Path) -> No
     trace = read_trace(ring.reader, 40, (RECORD_SLOTS + 200) * NS_PER_MS, max_calls=50)
     assert (trace.missed, len(trace.calls), trace.next_index, trace.has_more) == (60, 50, 150, True)
     assert trace.calls[0].entry.call.seq == 101
-    offset = RingGeometry.default().records_offset + 150 % RECORD_SLOTS * RECORD_STRUCT.size
+    offset = RECORDS_OFFSET + 150 % RECORD_SLOTS * RECORD_STRUCT.size
     ring.writer.map[offset : offset + 8] = bytes(8)  # a torn record
     next_trace = read_trace(
         ring.reader, trace.next_index, (RECORD_SLOTS + 200) * NS_PER_MS, max_calls=50
@@ -166,7 +164,7 @@ def test_record_being_written_is_awaited(tmp_path: Path) -> None:
     ring = TimedRing(tmp_path)
     for n in range(4):
         ring.record_call(n, done_ms=n + 1, completed=n)
-    offset = RingGeometry.default().records_offset + RECORD_STRUCT.size * 2
+    offset = RECORDS_OFFSET + RECORD_STRUCT.size * 2
     ring.writer.map[offset + RECORD_STRUCT.size - 4 : offset + RECORD_STRUCT.size] = bytes(4)
     trace = read_trace(ring.reader, 0, 50 * NS_PER_MS)
     assert (len(trace.calls), trace.next_index, trace.missed) == (2, 2, 0)

@@ -23,7 +23,13 @@ from hypothesis import strategies as st
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, ThreadStack
 from hangwatch.protocol import codec, heartbeat
-from hangwatch.ring.layout import HEADER_SIZE, RingError, RingGeometry
+from hangwatch.ring.layout import (
+    HEADER_SIZE,
+    HEAP_OFFSET,
+    RECORDS_OFFSET,
+    SIGNATURES_OFFSET,
+    RingError,
+)
 from hangwatch.ring.reader import RingReader
 from hangwatch.server.app import build_app
 from hangwatch.server.core.problems import Problem
@@ -216,13 +222,12 @@ def test_fuzzed_server_reply_is_parsed_or_rejected(reply_fields: dict[str, Any])
     assert 0.05 <= reply.interval_s <= 60.0
 
 
-RING_GEOMETRY = RingGeometry.default()
 OFFSET_STRATEGY = st.one_of(
     st.integers(0, 300),
     st.integers(0, HEADER_SIZE + 400),
-    st.integers(RING_GEOMETRY.records_offset, RING_GEOMETRY.records_offset + 5000),
-    st.integers(RING_GEOMETRY.signatures_offset, RING_GEOMETRY.signatures_offset + 9000),
-    st.integers(RING_GEOMETRY.heap_offset, RING_GEOMETRY.heap_offset + 3000),
+    st.integers(RECORDS_OFFSET, RECORDS_OFFSET + 5000),
+    st.integers(SIGNATURES_OFFSET, SIGNATURES_OFFSET + 9000),
+    st.integers(HEAP_OFFSET, HEAP_OFFSET + 3000),
 )
 
 

@@ -21,7 +21,7 @@ def test_incomplete_recordings_are_reported(tmp_path: Path) -> None:
     ring = RingWriter(file.path, pid=pid, start_ticks=start_ticks)
     ring.write_identity({"job": "run7", "rank": 3})
     description = {"kind": "collective", "name": "0", "desc": "default_pg", "ranks": "0-3"}
-    slot = ring.open_stream(1, ring.write_description(description))
+    slot = ring.open_stream(1, description)
     stream = StreamRecorder(ring, 1, slot, lambda work: work)
     assert list(check_ring(file)) == []
     stream.mark_incomplete(LossReason.FAULT)

@@ -18,7 +18,14 @@ from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature, encode_signature
 from hangwatch.protocol import codec
-from hangwatch.ring.layout import HEADER_SIZE, LiveWord, RecordFlag, RingGeometry
+from hangwatch.ring.layout import (
+    HEADER_SIZE,
+    HEAP_OFFSET,
+    RECORDS_OFFSET,
+    SIGNATURES_OFFSET,
+    LiveWord,
+    RecordFlag,
+)
 
 
 def make_ring(folder: Path) -> rings.RingFile:
@@ -26,9 +33,7 @@ def make_ring(folder: Path) -> rings.RingFile:
     pid, ticks = os.getpid(), run_dir.read_start_ticks(os.getpid())
     ring = RingWriter(folder / f"{pid}-{ticks}.ring", pid=pid, start_ticks=ticks)
     ring.write_identity({"job": "j", "rank": 1, "world_size": 2})
-    slot = ring.open_stream(
-        1, ring.write_description({"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"})
-    )
+    slot = ring.open_stream(1, {"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"})
     sequence = StreamRecorder(ring, 1, slot, unbox=lambda work: work)
     for seq in range(1, 40):
         number = ring.intern_signature(
@@ -73,7 +78,6 @@ def test_valid_ring(tmp_path: Path) -> None:
 def test_corrupt_rings(tmp_path: Path) -> None:
     ring = make_ring(tmp_path)
     good = ring.path.read_bytes()
-    where = RingGeometry.default()
     draw = random.Random(7)
     places = [
         range(8, 300),
@@ -83,9 +87,9 @@ def test_corrupt_rings(tmp_path: Path) -> None:
         range(HEADER_SIZE, HEADER_SIZE + 80),
     ]
     places += [
-        range(where.records_offset, where.records_offset + 4000),
-        range(where.heap_offset, where.heap_offset + 100),
-        range(where.signatures_offset, where.signatures_offset + 9000),
+        range(RECORDS_OFFSET, RECORDS_OFFSET + 4000),
+        range(HEAP_OFFSET, HEAP_OFFSET + 100),
+        range(SIGNATURES_OFFSET, SIGNATURES_OFFSET + 9000),
     ]
     for _ in range(120):
         bad = bytearray(good)

@@ -40,9 +40,7 @@ class Rank:
         self.ring.write_identity({"job": "j", "rank": 1, "world_size": 2})
         self._slot = self.ring.open_stream(
             1,
-            self.ring.write_description(
-                {"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"}
-            ),
+            {"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"},
         )
         self._stream = StreamRecorder(self.ring, 1, self._slot, unbox=lambda work: work)
         self._signature = self.ring.intern_signature(encode_signature(Signature(op="all_reduce")))

@@ -26,7 +26,7 @@ class QuickRank:
         self.ring = RingWriter(folder / "a.ring", pid=os.getpid(), start_ticks=1)
         self.ring.write_identity({"job": "j", "rank": 1, "world_size": 4})
         description = {"kind": "collective", "name": "0", "desc": "d", "ranks": "0-3"}
-        stream = self.ring.open_stream(UID, self.ring.write_description(description))
+        stream = self.ring.open_stream(UID, description)
         self.stream = StreamRecorder(self.ring, UID, stream, unbox=lambda work: work)
         self.reader = RingReader(self.ring.map)
         self.log = CallLog()

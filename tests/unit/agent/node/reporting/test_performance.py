@@ -30,15 +30,13 @@ class MeasuredRank:
     def __init__(self, folder: Path, kind: str = "collective", ranks: str = "0-3") -> None:
         self.ring = RingWriter(folder / "a.ring", pid=os.getpid(), start_ticks=1)
         self.ring.write_identity({"job": "j", "rank": 1, "world_size": 4})
-        described = self.ring.write_description(
-            {
-                "kind": kind,
-                "name": "0",
-                "desc": "d",
-                "ranks": ranks,
-                "peer": 1 if kind == "send" else None,
-            }
-        )
+        described = {
+            "kind": kind,
+            "name": "0",
+            "desc": "d",
+            "ranks": ranks,
+            "peer": 1 if kind == "send" else None,
+        }
         self.sequence = StreamRecorder(
             self.ring, 1, self.ring.open_stream(1, described), unbox=lambda work: work
         )

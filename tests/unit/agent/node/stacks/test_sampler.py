@@ -25,7 +25,7 @@ class _Ring:
             uid: StreamRecorder(
                 self.writer,
                 uid,
-                self.writer.open_stream(uid, self.writer.write_description(description)),
+                self.writer.open_stream(uid, description),
                 unbox=lambda work: work,
             )
             for uid in (1, 2)
