@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from hangwatch.model.calls import Call
 
 from .layout import CHECK_STRUCT, CheckFlag
-from .parts import Table
 from .reader import RingReader
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CheckEntry:
-    """One entry of the check table. ``first`` is the first sequence number of the run of non-finite
-    calls that it belongs to, ``rounds`` the length of that run in training rounds.
+    """One entry of the check table, with its fields in their order there.
+
+    ``first`` is the first sequence number of the run of non-finite calls that it belongs to,
+    ``rounds`` the length of that run in training rounds.
     """
 
     entered_ns: int
@@ -44,16 +45,19 @@ def read_check_entries(reader: RingReader, from_index: int = 0) -> tuple[list[Ch
     table = reader.checks
     entries: list[CheckEntry] = []
     while table.count:
-        stamp = _read_stamp(reader, table, from_index)
+        stamp = reader.read_stamp(table, CHECK_STRUCT, from_index)
         if stamp > from_index + 1:
             # The writer has overtaken the reader by a full round or more: its oldest entry is in
             # the next slot.
             from_index = max(from_index + 1, stamp - table.count)
-        elif (entry := _read_entry(reader, table, from_index)) is not None:
-            entries.append(entry)
-            from_index += 1
-        else:  # The entry is not written yet, or only in part.
+            continue
+        values = reader.read_stamped(table, CHECK_STRUCT, from_index)
+        if values is None:  # The entry is not written yet, or only in part.
             break
+        stats, flags = values[8:12], CheckFlag(values[15])
+        fields = (*values[1:8], stats, *values[12:15], flags, *values[16:18])
+        entries.append(CheckEntry(*fields))
+        from_index += 1
     return entries, from_index
 
 
@@ -97,41 +101,3 @@ def read_checked_calls(reader: RingReader, uid: int, now_ns: int, *, from_seq: i
         if entry.uid == uid and entry.seq >= from_seq
     }
     return [call_from_entry(reader, entries[seq], now_ns) for seq in sorted(entries)]
-
-
-def _read_stamp(reader: RingReader, table: Table, index: int) -> int:
-    """Index + 1 of the entry in the slot of ``index``."""
-    offset = table.offset + (index % table.count) * CHECK_STRUCT.size
-    return int.from_bytes(reader.data[offset : offset + 8], "little")
-
-
-def _read_entry(reader: RingReader, table: Table, index: int) -> CheckEntry | None:
-    """One entry; None while it is being written and after it was overwritten."""
-    if index < 0:
-        return None
-    offset = table.offset + (index % table.count) * CHECK_STRUCT.size
-    values = CHECK_STRUCT.unpack_from(reader.data, offset)
-    if (
-        values[0] != index + 1
-        or values[-1] != values[0] & 0xFFFFFFFF
-        or _read_stamp(reader, table, index) != index + 1
-    ):
-        return None
-    _, entered_ns, seq, chain, checksum, nan, inf, first = values[:8]
-    uid, signature, site, flags, rounds, overflows = values[12:18]
-    return CheckEntry(
-        entered_ns=entered_ns,
-        seq=seq,
-        chain=chain,
-        checksum=checksum,
-        nan=nan,
-        inf=inf,
-        first=first,
-        stats=values[8:12],
-        uid=uid,
-        signature=signature,
-        site=site,
-        flags=CheckFlag(flags),
-        rounds=rounds,
-        overflows=overflows,
-    )

@@ -8,6 +8,7 @@ layout.
 from __future__ import annotations
 
 import json
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,25 +163,33 @@ class RingParts:
     def count_records(self) -> int:
         """The number of records written so far: the header's count dates from the last poll."""
         written = self.read_live_word(LiveWord.RECORDS)
-        while (stamp := self._read_stamp(written)) > written:
+        while (stamp := self.read_stamp(self.records, RECORD_STRUCT, written)) > written:
             written = stamp
         return written
 
     def has_record(self, index: int) -> bool:
         """The record with this index was written, or is being written. It may have been overwritten."""
-        return self._read_stamp(index) > index
+        return self.read_stamp(self.records, RECORD_STRUCT, index) > index
 
-    def _read_stamp(self, index: int) -> int:
-        """Index + 1 of the record in the slot of ``index``."""
-        offset = self.records.offset + (index % self.records.count) * RECORD_STRUCT.size
+    def read_stamp(self, table: Table, layout: struct.Struct, index: int) -> int:
+        """Index + 1 of the record, or the entry of the check table, in the slot of ``index``."""
+        offset = table.offset + (index % table.count) * layout.size
         return int.from_bytes(self.data[offset : offset + 8], "little")
+
+    def read_stamped(
+        self, table: Table, layout: struct.Struct, index: int
+    ) -> tuple[Any, ...] | None:
+        """A record or an entry of the check table; None while it is being written and after it was
+        overwritten.
+        """
+        values = layout.unpack_from(self.data, table.offset + (index % table.count) * layout.size)
+        is_whole = values[0] == index + 1 and values[-1] == values[0] & 0xFFFFFFFF
+        # Read the stamp again: the slot may have been reused meanwhile.
+        return values if is_whole and self.read_stamp(table, layout, index) == index + 1 else None
 
     def read_record(self, index: int) -> Record | None:
         """One record; None while it is being written and after it was overwritten."""
-        offset = self.records.offset + (index % self.records.count) * RECORD_STRUCT.size
-        record = RECORD_STRUCT.unpack_from(self.data, offset)
-        is_whole = record[0] == index + 1 and record[-1] == record[0] & 0xFFFFFFFF
-        return record if is_whole and self._read_stamp(index) == index + 1 else None
+        return self.read_stamped(self.records, RECORD_STRUCT, index)
 
     def read_records(self, first: int, end: int) -> list[Record]:
         """The records from ``first`` up to ``end`` that are whole and still in the ring, oldest

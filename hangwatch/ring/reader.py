@@ -6,10 +6,10 @@ from the records written since.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 from hangwatch.model.calls import Call, Loss, LossReason, Signature, Site
 
@@ -43,6 +43,7 @@ from .parts import (
     Record,
     RingParts,
     StreamDescription,
+    Table,
     compute_age_s,
     parse_description,
     parse_signature,
@@ -64,10 +65,9 @@ DORMANT_AFTER_S = 10.0
 _CHUNK_SLOTS = 16
 # The last records that are read again, since a call may be retracted after it was read.
 _RETRACTION_WINDOW = 64
-_SIGNATURES_KEPT = 1024
+_MAX_KNOWN = 1024  # signatures and sites each; beyond that, all are parsed again
 
-# Signatures and sites by (signature number, site number).
-CallKinds = dict[tuple[int, int], tuple[Signature, Site | None]]
+Interned = TypeVar("Interned")
 
 
 @dataclass(slots=True)
@@ -256,15 +256,16 @@ class RingReader(StreamTable):
     """Reads a mapped ring. Invalid parts are omitted and counted; an invalid header or a missing
     identity raises RingError.
 
-    ``data`` is any bytes-like object that supports slicing, usually an mmap. Signatures are cached:
-    their numbers are not reused.
+    ``data`` is any bytes-like object that supports slicing, usually an mmap. Signatures and sites
+    are cached: their numbers are not reused.
     """
 
-    __slots__ = ("_signatures",)
+    __slots__ = ("_known_signatures", "_known_sites")
 
     def __init__(self, data: Any) -> None:
         super().__init__(data)
-        self._signatures: dict[int, Signature] = {}
+        self._known_signatures: dict[int, Signature] = {}
+        self._known_sites: dict[int, Site | None] = {}
 
     @property
     def record_capacity(self) -> int:
@@ -327,20 +328,32 @@ class RingReader(StreamTable):
 
     def read_signature(self, number: int) -> Signature:
         """The signature with the number that a record refers to; operation "?" if it is lost."""
-        signature = self._signatures.get(number)
-        if signature is None:
-            data = self.read_interned(self.signatures, number)
-            signature = parse_signature(data)
-            if data is not None:
-                if len(self._signatures) >= _SIGNATURES_KEPT:
-                    self._signatures.clear()
-                self._signatures[number] = signature
-        return signature
+        return self._read_known(self._known_signatures, self.signatures, number, parse_signature)
+
+    def _read_known(
+        self,
+        known: dict[int, Interned],
+        table: Table,
+        number: int,
+        parse: Callable[[dict[str, Any] | None], Interned],
+    ) -> Interned:
+        """The signature or site with this number, which is parsed once."""
+        if number in known:
+            return known[number]
+        data = self.read_interned(table, number)
+        parsed = parse(data)
+        if data is not None:
+            if len(known) >= _MAX_KNOWN:
+                known.clear()
+            known[number] = parsed
+        return parsed
 
     def make_call(self, seq: int, signature: int, site: int, **fields: Any) -> Call:
         """A call, from the numbers of its signature and site and the remaining fields of `Call`."""
-        decoded_signature, decoded_site = self._read_kind(signature, site)
-        return Call(seq=seq, signature=decoded_signature, site=decoded_site, **fields)
+        known_site = None
+        if site:
+            known_site = self._read_known(self._known_sites, self.sites, site, parse_site)
+        return Call(seq=seq, signature=self.read_signature(signature), site=known_site, **fields)
 
     def read_calls(
         self,
@@ -463,7 +476,6 @@ class RingReader(StreamTable):
         """
         written = self.count_records()
         first = max(from_index, written - self.record_capacity, 0)
-        kinds: CallKinds = {}
         entries: list[RecordEntry | None] = []
         for index in range(first, written):
             record = self.read_record(index)
@@ -471,29 +483,21 @@ class RingReader(StreamTable):
                 entries.append(None)
                 continue
             completed = None if record[COMPLETED] == UNKNOWN_COMPLETED else record[COMPLETED]
-            call = self._decode_record(record, now_ns, kinds)
-            entries.append(RecordEntry(index, record[UID], record[ENTERED_NS], completed, call))
+            call = self._decode_record(record, now_ns)
+            entries.append(RecordEntry(record[UID], record[ENTERED_NS], completed, call))
         return first, entries
 
-    def _decode_record(self, record: Record, now_ns: int, kinds: CallKinds | None = None) -> Call:
-        """The call of a record. ``kinds`` caches signatures and sites over several records."""
-        _, entered_ns, done_ns, seq, chain, _, _, _, signature, site, thread, flags, _, _, _ = (
-            record
-        )
-        kind = kinds.get((signature, site)) if kinds is not None else None
-        if kind is None:
-            kind = self._read_kind(signature, site)
-            if kinds is not None:
-                kinds[signature, site] = kind
+    def _decode_record(self, record: Record, now_ns: int) -> Call:
+        _, entered_ns, done_ns, seq, chain, _, _, _, signature, site, thread, flags, *_ = record
         blocking = None  # The recorder could not find out.
         if flags & _BLOCKING:
             blocking = True
         elif flags & _ASYNC:
             blocking = False
-        return Call(
-            seq=seq,
-            signature=kind[0],
-            site=kind[1],
+        return self.make_call(
+            seq,
+            signature,
+            site,
             chain=chain,
             entered_s=compute_age_s(now_ns, entered_ns),
             duration_s=max(0, done_ns - entered_ns) / 1e9 if done_ns else None,
@@ -501,7 +505,3 @@ class RingReader(StreamTable):
             thread=thread,
             raised=bool(flags & _RAISED),
         )
-
-    def _read_kind(self, signature: int, site: int) -> tuple[Signature, Site | None]:
-        site_data = self.read_interned(self.sites, site) if site else None
-        return self.read_signature(signature), parse_site(site_data)

@@ -6,23 +6,17 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
-from hangwatch.model.calls import Call, Loss, StreamKind
-from hangwatch.model.groups import Group
+from hangwatch.model.calls import Call, Loss
 
 from .layout import DeviceStatusState
-from .parts import DeviceEntry
+from .parts import DeviceEntry, StreamDescription
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamState:
+class StreamState(StreamDescription):
     """The position of one stream. Times are ages in seconds."""
 
     uid: int
-    kind: StreamKind
-    group: Group
-    # A global rank, or a number in a foreign group; -1: any source; None: a stream of collectives
-    peer: int | None
-    tag: int | None
     entered: int
     completed: int | None
     chain: int
@@ -123,13 +117,20 @@ class RingDelta:
     retracted: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RecordEntry:
     """One decoded record."""
 
-    index: int
     uid: int
     entered_ns: int
     # Calls of its stream that were complete when it was entered; None if not observable.
     completed: int | None
     call: Call
+    # An upper bound of the call's duration in seconds, see `hangwatch.ring.tracing`; None if it may
+    # be unfinished.
+    within_s: float | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the call is known to be unfinished."""
+        return self.within_s is None and self.completed is not None

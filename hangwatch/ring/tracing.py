@@ -13,23 +13,12 @@ HOLD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimedEntry:
-    entry: RecordEntry
-    within_s: float | None  # see `bound_durations`
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether the call is known to be unfinished."""
-        return self.within_s is None and self.entry.completed is not None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceBatch:
     """The result of one read of the ring."""
 
     next_index: int  # index of the record at which the next read starts
     missed: int = 0  # records that were overwritten before they were read
-    calls: tuple[TimedEntry, ...] = ()
+    calls: tuple[RecordEntry, ...] = ()
     has_more: bool = False  # more calls are available than the limit
     other_ops: tuple[str, ...] = ()  # operations in the records that the filter excluded
 
@@ -51,28 +40,24 @@ def read_trace(
     overwriting unread records.
     """
     first, entries = reader.read_entries(from_index, now_ns)
-    calls: list[TimedEntry] = []
+    _bound_durations(entries)
+    calls: list[RecordEntry] = []
     other_ops: set[str] = set()
     missed, position, has_more = max(0, first - from_index), 0, False
-    bounds = bound_durations(entries)
     for position, entry in enumerate(entries):
         may_wait = not is_last and len(entries) - position < reader.record_capacity // 4
         if entry is None:
             if may_wait:
                 break
             missed += 1
-        elif (
-            may_wait
-            and entry.call.entered_s < HOLD_S
-            and TimedEntry(entry=entry, within_s=bounds[position]).is_pending
-        ):
+        elif may_wait and entry.call.entered_s < HOLD_S and entry.is_pending:
             break
         elif op and entry.call.signature.op != op:
             other_ops.add(entry.call.signature.op)
         elif has_more := len(calls) >= max_calls:
             break
         else:
-            calls.append(TimedEntry(entry=entry, within_s=bounds[position]))
+            calls.append(entry)
     else:
         position = len(entries)
     return TraceBatch(
@@ -84,38 +69,30 @@ def read_trace(
     )
 
 
-def bound_durations(entries: Sequence[RecordEntry | None]) -> list[float | None]:
-    """Upper bounds of the durations of calls in seconds; None for a call that may be unfinished.
+def _bound_durations(entries: Sequence[RecordEntry | None]) -> None:
+    """Sets the upper bound of each call's duration, unless the call may be unfinished.
 
     The recorder detects completion when it polls, ten times a second, or when the call returns. Two
     facts give tighter bounds: a blocking call completed before its thread made the next one, and a
     later record of the same stream holds the number of calls completed when it was written.
     """
-    bounds: list[float | None] = [None] * len(entries)
     # The blocking call that a thread is in, and the calls of a stream that are not known to be
-    # complete, each with its position.
-    blocking_by_thread: dict[int, tuple[int, RecordEntry]] = {}
-    unfinished_by_stream: dict[int, list[tuple[int, RecordEntry]]] = {}
-
-    def mark_complete(position: int, entry: RecordEntry, by_ns: int) -> None:
-        seconds = max(0, by_ns - entry.entered_ns) / 1e9
-        bound = bounds[position]
-        bounds[position] = seconds if bound is None else min(seconds, bound)
-
-    for position, entry in enumerate(entries):
-        if entry is None:
-            continue
-        bounds[position] = entry.call.duration_s
+    # complete.
+    blocking_by_thread: dict[int, RecordEntry] = {}
+    unfinished_by_stream: dict[int, list[RecordEntry]] = {}
+    for entry in filter(None, entries):
+        entry.within_s = entry.call.duration_s
+        completed: list[RecordEntry] = []
         if (previous := blocking_by_thread.pop(entry.call.thread, None)) is not None:
-            mark_complete(*previous, entry.entered_ns)
+            completed.append(previous)
         if entry.call.blocking:
-            blocking_by_thread[entry.call.thread] = position, entry
+            blocking_by_thread[entry.call.thread] = entry
         unfinished = unfinished_by_stream.setdefault(entry.uid, [])
         while (
-            unfinished
-            and entry.completed is not None
-            and unfinished[0][1].call.seq <= entry.completed
+            unfinished and entry.completed is not None and unfinished[0].call.seq <= entry.completed
         ):
-            mark_complete(*unfinished.pop(0), entry.entered_ns)
-        unfinished.append((position, entry))
-    return bounds
+            completed.append(unfinished.pop(0))
+        unfinished.append(entry)
+        for call in completed:
+            seconds = max(0, entry.entered_ns - call.entered_ns) / 1e9
+            call.within_s = seconds if call.within_s is None else min(seconds, call.within_s)

@@ -19,7 +19,8 @@ from hangwatch.protocol.commands import (
 )
 from hangwatch.ring import checks
 from hangwatch.ring.reader import RingReader
-from hangwatch.ring.tracing import TimedEntry, read_trace
+from hangwatch.ring.snapshot import RecordEntry
+from hangwatch.ring.tracing import read_trace
 
 from ..discovery.watched import WatchedProcess
 from ..stacks.pyspy import PySpy
@@ -172,20 +173,20 @@ class LiveRequests:
 
 
 def _make_traced_call(
-    traced: TimedEntry,
+    traced: RecordEntry,
     kinds: dict[CallKind, int],
     values: Mapping[tuple[int, int], Mapping[str, float]],
 ) -> TracedCall:
     """``values``: statistics of the tensors of sampled calls, by stream uid and seq."""
-    call = traced.entry.call
+    call = traced.call
     kind = CallKind(signature=call.signature, site=call.site, blocking=call.blocking)
     return TracedCall(
-        uid=traced.entry.uid,
+        uid=traced.uid,
         seq=call.seq,
         kind=kinds.setdefault(kind, len(kinds)),
         entered_s=round(call.entered_s, 6),
         within_s=None if traced.within_s is None else round(traced.within_s, 6),
         pending=traced.is_pending,
         raised=call.raised,
-        values=decode_tensor_stats(values.get((traced.entry.uid, call.seq))),
+        values=decode_tensor_stats(values.get((traced.uid, call.seq))),
     )

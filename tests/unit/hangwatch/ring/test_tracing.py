@@ -117,12 +117,12 @@ def test_recent_unfinished_call_delays_later_calls(tmp_path: Path) -> None:
     ring.record_call(110, completed=1)
     ring.record_call(111, done_ms=112, completed=1, thread=8)
     trace = read_trace(ring.reader, 0, 150 * NS_PER_MS)
-    assert ([c.entry.call.seq for c in trace.calls], trace.next_index) == ([1], 1)
+    assert ([c.call.seq for c in trace.calls], trace.next_index) == ([1], 1)
     assert (
         len(read_trace(ring.reader, trace.next_index, 150 * NS_PER_MS, is_last=True).calls) == 2
     ), "the last read holds nothing back"
     later_trace = read_trace(ring.reader, trace.next_index, int((0.110 + HOLD_S) * 1e9) + NS_PER_MS)
-    assert [(c.entry.call.seq, c.within_s, c.is_pending) for c in later_trace.calls] == [
+    assert [(c.call.seq, c.within_s, c.is_pending) for c in later_trace.calls] == [
         (2, None, True),
         (3, 0.001, False),
     ], "a hanging call is reported"
@@ -134,15 +134,15 @@ def test_calls_are_filtered_by_operation(tmp_path: Path) -> None:
     for n in range(6):
         ring.record_call(n, done_ms=n + 1, completed=n, op="barrier" if n % 3 else "all_reduce")
     trace = read_trace(ring.reader, 0, 50 * NS_PER_MS, op="all_reduce")
-    assert ([c.entry.call.seq for c in trace.calls], trace.other_ops, trace.next_index) == (
+    assert ([c.call.seq for c in trace.calls], trace.other_ops, trace.next_index) == (
         [1, 4],
         ("barrier",),
         6,
     )
     first, *_ = trace.calls
-    assert first.entry.call.site == Site(
+    assert first.call.site == Site(
         file="a.py", line=3, function="f"
-    ) and first.entry.call.signature.shapes == ((4,),)
+    ) and first.call.signature.shapes == ((4,),)
 
 
 def test_overwritten_calls_are_counted_and_replies_limited(tmp_path: Path) -> None:
@@ -151,13 +151,13 @@ def test_overwritten_calls_are_counted_and_replies_limited(tmp_path: Path) -> No
         ring.record_call(n, completed=n)  # no call may be delayed: the ring wraps around
     trace = read_trace(ring.reader, 40, (RECORD_SLOTS + 200) * NS_PER_MS, max_calls=50)
     assert (trace.missed, len(trace.calls), trace.next_index, trace.has_more) == (60, 50, 150, True)
-    assert trace.calls[0].entry.call.seq == 101
+    assert trace.calls[0].call.seq == 101
     offset = RECORDS_OFFSET + 150 % RECORD_SLOTS * RECORD_STRUCT.size
     ring.writer.map[offset : offset + 8] = bytes(8)  # a torn record
     next_trace = read_trace(
         ring.reader, trace.next_index, (RECORD_SLOTS + 200) * NS_PER_MS, max_calls=50
     )
-    assert (next_trace.missed, next_trace.calls[0].entry.call.seq) == (1, 152)
+    assert (next_trace.missed, next_trace.calls[0].call.seq) == (1, 152)
 
 
 def test_record_being_written_is_awaited(tmp_path: Path) -> None:
