@@ -37,6 +37,41 @@ class _NativeCall(ctypes.Structure):
     )  # fmt: skip
 
 
+_RECORDER = _STREAM = ctypes.c_void_p
+_CALL = ctypes.POINTER(_NativeCall)
+_U8, _U32, _U64 = ctypes.c_uint8, ctypes.c_uint32, ctypes.c_uint64
+# The types of each function's result and arguments, as in recorder.cpp. These functions are called
+# without the GIL, since they may wait for its owner.
+_WAITING_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "hw_initialize_library": (None, FrameLayout),
+    "hw_register_kernel": (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_bool),
+    "hw_create_recorder": (_RECORDER, ctypes.c_void_p, _U64, _U64),
+    "hw_set_current_recorder": (None, _RECORDER),
+    "hw_update_streams": (_U64, _RECORDER),
+    "hw_get_fault_count": (_U64,),
+    "hw_get_last_fault": (ctypes.c_char_p,),
+    "hw_get_lost_count": (_U64, _RECORDER),
+    "hw_open_stream": (_STREAM, _RECORDER, _U32, _U64, _U64),
+    "hw_mark_incomplete": (None, _RECORDER, _STREAM, _U64, _U64),
+    "hw_close_stream": (None, _RECORDER, _STREAM),
+    "hw_enter_call": (
+        None, _RECORDER, _STREAM, _U64, ctypes.c_char_p, _U64, ctypes.c_int, _CALL
+    ),
+    "hw_finish_call": (None, _RECORDER, _CALL, ctypes.c_bool),
+    "hw_retract_call": (None, _RECORDER, _CALL),
+}  # fmt: skip
+# These functions are called with the GIL, and never wait for a thread that needs it.
+_QUICK_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "hw_get_planned_reduce_op": (ctypes.c_int64,),
+    "hw_clear_plans": (None, _RECORDER),
+    "hw_set_code_origin": (None, _RECORDER, _U64, _U8),
+    "hw_clear_code_origins": (None, _RECORDER),
+    "hw_read_frames": (
+        ctypes.c_int, ctypes.POINTER(_U64), ctypes.POINTER(_U32), ctypes.c_int
+    ),
+}  # fmt: skip
+
+
 def choose_recorder(env: Mapping[str, str]) -> tuple[NativeLibrary | None, str]:
     """The native recorder, or None and the reason. With HANGWATCH_RECORDER=native, the reason is
     also shown to the user, who requested this recorder.
@@ -90,21 +125,18 @@ class NativeLibrary:
 
     def __init__(self, path: Path) -> None:
         """Raises OSError if it cannot be loaded."""
-        # These functions are called without the GIL, since they may wait for its owner.
-        self._lib = ctypes.CDLL(str(path))
-        # These functions are called with the GIL, and never wait for a thread that needs it.
-        self._gil_lib = ctypes.PyDLL(str(path))
-        for name in ("hw_create_recorder", "hw_open_stream"):
-            getattr(self._lib, name).restype = ctypes.c_void_p
-        for name in ("hw_register_kernel", "hw_get_last_fault"):
-            getattr(self._lib, name).restype = ctypes.c_char_p
-        for name in ("hw_update_streams", "hw_get_fault_count", "hw_get_lost_count"):
-            getattr(self._lib, name).restype = ctypes.c_uint64
-        self._gil_lib.hw_get_planned_reduce_op.restype = ctypes.c_int64
-        self._recorder = ctypes.c_void_p()
+        self.lib, self._gil_lib = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+        for lib, functions in (
+            (self.lib, _WAITING_FUNCTIONS),
+            (self._gil_lib, _QUICK_FUNCTIONS),
+        ):
+            for name, (result, *arguments) in functions.items():
+                function = getattr(lib, name)
+                function.restype, function.argtypes = result, arguments
+        self.recorder: int | None = None
         self._ring_buffers: list[Any] = []
         self._fault_count = 0
-        self._lib.hw_initialize_library(get_frame_layout() or FrameLayout())
+        self.lib.hw_initialize_library(get_frame_layout() or FrameLayout())
 
     def attach_ring(self, ring: RingWriter) -> None:
         """Records into ``ring`` from the next `start_recording` on."""
@@ -113,12 +145,8 @@ class NativeLibrary:
         # interpreter exits.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(ring.map))
         self._ring_buffers.append(base)  # a thread may still write into an earlier ring
-        self._recorder = ctypes.c_void_p(
-            self._lib.hw_create_recorder(
-                ctypes.byref(base),
-                ctypes.c_uint64(RECORDS_OFFSET),
-                ctypes.c_uint64(RECORD_SLOTS),
-            )
+        self.recorder = self.lib.hw_create_recorder(
+            ctypes.byref(base), RECORDS_OFFSET, RECORD_SLOTS
         )
 
     def register_operator(self, name: str, *, compares_all_tensors: bool) -> None:
@@ -126,19 +154,19 @@ class NativeLibrary:
 
         Only the tensors at both ends of a long list are compared unless ``compares_all_tensors``.
         """
-        problem = self._lib.hw_register_kernel(name.encode(), ctypes.c_bool(compares_all_tensors))
+        problem = self.lib.hw_register_kernel(name.encode(), compares_all_tensors)
         if problem:
             raise RuntimeError(problem.decode(errors="replace"))
 
     def start_recording(self) -> None:
-        self._lib.hw_set_current_recorder(self._recorder)
+        self.lib.hw_set_current_recorder(self.recorder)
 
     def update_streams(self) -> int:
-        written: int = self._lib.hw_update_streams(self._recorder)
-        count: int = self._lib.hw_get_fault_count()
+        written: int = self.lib.hw_update_streams(self.recorder)
+        count: int = self.lib.hw_get_fault_count()
         if count != self._fault_count:
             self._fault_count = count
-            last_fault = self._lib.hw_get_last_fault().decode(errors="replace")
+            last_fault = self.lib.hw_get_last_fault().decode(errors="replace")
             faults.record_message(f"the native recorder: {last_fault}")
         return written
 
@@ -149,71 +177,21 @@ class NativeLibrary:
 
     def clear_plans(self) -> None:
         """Drops all plans, because interned data will be overwritten or a group was deleted."""
-        self._gil_lib.hw_clear_plans(self._recorder)
+        self._gil_lib.hw_clear_plans(self.recorder)
 
     def set_code_origin(self, code: int, origin: int | None) -> None:
         """Passes on the origin that `CallSites` found for the code object with this id. None
         revokes the origins of all code objects.
         """
         if origin is None:
-            self._gil_lib.hw_clear_code_origins(self._recorder)
+            self._gil_lib.hw_clear_code_origins(self.recorder)
         else:
-            self._gil_lib.hw_set_code_origin(
-                self._recorder, ctypes.c_uint64(code), ctypes.c_uint8(origin)
-            )
-
-    def open_stream(self, uid: int, slot: int, loss_word: int) -> int:
-        """Opens a stream; returns its handle."""
-        handle: int = self._lib.hw_open_stream(
-            self._recorder,
-            ctypes.c_uint32(uid),
-            ctypes.c_uint64(slot),
-            ctypes.c_uint64(loss_word),
-        )
-        return handle
-
-    def mark_incomplete(self, handle: int, reason: int, from_seq: int) -> None:
-        """Marks a stream as incomplete; ``from_seq`` 0: from its next call on."""
-        self._lib.hw_mark_incomplete(
-            self._recorder,
-            ctypes.c_void_p(handle),
-            ctypes.c_uint64(reason),
-            ctypes.c_uint64(from_seq),
-        )
+            self._gil_lib.hw_set_code_origin(self.recorder, code, origin)
 
     def count_lost_calls(self) -> int:
         """The number of calls that the library failed to record, without knowing their streams."""
-        count: int = self._lib.hw_get_lost_count(self._recorder)
+        count: int = self.lib.hw_get_lost_count(self.recorder)
         return count
-
-    def close_stream(self, handle: int) -> None:
-        self._lib.hw_close_stream(self._recorder, ctypes.c_void_p(handle))
-
-    def enter_call(
-        self,
-        handle: int,
-        agreement_hash: int,
-        record_body: bytes,
-        blocked_thread: int,
-        completion_mode: int,
-    ) -> _NativeCall:
-        call = _NativeCall()
-        self._lib.hw_enter_call(
-            self._recorder,
-            ctypes.c_void_p(handle),
-            ctypes.c_uint64(agreement_hash),
-            record_body,
-            ctypes.c_uint64(blocked_thread),
-            completion_mode,
-            ctypes.byref(call),
-        )
-        return call
-
-    def finish_call(self, call: _NativeCall, *, raised: bool) -> None:
-        self._lib.hw_finish_call(self._recorder, ctypes.byref(call), ctypes.c_bool(raised))
-
-    def retract_call(self, call: _NativeCall) -> None:
-        self._lib.hw_retract_call(self._recorder, ctypes.byref(call))
 
     def read_frames(self) -> list[tuple[int, int]]:
         """The calling thread's frames as the library sees them, newest first: (id of the code,
@@ -234,41 +212,42 @@ class NativeStreamRecorder(StreamRecorder):
     def __init__(self, native: NativeLibrary, ring: RingWriter, uid: int, slot: int) -> None:
         self.uid, self.slot = uid, slot
         self._ring, self._native = ring, native
-        self.handle = native.open_stream(uid, slot, ring.get_loss_word(slot))
+        self.handle: int = native.lib.hw_open_stream(
+            native.recorder, uid, slot, ring.get_loss_word(slot)
+        )
 
     def enter_call(
         self, agreement_hash: int, record_body: bytes, blocked_thread: int, completion_mode: int
     ) -> EnteredCall:
-        call = self._native.enter_call(
-            self.handle, agreement_hash, record_body, blocked_thread, completion_mode
-        )
-        return (
-            self,
-            call.seq,
-            call.index,
-            call.entered_ns,
-            blocked_thread,
-            completion_mode,
-            agreement_hash,
-        )
+        native, call = self._native, _NativeCall()
+        native.lib.hw_enter_call(
+            native.recorder, self.handle, agreement_hash, record_body, blocked_thread,
+            completion_mode, call,
+        )  # fmt: skip
+        seq, index, entered_ns = call.seq, call.index, call.entered_ns
+        return self, seq, index, entered_ns, blocked_thread, completion_mode, agreement_hash
 
     def finish_call(self, call: EnteredCall) -> None:
-        self._native.finish_call(_NativeCall(self.handle, *call[1:]), raised=False)
+        self._native.lib.hw_finish_call(
+            self._native.recorder, _NativeCall(self.handle, *call[1:]), False
+        )
 
     def fail_call(self, call: EnteredCall) -> None:
-        self._native.finish_call(_NativeCall(self.handle, *call[1:]), raised=True)
+        self._native.lib.hw_finish_call(
+            self._native.recorder, _NativeCall(self.handle, *call[1:]), True
+        )
 
     def retract_call(self, call: EnteredCall) -> None:
-        self._native.retract_call(_NativeCall(self.handle, *call[1:]))
+        self._native.lib.hw_retract_call(self._native.recorder, _NativeCall(self.handle, *call[1:]))
 
     def mark_incomplete(self, reason: LossReason, from_seq: int = 0) -> None:
-        self._native.mark_incomplete(self.handle, reason, from_seq)
+        self._native.lib.hw_mark_incomplete(self._native.recorder, self.handle, reason, from_seq)
 
     def mark_completion_unknown(self) -> None:
         """Does nothing: the library knows it by the `CompletionMode` of the calls."""
 
     def close_stream(self) -> None:
-        self._native.close_stream(self.handle)
+        self._native.lib.hw_close_stream(self._native.recorder, self.handle)
         super().close_stream()
 
 

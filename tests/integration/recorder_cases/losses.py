@@ -132,7 +132,7 @@ def detached() -> None:
     attached = get_recorder()
     kernels.set_recorder(None)
     if attached is not None and attached.native is not None:
-        attached.native._lib.hw_set_current_recorder(None)
+        attached.native.lib.hw_set_current_recorder(None)
     reduce(1)
     kernels.set_recorder(attached)
     reduce(1)
