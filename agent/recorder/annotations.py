@@ -4,38 +4,34 @@ torch.distributed.
 
 from __future__ import annotations
 
-import sys
 from _thread import allocate_lock
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hangwatch.model.calls import (
-    LossReason,
-    Signature,
-    StreamKind,
-    encode_signature,
-    with_agreement_hash,
-)
+from hangwatch.model.calls import LossReason, StreamKind
 from hangwatch.model.groups import DECLARED_BACKEND, pack_ranks
-from hangwatch.model.operators import MustMatch
 from hangwatch.model.ranks import Lifecycle
-from hangwatch.ring.layout import LiveWord, RecordFlag
+from hangwatch.ring.layout import LiveWord
 
 from . import faults
 from .dynamo import run_uncompiled
 from .group_setup import SetupRecorder
-from .streams import CompletionMode, StreamRecorder
+from .streams import StreamRecorder
 
 if TYPE_CHECKING:
     from .poller import Poller
     from .recorder import Recorder
     from .writer import RingWriter
 
-
 # The server refuses larger values.
 MAX_PHASE_LIMIT_S = 1e8
 MAX_STEP = 1 << 60
+
+
+# The name of the communicator, and its members: None for all ranks, or the identity of a foreign
+# group.
+DeclaredKey = tuple[str, tuple[int, ...] | str | None]
 
 
 class AnnotatedRank(Protocol):
@@ -60,13 +56,8 @@ class UserAnnotations:
         self._rank = rank
         # Entered phases, innermost last: (interned name, time of entry in ns, limit in ns or 0).
         self._phases: list[tuple[int, int, int]] = []
-        # The streams by name of the communicator and members, None for all ranks.
-        self._declared_streams: dict[
-            tuple[str, tuple[int, ...] | str | None], StreamRecorder | None
-        ] = {}
+        self._declared_streams: dict[DeclaredKey, StreamRecorder | None] = {}
         self._open_lock = allocate_lock()
-        # The number of a call's signature, and its agreement hash, by name of the call.
-        self._interned_signatures: dict[str, tuple[int, int]] = {}
 
     def enter_phase(self, name: str, limit: float | None) -> Any:
         run_uncompiled(self._enter_phase, name, limit)
@@ -101,14 +92,7 @@ class UserAnnotations:
             stream = self._find_stream(group, ranks)
             if stream is None:
                 return None
-            number, agreement_hash = self._intern_signature(name[:80])
-            site = self._rank.recorder.sites.find_site(sys._getframe(1))
-            return stream.enter_call(
-                agreement_hash,
-                stream.pack_record_body(number, site, RecordFlag.BLOCKING),
-                0,
-                CompletionMode.RETURN,
-            )
+            return self._rank.recorder.enter_declared_call(stream, name[:80])
         except Exception as error:  # our error: the communication continues
             (stream or self._rank.recorder.groups).mark_incomplete(LossReason.FAULT)
             faults.record_fault(f"recording {name}", error)
@@ -140,21 +124,22 @@ class UserAnnotations:
         # declared call would not be seen to wait either, so it gets a stream of its own.
         if track.has_device_backend:
             name = f"{track.description['desc']} {track.description['name']}"
-            if track.is_foreign:
-                return self._get_foreign_stream(track.description, name)
-            return self._get_declared_stream(name, track.ranks)
+            if not track.is_foreign:
+                return self._get_declared_stream(name, track.ranks)
+            key = name, str(track.description["foreign"])
+            return self._declared_streams.get(key) or self._open_declared_stream(
+                key, {**track.description, "desc": name, "backend": DECLARED_BACKEND}
+            )
         return track.collective_stream
 
-    def _get_foreign_stream(
-        self, group_description: Mapping[str, Any], name: str
+    def _open_declared_stream(
+        self, key: DeclaredKey, description: dict[str, Any]
     ) -> StreamRecorder | None:
-        """The stream of the calls that are declared for a foreign group."""
-        key = name, str(group_description["foreign"])
-        with self._open_lock:
+        """Opens the stream of this key, unless another thread has opened it meanwhile."""
+        with self._open_lock:  # the lock is held for microseconds, and never during a wait
             if key not in self._declared_streams:
-                description = {**group_description, "desc": name, "backend": DECLARED_BACKEND}
                 self._declared_streams[key] = self._rank.recorder.groups.open_stream(description)
-            return self._declared_streams[key]
+        return self._declared_streams[key]
 
     def _get_declared_stream(
         self, name: str, ranks: tuple[int, ...] | None
@@ -173,28 +158,16 @@ class UserAnnotations:
                 f" {pack_ranks(members) or 'none'}: these are not watched"
             )
             return None
-        with self._open_lock:  # the lock is held for microseconds, and never during a wait
-            if (name, members) not in streams:
-                description = {
-                    "kind": StreamKind.COLLECTIVE.value,
-                    "name": name,
-                    "desc": name,
-                    "ranks": pack_ranks(members),
-                    "backend": DECLARED_BACKEND,
-                    "generation": 0,
-                }
-                streams[name, members] = self._rank.recorder.groups.open_stream(description)
-            streams[name, ranks] = streams[name, members]
+        description = {
+            "kind": StreamKind.COLLECTIVE.value,
+            "name": name,
+            "desc": name,
+            "ranks": pack_ranks(members),
+            "backend": DECLARED_BACKEND,
+            "generation": 0,
+        }
+        streams[name, ranks] = self._open_declared_stream((name, members), description)
         return streams[name, ranks]
-
-    def _intern_signature(self, name: str) -> tuple[int, int]:
-        """The number of a call's signature in the ring, and its agreement hash."""
-        interned = self._interned_signatures.get(name)
-        if interned is None or not self._rank.ring.is_signature_fresh(interned[0]):
-            signature = with_agreement_hash(Signature(op=name), MustMatch.NOTHING, ())
-            number = self._rank.ring.intern_signature(encode_signature(signature))
-            interned = self._interned_signatures[name] = number, signature.agree
-        return interned
 
     def _write_phase(self) -> None:
         number, entered_ns, limit_ns = self._phases[-1] if self._phases else (0, 0, 0)

@@ -99,7 +99,8 @@ class CallReader:
         self._async_index = max(index_of(name) for name in _ASYNC_NAMES)
         self.is_p2p = spec.is_p2p
         self._p2p_kind = StreamKind.SEND if spec.p2p_role is P2pRole.SEND else StreamKind.RECV
-        self._signatures = SignatureCache(spec)
+        # The caller makes the key from everything that is in a signature.
+        self._interned_signatures: dict[Any, InternedSignature] = {}
         self.plans: dict[Any, CallPlan] = {}  # one for each kind of call that was entered before
 
     def enter_call(
@@ -155,12 +156,15 @@ class CallReader:
             key = (first.shape, first.dtype, reduce_op, root)
         else:
             key = self._make_key(tensors, first, reduce_op, root, args)
-        interned = self._signatures.interned.get(key)
+        interned = self._interned_signatures.get(key)
         if interned is None or not recorder.ring.is_signature_fresh(interned[0]):
+            if len(self._interned_signatures) >= MAX_CACHED_CALLS:
+                self._interned_signatures.clear()
             splits = self._read_split_sizes(args)
-            interned = self._signatures.add_signature(
-                key, recorder.ring, tensors, first, reduce_op, root, splits
+            interned = self._intern_signature(
+                recorder.ring, tensors, first, reduce_op, root, splits
             )
+            self._interned_signatures[key] = interned
         signature, agree, size = interned
         peer, tag = -1, 0
         stream: StreamRecorder | None
@@ -278,7 +282,7 @@ class CallReader:
         """Forgets all calls, since the interned data is about to be overwritten or belongs to
         another ring, or a group was deleted.
         """
-        self._signatures.interned.clear()
+        self._interned_signatures.clear()
         self.plans.clear()
 
     def _has_group(self, args: tuple[Any, ...]) -> bool:
@@ -302,6 +306,43 @@ class CallReader:
             shapes = first.shape
         return (shapes, first.dtype, reduce_op, root, self._read_split_sizes(args))
 
+    def _intern_signature(
+        self,
+        ring: RingWriter,
+        tensors: Any,
+        first: Any,
+        reduce_op: int | None,
+        root: int | None,
+        splits: Any,
+    ) -> InternedSignature:
+        """Interns a signature that is new or was overwritten. ``first`` is the first tensor."""
+        has_tensors = first is not None and (self.spec.tensors_arg or self.spec.is_generic)
+        flat = flatten_tensors(tensors) if has_tensors else []
+        numels = (len(flat), *(tensor.numel() for tensor in select_ends(flat)))
+        shapes = [tuple(tensor.shape) for tensor in flat[:_MAX_SHAPES]]
+        if len(flat) > _MAX_SHAPES:
+            shapes.append(())
+        reduce_op_name = None
+        if reduce_op is not None and reduce_op < len(_REDUCE_OPS):
+            reduce_op_name = _REDUCE_OPS[reduce_op].lower()
+        signature = Signature(
+            op=self.spec.op,
+            shapes=tuple(shapes),
+            dtype=str(first.dtype).removeprefix("torch.") if flat else None,
+            reduce_op=reduce_op_name,
+            root=root,
+            splits=splits,
+            numel=sum(numels[1:]),
+        )
+        must_match = self.spec.must_match
+        if not flat:
+            must_match &= ~(MustMatch.DTYPE | MustMatch.SHAPE)
+        signature = with_agreement_hash(signature, must_match, numels)
+        number = ring.intern_signature(encode_signature(signature))
+        # Each member may send another number of values of a sparse tensor, which counts as 0 bytes.
+        size = sum(int(t.nbytes) for t in flat if not (t.is_sparse or t.is_sparse_csr))
+        return number, signature.agree, size
+
     def _read_split_sizes(self, args: tuple[Any, ...]) -> Any:
         """(sent, received) per member, in elements; a single number where torch splits evenly."""
         if self._split_indices is None or find_first_tensor(args[self.tensors_index]) is None:
@@ -313,57 +354,6 @@ class CallReader:
             count_split_elements(args[self.tensors_index], sent),
             count_split_elements(args[self._output_index], received),
         )
-
-
-class SignatureCache:
-    """The interned signatures of one operator by key. The caller makes the key from everything that
-    is in a signature.
-    """
-
-    def __init__(self, spec: OperatorSpec) -> None:
-        self._spec = spec
-        self._has_tensors = bool(spec.tensors_arg) or spec.is_generic
-        self.interned: dict[Any, InternedSignature] = {}
-
-    def add_signature(
-        self,
-        key: Any,
-        ring: RingWriter,
-        tensors: Any,
-        first: Any,
-        reduce_op: int | None,
-        root: int | None,
-        splits: Any,
-    ) -> InternedSignature:
-        """Interns a signature that is new or was overwritten. ``first`` is the first tensor."""
-        if len(self.interned) >= MAX_CACHED_CALLS:
-            self.interned.clear()
-        flat = flatten_tensors(tensors) if first is not None and self._has_tensors else []
-        numels = (len(flat), *(tensor.numel() for tensor in select_ends(flat)))
-        shapes = [tuple(tensor.shape) for tensor in flat[:_MAX_SHAPES]]
-        if len(flat) > _MAX_SHAPES:
-            shapes.append(())
-        reduce_op_name = None
-        if reduce_op is not None and reduce_op < len(_REDUCE_OPS):
-            reduce_op_name = _REDUCE_OPS[reduce_op].lower()
-        signature = Signature(
-            op=self._spec.op,
-            shapes=tuple(shapes),
-            dtype=str(first.dtype).removeprefix("torch.") if flat else None,
-            reduce_op=reduce_op_name,
-            root=root,
-            splits=splits,
-            numel=sum(numels[1:]),
-        )
-        must_match = self._spec.must_match
-        if not flat:
-            must_match &= ~(MustMatch.DTYPE | MustMatch.SHAPE)
-        signature = with_agreement_hash(signature, must_match, numels)
-        number = ring.intern_signature(encode_signature(signature))
-        # Each member may send another number of values of a sparse tensor, which counts as 0 bytes.
-        size = sum(int(t.nbytes) for t in flat if not (t.is_sparse or t.is_sparse_csr))
-        entry = self.interned[key] = number, signature.agree, size
-        return entry
 
 
 def find_first_tensor(tensors: Any) -> Any:

@@ -1,12 +1,14 @@
 """The handling of hangwatch's own errors in a training process: each one is swallowed, counted, and
-logged once.
+logged once. A method of torch that `extend_method` extends raises none of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from .dynamo import run_uncompiled
 
@@ -46,6 +48,32 @@ def swallow_errors(where: str) -> Iterator[None]:
         yield
     except Exception as error:
         record_fault(where, error)
+
+
+def extend_method(
+    owner: Any,
+    name: str,
+    after: Callable[[Any, tuple[Any, ...], dict[str, Any]], None],
+    where: str,
+) -> None:
+    """Calls ``after(object, args, kwargs)`` after each call of a method of torch, once it has
+    returned. Errors of ``after`` are recorded instead of raised. A method is extended only once.
+    """
+    original = getattr(owner, name, None)
+    if original is None or hasattr(original, "__hangwatch__"):
+        return
+
+    @functools.wraps(original)
+    def extended(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        try:
+            run_uncompiled(after, self, args, kwargs)
+        except Exception as error:  # our error: the method has returned
+            record_fault(where, error)
+        return result
+
+    extended.__hangwatch__ = True  # type: ignore[attr-defined]
+    setattr(owner, name, extended)
 
 
 def add_listener(listener: Callable[[], None]) -> None:

@@ -19,8 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from . import faults
-from .dynamo import run_uncompiled
+from .faults import extend_method
 
 _MAX_COUNTED = 1 << 16  # identities; a process that creates more counts again from 1
 _MAX_UNANNOUNCED = 256
@@ -199,29 +198,10 @@ def track_creations() -> None:
     def after_backend(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         origin_tracker.record_backend(self)
 
-    _extend_method(PrefixStore, "__init__", after_prefix)
-    _extend_method(ProcessGroup, "__init__", after_group)
-    _extend_method(ProcessGroup, "_register_backend", after_backend)
-
-
-def _extend_method(
-    owner: Any, name: str, after: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
-) -> None:
-    original = getattr(owner, name, None)
-    if original is None or hasattr(original, "__hangwatch__"):
-        return
-
-    @functools.wraps(original)
-    def extended(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        try:
-            run_uncompiled(after, self, args, kwargs)
-        except Exception as error:  # our error: the group exists
-            faults.record_fault("recording the creation of a process group", error)
-        return result
-
-    extended.__hangwatch__ = True  # type: ignore[attr-defined]
-    setattr(owner, name, extended)
+    where = "recording the creation of a process group"
+    extend_method(PrefixStore, "__init__", after_prefix, where)
+    extend_method(ProcessGroup, "__init__", after_group, where)
+    extend_method(ProcessGroup, "_register_backend", after_backend, where)
 
 
 def _bind(args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:

@@ -13,23 +13,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from hangwatch.model.calls import (
-    LossReason,
-    Signature,
-    StreamKind,
-    encode_signature,
-    with_agreement_hash,
-)
+from hangwatch.model.calls import LossReason, StreamKind
 from hangwatch.model.groups import pack_ranks
-from hangwatch.model.operators import MustMatch
-from hangwatch.ring.layout import RecordFlag
 
 from . import faults
 from .dynamo import forbid_tracing, run_uncompiled
 from .group_origins import GroupOrigin, origin_tracker
 from .groups import describe_foreign_group
 from .recorder import Recorder
-from .streams import CompletionMode, EnteredCall, StreamRecorder
+from .streams import EnteredCall, StreamRecorder
 
 Wrapper = Callable[..., Any]
 BeforeCall = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -125,14 +117,7 @@ class SetupRecorder:
         if self._stream is None:
             return None
         members = None if ranks is None else f"ranks={pack_ranks(ranks)}"
-        return self._enter_in(self._stream, Signature(op=op, detail=members))
-
-    def _enter_in(self, stream: StreamRecorder, unhashed: Signature) -> EnteredCall:
-        signature = with_agreement_hash(unhashed, MustMatch.NOTHING, ())
-        number = self._recorder.ring.intern_signature(encode_signature(signature))
-        site = self._recorder.sites.find_site(sys._getframe(2))
-        record_body = stream.pack_record_body(number, site, RecordFlag.BLOCKING)
-        return stream.enter_call(signature.agree, record_body, 0, CompletionMode.RETURN)
+        return self._recorder.enter_declared_call(self._stream, op, members)
 
     def announce_foreign_group(self, origin: GroupOrigin) -> None:
         """Records that this process begins to create a foreign group, so that it is known as a
@@ -146,7 +131,7 @@ class SetupRecorder:
         }
         stream = self._recorder.groups.open_stream(description)
         if stream is not None:
-            origin.creation = self._enter_in(stream, Signature(op="new_process_group"))
+            origin.creation = self._recorder.enter_declared_call(stream, "new_process_group")
 
     def complete_foreign_group(self, origin: GroupOrigin, returned: bool) -> None:
         """Records that a foreign group was created, or given up. Its stream may then make room for

@@ -19,7 +19,7 @@ import traceback
 from pathlib import Path
 from time import monotonic, monotonic_ns, sleep
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hangwatch
 from hangwatch.model.calls import LossReason
@@ -30,7 +30,7 @@ from hangwatch.ring.layout import CHECK_SLOTS, CHECK_STRUCT, LiveWord
 from ..environment import identity, run_dir
 from . import device, dynamo, faults, kernels
 from .annotations import UserAnnotations
-from .checks.settings import CheckSettings, load_check_settings
+from .checks.settings import load_check_settings
 from .group_origins import origin_tracker, track_creations
 from .group_setup import SetupRecorder, wrap_function
 from .native.library import choose_recorder
@@ -43,10 +43,6 @@ from .ring_file import (
     get_master_address,
     is_started_as_rank,
 )
-from .writer import RingWriter
-
-if TYPE_CHECKING:
-    from .checks.inspection import CallChecker
 
 _NEW_GROUP_PARAMETERS = (
     "ranks",
@@ -135,7 +131,7 @@ def _start_recording_once(launch: identity.LaunchInfo, rank: int, world_size: in
     hangwatch._watcher = UserAnnotations(current)
     current.poller.start_thread()
     atexit.register(_handle_exit)
-    sys.excepthook = _RecordingExcepthook(sys.excepthook)
+    _record_uncaught_exceptions()
     with faults.swallow_errors("exempting hangwatch from compilation"):
         dynamo.exempt_own_code()
 
@@ -156,7 +152,15 @@ class RankProcess:
         self.folder, self.ring = create_ring(self.key, pid, start_ticks, check_table_bytes)
         self._stack_dumper = StackDumper(self.ring.path, self.ring)
         native, self._python_reason = choose_recorder(os.environ)
-        self.recorder = Recorder(self.ring, native, _make_checker(self.ring, check_settings))
+        checker = None
+        for problem in check_settings.problems:
+            faults.record_message(problem)
+        if check_settings.any_enabled:
+            # Most jobs enable no checks, and need not load them.
+            from .checks.inspection import CallChecker
+
+            checker = CallChecker(self.ring, check_settings)
+        self.recorder = Recorder(self.ring, native, checker)
         self.write_identity()
         self.set_lifecycle(Lifecycle.STARTING)
         self.setup_recorder = SetupRecorder(self.recorder)
@@ -196,18 +200,6 @@ class RankProcess:
     def _write_faults(self) -> None:
         self.ring.set_word(LiveWord.ERRORS, faults.count_faults())
         self.ring.write_faults(faults.format_lines())
-
-
-def _make_checker(ring: RingWriter, settings: CheckSettings) -> CallChecker | None:
-    """Makes the checker of calls if the environment enables checks."""
-    for problem in settings.problems:
-        faults.record_message(problem)
-    if not settings.any_enabled:
-        return None
-    # Most jobs enable no checks, and need not load them.
-    from .checks.inspection import CallChecker
-
-    return CallChecker(ring, settings)
 
 
 def _record_lost_world() -> None:
@@ -398,17 +390,17 @@ def _read_task_file(task: str, name: str) -> str:
         return ""
 
 
-class _RecordingExcepthook:
-    """Records the exception that ends the main thread, then runs the hook that was set before."""
+def _record_uncaught_exceptions() -> None:
+    """Records the exception that ends the main thread, before the hook that was set runs."""
+    previous_hook = sys.excepthook
 
-    def __init__(self, previous_hook: Any) -> None:
-        self._previous_hook = previous_hook
-
-    def __call__(
-        self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
+    def record_and_pass_on(
+        kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
         _record_exception(kind, value, trace)
-        self._previous_hook(kind, value, trace)
+        previous_hook(kind, value, trace)
+
+    sys.excepthook = record_and_pass_on
 
 
 def patch_spawn() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
-from hangwatch.model.calls import LossReason
+from hangwatch.model.calls import LossReason, Signature, encode_signature, with_agreement_hash
+from hangwatch.model.operators import MustMatch
+from hangwatch.ring.layout import RecordFlag
 
 from .callers import CallSites
-from .calls import CallReader
+from .calls import MAX_CACHED_CALLS, CallReader
 from .groups import GroupRegistry
 from .native.library import NativeLibrary, NativeStreamRecorder
-from .streams import StreamRecorder
+from .streams import CompletionMode, EnteredCall, StreamRecorder
 from .writer import RingWriter
 
 if TYPE_CHECKING:
@@ -44,6 +47,8 @@ class Recorder:
             native.attach_ring(ring)
         self.groups = GroupRegistry(ring, self._make_stream, self.clear_caches)
         self.sites = CallSites(ring, native.set_code_origin if native is not None else None)
+        # The number of the signature of a declared call, and its agreement hash, by (op, detail).
+        self._declared_signatures: dict[tuple[str, str | None], tuple[int, int]] = {}
 
     def _make_stream(self, uid: int, slot: int) -> StreamRecorder:
         if self.native is not None:
@@ -55,6 +60,24 @@ class Recorder:
         clear_reader_caches()
         if self.native is not None:
             self.native.clear_plans()
+
+    def enter_declared_call(
+        self, stream: StreamRecorder, op: str, detail: str | None = None
+    ) -> EnteredCall:
+        """Records a call of this thread that no operator makes, and that blocks until it returns.
+        The members must agree on ``op`` and ``detail``.
+        """
+        interned = self._declared_signatures.get((op, detail))
+        if interned is None or not self.ring.is_signature_fresh(interned[0]):
+            if len(self._declared_signatures) >= MAX_CACHED_CALLS:
+                self._declared_signatures.clear()
+            unhashed = Signature(op=op, detail=detail)
+            signature = with_agreement_hash(unhashed, MustMatch.NOTHING, ())
+            number = self.ring.intern_signature(encode_signature(signature))
+            interned = self._declared_signatures[op, detail] = number, signature.agree
+        site = self.sites.find_site(sys._getframe())
+        record_body = stream.pack_record_body(interned[0], site, RecordFlag.BLOCKING)
+        return stream.enter_call(interned[1], record_body, 0, CompletionMode.RETURN)
 
     def record_lost_call(
         self, reader: CallReader, args: tuple[Any, ...], reason: LossReason = LossReason.FAULT

@@ -36,7 +36,7 @@ _MAX_TEXT_CHARS = 4096
 
 # The recorder's names of operations, where torch.distributed has another name.
 _OP_NAMES = {name: spec.op for spec in FLIGHT_OPERATIONS.values() for name in spec.flight_names}
-_DTYPE_NAMES = {
+DTYPE_NAMES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8",
     "Byte": "uint8",
 }  # fmt: skip
@@ -63,7 +63,7 @@ def read_signature(
     inputs = tuple(_parse_shape(shape) for part in tensors for shape in part[0])
     outputs = tuple(_parse_shape(shape) for part in tensors for shape in part[1])
     dtype_names = {parse_text(name) for part in tensors for name in (*part[2], *part[3])}
-    dtypes = {_DTYPE_NAMES.get(name, name.lower()) for name in dtype_names}
+    dtypes = {DTYPE_NAMES.get(name, name.lower()) for name in dtype_names}
     op = _resolve_op(names)
     specs = [_find_spec(part) for part in op.split("+")]
     must_match = _combine_must_match(specs)

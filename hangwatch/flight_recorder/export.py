@@ -14,15 +14,17 @@ from typing import Any
 
 from hangwatch.model.operators import OPERATIONS, ListSide, OperatorSpec, OutputScale
 
+from .entries import DTYPE_NAMES
+
 LAYOUT_VERSION = "2.10"
 
 # PyTorch's analyzer matches sends and receives only if they are coalesced, and fails on unknown
 # names.
 _ANALYZER_SPECS = {op: spec for op, spec in OPERATIONS.items() if spec.analyzer_name}
-_RECORDER_DTYPES = {
-    "float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16", "int64": "Long", "int32": "Int", "int16": "Short",
-    "int8": "Char", "uint8": "Byte", "bool": "Bool",
-}  # fmt: skip
+_RECORDER_DTYPES = {dtype: name for name, dtype in DTYPE_NAMES.items()} | {
+    "bfloat16": "BFloat16",
+    "bool": "Bool",
+}
 
 
 def export_dumps(

@@ -366,42 +366,23 @@ class LossScalingTracker:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         register_optimizer_step_post_hook(self._count_step)
-        scaler: Any = GradScaler
-        original = scaler.__init__
-
-        @functools.wraps(original)
-        def tracked_init(instance: Any, *args: Any, **kwargs: Any) -> None:
-            original(instance, *args, **kwargs)
-            try:
-                self._track_scaler(instance)
-            except Exception as error:  # our error: the scaler works without it
-                faults.record_fault("tracking a GradScaler", error)
-
-        scaler.__init__ = tracked_init
+        faults.extend_method(GradScaler, "__init__", self._track_scaler, "tracking a GradScaler")
 
     def _count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self.is_active:
             self.rounds += 1
 
-    def _track_scaler(self, scaler: Any) -> None:
-        if not scaler.is_enabled():
-            return
-        self.is_active = True
-        owner: Any = next(cls for cls in type(scaler).__mro__ if "update" in vars(cls))
-        original = owner.update
-        if hasattr(original, "__hangwatch__"):
-            return
+    def _track_scaler(self, scaler: Any, args: Any, kwargs: Any) -> None:
+        if scaler.is_enabled():
+            self.is_active = True
+            owner = next(cls for cls in type(scaler).__mro__ if "update" in vars(cls))
+            faults.extend_method(owner, "update", self._count_update, "counting a round")
 
-        @functools.wraps(original)
-        def counted_update(instance: Any, *args: Any, **kwargs: Any) -> Any:
-            self.rounds += 1
-            return original(instance, *args, **kwargs)
-
-        counted_update.__hangwatch__ = True  # type: ignore[attr-defined]
-        owner.update = counted_update
+    def _count_update(self, scaler: Any, args: Any, kwargs: Any) -> None:
+        self.rounds += 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CheckedCall:
     """The fields of a call's record that its check entries repeat, or that decide what to check."""
 
@@ -429,16 +410,7 @@ class CheckTableWriter:
             RECORDS_OFFSET + (call[2] % RECORD_SLOTS) * RECORD_STRUCT.size,
         )
         _, entered_ns, _, seq, chain, _, size, uid, signature, site, _, flags, _, _, _ = record
-        return CheckedCall(
-            entered_ns=entered_ns,
-            seq=seq,
-            chain=chain,
-            size=size,
-            uid=uid,
-            signature=signature,
-            site=site,
-            flags=flags,
-        )
+        return CheckedCall(entered_ns, seq, chain, size, uid, signature, site, flags)
 
     def write_check(
         self, call: CheckedCall, flags: CheckFlag, *, checksum: int = 0, nan: int = 0, inf: int = 0,

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 import hangwatch
 from hangwatch.agent.recorder import kernels
 from hangwatch.agent.recorder.callers import CallSites
-from hangwatch.agent.recorder.calls import SignatureCache
+from hangwatch.agent.recorder.calls import CallReader
 from hangwatch.agent.recorder.groups import GroupRegistry
 from hangwatch.agent.recorder.python_kernel import get_recorder
 from hangwatch.ring.reader import RingReader
@@ -67,7 +67,7 @@ def collective() -> None:
     reduce(1)
     reduce(2)
     reduce(1, other)
-    with failing(SignatureCache, "add_signature"):
+    with failing(CallReader, "_intern_signature"):
         reduce(3)
     reduce(1)
     reduce(1)
@@ -81,7 +81,7 @@ def message() -> None:
     reduce(1)
     send(1, tag=1)
     send(1, tag=1, group=other)
-    with failing(SignatureCache, "add_signature"):
+    with failing(CallReader, "_intern_signature"):
         send(2, tag=2)
     send(1, tag=1)
     send(1, tag=3)
@@ -92,7 +92,7 @@ def first_call() -> None:
     """The first call of a group, whose stream is opened by the next one."""
     other = dist.new_group([0, 1], group_desc="other")
     reduce(1)
-    with failing(SignatureCache, "add_signature"):
+    with failing(CallReader, "_intern_signature"):
         reduce(2, other)
     reduce(1, other)
 

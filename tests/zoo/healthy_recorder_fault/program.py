@@ -9,7 +9,7 @@ import earlier_calls
 import torch
 import torch.distributed as dist
 
-from hangwatch.agent.recorder.calls import SignatureCache
+from hangwatch.agent.recorder.calls import CallReader
 
 
 def main():
@@ -18,7 +18,7 @@ def main():
     rank = dist.get_rank()
     for step in range(40):
         if step == 10 and rank == 2:
-            with mock.patch.object(SignatureCache, "add_signature", side_effect=OSError("injected")):
+            with mock.patch.object(CallReader, "_intern_signature", side_effect=OSError("injected")):
                 dist.all_reduce(torch.ones(7, 77))
         elif step == 10:
             dist.all_reduce(torch.ones(7, 77))
