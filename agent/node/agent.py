@@ -4,6 +4,7 @@ after its ranks.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,7 +78,8 @@ class NodeAgent:
             self._outbox,
             self._abort_tracker,
             self._live_requests,
-            owner,
+            host=socket.gethostname(),
+            owner=owner,
             server_count=len(targets),
         )
         self._command_poll = CommandPoll(self._composer.agent_id, self._wakeup.wake)

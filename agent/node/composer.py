@@ -6,7 +6,6 @@ import contextlib
 import os
 import resource
 import secrets
-import socket
 from dataclasses import dataclass
 
 from hangwatch.protocol.heartbeat import PROTOCOL_VERSION, AgentCost, Heartbeat, ProcessUpdate
@@ -42,6 +41,8 @@ class HeartbeatComposer:
         outbox: Outbox,
         abort_tracker: AbortTracker,
         live_requests: LiveRequests,
+        *,
+        host: str,
         owner: str,
         server_count: int,
     ) -> None:
@@ -50,9 +51,8 @@ class HeartbeatComposer:
         self._abort_tracker = abort_tracker
         self._live_requests = live_requests
         self._performance_reporter = PerformanceReporter()
-        self._host = socket.gethostname()
         self.agent_id = secrets.token_hex(8)
-        self._owner, self._server_count = owner, server_count
+        self._host, self._owner, self._server_count = host, owner, server_count
         self._number = 0
         self._terse_until_ns = 0
         # The server knows nothing yet, so the next heartbeat holds everything.

@@ -5,7 +5,8 @@ A real server receives heartbeats over HTTP of a simulated job (`tests.simulatio
 other processes run its node agents (`tests.simulation.agent_pool`), one for each 8 ranks. Faults of
 each kind are planted one after the other, each with one culprit among all ranks; in between, all
 hosts report that their ranks go on. Measured are the time until the right verdict, the CPU time and
-memory of the server, and the response time of its API.
+memory of the server, the response time of its API, and how late the simulation itself sent its
+heartbeats: a verdict can be late because of the server, or because of a simulation without a core.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -62,7 +63,7 @@ REPORTED_WITHIN_S, RESOLVED_WITHIN_S, ENDED_WITHIN_S = 300.0, 60.0, 120.0
 ENDING_KINDS = (VerdictKind.MISMATCH, VerdictKind.EXITED_RANK, VerdictKind.DEAD_RANK)
 HEADINGS = (
     "ranks", "hosts", "interval", "heartbeats/s", "bytes each", "server, healthy", "for 1,000 ranks", "at worst", "memory", "right verdicts, the latest",
-    "API: median, 99 %, worst",
+    "API: median, 99 %, worst", "simulation late: median, worst",
 )  # fmt: skip
 # What is planted in each run of the job, in turn. A launcher ends the run after the last of them
 # and starts the next.
@@ -125,6 +126,16 @@ class ApiProbe:
     def stop_probe(self) -> None:
         self._stopped.set()
 
+    def list_responses_ms(self) -> list[float]:
+        """The response times, the slowest last."""
+        return sorted(1000 * seconds for seconds, _ in self.response_times)
+
+
+def describe_responses(responses_ms: list[float]) -> str:
+    """The median, 99 % and the slowest of sorted response times."""
+    late_ms = responses_ms[int(0.99 * len(responses_ms))]
+    return f"{statistics.median(responses_ms):.0f}, {late_ms:.0f}, {responses_ms[-1]:.0f} ms"
+
 
 @dataclass(slots=True, kw_only=True)
 class FaultResult:
@@ -172,13 +183,15 @@ class AgentProcesses:
 
 
 @contextmanager
-def run_agents(port: int, run: JobRun, ramp_s: float) -> Iterator[AgentProcesses]:
+def run_agents(
+    port: int, run: JobRun, ramp_s: float, process_count: int = AGENT_PROCESSES
+) -> Iterator[AgentProcesses]:
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
-    for n in range(AGENT_PROCESSES):
+    for n in range(process_count):
         mine, theirs = context.Pipe()
         hosts = range(
-            n * run.shape.hosts // AGENT_PROCESSES, (n + 1) * run.shape.hosts // AGENT_PROCESSES
+            n * run.shape.hosts // process_count, (n + 1) * run.shape.hosts // process_count
         )
         processes.append(
             context.Process(
@@ -212,17 +225,19 @@ class CpuMeasurement:
 
 
 @contextmanager
-def measure_core_share(server: Server) -> Iterator[CpuMeasurement]:
+def measure_core_share(pids: Sequence[int]) -> Iterator[CpuMeasurement]:
+    """``pids`` are the processes that serve, each of which counts with its children."""
     measured = CpuMeasurement()
-    cpu_before_s, began_at = read_family_cpu_s(server.pid), time.monotonic()
+    cpu_before_s, began_at = sum(map(read_family_cpu_s, pids)), time.monotonic()
     yield measured
     measured.took_s = time.monotonic() - began_at
-    measured.core_share = (read_family_cpu_s(server.pid) - cpu_before_s) / measured.took_s
+    measured.core_share = (sum(map(read_family_cpu_s, pids)) - cpu_before_s) / measured.took_s
 
 
 @dataclass(slots=True, kw_only=True)
 class FaultTrial:
     server: Server
+    pids: Sequence[int]  # see `measure_core_share`
     probe: ApiProbe
     agents: AgentProcesses
     run: JobRun
@@ -235,10 +250,10 @@ class FaultTrial:
         began_at = time.monotonic()
 
         def is_reported() -> bool:
-            jobs = self.server.get_items("jobs")
-            return bool(jobs) and (jobs[0]["heard_of"], jobs[0]["attempt"]) == (
-                self.run.shape.ranks,
-                self.run.number,
+            return any(
+                (job["job"], job["attempt"], job["heard_of"])
+                == (self.run.name, self.run.number, self.run.shape.ranks)
+                for job in self.server.get_items("jobs")
             )
 
         if not wait_until(is_reported, REPORTED_WITHIN_S, 0.5):
@@ -261,7 +276,7 @@ class FaultTrial:
     def _measure_recovery(self, kind: VerdictKind) -> None:
         """Waits until the incident is resolved, and until each host has reported since."""
         self.probe.activity = f"after {kind.value}"
-        with measure_core_share(self.server) as measured:
+        with measure_core_share(self.pids) as measured:
             wait_until(lambda: not self._is_open(kind), RESOLVED_WITHIN_S, 0.5)
             time.sleep(self.agents.total.interval_s)
         self.recovery_shares.append(measured.core_share)
@@ -296,7 +311,7 @@ class FaultTrial:
         reported_at: float | None = None
         # The fault that a run begins with may have been due before this.
         wait_until_at = max(due_at, time.monotonic()) + 3 * MAX_VERDICT_DELAY_S
-        with measure_core_share(self.server) as measured:
+        with measure_core_share(self.pids) as measured:
             while reported_at is None and time.monotonic() < wait_until_at:
                 time.sleep(0.1)
                 if self._find_verdict(fault, other_verdicts):
@@ -331,6 +346,8 @@ class FaultTrial:
         """Whether the right verdict is open. Adds others since the fault to ``other_verdicts``."""
         is_reported = False
         for incident in self.probe.open_incidents:
+            if incident["job"] != self.run.name:
+                continue
             culprits = set(incident["culprits"])
             if incident["kind"] == fault.kind.value and culprits == fault.list_culprits():
                 is_reported = True
@@ -378,8 +395,7 @@ def _describe_result(result: FaultResult) -> str:
     remarks, counts = [*result.other_verdicts], result.counts
     if counts.refused or counts.failures:
         remarks.append(f"{counts.refused:,} heartbeats refused, {counts.failures:,} lost")
-    if counts.max_delay_s > 1.0:
-        remarks.append(f"the simulation itself was {counts.max_delay_s:.1f} s late")
+    remarks.append(f"simulation late by {counts.lag_text}")
     return (
         f"{result.kind.value:16} {delay:36} server {100 * result.core_share:5.1f} %"
         f" at {result.counts.heartbeats / result.took_s:5.0f} heartbeats/s {'ok' if result.is_good else 'WRONG'} {'; '.join(remarks)}"
@@ -401,7 +417,7 @@ def run_benchmark(
     """Returns a row of the table, and whether all results are within the limits."""
     ramp_s = max(2.0, shape.hosts / STARTED_PER_S)
     with running_server(folder, stall_after_s=STALL_AFTER_S) as server:
-        probe = ApiProbe(server.url)
+        probe, pids = ApiProbe(server.url), (server.pid,)
         first = JobRun(shape=shape, number=0, started_at=time.monotonic() + 1.0)
         if VerdictKind.STARTUP_STALL in runs[0]:
             first.faults = [
@@ -409,7 +425,9 @@ def run_benchmark(
             ]
         probing = threading.Thread(target=probe.run_probe, daemon=True)
         with run_agents(server.port, first, ramp_s) as agents:
-            trial = FaultTrial(server=server, probe=probe, agents=agents, run=first, ramp_s=ramp_s)
+            trial = FaultTrial(
+                server=server, pids=pids, probe=probe, agents=agents, run=first, ramp_s=ramp_s
+            )
             print(
                 f"{shape.ranks} ranks, {shape.hosts} hosts: all reported after"
                 f" {trial.wait_until_reported():.0f} s",
@@ -417,7 +435,7 @@ def run_benchmark(
             )
             time.sleep(10.0)
             probing.start()
-            healthy = _measure_healthy(server, agents)
+            healthy = measure_healthy(pids, agents)
             for number, kinds in enumerate(runs):
                 if number:
                     trial.restart_job()
@@ -430,17 +448,21 @@ def run_benchmark(
             probe.stop_probe()
             probing.join()
             agents.collect_counts()
-        peak_mb = sum(map(_read_peak_mb, list_family(server.pid)))
-    print(f"  in all: {agents.total}")
+        peak_mb = read_peak_mb(pids)
+    print(f"  in all: {agents.total}, simulation late by {agents.total.lag_text}")
     return _summarize_results(shape, healthy, trial, peak_mb)
 
 
-def _measure_healthy(server: Server, agents: AgentProcesses) -> HealthyResult:
+def measure_healthy(
+    pids: Sequence[int], agents: AgentProcesses, seconds: float = HEALTHY_S
+) -> HealthyResult:
     agents.collect_counts()
-    with measure_core_share(server) as measured:
-        time.sleep(HEALTHY_S)
+    with measure_core_share(pids) as measured:
+        time.sleep(seconds)
     counts, _, _ = agents.collect_counts()
-    print(f"  healthy: server {measured}, {counts}", flush=True)
+    print(
+        f"  healthy: server {measured}, {counts}, simulation late by {counts.lag_text}", flush=True
+    )
     return HealthyResult(
         core_share=measured.core_share,
         heartbeats_per_s=counts.heartbeats / measured.took_s,
@@ -454,7 +476,7 @@ def _summarize_results(
     """Returns the row of the table, and whether all results are within the limits."""
     slowest = sorted(trial.probe.response_times, reverse=True)[:12]
     print(f"  slowest: {'; '.join(f'{1000 * s:.0f} ms {request}' for s, request in slowest)}")
-    responses_ms = sorted(1000 * seconds for seconds, _ in trial.probe.response_times)
+    responses_ms = trial.probe.list_responses_ms()
     delays_s = [r.verdict_delay_s for r in trial.results if r.verdict_delay_s is not None]
     worst_core_share = max([*(r.core_share for r in trial.results), *trial.recovery_shares])
     core_percent = 100 * max(healthy.core_share, worst_core_share)
@@ -465,7 +487,6 @@ def _summarize_results(
         and peak_mb <= max(MAX_MB_OF_SMALL_JOBS, MAX_KB_PER_RANK * shape.ranks / 1000)
     )
     counts = healthy.counts
-    late_response_ms = responses_ms[int(0.99 * len(responses_ms))]
     cells = (
         f"{shape.ranks:,}",
         f"{shape.hosts:,}",
@@ -477,14 +498,18 @@ def _summarize_results(
         f"{100 * worst_core_share:.0f} %",
         f"{peak_mb:,.0f} MB",
         f"{len(delays_s)} of {len(trial.results)}, {max(delays_s, default=0.0):.1f} s",
-        f"{statistics.median(responses_ms):.0f}, {late_response_ms:.0f}, {responses_ms[-1]:.0f} ms",
+        describe_responses(responses_ms),
+        trial.agents.total.lag_text,
     )
     return f"| {' | '.join(cells)} |", is_good
 
 
-def _read_peak_mb(pid: int) -> float:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+def read_peak_mb(pids: Sequence[int]) -> float:
+    """The most memory that these processes and their children have used, added up."""
+    statuses = [
+        Path(f"/proc/{member}/status").read_text() for pid in pids for member in list_family(pid)
+    ]
+    return sum(int(status.partition("VmHWM:")[2].split()[0]) for status in statuses) / 1024
 
 
 def main() -> int:

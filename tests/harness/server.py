@@ -36,6 +36,7 @@ class Server:
     port: int = 0
     url: str = ""
     max_files: int | None = None  # that each of its processes may open
+    command: tuple[str, ...] = (str(COMMAND),)
     _process: subprocess.Popen[bytes] | None = None
     _client: httpx.Client = field(default_factory=httpx.Client)
 
@@ -49,7 +50,7 @@ class Server:
             process = subprocess.Popen(
                 [
                     *([] if self.max_files is None else ["prlimit", f"--nofile={self.max_files}"]),
-                    *(str(COMMAND), "--port", str(self.port)),
+                    *(*self.command, "--port", str(self.port)),
                     *("--data-dir", str(self.folder / "data"), *self.flags),
                 ],
                 stdin=subprocess.DEVNULL,

@@ -5,6 +5,7 @@ soon as there are enough hosts.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -18,11 +19,12 @@ import pytest
 
 from hangwatch.agent.transport.client import ServerTarget, SignedClient
 from hangwatch.model.kinds import VerdictKind
+from hangwatch.protocol.codec import decode_reply, encode_message
 from hangwatch.server.ingest.agent_worker import MIN_HOSTS
 from hangwatch.server.ingest.connection_worker import RESERVED_FILES
 from tests.harness.server import Server, run_server, running_server
-from tests.simulation.agent_encoding import HeartbeatEncoder
 from tests.simulation.parallel_job import JobRun, JobShape, SimulatedFault
+from tests.simulation.simulated_host import SimulatedHost
 from tests.simulation.waiting import wait_until
 
 SHAPE = JobShape(pipeline=5, data=MIN_HOSTS // 5 + 3)
@@ -39,7 +41,7 @@ class SimulatedHosts:
     def __init__(self, port: int) -> None:
         self.run = JobRun(shape=SHAPE, number=0, started_at=time.monotonic() - 100.0)
         self.reconnected = 0
-        self._encoders = [HeartbeatEncoder(h, lambda: self.run) for h in range(SHAPE.hosts)]
+        self._hosts = [SimulatedHost(number, lambda: self.run) for number in range(SHAPE.hosts)]
         self.connections: list[socket.socket | None] = [None] * SHAPE.hosts
         self._port = port
         self._stopped = threading.Event()
@@ -62,21 +64,16 @@ class SimulatedHosts:
                 self.post_heartbeat(host)
 
     def post_heartbeat(self, host: int) -> None:
-        encoder = self._encoders[host]
-        body = encoder.encode_heartbeat(time.monotonic(), {}).encode()
+        flight = self._hosts[host].compose_heartbeat(time.monotonic())
+        body = json.dumps(encode_message(flight.heartbeat)).encode()
         try:
             status, reply = send_request(self._connect(host), HEARTBEAT, body)
         except OSError:
-            encoder.mark_undelivered()
             self._close(host)
             self.reconnected += 1
             return
-        if status != 200:
-            encoder.mark_undelivered()
-        elif msgspec.json.decode(reply).get("resync"):
-            encoder.forget_acked()
-        else:
-            encoder.mark_delivered()
+        if status == 200:
+            self._hosts[host].apply_reply(flight, decode_reply(json.loads(reply)), time.monotonic())
 
     def _connect(self, host: int) -> socket.socket:
         connection = self.connections[host]

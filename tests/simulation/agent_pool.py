@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import time
 from multiprocessing.connection import Connection
@@ -55,7 +56,7 @@ class NodeAgentPool:
         exit_hosts = {f.host for f in run.faults if f.kind in exits and f not in before.faults}
         now = time.monotonic()
         for agent in self.agents:
-            if agent.host in exit_hosts:
+            if agent.host.number in exit_hosts:
                 exit_delay_s = max(0.0, run.faults[-1].starts_at - now) + 0.01
                 self.loop.call_later(exit_delay_s, agent.report_exit)
             elif run.ended_at < float("inf"):
@@ -78,7 +79,7 @@ class NodeAgentPool:
         first_host = fault.host // pipeline * pipeline
         replica_hosts = range(first_host, first_host + pipeline)
         for agent in self.agents:
-            if fault.kind is VerdictKind.GROUP_MISMATCH or agent.host in replica_hosts:
+            if fault.kind is VerdictKind.GROUP_MISMATCH or agent.host.number in replica_hosts:
                 agent.schedule_fault_report(fault)
 
 
@@ -112,4 +113,5 @@ def run_agent_pool(port: int, hosts: range, run: JobRun, ramp_s: float, orders: 
     """The body of the process. ``orders`` are ("start", (run, ramp_s)), ("change", run), ("counts",
     None) and ("stop", None).
     """
+    gc.disable()  # a full collection of a hundred thousand ranks would make all heartbeats late
     asyncio.run(_run_pool(port, hosts, run, ramp_s, orders))

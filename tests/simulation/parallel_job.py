@@ -101,6 +101,7 @@ class SimulatedFault:
 class JobRun:
     """One attempt of the job, with ``faults`` one after the other."""
 
+    name: str = "fleet"
     shape: JobShape
     number: int
     started_at: float

@@ -1,13 +1,14 @@
-"""The call streams of the ranks of a `parallel_job`: how far each is at a time, as JSON. Pure."""
+"""The call streams of the ranks of a `parallel_job`: how far each is at a time. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from dataclasses import dataclass
-from typing import Any
 
+from hangwatch.model.calls import Call, Signature, Site, StreamKind
+from hangwatch.model.groups import Group, unpack_ranks
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.protocol.heartbeat import MAX_CHECKPOINTS
+from hangwatch.ring.snapshot import StreamState
 
 from .parallel_job import (
     NEIGHBOURS_WAIT_AFTER_S,
@@ -37,8 +38,6 @@ EXCHANGE_FROM = 0.9  # the part of a step after which replicas exchange gradient
 GROUPS_CREATED, WORLD_CALLS = 3, 2  # calls of the set-up, and of the whole world
 _MASK, _HASH_MULTIPLIER, _CHANGE_MULTIPLIER = (1 << 64) - 1, 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
 
-Document = dict[str, Any]
-
 
 @dataclass(slots=True)
 class SimulatedStream:
@@ -57,54 +56,45 @@ class SimulatedStream:
     def entered_at(self) -> float:
         return self.pending_since or self.last_call_at
 
-    def encode_update(self, after: int, now: float, blocked: bool) -> Document:
-        """What has changed since the server knew ``after`` calls."""
-        update: Document = {
-            "uid": self.uid,
-            "entered": self.entered,
-            "completed": self.completed,
-            "op": self.op,
-            "entered_s": round(max(0.002, now - self.entered_at), 4),
-        }
-        if self.uid <= DP:
-            update["chain"] = self._find_hash(self.entered)
-            if after < self.entered:
-                update["checkpoints"] = self._list_checkpoints(after)
+    def make_state(self, target: StreamTarget, now: float) -> StreamState:
+        """What a node agent reads of it in the rank's ring."""
+        pending_s = None
         if self.completed is not None and self.completed < self.entered:
-            pending_s = round(now - self.pending_since, 4) if self.pending_since else 0.002
-            update["pending_s"] = pending_s
-        if blocked:
-            update["calls"] = [self.encode_call(self.entered, now)]
-        return update
+            pending_s = now - self.pending_since if self.pending_since else 0.002
+        return StreamState(
+            uid=self.uid,
+            kind=target.kind,
+            group=target.group,
+            peer=target.peer,
+            tag=target.tag,
+            entered=self.entered,
+            completed=self.completed,
+            chain=self.find_hash(self.entered),
+            entered_s=max(0.002, now - self.entered_at),
+            pending_s=pending_s,
+        )
 
-    def encode_call(self, seq: int, now: float) -> Document:
+    def make_call(self, seq: int, now: float, thread: int) -> Call:
         is_queued = self.completed is None
         is_changed = seq >= (self.changed_from or self.entered)
-        return {
-            "seq": seq,
-            "signature": {
-                "op": self.op if is_changed else OPS[self.uid],
-                "shapes": [[4096]],
-                "dtype": "bfloat16",
-                "numel": 4096,
-                "agree": 77 + self._find_hash_change(seq),
-            },
-            "site": {"file": "/u/train.py", "line": 50 + self.uid, "function": "step"},
-            "chain": self._find_hash(seq),
-            "entered_s": max(0.0, now - self.entered_at),
-            "blocking": True if self.uid in (SETUP, WORLD, TP, DP) and not is_queued else None,
-            "thread": 1,
-        }
+        return Call(
+            seq=seq,
+            signature=Signature(
+                op=self.op if is_changed else OPS[self.uid],
+                shapes=((4096,),),
+                dtype="bfloat16",
+                numel=4096,
+                agree=77 + self._find_hash_change(seq),
+            ),
+            site=Site(file="/u/train.py", line=50 + self.uid, function="step"),
+            chain=self.find_hash(seq),
+            entered_s=max(0.0, now - self.entered_at),
+            blocking=True if self.uid in (SETUP, WORLD, TP, DP) and not is_queued else None,
+            thread=thread,
+        )
 
-    def _list_checkpoints(self, after: int) -> list[tuple[int, int]]:
-        """Running hashes of evenly spaced calls, as many as a heartbeat may have."""
-        step = 1
-        while self.entered // step - after // step > MAX_CHECKPOINTS:
-            step *= 2
-        first = (after // step + 1) * step
-        return [(seq, self._find_hash(seq)) for seq in range(first, self.entered + 1, step)]
-
-    def _find_hash(self, seq: int) -> int:
+    def find_hash(self, seq: int) -> int:
+        """The running hash after a call."""
         return running_hash(seq, self._find_hash_change(seq))
 
     def _find_hash_change(self, seq: int) -> int:
@@ -119,41 +109,67 @@ def make_queued_stream(uid: int, calls: int, last_call_at: float) -> SimulatedSt
     return SimulatedStream(uid, calls, None, OPS[uid], last_call_at)
 
 
-def iter_stream_identities(shape: JobShape, rank: int) -> Iterator[tuple[int, Document]]:
-    """The uid and the identity of each stream of a rank."""
+class RunningHashes(dict[int, int]):
+    """The running hashes of a stream's calls after ``after``, each computed when it is read: a
+    heartbeat has few of thousands. Only the first and the last are among the keys.
+    """
+
+    def __init__(self, stream: SimulatedStream, after: int) -> None:
+        super().__init__({seq: stream.find_hash(seq) for seq in (after + 1, stream.entered)})
+        self._stream, self._after = stream, after
+
+    def __contains__(self, seq: object) -> bool:
+        return isinstance(seq, int) and self._after < seq <= self._stream.entered
+
+    def __missing__(self, seq: int) -> int:
+        return self._stream.find_hash(seq)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTarget:
+    """Whom the calls of a stream reach."""
+
+    kind: StreamKind
+    group: Group
+    peer: int | None = None
+    tag: int | None = None
+
+
+@functools.cache  # all members share a group
+def _make_group(name: str, desc: str, ranks: str, backend: str = "") -> Group:
+    return Group(name=name, desc=desc, ranks=unpack_ranks(ranks), backend=backend)
+
+
+def map_stream_targets(shape: JobShape, rank: int) -> dict[int, StreamTarget]:
+    """Whom a rank's streams reach, by uid."""
     position = HostPosition.of_host(shape, rank // TENSOR_PARALLEL_SIZE)
     lane = rank % TENSOR_PARALLEL_SIZE
     stage, replica = position.stage, position.replica
     replica_size = TENSOR_PARALLEL_SIZE * shape.pipeline
     last_stage = TENSOR_PARALLEL_SIZE * (shape.pipeline - 1)
-
-    def make_group(name: str, desc: str, ranks: str) -> Document:
-        return {
-            "kind": "collective",
-            "name": name,
-            "desc": desc,
-            "ranks": ranks,
-            "backend": shape.backend,
-        }
-
     all_ranks = f"0-{shape.ranks - 1}"
-    yield SETUP, {"kind": "setup", "name": "setup", "desc": "set-up", "ranks": all_ranks}
-    yield WORLD, make_group("0", "default_pg", all_ranks)
     tp_first = rank - lane
     tp_ranks = f"{tp_first}-{tp_first + TENSOR_PARALLEL_SIZE - 1}"
-    yield TP, make_group(f"tp{tp_first}", "tp", tp_ranks)
     dp_first = stage * TENSOR_PARALLEL_SIZE + lane
     dp_ranks = f"{dp_first}-{dp_first + replica_size * (shape.data - 1)}:{replica_size}"
-    yield DP, make_group(f"dp{stage}.{lane}", "dp", dp_ranks)
     pp_first = replica * replica_size + lane
     pp_ranks = f"{pp_first}-{pp_first + last_stage}:{TENSOR_PARALLEL_SIZE}"
-    channel = {**make_group(f"pp{replica}.{lane}", "pp", pp_ranks), "tag": 0}
+    pipeline = _make_group(f"pp{replica}.{lane}", "pp", pp_ranks, shape.backend)
+    following, previous = rank + TENSOR_PARALLEL_SIZE, rank - TENSOR_PARALLEL_SIZE
+    targets = {SETUP: StreamTarget(StreamKind.SETUP, _make_group("setup", "set-up", all_ranks))}
+    for uid, group in (
+        (WORLD, ("0", "default_pg", all_ranks)),
+        (TP, (f"tp{tp_first}", "tp", tp_ranks)),
+        (DP, (f"dp{stage}.{lane}", "dp", dp_ranks)),
+    ):
+        targets[uid] = StreamTarget(StreamKind.COLLECTIVE, _make_group(*group, shape.backend))
     if stage + 1 < shape.pipeline:
-        yield SEND_NEXT, {**channel, "kind": "send", "peer": rank + TENSOR_PARALLEL_SIZE}
-        yield RECV_NEXT, {**channel, "kind": "recv", "peer": rank + TENSOR_PARALLEL_SIZE}
+        targets[SEND_NEXT] = StreamTarget(StreamKind.SEND, pipeline, following, 0)
+        targets[RECV_NEXT] = StreamTarget(StreamKind.RECV, pipeline, following, 0)
     if stage:
-        yield SEND_PREV, {**channel, "kind": "send", "peer": rank - TENSOR_PARALLEL_SIZE}
-        yield RECV_PREV, {**channel, "kind": "recv", "peer": rank - TENSOR_PARALLEL_SIZE}
+        targets[SEND_PREV] = StreamTarget(StreamKind.SEND, pipeline, previous, 0)
+        targets[RECV_PREV] = StreamTarget(StreamKind.RECV, pipeline, previous, 0)
+    return targets
 
 
 def list_group_faults(run: JobRun, now: float) -> list[SimulatedFault]:

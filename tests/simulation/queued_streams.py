@@ -8,11 +8,10 @@ culprit queue the rest of the step, and their devices wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.protocol.heartbeat import DeviceStatus
+from hangwatch.ring.parts import DeviceEntry
 
 from .parallel_job import STEP_S, TENSOR_PARALLEL_SIZE, HostPosition, JobRun, SimulatedFault
 from .parallel_streams import (
@@ -92,19 +91,24 @@ def list_queued_streams(run: JobRun, rank: int, now: float) -> list[SimulatedStr
     return streams
 
 
-def iter_device_counters(run: JobRun, rank: int, now: float) -> Iterator[DeviceStatus]:
+def list_device_entries(run: JobRun, rank: int, now: float) -> tuple[DeviceEntry, ...]:
     """The counters of a rank's device, of each group with collectives."""
     progress = _find_progress(run, rank, now)
     fault = run.active_fault(now)
-    executed = _count_tensor_calls(progress.device)
     is_stuck = fault is not None and fault.kind is VerdictKind.DEVICE_STUCK and fault.rank == rank
-    yield _make_status(WORLD, WORLD_CALLS, WORLD_CALLS)
-    yield _make_status(TP, _count_tensor_calls(progress.host), executed - is_stuck)
-    yield _make_status(DP, _count_data_calls(progress.host), _count_data_calls(progress.device))
-
-
-def _make_status(uid: int, enqueued: int, completed: int) -> DeviceStatus:
-    return DeviceStatus(uid=uid, enqueued=enqueued, completed=completed, read_s=COUNTERS_AGE_S)
+    read_ns = int((now - COUNTERS_AGE_S) * 1e9)
+    return tuple(
+        DeviceEntry(uid=uid, enqueued=enqueued, started=None, completed=completed, read_ns=read_ns)
+        for uid, enqueued, completed in (
+            (WORLD, WORLD_CALLS, WORLD_CALLS),
+            (
+                TP,
+                _count_tensor_calls(progress.host),
+                _count_tensor_calls(progress.device) - is_stuck,
+            ),
+            (DP, _count_data_calls(progress.host), _count_data_calls(progress.device)),
+        )
+    )
 
 
 def _find_progress(run: JobRun, rank: int, now: float) -> _Progress:

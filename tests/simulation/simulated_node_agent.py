@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 import operator
 import random
+import statistics
 import time
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
+from hangwatch.agent.node.composer import InFlightHeartbeat
+from hangwatch.agent.node.reporting.uplink import (
+    PATIENT_READ_TIMEOUT_S,
+    draw_backoff_s,
+    encode_body,
+)
 from hangwatch.model.kinds import VerdictKind
+from hangwatch.protocol.codec import decode_reply, encode_message
+from hangwatch.protocol.commands import Command, CommandKind
+from hangwatch.protocol.heartbeat import HeartbeatReply
 
-from .agent_encoding import HeartbeatEncoder
-from .agent_replies import CommandReplies
 from .parallel_job import NEIGHBOURS_WAIT_AFTER_S, JobRun, SimulatedFault
-from .rank_streams import list_streams
+from .simulated_host import SimulatedHost, list_streams
 
 if TYPE_CHECKING:
     from .agent_pool import NodeAgentPool
 
-# As in the node agent:
-COMPRESS_FROM_BYTES, REPLY_TIMEOUT_S = 8192, 15.0
-FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 10.0
-SCAN_INTERVAL_S = 0.5  # between two scans of its ranks
+SCAN_INTERVAL_S = 0.5  # between two scans of its ranks, as in the node agent
 CHANGE_DETECTED_S, WAIT_DETECTED_S = 0.25, 1.25  # until a scan shows a change, and a wait
 PYSPY_DURATION_S = 0.3
-_REQUEST_HEAD = (
-    b"POST /api/v1/heartbeats HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-)
+_REQUEST_LINE = "POST /api/v1/heartbeats HTTP/1.1"
 
 
 @dataclass(slots=True)
@@ -42,8 +44,16 @@ class AgentCounts:
     refused: int = 0  # replies with another status than 200
     resyncs: int = 0
     interval_s: float = 0.0
-    max_delay_s: float = 0.0  # of the heartbeat that was sent latest after it was due
     max_response_s: float = 0.0
+    # How many seconds after it was due each heartbeat was sent: what is late there makes verdicts
+    # late that the server gave in time.
+    lags: list[float] = field(default_factory=list, repr=False)
+
+    @property
+    def lag_text(self) -> str:
+        """The simulation's own lag: "1, 240 ms" for the median and the worst."""
+        lags = self.lags or [0.0]
+        return f"{1000 * statistics.median(lags):.0f}, {1000 * max(lags):.0f} ms"
 
     def add_counts(self, other: AgentCounts) -> None:
         for count in fields(self):
@@ -56,15 +66,14 @@ class SimulatedNodeAgent(asyncio.Protocol):
     """The node agent of one host of the pool's job."""
 
     def __init__(self, pool: NodeAgentPool, host: int) -> None:
-        self.pool, self.host = pool, host
-        self.encoder = HeartbeatEncoder(host, lambda: pool.run)
-        self.replies = CommandReplies()
+        self.pool, self.host = pool, SimulatedHost(host, lambda: pool.run)
         self.is_finished = False  # the server knows that all ranks have ended
         self._failures = 0  # in a row
         self._due_at = self._sent_at = 0.0
         self._changes_within_s: float | None = None  # in which the server expects changes
         self._is_urgent = self._is_urgent_after_reply = False
         self._is_busy = False  # connecting, or a heartbeat is in flight
+        self._in_flight: InFlightHeartbeat | None = None
         self._received = b""
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
@@ -72,8 +81,8 @@ class SimulatedNodeAgent(asyncio.Protocol):
     def begin_attempt(self) -> None:
         """The job is restarted, with a new node agent."""
         self.is_finished = False
-        self.encoder.begin_attempt()
-        self.replies.pending = {}
+        self.host.begin_attempt()
+        self._in_flight = None
 
     def schedule_heartbeat(self, delay_s: float) -> None:
         self._due_at = self.pool.loop.time() + delay_s
@@ -86,7 +95,7 @@ class SimulatedNodeAgent(asyncio.Protocol):
 
     def schedule_fault_report(self, fault: SimulatedFault) -> None:
         """Reports a new fault when the node agent would detect that its host differs from others."""
-        detected_at = find_detection_time(self.pool.run, fault, self.encoder)
+        detected_at = find_detection_time(self.pool.run, fault, self.host)
         if detected_at is not None:
             loop_time = self.pool.loop.time() + max(0.0, detected_at - time.monotonic())
             is_urgent = fault.kind is not VerdictKind.GROUP_MISMATCH
@@ -117,7 +126,7 @@ class SimulatedNodeAgent(asyncio.Protocol):
         counts = self.pool.counts
         counts.max_response_s = max(counts.max_response_s, self.pool.loop.time() - self._sent_at)
         if head[9:12] == b"200":
-            self._handle_reply(json.loads(body))
+            self._handle_reply(decode_reply(json.loads(body)))
         else:
             counts.refused += 1
             self._schedule_retry(read_number_header(head, b"retry-after"))
@@ -127,7 +136,7 @@ class SimulatedNodeAgent(asyncio.Protocol):
             self._is_urgent_after_reply = self._is_urgent
             return
         now = time.monotonic()
-        if self.pool.is_silent(self.host, now):
+        if self.pool.is_silent(self.host.number, now):
             self.schedule_heartbeat(1.0)
         elif self._transport is None:
             self._is_busy = True
@@ -137,19 +146,18 @@ class SimulatedNodeAgent(asyncio.Protocol):
 
     def _send_request(self, transport: asyncio.Transport, now: float) -> None:
         counts, loop = self.pool.counts, self.pool.loop
-        counts.max_delay_s = max(counts.max_delay_s, loop.time() - self._due_at)
-        headers = b"Priority: u=1\r\n" if self._is_urgent or self.replies.pending else b""
-        self._is_urgent = False
-        body = self.encoder.encode_heartbeat(now, self.replies.take_pending()).encode()
-        if len(body) > COMPRESS_FROM_BYTES:
-            body = gzip.compress(body, 1)
-            headers += b"Content-Encoding: gzip\r\n"
-        headers += b"Content-Length: %d\r\n\r\n" % len(body)
+        counts.lags.append(max(0.0, loop.time() - self._due_at))
+        is_urgent, self._is_urgent = self._is_urgent or bool(self.host.outbox), False
+        self._in_flight = self.host.compose_heartbeat(now)
+        document = encode_message(self._in_flight.heartbeat)
+        body, headers = encode_body(document, urgent=is_urgent)
+        headers |= {"Host": "localhost", "Content-Length": str(len(body))}
+        lines = [_REQUEST_LINE, *(f"{name}: {value}" for name, value in headers.items())]
         self._is_busy, self._sent_at = True, loop.time()
         counts.heartbeats += 1
         counts.bytes += len(body)
-        transport.write(_REQUEST_HEAD + headers + body)
-        self._set_timer(loop.call_later(REPLY_TIMEOUT_S, transport.abort))
+        transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        self._set_timer(loop.call_later(PATIENT_READ_TIMEOUT_S, transport.abort))
 
     def _set_timer(self, timer: asyncio.TimerHandle | None) -> None:
         if self._timer is not None:
@@ -158,36 +166,34 @@ class SimulatedNodeAgent(asyncio.Protocol):
 
     def _schedule_retry(self, retry_after_s: float = 0.0) -> None:
         """Sends again what the server has not received, but not before ``retry_after_s``."""
-        self.encoder.mark_undelivered()
-        self.replies.restore_in_flight()
         self._failures += 1
-        backoff_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(self._failures, 16))
-        self.schedule_heartbeat(retry_after_s + random.uniform(0.0, backoff_s))
+        self.schedule_heartbeat(retry_after_s + draw_backoff_s(self._failures))
 
-    def _handle_reply(self, reply: dict[str, Any]) -> None:
-        if reply.get("resync"):
-            self.pool.counts.resyncs += 1
-            delay_s = 0.5 if self.encoder.is_full else 0.0
-            self.encoder.forget_acked()
-            self.schedule_heartbeat(delay_s)
+    def _handle_reply(self, reply: HeartbeatReply) -> None:
+        flight, self._in_flight = self._in_flight, None
+        if flight is None:  # of the node agent of the attempt before
+            self.schedule_heartbeat(0.0)
             return
-        self.encoder.mark_delivered()
+        self.host.apply_reply(flight, reply, time.monotonic())
         self._failures = 0
+        if reply.resync:
+            self.pool.counts.resyncs += 1
+            self.schedule_heartbeat(reply.interval_s if flight.heartbeat.full else 0.0)
+            return
         if time.monotonic() >= self.pool.run.ended_at:
             self.is_finished = True
             return
-        interval_s = self.pool.counts.interval_s = reply.get("interval_s", 0.5)
-        self._changes_within_s = reply.get("news_s")
+        interval_s = self.pool.counts.interval_s = reply.interval_s
+        self._changes_within_s = reply.news_s
         has_more, self._is_urgent_after_reply = self._is_urgent_after_reply, False
-        self._is_urgent = has_more or reply.get("urgent", False)
-        self.encoder.terse_until = time.monotonic() + (reply.get("details_s") or 0.0)
-        self.schedule_heartbeat(0.0 if self.replies.pending or has_more else interval_s)
-        for command in reply.get("commands", ()):
-            delay_s = PYSPY_DURATION_S if command["ask"] == "stacks" else 0.0
+        self._is_urgent = has_more or reply.urgent
+        self.schedule_heartbeat(0.0 if self.host.outbox or has_more else interval_s)
+        for command in reply.commands:
+            delay_s = PYSPY_DURATION_S if command.ask is CommandKind.STACKS else 0.0
             self.pool.loop.call_later(delay_s, self._execute_command, command)
 
-    def _execute_command(self, command: dict[str, Any]) -> None:
-        self.replies.execute_command(command, self.pool.run, time.monotonic())
+    def _execute_command(self, command: Command) -> None:
+        self.host.execute_command(command, time.monotonic())
         if not self._is_busy:
             self._post_heartbeat()
 
@@ -206,13 +212,11 @@ class SimulatedNodeAgent(asyncio.Protocol):
             self.schedule_heartbeat(delay_s)
 
 
-def find_detection_time(
-    run: JobRun, fault: SimulatedFault, encoder: HeartbeatEncoder
-) -> float | None:
+def find_detection_time(run: JobRun, fault: SimulatedFault, host: SimulatedHost) -> float | None:
     """When the node agent detects that a fault makes its host differ from others; None if it does
     not.
     """
-    is_culprit_host = fault.host == encoder.host
+    is_culprit_host = fault.host == host.number
     changes_state = fault.kind in (VerdictKind.FROZEN_RANK, VerdictKind.CONCURRENT_USE)
     if fault.kind is VerdictKind.GROUP_MISMATCH or (is_culprit_host and changes_state):
         return fault.starts_at + CHANGE_DETECTED_S
@@ -220,7 +224,7 @@ def find_detection_time(
         return None  # that a call may be unfinished does not make a host report early
     waiting_at = fault.starts_at + NEIGHBOURS_WAIT_AFTER_S
     is_stuck_host = is_culprit_host and fault.kind is VerdictKind.NO_PROGRESS
-    if is_stuck_host or has_mixed_waits(run, encoder.ranks, waiting_at):
+    if is_stuck_host or has_mixed_waits(run, host.ranks, waiting_at):
         return waiting_at + WAIT_DETECTED_S
     return None
 

@@ -11,6 +11,7 @@ groups.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -356,12 +357,16 @@ def is_blocked(state: StreamState) -> bool:
     return age_s >= BLOCKED_AFTER_S
 
 
+# All ranks of a host, and all their groups, report mostly the same members.
+_pack_cached = functools.lru_cache(maxsize=64)(pack_ranks)
+
+
 def _make_stream_identity(state: StreamState) -> StreamIdentity:
     return StreamIdentity(
         kind=state.kind,
         name=state.group.name,
         desc=state.group.desc,
-        ranks=pack_ranks(state.group.ranks),
+        ranks=_pack_cached(state.group.ranks),
         backend=state.group.backend,
         generation=state.group.generation,
         world=state.group.world_size,

@@ -178,13 +178,7 @@ class Uplink:
     def _send_to_target(
         self, number: int, heartbeat: Any, *, urgent: bool, patient: bool
     ) -> HeartbeatOutcome:
-        body = json.dumps(heartbeat, separators=(",", ":")).encode()
-        headers = {"Content-Type": "application/json"}
-        if urgent:
-            headers["Priority"] = URGENT_PRIORITY
-        if len(body) > MIN_COMPRESSED_BYTES:
-            body = gzip.compress(body, 1)
-            headers["Content-Encoding"] = "gzip"
+        body, headers = encode_body(heartbeat, urgent=urgent)
         is_confidential = not CONFIDENTIAL_FIELDS.isdisjoint(heartbeat)
         read_timeout_s = PATIENT_READ_TIMEOUT_S if patient else None
         sent_s = time.monotonic()
@@ -245,6 +239,18 @@ class Uplink:
             retry_after_s=parse_retry_after_s(response.get_header("Retry-After")),
             body_bytes=body_bytes,
         )
+
+
+def encode_body(heartbeat: Any, *, urgent: bool) -> tuple[bytes, dict[str, str]]:
+    """The body of the request that carries a JSON-ready heartbeat, and the headers that it needs."""
+    body = json.dumps(heartbeat, separators=(",", ":")).encode()
+    headers = {"Content-Type": "application/json"}
+    if urgent:
+        headers["Priority"] = URGENT_PRIORITY
+    if len(body) > MIN_COMPRESSED_BYTES:
+        body = gzip.compress(body, 1)
+        headers["Content-Encoding"] = "gzip"
+    return body, headers
 
 
 def parse_retry_after_s(header: str) -> float:

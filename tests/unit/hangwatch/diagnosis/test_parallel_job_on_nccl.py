@@ -4,8 +4,8 @@ the CPU while they wait for them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -13,10 +13,11 @@ from hangwatch.diagnosis import Diagnosis, EvidenceRequest, diagnose
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import Limits
 from hangwatch.model.verdicts import Verdict
+from hangwatch.protocol.codec import encode_message
+from hangwatch.protocol.commands import Command, CommandKind
+from hangwatch.protocol.heartbeat import HeartbeatReply
 from hangwatch.server.ingest.heartbeat_checks import decode_heartbeat
 from hangwatch.tracking.fleet import Fleet
-from tests.simulation.agent_encoding import JOB_NAME, HeartbeatEncoder
-from tests.simulation.agent_replies import CommandReplies
 from tests.simulation.parallel_job import (
     TENSOR_PARALLEL_SIZE,
     JobRun,
@@ -24,6 +25,7 @@ from tests.simulation.parallel_job import (
     SimulatedFault,
 )
 from tests.simulation.queued_streams import get_wait_began_at
+from tests.simulation.simulated_host import SimulatedHost
 
 STALL_AFTER_S, INTERVAL_S = 20.0, 1.0
 FAULT_AFTER_S = 40.5  # early in a step: the hosts have queued little of it
@@ -44,7 +46,7 @@ class _Job:
         if kind is not None:
             fault = SimulatedFault(kind=kind, rank=CULPRIT, starts_at=self.fault_at)
             self.run.faults.append(fault)
-        self._encoders = [HeartbeatEncoder(host, lambda: self.run) for host in range(SHAPE.hosts)]
+        self._hosts = [SimulatedHost(number, lambda: self.run) for number in range(SHAPE.hosts)]
         self._fleet = Fleet()
         self._requests: tuple[EvidenceRequest, ...] = ()
         self.stacks_requested = 0
@@ -53,10 +55,10 @@ class _Job:
         """Seconds since the fault and the diagnosis, from a few seconds before it."""
         now = self.fault_at - 5.0
         while now < self.fault_at + until_s:
-            for encoder in self._encoders:
-                if (now + encoder.host) % self._interval_s < 1.0:
-                    self._report(encoder, now)
-            attempt = self._fleet.latest_attempt(JOB_NAME)
+            for host in self._hosts:
+                if (now + host.number) % self._interval_s < 1.0:
+                    self._report(host, now)
+            attempt = self._fleet.latest_attempt(self.run.name)
             assert attempt is not None
             limits = Limits(stall_after_s=STALL_AFTER_S, report_interval_s=self._interval_s)
             diagnosis = diagnose(attempt, now, limits)
@@ -65,28 +67,33 @@ class _Job:
             yield now - self.fault_at, diagnosis
             now += 1.0
 
-    def _report(self, encoder: HeartbeatEncoder, now: float) -> None:
+    def _report(self, host: SimulatedHost, now: float) -> None:
         fault = self.run.active_fault(now)
-        if fault is not None and fault.kind is VerdictKind.LOST_NODE and fault.host == encoder.host:
+        if fault is not None and fault.kind is VerdictKind.LOST_NODE and fault.host == host.number:
             return
-        replies = CommandReplies()
         for number, request in enumerate(self._requests):
-            if request.rank in encoder.ranks:
-                replies.execute_command(_make_command(request, number), self.run, now)
-        body = encoder.encode_heartbeat(now, replies.take_pending()).encode()
+            if request.rank in host.ranks:
+                host.execute_command(self._make_command(request, number), now)
+        flight = host.compose_heartbeat(now)
+        body = json.dumps(encode_message(flight.heartbeat)).encode()
         self._fleet.apply_heartbeat(decode_heartbeat(body), now)
-        encoder.mark_delivered()
+        host.apply_reply(flight, HeartbeatReply(), now)
 
-
-def _make_command(request: EvidenceRequest, number: int) -> dict[str, Any]:
-    ask = "hardware" if request.hardware else "stacks" if request.stacks else "calls"
-    return {
-        "key": f"{request.rank}-0",
-        "id": str(number),
-        "ask": ask,
-        "uid": request.stream_uid,
-        "from_seq": request.from_seq,
-    }
+    def _make_command(self, request: EvidenceRequest, number: int) -> Command:
+        attempt = self._fleet.latest_attempt(self.run.name)
+        assert attempt is not None
+        ask = CommandKind.CALLS
+        if request.hardware or request.stacks:
+            ask = CommandKind.HARDWARE if request.hardware else CommandKind.STACKS
+        return Command(
+            id=str(number),
+            ask=ask,
+            key=attempt.processes[request.rank].key,
+            uid=request.stream_uid,
+            from_seq=request.from_seq,
+            to_seq=request.to_seq,
+            step=request.step,
+        )
 
 
 def _find_verdicts(job: _Job, until_s: float) -> dict[tuple[VerdictKind, tuple[int, ...]], float]:
