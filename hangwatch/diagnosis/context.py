@@ -103,6 +103,19 @@ class DiagnosisContext:
     requests: list[EvidenceRequest] = field(default_factory=list)
     _device_view: DeviceView | None = None
 
+    def accuse(
+        self, verdict: Verdict, explains: Iterable[int] | None = (), *, samples: bool = False
+    ) -> None:
+        """Records a verdict. It explains its culprits, the ranks that wait and those of ``explains``: no
+        later rule accuses one of these. If ``explains`` is None, it explains no wait. ``samples``
+        says whether to request stacks of these ranks.
+        """
+        self.verdicts.append(verdict)
+        if explains is not None:
+            self.explained_ranks.update(verdict.culprits, verdict.waiting, explains)
+        if samples:
+            request_stacks(self, verdict.culprits, verdict.waiting, verdict.began_at)
+
     def get_device_view(self) -> DeviceView | None:
         """How far the devices are; None where no backend reports it. Built at the first use."""
         if self._device_view is None and self.attempt.device_groups:

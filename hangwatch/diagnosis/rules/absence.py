@@ -53,8 +53,11 @@ def make_absence_verdict(
     began_at: float,
     *,
     due: bool,
+    messages: tuple[str, str] | None = None,
 ) -> Verdict:
-    """The verdict on ``culprits``, for which others wait; ``edge`` is one of these waits."""
+    """The verdict on ``culprits``, for which others wait; ``edge`` is one of these waits. ``messages`` are
+    the summary and the advice, if those of the kind do not fit.
+    """
     blocking_thread = find_blocking_user_thread(context, culprits, began_at, edge.stream.group)
     verdict = Verdict(
         kind=kind,
@@ -69,7 +72,7 @@ def make_absence_verdict(
         is_confirmed=due,
         site=find_user_site(blocking_thread[1]) if blocking_thread is not None else None,
     )
-    summary, advice = MESSAGE_MAKERS[kind](context, verdict, edge)
+    summary, advice = messages or MESSAGE_MAKERS[kind](context, verdict, edge)
     if blocking_thread is not None and kind is not VerdictKind.EXITED_RANK:
         rank, thread = blocking_thread
         subject = describe_blocking_thread(f"rank {rank}" if len(culprits) > 1 else "it", thread)

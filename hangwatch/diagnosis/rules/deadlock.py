@@ -76,8 +76,7 @@ def _diagnose_cycle(context: DiagnosisContext, component: set[int], waiters: set
         summary=describe_deadlock(culprits, cycle_waits),
         advice=format_deadlock_advice(tuple(sorted(core.common_ranks)), culprits),
     )
-    context.verdicts.append(_add_tag_mismatch(context, verdict, blocked_calls))
-    context.explained_ranks |= core.ranks | waiting
+    context.accuse(_add_tag_mismatch(context, verdict, blocked_calls))
     context.deadlocked_ranks |= core.ranks | waiting
     request_stacks(context, culprits, waiting, began_at)
 

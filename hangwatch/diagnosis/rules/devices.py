@@ -98,11 +98,8 @@ def diagnose_stuck_devices(context: DiagnosisContext) -> None:
     due_after_s = context.limits.stall_after_s
     if agreement.may_become_known:
         due_after_s += _MAX_HASH_WAIT_S
-    due = age_s >= due_after_s
-    verdict = make_stuck_verdict(view, culprits, waiting, hang, due=due)
-    context.verdicts.append(verdict)
-    context.explained_ranks |= involved
-    request_stacks(context, verdict.culprits, waiting, verdict.began_at)
+    verdict = make_stuck_verdict(view, culprits, waiting, hang, due=age_s >= due_after_s)
+    context.accuse(verdict, samples=True)
 
 
 def diagnose_stalled_devices(context: DiagnosisContext) -> None:
@@ -129,9 +126,7 @@ def diagnose_stalled_devices(context: DiagnosisContext) -> None:
     if not first.records_starts:
         limit_s += UNTIMED_GRACE_S
     verdict = make_stalled_verdict(context, view, first, waiting, due=age_s >= limit_s)
-    context.verdicts.append(verdict)
-    context.explained_ranks |= waiting
-    request_stacks(context, (), waiting, verdict.began_at)
+    context.accuse(verdict, samples=True)
 
 
 def _is_unexplained(context: DiagnosisContext, group: DeviceGroup) -> bool:
@@ -260,9 +255,7 @@ def diagnose_device_cycles(context: DiagnosisContext) -> None:
         summary=describe_deadlock(culprits, cycle_waits),
         advice=format_deadlock_advice((), culprits),
     )
-    context.verdicts.append(verdict)
-    context.explained_ranks |= involved
-    request_stacks(context, culprits, waiting, verdict.began_at)
+    context.accuse(verdict, samples=True)
 
 
 def _list_cycle_waits(view: DeviceView, hang: DeviceHang) -> list[tuple[Wait, str]]:
@@ -308,8 +301,7 @@ def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
     if all(s is not None and s.entered == 1 and s.device is None for s in queued):
         # A backend connects the members of a group in its first call.
         verdict = _describe_communicator(context, verdict)
-    context.verdicts.append(verdict)
-    context.explained_ranks.update(ranks)
+    context.accuse(verdict)
 
 
 def _may_wait(context: DiagnosisContext, process: Process) -> bool:
@@ -453,10 +445,7 @@ def diagnose_hosts_behind(context: DiagnosisContext) -> None:
     culprits = tuple(sorted(hang.host_ends))
     edge = view.find_longest_wait(culprits)
     assert edge is not None  # devices wait for these hosts
-    context.verdicts.append(
-        make_absence_verdict(context, kind, culprits, waiting, edge, began_at, due=True)
-    )
-    context.explained_ranks |= involved
+    context.accuse(make_absence_verdict(context, kind, culprits, waiting, edge, began_at, due=True))
 
 
 def describe_stuck_devices(

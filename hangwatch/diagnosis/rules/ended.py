@@ -69,12 +69,12 @@ def diagnose_exits(context: DiagnosisContext) -> None:
     if last is not None:
         departed = find_departed_before(context, first, last)
         if departed:
-            _add_exited_rank_verdict(context, departed, failed, last)
+            _accuse_departed(context, VerdictKind.EXITED_RANK, departed, failed, last)
             return
         not_reporting = find_not_reporting_since(context, first, last)
         if any(_is_lost(context, rank) for rank in not_reporting):
             lost_ranks = find_silent_node_mates(context, not_reporting)
-            _add_lost_node_verdict(context, lost_ranks, last, failed)
+            _accuse_departed(context, VerdictKind.LOST_NODE, lost_ranks, failed, last)
             return
     due = _has_settled(context, first) and not not_reporting and is_in_teardown is False
     failed_ranks = {process.rank for process in failed}
@@ -83,7 +83,7 @@ def diagnose_exits(context: DiagnosisContext) -> None:
     if was_ended_by_watchdog(first) and has_waited(aborted):
         diagnose_watchdog_end(context, first, failed_ranks, due=due)
     elif not diagnose_timeout(context, first, failed_ranks, failed_at, due=due):
-        _add_dead_rank_verdict(context, last, waiters, failed, due=due)
+        _accuse_dead_rank(context, last, waiters, failed, due=due)
 
 
 def _is_lost(context: DiagnosisContext, rank: int) -> bool:
@@ -105,7 +105,7 @@ def _has_settled(context: DiagnosisContext, first: Process) -> bool:
     return context.now - failed_at >= context.limits.settle_s
 
 
-def _add_dead_rank_verdict(
+def _accuse_dead_rank(
     context: DiagnosisContext,
     last: CallStream | None,
     waiters: set[int],
@@ -120,95 +120,69 @@ def _add_dead_rank_verdict(
     if last is not None and last.is_pending and last.kind is StreamKind.COLLECTIVE:
         call_inside = last
     independent_failures = find_independent_failures(failed[1:])
-    context.verdicts.append(
-        Verdict(
-            kind=VerdictKind.DEAD_RANK,
-            severity=KINDS[VerdictKind.DEAD_RANK].severity,
-            culprits=(first.rank,),
-            waiting=tuple(sorted(waiting)),
-            group=call_inside.group if call_inside else None,
-            seq=call_inside.entered if call_inside else None,
-            calls=get_newest_call(call_inside, first.rank),
-            waits=select_waits(context, waiting),
-            began_at=get_failure_time(first),
-            is_confirmed=due,
-            summary=describe_death(first),
-            advice=format_dead_rank_advice(first, independent_failures),
-            site=first.exception.site if first.exception is not None else find_last_site(first),
-        )
+    verdict = Verdict(
+        kind=VerdictKind.DEAD_RANK,
+        severity=KINDS[VerdictKind.DEAD_RANK].severity,
+        culprits=(first.rank,),
+        waiting=tuple(sorted(waiting)),
+        group=call_inside.group if call_inside else None,
+        seq=call_inside.entered if call_inside else None,
+        calls=get_newest_call(call_inside, first.rank),
+        waits=select_waits(context, waiting),
+        began_at=get_failure_time(first),
+        is_confirmed=due,
+        summary=describe_death(first),
+        advice=format_dead_rank_advice(first, independent_failures),
+        site=first.exception.site if first.exception is not None else find_last_site(first),
     )
-    context.explained_ranks |= {first.rank, *waiting, *(process.rank for process in failed)}
+    context.accuse(verdict, {process.rank for process in failed})
 
 
-def _add_exited_rank_verdict(
-    context: DiagnosisContext, departed: list[int], failed: list[Process], last: CallStream
+def _accuse_departed(
+    context: DiagnosisContext,
+    kind: VerdictKind,
+    departed: list[int],
+    failed: list[Process],
+    last: CallStream,
 ) -> None:
-    """The verdict on ranks that left before ``last``, in which the first failed rank needed them:
-    it failed on their closed connections.
+    """Accuses ranks that left before ``last``, in which the first failed rank needed them: it failed on
+    their closed connections. Ranks that left by themselves are an `EXITED_RANK`, and those of a node
+    that disappeared with its node agent a `LOST_NODE`, which only its peers show.
     """
-    first = failed[0]
-    waiting = _find_failed_or_waiting(context, failed, departed)
+    first, process = failed[0], context.attempt.processes[departed[0]]
     culprits = tuple(sorted(departed))
-    process = context.attempt.processes.get(departed[0])
-    context.verdicts.append(
-        Verdict(
-            kind=VerdictKind.EXITED_RANK,
-            severity=KINDS[VerdictKind.EXITED_RANK].severity,
-            culprits=culprits,
-            waiting=tuple(sorted(waiting)),
-            group=last.group,
-            seq=last.entered,
-            calls=get_newest_call(last, first.rank),
-            waits=select_waits(context, waiting),
-            began_at=last.entered_at,
-            is_confirmed=context.now - get_failure_time(first) >= context.limits.settle_s,
-            summary=describe_exited_ranks(
-                culprits,
-                process is None or not process.is_alive,
-                len(waiting),
-                get_op_name(last),
-                last.group,
-                last.entered,
-            ),
-            advice=format_exited_rank_advice(len(departed) > 1),
-            site=find_last_site(process) if process is not None else None,
+    waiting = {process.rank for process in failed} | context.graph.get_waiting_ranks()
+    waiting -= set(departed)
+    op = get_op_name(last)
+    calls = get_newest_call(last, first.rank)
+    site = find_last_site(process)
+    is_due = context.now - get_failure_time(first) >= context.limits.settle_s
+    if kind is VerdictKind.LOST_NODE:
+        summary, advice = describe_lost_node(process.host, culprits, len(waiting), op)
+        calls, site, is_due = (), None, True
+        began_at = min(context.graph.silent_ranks[rank].last_alive_at for rank in departed)
+    else:
+        summary = describe_exited_ranks(
+            culprits, not process.is_alive, len(waiting), op, last.group, last.entered
         )
+        advice = format_exited_rank_advice(len(departed) > 1)
+        began_at = last.entered_at
+    verdict = Verdict(
+        kind=kind,
+        severity=KINDS[kind].severity,
+        culprits=culprits,
+        waiting=tuple(sorted(waiting)),
+        group=last.group,
+        seq=last.entered,
+        calls=calls,
+        waits=select_waits(context, waiting),
+        began_at=began_at,
+        is_confirmed=is_due,
+        summary=summary,
+        advice=advice,
+        site=site,
     )
-    context.explained_ranks |= {*departed, *waiting}
-
-
-def _find_failed_or_waiting(
-    context: DiagnosisContext, failed: list[Process], culprits: list[int]
-) -> set[int]:
-    failed_ranks = {process.rank for process in failed}
-    return (failed_ranks | context.graph.get_waiting_ranks()) - set(culprits)
-
-
-def _add_lost_node_verdict(
-    context: DiagnosisContext, lost_ranks: list[int], last: CallStream, failed: list[Process]
-) -> None:
-    """The verdict on a node that disappeared with its node agent: only its peers show it, which
-    fail on its closed connections.
-    """
-    waiting = _find_failed_or_waiting(context, failed, lost_ranks)
-    culprits = tuple(sorted(lost_ranks))
-    host = context.attempt.processes[lost_ranks[0]].host
-    summary, advice = describe_lost_node(host, culprits, len(waiting), get_op_name(last))
-    context.verdicts.append(
-        Verdict(
-            kind=VerdictKind.LOST_NODE,
-            severity=KINDS[VerdictKind.LOST_NODE].severity,
-            culprits=culprits,
-            waiting=tuple(sorted(waiting)),
-            group=last.group,
-            seq=last.entered,
-            waits=select_waits(context, waiting),
-            began_at=min(context.graph.silent_ranks[rank].last_alive_at for rank in lost_ranks),
-            summary=summary,
-            advice=advice,
-        )
-    )
-    context.explained_ranks |= {*lost_ranks, *waiting}
+    context.accuse(verdict)
 
 
 def _is_teardown(context: DiagnosisContext, failed: list[Process]) -> bool | None:

@@ -17,7 +17,7 @@ from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.verdicts import CallClass, Verdict
-from hangwatch.tracking.attempt import Attempt, find_divergence
+from hangwatch.tracking.attempt import find_divergence
 from hangwatch.tracking.call_stream import CallStream, CallWindow, DivergenceBounds, list_histories
 from hangwatch.tracking.process import Process
 
@@ -27,7 +27,6 @@ from ..context import (
     DiagnosisContext,
     EvidenceRequest,
     get_last_seen_at,
-    request_stacks,
     select_waits,
 )
 from ..graph.devices import get_first_unfinished
@@ -104,11 +103,8 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
         }
         waiting = (delayed | context.graph.find_waiters_of(delayed | outliers)) - outliers
     verdict = _make_mismatch_verdict(context, mismatch, members, waiting)
-    context.verdicts.append(verdict)
-    if not is_harmless:
-        context.explained_ranks |= outliers | waiting | delayed | failed
-    if waiting:
-        request_stacks(context, mismatch.outliers, waiting, verdict.began_at)
+    explains = None if is_harmless else delayed | failed
+    context.accuse(verdict, explains, samples=bool(waiting))
 
 
 def _creates_separate_groups(mismatch: CallMismatch, members: dict[int, CallStream]) -> bool:
@@ -296,38 +292,31 @@ def _is_majority_undecided(
 
 
 def diagnose_pair_mismatches(context: DiagnosisContext) -> None:
-    """One verdict for each send, receive or all-to-all whose two ends do not fit."""
-    for mismatch in find_pair_mismatches(context.attempt):
-        if not context.explained_ranks.issuperset(mismatch.outliers):
-            _diagnose_pair_mismatch(context, mismatch)
+    """One verdict for each channel and each group's all-to-all calls whose two ends do not fit: on the
+    first such call among those whose arguments are known.
+    """
+    attempt = context.attempt
+    for rank in sorted(attempt.sender_ranks):
+        for stream in attempt.processes[rank].streams.values():
+            if stream.kind is StreamKind.SEND and stream.calls and stream.other_end is not None:
+                _compare_channel(context, rank, stream, stream.other_end)
+    for key in attempt.uneven_groups:
+        _compare_splits(context, attempt.streams_by_group[key])
 
 
-def _diagnose_pair_mismatch(context: DiagnosisContext, mismatch: PairMismatch) -> None:
-    outliers = set(mismatch.outliers)
-    concerned = context.graph.find_waiters_of(mismatch.outliers) | set(mismatch.ranks)
+def _accuse_callers(context: DiagnosisContext, verdict: Verdict, callers: Collection[int]) -> None:
+    """Opens the verdict on calls that do not fit, with the ranks that wait because of them. ``callers`` are
+    all ranks that made the call.
+    """
+    outliers = set(verdict.culprits)
+    if context.explained_ranks.issuperset(outliers):
+        return
+    concerned = context.graph.find_waiters_of(outliers).union(callers)
     waiting = (concerned & context.graph.get_waiting_ranks()) - outliers
     processes = context.attempt.processes
-    ended = {r for r in mismatch.ranks if r in processes and not processes[r].is_alive}
-    context.verdicts.append(
-        Verdict(
-            kind=VerdictKind.MISMATCH,
-            severity=KINDS[VerdictKind.MISMATCH].severity,
-            culprits=mismatch.outliers,
-            waiting=tuple(sorted(waiting)),
-            group=mismatch.group,
-            seq=mismatch.seq,
-            differing_fields=mismatch.differing_fields,
-            calls=mismatch.calls,
-            waits=select_waits(context, waiting),
-            began_at=mismatch.began_at,
-            summary=_summarize_pair_mismatch(mismatch),
-            advice=_PAIR_MISMATCH_ADVICE,
-            site=_find_site_of(mismatch.calls, mismatch.outliers),
-        )
-    )
-    context.explained_ranks |= outliers | waiting | ended
-    if waiting:
-        request_stacks(context, mismatch.outliers, waiting, mismatch.began_at)
+    ended = {r for r in callers if r in processes and not processes[r].is_alive}
+    verdict = replace(verdict, waiting=tuple(sorted(waiting)), waits=select_waits(context, waiting))
+    context.accuse(verdict, ended, samples=bool(waiting))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -523,37 +512,6 @@ def _compare_fields(signatures: list[Signature]) -> tuple[str, ...]:
     return tuple(differing_fields)
 
 
-def _summarize_pair_mismatch(mismatch: PairMismatch) -> str:
-    """The summary. For an all-to-all, it says what one rank sends to another and what the other one
-    expects, starting with the outlier.
-    """
-    outliers, exchange = mismatch.outliers, mismatch.exchange
-    if exchange is None:
-        return describe_mismatch(
-            outliers, mismatch.calls, mismatch.differing_fields, mismatch.group, mismatch.seq
-        )
-    sender, receiver = exchange.sender, exchange.receiver
-    if receiver in outliers:
-        exchanged = (
-            f"rank {receiver} expects {_format_elements(exchange.expected)} from rank {sender},"
-            f" which sends {exchange.sent:.12g}"
-        )
-    else:
-        exchanged = (
-            f"rank {sender} sends {_format_elements(exchange.sent)} to rank {receiver}, which"
-            f" expects {exchange.expected:.12g}"
-        )
-    op = mismatch.calls[0].call.signature.op
-    summary = f"{exchanged} ({op}, {describe_position(mismatch.group, mismatch.seq)})"
-    if {sender, receiver}.issuperset(outliers):
-        return summary
-    return f"{summary}; the sizes of {describe_ranks(outliers)} have the most conflicts"
-
-
-def _format_elements(count: float) -> str:
-    return f"{count:.12g} element{'s' if count != 1 else ''}"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitExchange:
     """What one rank of an all-to-all sends to another one, and what the receiver expects from it,
@@ -565,67 +523,56 @@ class SplitExchange:
     sent: float
     expected: float
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairMismatch:
-    """Two or more ranks whose calls do not fit. ``outliers`` are the culprits: all of the ranks if
-    it is unknown which one is wrong.
-
-    ``ranks`` made the call, and ``calls`` are those of some of them. ``exchange`` is a pair of
-    sizes in an all-to-all that an outlier has wrong.
-    """
-
-    group: Group
-    seq: int
-    outliers: tuple[int, ...]
-    differing_fields: tuple[str, ...]
-    calls: tuple[CallClass, ...]
-    ranks: tuple[int, ...]
-    began_at: float
-    exchange: SplitExchange | None = None
+    def describe(self, outliers: Collection[int]) -> str:
+        """The clause that the sizes do not fit, starting with the outlier."""
+        if self.receiver in outliers:
+            return (
+                f"rank {self.receiver} expects {_format_elements(self.expected)} from rank"
+                f" {self.sender}, which sends {self.sent:.12g}"
+            )
+        return (
+            f"rank {self.sender} sends {_format_elements(self.sent)} to rank {self.receiver}, which"
+            f" expects {self.expected:.12g}"
+        )
 
 
-def find_pair_mismatches(attempt: Attempt) -> list[PairMismatch]:
-    """The first mismatch of each channel and of each group's all-to-all calls, among the calls
-    whose arguments are known.
-    """
-    mismatches: list[PairMismatch] = []
-    for rank in sorted(attempt.sender_ranks):
-        for stream in attempt.processes[rank].streams.values():
-            if stream.kind is not StreamKind.SEND or not stream.calls or stream.other_end is None:
-                continue
-            mismatch = _compare_channel(rank, stream, stream.other_end)
-            if mismatch is not None:
-                mismatches.append(mismatch)
-    for key in attempt.uneven_groups:
-        mismatch = _compare_splits(attempt.streams_by_group[key])
-        if mismatch is not None:
-            mismatches.append(mismatch)
-    return mismatches
+def _format_elements(count: float) -> str:
+    return f"{count:.12g} element{'s' if count != 1 else ''}"
 
 
-def _compare_channel(rank: int, sending: CallStream, receiving: CallStream) -> PairMismatch | None:
+def _compare_channel(
+    context: DiagnosisContext, rank: int, sending: CallStream, receiving: CallStream
+) -> None:
     for seq in sorted(sending.calls):
         if not (sending.is_counted(seq) and receiving.is_counted(seq)):
-            break
-        sent, expected = sending.calls[seq], receiving.calls.get(seq)
-        if expected is None or sending.peer is None:
+            return
+        sent, expected, peer = sending.calls[seq], receiving.calls.get(seq), sending.peer
+        if expected is None or peer is None:
             continue
         differing_fields = _compare_channel_fields(sent.signature, expected.signature)
-        if differing_fields:
-            return PairMismatch(
-                group=sending.group,
-                seq=seq,
-                outliers=tuple(sorted((rank, sending.peer))),
-                differing_fields=differing_fields,
-                calls=(
-                    CallClass(ranks=(rank,), call=replace(sent, peer=sending.peer)),
-                    CallClass(ranks=(sending.peer,), call=replace(expected, peer=rank)),
-                ),
-                ranks=(rank, sending.peer),
-                began_at=max(sending.entered_at, receiving.entered_at),
-            )
-    return None
+        if not differing_fields:
+            continue
+        outliers = tuple(sorted((rank, peer)))
+        calls = (
+            CallClass(ranks=(rank,), call=replace(sent, peer=peer)),
+            CallClass(ranks=(peer,), call=replace(expected, peer=rank)),
+        )
+        verdict = Verdict(
+            kind=VerdictKind.MISMATCH,
+            severity=KINDS[VerdictKind.MISMATCH].severity,
+            culprits=outliers,
+            waiting=(),
+            group=sending.group,
+            seq=seq,
+            differing_fields=differing_fields,
+            calls=calls,
+            began_at=max(sending.entered_at, receiving.entered_at),
+            summary=describe_mismatch(outliers, calls, differing_fields, sending.group, seq),
+            advice=_PAIR_MISMATCH_ADVICE,
+            site=_find_site_of(calls, outliers),
+        )
+        _accuse_callers(context, verdict, outliers)
+        return
 
 
 def _compare_channel_fields(sent: Signature, expected: Signature) -> tuple[str, ...]:
@@ -639,16 +586,15 @@ def _compare_channel_fields(sent: Signature, expected: Signature) -> tuple[str, 
     return tuple(differing_fields)
 
 
-def _compare_splits(members: dict[int, CallStream]) -> PairMismatch | None:
-    """The group's first all-to-all in which some member sends other sizes than their receivers
-    expect.
-    """
+def _compare_splits(context: DiagnosisContext, members: dict[int, CallStream]) -> None:
+    """Compares what the members of a group send in all-to-all calls with what their receivers expect."""
     group = next(iter(members.values())).group
     for seq, calls in sorted(_collect_uneven_calls(group, members).items()):
         conflicts = list(_find_split_conflicts(group, calls))
         if conflicts:
-            return _make_split_mismatch(group, seq, members, calls, conflicts)
-    return None
+            verdict = _make_split_verdict(group, seq, members, calls, conflicts)
+            _accuse_callers(context, verdict, sorted(calls))
+            return
 
 
 def _collect_uneven_calls(
@@ -676,20 +622,21 @@ def _find_split_conflicts(group: Group, calls: dict[int, Call]) -> Iterator[Spli
                 yield SplitExchange(sender=sender, receiver=receiver, sent=sent, expected=expected)
 
 
-def _make_split_mismatch(
+def _make_split_verdict(
     group: Group,
     seq: int,
     members: dict[int, CallStream],
     calls: dict[int, Call],
     conflicts: list[SplitExchange],
-) -> PairMismatch:
-    """The ranks with the most conflicts are the outliers."""
+) -> Verdict:
+    """The verdict on the ranks with the most conflicts. It describes the first of these conflicts in which
+    both sizes are known.
+    """
     counts: Counter[int] = Counter()
     for conflict in conflicts:
         counts.update((conflict.sender, conflict.receiver))
     most = max(counts.values())
     outliers = tuple(sorted(rank for rank, count in counts.items() if count == most))
-    # The first conflict of an outlier in which both sizes are known.
     exchange = next(
         (
             conflict
@@ -702,15 +649,27 @@ def _make_split_mismatch(
     shown_first = outliers[:_MAX_OUTLIERS_FIRST]
     if exchange is not None:
         shown_first += (exchange.sender, exchange.receiver)
-    return PairMismatch(
+    classes = _group_by_splits(calls, shown_first, outliers)
+    if exchange is None:
+        summary = describe_mismatch(outliers, classes, ("splits",), group, seq)
+    else:
+        op = classes[0].call.signature.op
+        summary = f"{exchange.describe(outliers)} ({op}, {describe_position(group, seq)})"
+        if not {exchange.sender, exchange.receiver}.issuperset(outliers):
+            summary += f"; the sizes of {describe_ranks(outliers)} have the most conflicts"
+    return Verdict(
+        kind=VerdictKind.MISMATCH,
+        severity=KINDS[VerdictKind.MISMATCH].severity,
+        culprits=outliers,
+        waiting=(),
         group=group,
         seq=seq,
-        outliers=outliers,
         differing_fields=("splits",),
-        calls=_group_by_splits(calls, shown_first, outliers),
-        ranks=tuple(sorted(calls)),
+        calls=classes,
         began_at=max(members[rank].entered_at for rank in calls),
-        exchange=exchange,
+        summary=summary,
+        advice=_PAIR_MISMATCH_ADVICE,
+        site=_find_site_of(classes, outliers),
     )
 
 

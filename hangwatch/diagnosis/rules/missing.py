@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from hangwatch.model.kinds import KINDS, VerdictKind
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
@@ -26,12 +26,11 @@ from ..context import (
     get_suspicion_delay_s,
     iter_alive,
     request_stacks,
-    select_waits,
 )
 from ..graph.graph import shows_all_members
 from ..graph.progress import find_working_threads, needs_another_sample
 from ..messages import describe_not_entered, describe_ranks, format_waiter_count
-from .absence import get_severity, make_absence_verdict
+from .absence import make_absence_verdict
 from .chain_ends import (
     KIND_PRECEDENCE,
     LongestWaits,
@@ -53,6 +52,11 @@ _SIMULTANEOUS_SHARE = 0.9  # culprits are awaited for at least this share of the
 _OUTSIDE_ADVICE = (
     "The group numbers its members by itself: look at the program at its other end, which may be at"
     " work."
+)
+_UNWATCHED_ADVICE = (
+    "Other calls that need all ranks were completed, so the process exists, and it does not"
+    " report: pass HANGWATCH_URL to every rank and install hangwatch into the Python of each;"
+    " `hangwatch doctor` on its host reports what is wrong there."
 )
 
 
@@ -114,13 +118,13 @@ def _diagnose_component(
     outside = [rank for rank in ends if rank < 0]
     if outside:
         if len(outside) == len(ends):
-            add_outside_verdict(context, outside, victims, waits_by_end)
+            _accuse_outside_members(context, outside, victims, waits_by_end)
             return
         ends = [rank for rank in ends if rank >= 0]
         context.explained_ranks |= set(outside)
     unwatched = find_unwatched_ends(context, ends, waits_by_end)
     if len(unwatched) == len(ends):
-        add_unwatched_verdict(context, unwatched, victims, waits_by_end)
+        _accuse_unwatched_ranks(context, unwatched, victims, waits_by_end)
         return
     ends = [rank for rank in ends if rank not in unwatched]
     kinds = classify_ends(context, ends, waits_by_end)
@@ -178,10 +182,9 @@ def _add_end_verdict(context: DiagnosisContext, ends: _ChainEnds) -> None:
     waiting = (victims | context.find_waiting_devices(culprits)).difference(culprits)
     is_immediate = _is_immediate(context, kind, culprits[0])
     limit_s = _get_confirmation_delay_s(context, ends, kind, culprits, waiting, began_at)
-    context.verdicts.append(
+    context.accuse(
         make_absence_verdict(context, kind, culprits, waiting, edge, began_at, due=age_s >= limit_s)
     )
-    context.explained_ranks |= set(culprits) | waiting
     alive = [process.rank for process in iter_alive(context, culprits)]
     if age_s >= get_suspicion_delay_s(context.limits) or is_immediate:
         # A rank imports, downloads and connects before its process group exists.
@@ -258,7 +261,7 @@ def _request_new_samples(context: DiagnosisContext, ranks: list[int]) -> None:
             context.requests.append(EvidenceRequest(rank=rank, stacks=True))
 
 
-def add_outside_verdict(
+def _accuse_outside_members(
     context: DiagnosisContext,
     outside: Collection[int],
     victims: set[int],
@@ -276,36 +279,29 @@ def add_outside_verdict(
     waits = waits_by_end[first]
     age_s = max(get_wait_age_s(context, rank, waits_by_end[rank], 0.0) for rank in ranks)
     is_long = age_s >= context.limits.slow_limit_s
-    kind = VerdictKind.MISSING_RANK if is_long else VerdictKind.SLOW_RANK
     edge = waits.make_first_edge(first)
     calls = find_missing_call(context, edge, own_victims)
-    context.verdicts.append(
-        Verdict(
-            kind=kind,
-            severity=KINDS[kind].severity,
-            culprits=(),
-            waiting=tuple(sorted(own_victims)),
-            group=edge.stream.group,
-            seq=edge.wait.seq,
-            calls=calls,
-            waits=select_waits(context, own_victims),
-            began_at=waits.began_at,
-            is_confirmed=age_s >= context.limits.stall_after_s,
-            summary=describe_not_entered(
-                ranks,
-                get_op_name(edge.stream, edge.wait.seq),
-                edge.stream.group,
-                edge.wait.seq,
-                len(own_victims),
-                edge.wait.rank if edge.stream.peer is not None else None,
-                calls[0].ranks if calls else (),
-            ),
-            advice=_OUTSIDE_ADVICE,
-        )
+    summary = describe_not_entered(
+        ranks,
+        get_op_name(edge.stream, edge.wait.seq),
+        edge.stream.group,
+        edge.wait.seq,
+        len(own_victims),
+        edge.wait.rank if edge.stream.peer is not None else None,
+        calls[0].ranks if calls else (),
     )
-    context.explained_ranks |= {*ranks, *victims}
-    if age_s >= context.limits.stall_after_s:
-        request_stacks(context, (), own_victims, waits.began_at)
+    is_due = age_s >= context.limits.stall_after_s
+    verdict = make_absence_verdict(
+        context,
+        VerdictKind.MISSING_RANK if is_long else VerdictKind.SLOW_RANK,
+        (),
+        own_victims,
+        edge,
+        waits.began_at,
+        due=is_due,
+        messages=(summary, _OUTSIDE_ADVICE),
+    )
+    context.accuse(verdict, {*ranks, *victims}, samples=is_due)
 
 
 def drop_outside_members(verdict: Verdict) -> Verdict:
@@ -351,54 +347,39 @@ def find_unwatched_ends(
     return unwatched
 
 
-def add_unwatched_verdict(
+def _accuse_unwatched_ranks(
     context: DiagnosisContext,
     unwatched: Collection[int],
     victims: set[int],
     waits_by_end: dict[int, LongestWaits],
 ) -> None:
     """Adds a warning at first, as for a late start: the unwatched ranks may be at work."""
-    age_s = max(get_wait_age_s(context, rank, waits_by_end[rank], 0.0) for rank in unwatched)
-    first = min(unwatched, key=lambda rank: waits_by_end[rank].began_at)
-    waits = waits_by_end[first]
-    began_at = waits.began_at
-    edge = waits.make_first_edge(first)
-    kind = VerdictKind.STARTUP_STALL
     ranks = tuple(sorted(unwatched))
-    processes = (context.attempt.processes.get(rank) for rank in ranks)
-    reasons = [p.identity.unrecorded for p in processes if p is not None and p.identity.unrecorded]
+    first = min(ranks, key=lambda rank: waits_by_end[rank].began_at)
+    waits = waits_by_end[first]
+    age_s = max(get_wait_age_s(context, rank, waits_by_end[rank], 0.0) for rank in ranks)
+    edge = waits.make_first_edge(first)
     are, they = ("are", "they") if len(ranks) > 1 else ("is", "it")
-    context.verdicts.append(
-        Verdict(
-            kind=kind,
-            severity=get_severity(context, kind, began_at),
-            culprits=(),
-            waiting=tuple(sorted(victims)),
-            group=edge.stream.group,
-            seq=edge.wait.seq,
-            calls=find_missing_call(context, edge, victims),
-            waits=select_waits(context, victims),
-            began_at=began_at,
-            is_confirmed=age_s >= context.limits.stall_after_s,
-            summary=(
-                f"{format_waiter_count(len(victims))} in {get_op_name(edge.stream, edge.wait.seq)}"
-                f" for {describe_ranks(ranks)}, which {are} not watched: whether {they} made the call"
-                " is not known"
-            ),
-            advice=_format_unwatched_advice(reasons[0] if reasons else ""),
-        )
+    summary = (
+        f"{format_waiter_count(len(victims))} in {get_op_name(edge.stream, edge.wait.seq)}"
+        f" for {describe_ranks(ranks)}, which {are} not watched: whether {they} made the call"
+        " is not known"
     )
-    context.explained_ranks |= {*unwatched, *victims}
-    if age_s >= context.limits.stall_after_s:
-        request_stacks(context, (), victims, began_at)
-
-
-def _format_unwatched_advice(reason: str) -> str:
-    """The advice. ``reason`` is why a rank is not recorded, with its remedy; empty if that is unknown."""
-    if reason:
-        return f"Nothing is recorded of that process: {reason}."
-    return (
-        "Other calls that need all ranks were completed, so the process exists, and it does not"
-        " report: pass HANGWATCH_URL to every rank and install hangwatch into the Python of each;"
-        " `hangwatch doctor` on its host reports what is wrong there."
+    advice = _UNWATCHED_ADVICE
+    for rank in ranks:
+        process = context.attempt.processes.get(rank)
+        if process is not None and process.identity.unrecorded:  # the reason, with its remedy
+            advice = f"Nothing is recorded of that process: {process.identity.unrecorded}."
+            break
+    is_due = age_s >= context.limits.stall_after_s
+    verdict = make_absence_verdict(
+        context,
+        VerdictKind.STARTUP_STALL,
+        (),
+        victims,
+        edge,
+        waits.began_at,
+        due=is_due,
+        messages=(summary, advice),
     )
+    context.accuse(verdict, unwatched, samples=is_due)

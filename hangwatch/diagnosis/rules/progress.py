@@ -76,12 +76,12 @@ def diagnose_no_progress(context: DiagnosisContext) -> None:
     for stuck in certain:
         if stuck.stream.kind is StreamKind.SETUP:
             verdict = _make_verdict(context, [stuck])
-            context.verdicts.append(_compare_master_addresses(context, verdict))
+            context.accuse(_compare_master_addresses(context, verdict))
         else:
             communication.append(stuck)
     if communication:
         communication.sort(key=lambda stuck: (-len(stuck.waiting), stuck.waiting))
-        context.verdicts.append(_make_verdict(context, communication))
+        context.accuse(_make_verdict(context, communication))
 
 
 def _get_stuck_age_s(context: DiagnosisContext, stuck: _StuckCall) -> float:
@@ -162,7 +162,6 @@ def _make_verdict(context: DiagnosisContext, stuck_calls: list[_StuckCall]) -> V
     first = stuck_calls[0]
     group, seq = first.stream.group, first.stream.entered
     waiting = sorted({rank for stuck in stuck_calls for rank in stuck.waiting})
-    context.explained_ranks |= set(waiting)
     age_s = max(_get_stuck_age_s(context, stuck) for stuck in stuck_calls)
     more_calls = format_more_calls(len(stuck_calls) - 1)
     return Verdict(

@@ -48,17 +48,17 @@ def _diagnose_group(context: DiagnosisContext, blocked_calls: list[BlockedCall])
     _request_samples(context, culprits, first.began_at)
     is_seen = any(_is_thread_waiting(context, blocked) for blocked in blocked_calls)
     is_late = age_s >= context.limits.slow_limit_s
-    verdict = make_absence_verdict(
-        context,
-        VerdictKind.MISSING_RANK if is_late else VerdictKind.SLOW_RANK,
-        culprits,
-        waiting,
-        first.make_edge(culprits[0]),
-        first.began_at,
-        due=is_seen and age_s >= context.limits.stall_after_s,
+    context.accuse(
+        make_absence_verdict(
+            context,
+            VerdictKind.MISSING_RANK if is_late else VerdictKind.SLOW_RANK,
+            culprits,
+            waiting,
+            first.make_edge(culprits[0]),
+            first.began_at,
+            due=is_seen and age_s >= context.limits.stall_after_s,
+        )
     )
-    context.verdicts.append(verdict)
-    context.explained_ranks |= {*culprits, *waiting}
 
 
 def _is_free(context: DiagnosisContext, rank: int) -> bool:
@@ -115,7 +115,7 @@ def diagnose_concurrent_use(context: DiagnosisContext) -> None:
             if stream.concurrent_calls and stream.kind is StreamKind.COLLECTIVE
         }
         if shared:
-            context.verdicts.append(_make_concurrent_use_verdict(members, shared))
+            context.accuse(_make_concurrent_use_verdict(members, shared), explains=None)
 
 
 def _make_concurrent_use_verdict(

@@ -61,8 +61,7 @@ def diagnose_timeout(
         return False
     due &= not search.not_reporting
     if search.chain_ends:
-        context.verdicts.append(_make_absence_verdict(context, first, search, failed, due))
-        context.explained_ranks |= failed | search.waiting_ranks | search.chain_ends.keys()
+        verdict = _make_absence_verdict(context, first, search, failed, due)
     else:
         members: Mapping[int, CallStream] = {}
         if last.group_state is not None and last.kind is StreamKind.COLLECTIVE:
@@ -72,11 +71,9 @@ def diagnose_timeout(
         complete_at = max(stream.entered_at for stream in members.values())
         if timed_out_at - complete_at < (timed_out_at - last.entered_at) / 2:
             return False  # the last member entered too late to blame the lower layers
-        context.verdicts.append(
-            _make_no_progress_verdict(context, first, last, complete_at, due=due)
-        )
-        context.explained_ranks |= failed | members.keys()
-    context.explained_ranks |= context.graph.get_waiting_ranks()
+        verdict = _make_no_progress_verdict(context, first, last, complete_at, due=due)
+    waiting = failed | search.waiting_ranks | context.graph.get_waiting_ranks()
+    context.accuse(verdict, waiting | search.chain_ends.keys())
     return True
 
 
@@ -334,5 +331,4 @@ def diagnose_watchdog_end(
         assert last is not None  # a rank that its watchdog ended has a device with calls
         verdict = make_unfinished_verdict(first, last, waiting, due=due)
     end = describe_timeout(first, is_by_watchdog=True)
-    context.verdicts.append(replace(verdict, summary=f"{verdict.summary}; {end}"))
-    context.explained_ranks |= {*verdict.culprits, *verdict.waiting}
+    context.accuse(replace(verdict, summary=f"{verdict.summary}; {end}"))

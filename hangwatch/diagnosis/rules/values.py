@@ -74,24 +74,23 @@ def _add_nonfinite_verdict(
         advice += " Loss scaling skips every step for as long as this continues."
     ranks = culprits or tuple(sorted(nonfinite_call.output_ranks))
     waited_s = context.now - nonfinite_call.reported_at
-    context.verdicts.append(
-        Verdict(
-            kind=VerdictKind.NONFINITE,
-            severity=KINDS[VerdictKind.NONFINITE].severity,
-            culprits=culprits,
-            waiting=(),
-            group=nonfinite_call.group,
-            seq=nonfinite_call.seq,
-            differing_fields=("input" if culprits else "output",),
-            calls=(CallClass(ranks=ranks, call=call),) if call is not None else (),
-            began_at=nonfinite_call.entered_at,
-            is_confirmed=waited_s > _MAX_NONFINITE_WAIT_S
-            or _have_all_reported(context, nonfinite_call),
-            summary=summary,
-            advice=advice,
-            site=call.site if call is not None else None,
-        )
+    verdict = Verdict(
+        kind=VerdictKind.NONFINITE,
+        severity=KINDS[VerdictKind.NONFINITE].severity,
+        culprits=culprits,
+        waiting=(),
+        group=nonfinite_call.group,
+        seq=nonfinite_call.seq,
+        differing_fields=("input" if culprits else "output",),
+        calls=(CallClass(ranks=ranks, call=call),) if call is not None else (),
+        began_at=nonfinite_call.entered_at,
+        is_confirmed=waited_s > _MAX_NONFINITE_WAIT_S
+        or _have_all_reported(context, nonfinite_call),
+        summary=summary,
+        advice=advice,
+        site=call.site if call is not None else None,
     )
+    context.accuse(verdict, explains=None)
 
 
 def _have_all_reported(context: DiagnosisContext, nonfinite_call: NonfiniteCall) -> bool:
@@ -156,7 +155,7 @@ def diagnose_replica_divergence(context: DiagnosisContext) -> None:
         if any(stream.concurrent_calls for stream in members.values()):
             continue
         first = checksums.differing[min(checksums.differing)]
-        context.verdicts.append(_make_replica_verdict(context, checksums, first))
+        context.accuse(_make_replica_verdict(context, checksums, first), explains=None)
 
 
 def _make_replica_verdict(
