@@ -24,7 +24,7 @@ from hangwatch.tracking.call_stream import CallStream, CallWindow
 from hangwatch.tracking.process import FreezeReason, Process, StackSample
 
 from .call_classes import list_equal_callers
-from .graph.devices import READING_DELAY_S, DeviceView, build_device_view
+from .graph.devices import READING_DELAY_S, DeviceGraph, build_device_graph
 from .graph.graph import WaitEdge, WaitGraph
 from .graph.progress import has_two_samples
 
@@ -101,7 +101,7 @@ class DiagnosisContext:
     deadlocked_ranks: set[int] = field(default_factory=set)
     verdicts: list[Verdict] = field(default_factory=list)
     requests: list[EvidenceRequest] = field(default_factory=list)
-    _device_view: DeviceView | None = None
+    _devices: DeviceGraph | None = None
 
     def accuse(
         self, verdict: Verdict, explains: Iterable[int] | None = (), *, samples: bool = False
@@ -116,26 +116,28 @@ class DiagnosisContext:
         if samples:
             request_stacks(self, verdict.culprits, verdict.waiting, verdict.began_at)
 
-    def get_device_view(self) -> DeviceView | None:
+    def get_devices(self) -> DeviceGraph | None:
         """How far the devices are; None where no backend reports it. Built at the first use."""
-        if self._device_view is None and self.attempt.device_groups:
-            self._device_view = build_device_view(self.attempt)
-        return self._device_view
+        if self._devices is None and self.attempt.device_groups:
+            self._devices = build_device_graph(self.attempt)
+        return self._devices
 
-    def get_still_device_view(self) -> DeviceView | None:
-        """The device view, or None while each device is known to have made progress lately: then none
-        can be the subject of a verdict. To find that out takes a tenth of the time.
+    def get_still_devices(self) -> DeviceGraph | None:
+        """The graph of the devices, or None while each one is known to have made progress lately: then
+        none can be the subject of a verdict. To find that out takes a tenth of the time.
         """
         if not self.attempt.device_groups:
             return None
         limit_s = get_suspicion_delay_s(self.limits) - 2 * READING_DELAY_S
         stills_s = [process.device_still_s for process in self.attempt.processes.values()]
-        return self.get_device_view() if max(stills_s, default=0.0) >= limit_s else None
+        return self.get_devices() if max(stills_s, default=0.0) >= limit_s else None
 
     def find_waiting_devices(self, culprits: Iterable[int]) -> set[int]:
         """The unexplained ranks whose devices wait for the culprits: so do their hosts, sooner or later."""
-        view = self.get_device_view()
-        return set() if view is None else view.hang.find_waiters_of(culprits) - self.explained_ranks
+        devices = self.get_devices()
+        return (
+            set() if devices is None else devices.find_waiters_of(culprits) - self.explained_ranks
+        )
 
 
 def is_quiet(attempt: Attempt) -> bool:

@@ -19,10 +19,8 @@ from .graph.waits import build_wait_graph
 from .hardware import add_hardware_advice, request_hardware
 from .rules.deadlock import diagnose_deadlocks
 from .rules.devices import (
-    diagnose_device_cycles,
-    diagnose_hosts_behind,
+    diagnose_devices,
     diagnose_stalled_devices,
-    diagnose_stuck_devices,
     diagnose_uncounted_devices,
 )
 from .rules.ended import diagnose_exits
@@ -46,9 +44,7 @@ RULES: tuple[Callable[[DiagnosisContext], None], ...] = (
     diagnose_pair_mismatches,
     diagnose_exits,
     diagnose_deadlocks,
-    diagnose_device_cycles,
-    diagnose_stuck_devices,
-    diagnose_hosts_behind,
+    diagnose_devices,
     diagnose_chain_ends,
     diagnose_thread_waits,
     diagnose_stalled_devices,

@@ -24,12 +24,8 @@ from .context import (
     get_suspicion_delay_s,
     request_stacks,
 )
-from .messages import (
-    describe_position,
-    describe_rank,
-    describe_ranks,
-    join_notes,
-)
+from .graph.devices import DeviceGroup
+from .messages import describe_position, describe_rank, describe_ranks, join_notes
 
 _MAX_AWAITED_SHOWN = 3
 _MAX_NOTES = 4
@@ -137,21 +133,18 @@ def _iter_device_waits(
     context: DiagnosisContext, explained: Set[int], latest: float
 ) -> Iterator[_Wait]:
     """The waits of devices that began by ``latest``; there may be 100,000."""
-    view = context.get_still_device_view()
-    if view is None:
+    devices = context.get_still_devices()
+    if devices is None:
         return
-    for device_wait in view.hang.waits:
-        awaited = tuple(sorted(device_wait.awaited))
-        for rank in device_wait.waiters - explained:
-            began_at = view.get_unchanged_since((rank,))
+    waits: list[tuple[DeviceGroup, Set[int], tuple[int, ...]]] = [
+        (wait.group, wait.waiters, tuple(sorted(wait.awaited))) for wait in devices.waits
+    ]
+    waits += [(group, group.members.keys(), ()) for group in devices.stalled_groups]
+    for group, waiters, awaited in waits:
+        for rank in waiters - explained:
+            began_at = devices.get_unchanged_since((rank,))
             if began_at <= latest:
-                stream = view.get_stream(device_wait.group, rank)
-                yield _Wait(rank, began_at, stream, awaited)
-    for group in view.hang.stalled_groups:
-        for rank in group.members.keys() - explained:
-            began_at = view.get_unchanged_since((rank,))
-            if began_at <= latest:
-                yield _Wait(rank, began_at, view.get_stream(group, rank))
+                yield _Wait(rank, began_at, group.streams[rank], awaited)
 
 
 def _describe_wait(context: DiagnosisContext, wait: _Wait) -> str:

@@ -12,28 +12,29 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from hangwatch.model.groups import GroupKey
 from hangwatch.model.operators import OPERATIONS
-from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import CallClass, DeviceProgress, Wait
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
 
 from ..call_classes import list_equal_callers
-from .graph import WaitEdge
+from .graph import WaitEdge, WaiterIndex, can_communicate
 
 READING_DELAY_S = 3.0  # counters that are behind are read and reported at least this often
 _MAX_DISTINCT_COUNTS = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceGroup:
     """The collectives of one process group. ``members`` are those whose counters are known."""
 
     ranks: tuple[int, ...]
     members: Mapping[int, DeviceProgress]
+    streams: Mapping[int, CallStream] = field(default_factory=dict)  # of all members that report
 
     @property
     def records_starts(self) -> bool:
@@ -42,6 +43,34 @@ class DeviceGroup:
     @property
     def has_unknown_members(self) -> bool:
         return len(self.members) < len(self.ranks)
+
+    @cached_property
+    def furthest(self) -> int:
+        """The last call that some device has completed."""
+        return max(progress.completed for progress in self.members.values())
+
+    def get_seq(self, rank: int) -> int:
+        """The sequence number of the first call that the rank's device has not completed."""
+        return get_first_unfinished(self.streams[rank], self.members[rank])
+
+    def get_op(self, rank: int) -> str:
+        stream = self.streams[rank]
+        call = stream.calls.get(self.get_seq(rank))
+        return call.signature.op if call is not None else stream.op or "a collective"
+
+    def get_call(self, rank: int) -> tuple[CallClass, ...]:
+        """The first call that its device has not completed, if its arguments are known, with the ranks
+        that are known to have made it.
+        """
+        seq = self.get_seq(rank)
+        call = self.streams[rank].calls.get(seq)
+        if call is None:
+            return ()
+        return (CallClass(ranks=list_equal_callers(self.streams, rank, seq), call=call),)
+
+    def make_wait(self, rank: int, on_rank: int) -> Wait:
+        name = self.streams[rank].group.name
+        return Wait(rank=rank, on_rank=on_rank, group=name, seq=self.get_seq(rank))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,75 +83,40 @@ class DeviceWait:
     awaited: frozenset[int]
 
 
-@dataclass(slots=True, kw_only=True)
-class DeviceHang:
-    """``culprits`` are the ranks whose devices lag. ``stalled_groups`` have all their devices in one
-    call that none of them completes. ``host_ends`` are ranks whose hosts have not made the call;
-    their devices have nothing to do. ``uncertain_ends`` may themselves wait for a device whose
-    counters are unknown. ``cycle`` are devices that wait for each other.
-    """
-
-    waits: list[DeviceWait]
-    culprits: set[int] = field(default_factory=set)
-    stalled_groups: list[DeviceGroup] = field(default_factory=list)
-    host_ends: set[int] = field(default_factory=set)
-    uncertain_ends: set[int] = field(default_factory=set)
-    cycle: set[int] = field(default_factory=set)
-
-    def find_waiters_of(self, targets: Iterable[int]) -> set[int]:
-        """The ranks whose devices wait for those of ``targets``, directly or through others."""
-        goals = set(targets)
-        reached = set(goals)
-        has_grown = True
-        while has_grown:
-            has_grown = False
-            for wait in self.waits:
-                if not reached.isdisjoint(wait.awaited) and not reached.issuperset(wait.waiters):
-                    reached |= wait.waiters
-                    has_grown = True
-        return reached - goals
-
-    def find_direct_waiters_of(self, targets: Iterable[int]) -> set[int]:
-        """The ranks whose devices are in a call that the devices of some ``targets`` have not reached."""
-        goals = set(targets)
-        waiters = [wait.waiters for wait in self.waits if not goals.isdisjoint(wait.awaited)]
-        return set().union(*waiters) - goals
-
-
 class DeviceGraph:
-    """The devices of a job at one moment.
+    """Which devices of an attempt wait for which ones at one moment, and the ends of these chains.
 
     ``fronts`` has, for each rank, the groups in which its device has uncompleted calls, in the order
-    in which the host queued the first of these.
+    in which the host queued the first of these. ``culprits`` are the ranks whose devices lag.
+    ``stalled_groups`` have all their devices in one call that none of them completes. ``host_ends``
+    are ranks whose hosts have not made the call; their devices have nothing to do.
+    ``uncertain_ends`` may themselves wait for a device whose counters are unknown. ``cycle`` are
+    devices that wait for each other.
     """
 
     def __init__(
-        self, groups: Sequence[DeviceGroup], fronts: Mapping[int, Sequence[DeviceGroup]]
+        self,
+        groups: Sequence[DeviceGroup],
+        fronts: Mapping[int, Sequence[DeviceGroup]],
+        processes: Mapping[int, Process],
     ) -> None:
-        self._groups = groups
-        self._fronts = fronts
-        self._furthest = {
-            id(group): max((p.completed for p in group.members.values()), default=-1)
-            for group in groups
-        }
-
-    def find_hang(self) -> DeviceHang:
-        """Who waits for whom, and which devices are the ends of the chains."""
-        waits = [wait for group in self._groups for wait in self._find_waits(group)]
-        hang = DeviceHang(waits=waits)
-        waiters: set[int] = set()
-        awaited: set[int] = set()
-        for wait in waits:
-            waiters |= wait.waiters
-            awaited |= wait.awaited
-        ends = awaited - waiters
+        self.fronts = fronts
+        self.culprits: set[int] = set()
+        self.stalled_groups: list[DeviceGroup] = []
+        self.host_ends: set[int] = set()
+        self.uncertain_ends: set[int] = set()
+        self.cycle: set[int] = set()
+        self._processes = processes
+        self.waits = [wait for group in groups for wait in self._find_waits(group)]
+        self._index = WaiterIndex([(wait.waiters, wait.awaited) for wait in self.waits])
+        waiters: set[int] = set().union(*(wait.waiters for wait in self.waits))
+        ends = set().union(*(wait.awaited for wait in self.waits)) - waiters
         for rank in sorted(ends):
-            self._classify_end(hang, rank, waiters)
-        if waits and not ends:
-            hang.cycle = _find_cycle_ranks(waits)
-        if not waits:
-            hang.stalled_groups = [group for group in self._groups if self._is_stalled(group)]
-        return hang
+            self._classify_end(rank, waiters)
+        if self.waits and not ends:
+            self.cycle = _find_cycle_ranks(self.waits)
+        if not self.waits:
+            self.stalled_groups = [group for group in groups if self._is_stalled(group)]
 
     def _find_waits(self, group: DeviceGroup) -> list[DeviceWait]:
         waiters_by_call: dict[int, set[int]] = {}
@@ -149,7 +143,7 @@ class DeviceGraph:
         return self._is_front(group, rank)
 
     def _is_front(self, group: DeviceGroup, rank: int) -> bool:
-        front = self._fronts.get(rank, ())
+        front = self.fronts.get(rank, ())
         return bool(front) and front[0] is group
 
     def _may_have_come(self, group: DeviceGroup, rank: int, call: int) -> bool:
@@ -163,34 +157,32 @@ class DeviceGraph:
             return progress.started >= call
         return progress.completed == call - 1 and self._is_front(group, rank)
 
-    def _classify_end(self, hang: DeviceHang, rank: int, waiters: set[int]) -> None:
-        front = self._fronts.get(rank, ())
+    def _classify_end(self, rank: int, waiters: set[int]) -> None:
+        front = self.fronts.get(rank, ())
         if not front:
-            hang.host_ends.add(rank)
+            self.host_ends.add(rank)
             return
         inside = [group for group in front if self._is_inside(group, rank)]
         if not inside:  # the backend records starts, and the device has begun no call
-            hang.culprits.add(rank)
+            self.culprits.add(rank)
             return
         group = inside[0]
         progress = group.members[rank]
-        if progress.completed < self._furthest[id(group)]:
-            hang.culprits.add(rank)
+        if progress.completed < group.furthest:
+            self.culprits.add(rank)
         elif group.has_unknown_members:
-            hang.uncertain_ends.add(rank)
+            self.uncertain_ends.add(rank)
         elif progress.started is not None:
-            if group not in hang.stalled_groups:
-                hang.stalled_groups.append(group)
+            if group not in self.stalled_groups:
+                self.stalled_groups.append(group)
         else:
-            hang.culprits |= self._find_equals(group, progress.completed) - waiters
-
-    def _find_equals(self, group: DeviceGroup, completed: int) -> set[int]:
-        """The members that are before or in the same call: which of them is stuck is unknown."""
-        return {
-            rank
-            for rank, progress in group.members.items()
-            if progress.completed == completed and self._is_front(group, rank)
-        }
+            # Which of the members before or in the same call is stuck is unknown.
+            equals = {
+                other
+                for other, its_progress in group.members.items()
+                if its_progress.completed == progress.completed and self._is_front(group, other)
+            }
+            self.culprits |= equals - waiters
 
     def _is_stalled(self, group: DeviceGroup) -> bool:
         """Whether all members are in one call, or before it without a known difference."""
@@ -200,60 +192,19 @@ class DeviceGraph:
         calls = {progress.completed for progress in members.values()}
         return len(calls) == 1 and all(self._is_inside(group, rank) for rank in members)
 
+    def find_waiters_of(self, targets: Iterable[int]) -> set[int]:
+        """The ranks whose devices wait for those of ``targets``, directly or through others."""
+        return self._index.find_waiters_of(targets)
 
-def _find_cycle_ranks(waits: Sequence[DeviceWait]) -> set[int]:
-    """The ranks that remain after all those for which no remaining rank waits are left out."""
-    remaining: set[int] = set()
-    for wait in waits:
-        remaining |= wait.waiters
-    while True:
-        awaited: set[int] = set()
-        for wait in waits:
-            if not remaining.isdisjoint(wait.waiters):
-                awaited |= wait.awaited
-        if remaining <= awaited:
-            return remaining
-        remaining &= awaited
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class DeviceView:
-    """The devices of an attempt as its call streams show them. ``fronts`` has, by rank, the groups with
-    uncompleted calls, as `DeviceGraph` needs them.
-    """
-
-    hang: DeviceHang
-    fronts: Mapping[int, list[DeviceGroup]]
-    _processes: Mapping[int, Process]
-    _streams: Mapping[int, Mapping[int, CallStream]]  # keys: the id() of the group, and the rank
-
-    def get_stream(self, group: DeviceGroup, rank: int) -> CallStream:
-        return self._streams[id(group)][rank]
-
-    def get_seq(self, group: DeviceGroup, rank: int) -> int:
-        """The sequence number of the first call that the rank's device has not completed."""
-        return get_first_unfinished(self.get_stream(group, rank), group.members[rank])
-
-    def get_op(self, group: DeviceGroup, rank: int) -> str:
-        stream = self.get_stream(group, rank)
-        call = stream.calls.get(self.get_seq(group, rank))
-        return call.signature.op if call is not None else stream.op or "a collective"
-
-    def get_call(self, group: DeviceGroup, rank: int) -> tuple[CallClass, ...]:
-        """The first call that its device has not completed, if its arguments are known, with the ranks
-        that are known to have made it.
-        """
-        seq = self.get_seq(group, rank)
-        streams = self._streams[id(group)]
-        call = streams[rank].calls.get(seq)
-        if call is None:
-            return ()
-        return (CallClass(ranks=list_equal_callers(streams, rank, seq), call=call),)
+    def find_direct_waiters_of(self, targets: set[int]) -> set[int]:
+        """The ranks whose devices are in a call that the devices of some ``targets`` have not reached."""
+        waiters = [wait.waiters for wait in self.waits if not targets.isdisjoint(wait.awaited)]
+        return set().union(*waiters) - targets
 
     def find_longest_wait(self, culprits: Collection[int]) -> WaitEdge | None:
         """The longest wait of a device for a host of the ``culprits`` that has not made the call."""
         waits: list[tuple[float, int, int, DeviceWait]] = []
-        for wait in self.hang.waits:
+        for wait in self.waits:
             members = wait.group.members
             on_ranks = [
                 r for r in wait.awaited.intersection(culprits) if members[r].enqueued < wait.call
@@ -264,10 +215,7 @@ class DeviceView:
         if not waits:
             return None
         _, rank, on_rank, wait = min(waits, key=lambda item: item[:3])
-        stream = self.get_stream(wait.group, rank)
-        seq = self.get_seq(wait.group, rank)
-        device_wait = Wait(rank=rank, on_rank=on_rank, group=stream.group.name, seq=seq)
-        return WaitEdge(wait=device_wait, stream=stream)
+        return WaitEdge(wait=wait.group.make_wait(rank, on_rank), stream=wait.group.streams[rank])
 
     def get_unchanged_since(self, ranks: Iterable[int]) -> float:
         """The time since which none of the ranks' devices began or completed a call."""
@@ -299,8 +247,8 @@ class DeviceView:
         return known_until - since
 
     def find_stuck_ranks(self) -> set[int]:
-        """The culprits of the hang without those whose devices may be in a send or a receive."""
-        return {rank for rank in self.hang.culprits if not self._may_be_in_message(rank)}
+        """The culprits without those whose devices may be in a send or a receive."""
+        return {rank for rank in self.culprits if not self._may_be_in_message(rank)}
 
     def _may_be_in_message(self, rank: int) -> bool:
         """Whether a rank's device may be in a send or a receive, whose peer is unknown here. Hosts run
@@ -330,13 +278,27 @@ class DeviceView:
         if not fronts:
             return False
         group = fronts[0]
-        completed = group.members[rank].completed
-        spec = OPERATIONS.get(self.get_op(group, rank))
-        is_behind = any(other.completed > completed for other in group.members.values())
+        spec = OPERATIONS.get(group.get_op(rank))
+        is_behind = group.members[rank].completed < group.furthest
         return is_behind and spec is not None and spec.is_mutual_wait
 
     def _select_processes(self, ranks: Iterable[int]) -> list[Process]:
         return [self._processes[rank] for rank in ranks if rank in self._processes]
+
+
+def _find_cycle_ranks(waits: Sequence[DeviceWait]) -> set[int]:
+    """The ranks that remain after all those for which no remaining rank waits are left out."""
+    remaining: set[int] = set()
+    for wait in waits:
+        remaining |= wait.waiters
+    while True:
+        awaited: set[int] = set()
+        for wait in waits:
+            if not remaining.isdisjoint(wait.waiters):
+                awaited |= wait.awaited
+        if remaining <= awaited:
+            return remaining
+        remaining &= awaited
 
 
 def get_still_until(process: Process) -> float:
@@ -348,17 +310,16 @@ def get_still_until(process: Process) -> float:
     return max(read_at, last_seen_at)
 
 
-def build_device_view(attempt: Attempt, ended: Collection[int] = ()) -> DeviceView | None:
-    """Builds the view of an attempt's devices; None where no backend reports how far they are.
+def build_device_graph(attempt: Attempt, ended: Collection[int] = ()) -> DeviceGraph | None:
+    """Builds the graph of an attempt's devices; None where no backend reports how far they are.
 
     A rank that has left queues no further call. The last counters of the ranks in ``ended`` still show
     where their devices were.
     """
     processes = attempt.processes
     groups: list[DeviceGroup] = []
-    streams: dict[int, dict[int, CallStream]] = {}
     pending: dict[int, list[tuple[tuple[float, ...], DeviceGroup]]] = {}
-    left_ranks = {rank for rank in attempt.unable_ranks if not _is_running(processes[rank])}
+    left_ranks = {rank for rank in attempt.unable_ranks if not can_communicate(processes[rank])}
     for key in attempt.device_groups:
         group_streams = attempt.streams_by_group.get(key, {})
         members = {r: s.device for r, s in group_streams.items() if s.device is not None}
@@ -366,10 +327,12 @@ def build_device_view(attempt: Attempt, ended: Collection[int] = ()) -> DeviceVi
             members[rank] = replace(members[rank], completed=members[rank].enqueued)
         if not members or _counts_messages(attempt, members, key):
             continue
-        ranks = next(iter(group_streams.values())).group.ranks
-        group = DeviceGroup(ranks=ranks, members=_level_stale_counters(members, group_streams))
+        group = DeviceGroup(
+            ranks=next(iter(group_streams.values())).group.ranks,
+            members=_level_stale_counters(members, group_streams),
+            streams=group_streams,
+        )
         groups.append(group)
-        streams[id(group)] = group_streams
         for rank, progress in group.members.items():
             if progress.completed < progress.enqueued:
                 order = _get_front_order(group_streams[rank], progress)
@@ -380,16 +343,7 @@ def build_device_view(attempt: Attempt, ended: Collection[int] = ()) -> DeviceVi
     for rank, ordered in pending.items():
         ordered.sort(key=lambda item: item[0])
         fronts[rank] = [group for _, group in ordered]
-    return DeviceView(
-        hang=DeviceGraph(groups, fronts).find_hang(),
-        fronts=fronts,
-        _processes=processes,
-        _streams=streams,
-    )
-
-
-def _is_running(process: Process) -> bool:
-    return process.is_alive and process.lifecycle < Lifecycle.DESTROYED
+    return DeviceGraph(groups, fronts, processes)
 
 
 def _level_stale_counters(

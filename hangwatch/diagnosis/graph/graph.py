@@ -58,6 +58,44 @@ class BlockedCall:
         return WaitEdge(wait=wait, stream=self.stream)
 
 
+class WaiterIndex:
+    """Groups of ranks, or of devices, that wait for the same ones, by their indices."""
+
+    def __init__(self, groups: Iterable[tuple[Set[int], Iterable[int]]]) -> None:
+        self.ranks_by_group: list[Set[int]] = []
+        self.groups_by_awaited: dict[int, list[int]] = {}
+        for index, (ranks, awaited) in enumerate(groups):
+            self.ranks_by_group.append(ranks)
+            for rank in awaited:
+                self.groups_by_awaited.setdefault(rank, []).append(index)
+
+    def find_waiters_of(self, targets: Iterable[int], within: Set[int] | None = None) -> set[int]:
+        """The ranks from which a chain of waits leads to any of ``targets``, see `WaitGraph`."""
+        target_ranks = set(targets)
+        seen, to_search = set(target_ranks), list(target_ranks)
+        searched_groups: set[int] = set()
+        while to_search:
+            for index in self.groups_by_awaited.get(to_search.pop(), ()):
+                if index in searched_groups:
+                    continue
+                searched_groups.add(index)
+                unseen = self.ranks_by_group[index] - seen
+                if within is not None:
+                    unseen &= within
+                seen |= unseen
+                to_search += unseen & self.groups_by_awaited.keys()
+        return seen - target_ranks
+
+
+def group_by_awaited(waits: Iterable[Collection[BlockedCall]]) -> list[list[BlockedCall]]:
+    """The blocked calls in groups that wait for the same ranks: these share one mapping."""
+    groups: defaultdict[int, list[BlockedCall]] = defaultdict(list)
+    for blocked_calls in waits:
+        for blocked in blocked_calls:
+            groups[id(blocked.awaited)].append(blocked)
+    return list(groups.values())
+
+
 @dataclass(slots=True)
 class WaitGraph:
     """The waits of an attempt at one moment.
@@ -92,35 +130,32 @@ class WaitGraph:
     released_ranks: set[int] = field(default_factory=set)
     newly_released_ranks: set[int] = field(default_factory=set)
     _waiter_groups: list[list[BlockedCall]] | None = None
-    _waiter_group_ranks: list[set[int]] = field(default_factory=list)
-    _groups_by_awaited: dict[int, list[int]] = field(default_factory=dict)
+    _index: WaiterIndex = field(default_factory=lambda: WaiterIndex(()))
 
     def iter_waiter_groups(self) -> list[list[BlockedCall]]:
         """All blocked calls, in groups that wait for the same ranks."""
         if self._waiter_groups is None:
-            groups: defaultdict[int, list[BlockedCall]] = defaultdict(list)
-            for blocked_calls in self.blocked_calls.values():
-                for blocked in blocked_calls:
-                    groups[id(blocked.awaited)].append(blocked)
-            self._waiter_groups = list(groups.values())
-            for index, group in enumerate(self._waiter_groups):
-                self._waiter_group_ranks.append({blocked.rank for blocked in group})
-                for rank in group[0].awaited:
-                    self._groups_by_awaited.setdefault(rank, []).append(index)
+            self._waiter_groups = group_by_awaited(self.blocked_calls.values())
+            self._index = WaiterIndex(
+                ({blocked.rank for blocked in group}, group[0].awaited)
+                for group in self._waiter_groups
+            )
         return self._waiter_groups
 
-    def get_waiter_group_ranks(self) -> list[set[int]]:
-        """The ranks of each waiter group."""
+    @property
+    def index(self) -> WaiterIndex:
+        """The ranks of each waiter group, and the waiter groups that wait for a rank."""
         self.iter_waiter_groups()
-        return self._waiter_group_ranks
+        return self._index
 
     def free_waits(self) -> None:
         """Ends the use of the graph. The waits of 100,000 ranks are freed in parts: all in one go would block the
         other threads for a tenth of a second.
         """
-        by_rank = [*self.blocked_calls.values(), *self._groups_by_awaited.values()]
+        by_awaited = self._index.groups_by_awaited
+        by_rank = [*self.blocked_calls.values(), *by_awaited.values()]
         self.blocked_calls.clear()
-        self._groups_by_awaited.clear()
+        by_awaited.clear()
         for waits in (*(self._waiter_groups or ()), by_rank):
             while waits:
                 del waits[-_FREED_AT_A_TIME:]
@@ -141,36 +176,18 @@ class WaitGraph:
     def find_chain_ends(self) -> set[int]:
         """Ranks that others wait for and that wait for no rank."""
         # A difference of the keys would take a look-up for each waiting rank.
-        return {rank for rank in self.get_groups_by_awaited() if rank not in self.blocked_calls}
-
-    def get_groups_by_awaited(self) -> Mapping[int, list[int]]:
-        """The indices of the waiter groups that wait for a rank, by awaited rank."""
-        self.iter_waiter_groups()
-        return self._groups_by_awaited
+        return {rank for rank in self.index.groups_by_awaited if rank not in self.blocked_calls}
 
     def iter_waits_for(self, rank: int) -> Iterator[BlockedCall]:
         """The waits for a rank, one of each waiter group: all of a group are in the same call."""
         groups = self.iter_waiter_groups()
-        return (groups[index][0] for index in self._groups_by_awaited.get(rank, ()))
+        return (groups[index][0] for index in self._index.groups_by_awaited.get(rank, ()))
 
     def find_waiters_of(self, targets: Iterable[int], within: Set[int] | None = None) -> set[int]:
         """The ranks from which a chain of waits leads to any of ``targets``, without the targets.
         The chains only include ranks of ``within``, if that is given.
         """
-        ranks_by_group, target_ranks = self.get_waiter_group_ranks(), set(targets)
-        seen, to_search = set(target_ranks), list(target_ranks)
-        searched_groups: set[int] = set()
-        while to_search:
-            for index in self._groups_by_awaited.get(to_search.pop(), ()):
-                if index in searched_groups:
-                    continue
-                searched_groups.add(index)
-                unseen = ranks_by_group[index] - seen
-                if within is not None:
-                    unseen &= within
-                seen |= unseen
-                to_search += unseen & self._groups_by_awaited.keys()
-        return seen - target_ranks
+        return self.index.find_waiters_of(targets, within)
 
     def group_chain_ends(self, chain_ends: Iterable[int]) -> list[set[int]]:
         """The ``chain_ends`` in sets that delay some rank in common."""
@@ -181,22 +198,22 @@ class WaitGraph:
 
     def _merge_related_ends(self, sets_by_end: dict[int, set[int]]) -> None:
         """Merges the sets of ends that the same rank waits for, directly or through others."""
-        ranks_by_group = self.get_waiter_group_ranks()
+        groups_by_awaited = self.index.groups_by_awaited
         # Chains of waits may meet at ranks that others wait for, or that are in several groups.
         meeting_ranks = {rank for rank, calls in self.blocked_calls.items() if len(calls) > 1}
-        meeting_ranks.update(self._groups_by_awaited)
+        meeting_ranks.update(groups_by_awaited)
         # The end from which the search first reached a rank, or a waiter group.
         end_by_rank = dict(zip(sets_by_end, sets_by_end, strict=True))
         end_by_group: dict[int, int] = {}
         for end in list(sets_by_end):
             to_search = [end]
             while to_search:
-                for index in self._groups_by_awaited.get(to_search.pop(), ()):
+                for index in groups_by_awaited.get(to_search.pop(), ()):
                     if index in end_by_group:
                         _merge_sets(sets_by_end, end, end_by_group[index])
                         continue
                     end_by_group[index] = end
-                    for rank in ranks_by_group[index] & meeting_ranks:
+                    for rank in self.index.ranks_by_group[index] & meeting_ranks:
                         other_end = end_by_rank.get(rank)
                         if other_end is None:
                             end_by_rank[rank] = end
@@ -291,6 +308,11 @@ def _find_receive_signs(
         for stream in process.streams.values():
             if stream.kind is StreamKind.RECV and stream.peer is not None and stream.peer in silent:
                 yield stream.peer, stream.advanced_at
+
+
+def can_communicate(process: Process) -> bool:
+    """Whether a process may still make calls: it is alive and has not destroyed its groups."""
+    return process.is_alive and process.lifecycle < Lifecycle.DESTROYED
 
 
 def list_old_unfinished(process: Process, before: float) -> list[CallStream]:

@@ -23,6 +23,7 @@ from hangwatch.tracking.process import IDLE_AFTER_S, Process
 from .graph import (
     BlockedCall,
     WaitGraph,
+    can_communicate,
     find_blocked_streams,
     find_silent_ranks,
     has_completed_calls,
@@ -669,15 +670,9 @@ def _find_awaited_senders(attempt: Attempt, rank: int, stream: CallStream) -> di
         received_count += sum(receiving.completed or 0 for receiving in receives)
     if sum(sent_counts.values()) - received_count >= stream.entered:
         return {}
-    able = {member for member in sent_counts if _may_still_send(attempt, member)}
+    processes = attempt.processes
+    able = {m for m in sent_counts if m not in processes or can_communicate(processes[m])}
     return {member: sent_counts[member] + 1 for member in able or sent_counts}
-
-
-def _may_still_send(attempt: Attempt, rank: int) -> bool:
-    process = attempt.processes.get(rank)
-    if process is None:
-        return True
-    return process.is_alive and process.lifecycle < Lifecycle.DESTROYED
 
 
 def _find_channels(

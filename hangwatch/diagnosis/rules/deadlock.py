@@ -239,8 +239,8 @@ def find_blocked_ranks(graph: WaitGraph) -> set[int]:
     A call needs all awaited ranks, unless any one of them suffices. A rank with several calls may
     wait in any one of them.
     """
-    ranks_by_group = graph.get_waiter_group_ranks()
-    groups_by_awaited = graph.get_groups_by_awaited()
+    ranks_by_group = graph.index.ranks_by_group
+    groups_by_awaited = graph.index.groups_by_awaited
     missing_counts = _count_missing_ranks(graph)
     blocked = set(graph.blocked_calls)
     freed_ranks: list[int] = []
@@ -329,7 +329,7 @@ def _list_waiter_groups(
     """The waiter groups that wait for any of the ranks, with their ranks of the component only."""
     indices: set[int] = set()
     for rank in awaited_ranks:
-        indices.update(graph.get_groups_by_awaited().get(rank, ()))
+        indices.update(graph.index.groups_by_awaited.get(rank, ()))
     waiter_groups: list[list[BlockedCall]] = []
     for index in indices:
         group = graph.iter_waiter_groups()[index]

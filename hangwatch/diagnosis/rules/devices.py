@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 
 from hangwatch.model.groups import Group
 from hangwatch.model.kinds import KINDS, Severity, VerdictKind
@@ -27,7 +28,7 @@ from ..context import (
     get_suspicion_delay_s,
     request_stacks,
 )
-from ..graph.devices import READING_DELAY_S, DeviceGroup, DeviceHang, DeviceView, get_still_until
+from ..graph.devices import READING_DELAY_S, DeviceGraph, DeviceGroup, get_still_until
 from ..graph.progress import get_calling_thread_since, is_process_waiting
 from ..messages import (
     describe_deadlock,
@@ -67,95 +68,180 @@ _COMMUNICATOR_ADVICE = (
 )
 
 
-def diagnose_stuck_devices(context: DiagnosisContext) -> None:
+def diagnose_devices(context: DiagnosisContext) -> None:
+    """At most one verdict each for devices that wait for each other, for devices that lag, and for hosts
+    that have not made the call that others' devices are in.
+    """
+    devices = context.get_still_devices()
+    if devices is not None:
+        _diagnose_cycle(context, devices)
+        _diagnose_stuck_devices(context, devices)
+        _diagnose_hosts_behind(context, devices)
+
+
+def _get_suspicious_age_s(
+    context: DiagnosisContext, devices: DeviceGraph, involved: set[int], still: set[int]
+) -> float:
+    """How long none of the devices in ``still`` made progress; 0 until that is suspicious, and if a
+    verdict explains any rank of ``involved``.
+    """
+    if not involved.isdisjoint(context.explained_ranks):
+        return 0.0
+    age_s = devices.get_unchanged_s(still)
+    return age_s if age_s >= get_suspicion_delay_s(context.limits) else 0.0
+
+
+def _diagnose_cycle(context: DiagnosisContext, devices: DeviceGraph) -> None:
+    """One verdict for devices that wait for each other, in calls that their hosts queued in a
+    different order.
+    """
+    waiting = devices.find_waiters_of(devices.cycle)
+    involved = devices.cycle | waiting
+    age_s = _get_suspicious_age_s(context, devices, involved, involved)
+    if not devices.cycle or not age_s:
+        return
+    culprits = tuple(sorted(devices.cycle))
+    cycle_waits: list[tuple[Wait, str]] = []  # one of each rank on the cycle, with the operation
+    calls: list[CallClass] = []
+    for rank in culprits:
+        calls += devices.fronts[rank][0].get_call(rank)
+        for wait in devices.waits:
+            awaited = wait.awaited & devices.cycle
+            if rank in wait.waiters and awaited:
+                op = wait.group.get_op(rank)
+                cycle_waits.append((wait.group.make_wait(rank, min(awaited)), op))
+                break
+    first_wait = cycle_waits[0][0]
+    verdict = Verdict(
+        kind=VerdictKind.DEADLOCK,
+        severity=KINDS[VerdictKind.DEADLOCK].severity,
+        culprits=culprits,
+        waiting=tuple(sorted(waiting)),
+        group=devices.fronts[first_wait.rank][0].streams[first_wait.rank].group,
+        seq=first_wait.seq,
+        calls=tuple(calls),
+        waits=tuple(wait for wait, _ in cycle_waits),
+        began_at=devices.get_unchanged_since(involved),
+        is_confirmed=age_s >= context.limits.stall_after_s,
+        summary=describe_deadlock(culprits, cycle_waits),
+        advice=format_deadlock_advice((), culprits),
+    )
+    context.accuse(verdict, samples=True)
+
+
+def _diagnose_stuck_devices(context: DiagnosisContext, devices: DeviceGraph) -> None:
     """One verdict for all devices that others wait for and that wait for none: they lag although every
     member's host has made the call, because of a kernel that never ends or a stream that waits.
     """
-    view = context.get_still_device_view()
-    if view is None:
+    culprits = devices.find_stuck_ranks()
+    if not culprits or devices.uncertain_ends:
         return
-    hang = view.hang
-    culprits = view.find_stuck_ranks()
-    if not culprits or hang.uncertain_ends:
-        return
-    waiting = (hang.find_waiters_of(hang.culprits) | hang.culprits) - culprits
-    involved = culprits | waiting
-    if not involved.isdisjoint(context.explained_ranks):
-        return
-    processes = context.attempt.processes
-    if any(is_in_phase(context, processes[rank]) for rank in culprits):
-        return
+    waiting = (devices.find_waiters_of(devices.culprits) | devices.culprits) - culprits
     # Ranks that wait indirectly may have had work until much later.
-    age_s = view.get_unchanged_s(culprits | hang.find_direct_waiters_of(culprits))
-    if age_s < get_suspicion_delay_s(context.limits):
+    still = culprits | devices.find_direct_waiters_of(culprits)
+    age_s = _get_suspicious_age_s(context, devices, culprits | waiting, still)
+    if not age_s or _is_any_in_phase(context, culprits):
         return
     first = min(culprits)
-    group = view.fronts[first][0]
-    stream = view.get_stream(group, first)
-    members = context.streams_by_group.get(stream.group.key, {})
+    group = devices.fronts[first][0]
+    members = context.streams_by_group.get(group.streams[first].group.key, {})
     # Where the calls differ, devices that lag are no culprits.
-    agreement = check_agreement(context, members, group.ranks, view.get_seq(group, first))
+    agreement = check_agreement(context, members, group.ranks, group.get_seq(first))
     due_after_s = context.limits.stall_after_s
     if agreement.may_become_known:
         due_after_s += _MAX_HASH_WAIT_S
-    verdict = make_stuck_verdict(view, culprits, waiting, hang, due=age_s >= due_after_s)
+    verdict = make_stuck_verdict(devices, culprits, waiting, due=age_s >= due_after_s)
     context.accuse(verdict, samples=True)
+
+
+def _is_any_in_phase(context: DiagnosisContext, ranks: Iterable[int]) -> bool:
+    processes = context.attempt.processes
+    return any(is_in_phase(context, processes[rank]) for rank in ranks)
+
+
+def _diagnose_hosts_behind(context: DiagnosisContext, devices: DeviceGraph) -> None:
+    """One verdict for the ranks that devices wait for and whose hosts are alive in their own code.
+
+    The hosts of the waiting ranks run ahead: they queue further calls, so that none of them seems to
+    wait. Ranks that left, are frozen or do not report are other rules' subjects.
+    """
+    waiting = devices.find_waiters_of(devices.host_ends)
+    age_s = _get_suspicious_age_s(context, devices, devices.host_ends | waiting, waiting)
+    if not devices.host_ends or not age_s or _is_any_in_phase(context, devices.host_ends):
+        return
+    excused = context.attempt.unable_ranks | context.graph.silent_ranks.keys()
+    if not excused.isdisjoint(devices.host_ends):
+        return
+    began_at = devices.get_unchanged_since(waiting)
+    processes = context.attempt.processes
+    if any(processes[rank].newest_call_at < began_at + MIN_WAIT_S for rank in waiting):
+        return  # a host that makes no further calls may be busy, and wait for none
+    culprits = tuple(sorted(devices.host_ends))
+    request_stacks(context, culprits, waiting, began_at)
+    if age_s < context.limits.stall_after_s:
+        return  # the waits of hosts may show another cause until then
+    kind = VerdictKind.MISSING_RANK
+    within_slow_limit = age_s < context.limits.slow_limit_s
+    if within_slow_limit and any(is_working(context, rank, began_at) for rank in culprits):
+        kind = VerdictKind.SLOW_RANK
+    edge = devices.find_longest_wait(culprits)
+    assert edge is not None  # devices wait for these hosts
+    context.accuse(make_absence_verdict(context, kind, culprits, waiting, edge, began_at, due=True))
 
 
 def diagnose_stalled_devices(context: DiagnosisContext) -> None:
     """One verdict for all calls that every member's device is in, as far as is known, and that
-    none completes.
+    none completes. A verdict on a member, or its declared phase, explains the call.
     """
-    view = context.get_still_device_view()
-    if view is None:
+    devices = context.get_still_devices()
+    if devices is None:
         return
-    hang = view.hang
-    stalled = [group for group in hang.stalled_groups if _is_unexplained(context, group)]
+    stalled = [
+        group
+        for group in devices.stalled_groups
+        if context.explained_ranks.isdisjoint(group.ranks)
+        and not _is_any_in_phase(context, group.ranks)
+    ]
     if not stalled:
         return
-    ages_s = [view.get_waited_s(group.ranks) for group in stalled]
+    ages_s = [devices.get_waited_s(group.ranks) for group in stalled]
     age_s = max(ages_s)
     if age_s < get_suspicion_delay_s(context.limits):
         return
     first = stalled[ages_s.index(age_s)]
-    members: set[int] = set()
-    for group in stalled:
-        members.update(group.ranks)
-    waiting = (members | hang.find_waiters_of(members)) - context.explained_ranks
+    members = {rank for group in stalled for rank in group.ranks}
+    waiting = (members | devices.find_waiters_of(members)) - context.explained_ranks
     limit_s = context.limits.stall_after_s
     if not first.records_starts:
         limit_s += UNTIMED_GRACE_S
-    verdict = make_stalled_verdict(context, view, first, waiting, due=age_s >= limit_s)
+    verdict = make_stalled_verdict(context, devices, first, waiting, due=age_s >= limit_s)
     context.accuse(verdict, samples=True)
 
 
-def _is_unexplained(context: DiagnosisContext, group: DeviceGroup) -> bool:
-    """Whether nothing explains that a group stalls: no verdict, and no member's declared phase."""
-    if not context.explained_ranks.isdisjoint(group.ranks):
-        return False
-    processes = context.attempt.processes
-    return not any(is_in_phase(context, processes[rank]) for rank in group.ranks)
-
-
 def make_stuck_verdict(
-    view: DeviceView, stuck: set[int], waiting: set[int], hang: DeviceHang, *, due: bool
+    devices: DeviceGraph, stuck: set[int], waiting: set[int], *, due: bool
 ) -> Verdict:
     """The verdict on the ranks whose devices are ``stuck``, for which others wait."""
     culprits = tuple(sorted(stuck))
     first = culprits[0]
-    group = view.fronts[first][0]
+    group = devices.fronts[first][0]
     progress = group.members[first]
-    stream = view.get_stream(group, first)
-    seq = view.get_seq(group, first)
-    furthest = max(other.completed for other in group.members.values())
+    stream = group.streams[first]
+    seq = group.get_seq(first)
+    waits = (
+        wait.group.make_wait(rank, on_rank)
+        for wait in devices.waits
+        for on_rank in sorted(wait.awaited & stuck)
+        for rank in sorted(wait.waiters)
+    )
     summary = describe_stuck_devices(
         culprits,
-        view.get_op(group, first),
+        group.get_op(first),
         stream.group,
         seq,
         len(waiting),
         is_begun=None if progress.started is None else progress.started > progress.completed,
-        is_behind=progress.completed < furthest,
+        is_behind=progress.completed < group.furthest,
     )
     return Verdict(
         kind=VerdictKind.DEVICE_STUCK,
@@ -164,32 +250,18 @@ def make_stuck_verdict(
         waiting=tuple(sorted(waiting)),
         group=stream.group,
         seq=seq,
-        calls=view.get_call(group, first),
-        waits=_list_waits(view, hang, stuck),
-        began_at=view.get_unchanged_since(stuck | hang.find_direct_waiters_of(stuck)),
+        calls=group.get_call(first),
+        waits=tuple(islice(waits, _MAX_WAITS_SHOWN)),
+        began_at=devices.get_unchanged_since(stuck | devices.find_direct_waiters_of(stuck)),
         is_confirmed=due,
         summary=summary,
         advice=format_stuck_device_advice(culprits, records_starts=group.records_starts),
     )
 
 
-def _list_waits(view: DeviceView, hang: DeviceHang, stuck: set[int]) -> tuple[Wait, ...]:
-    """The waits for the culprits, or some of them."""
-    waits: list[Wait] = []
-    for wait in hang.waits:
-        for on_rank in sorted(wait.awaited & stuck):
-            for rank in sorted(wait.waiters):
-                if len(waits) == _MAX_WAITS_SHOWN:
-                    return tuple(waits)
-                seq = view.get_seq(wait.group, rank)
-                name = view.get_stream(wait.group, rank).group.name
-                waits.append(Wait(rank=rank, on_rank=on_rank, group=name, seq=seq))
-    return tuple(waits)
-
-
 def make_stalled_verdict(
     context: DiagnosisContext,
-    view: DeviceView,
+    devices: DeviceGraph,
     group: DeviceGroup,
     waiting: Iterable[int],
     *,
@@ -197,8 +269,8 @@ def make_stalled_verdict(
 ) -> Verdict:
     """The verdict on a call that all devices of ``group`` are in and none completes."""
     first = group.ranks[0]
-    stream = view.get_stream(group, first)
-    seq = view.get_seq(group, first)
+    stream = group.streams[first]
+    seq = group.get_seq(first)
     position = describe_position(stream.group, seq)
     members = context.streams_by_group.get(stream.group.key, {})
     agreement = check_agreement(context, members, group.ranks, seq)
@@ -209,68 +281,14 @@ def make_stalled_verdict(
         waiting=tuple(sorted(waiting)),
         group=stream.group,
         seq=seq,
-        calls=view.get_call(group, first),
-        began_at=view.get_unchanged_since(group.ranks),
+        calls=group.get_call(first),
+        began_at=devices.get_unchanged_since(group.ranks),
         is_confirmed=due,
-        summary=agreement.describe("none finishes", view.get_op(group, first), first, position),
+        summary=agreement.describe("none finishes", group.get_op(first), first, position),
         advice=format_stalled_device_advice(
             records_starts=group.records_starts, are_equal=agreement.is_known
         ),
     )
-
-
-def diagnose_device_cycles(context: DiagnosisContext) -> None:
-    """One verdict for devices that wait for each other, in calls that their hosts queued in a
-    different order.
-    """
-    view = context.get_still_device_view()
-    if view is None:
-        return
-    hang = view.hang
-    waiting = hang.find_waiters_of(hang.cycle)
-    involved = hang.cycle | waiting
-    if not hang.cycle or not involved.isdisjoint(context.explained_ranks):
-        return
-    age_s = view.get_unchanged_s(involved)
-    if age_s < get_suspicion_delay_s(context.limits):
-        return
-    culprits = tuple(sorted(hang.cycle))
-    cycle_waits = _list_cycle_waits(view, hang)
-    calls: list[CallClass] = []
-    for rank in culprits:
-        calls += view.get_call(view.fronts[rank][0], rank)
-    first_wait = cycle_waits[0][0]
-    group = view.fronts[first_wait.rank][0]
-    verdict = Verdict(
-        kind=VerdictKind.DEADLOCK,
-        severity=KINDS[VerdictKind.DEADLOCK].severity,
-        culprits=culprits,
-        waiting=tuple(sorted(waiting)),
-        group=view.get_stream(group, first_wait.rank).group,
-        seq=first_wait.seq,
-        calls=tuple(calls),
-        waits=tuple(wait for wait, _ in cycle_waits),
-        began_at=view.get_unchanged_since(involved),
-        is_confirmed=age_s >= context.limits.stall_after_s,
-        summary=describe_deadlock(culprits, cycle_waits),
-        advice=format_deadlock_advice((), culprits),
-    )
-    context.accuse(verdict, samples=True)
-
-
-def _list_cycle_waits(view: DeviceView, hang: DeviceHang) -> list[tuple[Wait, str]]:
-    """One wait of each rank on the cycle, with the operation."""
-    cycle_waits: list[tuple[Wait, str]] = []
-    for rank in sorted(hang.cycle):
-        for wait in hang.waits:
-            awaited = sorted(wait.awaited & hang.cycle)
-            if rank in wait.waiters and awaited:
-                name = view.get_stream(wait.group, rank).group.name
-                seq = view.get_seq(wait.group, rank)
-                op = view.get_op(wait.group, rank)
-                cycle_waits.append((Wait(rank=rank, on_rank=awaited[0], group=name, seq=seq), op))
-                break
-    return cycle_waits
 
 
 def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
@@ -386,14 +404,14 @@ def _make_still_verdict(
     stream = _find_newest_queued(context.attempt.processes[first])
     assert stream is not None  # see `_may_wait`
     position = describe_position(stream.group, stream.entered)
-    verb, devices = ("wait", "their devices") if len(ranks) > 1 else ("waits", "its device")
+    verb, own = ("wait", "their devices") if len(ranks) > 1 else ("waits", "its device")
     summary = (
-        f"{describe_ranks(ranks)} {verb} for {devices}, and no device finishes what is queued: rank"
+        f"{describe_ranks(ranks)} {verb} for {own}, and no device finishes what is queued: rank"
         f" {first}'s last call is {get_op_name(stream)} ({position})"
     )
-    view = context.get_device_view()
+    devices = context.get_devices()
     # The ranks whose devices hold up all others, as far as counters show it.
-    ends = () if view is None else tuple(sorted(view.hang.culprits))
+    ends = () if devices is None else tuple(sorted(devices.culprits))
     if 0 < len(ends) < len(ranks):
         summary += f"; the others wait for {describe_ranks(ends)}"
     return Verdict(
@@ -409,43 +427,6 @@ def _make_still_verdict(
         summary=summary,
         advice=_STILL_DEVICES_ADVICE,
     )
-
-
-def diagnose_hosts_behind(context: DiagnosisContext) -> None:
-    """One verdict for the ranks that devices wait for and whose hosts are alive in their own code.
-
-    The hosts of the waiting ranks run ahead: they queue further calls, so that none of them seems to
-    wait. Ranks that left, are frozen or do not report are other rules' subjects.
-    """
-    view = context.get_still_device_view()
-    if view is None:
-        return
-    hang = view.hang
-    waiting = hang.find_waiters_of(hang.host_ends)
-    involved = hang.host_ends | waiting
-    if not hang.host_ends or not involved.isdisjoint(context.explained_ranks):
-        return
-    age_s = view.get_unchanged_s(waiting)
-    if age_s < get_suspicion_delay_s(context.limits):
-        return
-    processes = context.attempt.processes
-    excused = context.attempt.unable_ranks | context.graph.silent_ranks.keys()
-    if any(r in excused or is_in_phase(context, processes[r]) for r in hang.host_ends):
-        return
-    began_at = view.get_unchanged_since(waiting)
-    if any(processes[rank].newest_call_at < began_at + MIN_WAIT_S for rank in waiting):
-        return  # a host that makes no further calls may be busy, and wait for none
-    request_stacks(context, sorted(hang.host_ends), waiting, began_at)
-    if age_s < context.limits.stall_after_s:
-        return  # the waits of hosts may show another cause until then
-    within_slow_limit = age_s < context.limits.slow_limit_s
-    kind = VerdictKind.MISSING_RANK
-    if within_slow_limit and any(is_working(context, r, began_at) for r in hang.host_ends):
-        kind = VerdictKind.SLOW_RANK
-    culprits = tuple(sorted(hang.host_ends))
-    edge = view.find_longest_wait(culprits)
-    assert edge is not None  # devices wait for these hosts
-    context.accuse(make_absence_verdict(context, kind, culprits, waiting, edge, began_at, due=True))
 
 
 def describe_stuck_devices(

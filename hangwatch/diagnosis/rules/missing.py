@@ -170,9 +170,9 @@ def _add_end_verdict(context: DiagnosisContext, ends: _ChainEnds) -> None:
         get_accountable_since(context, rank, waits_by_end[rank].began_at) for rank in ranks
     )
     longest_awaited = min(ranks, key=lambda rank: waits_by_end[rank].began_at)
-    view = context.get_device_view()
+    devices = context.get_devices()
     # Hosts run ahead of their devices: what these wait for comes first.
-    device_edge = None if view is None else view.find_longest_wait((longest_awaited,))
+    device_edge = None if devices is None else devices.find_longest_wait((longest_awaited,))
     edge = device_edge or waits_by_end[longest_awaited].make_first_edge(longest_awaited)
     victims = ends.victims
     if kind is VerdictKind.LOST_NODE:

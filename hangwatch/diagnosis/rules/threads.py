@@ -13,7 +13,7 @@ from hangwatch.stacks.frames import waits_for_communication
 from hangwatch.tracking.call_stream import CallStream
 
 from ..context import DiagnosisContext, EvidenceRequest, get_suspicion_delay_s
-from ..graph.graph import BlockedCall
+from ..graph.graph import BlockedCall, group_by_awaited
 from ..messages import describe_position, describe_ranks, format_line
 from .absence import make_absence_verdict
 
@@ -27,11 +27,7 @@ def diagnose_thread_waits(context: DiagnosisContext) -> None:
     The threads use a group of their own, such as those that save checkpoints. Nothing else is delayed,
     so the awaited ranks are slow and not missing, until the limit for slow ranks.
     """
-    groups: dict[int, list[BlockedCall]] = {}
-    for blocked_calls in context.graph.thread_waits.values():
-        for blocked in blocked_calls:
-            groups.setdefault(id(blocked.awaited), []).append(blocked)
-    for blocked_calls in groups.values():
+    for blocked_calls in group_by_awaited(context.graph.thread_waits.values()):
         _diagnose_group(context, blocked_calls)
 
 

@@ -27,7 +27,7 @@ from ..context import (
     request_stacks,
     was_ended_by_watchdog,
 )
-from ..graph.devices import DeviceHang, build_device_view
+from ..graph.devices import build_device_graph
 from ..graph.graph import BlockedCall, WaitEdge
 from ..graph.progress import is_process_waiting
 from ..graph.waits import WaitResolver, is_not_initialized, receives_from_any
@@ -309,21 +309,20 @@ def diagnose_watchdog_end(
     context: DiagnosisContext, first: Process, failed: set[int], *, due: bool
 ) -> None:
     """Adds the verdict on what ``first``, which its watchdog ended before others, waited for."""
-    view = build_device_view(context.attempt, ended=failed)
-    hang = view.hang if view is not None else DeviceHang(waits=[])
+    devices = build_device_graph(context.attempt, ended=failed)
     waiting = failed | context.graph.get_waiting_ranks()
     verdict: Verdict | None = None
-    culprits = set() if view is None else view.find_stuck_ranks()
-    if view is not None and culprits and not hang.uncertain_ends:
-        waiting |= hang.find_waiters_of(hang.culprits) | hang.culprits
+    culprits = set() if devices is None else devices.find_stuck_ranks()
+    if devices is not None and culprits and not devices.uncertain_ends:
+        waiting |= devices.find_waiters_of(devices.culprits) | devices.culprits
         waiting -= culprits
-        verdict = make_stuck_verdict(view, culprits, waiting, hang, due=due)
-    elif view is not None and hang.stalled_groups and not hang.host_ends:
-        group = hang.stalled_groups[0]
+        verdict = make_stuck_verdict(devices, culprits, waiting, due=due)
+    elif devices is not None and devices.stalled_groups and not devices.host_ends:
+        group = devices.stalled_groups[0]
         waiting.update(group.ranks)
         # The end of the rank proves that the call did not just take long: no grace is needed.
-        has_stalled = view.get_waited_s(group.ranks) >= context.limits.stall_after_s
-        verdict = make_stalled_verdict(context, view, group, waiting, due=due or has_stalled)
+        has_stalled = devices.get_waited_s(group.ranks) >= context.limits.stall_after_s
+        verdict = make_stalled_verdict(context, devices, group, waiting, due=due or has_stalled)
     elif diagnose_timeout(context, first, failed, get_failure_time(first), due=due):
         return
     if verdict is None:
