@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 import sqlalchemy as sa
@@ -40,7 +40,8 @@ INCIDENTS = sa.Table(
     sa.Column("status", sa.String, nullable=False),
     sa.Column("opened_at", sa.String, nullable=False),
     sa.Column("body", sa.Text, nullable=False),  # the document that the API returns
-    sa.Column("memory", sa.Text, nullable=False),  # state that only the server uses
+    sa.Column("is_aborted", sa.Boolean, nullable=False),
+    sa.Column("server_state", sa.Text, nullable=False),  # what only the server uses
     sa.Column("server", sa.String, nullable=False, server_default=""),  # the server that owns it
     sa.Column("revision", sa.Integer, nullable=False, server_default="0"),  # the number of updates
     sa.Column("size", sa.Integer, nullable=False, server_default="0"),  # characters of both texts
@@ -57,7 +58,7 @@ ATTEMPTS = sa.Table(
     sa.Column("hosts", sa.Text, nullable=False),  # a JSON list
     sa.Column("state", sa.String, nullable=False),
     sa.Column("opened_at", sa.String, nullable=False),
-    sa.Column("heard_at", sa.String, nullable=False),
+    sa.Column("last_seen_at", sa.String, nullable=False),
 )
 
 # Messages that a channel has not accepted yet. A row is written before the first attempt to send
@@ -72,6 +73,16 @@ DELIVERIES = sa.Table(
 )
 
 Row = dict[str, Any]
+
+
+class _ServerState(TypedDict):
+    """The fields of `IncidentRecord` that are kept beside the document."""
+
+    members: dict[int, str]
+    alerted_severity: Severity | None
+    alerted_at: datetime | None
+    reminders: int
+    is_resolution_announced: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +165,7 @@ class Store:
         query = (
             sa.select(ATTEMPTS)
             .where(c.server == self._server, sa.tuple_(c.job, c.number).in_(latest))
-            .order_by(c.heard_at)
+            .order_by(c.last_seen_at)
         )
         return [parse_attempt_row(row) for row in self._read_rows(query)]
 
@@ -165,13 +176,13 @@ class Store:
             ATTEMPTS.c.job == job,
             ATTEMPTS.c.state == "finished",
         )
-        since = sa.select(INCIDENTS.c.id, INCIDENTS.c.memory).where(
+        since = sa.select(INCIDENTS.c.id).where(
+            INCIDENTS.c.is_aborted,
             INCIDENTS.c.server == self._server,
             INCIDENTS.c.job == job,
             INCIDENTS.c.attempt > last_success.scalar_subquery(),
         )
-        rows = self._read_rows(since)
-        return {row.id for row in rows if json.loads(row.memory).get("aborted")}
+        return {row.id for row in self._read_rows(since)}
 
     def adopt_job(self, job: str) -> JobHistory:
         """Makes this server the owner of what other servers knew of a job, and of the jobs that
@@ -195,7 +206,7 @@ class Store:
             attempts = db.execute(
                 sa.select(ATTEMPTS)
                 .where(_is_of_family(ATTEMPTS, job), ATTEMPTS.c.server != self._server)
-                .order_by(ATTEMPTS.c.heard_at)
+                .order_by(ATTEMPTS.c.last_seen_at)
             ).all()
         latest = {row.job: row for row in attempts}
         return JobHistory(
@@ -262,7 +273,7 @@ class Store:
                 db.execute(sa.delete(DELIVERIES).where(DELIVERIES.c.incident.in_(part)))
                 db.execute(sa.delete(INCIDENTS).where(INCIDENTS.c.id.in_(part)))
             mine = ATTEMPTS.c.server == self._server
-            db.execute(sa.delete(ATTEMPTS).where(mine, ATTEMPTS.c.heard_at < oldest))
+            db.execute(sa.delete(ATTEMPTS).where(mine, ATTEMPTS.c.last_seen_at < oldest))
             if deleted and not self.is_shared:
                 # Returns the space to the file system. The pragma yields one row for each page,
                 # but SQLAlchemy assumes that it yields none.
@@ -310,16 +321,15 @@ def format_timestamp(moment: datetime) -> str:
 def make_incident_row(record: IncidentRecord) -> Row:
     """The row of a record as it is now, for a later `Store.save_changes` in another thread."""
     incident = record.incident
-    kept = {
+    kept: _ServerState = {
         "members": record.members,
-        "alerted": record.alerted_severity.value if record.alerted_severity else None,
-        "closed": record.is_resolution_announced,
-        "aborted": record.is_aborted,
+        "alerted_severity": record.alerted_severity,
+        "alerted_at": record.alerted_at,
         "reminders": record.reminders,
-        "told_at": record.alerted_at.isoformat() if record.alerted_at else None,
+        "is_resolution_announced": record.is_resolution_announced,
     }
     body = msgspec.json.encode(build_incident_document(incident)).decode()
-    memory = json.dumps(kept)
+    server_state = msgspec.json.encode(kept).decode()
     return {
         "id": incident.id,
         "job": incident.job,
@@ -327,9 +337,10 @@ def make_incident_row(record: IncidentRecord) -> Row:
         "kind": incident.kind.value,
         "status": incident.status,
         "opened_at": format_timestamp(incident.opened_at),
+        "is_aborted": record.is_aborted,
         "body": body,
-        "memory": memory,
-        "size": len(body) + len(memory),
+        "server_state": server_state,
+        "size": len(body) + len(server_state),
     }
 
 
@@ -342,22 +353,13 @@ def make_attempt_row(attempt: AttemptView) -> Row:
         "hosts": json.dumps(attempt.hosts),
         "state": attempt.state,
         "opened_at": format_timestamp(attempt.opened_at),
-        "heard_at": format_timestamp(attempt.last_seen_at),
+        "last_seen_at": format_timestamp(attempt.last_seen_at),
     }
 
 
 def parse_incident_row(row: sa.Row[Any], *, is_own: bool = True) -> IncidentRecord:
-    kept = json.loads(row.memory)
-    incident = parse_incident(json.loads(row.body))
-    return IncidentRecord(
-        incident=incident,
-        members={int(rank): str(key) for rank, key in kept["members"].items()},
-        alerted_severity=Severity(kept["alerted"]) if kept["alerted"] else None,
-        is_resolution_announced=kept.get("closed", incident.status != "open"),
-        reminders=kept.get("reminders", 0),
-        alerted_at=datetime.fromisoformat(kept["told_at"]) if kept.get("told_at") else None,
-        is_own=is_own,
-    )
+    kept = msgspec.json.decode(row.server_state, type=_ServerState)
+    return IncidentRecord(incident=parse_incident(json.loads(row.body)), is_own=is_own, **kept)
 
 
 def parse_attempt_row(row: sa.Row[Any]) -> AttemptView:
@@ -369,6 +371,6 @@ def parse_attempt_row(row: sa.Row[Any]) -> AttemptView:
         world_size=row.world_size,
         hosts=json.loads(row.hosts),
         opened_at=datetime.fromisoformat(row.opened_at),
-        last_seen_at=datetime.fromisoformat(row.heard_at),
+        last_seen_at=datetime.fromisoformat(row.last_seen_at),
         restart=row.restart,
     )

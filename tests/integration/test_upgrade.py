@@ -48,7 +48,3 @@ def test_database_of_a_release_is_upgraded(dump: Path, tmp_path: Path) -> None:
         assert before["summary"].split(",")[0][:60] in " ".join(shown.stdout.split())
     with running_server(tmp_path / "server") as again:
         assert again.get(f"incidents/{before['id']}")["summary"] == before["summary"]
-
-
-def test_each_release_has_its_database() -> None:
-    assert [path.stem for path in DATABASES] == ["0.1"]

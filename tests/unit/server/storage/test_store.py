@@ -153,7 +153,7 @@ def test_newer_schema_is_reported_and_not_changed(opener: StoreOpener) -> None:
     ):
         opener()
     with store._engine.begin() as db:
-        db.execute(sa.text("UPDATE alembic_version SET version_num = '2'"))
+        db.execute(sa.text("UPDATE alembic_version SET version_num = '1'"))
     store.close()
     assert len(opener().load_incidents()) == 1
 

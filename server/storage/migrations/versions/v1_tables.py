@@ -1,9 +1,9 @@
-"""The tables of the first release, whose schema has the number 2: schema 1 was never released."""
+"""The tables of the first release."""
 
 import sqlalchemy as sa
 from alembic import op
 
-revision = "2"
+revision = "1"
 down_revision = None
 
 
@@ -17,7 +17,8 @@ def upgrade() -> None:
         sa.Column("status", sa.String, nullable=False),
         sa.Column("opened_at", sa.String, nullable=False),
         sa.Column("body", sa.Text, nullable=False),
-        sa.Column("memory", sa.Text, nullable=False),
+        sa.Column("is_aborted", sa.Boolean, nullable=False),
+        sa.Column("server_state", sa.Text, nullable=False),
         sa.Column("server", sa.String, nullable=False, server_default=""),
         sa.Column("revision", sa.Integer, nullable=False, server_default="0"),
         sa.Column("size", sa.Integer, nullable=False, server_default="0"),
@@ -32,7 +33,7 @@ def upgrade() -> None:
         sa.Column("hosts", sa.Text, nullable=False),
         sa.Column("state", sa.String, nullable=False),
         sa.Column("opened_at", sa.String, nullable=False),
-        sa.Column("heard_at", sa.String, nullable=False),
+        sa.Column("last_seen_at", sa.String, nullable=False),
     )
     op.create_table(
         "deliveries",
