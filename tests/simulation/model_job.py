@@ -1,32 +1,257 @@
 """A modelled distributed job: executes the programs of its ranks, completes their calls as a backend
 does, and applies faults. Time advances in steps of a tenth of a second.
+
+`CompletionModel` knows what really blocks each rank, with which a diagnosis made from heartbeats is
+compared.
 """
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
+from typing import TypeAlias
 
-from hangwatch.model.calls import Call, Site, StreamKind, extend_chain
-from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, ThreadStack
-
-from .model_completion import CompletionModel
-from .model_programs import (
-    FOREVER_S,
-    AwaitEvent,
-    BeginLifecycle,
-    EndProcess,
-    EnterCall,
-    Instruction,
-    ModelStream,
-    RunOwnCode,
-    StopProcess,
+from hangwatch.model.calls import (
+    Call,
+    Signature,
+    Site,
+    StreamKind,
+    extend_chain,
+    with_agreement_hash,
 )
-from .model_ranks import ModelCall, ModelRank
+from hangwatch.model.groups import Group, pack_ranks, unpack_ranks
+from hangwatch.model.operators import OPERATIONS, MustMatch
+from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, Lifecycle, ThreadStack
 
 STEP_S = 0.1
 _TORCH_FILE = "/usr/lib/python3/site-packages/torch/distributed/distributed_c10d.py"
+FOREVER_S = float("inf")
+_MUST_MATCH = {op: spec.must_match for op, spec in OPERATIONS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStream:
+    """One call stream: of a group, a channel or the set-up."""
+
+    kind: StreamKind
+    group: Group
+    peer: int | None = None
+    tag: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EnterCall:
+    """A rank makes a call; ``event`` names it for a later `AwaitEvent`."""
+
+    stream: ModelStream
+    signature: Signature
+    event: int
+    blocking: bool | None = True  # as in the recorder: None for a send or a receive
+    free: bool = False  # the thread continues immediately
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitEvent:
+    event: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunOwnCode:
+    """The rank's own code. ``busy`` uses the CPU; ``stuck`` is what a fault plants."""
+
+    seconds: float
+    busy: bool = False
+    phase: str | None = None
+    limit: float | None = None
+    stuck: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BeginLifecycle:
+    """A stage of its life: ``STARTING`` before torch is used."""
+
+    lifecycle: Lifecycle
+
+
+@dataclass(frozen=True, slots=True)
+class EndProcess:
+    status: int | None = None
+    signal: int | None = None
+    exception_type: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StopProcess:
+    """SIGSTOP."""
+
+
+Instruction: TypeAlias = (
+    EnterCall | AwaitEvent | RunOwnCode | BeginLifecycle | EndProcess | StopProcess
+)
+
+
+def make_signature(
+    op: str,
+    *,
+    numel: int = 64,
+    dtype: str = "float32",
+    reduce_op: str | None = None,
+    root: int | None = None,
+) -> Signature:
+    """As the recorder makes it for this operation."""
+    made = Signature(
+        op=op,
+        shapes=((numel,),) if op != "barrier" else (),
+        dtype=dtype,
+        reduce_op=reduce_op,
+        root=root,
+        numel=numel,
+    )
+    return with_agreement_hash(made, _MUST_MATCH[op], (1, numel))
+
+
+def make_setup_signature(op: str, members: tuple[int, ...] | None = None) -> Signature:
+    detail = None if members is None else f"ranks={pack_ranks(members)}"
+    return with_agreement_hash(Signature(op=op, detail=detail), MustMatch.NOTHING, ())
+
+
+def remove_event(program: list[Instruction], event: int) -> list[Instruction]:
+    return [i for i in program if not (isinstance(i, (EnterCall, AwaitEvent)) and i.event == event)]
+
+
+@dataclass(slots=True)
+class ModelCall:
+    """A call that was made."""
+
+    signature: Signature
+    entered_at: float
+    event: int
+    blocking: bool | None
+    order: int
+    chain: int
+    done: bool = False
+
+
+@dataclass(slots=True)
+class ModelRank:
+    number: int
+    host: str
+    program: list[Instruction]
+    next_instruction: int = 0  # index of the next instruction
+    busy_until: float = 0.0  # busy with its own code
+    work: RunOwnCode | None = None
+    blocked_call: tuple[ModelStream, int] | None = None  # the call that its thread is blocked in
+    waiting: bool = False  # in `AwaitEvent`, rather than in the call itself
+    blocked_since: float = 0.0
+    lifecycle: Lifecycle = Lifecycle.STARTING
+    calls: dict[ModelStream, list[ModelCall]] = field(default_factory=dict)
+    # Calls that are not complete, each with its number in the stream.
+    open_calls: list[tuple[ModelStream, int]] = field(default_factory=list)
+    ran_at: float = 0.0  # when its main thread last used the CPU
+    stopped_at: float | None = None
+    exit: ExitInfo | None = None
+    exited_at: float = 0.0
+    exception: ExceptionInfo | None = None
+    exception_at: float = 0.0
+    fails_at: float | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.exit is None and self.stopped_at is None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionModel:
+    """``eager``: a send, and a root's part of a one-sided collective, completes immediately.
+    ``mismatch_hangs``: a collective completes only if all members make the same call.
+    """
+
+    ranks: Mapping[int, ModelRank]
+    eager: bool
+    mismatch_hangs: bool
+
+    def find_unmet_ranks(self, rank: int, stream: ModelStream, seq: int) -> tuple[set[int], bool]:
+        """The ranks without which this call cannot complete, and whether a single one of
+        them is sufficient.
+        """
+        if stream.kind in (StreamKind.SEND, StreamKind.RECV):
+            return self._find_unmet_peer(rank, stream, seq)
+        members = set(stream.group.ranks)
+        signature = self.ranks[rank].calls[stream][seq - 1].signature
+        if stream.kind is StreamKind.SETUP:
+            concerned = _setup_members(signature)
+            members = members if concerned is None else concerned if rank in concerned else set()
+        else:
+            members = _needed_members(signature, stream.group, rank, self.eager)
+        unmet = set()
+        for member in members - {rank}:
+            calls = self.ranks[member].calls.get(stream, []) if member in self.ranks else []
+            other_call = calls[seq - 1] if len(calls) >= seq else None
+            has_ended = (
+                other_call is not None and not other_call.done and not self.ranks[member].is_running
+            )
+            if (
+                other_call is None
+                or has_ended
+                or (self.mismatch_hangs and other_call.signature.agree != signature.agree)
+            ):
+                unmet.add(member)
+        return unmet, False
+
+    def _find_unmet_peer(self, rank: int, stream: ModelStream, seq: int) -> tuple[set[int], bool]:
+        group, tag = stream.group, stream.tag
+        if stream.kind is StreamKind.SEND:
+            assert stream.peer is not None
+            if self.eager:
+                return set(), False
+            receives = self._list_calls(stream.peer, ModelStream(StreamKind.RECV, group, rank, tag))
+            any_source_count = len(
+                self._list_calls(stream.peer, ModelStream(StreamKind.RECV, group, -1, tag))
+            )
+            own_order = self.ranks[rank].calls[stream][seq - 1].order
+            earlier_count = sum(
+                message.order < own_order
+                for _, message in self._iter_sent_messages(stream.peer, group, tag)
+            )
+            return (
+                set() if len(receives) >= seq or earlier_count < any_source_count else {stream.peer}
+            ), False
+        if stream.peer == -1:
+            has_message = len(list(self._iter_sent_messages(rank, group, tag))) >= seq
+            return (set() if has_message else set(group.ranks) - {rank}), True
+        sends = self._list_calls(
+            stream.peer if stream.peer is not None else -1,
+            ModelStream(StreamKind.SEND, group, rank, tag),
+        )
+        return (set() if len(sends) >= seq else {stream.peer or 0}), False
+
+    def _list_calls(self, rank: int, stream: ModelStream) -> list[ModelCall]:
+        return self.ranks[rank].calls.get(stream, []) if rank in self.ranks else []
+
+    def _iter_sent_messages(
+        self, to: int, group: Group, tag: int | None
+    ) -> Iterator[tuple[int, ModelCall]]:
+        for rank in self.ranks:
+            for message in self._list_calls(rank, ModelStream(StreamKind.SEND, group, to, tag)):
+                yield rank, message
+
+
+def _setup_members(made: Signature) -> set[int] | None:
+    return None if made.detail is None else set(unpack_ranks(made.detail.removeprefix("ranks=")))
+
+
+def _needed_members(made: Signature, group: Group, rank: int, eager: bool) -> set[int]:
+    """The members without which a collective does not complete on ``rank``."""
+    root = None if made.root is None else group.ranks[made.root % len(group.ranks)]
+    if made.op in ("broadcast", "scatter"):
+        if rank != root:
+            return {root} if root is not None else set()
+        return set() if eager else set(group.ranks)
+    if made.op in ("reduce", "gather") and rank != root:
+        return set() if eager or root is None else {root}
+    return set(group.ranks)
 
 
 @dataclass(slots=True)

@@ -1,35 +1,144 @@
 """A job whose calls a test makes one by one, and whose heartbeats are applied directly to the state
 that the diagnosis reads. Pure.
+
+The node agent's own `hangwatch.agent.node.reporting.updates` composes the heartbeats.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hangwatch.agent.node.reporting.acked import UnackedHistory
+from hangwatch.agent.node.reporting.updates import ProcessView, compose_update
 from hangwatch.diagnosis import Diagnosis, diagnose
 from hangwatch.model.calls import (
     Call,
+    Loss,
+    LossReason,
     Signature,
     Site,
     StreamKind,
     extend_chain,
     with_agreement_hash,
 )
-from hangwatch.model.groups import pack_ranks
+from hangwatch.model.groups import Group, pack_ranks
 from hangwatch.model.limits import Limits
 from hangwatch.model.operators import MustMatch
-from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, ThreadStack
+from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, Lifecycle, ThreadStack
 from hangwatch.model.verdicts import Verdict
 from hangwatch.protocol import heartbeat as wire
+from hangwatch.ring.parts import DeviceEntry
+from hangwatch.ring.snapshot import RingDelta, StreamState
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
-from .scripted_ranks import ScriptedRank, ScriptedStream, make_signature
-from .scripted_updates import make_process_update
+from .rings import encode_exception, make_snapshot
 
 LIMITS = Limits(stall_after_s=10.0, slow_limit_s=60.0)
+
+
+ALL_FIELDS = MustMatch.DTYPE | MustMatch.SHAPE | MustMatch.REDUCE_OP | MustMatch.ROOT
+
+
+def make_signature(
+    op: str, *, shape: tuple[int, ...] = (64,), dtype: str = "float32", reduce_op: str | None = "sum", root: int | None = None,
+    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+) -> Signature:  # fmt: skip
+    numel = 1
+    for n in shape:
+        numel *= n
+    signature = Signature(
+        op=op,
+        shapes=(shape,),
+        dtype=dtype,
+        reduce_op=reduce_op,
+        root=root,
+        splits=splits,
+        numel=numel,
+    )
+    return with_agreement_hash(signature, ALL_FIELDS, (1, numel))
+
+
+@dataclass
+class ScriptedStream:
+    """One rank's calls in one stream."""
+
+    uid: int
+    kind: StreamKind
+    group: Group
+    peer: int | None = None
+    tag: int | None = None
+    calls: list[Call] = field(default_factory=list)
+    completed: int = 0
+    entered_at: list[float] = field(default_factory=list)
+    # How far the device has come, where the backend counts that instead of completed calls.
+    device: wire.DeviceStatus | None = None
+    lost_from_seq: int = 0  # calls from here on have uncertain numbers; 0: none was lost
+
+    def list_calls(self, now: float) -> list[Call]:
+        """The calls, with their ages at a time."""
+        return [
+            replace(call, entered_s=now - entered_at)
+            for call, entered_at in zip(self.calls, self.entered_at, strict=True)
+        ]
+
+    def make_state(self, calls: list[Call], *, reports_completion: bool) -> StreamState:
+        """What its ring shows. ``calls`` are its calls with their ages."""
+        completed = self.completed if reports_completion and self.device is None else None
+        is_pending = completed is not None and completed < len(calls)
+        return StreamState(
+            uid=self.uid,
+            kind=self.kind,
+            group=self.group,
+            peer=self.peer,
+            tag=self.tag,
+            entered=len(calls),
+            completed=completed,
+            chain=calls[-1].chain,
+            entered_s=calls[-1].entered_s,
+            pending_s=calls[self.completed].entered_s if is_pending else None,
+            loss=Loss(self.lost_from_seq, LossReason.FAULT) if self.lost_from_seq else None,
+        )
+
+    def list_device_entries(self, now: float) -> list[DeviceEntry]:
+        """The counters of its device, if they are reported."""
+        if self.device is None:
+            return []
+        return [
+            DeviceEntry(
+                uid=self.uid,
+                enqueued=len(self.calls),
+                started=self.device.started,
+                completed=self.device.completed,
+                read_ns=int((now - self.device.read_s) * 1e9),
+            )
+        ]
+
+
+@dataclass
+class ScriptedRank:
+    """What one rank does, and the calls that it made."""
+
+    number: int
+    host: str = "node0"
+    agent: str = ""  # empty: that of its host
+    alive: bool = True
+    lifecycle: Lifecycle = Lifecycle.INITIALISED
+    state: str = "S"
+    idle: bool = True
+    busy_until: float = 0.0
+    exit: ExitInfo | None = None
+    exited_at: float = 0.0
+    exception: ExceptionInfo | None = None
+    exception_at: float = 0.0
+    phase: str | None = None
+    pulse_at: float | None = None
+    is_reporting: bool = True  # its agent reports it
+    streams: dict[str, ScriptedStream] = field(default_factory=dict)
+    dropped: int = 0  # calls that were not recorded in any stream
+    opened: int = 0  # streams ever opened, if not only the reported ones
 
 
 class ScriptedJob:
@@ -66,18 +175,10 @@ class ScriptedJob:
         line: int = 10, backend: str = "gloo", thread: int = 0, **arguments: Any,
     ) -> None:  # fmt: skip
         """The rank enters a call now, and completes it if ``done``."""
-        identity = wire.StreamIdentity(
-            kind=StreamKind.COLLECTIVE,
-            name=group,
-            desc=group,
-            ranks=pack_ranks(self.groups[group]),
-            backend=backend,
-        )
-        self._enter_call(
-            rank, group, identity, make_signature(op, **arguments), done, blocking, line
-        )
-        calls = self.ranks[rank].streams[group].calls
-        calls[-1] = replace(calls[-1], thread=thread)
+        members = Group(name=group, desc=group, ranks=self.groups[group], backend=backend)
+        stream = self._open_stream(rank, group, StreamKind.COLLECTIVE, members)
+        signature = make_signature(op, **arguments)
+        self._enter_call(stream, signature, done, blocking, line, thread)
 
     def make_calls(
         self,
@@ -97,19 +198,17 @@ class ScriptedJob:
         done: bool = False, kind: StreamKind = StreamKind.COLLECTIVE, peer: int | None = None,
     ) -> None:  # fmt: skip
         """The rank makes a call as member ``number`` of a group that ``store`` identifies."""
-        identity = wire.StreamIdentity(
-            kind=kind,
+        members = Group(
             name="transfer",
             desc="undefined",
-            ranks=pack_ranks(range(size)),
+            ranks=tuple(range(size)),
             backend="gloo",
             generation=0,
             foreign=store,
             number=number,
-            peer=peer,
         )
-        key = f"{store} {kind.value} {peer}"
-        self._enter_call(rank, key, identity, make_signature(op), done, True, 30)
+        stream = self._open_stream(rank, f"{store} {kind.value} {peer}", kind, members, peer)
+        self._enter_call(stream, make_signature(op), done, True, 30)
 
     def make_p2p_call(
         self,
@@ -122,23 +221,9 @@ class ScriptedJob:
         blocking: bool | None = None,
         **arguments: Any,
     ) -> None:
-        identity = wire.StreamIdentity(
-            kind=kind,
-            name="world",
-            desc="world",
-            ranks=pack_ranks(self.groups["world"]),
-            peer=peer,
-            tag=tag,
-        )
-        self._enter_call(
-            rank,
-            f"{kind.value}{peer}/{tag}",
-            identity,
-            make_signature(kind.value, **arguments),
-            done,
-            blocking,
-            20,
-        )
+        world = Group(name="world", desc="world", ranks=self.groups["world"])
+        stream = self._open_stream(rank, f"{kind.value}{peer}/{tag}", kind, world, peer, tag)
+        self._enter_call(stream, make_signature(kind.value, **arguments), done, blocking, 20)
 
     def make_setup_call(
         self, rank: int, op: str = "init_process_group", *, done: bool = True, ranks: tuple[int, ...] | None = None,
@@ -146,25 +231,18 @@ class ScriptedJob:
     ) -> None:  # fmt: skip
         """In the ``nth`` world of that size, which has the first ranks."""
         size = self.world_size if world is None else world
-        identity = wire.StreamIdentity(
-            kind=StreamKind.SETUP,
+        members = Group(
             name="setup",
             desc="set-up",
-            ranks=pack_ranks(range(size)),
+            ranks=tuple(range(size)),
             generation=nth,
-            world=world or 0,
+            world_size=world or 0,
         )
         detail = None if ranks is None else f"ranks={pack_ranks(ranks)}"
-        place = "setup" if world is None else f"setup {world}/{nth}"
-        self._enter_call(
-            rank,
-            place,
-            identity,
-            with_agreement_hash(Signature(op=op, detail=detail), MustMatch.NOTHING, ()),
-            done,
-            True,
-            1,
-        )
+        signature = with_agreement_hash(Signature(op=op, detail=detail), MustMatch.NOTHING, ())
+        key = "setup" if world is None else f"setup {world}/{nth}"
+        stream = self._open_stream(rank, key, StreamKind.SETUP, members)
+        self._enter_call(stream, signature, done, True, 1)
 
     def report_device(
         self, rank: int, completed: int, started: int | None = None, *, group: str = "world"
@@ -251,14 +329,62 @@ class ScriptedJob:
             self.apply_heartbeat(host=host, agent=agent, processes=tuple(updates))
 
     def make_process_update(self, rank: ScriptedRank) -> wire.ProcessUpdate:
-        return make_process_update(
-            rank,
-            self.now,
-            job=self.name,
-            world_size=self.world_size,
-            reports_completion=self.reports_completion,
-            master=self.master,
+        """What the node agent composes for a server that does not know the process."""
+        streams = {stream.uid: stream for stream in rank.streams.values()}
+        calls = {uid: stream.list_calls(self.now) for uid, stream in streams.items()}
+        history = UnackedHistory()
+        history.add_delta(
+            RingDelta(
+                next_index=0,
+                chains={
+                    uid: {call.seq: call.chain for call in made} for uid, made in calls.items()
+                },
+                newest_ops={uid: made[-1].signature.op for uid, made in calls.items()},
+            )
         )
+        exception = None
+        if rank.exception is not None:
+            exception = encode_exception(rank.exception, rank.exception_at)
+        view = ProcessView(
+            key=f"{rank.number}-1",
+            identity=wire.ProcessIdentity(
+                job=self.name,
+                rank=rank.number,
+                world_size=self.world_size,
+                pid=rank.number + 1,
+                start_ticks=1,
+                started_s=self.now - 99.0,
+                master=self.master,
+            ),
+            snapshot=make_snapshot(
+                *(
+                    stream.make_state(calls[uid], reports_completion=self.reports_completion)
+                    for uid, stream in streams.items()
+                ),
+                lifecycle=int(rank.lifecycle),
+                pulse_s=0.0 if rank.pulse_at is None else self.now - rank.pulse_at,
+                phase=rank.phase,
+                dropped=rank.dropped,
+                opened=max(rank.opened, len(streams)),
+                exception=exception,
+                device_entries=tuple(
+                    entry
+                    for stream in streams.values()
+                    for entry in stream.list_device_entries(self.now)
+                ),
+            ),
+            state=rank.state,
+            idle_s=0.0 if not rank.idle else 100.0,
+            exit=rank.exit,
+            exit_age_s=self.now - rank.exited_at if rank.exit else 0.0,
+        )
+
+        def fetch_calls(uid: int, first: int, most: int) -> list[Call]:
+            return calls[uid][first - 1 : first - 1 + most]
+
+        update, _ = compose_update(view, None, history, int(self.now * 1e9), fetch_calls, calls)
+        assert update is not None
+        return update
 
     def run_diagnosis(self) -> Diagnosis:
         return diagnose(self.latest_attempt, self.now, self.limits)
@@ -301,27 +427,39 @@ class ScriptedJob:
         assert attempt is not None
         return attempt
 
-    def _enter_call(
+    def _open_stream(
         self,
         rank: int,
         key: str,
-        identity: wire.StreamIdentity,
+        kind: StreamKind,
+        group: Group,
+        peer: int | None = None,
+        tag: int | None = None,
+    ) -> ScriptedStream:
+        """The rank's stream with this key, which its first call opens."""
+        streams = self.ranks[rank].streams
+        return streams.setdefault(
+            key, ScriptedStream(len(streams) + 1, kind, group, peer=peer, tag=tag)
+        )
+
+    def _enter_call(
+        self,
+        stream: ScriptedStream,
         signature: Signature,
         done: bool,
         blocking: bool | None,
         line: int,
+        thread: int = 0,
     ) -> None:
-        streams = self.ranks[rank].streams
-        stream = streams.setdefault(key, ScriptedStream(uid=len(streams) + 1, identity=identity))
         chain_before = stream.calls[-1].chain if stream.calls else 0
-        site = Site(file="train.py", line=line, function="step")
         stream.calls.append(
             Call(
                 seq=len(stream.calls) + 1,
                 signature=signature,
-                site=site,
+                site=Site(file="train.py", line=line, function="step"),
                 chain=extend_chain(chain_before, signature.agree),
                 blocking=blocking,
+                thread=thread,
             )
         )
         stream.entered_at.append(self.now)

@@ -23,14 +23,14 @@ from hangwatch.model.limits import Limits
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Verdict
 from tests.simulation.model_cluster import HeartbeatDelivery, ModelCluster
-from tests.simulation.model_job import ModelJob
-from tests.simulation.model_programs import (
+from tests.simulation.model_job import (
     FOREVER_S,
     AwaitEvent,
     BeginLifecycle,
     EndProcess,
     EnterCall,
     Instruction,
+    ModelJob,
     ModelStream,
     RunOwnCode,
     StopProcess,

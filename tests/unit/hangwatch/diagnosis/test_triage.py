@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hangwatch.diagnosis import is_quiet
 from tests.simulation.model_cluster import HeartbeatDelivery, ModelCluster
-from tests.simulation.model_programs import (
+from tests.simulation.model_job import (
     FOREVER_S,
     EndProcess,
     EnterCall,

@@ -9,7 +9,7 @@ from hangwatch.report import terminal
 from hangwatch.report.documents import build_divergence_document
 from hangwatch.report.text import TERMINAL_COLUMNS
 from hangwatch.server.http import rendering
-from tests.simulation.scripted_ranks import make_signature
+from tests.simulation.scripted_job import make_signature
 
 
 def make_call(seq: int, op: str, line: int, raised: bool = False) -> Call:

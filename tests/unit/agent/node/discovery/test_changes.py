@@ -14,7 +14,8 @@ from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol.heartbeat import ProcessIdentity
-from hangwatch.ring.snapshot import RingSnapshot, StreamState
+from hangwatch.ring.snapshot import StreamState
+from tests.simulation.rings import make_snapshot
 
 WORLD = Group(name="0", desc="default_pg", ranks=(0, 1))
 SETUP, CALLS, CHANNEL = 1, 2, 3
@@ -36,10 +37,8 @@ def make_watched_rank(
     state: str = "S",
     op: str = "all_reduce",
 ) -> WatchedProcess:
-    snapshot = RingSnapshot(
-        pid=number, start_ticks=1, identity={}, lifecycle=3, step=None, pulse_s=pulse_s, phase=None, phase_s=0.0, phase_limit_s=None,
-        record_count=0, dropped=0, errors=0, is_disabled=False, streams=sequences or (make_waiting_state(None),),
-    )  # fmt: skip
+    states = sequences or (make_waiting_state(None),)
+    snapshot = make_snapshot(*states, pid=number, start_ticks=1, pulse_s=pulse_s)
     made = WatchedProcess(
         pid=number,
         start_ticks=1,

@@ -13,7 +13,8 @@ from hangwatch.model.groups import Group
 from hangwatch.protocol.heartbeat import DeviceStatus, ProcessIdentity, ProcessUpdate
 from hangwatch.ring.layout import DeviceStatusState
 from hangwatch.ring.parts import DeviceEntry
-from hangwatch.ring.snapshot import RingSnapshot, StreamState
+from hangwatch.ring.snapshot import StreamState
+from tests.simulation.rings import make_snapshot
 
 SECOND_NS = 1_000_000_000
 NOW_NS = 1000 * SECOND_NS
@@ -26,10 +27,7 @@ def make_view(
         uid=1, kind=StreamKind.COLLECTIVE, group=Group(name="0", desc="default_pg", ranks=(0, 1)), peer=None, tag=None,
         entered=6, completed=None, chain=6, entered_s=3.0, pending_s=None,
     )  # fmt: skip
-    snapshot = RingSnapshot(
-        pid=7, start_ticks=70, identity={}, lifecycle=3, step=None, pulse_s=5.0, phase=None, phase_s=0.0, phase_limit_s=None,
-        record_count=6, dropped=0, errors=0, is_disabled=False, streams=(stream,), device_status=status, device_entries=entries,
-    )  # fmt: skip
+    snapshot = make_snapshot(stream, pulse_s=5.0, device_status=status, device_entries=entries)
     identity = ProcessIdentity(
         job="j", rank=0, world_size=2, pid=7, start_ticks=70, torch="2.9.1+cu128"
     )

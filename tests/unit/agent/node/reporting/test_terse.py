@@ -18,7 +18,8 @@ from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol.heartbeat import ProcessIdentity, ProcessUpdate
-from hangwatch.ring.snapshot import RingSnapshot, StreamState
+from hangwatch.ring.snapshot import StreamState
+from tests.simulation.rings import make_snapshot
 
 SECOND_NS = 1_000_000_000
 WORLD = Group(name="0", desc="default_pg", ranks=(0, 1, 2, 3))
@@ -46,10 +47,7 @@ def make_view(
     pulse_s: float = 0.1,
     **more: Any,
 ) -> ProcessView:
-    snapshot = RingSnapshot(
-        pid=7, start_ticks=70, identity={}, lifecycle=3, step=step, pulse_s=pulse_s, phase=phase, phase_s=0.0, phase_limit_s=None,
-        record_count=0, dropped=0, errors=0, is_disabled=False, streams=sequences,
-    )  # fmt: skip
+    snapshot = make_snapshot(*sequences, step=step, pulse_s=pulse_s, phase=phase)
     return replace(ProcessView(key="7-70", identity=IDENTITY, snapshot=snapshot, state="S"), **more)
 
 

@@ -27,7 +27,8 @@ from hangwatch.protocol.heartbeat import (
     ProcessUpdate,
     StackReply,
 )
-from hangwatch.ring.snapshot import RingDelta, RingSnapshot, StreamState
+from hangwatch.ring.snapshot import RingDelta, StreamState
+from tests.simulation.rings import make_snapshot
 
 SECOND_NS = 1_000_000_000
 NOW_NS = 1000 * SECOND_NS
@@ -40,13 +41,6 @@ def make_stream_state(
     return StreamState(
         uid=1, kind=StreamKind.COLLECTIVE, group=Group(name="0", desc="default_pg", ranks=(0, 1, 2, 3)), peer=None, tag=None,
         entered=entered, completed=completed, chain=entered, entered_s=entered_s, pending_s=pending_s,
-    )  # fmt: skip
-
-
-def make_snapshot(*sequences: StreamState, pulse_s: float = 0.01) -> RingSnapshot:
-    return RingSnapshot(
-        pid=7, start_ticks=70, identity={}, lifecycle=3, step=None, pulse_s=pulse_s, phase=None, phase_s=0.0, phase_limit_s=None,
-        record_count=0, dropped=0, errors=0, is_disabled=False, streams=sequences,
     )  # fmt: skip
 
 

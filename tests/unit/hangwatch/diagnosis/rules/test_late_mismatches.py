@@ -19,12 +19,12 @@ from hangwatch.model.limits import Limits
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Verdict
 from tests.simulation.model_cluster import ModelCluster
-from tests.simulation.model_job import ModelJob
-from tests.simulation.model_programs import (
+from tests.simulation.model_job import (
     FOREVER_S,
     BeginLifecycle,
     EnterCall,
     Instruction,
+    ModelJob,
     ModelStream,
     RunOwnCode,
     make_setup_signature,
@@ -238,8 +238,8 @@ def test_what_is_certain_is_reported_if_requested_calls_never_arrive() -> None:
     assert verdict.is_confirmed
     assert (verdict.kind, verdict.culprits, verdict.calls) == (VerdictKind.MISMATCH, (2,), ())
     assert verdict.summary == (
-        "the calls of rank 2 differ from those of the other ranks at or before call 103 of group"
-        " world, and after call 59; the records of the calls in between could not be fetched"
+        "the calls of rank 2 differ from those of the other ranks at or before call 96 of group"
+        " world, and after call 80; the records of the calls in between could not be fetched"
     )
 
 

@@ -18,8 +18,7 @@ from hangwatch.model.limits import PERSISTENT_ROUNDS
 from hangwatch.model.verdicts import Verdict
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.checks import STREAK_GAP_S, ReplicaChecksums
-from tests.simulation.scripted_job import ScriptedJob
-from tests.simulation.scripted_ranks import ScriptedRank, make_signature
+from tests.simulation.scripted_job import ScriptedJob, ScriptedRank, make_signature
 
 
 class CheckedJob(ScriptedJob):

@@ -1,0 +1,40 @@
+"""What a node agent reads in rings that do not exist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hangwatch.model.ranks import ExceptionInfo, Lifecycle
+from hangwatch.ring.snapshot import RingSnapshot, StreamState
+
+
+def make_snapshot(*streams: StreamState, **fields: Any) -> RingSnapshot:
+    """The ring of process 7, which is initialised, with ``fields`` changed."""
+    defaults: dict[str, Any] = {
+        "pid": 7,
+        "start_ticks": 70,
+        "identity": {},
+        "lifecycle": int(Lifecycle.INITIALISED),
+        "step": None,
+        "pulse_s": 0.01,
+        "phase": None,
+        "phase_s": 0.0,
+        "phase_limit_s": None,
+        "record_count": 1,
+        "dropped": 0,
+        "errors": 0,
+        "is_disabled": False,
+    }
+    return RingSnapshot(streams=streams, **{**defaults, **fields})
+
+
+def encode_exception(exception: ExceptionInfo, raised_at: float) -> dict[str, Any]:
+    """The exception as the recorder writes it into the ring."""
+    encoded = {
+        "type": exception.type,
+        "message": exception.message,
+        "at_ns": int(raised_at * 1e9),
+    }
+    if (site := exception.site) is not None:
+        encoded |= {"file": site.file, "line": site.line, "function": site.function}
+    return encoded
