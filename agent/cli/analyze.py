@@ -31,7 +31,7 @@ from hangwatch.flight_recorder.calls import (
 )
 from hangwatch.flight_recorder.entries import MAX_DUMP_RANKS
 from hangwatch.flight_recorder.export import export_dumps
-from hangwatch.report.documents import build_verdict_document
+from hangwatch.report.documents import build_document
 from hangwatch.report.terminal import format_incident
 from hangwatch.report.text import Paint, seconds_since
 
@@ -129,7 +129,7 @@ def _diagnose_dumps(evidence: Evidence) -> OfflineDiagnosis | None:
 def _build_documents(evidence: Evidence, finding: OfflineDiagnosis | None) -> list[dict[str, Any]]:
     documents = [dict(bundle.incident) for bundle in evidence.bundles]
     for verdict in finding.verdicts if finding is not None else ():
-        documents.append({"job": "dump", "status": "open", **build_verdict_document(verdict)})
+        documents.append({"job": "dump", "status": "open", **build_document(verdict)})
     return documents
 
 

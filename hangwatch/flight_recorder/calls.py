@@ -90,7 +90,7 @@ class InternPool:
     sites: dict[Site, Site] = field(default_factory=dict)
 
 
-class CallReader:
+class EntryReader:
     """Makes records of one dump's entries. Equal signatures and sites are shared objects."""
 
     def __init__(self, pool: InternPool) -> None:
@@ -274,7 +274,7 @@ def _parse_fields(rank: int, data: Mapping[str, object], pool: InternPool) -> Fl
     oldest_parts = next(iter(parts_by_call.values()), [])
     calls: dict[GroupInstance, list[FlightRecord]] = {}
     p2p_calls: dict[GroupInstance, list[FlightRecord]] = {}
-    reader = CallReader(pool)
+    reader = EntryReader(pool)
     for (instance, is_p2p, _), parts in parts_by_call.items():
         may_be_truncated = wrapped and parts is oldest_parts
         records = reader.read_call(parts, may_be_truncated)

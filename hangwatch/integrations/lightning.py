@@ -17,7 +17,7 @@ else:
     from lightning.pytorch import Callback as _Callback
 
 
-class HangwatchCallback(_Callback):
+class LightningCallback(_Callback):
     """Declares steps, the sanity check, validation, tests, predictions and checkpoints.
 
     ``validation_limit`` and ``checkpoint_limit`` are in seconds: how long others may wait for a
@@ -66,3 +66,8 @@ class HangwatchCallback(_Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._phase.leave_phase()
+
+
+HangwatchCallback = (
+    LightningCallback  # the name by which trainings import it from any of these modules
+)

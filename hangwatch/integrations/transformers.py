@@ -14,7 +14,7 @@ else:
     from transformers import TrainerCallback as _Callback
 
 
-class HangwatchCallback(_Callback):
+class TransformersCallback(_Callback):
     """Declares steps, evaluations and checkpoints.
 
     ``evaluation_limit`` and ``checkpoint_limit`` are in seconds: how long others may wait for a
@@ -55,3 +55,8 @@ class HangwatchCallback(_Callback):
             self._phase.enter_phase("evaluation", self._evaluation_limit)
         elif control.should_save:
             self._phase.enter_phase("checkpoint", self._checkpoint_limit)
+
+
+HangwatchCallback = (
+    TransformersCallback  # the name by which trainings import it from any of these modules
+)

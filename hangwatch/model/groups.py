@@ -63,6 +63,10 @@ class Group:
         return tuple(rank for rank in self.ranks if isinstance(rank, OutsideMember))
 
     @property
+    def outside_labels(self) -> tuple[str, ...]:
+        return tuple(member.label for member in self.outside_members)
+
+    @property
     def known_ranks(self) -> tuple[int, ...]:
         """The members that are ranks of the attempt."""
         return self.ranks if not self.foreign else tuple(rank for rank in self.ranks if rank >= 0)

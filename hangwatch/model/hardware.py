@@ -46,7 +46,10 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostObservation:
-    """An observation as evidence of an incident."""
+    """A value that one of the hosts concerned reports: a counter that grew, or a state.
+
+    It is evidence of an incident.
+    """
 
     host: str
     observation: Observation

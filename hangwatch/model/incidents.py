@@ -46,8 +46,9 @@ class ProcessSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedStack:
-    """One stack that ``ranks`` have in common, innermost frame first, or the ``error`` that
-    explains why there is none.
+    """One stack, innermost frame first, or the ``error`` why there is none.
+
+    All of ``ranks`` have it.
     """
 
     ranks: tuple[int, ...]
@@ -61,8 +62,9 @@ class MergedStack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """One root cause, however many ranks wait. The verdict's summary and culprits become more
-    precise while evidence is collected.
+    """One root cause, regardless of how many ranks wait.
+
+    The verdict's summary and culprits become more precise while evidence is collected.
     """
 
     id: str

@@ -21,10 +21,10 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallClass:
-    """The ranks that made equal calls at a position, with one of these calls."""
+    """The ranks that made the same call."""
 
     ranks: tuple[int, ...]
-    call: Call
+    call: Call  # one of these equal calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,16 +34,37 @@ class AlignedPair:
     calls: tuple[Call | None, Call | None]
     omitted: int = 0  # number of equal rows omitted before this one
 
+    @property
+    def seqs(self) -> tuple[int | None, int | None]:
+        first, second = self.calls
+        return (
+            None if first is None else first.seq,
+            None if second is None else second.seq,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    ranks: tuple[int, ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The position at which the calls of two sides of a group diverge. The culprits' side is the second one."""
+    """The last calls of two sides of a group, aligned: a call that one side added, omitted or made
+    in another order has a row of its own.
+
+    The culprits' side is the second one.
+    """
 
     group: Group
     sides: tuple[tuple[int, ...], tuple[int, ...]]
     rows: tuple[AlignedPair, ...]
     since_seq: int | None = None  # the first call that only one side made, if that is certain
     note: str = ""
+
+    @property
+    def ranks_by_side(self) -> tuple[Side, ...]:
+        return tuple(Side(ranks=ranks) for ranks in self.sides)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,201 +1,120 @@
 """The JSON documents of verdicts and incidents, as the contract of the API defines them, and the
 objects that are read back from them. The server's API, its alerts, its database and the output of
-`hangwatch analyze --json` all use these functions.
+`hangwatch analyze --json` all use these functions, and the HTTP schema is derived from
+`list_members`.
 
-The fields of most dataclasses are the fields of their documents, which `build_document` and
-`parse_document` derive. Documents of older releases may lack the fields that were added later;
-these then have their defaults.
+The members of a document are the fields of its dataclass, unless `_MEMBERS` lists others. Documents
+of older releases may lack the fields that were added later; these then have their defaults.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
+import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from hangwatch.model.calls import Call, Signature, Site
+from hangwatch.model.calls import Call, Signature
 from hangwatch.model.groups import Group, OutsideMember
-from hangwatch.model.hardware import HostObservation, MissingEvidence, Observation, Weight
-from hangwatch.model.incidents import (
-    Incident,
-    MergedStack,
-    ProcessSnapshot,
-    Recovery,
-    Resolution,
-    UnfinishedCall,
-)
-from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.hardware import HostObservation, Observation
+from hangwatch.model.incidents import Incident, UnfinishedCall
 from hangwatch.model.ranks import Frame
-from hangwatch.model.verdicts import (
-    AlignedPair,
-    CallClass,
-    DevicePosition,
-    Divergence,
-    Verdict,
-    Wait,
-)
+from hangwatch.model.verdicts import AlignedPair, CallClass, Divergence, Verdict, Wait
 
 from .text import Document
 
 JsonObject = dict[str, Any]
 T = TypeVar("T")
 
-# The fields that a document lacks, and the properties that it has beside the fields.
-_OMITTED_FIELDS: Mapping[type, tuple[str, ...]] = {Frame: ("handler", "polls")}
-_PROPERTIES: Mapping[type, Mapping[str, str]] = {UnfinishedCall: {"timed_out": "has_timed_out"}}
-_FIELDS: dict[type, tuple[tuple[str, _Codec | None], ...]] = {}  # the results of `_list_fields`
+# The members of the documents that differ from the fields of the dataclass, in their order. Each is
+# the path of an attribute; its key is the last name in the path, or the one before "=". "part.*"
+# stands for all members of a part's document that are not listed before it.
+_MEMBERS: Mapping[type, tuple[str, ...]] = {
+    Incident: (
+        *("id", "job", "attempt", "verdict.kind", "verdict.severity", "status"),
+        *("onset_at", "opened_at", "resolved_at", "resolution", "verdict.*"),
+        *("processes", "device", "hardware", "hardware_missing", "stacks", "recovery"),
+    ),
+    Verdict: (
+        *("kind", "severity", "summary", "advice", "culprits", "waiting", "group", "seq"),
+        *("fields=differing_fields", "site", "calls", "divergence", "waits"),
+    ),
+    Group: ("name", "desc", "ranks=known_ranks", "backend", "outside=outside_labels"),
+    Wait: ("rank", "for=on_rank", "group", "seq"),
+    Signature: ("op", "shapes", "dtype", "reduce_op", "root"),
+    CallClass: (
+        *("ranks", "call.seq", "call.signature.*", "call.peer"),
+        *("call.signature.splits", "call.signature.detail", "call.site"),
+    ),
+    Divergence: ("group", "since_seq", "note", "sides=ranks_by_side", "rows"),
+    AlignedPair: ("seq=seqs", "calls", "omitted"),
+    Call: ("signature.*", "signature.detail", "raised", "site"),
+    HostObservation: ("host", "observation.*"),
+    Observation: ("source", "about", "what", "before", "now", "weight", "age_s"),
+    UnfinishedCall: (
+        *("group", "desc", "seq", "op", "shapes", "state", "waited_s", "timeout_s"),
+        "timed_out=has_timed_out",
+    ),
+    Frame: ("function", "file", "line", "text"),
+}
+# The fields that are no members by themselves, and how they follow from the document.
+_DERIVED_FIELDS: Mapping[type, Mapping[str, Callable[[Document], Any]]] = {
+    Group: {
+        "ranks": lambda document: (
+            *document["ranks"],
+            *(OutsideMember.create(-2 - n, x) for n, x in enumerate(document.get("outside") or ())),
+        ),
+        "foreign": lambda document: document["name"] if document.get("outside") else "",
+    },
+    Divergence: {
+        "sides": lambda document: tuple(tuple(side["ranks"]) for side in document["sides"])
+    },
+    AlignedPair: {
+        "calls": lambda document: tuple(
+            None if call is None else parse_document(Call, {**call, "seq": seq})
+            for seq, call in zip(document["seq"], document["calls"], strict=True)
+        )
+    },
+    Call: {"seq": lambda document: document["seq"]},
+}
+
+_listed_members: dict[type, tuple[DocumentMember, ...]] = {}  # the results of `list_members`
 
 
-def build_verdict_document(verdict: Verdict) -> JsonObject:
-    """The part of an incident's document that the diagnosis provides."""
-    return {
-        "kind": verdict.kind.value,
-        "severity": verdict.severity.value,
-        "summary": verdict.summary,
-        "advice": verdict.advice,
-        "culprits": list(verdict.culprits),
-        "waiting": list(verdict.waiting),
-        "group": build_group_document(verdict.group),
-        "seq": verdict.seq,
-        "fields": list(verdict.differing_fields),
-        "site": build_optional_document(verdict.site),
-        "calls": [_build_call_class(call_class) for call_class in verdict.calls],
-        "divergence": build_divergence_document(verdict.divergence),
-        "waits": [
-            {"rank": wait.rank, "for": wait.on_rank, "group": wait.group, "seq": wait.seq}
-            for wait in verdict.waits
-        ],
-    }
+class Codec(NamedTuple):
+    """The conversions between a value and its JSON. None stays None."""
+
+    build: Callable[[Any], Any]
+    parse: Callable[[Any], Any]
 
 
-def build_incident_document(incident: Incident) -> JsonObject:
-    """The whole document of an incident."""
-    verdict = incident.verdict
-    return {
-        "id": incident.id,
-        "job": incident.job,
-        "attempt": incident.attempt,
-        "kind": verdict.kind.value,
-        "severity": verdict.severity.value,
-        "status": incident.status,
-        "onset_at": format_time(incident.onset_at),
-        "opened_at": format_time(incident.opened_at),
-        "resolved_at": None if incident.resolved_at is None else format_time(incident.resolved_at),
-        "resolution": None if incident.resolution is None else incident.resolution.value,
-        **build_verdict_document(verdict),
-        "processes": [build_document(process) for process in incident.processes],
-        "device": [build_document(position) for position in incident.device],
-        "hardware": [_build_host_observation(entry) for entry in incident.hardware],
-        "hardware_missing": [build_document(gap) for gap in incident.hardware_missing],
-        "stacks": [build_document(stack) for stack in incident.stacks],
-        "recovery": build_optional_document(incident.recovery),
-    }
+class DocumentMember(NamedTuple):
+    """One member of the documents of a dataclass."""
 
+    key: str
+    path: tuple[str, ...]  # the attribute whose value it has
+    annotation: Any
+    default: Any  # `dataclasses.MISSING` if there is none, or only a factory
+    has_default_factory: bool
+    get_value: Callable[[Any], Any]
+    codec: Codec | None  # None: the value is the same in JSON
 
-def build_incident_event(incident: Incident) -> JsonObject:
-    """An incident's document without the parts that may be large: its calls, waits, stacks and
-    device positions.
-    """
-    verdict = replace(incident.verdict, calls=(), waits=())
-    document = build_incident_document(replace(incident, verdict=verdict, stacks=(), device=()))
-    for key in ("calls", "waits", "stacks", "device", "hardware", "hardware_missing"):
-        del document[key]
-    return document
-
-
-def build_group_document(group: Group | None) -> JsonObject | None:
-    if group is None:
-        return None
-    return {
-        "name": group.name,
-        "desc": group.desc,
-        "ranks": list(group.known_ranks),
-        "backend": group.backend,
-        "outside": [member.label for member in group.outside_members],
-    }
-
-
-def build_signature_document(signature: Signature) -> JsonObject:
-    """The fields with which all documents of a call begin."""
-    return {
-        "op": signature.op,
-        "shapes": [list(shape) for shape in signature.shapes],
-        "dtype": signature.dtype,
-        "reduce_op": signature.reduce_op,
-        "root": signature.root,
-    }
-
-
-def _build_call_class(call_class: CallClass) -> JsonObject:
-    call = call_class.call
-    signature = call.signature
-    splits = signature.splits
-    return {
-        "ranks": list(call_class.ranks),
-        "seq": call.seq,
-        **build_signature_document(signature),
-        "peer": call.peer,
-        "splits": None if splits is None else [list(sizes) for sizes in splits],
-        "detail": signature.detail,
-        "site": build_optional_document(call.site),
-    }
-
-
-def build_divergence_document(divergence: Divergence | None) -> JsonObject | None:
-    if divergence is None:
-        return None
-    return {
-        "group": build_group_document(divergence.group),
-        "since_seq": divergence.since_seq,
-        "note": divergence.note,
-        "sides": [{"ranks": list(ranks)} for ranks in divergence.sides],
-        "rows": [
-            {
-                "seq": [None if call is None else call.seq for call in row.calls],
-                "calls": [_build_aligned_call(call) for call in row.calls],
-                "omitted": row.omitted,
-            }
-            for row in divergence.rows
-        ],
-    }
-
-
-def _build_aligned_call(call: Call | None) -> JsonObject | None:
-    if call is None:
-        return None
-    signature = call.signature
-    return {
-        **build_signature_document(signature),
-        "detail": signature.detail,
-        "raised": call.raised,
-        "site": build_optional_document(call.site),
-    }
-
-
-def _build_host_observation(entry: HostObservation) -> JsonObject:
-    observation = entry.observation
-    return {
-        "host": entry.host,
-        "source": observation.source,
-        "about": observation.about,
-        "what": observation.what,
-        "before": observation.before,
-        "now": observation.now,
-        "weight": observation.weight.value,
-        "age_s": observation.age_s,
-    }
+    @property
+    def is_optional(self) -> bool:
+        """Whether its value may be None."""
+        return type(None) in get_args(self.annotation)
 
 
 def build_document(part: Any) -> JsonObject:
-    """The document of a part of an incident whose fields are those of its dataclass."""
+    """The document of a verdict, of an incident, or of a part of them."""
     document: JsonObject = {}
-    for name, codec in _list_fields(type(part)):
-        value = getattr(part, name)
-        document[name] = value if codec is None or value is None else codec.build(value)
-    for name, attribute in _PROPERTIES.get(type(part), {}).items():
-        document[name] = getattr(part, attribute)
+    for member in list_members(type(part)):
+        value, codec = member.get_value(part), member.codec
+        document[member.key] = value if codec is None or value is None else codec.build(value)
     return document
 
 
@@ -203,62 +122,113 @@ def build_optional_document(part: Any) -> JsonObject | None:
     return None if part is None else build_document(part)
 
 
+def build_incident_event(incident: Incident) -> JsonObject:
+    """An incident's document without the parts that may be large: its calls, waits, stacks and
+    device positions.
+    """
+    verdict = replace(incident.verdict, calls=(), waits=())
+    document = build_document(replace(incident, verdict=verdict, stacks=(), device=()))
+    for key in ("calls", "waits", "stacks", "device", "hardware", "hardware_missing"):
+        del document[key]
+    return document
+
+
 def parse_document(cls: type[T], document: Document) -> T:
-    """The inverse of `build_document`. Raises TypeError for a missing field without a default."""
-    values: dict[str, Any] = {}
-    for name, codec in _list_fields(cls):
-        value = document.get(name)
-        if value is not None:
-            values[name] = value if codec is None else codec.parse(value)
+    """The inverse of `build_document`. Raises KeyError, TypeError or ValueError for other documents,
+    such as one that lacks a member without a default.
+    """
+    return _construct(cls, list_members(cls), 0, document)
+
+
+def _construct(
+    cls: type[T], members: Iterable[DocumentMember], depth: int, document: Document
+) -> T:
+    """An object of ``cls``, whose attributes are at ``depth`` in the paths of ``members``."""
+    fields: Mapping[str, object] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+    derived_fields = _DERIVED_FIELDS.get(cls, {})
+    values: dict[str, Any] = {name: derive(document) for name, derive in derived_fields.items()}
+    members_by_part: dict[str, list[DocumentMember]] = {}
+    for member in members:
+        name, codec = member.path[depth], member.codec
+        if len(member.path) > depth + 1:
+            members_by_part.setdefault(name, []).append(member)
+        elif name in fields and name not in derived_fields:
+            value = document.get(member.key)
+            if value is not None:
+                values[name] = value if codec is None else codec.parse(value)
+            elif member.is_optional and member.key in document:
+                values[name] = None
+    for name, part_members in members_by_part.items():
+        part = _find_attribute(cls, name)[0]
+        values[name] = _construct(part, part_members, depth + 1, document)
     return cls(**values)
 
 
-def _parse_documents(cls: type[T], documents: Iterable[Document] | None) -> tuple[T, ...]:
-    return tuple(parse_document(cls, document) for document in documents or ())
+def list_members(cls: Any) -> tuple[DocumentMember, ...]:
+    """The members of the documents of a dataclass, in their order."""
+    if cls not in _listed_members:
+        members: dict[str, DocumentMember] = {}
+        entries = _MEMBERS.get(cls) or [field.name for field in dataclasses.fields(cls)]
+        for member in (member for entry in entries for member in _iter_members(cls, entry)):
+            members.setdefault(member.key, member)
+        _listed_members[cls] = tuple(members.values())
+    return _listed_members[cls]
 
 
-class _Codec(NamedTuple):
-    """The conversions between a field's value and its JSON."""
+def _iter_members(cls: Any, entry: str) -> Iterator[DocumentMember]:
+    """The members that an entry of `_MEMBERS` stands for."""
+    key, _, dotted_path = entry.rpartition("=")
+    *parts, name = dotted_path.split(".")
+    owner = cls
+    for part in parts:
+        owner = _find_attribute(owner, part)[0]
+    if name == "*":
+        for member in list_members(owner):
+            path = (*parts, *member.path)
+            yield member._replace(path=path, get_value=operator.attrgetter(".".join(path)))
+        return
+    annotation, field = _find_attribute(owner, name)
+    yield DocumentMember(
+        key=key or name,
+        path=(*parts, name),
+        annotation=annotation,
+        default=field.default,
+        has_default_factory=field.default_factory is not dataclasses.MISSING,
+        get_value=operator.attrgetter(dotted_path),
+        codec=_find_codec(annotation),
+    )
 
-    build: Callable[[Any], Any]
-    parse: Callable[[Any], Any]
+
+def _find_attribute(cls: Any, name: str) -> tuple[Any, dataclasses.Field[Any]]:
+    """The annotation of a field or a property, and the field; a property is one without a default."""
+    attribute = getattr(cls, name, None)
+    if isinstance(attribute, property):
+        return get_type_hints(attribute.fget)["return"], dataclasses.field()
+    return _get_type_hints(cls)[name], cls.__dataclass_fields__[name]
 
 
-def _list_fields(cls: Any) -> tuple[tuple[str, _Codec | None], ...]:
-    """The fields of a dataclass's document; a value without a codec is the same in JSON."""
-    fields = _FIELDS.get(cls)
-    if fields is None:
-        fields = _FIELDS[cls] = tuple(_iter_fields(cls))
-    return fields
+_get_type_hints = functools.cache(get_type_hints)
 
 
-def _iter_fields(cls: Any) -> Iterator[tuple[str, _Codec | None]]:
-    types = get_type_hints(cls)
-    omitted = _OMITTED_FIELDS.get(cls, ())
-    for field in dataclasses.fields(cls):
-        if field.name not in omitted:
-            yield field.name, _find_codec(types[field.name])
-
-
-def _find_codec(annotation: Any) -> _Codec | None:
+def _find_codec(annotation: Any) -> Codec | None:
     arguments = get_args(annotation)
     if annotation is datetime:
-        return _Codec(build=format_time, parse=parse_time)
+        return Codec(build=format_time, parse=parse_time)
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-        return _Codec(
-            build=build_document, parse=lambda document: parse_document(annotation, document)
-        )
+        return Codec(build=build_document, parse=functools.partial(parse_document, annotation))
+    if isinstance(annotation, enum.EnumMeta):
+        return Codec(build=operator.attrgetter("value"), parse=annotation)
     if type(None) in arguments:
         return _find_codec(arguments[0])
     if get_origin(annotation) is not tuple:
         return None
     codec = _find_codec(arguments[0])
     if codec is None:
-        return _Codec(build=list, parse=tuple)
+        return Codec(build=list, parse=tuple)
     build, parse = codec
-    return _Codec(
-        build=lambda items: [build(item) for item in items],
-        parse=lambda items: tuple(parse(item) for item in items),
+    return Codec(
+        build=lambda items: [None if item is None else build(item) for item in items],
+        parse=lambda items: tuple(None if item is None else parse(item) for item in items),
     )
 
 
@@ -267,139 +237,7 @@ def format_time(moment: datetime) -> str:
     return moment.isoformat().replace("+00:00", "Z")
 
 
-def parse_incident(document: Document) -> Incident:
-    """The inverse of `build_incident_document`. Raises KeyError, TypeError or ValueError for a
-    document that is not an incident's.
-    """
-    resolved_at, resolution = document.get("resolved_at"), document.get("resolution")
-    recovery = document.get("recovery")
-    return Incident(
-        id=document["id"],
-        job=document["job"],
-        attempt=document["attempt"],
-        status=document["status"],
-        onset_at=parse_time(document["onset_at"]),
-        opened_at=parse_time(document["opened_at"]),
-        resolved_at=None if resolved_at is None else parse_time(resolved_at),
-        resolution=None if resolution is None else Resolution(resolution),
-        verdict=_parse_verdict(document),
-        processes=_parse_documents(ProcessSnapshot, document.get("processes")),
-        stacks=_parse_documents(MergedStack, document.get("stacks")),
-        device=_parse_documents(DevicePosition, document.get("device")),
-        hardware=tuple(parse_host_observation(item) for item in document.get("hardware") or ()),
-        hardware_missing=_parse_documents(MissingEvidence, document.get("hardware_missing")),
-        recovery=None if recovery is None else parse_document(Recovery, recovery),
-    )
-
-
 def parse_time(text: str) -> datetime:
     """An RFC 3339 time. Raises ValueError for other text."""
     # Before Python 3.11, fromisoformat does not know the letter Z.
     return datetime.fromisoformat(text.replace("Z", "+00:00"))
-
-
-def _parse_site(document: Document) -> Site | None:
-    """The site in a verdict's or a call's document."""
-    site = document.get("site")
-    return None if site is None else parse_document(Site, site)
-
-
-def _parse_verdict(document: Document) -> Verdict:
-    return Verdict(
-        kind=VerdictKind(document["kind"]),
-        severity=Severity(document["severity"]),
-        culprits=tuple(document["culprits"]),
-        waiting=tuple(document["waiting"]),
-        group=_parse_group(document.get("group")),
-        seq=document.get("seq"),
-        differing_fields=tuple(document.get("fields") or ()),
-        calls=tuple(
-            CallClass(ranks=tuple(item["ranks"]), call=_parse_call(item, item["seq"]))
-            for item in document.get("calls") or ()
-        ),
-        waits=tuple(
-            Wait(rank=item["rank"], on_rank=item["for"], group=item["group"], seq=item["seq"])
-            for item in document.get("waits") or ()
-        ),
-        summary=document["summary"],
-        advice=document["advice"],
-        site=_parse_site(document),
-        divergence=_parse_divergence(document.get("divergence")),
-    )
-
-
-def _parse_group(document: Document | None) -> Group | None:
-    if document is None:
-        return None
-    labels = document.get("outside", ())
-    outside = [OutsideMember.create(-2 - n, label) for n, label in enumerate(labels)]
-    return Group(
-        name=document["name"],
-        desc=document["desc"],
-        ranks=(*document["ranks"], *outside),
-        backend=document.get("backend", ""),
-        foreign=document["name"] if outside else "",
-    )
-
-
-def _parse_call(document: Document, seq: int) -> Call:
-    splits = document.get("splits")
-    signature = Signature(
-        op=document["op"],
-        shapes=tuple(tuple(shape) for shape in document.get("shapes") or ()),
-        dtype=document.get("dtype"),
-        reduce_op=document.get("reduce_op"),
-        root=document.get("root"),
-        splits=None if splits is None else (tuple(splits[0]), tuple(splits[1])),
-        detail=document.get("detail"),
-    )
-    return Call(
-        seq=seq,
-        signature=signature,
-        site=_parse_site(document),
-        peer=document.get("peer"),
-        raised=document.get("raised", False),
-    )
-
-
-def _parse_divergence(document: Document | None) -> Divergence | None:
-    if document is None:
-        return None
-    group = _parse_group(document["group"])
-    first_side, second_side = document["sides"]
-    if group is None:
-        raise ValueError("a divergence without its group")
-    return Divergence(
-        group=group,
-        sides=(tuple(first_side["ranks"]), tuple(second_side["ranks"])),
-        rows=tuple(_parse_aligned_pair(row) for row in document["rows"]),
-        since_seq=document.get("since_seq"),
-        note=document.get("note", ""),
-    )
-
-
-def _parse_aligned_pair(document: Document) -> AlignedPair:
-    first_call, second_call = document["calls"]
-    first_seq, second_seq = document["seq"]
-    return AlignedPair(
-        calls=(
-            None if first_call is None else _parse_call(first_call, first_seq),
-            None if second_call is None else _parse_call(second_call, second_seq),
-        ),
-        omitted=document.get("omitted", 0),
-    )
-
-
-def parse_host_observation(document: Document) -> HostObservation:
-    return HostObservation(
-        host=document["host"],
-        observation=Observation(
-            source=document["source"],
-            about=document["about"],
-            what=document["what"],
-            before=document["before"],
-            now=document["now"],
-            weight=Weight(document["weight"]),
-            age_s=document["age_s"],
-        ),
-    )

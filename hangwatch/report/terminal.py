@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
-from hangwatch.model.hardware import Observation
+from hangwatch.model.hardware import HostObservation, Observation
 from hangwatch.model.kinds import select_kinds
 from hangwatch.stacks.frames import is_library
 
 from . import recovery
-from .documents import parse_host_observation
+from .documents import parse_document
 from .text import (
     PLAIN_PAINT,
     TERMINAL_COLUMNS,
@@ -546,7 +546,7 @@ def format_hardware(document: Document) -> Iterator[str]:
     that could not be read.
     """
     for item in document.get("hardware") or []:
-        entry = parse_host_observation(item)
+        entry = parse_document(HostObservation, item)
         text = f"{entry.host}: {describe_observation(entry.observation)}"
         yield from wrap_text(clean_text(text))
     for gap in document.get("hardware_missing") or []:

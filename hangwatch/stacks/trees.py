@@ -12,7 +12,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from hangwatch.model.ranks import Frame
 
@@ -132,15 +131,16 @@ def stacks_to_speedscope(
     return make_speedscope_document(name, shared_frames, profiles)
 
 
-class LineSamples(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LineTime:
     line: int
     samples: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileNode:
-    """A function of the user's code. With ``library``, the library function that the user's line
-    above calls; ``ends`` is then the most frequent innermost frame.
+class FunctionTime:
+    """A function of user code, or of a library that user code calls, with the functions that it
+    calls.
     """
 
     function: str
@@ -148,9 +148,9 @@ class ProfileNode:
     library: bool
     samples: int  # the samples in the function and in what it calls
     own: int  # the samples in its own lines
-    lines: tuple[LineSamples, ...] = ()  # the most frequent ones
-    ends: Frame | None = None
-    children: tuple[ProfileNode, ...] = ()
+    lines: tuple[LineTime, ...] = field(default_factory=tuple)  # the most frequent ones
+    ends: Frame | None = None  # the most frequent innermost frame, if the function is a library's
+    children: tuple[FunctionTime, ...] = field(default_factory=tuple)
 
 
 @dataclass(slots=True)
@@ -164,7 +164,7 @@ class _NodeBuilder:
     children: dict[tuple[str, str, bool], _NodeBuilder] = field(default_factory=dict)
 
 
-def build_call_tree(stacks: CountedStacks) -> tuple[ProfileNode, ...]:
+def build_call_tree(stacks: CountedStacks) -> tuple[FunctionTime, ...]:
     """The roots of the tree. The heaviest branches come first everywhere.
 
     Library frames between two user frames are omitted. Those below the user's innermost frame
@@ -199,17 +199,17 @@ def _iter_steps(frames: tuple[Frame, ...]) -> Iterator[tuple[Frame, bool]]:
         yield next(called, below[0]), True
 
 
-def _build_nodes(parent: _NodeBuilder, min_samples: float) -> tuple[ProfileNode, ...]:
+def _build_nodes(parent: _NodeBuilder, min_samples: float) -> tuple[FunctionTime, ...]:
     children = [child for child in parent.children.values() if child.samples >= min_samples]
     children.sort(key=lambda child: -child.samples)
     return tuple(
-        ProfileNode(
+        FunctionTime(
             function=child.first_frame.function,
             file=child.first_frame.file,
             library=child.library,
             samples=child.samples,
             own=child.own_samples,
-            lines=tuple(LineSamples(*counted) for counted in child.lines.most_common(_MAX_LINES)),
+            lines=tuple(LineTime(*counted) for counted in child.lines.most_common(_MAX_LINES)),
             ends=max(child.leaf_frames, key=child.leaf_frames.__getitem__, default=None),
             children=_build_nodes(child, min_samples),
         )

@@ -17,7 +17,7 @@ import tenacity
 from hangwatch.model.incidents import Incident, Resolution
 from hangwatch.model.kinds import Severity
 from hangwatch.report import recovery as recovery_text
-from hangwatch.report.documents import build_incident_document
+from hangwatch.report.documents import build_document
 from hangwatch.report.text import (
     clean_document,
     clean_text,
@@ -194,7 +194,7 @@ def compose_message(incident: Incident, event: str, url: str, now: datetime) -> 
     title = f"{_format_label(incident, kind, now)} job {incident.job}: {incident.summary}"
     if incident.site is not None and str(incident.site) not in incident.summary:
         title = f"{title} [{incident.site}]"
-    body = clean_document({**build_incident_document(incident), "url": url})
+    body = clean_document({**build_document(incident), "url": url})
     lines = [
         incident.advice if kind == OPENED else "",
         recovery_text.format_recovery(body) if kind != RESOLVED else "",

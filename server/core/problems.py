@@ -1,6 +1,4 @@
-"""Errors as RFC 9457 problem documents, which say what is wrong and what to do about it; and the
-parts of the HTTP schema that several resources share.
-"""
+"""Errors as RFC 9457 problem documents, which say what is wrong and what to do about it."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ from typing import Any
 
 import msgspec
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict
 
 MEDIA_TYPE = "application/problem+json"
 PROBLEM_SCHEMA = {
@@ -73,25 +70,3 @@ class Problem(Exception):
 def describe_validation_errors(errors: Any) -> list[dict[str, Any]]:
     """pydantic's errors without the input: that may be large, or secret."""
     return [{"at": ".".join(map(str, e["loc"])), "message": e["msg"]} for e in list(errors)[:20]]
-
-
-class ApiModel(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, serialize_by_alias=True, validate_by_alias=True, validate_by_name=True
-    )
-
-
-class Frame(ApiModel):
-    function: str
-    file: str
-    line: int
-    text: str | None = None  # the source line, if it could be read
-
-
-class GroupName(ApiModel):
-    name: str
-    desc: str
-    ranks: list[int]
-    backend: str = ""
-    # The members that are no ranks of the attempt, in a group that numbers its members by itself.
-    outside: list[str] = []

@@ -23,11 +23,12 @@ from hangwatch import __version__
 from hangwatch.model.groups import GroupKey
 from hangwatch.model.incidents import Incident
 from hangwatch.model.ranks import RankState, format_ranks
-from hangwatch.report.documents import build_incident_document
+from hangwatch.report.documents import build_document
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.job_views import AttemptView, GroupView, JobView, RankView
-from ..core.problems import ApiModel, Problem
+from ..core.problems import Problem
+from ..core.schema import ApiModel, describe_document
 from ..incidents.records import IncidentRecord
 from ..monitor import views
 from ..ondemand.dumps import build_dump_document
@@ -163,7 +164,7 @@ def make_incidents_response(page: PageRequest, records: Sequence[IncidentRecord]
     return page.make_response(
         records,
         lambda record: record.incident.id,
-        lambda record: build_incident_document(record.incident),
+        lambda record: build_document(record.incident),
     )
 
 
@@ -173,7 +174,7 @@ def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
         operation_id="incidents_api_v1_incidents_get",
         tags=["incidents"],
         summary="Incidents, the newest first",
-        response_model=Page[openapi.Incident],
+        response_model=Page.__class_getitem__(describe_document(Incident)),
     )
     async def list_incidents(
         page: PageOf100,
@@ -188,10 +189,10 @@ def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
         operation_id="incident_api_v1_incidents__id__get",
         tags=["incidents"],
         summary="One incident with its evidence",
-        response_model=openapi.Incident,
+        response_model=describe_document(Incident),
     )
     async def show_incident(id: str) -> Response:
-        return make_json_response(build_incident_document(live.get_incident(id).incident))
+        return make_json_response(build_document(live.get_incident(id).incident))
 
     @routes.get(
         "/incidents/{id}/bundle",
@@ -334,7 +335,7 @@ def build_archive(incident: Incident, ranks: Sequence[RankView]) -> bytes:
     """A zip archive: incident.json, ranks.json, stacks.txt."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("incident.json", json.dumps(build_incident_document(incident), indent=1))
+        archive.writestr("incident.json", json.dumps(build_document(incident), indent=1))
         archive.writestr("ranks.json", json.dumps(msgspec.to_builtins(ranks), indent=1))
         archive.writestr("stacks.txt", "\n".join(_iter_stack_lines(incident)) + "\n")
         archive.writestr("VERSION", __version__ + "\n")

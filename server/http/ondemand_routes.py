@@ -18,7 +18,7 @@ from hangwatch.model.calls import StreamKind
 from hangwatch.model.incidents import MergedStack
 from hangwatch.model.ranks import AttemptKey, Frame
 from hangwatch.report import terminal
-from hangwatch.report.documents import build_incident_document
+from hangwatch.report.documents import build_document
 from hangwatch.report.text import group_name, name_ranks
 from hangwatch.stacks.frames import is_library
 from hangwatch.stacks.profile import Profile, profiles_to_speedscope
@@ -276,7 +276,7 @@ def _add_stack_routes(routes: APIRouter, live: AppState) -> None:
         response_class=PlainTextResponse,
     )
     async def show_text(id: str) -> Response:
-        document = build_incident_document(live.get_incident(id).incident)
+        document = build_document(live.get_incident(id).incident)
         lines = terminal.format_incident(document, datetime.now(timezone.utc), full=True)
         return PlainTextResponse("\n".join(lines) + "\n")
 

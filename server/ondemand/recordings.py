@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AwareDatetime, ConfigDict, Field, model_validator
 
@@ -20,12 +20,13 @@ from hangwatch.protocol.commands import (
     CommandKind,
     RecordingReply,
 )
+from hangwatch.report.documents import JsonObject, build_document
 from hangwatch.stacks.profile import Profile, ThreadProfile, unpack_profile
-from hangwatch.stacks.trees import build_call_tree, find_hottest_functions
+from hangwatch.stacks.trees import FunctionTime, build_call_tree, find_hottest_functions
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.clock import Clock, ulid
-from ..core.problems import ApiModel, Frame
+from ..core.schema import ApiModel, DocumentOf
 from ..ingest.command_queue import CommandQueue
 
 START_TIMEOUT_S = 30.0  # a node agent of a large job reports every 20 s, and begins after that
@@ -255,16 +256,12 @@ def _describe_thread(thread: ThreadProfile) -> ThreadTime:
         HotFunction(function=frame.function, file=frame.file, line=frame.line, samples=samples)
         for frame, samples in find_hottest_functions(thread.stacks)
     ]
-    tree = [
-        FunctionTime.model_validate(node, from_attributes=True)
-        for node in build_call_tree(thread.stacks)
-    ]
     return ThreadTime(
         thread=thread.thread,
         main=thread.is_main,
         samples=thread.sample_count,
         hottest=hottest,
-        tree=tree,
+        tree=[build_document(node) for node in build_call_tree(thread.stacks)],
     )
 
 
@@ -300,26 +297,6 @@ class RecordingRequest(ApiModel):
         return self
 
 
-class LineTime(ApiModel):
-    line: int
-    samples: int
-
-
-class FunctionTime(ApiModel):
-    """A function of user code, or of a library that user code calls, with the functions that it
-    calls.
-    """
-
-    function: str
-    file: str
-    library: bool
-    samples: int
-    own: int  # the samples in its own lines
-    lines: list[LineTime] = Field(default_factory=list)
-    ends: Frame | None = None  # the most frequent innermost frame, if the function is a library's
-    children: list[FunctionTime] = Field(default_factory=list)
-
-
 class HotFunction(ApiModel):
     function: str
     file: str
@@ -336,7 +313,7 @@ class ThreadTime(ApiModel):
     main: bool
     samples: int
     hottest: list[HotFunction] = Field(default_factory=list)
-    tree: list[FunctionTime] = Field(default_factory=list)
+    tree: list[Annotated[JsonObject, DocumentOf(FunctionTime)]] = Field(default_factory=list)
 
 
 class RecordedRank(ApiModel):

@@ -17,7 +17,7 @@ from typing import Any
 
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.commands import CallKind, Command, CommandKind, TracedCall, TraceReply
-from hangwatch.report.documents import build_optional_document, build_signature_document
+from hangwatch.report.documents import build_document, build_optional_document
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
 
@@ -276,7 +276,7 @@ class TraceSession:
         return {
             "rank": traced.rank,
             "at": at.isoformat(timespec="microseconds").replace("+00:00", "Z"),
-            **build_signature_document(kind.signature),
+            **build_document(kind.signature),
             "peer": None if stream is None else stream.peer,
             "group": None if group is None else {"name": group.name, "desc": group.desc},
             "seq": call.seq,

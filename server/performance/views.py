@@ -9,16 +9,18 @@ from typing import Annotated
 
 from pydantic import AfterValidator, AwareDatetime, Field
 
+from hangwatch.model.groups import Group
 from hangwatch.performance import stragglers
 from hangwatch.performance.distributions import (
     DurationHistogram,
     compute_bandwidths,
     size_class_min_bytes,
 )
+from hangwatch.report.documents import JsonObject, build_document
 from hangwatch.report.text import group_name, name_ranks
 from hangwatch.tracking.attempt import Attempt
 
-from ..core.problems import ApiModel, GroupName
+from ..core.schema import ApiModel, DocumentOf
 from .totals import GroupTotals, JobTotals, PeriodPoint, compute_p50_p95
 
 MAX_LATE_RANKS_SHOWN = 16  # ranks of a group
@@ -99,7 +101,7 @@ def describe_group_performance(
     return GroupPerformance(
         job=attempt.job,
         attempt=attempt.number,
-        group=GroupName.model_validate(group, from_attributes=True),
+        group=build_document(group),
         reported=len(totals.reporting_ranks),
         missed_calls=totals.missed_calls,
         straggler=ranked.straggler,
@@ -295,7 +297,7 @@ class GroupPerformance(ApiModel):
 
     job: str
     attempt: int
-    group: GroupName
+    group: Annotated[JsonObject, DocumentOf(Group)]
     reported: int = Field(description="members that have reported calls")
     missed_calls: int = Field(
         description="by all ranks: calls that came too fast for the node agent to read"

@@ -17,8 +17,9 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
+from hangwatch.model.incidents import Incident
 from hangwatch.model.kinds import Severity
-from hangwatch.report.documents import build_incident_document, parse_incident
+from hangwatch.report.documents import build_document, parse_document
 
 from ..alerting.message import Delivery
 from ..core.job_views import AttemptView
@@ -328,7 +329,7 @@ def make_incident_row(record: IncidentRecord) -> Row:
         "reminders": record.reminders,
         "is_resolution_announced": record.is_resolution_announced,
     }
-    body = msgspec.json.encode(build_incident_document(incident)).decode()
+    body = msgspec.json.encode(build_document(incident)).decode()
     server_state = msgspec.json.encode(kept).decode()
     return {
         "id": incident.id,
@@ -359,7 +360,9 @@ def make_attempt_row(attempt: AttemptView) -> Row:
 
 def parse_incident_row(row: sa.Row[Any], *, is_own: bool = True) -> IncidentRecord:
     kept = msgspec.json.decode(row.server_state, type=_ServerState)
-    return IncidentRecord(incident=parse_incident(json.loads(row.body)), is_own=is_own, **kept)
+    return IncidentRecord(
+        incident=parse_document(Incident, json.loads(row.body)), is_own=is_own, **kept
+    )
 
 
 def parse_attempt_row(row: sa.Row[Any]) -> AttemptView:

@@ -15,11 +15,7 @@ from fastapi.responses import Response
 from hangwatch.model.incidents import Incident, MergedStack
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.report import recovery, terminal
-from hangwatch.report.documents import (
-    build_incident_document,
-    build_optional_document,
-    parse_time,
-)
+from hangwatch.report.documents import build_document, build_optional_document, parse_time
 from hangwatch.report.text import group_name, name_ranks, truncate_end
 from hangwatch.stacks.frames import is_library
 from hangwatch.stacks.trees import merge_stacks
@@ -56,7 +52,7 @@ def build_page_values(live: AppState, id: str, ranks: str, dump_id: str) -> dict
     incident = live.get_incident(id).incident
     spans = parse_rank_spans(ranks)
     picture = draw_graph(build_graph(incident))
-    document = build_incident_document(replace(incident, stacks=()))
+    document = build_document(replace(incident, stacks=()))
     ended_at = incident.resolved_at or live.shared.clock.date(live.now())
     dump = live.shared.dumps.find_dump(dump_id, live.now()) if dump_id else None
     proposed = (incident.culprits or incident.waiting)[:MAX_PROPOSED_RANKS]

@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.report.documents import build_incident_document
+from hangwatch.report.documents import build_document
 
 from ..http.api import PageOf100, make_incidents_response
 from ..http.app_state import AppState
@@ -59,7 +59,7 @@ def build_router(live: AppState) -> APIRouter:
         request: Request, id: str, ranks: TextQuery = "", dump: TextQuery = ""
     ) -> Response:
         if wants_json(request):
-            return make_json_response(build_incident_document(live.get_incident(id).incident))
+            return make_json_response(build_document(live.get_incident(id).incident))
         return serve_page(
             live, request, "incident.html", lambda: build_page_values(live, id, ranks, dump)
         )

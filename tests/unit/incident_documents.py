@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 
 from hangwatch.model.incidents import Incident
-from hangwatch.report.documents import format_time, parse_incident
+from hangwatch.report.documents import format_time, parse_document
 
 MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
@@ -30,4 +30,4 @@ def make_incident(**fields: object) -> Incident:
     for name, value in document.items():
         if isinstance(value, datetime):
             document[name] = format_time(value)
-    return parse_incident(document)
+    return parse_document(Incident, document)

@@ -10,7 +10,7 @@ import pytest
 
 from hangwatch.mcp.answers import Answer
 from hangwatch.mcp.tools import TOOLS, ToolError, parse_ranks
-from hangwatch.report.documents import build_incident_document
+from hangwatch.report.documents import build_document
 from hangwatch.report.text import Document
 from tests.unit.incident_documents import make_incident
 
@@ -36,7 +36,7 @@ def call_tool(name: str, api: FakeApi, **arguments: Any) -> Answer:
 
 def test_alert_is_explained_before_a_newer_warning() -> None:
     warning = {"id": "01W", "severity": "warning", "kind": "slow_rank", "summary": "slow"}
-    alert = build_incident_document(make_incident(id="01A"))
+    alert = build_document(make_incident(id="01A"))
     api = FakeApi(incidents={"items": [warning, alert], **alert}, jobs={"items": []})
     answer = call_tool("explain_hang", api, job="run7")
     assert api.requests[0][1]["status"] == "open" and api.requests[0][1]["job"] == "run7"
@@ -53,7 +53,7 @@ def test_without_a_hang_the_jobs_state_is_the_answer() -> None:
 
 
 def test_incident_id_cannot_lead_to_another_path() -> None:
-    api = FakeApi(incidents=build_incident_document(make_incident()))
+    api = FakeApi(incidents=build_document(make_incident()))
     call_tool("get_incident", api, incident_id="../tokens?x=1")
     assert api.requests == [("incidents/..%2Ftokens%3Fx%3D1", {})]
 

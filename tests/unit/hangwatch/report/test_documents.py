@@ -26,13 +26,8 @@ from hangwatch.model.verdicts import (
     Verdict,
     Wait,
 )
-from hangwatch.report.documents import (
-    build_incident_document,
-    build_incident_event,
-    build_verdict_document,
-    parse_incident,
-)
-from hangwatch.server.http import openapi
+from hangwatch.report.documents import build_document, build_incident_event, parse_document
+from hangwatch.server.core.schema import describe_document
 
 MOMENT = datetime(2026, 1, 1, 12, 30, 5, 250000, tzinfo=timezone.utc)
 SITE = Site(file="/home/me/train.py", line=41, function="step")
@@ -168,8 +163,8 @@ INCIDENT = Incident(
 
 def test_analyze_and_server_give_the_same_fields() -> None:
     """`hangwatch analyze` prints the verdict's document, the server the incident's."""
-    verdict_document = build_verdict_document(VERDICT)
-    incident_document = build_incident_document(INCIDENT)
+    verdict_document = build_document(VERDICT)
+    incident_document = build_document(INCIDENT)
     assert verdict_document.items() <= incident_document.items()
     assert incident_document.keys() - verdict_document.keys() == {
         "id",
@@ -190,16 +185,16 @@ def test_analyze_and_server_give_the_same_fields() -> None:
 
 
 def test_documents_have_exactly_the_fields_of_the_http_schema() -> None:
-    document = build_incident_document(INCIDENT)
-    described = openapi.Incident.model_validate(document).model_dump(mode="json")
+    document = build_document(INCIDENT)
+    described = describe_document(Incident).model_validate(document).model_dump(mode="json")
     assert described == document
     assert list(described) == list(document)
     assert json.loads(json.dumps(document)) == document
 
 
 def test_parsing_a_document_gives_the_incident() -> None:
-    document = json.loads(json.dumps(build_incident_document(INCIDENT)))
-    assert parse_incident(document) == INCIDENT
+    document = json.loads(json.dumps(build_document(INCIDENT)))
+    assert parse_document(Incident, document) == INCIDENT
 
 
 def test_documents_of_older_releases_have_default_values() -> None:
@@ -225,13 +220,13 @@ def test_documents_of_older_releases_have_default_values() -> None:
         "processes": [{"rank": 1}],
         "later": "an unknown field of a newer release",
     }
-    document = build_incident_document(parse_incident(old))
-    expected = openapi.Incident.model_validate(old).model_dump(mode="json")
+    document = build_document(parse_document(Incident, old))
+    expected = describe_document(Incident).model_validate(old).model_dump(mode="json")
     assert document == expected
 
 
 def test_events_leave_out_large_fields() -> None:
-    document = build_incident_document(INCIDENT)
+    document = build_document(INCIDENT)
     event = build_incident_event(INCIDENT)
     assert document.keys() - event.keys() == {
         "calls",

@@ -9,6 +9,7 @@ import pytest
 
 from hangwatch.agent.cli.commands.record import format_recording
 from hangwatch.model.ranks import Frame
+from hangwatch.report.documents import build_document
 from hangwatch.server.http import ondemand_routes
 from hangwatch.server.ondemand import recordings
 from hangwatch.stacks.profile import (
@@ -82,7 +83,8 @@ def test_too_many_stacks_lose_the_rarest(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_libraries_fold_and_user_frames_stay(profile: Profile) -> None:
     (module,) = build_call_tree(profile.threads[0].stacks)
     (train,) = module.children
-    assert (train.function, train.samples, train.own, train.lines) == (
+    lines = tuple((line.line, line.samples) for line in train.lines)
+    assert (train.function, train.samples, train.own, lines) == (
         "train",
         100,
         10,
@@ -162,10 +164,7 @@ def test_profile_text(profile: Profile) -> None:
         main=True,
         samples=100,
         hottest=hot,
-        tree=[
-            recordings.FunctionTime.model_validate(node, from_attributes=True)
-            for node in build_call_tree(main.stacks)
-        ],
+        tree=[build_document(node) for node in build_call_tree(main.stacks)],
     )
     ranks = [
         {"rank": 1, "seconds": 1.0, "threads": [thread.model_dump()], "resting": 2},

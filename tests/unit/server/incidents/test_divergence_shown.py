@@ -6,7 +6,7 @@ from hangwatch.model.calls import Call, Site
 from hangwatch.model.groups import Group
 from hangwatch.model.verdicts import AlignedPair, Divergence
 from hangwatch.report import terminal
-from hangwatch.report.documents import build_divergence_document
+from hangwatch.report.documents import build_document, build_optional_document
 from hangwatch.report.text import TERMINAL_COLUMNS
 from hangwatch.server.http import rendering
 from tests.simulation.scripted_job import make_signature
@@ -35,7 +35,7 @@ DIVERGENCE = Divergence(
 
 
 def test_divergence_document() -> None:
-    document = build_divergence_document(DIVERGENCE)
+    document = build_document(DIVERGENCE)
     assert document is not None
     assert [row["seq"] for row in document["rows"]] == [[5, 5], [6, None], [7, 6]]
     assert [side["ranks"] for side in document["sides"]] == [[0, 2], [1]]
@@ -46,11 +46,11 @@ def test_divergence_document() -> None:
         3,
         "default_pg",
     )
-    assert build_divergence_document(None) is None
+    assert build_optional_document(None) is None
 
 
 def test_divergence_text() -> None:
-    text = list(terminal.format_divergence({"divergence": build_divergence_document(DIVERGENCE)}))
+    text = list(terminal.format_divergence({"divergence": build_document(DIVERGENCE)}))
     assert text[0] == "Calls of group default_pg, aligned"
     assert text[1].split() == ["ranks", "0,", "2", "rank", "1"]
     assert text[2].strip() == "… 3 more that agree"
@@ -67,7 +67,7 @@ def test_divergence_page() -> None:
         environment.get_template("_divergence.html"),
         environment.get_template("_ui.html").module,
     )
-    page = part.render(divergence=build_divergence_document(DIVERGENCE), ui=ui)
+    page = part.render(divergence=build_document(DIVERGENCE), ui=ui)
     assert "rank 1 left out &lt;call 6&gt;" in page
     assert page.count('class="differs"') == 2
     assert page.count("train.py:41") >= 3

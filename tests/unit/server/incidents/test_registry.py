@@ -14,7 +14,7 @@ from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, Lifecycle, ThreadStack
 from hangwatch.model.verdicts import CallClass, Verdict, Wait
 from hangwatch.protocol import heartbeat
-from hangwatch.report.documents import build_incident_document
+from hangwatch.report.documents import build_document
 from hangwatch.server.core.clock import Clock, ulid
 from hangwatch.server.incidents.records import IncidentRecord
 from hangwatch.server.incidents.registry import (
@@ -174,7 +174,7 @@ def make_cycle(*culprits: int, waiting: tuple[int, ...] = (), seq: int = 1) -> V
 
 def test_due_verdict_opens_one_incident_with_every_field(scene: IncidentScenario) -> None:
     [case] = scene.observe_verdicts(MISSING_VERDICT)
-    document = build_incident_document(case.incident)
+    document = build_document(case.incident)
     expected = (
         "id job attempt kind severity status onset_at opened_at resolved_at summary advice culprits"
         " waiting group seq fields calls waits processes stacks"
@@ -199,7 +199,7 @@ def test_a_suspicion_opens_nothing(scene: IncidentScenario) -> None:
 
 def test_calls_show_what_differs(scene: IncidentScenario) -> None:
     [case] = scene.observe_verdicts(SUM_MAX_VERDICT)
-    sums, maxes = build_incident_document(case.incident)["calls"]
+    sums, maxes = build_document(case.incident)["calls"]
     assert (sums["ranks"], sums["reduce_op"], sums["shapes"]) == ([0, 2, 3], "sum", [[64]])
     assert sums["site"] is None
     assert (maxes["reduce_op"], maxes["site"]["line"]) == ("max", 4)

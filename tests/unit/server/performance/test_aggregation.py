@@ -7,6 +7,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from hangwatch.model.calls import StreamKind
+from hangwatch.model.groups import Group, OutsideMember
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
 from hangwatch.server.performance import views
@@ -16,6 +17,7 @@ from hangwatch.server.performance.totals import (
     MAX_PERIODS,
     MAX_SIZE_CLASS_ROWS,
     OTHER_OPS,
+    GroupTotals,
     PerformanceTotals,
 )
 from hangwatch.server.performance.views import GroupPerformance
@@ -118,6 +120,23 @@ class PerformanceJob:
         return views.describe_group_performance(
             self.latest_attempt, ranked, lambda at: datetime.fromtimestamp(at, timezone.utc)
         )
+
+
+def test_members_that_are_no_ranks_of_the_attempt_are_named_apart() -> None:
+    outside = OutsideMember.create(-2, "pid 7 on node9")
+    group = Group(name="x", desc="undefined", ranks=(0, outside), foreign="store/x")
+    view = views.describe_group_performance(
+        PerformanceJob().latest_attempt,
+        views.RankedGroup(GroupTotals(group=group), None),
+        lambda at: datetime.fromtimestamp(at, timezone.utc),
+    )
+    assert view.model_dump(mode="json")["group"] == {
+        "name": "x",
+        "desc": "undefined",
+        "ranks": [0],
+        "backend": "",
+        "outside": ["pid 7 on node9"],
+    }
 
 
 def test_straggler_on_hosts_with_different_clocks() -> None:

@@ -22,7 +22,7 @@ from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.commands import Command, CommandKind
-from hangwatch.report.documents import build_incident_document
+from hangwatch.report.documents import build_document
 from hangwatch.report.recovery import format_recovery, iter_recovery_events
 from hangwatch.server.app import build_app
 from hangwatch.server.core.clock import Clock
@@ -417,7 +417,7 @@ def test_from_alert_to_culprit_exit(server: InProcessServer) -> None:
     )
     (case,) = server.incident_records
     assert (server.latest_recovery.state, case.incident.kind) == ("done", VerdictKind.MISSING_RANK)
-    document = build_incident_document(case.incident)
+    document = build_document(case.incident)
     assert (
         format_recovery(document)
         == "Rank 1 was ended by SIGKILL (1 of at most 2 such incidents of this job)."
@@ -465,7 +465,7 @@ def test_remaining_ranks_are_ended_if_launcher_does_nothing(server: InProcessSer
         ),
     )
     assert "rank 0 could not be ended: still there" in format_recovery(
-        build_incident_document(server.incident_records[0].incident)
+        build_document(server.incident_records[0].incident)
     )
     assert [server.run_round(ended=killed) for _ in range(30)] == [[]] * 30, (
         "no rank is left to try"
