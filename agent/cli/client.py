@@ -131,7 +131,10 @@ class Client:
     def _send_request(self, method: str, url: str, **options: Any) -> httpx.Response:
         with self._translate_errors():
             response = self._http.request(method, url, **options)
-        self.server_time = _parse_server_time(response.headers.get("Date"), self.server_time)
+        # RFC 9110, 6.6.1: ages by the clock of this host could be wrong.
+        with contextlib.suppress(TypeError, ValueError):  # there is no date, or an invalid one
+            date = email.utils.parsedate_to_datetime(response.headers.get("Date"))
+            self.server_time = date.astimezone(timezone.utc)
         if not response.is_success:
             raise self._build_error(response)
         return response
@@ -179,13 +182,3 @@ class Client:
         return CliError(
             f"{self.server} answers, but not as a hangwatch-server does: is this the right address?"
         )
-
-
-def _parse_server_time(date: str | None, default: datetime) -> datetime:
-    """The server's time (RFC 9110, 6.6.1), since ages by the clock of this host could be wrong."""
-    if not date:
-        return default
-    try:
-        return email.utils.parsedate_to_datetime(date).astimezone(timezone.utc)
-    except (TypeError, ValueError):
-        return default

@@ -31,7 +31,6 @@ class ProcessScanner:
         self._sampler = sampler
         self._recorder_builder = recorder_builder
         self._timing = timing
-        self._probed_keys: set[str] = set()
         self.next_scan_ns = now_ns
         self._last_read_ns = 0
         self._last_discovery_ns = now_ns
@@ -80,11 +79,9 @@ class ProcessScanner:
             if process.snapshot is None:
                 continue
             is_known = process.exit is None and process.identity is not None
-            is_unprobed = is_known and process.key not in self._probed_keys
-            if is_unprobed and self._sampler.submit_order(make_sample_order(process)):
-                self._probed_keys.add(process.key)
+            if is_known and not process.is_pyspy_probed:
+                process.is_pyspy_probed = self._sampler.submit_order(make_sample_order(process))
             self._recorder_builder.update_build(process.snapshot.identity)
-        self._probed_keys &= self._watchlist.watched.keys()
         return has_ended
 
     def is_reading_old(self, now_ns: int) -> bool:

@@ -185,12 +185,15 @@ class SignedClient:
                 current.shutdown(socket.SHUT_RDWR)
 
     def _open_connection(self, is_confidential: bool) -> socket.socket:
-        """The socket of the open connection, or of a new one. Raises UntrustedServerError or
-        NewConnectionError if the request must not be sent there.
+        """The socket of the open connection, or of a new one if the server has closed it or soon
+        would. Raises UntrustedServerError or NewConnectionError if the request must not be sent there.
         """
         opened: socket.socket | None = self._connection.sock
-        if opened is not None and not self._is_stale(opened):
-            return opened
+        if opened is not None and time.monotonic() - self._idle_since <= KEEP_ALIVE_S:
+            poll = select.poll()
+            poll.register(opened, select.POLLIN)
+            if not poll.poll(0):  # the server has not closed it
+                return opened
         self._connection.close()
         self._connection.connect()
         opened = self._connection.sock
@@ -204,14 +207,6 @@ class SignedClient:
         if is_confidential and not self.is_server_known:
             raise NewConnectionError("the server has not proven itself on this connection")
         return opened
-
-    def _is_stale(self, open_socket: socket.socket) -> bool:
-        """Whether the server has closed the connection, or soon would."""
-        if time.monotonic() - self._idle_since > KEEP_ALIVE_S:
-            return True
-        poll = select.poll()
-        poll.register(open_socket, select.POLLIN)
-        return bool(poll.poll(0))
 
     def _read_reply(self, response: http.client.HTTPResponse) -> Reply:
         coding = response.headers.get("content-encoding", "identity")

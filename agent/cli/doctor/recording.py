@@ -13,11 +13,10 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hangwatch.ring.layout import INITIAL_SIZE, RingError
-from hangwatch.ring.snapshot import RingSnapshot
 
 from ...environment import identity, run_dir
 from ...node.discovery.rings import RingFile, find_ring_files
@@ -33,7 +32,7 @@ _TORCH_PROBE_CODE = "import torch; print(torch.__version__, int(torch.distribute
 
 def check_start(env: Mapping[str, str]) -> Iterator[Finding]:
     """Checks activation and torch."""
-    yield check_python(sys.version_info[:2])
+    yield report_success("python", platform.python_version())
     points = importlib.metadata.entry_points(group="torch.backends")
     yield check_entry_point([point.value for point in points if point.name == "hangwatch"])
     yield check_autoload(env)
@@ -41,13 +40,6 @@ def check_start(env: Mapping[str, str]) -> Iterator[Finding]:
     if importlib.util.find_spec("ray") is not None:
         yield make_ray_finding()
     yield check_torch(*_probe_torch(env))
-
-
-def check_python(version: tuple[int, ...]) -> Finding:
-    shown = platform.python_version()
-    if version < (3, 10):
-        return report_failure("python", shown, "hangwatch needs Python 3.10 or later")
-    return report_success("python", shown)
 
 
 def check_entry_point(values: list[str]) -> Finding:
@@ -161,22 +153,26 @@ def _probe_torch(env: Mapping[str, str]) -> tuple[str, str]:
     """
     bare_env = {k: v for k, v in env.items() if k not in ("HANGWATCH_URL", "RANK")}
     bare_env["PYTHONSAFEPATH"] = "1"
+    command = [sys.executable, "-c", _TORCH_PROBE_CODE]
+    status, last_line = _run_command(command, bare_env, TORCH_TIMEOUT_S)
+    if status:
+        return "", last_line or f"it ended with status {status}"
+    return last_line, ""
+
+
+def _run_command(
+    command: Sequence[str], env: Mapping[str, str], timeout_s: float
+) -> tuple[int, str]:
+    """The exit status of a command, and the last line of its output or, if it failed, of its errors."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _TORCH_PROBE_CODE],
-            capture_output=True,
-            text=True,
-            timeout=TORCH_TIMEOUT_S,
-            env=bare_env,
-            cwd="/",
-            check=False,
-        )
+            command, env=env, cwd="/", capture_output=True, text=True, errors="replace",
+            timeout=timeout_s, check=False,
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        return "", f"{type(error).__name__}: {error}"
-    if done.returncode:
-        messages = done.stderr.strip().splitlines()
-        return "", messages[-1] if messages else f"it ended with status {done.returncode}"
-    return done.stdout.strip().splitlines()[-1], ""
+        return 1, f"{type(error).__name__}: {error}"
+    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
+    return done.returncode, lines[-1] if lines else ""
 
 
 def check_recorder(env: Mapping[str, str]) -> Iterator[Finding]:
@@ -198,25 +194,21 @@ def check_recorder(env: Mapping[str, str]) -> Iterator[Finding]:
     if cache.get_recorder_mode(env) == "python":
         yield report_success("recorder", "Python's, as HANGWATCH_RECORDER says")
         return
-    try:
-        done = subprocess.run(
-            build.get_build_command(), env=build.make_build_environment(env), cwd="/", capture_output=True, text=True, errors="replace",
-            timeout=build.COMPILE_TIMEOUT_S + build.CHECK_TIMEOUT_S, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        yield judge_build(1, str(error), env)
-    else:
-        output = done.stdout if done.returncode == 0 else done.stderr
-        yield judge_build(done.returncode, output.strip(), env)
+    status, last_line = _run_command(
+        build.get_build_command(),
+        build.make_build_environment(env),
+        build.COMPILE_TIMEOUT_S + build.CHECK_TIMEOUT_S,
+    )
+    yield judge_build(status, last_line, env)
 
 
-def judge_build(status: int, output: str, env: Mapping[str, str]) -> Finding:
-    """The finding for the exit status and the output of the build."""
+def judge_build(status: int, last_line: str, env: Mapping[str, str]) -> Finding:
+    """The finding for the exit status and the last line of output of the build."""
     if status == 0:
-        return report_success("recorder", f"native, {output.splitlines()[-1]}")
+        return report_success("recorder", f"native, {last_line.strip()}")
     reason = f"the build ended with status {status}"
-    if output:
-        reason = output.splitlines()[-1].removeprefix("hangwatch: ")
+    if last_line:
+        reason = last_line.removeprefix("hangwatch: ")
     if "No module named 'torch'" in reason:
         return report_warning("recorder", "no torch, so none is needed")
     detail = f"Python's: {reason}"
@@ -251,7 +243,17 @@ def check_ring(file: RingFile) -> Iterator[Finding]:
     """Raises OSError or RingError if the ring cannot be read."""
     _, reader = file.open_reader()
     snapshot = file.read_snapshot(reader, time.monotonic_ns())
-    problems = list(_iter_problems(snapshot))
+    problems: list[str] = []
+    losses = [(stream, stream.loss) for stream in snapshot.streams if stream.loss is not None]
+    if losses:
+        stream, loss = losses[0]
+        more = f" and {len(losses) - 1} more" if len(losses) > 1 else ""
+        problems.append(
+            f"calls of group {stream.group.desc}{more} are not completely recorded since call"
+            f" {loss.from_seq}"
+        )
+    if snapshot.dropped:
+        problems.append(f"{snapshot.dropped} calls, groups or channels are not recorded")
     if problems:
         rank = f"rank {snapshot.identity.get('rank')} of {snapshot.identity.get('job')}"
         faults = f" ({'; '.join(snapshot.faults)})" if snapshot.faults else ""
@@ -260,17 +262,3 @@ def check_ring(file: RingFile) -> Iterator[Finding]:
             f"{rank}, pid {snapshot.pid}: {'; '.join(problems)}{faults}",
             "nothing is concluded by counting these calls; stacks and exits still are",
         )
-
-
-def _iter_problems(snapshot: RingSnapshot) -> Iterator[str]:
-    lossy = [stream for stream in snapshot.streams if stream.loss is not None]
-    if lossy:
-        first = lossy[0]
-        assert first.loss is not None
-        more = f" and {len(lossy) - 1} more" if len(lossy) > 1 else ""
-        yield (
-            f"calls of group {first.group.desc}{more} are not completely recorded since call"
-            f" {first.loss.from_seq}"
-        )
-    if snapshot.dropped:
-        yield f"{snapshot.dropped} calls, groups or channels are not recorded"

@@ -67,6 +67,7 @@ class WatchedProcess:
     exit_acked_ns: int = 0  # when the server acknowledged its exit
     flight_reader: FlightFileReader | None = None
     is_paused: bool = False  # our own recording pauses it again and again
+    is_pyspy_probed: bool = False  # whether py-spy can sample it was checked
     is_flooded: bool = False  # a large part of its ring was written since the last reading
     ring_problem: str = ""  # what is wrong with its ring
     _activity_read_ns: int = 0
@@ -103,7 +104,13 @@ class WatchedProcess:
             snapshot = self._add_late_retractions(snapshot)
             self.history.check_history.read_entries(self.reader, now_ns)
             if self.snapshot is None or self.snapshot.identity is not snapshot.identity:
-                self._update_identity(snapshot)
+                recorded = parse_identity(
+                    snapshot.identity, pid=self.pid, start_ticks=self.start_ticks
+                )
+                if recorded is not None and not (
+                    self.identity and updates.is_same_identity(recorded, self.identity)
+                ):
+                    self.identity = recorded
         except Exception as error:  # a corrupt ring must not keep the other ranks from being read
             self._record_unreadable(ring, error, now_ns)
             return
@@ -131,13 +138,6 @@ class WatchedProcess:
                 loss = Loss(seq, LossReason.RAISED)
                 streams[position] = replace(state, loss=loss)
         return replace(snapshot, streams=tuple(streams))
-
-    def _update_identity(self, snapshot: RingSnapshot) -> None:
-        recorded = parse_identity(snapshot.identity, pid=self.pid, start_ticks=self.start_ticks)
-        if recorded is None:
-            return
-        if self.identity is None or not updates.is_same_identity(recorded, self.identity):
-            self.identity = recorded
 
     def _record_unreadable(self, ring: RingFile, error: Exception, now_ns: int) -> None:
         self.reader = None
@@ -338,8 +338,8 @@ def watch_process(
         ring=ring,
         launch=launch,
         pidfd=rings.open_pidfd(pid, start_ticks, proc) if pidfd is None else pidfd,
+        flight_reader=make_reader(pid, measure_age_s(start_ticks, proc), proc),
     )
-    watched.flight_reader = make_reader(pid, measure_age_s(start_ticks, proc), proc)
     watched.read_state(now_ns)
     return watched
 

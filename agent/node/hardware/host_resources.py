@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hangwatch.model.hardware import Observation, Weight
 
+from ..system.processes import list_cgroups
 from .host import Host, SourceUnavailableError, list_names, observe, read_text
 
 CGROUPS = "cgroup"
@@ -41,7 +42,10 @@ def probe_cgroups(host: Host) -> tuple[Observation, ...]:
     """Processes that were killed for memory, and CPU time that was withheld, in the cgroups that the
     ranks are in. Raises SourceUnavailableError if these have no counters.
     """
-    folders = {folder: None for pid in host.pids for folder in _find_cgroup_folders(host, pid)}
+    folders: dict[Path, None] = {}
+    for pid in host.pids:
+        for base, folder in list_cgroups(pid, _CONTROLLERS, host.proc, host.sys / _CGROUP_ROOT):
+            folders[folder if folder.is_dir() else base] = None
     observations = tuple(
         observation for folder in folders for observation in _read_cgroup(host, folder)
     )
@@ -50,18 +54,6 @@ def probe_cgroups(host: Host) -> tuple[Observation, ...]:
             "the cgroups of the ranks cannot be read", "mount /sys/fs/cgroup into the container"
         )
     return observations
-
-
-def _find_cgroup_folders(host: Host, pid: int) -> Iterator[Path]:
-    """The folders of a process's cgroup: one in version 2, one for each controller in version 1."""
-    for line in (read_text(host.proc / str(pid) / "cgroup") or "").splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers and not _CONTROLLERS.intersection(controllers.split(",")):
-            continue
-        base = host.sys / _CGROUP_ROOT / controllers
-        folder = base / path.lstrip("/")
-        # Inside a container, the path may be that of the host, and the files are at the root.
-        yield folder if folder.is_dir() else base
 
 
 def _read_cgroup(host: Host, folder: Path) -> Iterator[Observation]:

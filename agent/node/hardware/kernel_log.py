@@ -97,27 +97,24 @@ def probe(host: Host) -> tuple[Observation, ...]:
         if not separator or len(fields) < 3 or not fields[2].isdigit():
             continue
         age_s = now_s - int(fields[2]) / 1e6
-        if age_s <= MAX_AGE_S:
-            found += _match_message(message, age_s)
+        if age_s > MAX_AGE_S:
+            continue
+        for pattern in _PATTERNS:
+            match = pattern.expression.search(message)
+            if match is not None:
+                groups = {"message": match[0], **match.groupdict("")}
+                observation = Observation(
+                    source=SOURCE,
+                    about=pattern.about.format(**groups),
+                    what=pattern.what,
+                    now=pattern.now.format(**groups)[:200],
+                    weight=pattern.weight,
+                    is_abnormal=True,
+                    age_s=round(max(0.0, age_s), 1),
+                )
+                found.append(observation)
+                break
     return tuple(found[-MAX_MESSAGES:])
-
-
-def _match_message(message: str, age_s: float) -> list[Observation]:
-    for pattern in _PATTERNS:
-        match = pattern.expression.search(message)
-        if match is not None:
-            groups = {"message": match[0], **match.groupdict("")}
-            observation = Observation(
-                source=SOURCE,
-                about=pattern.about.format(**groups),
-                what=pattern.what,
-                now=pattern.now.format(**groups)[:200],
-                weight=pattern.weight,
-                is_abnormal=True,
-                age_s=round(max(0.0, age_s), 1),
-            )
-            return [observation]
-    return []
 
 
 def _read_log(path: Path) -> str:

@@ -36,7 +36,14 @@ def probe(host: Host) -> tuple[Observation, ...]:
         raise SourceUnavailableError(
             "/sys/class/net cannot be read", "mount /sys into the container"
         )
-    observations = list(_read_tcp(host.proc))
+    counters = _parse_counters(read_text(host.proc / "net" / "snmp") or "")
+    counters |= _parse_counters(read_text(host.proc / "net" / "netstat") or "")
+    observations: list[Observation] = []
+    for protocol, counter_names in _TCP_COUNTERS.items():
+        for name in counter_names:
+            value = counters.get(protocol, {}).get(name)
+            if value is not None:
+                observations.append(observe(SOURCE, "TCP", name, value, is_counter=True))
     for name in choose_interfaces(host, names):
         observations += _read_interface(name, host.sys / "class" / "net" / name)
     return tuple(observations)
@@ -104,16 +111,6 @@ def _read_interface(name: str, folder: Path) -> Iterator[Observation]:
         value = read_number(folder / "statistics" / counter)
         if value is not None:
             yield observe(SOURCE, name, counter, value, is_counter=True)
-
-
-def _read_tcp(proc: Path) -> Iterator[Observation]:
-    counters = _parse_counters(read_text(proc / "net" / "snmp") or "")
-    counters |= _parse_counters(read_text(proc / "net" / "netstat") or "")
-    for protocol, names in _TCP_COUNTERS.items():
-        for name in names:
-            value = counters.get(protocol, {}).get(name)
-            if value is not None:
-                yield observe(SOURCE, "TCP", name, value, is_counter=True)
 
 
 def _parse_counters(text: str) -> dict[str, Mapping[str, int]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,13 @@ def get_free_memory_bytes(proc: str = processes.PROC_ROOT, cgroup_root: str = _C
     free_bytes: list[int] = []
     with contextlib.suppress(OSError, KeyError, ValueError):
         free_bytes.append(_parse_counters(Path(proc, "meminfo"))["MemAvailable:"] << 10)
-    for folder in _iter_cgroups(proc, Path(cgroup_root)):
+    folders = [
+        folder
+        for base, group in processes.list_cgroups("self", {"memory"}, Path(proc), Path(cgroup_root))
+        for folder in (group, *group.parents)
+        if folder.is_relative_to(base)
+    ]
+    for folder in folders:
         for limit_file, usage_file, reclaimable in _MEMORY_FILES:
             with contextlib.suppress(OSError, KeyError, ValueError):  # another version, or "max"
                 counters = _parse_counters(folder / "memory.stat")
@@ -45,23 +51,6 @@ def get_free_memory_bytes(proc: str = processes.PROC_ROOT, cgroup_root: str = _C
                 usage -= sum(counters[name] for name in reclaimable)
                 free_bytes.append(limit - usage)
     return min(free_bytes, default=0)
-
-
-def _iter_cgroups(proc: str, root: Path) -> Iterator[Path]:
-    """The control group of this process, and its ancestors. A container may see only its own group,
-    as the root.
-    """
-    with contextlib.suppress(OSError):
-        for line in Path(proc, "self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers not in ("", "memory"):
-                continue
-            base = root / controllers
-            group = base / path.lstrip("/")
-            yield group
-            for parent in group.parents:
-                if parent.is_relative_to(base):
-                    yield parent
 
 
 def _parse_counters(file: Path) -> dict[str, int]:

@@ -68,7 +68,8 @@ def acquire_agent_lock(folder: Path) -> int | None:
         except BlockingIOError:
             holder = os.pread(fd, 32, 0).strip()
             os.close(fd)
-            if holder.isdigit() and int(holder) != os.getpid() and _is_running(int(holder)):
+            is_other = holder.isdigit() and int(holder) != os.getpid()
+            if is_other and os.path.exists(f"/proc/{int(holder)}"):
                 return None
             time.sleep(_LOCK_RETRY_S)
             continue
@@ -80,16 +81,6 @@ def acquire_agent_lock(folder: Path) -> int | None:
         # The previous holder has removed the file: the next attempt uses the new one.
         os.close(fd)
     return None
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def read_owner(folder: Path) -> str:

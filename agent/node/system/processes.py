@@ -5,7 +5,9 @@ see proc(5) for the fields.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from hangwatch.model.ranks import ThreadStack
 
@@ -134,6 +136,24 @@ def read_cmdline(pid: int, proc: str = PROC_ROOT) -> list[str]:
     """The command line of a process. Raises OSError if it is gone."""
     with open(f"{proc}/{pid}/cmdline", "rb") as file:
         return [os.fsdecode(part) for part in file.read().rstrip(b"\0").split(b"\0")]
+
+
+def list_cgroups(
+    pid: int | str, controllers: Set[str], proc: Path, root: Path
+) -> Iterator[tuple[Path, Path]]:
+    """The control groups of a process, each as the root of its hierarchy and its folder: one in
+    version 2, one for each of these controllers in version 1. Inside a container, the folder may be
+    that of the host, and the container's own group is at the root.
+    """
+    try:
+        lines = (proc / str(pid) / "cgroup").read_text(errors="replace").splitlines()
+    except OSError:  # the process has ended
+        return
+    for line in lines:
+        _, names, path = [*line.split(":", 2), "", ""][:3]
+        if not names or not controllers.isdisjoint(names.split(",")):
+            base = root / names
+            yield base, base / path.lstrip("/")
 
 
 def list_children(pid: int, proc: str = PROC_ROOT) -> list[int]:
