@@ -311,8 +311,8 @@ def order_targets(targets: Sequence[ServerTarget], job: str) -> tuple[ServerTarg
 
     https://en.wikipedia.org/wiki/Rendezvous_hashing
     """
-
-    def compute_weight(target: ServerTarget) -> bytes:
-        return hashlib.blake2b(f"{target.base_url} {job}".encode(), digest_size=8).digest()
-
-    return tuple(sorted(targets, key=compute_weight, reverse=True))
+    weights = {
+        target: hashlib.blake2b(f"{target.base_url} {job}".encode(), digest_size=8).digest()
+        for target in targets
+    }
+    return tuple(sorted(targets, key=weights.__getitem__, reverse=True))

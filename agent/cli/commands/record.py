@@ -205,27 +205,21 @@ def _format_rank(rank: Document, rate_hz: int, gil_only: bool, paint: Paint) -> 
     for index, thread in enumerate(threads):
         if index:
             yield ""
+        title = f"{paint.bold(name)} · {clean_text(thread.get('thread', '?'))}"
+        sample_count = int(thread.get("samples") or 0)
         if gil_only:
-            duration, holding = "", " that hold the GIL"
+            yield f"{title} · {sample_count:,} samples that hold the GIL"
         else:
-            duration, holding = f" · {rank.get('seconds', 0):.1f} s at {rate_hz} Hz", ""
-        yield from _format_thread(name, thread, duration, holding, paint)
+            seconds = rank.get("seconds", 0)
+            yield f"{title} · {seconds:.1f} s at {rate_hz} Hz · {sample_count:,} samples"
+        yield from wrap_text(_format_hottest(thread, sample_count))
+        yield from _format_tree(thread.get("tree") or [], sample_count, paint)
     if not threads:
         yield f"{paint.bold(name)}: no sample{' held the GIL' if gil_only else ' was taken'}"
     if rank.get("resting"):
         count = int(rank["resting"])
         plural = "s" if count > 1 else ""
         yield paint.dim(f"and {count} thread{plural} that only waited, in one line of a library")
-
-
-def _format_thread(
-    rank_name: str, thread: Document, duration: str, holding: str, paint: Paint
-) -> Iterator[str]:
-    sample_count = int(thread.get("samples") or 0)
-    thread_name = clean_text(thread.get("thread", "?"))
-    yield f"{paint.bold(rank_name)} · {thread_name}{duration} · {sample_count:,} samples{holding}"
-    yield from wrap_text(_format_hottest(thread, sample_count))
-    yield from _format_tree(thread.get("tree") or [], sample_count, paint)
 
 
 def _format_hottest(thread: Document, sample_count: int) -> str:

@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from hangwatch.report.terminal import format_incident
@@ -98,12 +97,9 @@ def run_demo(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 @contextlib.contextmanager
 def _interrupt_on_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, so that the demo cleans up."""
-
-    def raise_interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
     before = {
-        number: signal.signal(number, raise_interrupt) for number in (signal.SIGTERM, signal.SIGHUP)
+        number: signal.signal(number, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP)
     }
     try:
         yield

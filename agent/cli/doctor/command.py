@@ -79,20 +79,16 @@ def check_server(url: str, token: str | None, env: Mapping[str, str]) -> Iterato
     for target in targets:
         if token:
             target = ServerTarget(base_url=target.base_url, token=token)
-        yield _check_target(target)
-
-
-def _check_target(target: ServerTarget) -> Finding:
-    try:
-        with contextlib.closing(SignedClient(target, _SERVER_TIMEOUT_S)) as client:
-            health, jobs = (
-                client.send_request("GET", path, headers=target.auth_headers)
-                for path in ("/healthz", "/api/v1/jobs?limit=1")
-            )
-            return judge_responses(health, jobs, target)
-    except TransportError as error:
-        detail, remedy = explain_error(error, target)
-        return Finding(name="server", ok=False, detail=detail, remedy=remedy, unreachable=True)
+        try:
+            with contextlib.closing(SignedClient(target, _SERVER_TIMEOUT_S)) as client:
+                health, jobs = (
+                    client.send_request("GET", path, headers=target.auth_headers)
+                    for path in ("/healthz", "/api/v1/jobs?limit=1")
+                )
+            yield judge_responses(health, jobs, target)
+        except TransportError as error:
+            detail, remedy = explain_error(error, target)
+            yield Finding(name="server", ok=False, detail=detail, remedy=remedy, unreachable=True)
 
 
 def judge_responses(health: Reply, jobs: Reply, target: ServerTarget) -> Finding:

@@ -46,24 +46,22 @@ def probe_cgroups(host: Host) -> tuple[Observation, ...]:
     for pid in host.pids:
         for base, folder in list_cgroups(pid, _CONTROLLERS, host.proc, host.sys / _CGROUP_ROOT):
             folders[folder if folder.is_dir() else base] = None
-    observations = tuple(
-        observation for folder in folders for observation in _read_cgroup(host, folder)
-    )
+    observations: list[Observation] = []
+    for folder in folders:
+        about = "/" + str(folder.relative_to(host.sys / _CGROUP_ROOT)).removeprefix(".")
+        for file, fields in _CGROUP_FIELDS.items():
+            for line in (read_text(folder / file) or "").splitlines():
+                name, _, value = line.partition(" ")
+                if name in fields and value.isdigit():
+                    what, weight = fields[name]
+                    observations.append(
+                        observe(CGROUPS, about, what, int(value), weight, is_counter=True)
+                    )
     if not observations and host.pids:
         raise SourceUnavailableError(
             "the cgroups of the ranks cannot be read", "mount /sys/fs/cgroup into the container"
         )
-    return observations
-
-
-def _read_cgroup(host: Host, folder: Path) -> Iterator[Observation]:
-    about = "/" + str(folder.relative_to(host.sys / _CGROUP_ROOT)).removeprefix(".")
-    for file, fields in _CGROUP_FIELDS.items():
-        for line in (read_text(folder / file) or "").splitlines():
-            name, _, value = line.partition(" ")
-            if name in fields and value.isdigit():
-                what, weight = fields[name]
-                yield observe(CGROUPS, about, what, int(value), weight, is_counter=True)
+    return tuple(observations)
 
 
 def probe_pressure(host: Host) -> tuple[Observation, ...]:

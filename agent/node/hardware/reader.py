@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hangwatch.model.hardware import Observation, UnavailableSource, Weight
 
@@ -149,7 +148,13 @@ class ReaderProcess:
         while waiting and (line := next(lines, None)) is not None:
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 document = json.loads(line)
-                results[document["source"]] = _decode_result(document)
+                observations = tuple(
+                    Observation(**{**item, "weight": Weight(item.get("weight", Weight.HINT))})
+                    for item in document["observations"]
+                )
+                missing = document["unavailable"]
+                unavailable = UnavailableSource(**missing) if missing else None
+                results[document["source"]] = observations, unavailable
                 waiting.discard(document["source"])
         is_late = time.monotonic() >= give_up_at
         status = None
@@ -203,12 +208,3 @@ def _explain_missing(name: str, is_late: bool, status: int | None) -> SourceResu
         is_abnormal=True,
     )
     return (blocked,), UnavailableSource(source=name, reason=reason, remedy=_BLOCKED_REMEDY)
-
-
-def _decode_result(document: dict[str, Any]) -> SourceResult:
-    observations = tuple(
-        Observation(**{**item, "weight": Weight(item.get("weight", Weight.HINT))})
-        for item in document["observations"]
-    )
-    unavailable = document["unavailable"]
-    return observations, UnavailableSource(**unavailable) if unavailable else None
