@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from hangwatch.model.calls import Call
 from hangwatch.model.hardware import UnavailableSource
-from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.codec import decode_commands
 from hangwatch.protocol.commands import Command, CommandKind, allows_abort
@@ -282,23 +281,11 @@ class AbortTracker:
         """Ends a watched process, and no other. ``process`` is the one that the command names, if
         it is watched.
         """
-        error = _find_refusal_reason(process)
         exit_info = process.exit if process is not None else None
-        if process is None or error is not None or exit_info is not None or process.pidfd is None:
-            self._add_reply(command, exit_info, error)
+        error = _kill_process(process) if exit_info is None else None
+        if exit_info is None and error is None:
+            self._signalled[command.key] = (command.id, now_ns)
             return
-        try:
-            signal.pidfd_send_signal(process.pidfd, ABORT_SIGNAL)
-        except ProcessLookupError:
-            pass  # the process has just ended: `check_exits` will find that
-        except OSError as refusal:
-            self._add_reply(
-                command, None, f"{ABORT_SIGNAL.name} could not be sent: {refusal.strerror}"
-            )
-            return
-        self._signalled[command.key] = (command.id, now_ns)
-
-    def _add_reply(self, command: Command, exit_info: ExitInfo | None, error: str | None) -> None:
         self._replies.append(
             heartbeat.AbortReply(key=command.key, request=command.id, ended=exit_info, error=error)
         )
@@ -331,11 +318,10 @@ class AbortTracker:
         self._replies = [reply for reply in self._replies if reply not in replies]
 
 
-def _find_refusal_reason(process: WatchedProcess | None) -> str | None:
+def _kill_process(process: WatchedProcess | None) -> str | None:
+    """Sends the signal. Returns why that was not possible, or None."""
     if process is None:
         return "this node agent watches no such process"
-    if process.exit is not None:
-        return None
     identity = process.identity
     if identity is None or not allows_abort(identity.on_hang):
         given = "" if identity is None else identity.on_hang
@@ -349,6 +335,12 @@ def _find_refusal_reason(process: WatchedProcess | None) -> str | None:
             "this kernel has no pidfd (Linux 5.3 has), so the signal could hit another process that"
             " has the same pid by now"
         )
+    try:
+        signal.pidfd_send_signal(process.pidfd, ABORT_SIGNAL)
+    except ProcessLookupError:
+        pass  # the process has just ended: `check_exits` will find that
+    except OSError as refusal:
+        return f"{ABORT_SIGNAL.name} could not be sent: {refusal.strerror}"
     return None
 
 
