@@ -97,17 +97,16 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
         self._own_dump_lock = threading.Lock()  # two dumps of one process share a file
 
     def execute_order(self, order: SampleOrder) -> None:
-        is_probe = order.request_id is None
         try:
-            result = self._probe_access(order) if is_probe else self._dump_stacks(order)
+            result = self._dump_stacks(order) if order.request_id else self._probe_access(order)
         except Exception as error:  # every request gets a reply, and the thread continues
-            result = SampleResult(key=order.key)
-            if not is_probe:
-                text = (
-                    f"hangwatch failed to take stacks: {type(error).__name__}: {error}; please"
-                    " report this"
-                )
-                result = _make_result(order, "py-spy", (), text)
+            text = f"{type(error).__name__}: {error}; please report this"
+            failed = replace(_make_reply(order), error=f"hangwatch failed to take stacks: {text}")
+            result = SampleResult(
+                key=order.key,
+                sample=failed if order.request_id else None,
+                taken_ns=time.monotonic_ns(),
+            )
         self.publish_result(result)
 
     def _probe_access(self, order: SampleOrder) -> SampleResult:
@@ -115,83 +114,80 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
         needed.
         """
         proc = self._pyspy.proc
+        refusal = None
         try:
             if self._pyspy.path and (
                 not permission.may_read_memory(order.pid)
                 or permission.read_ptrace_facts(proc).is_ptrace_filtered
             ):
-                return SampleResult(key=order.key, refusal=permission.format_refusal(proc))
-            self._pyspy.dump_stacks(order.pid, order.start_ticks, nonblocking=True)
+                refusal = permission.format_refusal(proc)
+            else:
+                self._pyspy.dump_stacks(order.pid, order.start_ticks, nonblocking=True)
         except ProcessLookupError:
-            return SampleResult(key=order.key)
+            pass  # the process has ended
         except PySpyError as error:
-            return SampleResult(key=order.key, refusal=str(error) if error.is_permanent else None)
-        return SampleResult(key=order.key)
+            refusal = str(error) if error.is_permanent else None
+        return SampleResult(key=order.key, refusal=refusal)
 
     def _dump_stacks(self, order: SampleOrder) -> SampleResult:
         """The stacks that py-spy reads or, if it fails, that the process writes itself."""
         self._preempt_recording(order.key)
-        taken_ns = time.monotonic_ns()
+        reply, taken_ns = _make_reply(order), time.monotonic_ns()
         try:
             spied = self._pyspy.dump_stacks(order.pid, order.start_ticks, native=order.native)
-            threads = mark_callers(spied.threads, order.pid, order.callers)
-            threads = add_source_text(threads, order.pid, self._pyspy.proc)
+            threads = self._annotate_threads(spied.threads, order)
             threads += collect_child_stacks(threads, order.pid, self._pyspy)
-            result = _make_result(order, "py-spy", threads, None, taken_ns)
-            return replace(result, was_continued=spied.was_continued)
+            return SampleResult(
+                key=order.key,
+                sample=replace(reply, threads=_drop_check_frames(threads)),
+                taken_ns=taken_ns,
+                was_continued=spied.was_continued,
+            )
         except PySpyError as error:
             problem = str(error)
             refusal = problem if error.is_permanent else None
-        if order.registration is None or order.ring_path is None:
-            return _make_result(order, "py-spy", (), problem, taken_ns, refusal)
-        try:
-            with self._own_dump_lock:
-                taken_ns = time.monotonic_ns()
-                dump = faulthandler_dumps.request_stacks(
-                    order.pid,
-                    order.start_ticks,
-                    order.ring_path,
-                    order.registration,
-                    proc=self._pyspy.proc,
-                )
-        except faulthandler_dumps.FaultStacksError as error:
-            problem = f"{problem}; and faulthandler: {error}"
-            if order.newest_call:
-                problem += f"; the newest recorded call is {order.newest_call}"
-            return _make_result(order, "py-spy", (), problem, taken_ns, refusal)
-        if dump.note:
-            problem = f"{problem}; {dump.note}"
-        threads = mark_callers(dump.threads, order.pid, order.callers)
-        threads = add_source_text(threads, order.pid, self._pyspy.proc)
-        return _make_result(order, "faulthandler", threads, problem, taken_ns, refusal)
+        if order.registration is not None and order.ring_path is not None:
+            try:
+                with self._own_dump_lock:
+                    taken_ns = time.monotonic_ns()
+                    dump = faulthandler_dumps.request_stacks(
+                        order.pid,
+                        order.start_ticks,
+                        order.ring_path,
+                        order.registration,
+                        proc=self._pyspy.proc,
+                    )
+                threads = _drop_check_frames(self._annotate_threads(dump.threads, order))
+                reply = replace(reply, source="faulthandler", threads=threads)
+                if dump.note:
+                    problem += f"; {dump.note}"
+            except faulthandler_dumps.FaultStacksError as error:
+                problem += f"; and faulthandler: {error}"
+                if order.newest_call:
+                    problem += f"; the newest recorded call is {order.newest_call}"
+        reply = replace(reply, error=problem)
+        return SampleResult(key=order.key, sample=reply, taken_ns=taken_ns, refusal=refusal)
+
+    def _annotate_threads(
+        self, threads: tuple[ThreadStack, ...], order: SampleOrder
+    ) -> tuple[ThreadStack, ...]:
+        marked = mark_callers(threads, order.pid, order.callers)
+        return add_source_text(marked, order.pid, self._pyspy.proc)
 
 
-def _make_result(
-    order: SampleOrder,
-    source: str,
-    threads: tuple[ThreadStack, ...],
-    error: str | None,
-    taken_ns: int = 0,
-    refusal: str | None = None,
-) -> SampleResult:
+def _make_reply(order: SampleOrder) -> StackReply:
+    """The reply to an order, without stacks."""
+    return StackReply(
+        key=order.key, request=order.request_id or "", source="py-spy", native=order.native
+    )
+
+
+def _drop_check_frames(threads: Iterable[ThreadStack]) -> tuple[ThreadStack, ...]:
     stacks: list[ThreadStack] = []
     for thread in threads:
         frames = [frame for frame in thread.frames if not frame.file.startswith(_CHECKS_PATH)]
         stacks.append(replace(thread, frames=tuple(frames)))
-    sample = StackReply(
-        key=order.key,
-        request=order.request_id or "",
-        source=source,
-        native=order.native,
-        threads=tuple(stacks),
-        error=error,
-    )
-    return SampleResult(
-        key=order.key,
-        sample=sample,
-        taken_ns=taken_ns or time.monotonic_ns(),
-        refusal=refusal,
-    )
+    return tuple(stacks)
 
 
 def collect_child_stacks(
