@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -105,7 +105,7 @@ class _TraceOutput:
     colours: Paint
     # The keys are operations and ranks.
     call_counts: Counter[tuple[str, int]] = field(default_factory=Counter)
-    missed_counts: Counter[int] = field(default_factory=Counter)
+    missed_count: int = 0
     other_ops: list[str] = field(default_factory=list)
     started_ranks: set[int] = field(default_factory=set)
     failed_ranks: set[int] = field(default_factory=set)
@@ -128,7 +128,7 @@ class _TraceOutput:
                 print_message(f"tracing {name_ranks(self.started_ranks)}{operation}{until}")
         elif kind == "missed":
             number = int(event.get("calls", 0))
-            self.missed_counts[int(event.get("rank", -1))] += number
+            self.missed_count += number
             if not self.args.json:
                 line = (
                     f"… {number:,} calls not shown of rank {event.get('rank')}: they came faster"
@@ -147,24 +147,15 @@ class _TraceOutput:
         """Prints the counts, why the trace ended, and why there are no calls or values."""
         if not self.started_ranks and not self.reason:
             return
-        items = [
-            {"op": op, "rank": rank, "calls": number}
-            for (op, rank), number in sorted(self.call_counts.items())
-        ]
         if self.args.json:
-            print(
-                json.dumps(
-                    {
-                        "type": "counts",
-                        "items": items,
-                        "missed": self.missed_counts.total(),
-                        "ended": self.reason,
-                    }
-                ),
-                flush=True,
-            )
+            items = [
+                {"op": op, "rank": rank, "calls": number}
+                for (op, rank), number in sorted(self.call_counts.items())
+            ]
+            summary = {"items": items, "missed": self.missed_count, "ended": self.reason}
+            print(json.dumps({"type": "counts", **summary}), flush=True)
         else:
-            print_lines(format_call_counts(items, self.missed_counts.total(), self.colours))
+            print_lines(self._format_counts())
         if self.reason in ("ended", "closed"):
             print_message(
                 "the processes have ended" if self.reason == "ended" else "the server stops"
@@ -180,6 +171,25 @@ class _TraceOutput:
                 "these calls have no values: the job must run with HANGWATCH_CHECKS=values, which"
                 " records a sample of them"
             )
+
+    def _format_counts(self) -> Iterator[str]:
+        """The number of calls of each operation, and the number of ranks that made any."""
+        call_counts: Counter[str] = Counter()
+        rank_counts: Counter[str] = Counter()
+        for (op, _), number in sorted(self.call_counts.items()):
+            call_counts[clean_text(op)] += number
+            rank_counts[clean_text(op)] += 1
+        if call_counts:
+            yield ""
+            yield self.colours.bold(f"{'calls':>9}  op")
+        has_several_ranks = any(count > 1 for count in rank_counts.values())
+        for op, call_count in call_counts.most_common():
+            line = f"{call_count:>9,}  {op}"
+            if has_several_ranks:
+                line += f"  ({rank_counts[op]} rank{'s' if rank_counts[op] > 1 else ''})"
+            yield line
+        if self.missed_count:
+            yield self.colours.as_warning(f"{self.missed_count:>9,}  not shown")
 
 
 def format_call(document: Mapping[str, Any], paint: Paint = PLAIN_PAINT) -> Iterator[str]:
@@ -260,26 +270,3 @@ def format_duration(seconds: float) -> str:
         if seconds < most:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds:.3g} s"
-
-
-def format_call_counts(
-    items: Iterable[Mapping[str, Any]], missed: int, paint: Paint = PLAIN_PAINT
-) -> Iterator[str]:
-    """The number of calls of each operation, and the number of ranks that made any."""
-    call_counts: Counter[str] = Counter()
-    rank_counts: Counter[str] = Counter()
-    for item in items:
-        op = clean_text(item["op"])
-        call_counts[op] += item["calls"]
-        rank_counts[op] += 1
-    if call_counts:
-        yield ""
-        yield paint.bold(f"{'calls':>9}  op")
-    has_several_ranks = any(count > 1 for count in rank_counts.values())
-    for op, call_count in call_counts.most_common():
-        line = f"{call_count:>9,}  {op}"
-        if has_several_ranks:
-            line += f"  ({rank_counts[op]} rank{'s' if rank_counts[op] > 1 else ''})"
-        yield line
-    if missed:
-        yield paint.as_warning(f"{missed:>9,}  not shown")
