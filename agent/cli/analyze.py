@@ -91,21 +91,17 @@ def run_analyze(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     if args.export is not None:
         _export_bundle(evidence.bundles, args.export)
     incidents = _build_documents(evidence, finding)
-    notes = list(evidence.unusable)
-    shown_notes = notes[:_MAX_UNUSABLE_SHOWN]
-    if finding is not None:
-        notes += finding.notes
-        shown_notes += finding.notes
     lines = list(_format_incidents(evidence.bundles, incidents, detect_paint(env)))
+    notes = [*evidence.unusable, *finding.notes]
     print_result(args, {"items": incidents, "next": None, "notes": notes}, lines)
-    for note in shown_notes:
+    for note in (*evidence.unusable[:_MAX_UNUSABLE_SHOWN], *finding.notes):
         print_message(note)
-    if len(shown_notes) < len(notes):
-        omitted_count = len(notes) - len(shown_notes)
+    omitted_count = len(evidence.unusable) - _MAX_UNUSABLE_SHOWN
+    if omitted_count > 0:
         print_message(f"{omitted_count} more files could not be used: --json lists all of them")
     if not incidents:
         dumps = "1 dump" if len(evidence.dumps) == 1 else f"{len(evidence.dumps)} dumps"
-        missing = "culprit" if finding and finding.inconclusive else "hang"
+        missing = "culprit" if finding.inconclusive else "hang"
         print_message(
             f"no {missing} in {dumps}: all calls that can be compared agree, and no rank is known"
             " to keep another one waiting"
@@ -118,17 +114,18 @@ def diagnose_files(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[st
     """The verdicts from files, as documents, and notes on what was left out. Raises FileError."""
     evidence = read_evidence(paths)
     finding = _diagnose_dumps(evidence)
-    notes = [*evidence.unusable, *(finding.notes if finding is not None else ())]
-    return _build_documents(evidence, finding), notes
+    return _build_documents(evidence, finding), [*evidence.unusable, *finding.notes]
 
 
-def _diagnose_dumps(evidence: Evidence) -> OfflineDiagnosis | None:
-    return analyze_dumps(evidence.dumps, evidence.written_at) if evidence.dumps else None
+def _diagnose_dumps(evidence: Evidence) -> OfflineDiagnosis:
+    if not evidence.dumps:
+        return OfflineDiagnosis(verdicts=(), missing_ranks=(), notes=())
+    return analyze_dumps(evidence.dumps, evidence.written_at)
 
 
-def _build_documents(evidence: Evidence, finding: OfflineDiagnosis | None) -> list[dict[str, Any]]:
+def _build_documents(evidence: Evidence, finding: OfflineDiagnosis) -> list[dict[str, Any]]:
     documents = [dict(bundle.incident) for bundle in evidence.bundles]
-    for verdict in finding.verdicts if finding is not None else ():
+    for verdict in finding.verdicts:
         documents.append({"job": "dump", "status": "open", **build_document(verdict)})
     return documents
 
@@ -341,9 +338,7 @@ def _read_bundle(path: Path, data: bytes) -> Bundle:
         ValueError,
         EOFError,
         OSError,
-        RuntimeError,
-        NotImplementedError,
-        RecursionError,
+        RuntimeError,  # the file is encrypted, packed by an unknown method, or nested too deeply
     ) as error:
         raise _UnusableFileError(f"it is not a hangwatch bundle: {error}") from error
     if (

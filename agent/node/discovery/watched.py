@@ -203,7 +203,7 @@ class WatchedProcess:
             return None, self.acked
         if self.acked is None or self.acked.identity is not self.identity:
             # The identity will be sent, with the age of the process as of now.
-            age_s = measure_age_s(self.start_ticks, self.proc)
+            age_s = processes.measure_age_s(self.start_ticks, self.proc)
             self.identity = replace(self.identity, started_s=age_s)
         view = self._make_view(self.identity, now_ns)
 
@@ -338,15 +338,10 @@ def watch_process(
         ring=ring,
         launch=launch,
         pidfd=rings.open_pidfd(pid, start_ticks, proc) if pidfd is None else pidfd,
-        flight_reader=make_reader(pid, measure_age_s(start_ticks, proc), proc),
+        flight_reader=make_reader(pid, processes.measure_age_s(start_ticks, proc), proc),
     )
     watched.read_state(now_ns)
     return watched
-
-
-def measure_age_s(start_ticks: int, proc: str = processes.PROC_ROOT) -> float:
-    """How long ago a process was started, in seconds."""
-    return round(max(0.0, processes.read_uptime_s(proc) - start_ticks / processes.TICKS_PER_S), 2)
 
 
 def read_identity(
@@ -376,7 +371,7 @@ def read_identity(
         start_ticks=start_ticks,
         program=program,
         on_hang=launch.on_hang,
-        started_s=measure_age_s(start_ticks, proc),
+        started_s=processes.measure_age_s(start_ticks, proc),
     )
 
 

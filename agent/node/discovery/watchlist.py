@@ -72,7 +72,6 @@ class Watchlist:
             new_processes += self._scan_siblings(now_ns)
         if new_processes:
             self._record_ranks()
-            self._drop_wrappers()
         while self._early_pidfds:  # the rings of these were removed before this scan
             _, pidfd = self._early_pidfds.popitem()
             os.close(pidfd)
@@ -92,7 +91,6 @@ class Watchlist:
                 self.record_exit(process, now_ns)
                 has_ended = True
         self._record_ranks()
-        self._drop_wrappers()
         return has_ended
 
     def record_exit(self, process: WatchedProcess, now_ns: int) -> None:
@@ -199,28 +197,24 @@ class Watchlist:
             self._selector.register(process.pidfd, selectors.EVENT_READ, process.key)
 
     def _record_ranks(self) -> None:
-        jobs: set[str] = set()
-        for process in self.watched.values():
-            if process.identity:
-                jobs.add(process.identity.job)
-                self._known_ranks.add(_identify_rank(process.identity))
+        """Records which ranks were seen, and drops wrappers: the shells that were taken for ranks which
+        now have a ring of their own.
+        """
+        ranks: dict[str, tuple[str, int, int]] = {}  # keys: process keys
+        for key, process in self.watched.items():
+            if (known := process.identity) is not None:
+                ranks[key] = (known.job, known.restart, known.rank)
+        jobs = {job for job, _, _ in ranks.values()}
+        self._known_ranks.update(ranks.values())
         self._known_ranks = {rank for rank in self._known_ranks if rank[0] in jobs}
-
-    def _drop_wrappers(self) -> None:
-        """Drops the shells that were taken for ranks which now have a ring of their own."""
-        ranks_with_ring: set[tuple[str, int, int]] = set()
-        for process in self.watched.values():
-            if process.ring is not None and process.identity:
-                ranks_with_ring.add(_identify_rank(process.identity))
-        for process in list(self.watched.values()):
-            if process.ring is not None or not process.identity:
-                continue
-            if _identify_rank(process.identity) not in ranks_with_ring:
-                continue
-            if process.pidfd is not None:
-                self._selector.unregister(process.pidfd)
-            self._drop_process(process)
-            self.finished_keys.append(process.key)
+        recorded = {rank for key, rank in ranks.items() if self.watched[key].ring is not None}
+        for key, rank in ranks.items():
+            process = self.watched[key]
+            if process.ring is None and rank in recorded:
+                if process.pidfd is not None:
+                    self._selector.unregister(process.pidfd)
+                self._drop_process(process)
+                self.finished_keys.append(key)
 
     def _remove_files(self, process: WatchedProcess) -> None:
         if process.ring is not None and process.key not in self._removed_keys:
@@ -230,10 +224,6 @@ class Watchlist:
     def _drop_process(self, process: WatchedProcess) -> None:
         process.close()
         del self.watched[process.key]
-
-
-def _identify_rank(identity: ProcessIdentity) -> tuple[str, int, int]:
-    return identity.job, identity.restart, identity.rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -195,13 +195,14 @@ def read_tree_usage_s(pid: int, proc: str = PROC_ROOT) -> tuple[float, float]:
     return ticks / TICKS_PER_S, ready_ns / 1e9
 
 
-def read_uptime_s(proc: str = PROC_ROOT) -> float:
-    """Seconds since boot, on the clock of the start ticks; 0.0 if it cannot be read."""
+def measure_age_s(start_ticks: int, proc: str = PROC_ROOT) -> float:
+    """How long ago a process was started, in seconds; 0.0 if the time since boot cannot be read."""
     try:
         with open(f"{proc}/uptime", "rb") as f:
-            return float(f.read().split()[0])
+            uptime_s = float(f.read().split()[0])
     except (OSError, ValueError, IndexError):
         return 0.0
+    return round(max(0.0, uptime_s - start_ticks / TICKS_PER_S), 2)
 
 
 @dataclass(slots=True, kw_only=True)
