@@ -143,6 +143,9 @@ class ProcessUpdate:
     # (uid, first uncertain call, number of the `hangwatch.model.calls.LossReason`) of each stream that
     # misses a call, sent once.
     losses: tuple[tuple[int, int, int], ...] = ()
+    # (uid, call) of each stream of which a call was reported that raised an exception afterwards, before
+    # it communicated: what was reported from that call on is void.
+    retractions: tuple[tuple[int, int], ...] = ()
     closed: tuple[int, ...] = ()  # streams (uids) that were reported and whose groups are gone
     sequences: tuple[StreamUpdate, ...] = ()
     # (uid, seq, running hash after the call, CRC-32 of its result) of sampled calls.

@@ -443,14 +443,29 @@ class Attempt:
         stream.loss = loss
         if self.processes.get(process.rank) is process:
             self.lossy_ranks.add(process.rank)
+        if stream.group_state is not None:
+            stream.group_state.has_losses = True
+            self._revoke_hashes(stream, stream.group_state, loss.from_seq)
+
+    def retract_calls(self, stream: CallStream, from_seq: int) -> None:
+        """Forgets the calls of a stream from a number on: the one with this number was reported, and then
+        raised an exception before it communicated. What was concluded from it is revoked, and the next
+        call gets its number.
+        """
+        if any(seq >= from_seq for seq in stream.calls):
+            stream.calls = {seq: call for seq, call in stream.calls.items() if seq < from_seq}
+        stream.answered = tuple(window for window in stream.answered if window.last < from_seq)
         state = stream.group_state
-        if state is None:
-            return
-        state.has_losses = True
+        if state is not None:
+            state.passed_by_all, state.laggard = min(state.passed_by_all, from_seq - 1), None
+            self._revoke_hashes(stream, state, from_seq)
+
+    def _revoke_hashes(self, stream: CallStream, state: GroupState, from_seq: int) -> None:
+        """Forgets the running hashes of a stream from a call on, and a divergence that they showed."""
         stream.reported_hashes = tuple(
-            [pair for pair in stream.reported_hashes if pair[0] < loss.from_seq]
+            [pair for pair in stream.reported_hashes if pair[0] < from_seq]
         )
-        for seq in [seq for seq in state.reference_hashes if seq >= loss.from_seq]:
+        for seq in [seq for seq in state.reference_hashes if seq >= from_seq]:
             del state.reference_hashes[seq]
         state.latest_match = ()
         if not state.diverged:

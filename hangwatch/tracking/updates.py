@@ -202,6 +202,9 @@ def _apply_streams(tracked: TrackedProcess, update: heartbeat.ProcessUpdate, now
     }
     for uid in losses.keys() & process.streams.keys():
         attempt.record_loss(process, process.streams[uid], losses[uid])
+    for uid, from_seq in update.retractions:
+        if uid in process.streams:
+            attempt.retract_calls(process.streams[uid], from_seq)
     all_known = True
     for stream_update in update.sequences:
         all_known &= _apply_stream_update(attempt, process, stream_update, losses, now)

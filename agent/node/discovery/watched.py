@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from hangwatch.model.calls import Call, Loss, LossReason
+from hangwatch.model.calls import Call
 from hangwatch.model.ranks import ExitInfo, Lifecycle
 from hangwatch.protocol.heartbeat import ProcessIdentity, ProcessUpdate
 from hangwatch.ring import checks
@@ -100,8 +100,11 @@ class WatchedProcess:
             self.ring_inode, self.reader = ring.refresh_reader(self.ring_inode, self.reader)
             snapshot = ring.read_snapshot(self.reader, now_ns)
             delta = self.reader.read_delta(self.history.cursor)
-            self.history.add_delta(delta)
-            snapshot = self._add_late_retractions(snapshot)
+            if self.history.has_fresh_retraction(delta):
+                # The call may have been in progress when the snapshot was taken.
+                snapshot = ring.read_snapshot(self.reader, now_ns)
+            for uid, seq in self.history.add_delta(delta):
+                self.call_log.remove_call(uid, seq)
             self.history.check_history.read_entries(self.reader, now_ns)
             if self.snapshot is None or self.snapshot.identity is not snapshot.identity:
                 recorded = parse_identity(
@@ -125,19 +128,6 @@ class WatchedProcess:
             self.faults["performance"] = (
                 f"the performance of its calls is not reported: {type(error).__name__}: {error}"
             )
-
-    def _add_late_retractions(self, snapshot: RingSnapshot) -> RingSnapshot:
-        """Adds a loss for each stream whose call was read before the recorder retracted it."""
-        late = self.history.late_retractions
-        if not late:
-            return snapshot
-        streams = list(snapshot.streams)
-        for position, state in enumerate(streams):
-            seq = late.get(state.uid, 0)
-            if seq and (state.loss is None or seq < state.loss.from_seq):
-                loss = Loss(seq, LossReason.RAISED)
-                streams[position] = replace(state, loss=loss)
-        return replace(snapshot, streams=tuple(streams))
 
     def _record_unreadable(self, ring: RingFile, error: Exception, now_ns: int) -> None:
         self.reader = None

@@ -5,7 +5,7 @@ acknowledged yet: running hashes, and the results of checks.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,8 @@ class AckedState:
     dormant_chunks: tuple[tuple[StreamState, ...], ...] = ()
     check_entries: int = 0  # entries of the check table
     device_entries: Mapping[int, DeviceEntry] = field(default_factory=dict)  # keys: stream uids
+    # The retractions that were reported last, by stream uid: see `Retraction.number`.
+    retractions: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def includes_exit(self) -> bool:
@@ -140,6 +142,14 @@ def _make_nonfinite_report(entry: CheckEntry, call: Call, now_ns: int) -> Nonfin
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Retraction:
+    """A call that may have been reported before its recorder took it back."""
+
+    seq: int
+    number: int  # counts the retractions of a process
+
+
 @dataclass(slots=True)
 class UnackedHistory:
     """What was read from a ring's records. Running hashes, by stream and sequence number, are kept
@@ -153,14 +163,30 @@ class UnackedHistory:
     # The first call of each stream that two threads made at the same time.
     first_concurrent: dict[int, int] = field(default_factory=dict)
     check_history: CheckHistory = field(default_factory=CheckHistory)
-    # The first call of each stream that was read, and may have been reported, before it was retracted.
-    late_retractions: dict[int, int] = field(default_factory=dict)
+    # The first retracted call of each stream that the server may know and does not know to be retracted.
+    retractions: dict[int, Retraction] = field(default_factory=dict)
+    composed_streams: Mapping[int, AckedStream] = field(default_factory=dict)  # of the last update
+    _answered_seqs: dict[int, int] = field(
+        default_factory=dict
+    )  # the newest calls in replies, by uid
     _retracted: frozenset[int] = frozenset()  # indices of records
+    _retraction_count: int = 0
 
-    def add_delta(self, delta: RingDelta) -> None:
-        for index, (uid, seq) in delta.retracted.items():
-            if index < self.cursor and index not in self._retracted:
-                self.late_retractions[uid] = min(seq, self.late_retractions.get(uid, seq))
+    def has_fresh_retraction(self, delta: RingDelta) -> bool:
+        """Whether a call was retracted whose record was not read before."""
+        return any(index >= self.cursor for index in delta.retracted)
+
+    def add_delta(self, delta: RingDelta) -> list[tuple[int, int]]:
+        """Adds what was read. Returns the uid and the number of each call that was read earlier and
+        retracted since.
+        """
+        late = [
+            call
+            for index, call in delta.retracted.items()
+            if index < self.cursor and index not in self._retracted
+        ]
+        for uid, seq in late:
+            self._retract_call(uid, seq)
         self._retracted = frozenset(delta.retracted)
         self.cursor = delta.next_index
         self.newest_ops.update(delta.newest_ops)
@@ -175,14 +201,39 @@ class UnackedHistory:
                 step *= 2
                 chains = {seq: chain for seq, chain in chains.items() if seq % step == 0}
             self.chains[uid] = chains
+        return late
+
+    def _retract_call(self, uid: int, seq: int) -> None:
+        if uid in self.chains:
+            self.chains[uid] = {key: chain for key, chain in self.chains[uid].items() if key < seq}
+        if self.first_concurrent.get(uid) == seq:
+            del self.first_concurrent[uid]
+        composed = self.composed_streams.get(uid)
+        reported_seq = max(composed.entered if composed else 0, self._answered_seqs.get(uid, 0))
+        if reported_seq >= seq:
+            self._retraction_count += 1
+            pending = self.retractions.get(uid)
+            first_seq = min(seq, pending.seq) if pending is not None else seq
+            self.retractions[uid] = Retraction(first_seq, self._retraction_count)
+
+    def add_reply(self, uid: int, calls: Sequence[Call]) -> None:
+        """Notes that the server is sent these calls, oldest first."""
+        if calls:
+            self._answered_seqs[uid] = max(calls[-1].seq, self._answered_seqs.get(uid, 0))
 
     def mark_acked(self, acked: AckedState) -> None:
+        for uid, number in acked.retractions.items():
+            if uid in self.retractions and self.retractions[uid].number == number:
+                del self.retractions[uid]
+                self._answered_seqs.pop(uid, None)
         self.check_history.mark_acked(acked.check_entries)
         for uid, chains in list(self.chains.items()):
             stream = acked.streams.get(uid)
             if stream is None:
                 continue
             last_seq = stream.last_checked_seq
+            if uid in self.retractions:
+                last_seq = min(last_seq, self.retractions[uid].seq - 1)
             if not chains or max(chains) <= last_seq:  # the usual case for a healthy rank
                 del self.chains[uid]
                 continue
@@ -192,4 +243,7 @@ class UnackedHistory:
         """Starts again with what the ring still has."""
         self.cursor = 0
         self.chains.clear()
+        self.retractions.clear()
+        self.composed_streams = {}
+        self._answered_seqs.clear()
         self.check_history.rewind_cursor()

@@ -416,6 +416,15 @@ class CallLog:
         if len(self) > CALLS_KEPT * 5 // 4:
             del self._entries[: len(self._entries) - CALLS_KEPT * _ENTRY.size]
 
+    def remove_call(self, uid: int, seq: int) -> None:
+        """Removes the newest call of a stream, which was retracted."""
+        for at in range(len(self._entries) - _ENTRY.size, -1, -_ENTRY.size):
+            entry = _ENTRY.unpack_from(self._entries, at)
+            if entry[3] == uid:
+                if entry[0] == seq:
+                    del self._entries[at : at + _ENTRY.size]
+                return
+
     def list_calls(self, uid: int, first: int, last: int, step: int = 1) -> list[LoggedCall]:
         """The calls of one stream from number ``first`` to ``last`` at multiples of ``step``."""
         return [

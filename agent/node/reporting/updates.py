@@ -87,6 +87,14 @@ def compose_update(
     for state in _list_unreported_streams(view.snapshot, before, now_ns, is_ending=is_ending):
         ending = last_calls.get(state.uid, []) if is_ending else None
         acked_stream = before.streams.get(state.uid)
+        if acked_stream is not None and state.uid in history.retractions:
+            last_valid_seq = history.retractions[state.uid].seq - 1
+            acked_stream = replace(
+                acked_stream,
+                entered=-1,
+                last_checked_seq=min(acked_stream.last_checked_seq, last_valid_seq),
+                last_blocked_seq=min(acked_stream.last_blocked_seq, last_valid_seq),
+            )
         stream_update, after[state.uid] = _compose_stream_update(
             state, acked_stream, history, fetch_calls, ending
         )
@@ -121,6 +129,7 @@ def compose_update(
         and not check_fields
         and not sequences
         and not losses
+        and not history.retractions
         and not closed
         and not device
         and status_key == before.status_key
@@ -136,9 +145,17 @@ def compose_update(
         dormant_chunks=view.snapshot.dormant_chunks if view.snapshot else (),
         check_entries=check_entries,
         device_entries=device_entries,
+        retractions={uid: retraction.number for uid, retraction in history.retractions.items()},
     )
-    update = _make_update(view, is_known, tuple(sequences), now_ns)
-    update = replace(update, device=device, losses=tuple(losses), closed=closed, **check_fields)
+    history.composed_streams = after
+    update = replace(
+        _make_update(view, is_known, tuple(sequences), now_ns),
+        device=device,
+        losses=tuple(losses),
+        retractions=tuple((uid, call.seq) for uid, call in history.retractions.items()),
+        closed=closed,
+        **check_fields,
+    )
     return update, after_ack
 
 
@@ -541,7 +558,9 @@ def make_terse_update(
 def _has_more_than_positions(update: ProcessUpdate) -> bool:
     if update.identity is not None or update.ended is not None:
         return True
-    if update.state not in "RSI" or update.checksums or update.nonfinite or update.losses:
+    if update.state not in "RSI" or update.checksums or update.nonfinite:
+        return True
+    if update.losses or update.retractions:
         return True
     return any(
         part.identity is not None or part.shared or (part.calls and part.completed is not None)

@@ -87,6 +87,7 @@ class CommandExecutor:
                 command.to_seq or MAX_SEQ,
                 command.step,
             )
+            process.history.add_reply(command.uid, calls)
         first, last = command.from_seq, command.to_seq
         if len(calls) > command.most:
             calls = calls[-command.most :]

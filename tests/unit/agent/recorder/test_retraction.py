@@ -98,22 +98,23 @@ def test_numbers_are_uncertain_if_another_call_came_in_between(recorded: Recorde
     assert (state.entered, state.loss) == (2, Loss(1, LossReason.RAISED))
 
 
-def test_reported_call_that_is_retracted_makes_numbers_uncertain(recorded: RecordedStream) -> None:
+def test_history_tells_which_calls_were_read_before(recorded: RecordedStream) -> None:
     history = UnackedHistory()
 
-    def read_ring() -> dict[int, int]:
-        history.add_delta(recorded.reader.read_delta(history.cursor))
-        return history.late_retractions
+    def read_ring() -> list[tuple[int, int]]:
+        return history.add_delta(recorded.reader.read_delta(history.cursor))
 
     recorded.make_calls("broadcast")
     recorded.stream.retract_call(recorded.enter_call("gather"))
-    assert read_ring() == {}, "it was not read before"
-    assert read_ring() == {}, "it was known to be retracted"
+    assert read_ring() == [], "it was not read before"
+    assert read_ring() == [], "it was known to be retracted"
     raising = recorded.enter_call("gather")
-    assert read_ring() == {}
+    assert read_ring() == []
     recorded.stream.retract_call(raising)
     recorded.make_calls("barrier")
-    assert read_ring() == {1: 2}
+    assert read_ring() == [(1, 2)]
+    assert read_ring() == [], "it was returned before"
+    assert history.chains == recorded.reader.read_delta(0).chains
 
 
 CUDA_ERROR = RuntimeError("CUDA error: an illegal memory access was encountered")
