@@ -37,9 +37,12 @@ def activate() -> None:
         )
         return
     try:
-        from .recorder import installation
+        import torch.distributed as dist
 
-        installation.install_recorder()
+        if dist.is_available():
+            from .recorder import installation
+
+            installation.install_recorder()
     except Exception as error:  # the user's `import torch` must succeed all the same
         print(
             f"hangwatch: not watching this process: {type(error).__name__}: {error}",

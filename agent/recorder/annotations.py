@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch.distributed as dist
+
 from hangwatch.model.calls import LossReason, StreamKind
 from hangwatch.model.groups import DECLARED_BACKEND, pack_ranks
 from hangwatch.model.ranks import Lifecycle
@@ -106,8 +108,6 @@ class UserAnnotations:
 
     def _find_stream(self, group: Any, ranks: Iterable[int] | None) -> StreamRecorder | None:
         """The stream that a declared call belongs to; None if it is not recorded."""
-        import torch.distributed as dist
-
         has_world = dist.is_initialized()
         if not has_world and self._rank.lifecycle in (Lifecycle.STARTING, Lifecycle.DESTROYED):
             # The rank communicates, though not by torch.distributed.

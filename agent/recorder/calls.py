@@ -11,12 +11,15 @@ own.
 from __future__ import annotations
 
 import enum
-import functools
 from _thread import get_ident
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, Protocol
+
+import torch
+from torch._C._distributed_c10d import DebugLevel, get_debug_level
+from torch.distributed import DistError
 
 from hangwatch.model.calls import Signature, StreamKind, encode_signature, with_agreement_hash
 from hangwatch.model.groups import REPORTING_BACKENDS
@@ -240,8 +243,6 @@ class CallReader:
 
     def find_failure_rule(self, recorder: RecorderState, args: tuple[Any, ...]) -> FailureRule:
         """Finds which exceptions show that the call, which was entered, did not communicate."""
-        from torch._C._distributed_c10d import DebugLevel, get_debug_level
-
         track = self.find_track(recorder, args) if self._has_group(args) else None
         # torch compares the calls of all members first at debug level DETAIL, and raises an
         # exception on all of them. An operator without a Work communicates itself.
@@ -402,8 +403,6 @@ class TorchOperator:
 
 def iter_communicating_operators() -> Iterator[TorchOperator]:
     """All operators of torch's ``c10d`` library that take a process group, ordered by name."""
-    import torch
-
     for qualified_name in sorted(torch._C._dispatch_get_all_op_names()):
         if not qualified_name.startswith(_NAMESPACE):
             continue
@@ -496,7 +495,7 @@ def judge_failure(error: BaseException, rule: FailureRule) -> FailureOutcome:
         return FailureOutcome.COMMUNICATED if is_handler else FailureOutcome.UNKNOWN
     if isinstance(error, _ARGUMENT_ERRORS):
         return FailureOutcome.NOT_MADE
-    if isinstance(error, _get_communication_error()):
+    if isinstance(error, DistError):
         return FailureOutcome.COMMUNICATED
     if type(error) is RuntimeError and rule is FailureRule.CHECKS:
         message = str(error)
@@ -505,11 +504,3 @@ def judge_failure(error: BaseException, rule: FailureRule) -> FailureOutcome:
         if _OTHER_MESSAGES[0] in message:
             return FailureOutcome.COMMUNICATED
     return FailureOutcome.UNKNOWN
-
-
-@functools.cache
-def _get_communication_error() -> type[Exception]:
-    from torch.distributed import DistError
-
-    error_type: type[Exception] = DistError
-    return error_type

@@ -27,6 +27,9 @@ from dataclasses import dataclass, field
 from time import monotonic_ns, thread_time_ns
 from typing import Any
 
+import torch
+from torch._C import _distributed_c10d
+
 from hangwatch.ring.layout import DEVICE_SLOTS, DeviceStatusState, LiveWord
 from hangwatch.ring.parts import DeviceEntry
 
@@ -76,8 +79,6 @@ class FlightRecorderStatus:
 
 def find_counter_key(group: Any) -> CounterKey | DeviceStatusState:
     """Finds the place of the group's counters; if there are none, the reason."""
-    import torch
-
     if torch.version.hip is not None:
         # Builds for ROCm may query the communicators for their state at the same time, and one that
         # hangs may not answer (getNCCLCommDumpMap in ProcessGroupNCCL.cpp).
@@ -115,8 +116,6 @@ def read_flight_recorders(recorders: Iterable[str]) -> FlightRecorderStatus:
 
 
 def _dump_status(recorder: str) -> bytes:
-    from torch._C import _distributed_c10d
-
     # A type checker does not know these functions: one is only in builds with NCCL, the other only
     # in newer releases.
     if recorder == OWN_RECORDER:
@@ -293,11 +292,7 @@ def count_attached_hooks() -> None:
 
 
 def _find_hook_class() -> Any:
-    import torch
-
     # torch 2.14 attaches no hooks by itself and has one recorder for all backends.
     if tuple(map(int, torch.__version__.split(".")[:2])) < FIRST_TORCH_RELEASE:
         return None
-    from torch._C import _distributed_c10d
-
     return getattr(_distributed_c10d, "FlightRecorderHook", None)

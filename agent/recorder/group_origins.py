@@ -19,6 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
 from .faults import extend_method
 
 _MAX_COUNTED = 1 << 16  # identities; a process that creates more counts again from 1
@@ -181,7 +184,6 @@ def track_creations() -> None:
 
     The methods are replaced in the classes, since code may have imported these by name.
     """
-    from torch._C._distributed_c10d import PrefixStore, ProcessGroup
 
     def after_prefix(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         prefix, store = _bind(args, kwargs, ("prefix", "store"))
@@ -211,8 +213,6 @@ def _bind(args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...])
 
 def _is_registered_with_ranks(pg: Any) -> bool:
     """Whether torch knows the ranks of the members, and this process's number fits its rank."""
-    from torch.distributed import distributed_c10d as c10d
-
     try:
         numbers = c10d._world.pg_group_ranks.get(pg)
         if numbers is None or not c10d.is_initialized():

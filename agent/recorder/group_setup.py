@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed import distributed_c10d as c10d
+
 from hangwatch.model.calls import LossReason, StreamKind
 from hangwatch.model.groups import pack_ranks
 
@@ -39,8 +41,6 @@ def wrap_function(
 
     The function is replaced in every module of torch that has imported it by name.
     """
-    from torch.distributed import distributed_c10d as c10d
-
     original = getattr(c10d, name, None)
     if original is None or hasattr(original, "__hangwatch__"):
         return

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
+from torch.distributed import distributed_c10d as c10d
+
 from hangwatch.model.calls import LossReason, StreamKind
 from hangwatch.model.groups import DEVICE_BACKENDS, FLIGHT_RECORDER_BACKENDS, pack_ranks
 
@@ -287,8 +289,6 @@ def describe_foreign_group(origin: GroupOrigin, name: str) -> dict[str, Any]:
 
 def _find_members(pg: Any) -> tuple[int, ...]:
     """Global ranks of a group, in group-rank order."""
-    from torch.distributed import distributed_c10d as c10d
-
     try:
         return tuple(c10d.get_process_group_ranks(pg))
     except (KeyError, ValueError, RuntimeError):  # torch has destroyed it and forgotten its ranks
@@ -303,8 +303,6 @@ def _read_attribute(pg: Any, name: str) -> str:
 
 
 def _get_backend(pg: Any) -> str:
-    from torch.distributed import distributed_c10d as c10d
-
     try:
         if pg in c10d._world.pg_backend_config:
             return str(c10d.get_backend_config(pg))

@@ -21,6 +21,9 @@ from time import monotonic, monotonic_ns, sleep
 from types import TracebackType
 from typing import Any
 
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
 import hangwatch
 from hangwatch.model.calls import LossReason
 from hangwatch.model.groups import WORKER_THREAD_NAMES
@@ -34,7 +37,7 @@ from .checks.settings import load_check_settings
 from .group_origins import origin_tracker, track_creations
 from .group_setup import SetupRecorder, wrap_function
 from .native.library import choose_recorder
-from .poller import AgentSupervisor, Poller, StackDumper
+from .poller import AgentSupervisor, Poller
 from .recorder import Recorder
 from .ring_file import (
     choose_launch,
@@ -43,6 +46,7 @@ from .ring_file import (
     get_master_address,
     is_started_as_rank,
 )
+from .stack_dumps import StackDumper
 
 _NEW_GROUP_PARAMETERS = (
     "ranks",
@@ -65,10 +69,6 @@ _lost_before: LossReason | None = None
 
 def install_recorder() -> None:
     """Prepares this process, and starts recording if its launcher already made it a rank."""
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        return
     os.register_at_fork(after_in_child=_reset_after_fork)
     wrap_function("init_process_group", _enter_init, _leave_init, _record_lost_world)
     wrap_function("_new_group_with_tag", _enter_new_group, _leave_new_group, _record_lost_group)
@@ -230,8 +230,6 @@ def _reset_after_fork() -> None:
 
 
 def _enter_init(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from torch.distributed import distributed_c10d as c10d
-
     if c10d.is_initialized():  # the call will raise, and the world stays as it is
         return None
     signature = inspect.signature(inspect.unwrap(c10d.init_process_group))
@@ -256,8 +254,6 @@ def _enter_init(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _leave_init(token: Any, returned: bool) -> None:
-    import torch.distributed as dist
-
     if returned and dist.is_initialized():
         launch = identity.parse_environ(os.environ)
         _become_rank(launch, dist.get_rank(), dist.get_world_size())
@@ -293,8 +289,6 @@ def _enter_split_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     The lists of ranks are not compared: only the list that a rank is in matters, and a rank may
     leave out the others.
     """
-    import torch.distributed as dist
-
     parent = args[0] if args else kwargs.get("parent_pg")
     current = current_rank
     if current is None or not (parent is None or parent is dist.group.WORLD):
@@ -315,8 +309,6 @@ def _leave_new_group(token: Any, returned: bool) -> None:
 
 def _count_named_groups() -> int:
     """The number of groups to which torch has given a name. All ranks give names to all groups."""
-    from torch.distributed import distributed_c10d as c10d
-
     return int(c10d._world.group_count)
 
 
@@ -328,8 +320,6 @@ def _enter_destroy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _leave_destroy(token: Any, returned: bool) -> None:
-    import torch.distributed as dist
-
     current = current_rank
     if current is not None and returned and not dist.is_initialized():
         current.set_lifecycle(Lifecycle.DESTROYED)

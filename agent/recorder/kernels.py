@@ -15,6 +15,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import torch
+from torch._C import DispatchKey, _dispatch_keyset_full_after
+from torch._C._distributed_c10d import ProcessGroup
+
 from hangwatch.model.calls import LossReason
 
 from . import faults
@@ -23,7 +27,7 @@ from .calls import CallReader, FailureRule, TorchOperator, iter_communicating_op
 from .dynamo import run_uncompiled
 from .native.library import NativeLibrary, encode_plan
 from .python_kernel import get_recorder, make_kernel, record_loss, use_recorder
-from .recorder import Recorder, call_readers, clear_reader_caches, get_group_unboxer
+from .recorder import Recorder, call_readers, clear_reader_caches
 
 # The kernels stay registered as long as this object exists.
 _registry: KernelRegistry | None = None
@@ -61,9 +65,6 @@ class KernelRegistry:
     """The kernels of one process."""
 
     def __init__(self, native: NativeLibrary | None, *, with_checks: bool) -> None:
-        import torch
-        from torch._C import DispatchKey, _dispatch_keyset_full_after
-
         self._native = native
         self._lower_keyset = _dispatch_keyset_full_after(DispatchKey.BackendSelect)
         self._make_kernel = make_kernel
@@ -90,7 +91,7 @@ class KernelRegistry:
     def _register_operator(self, operator: TorchOperator) -> None:
         native = self._native
         read_reduce_op = None if native is None else native.read_planned_reduce_op
-        reader = CallReader(operator.spec, operator.schema, get_group_unboxer(), read_reduce_op)
+        reader = CallReader(operator.spec, operator.schema, ProcessGroup.unbox, read_reduce_op)
         call_readers.append(reader)
         if native is None:
             kernel = self._make_kernel(reader, operator.overload, self._lower_keyset)

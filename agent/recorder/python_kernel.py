@@ -5,12 +5,15 @@ Every call of every rank pays for each line here. No error of ours reaches the c
 
 from __future__ import annotations
 
-import functools
 import sys
 from _thread import get_native_id
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+from torch._C import _is_torch_function_mode_enabled as is_function_mode_enabled
 
 from hangwatch.model.calls import LossReason
 
@@ -22,6 +25,13 @@ from .recorder import Recorder
 from .streams import FRAME_KEY, EnteredCall, get_holding_locals, leave_call
 
 _current_recorder: Recorder | None = None
+_dense_bits, _sparse_bits, _nested_bits = (
+    DispatchKeySet(key).raw_repr()
+    for key in (DispatchKey.Meta, DispatchKey.SparseMeta, DispatchKey.NestedTensor)
+)
+# The bits of the key sets with which no call communicates: meta and fake tensors, which have no
+# data, and nested tensors, for which no backend has an operator.
+_SILENT_BITS = _dense_bits & _sparse_bits | _nested_bits
 
 
 def get_recorder() -> Recorder | None:
@@ -76,31 +86,15 @@ def record_lost_completion(op: str, entered: EnteredCall, error: Exception) -> N
     faults.record_fault(f"recording the completion of {op}", error)
 
 
-@functools.cache
-def _get_silent_bits() -> int:
-    """The bits of the key sets with which no call communicates: meta and fake tensors, which have
-    no data, and nested tensors, for which no backend has an operator.
-    """
-    from torch._C import DispatchKey, DispatchKeySet
-
-    dense, sparse, nested = (
-        DispatchKeySet(key).raw_repr()
-        for key in (DispatchKey.Meta, DispatchKey.SparseMeta, DispatchKey.NestedTensor)
-    )
-    return int(dense & sparse | nested)
-
-
 def can_communicate(keyset: Any) -> bool:
     """Whether a call with this key set may communicate. If not, its tensors must not be read: the
     shape of one without data may be symbolic, and reading it would change what is traced.
     """
-    return not keyset.raw_repr() & _get_silent_bits()
+    return not keyset.raw_repr() & _SILENT_BITS
 
 
 def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callable[..., Any]:
     """Makes the function that torch calls. Only the user's own exceptions leave it."""
-    from torch._C import DispatchKeySet
-
     enter_call = _make_enter_function(reader)
     redispatch = overload._handle.redispatch_boxed
     returns_only_work, is_p2p = len(overload._schema.returns) == 1, reader.spec.is_p2p
@@ -159,9 +153,6 @@ def _make_enter_function(
 
     The kernel must call it directly, because it counts the frames from there to the caller.
     """
-    import torch
-    from torch._C import _is_torch_function_mode_enabled as is_function_mode_enabled
-
     # A mode or a subclass of the job would see the attributes of tensors that a look-up reads.
     quick_types = frozenset((torch.Tensor, torch.nn.Parameter))
 

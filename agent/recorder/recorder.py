@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
+
+from torch._C._distributed_c10d import Work
 
 from hangwatch.model.calls import LossReason, Signature, encode_signature, with_agreement_hash
 from hangwatch.model.operators import MustMatch
@@ -53,7 +53,7 @@ class Recorder:
     def _make_stream(self, uid: int, slot: int) -> StreamRecorder:
         if self.native is not None:
             return NativeStreamRecorder(self.native, self.ring, uid, slot)
-        return StreamRecorder(self.ring, uid, slot, get_work_unboxer())
+        return StreamRecorder(self.ring, uid, slot, Work.unbox)
 
     def clear_caches(self) -> None:
         """Clears all cached data that refers to interned data or to process groups."""
@@ -112,21 +112,3 @@ class Recorder:
 def clear_reader_caches() -> None:
     for reader in call_readers:
         reader.clear_caches()
-
-
-@functools.cache
-def get_group_unboxer() -> Callable[[Any], Any]:
-    """The function that returns the process group in a boxed argument."""
-    from torch._C._distributed_c10d import ProcessGroup
-
-    unbox: Callable[[Any], Any] = ProcessGroup.unbox
-    return unbox
-
-
-@functools.cache
-def get_work_unboxer() -> Callable[[Any], Any]:
-    """The function that returns the Work in a boxed result."""
-    from torch._C._distributed_c10d import Work
-
-    unbox: Callable[[Any], Any] = Work.unbox
-    return unbox

@@ -20,7 +20,7 @@ RECORDER_MODULES = (
     "annotations", "callers", "calls", "checks/inspection", "checks/kernel", "checks/settings",
     "checks/tensors", "device", "dynamo", "faults", "group_origins", "group_setup", "groups",
     "installation", "kernels", "native/build", "native/cache", "native/check", "native/library",
-    "poller", "python_kernel", "recorder", "ring_file", "streams", "writer",
+    "poller", "python_kernel", "recorder", "ring_file", "stack_dumps", "streams", "writer",
 )  # fmt: skip
 _RECORDER_PATH = re.compile(rf"(^|/)agent/recorder/({'|'.join(RECORDER_MODULES)})\.py$")
 # A line of the user's that itself waits for communication or for the device, as in `work.wait()`.

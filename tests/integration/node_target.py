@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from hangwatch.agent.environment import run_dir
-from hangwatch.agent.recorder.poller import StackDumper
+from hangwatch.agent.recorder.stack_dumps import StackDumper
 from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature, encode_signature

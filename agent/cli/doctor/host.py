@@ -159,7 +159,7 @@ sys.path[:] = [p for p in sys.path if p]
 import json, os, threading, time
 from pathlib import Path
 from hangwatch.agent.environment.run_dir import read_start_ticks
-from hangwatch.agent.recorder.poller import StackDumper
+from hangwatch.agent.recorder.stack_dumps import StackDumper
 from hangwatch.agent.recorder.writer import RingWriter
 path = Path(sys.argv[1])
 ring = RingWriter(path, pid=os.getpid(), start_ticks=read_start_ticks(os.getpid()))

@@ -20,12 +20,16 @@ table, `hangwatch.ring.checks` reads it.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.autograd import graph
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hangwatch.model.limits import PERSISTENT_ROUNDS
 from hangwatch.ring.layout import (
@@ -56,6 +60,9 @@ _MAX_RUNS = 256  # kinds of calls that are tracked as non-finite
 # per interval, to show that the run continues.
 _ALWAYS_REPORTED_CALLS = 2
 _REPORT_INTERVAL_NS = 30_000_000_000
+# The code of the frame that calls come from if autograd's engine starts them.
+_ENGINE_CODE = graph._engine_run_backward.__code__
+_engine: Any = torch.autograd.Variable._execution_engine
 # A run of this many calls is persistent, even if no rounds of training can be counted.
 _PERSISTENT_CALLS = 2048
 
@@ -157,7 +164,7 @@ class CallChecker:
             work is not None
             and pending.is_gloo
             and pending.arguments.name == "allreduce_"
-            and caller.f_code is _get_engine_code()
+            and caller.f_code is _ENGINE_CODE
         ):
             self._check_after_reducer(pending, work.get_future())
 
@@ -168,7 +175,7 @@ class CallChecker:
         callback runs, the reducer has queued its own, and we queue ours again behind it. This
         happens at the same point on every rank, in whatever order the buckets became ready.
         """
-        queue = _get_queue_callback()
+        queue: Callable[[Callable[[], None]], None] = _engine.queue_callback
 
         def requeue_check() -> None:
             with faults.swallow_errors("waiting for the reducer"):
@@ -248,24 +255,6 @@ def _runs_on_gloo(track: GroupTrack) -> bool:
     """Whether calls on tensors in the host's memory go to gloo."""
     backends = str(track.description["backend"]).split(",")
     return "gloo" in backends or "cpu:gloo" in backends
-
-
-@functools.cache
-def _get_engine_code() -> CodeType:
-    """The code of the frame that calls come from if autograd's engine starts them."""
-    from torch.autograd import graph
-
-    code: CodeType = graph._engine_run_backward.__code__
-    return code
-
-
-@functools.cache
-def _get_queue_callback() -> Callable[[Callable[[], None]], None]:
-    import torch
-
-    engine: Any = torch.autograd.Variable._execution_engine
-    queue: Callable[[Callable[[], None]], None] = engine.queue_callback
-    return queue
 
 
 @dataclass(slots=True)
@@ -362,9 +351,6 @@ class LossScalingTracker:
 
     def install_hooks(self) -> None:
         """Starts tracking in this process."""
-        from torch.amp.grad_scaler import GradScaler
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
         register_optimizer_step_post_hook(self._count_step)
         faults.extend_method(GradScaler, "__init__", self._track_scaler, "tracking a GradScaler")
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
+from torch._C._distributed_c10d import Work
+
 from .. import faults
 from ..callers import find_caller, find_logged_callers, skip_logger_frames
 from ..calls import CallReader
@@ -19,7 +21,6 @@ from ..python_kernel import (
     record_loss,
     record_lost_completion,
 )
-from ..recorder import get_work_unboxer
 from ..streams import EnteredCall, get_holding_locals, leave_call
 from .inspection import PendingCheck
 from .tensors import DispatchBypass, TensorArguments
@@ -115,7 +116,7 @@ def _finish_call(
     try:
         recorder = get_recorder()
         if recorder is not None and recorder.checker is not None:
-            work = None if boxed is None else get_work_unboxer()(boxed)
+            work = None if boxed is None else Work.unbox(boxed)
             recorder.checker.check_result(pending, work, caller)
     except Exception as error:  # our error: the call's result is returned all the same
         faults.record_fault(f"examining the result of {reader.spec.op}", error)

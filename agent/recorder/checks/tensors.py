@@ -10,17 +10,23 @@ operator of ours. No function draws random numbers or creates a temporary of mor
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import zlib
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+import torch
+from torch._C import DispatchKey, _dispatch_keyset_full, _dispatch_keyset_full_after
+
 from ..calls import CallReader, flatten_tensors
 from ..groups import GroupTrack
 
 _CHUNK_ELEMENTS = 1 << 18
+# BackendSelect itself is not bypassed, because operators that create tensors need it.
+_BYPASSED_KEYS = (
+    _dispatch_keyset_full() - _dispatch_keyset_full_after(DispatchKey.BackendSelect)
+).remove(DispatchKey.BackendSelect)
 _HALF_PRECISION_DTYPES = ("torch.float16", "torch.bfloat16")
 # The reduce ops whose result is non-finite if an input has an Inf: SUM, AVG, PRODUCT, PREMUL_SUM.
 # Inputs of MIN and MAX may legally be Inf.
@@ -33,9 +39,9 @@ def is_readable(tensor: Any) -> bool:
     """Whether the tensor is a plain one in the host's memory, rather than a stand-in for one, such
     as while a graph is traced.
     """
-    plain, strided = _get_plain_types()
     return (
-        type(tensor) in plain and tensor.is_cpu and tensor.layout is strided and not tensor.is_quantized
+        type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cpu
+        and tensor.layout is torch.strided and not tensor.is_quantized
         and not tensor.is_conj() and not tensor.is_neg() and not tensor._is_zerotensor()
     )  # fmt: skip
 
@@ -68,8 +74,10 @@ class DispatchBypass:
     """
 
     def __enter__(self) -> None:
-        functions, keys, above = _get_guard_types()
-        self._active_guards = (functions(), keys(above))
+        self._active_guards: tuple[Any, ...] = (
+            torch._C.DisableTorchFunction(),
+            torch._C._ExcludeDispatchKeyGuard(_BYPASSED_KEYS),
+        )
         for guard in self._active_guards:
             guard.__enter__()
 
@@ -100,8 +108,6 @@ def compute_stats(tensors: list[Any]) -> tuple[FiniteStats, int] | None:
     """Mean, min, max and norm of the finite elements, and the number of the others; None without
     elements.
     """
-    import torch
-
     count = others = 0
     total = squares = 0.0
     low, high = math.inf, -math.inf
@@ -145,8 +151,6 @@ def _view_as_floating(tensor: Any) -> Any:
     """The tensor as floating-point numbers; None if its type has no NaN, or is an 8-bit float,
     which supports too few operators.
     """
-    import torch
-
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     return tensor if tensor.is_floating_point() and tensor.element_size() > 1 else None
@@ -162,27 +166,6 @@ def _iter_chunks(tensor: Any) -> Iterator[Any]:
         rows_per_chunk = max(1, len(tensor) * _CHUNK_ELEMENTS // tensor.numel())
         for part in tensor.split(rows_per_chunk) if len(tensor) > 1 else tensor:
             yield from _iter_chunks(part)
-
-
-@functools.cache
-def _get_plain_types() -> tuple[tuple[type, ...], Any]:
-    import torch
-
-    return (torch.Tensor, torch.nn.Parameter), torch.strided
-
-
-@functools.cache
-def _get_guard_types() -> tuple[Any, Any, Any]:
-    import torch
-    from torch._C import DispatchKey, _dispatch_keyset_full, _dispatch_keyset_full_after
-
-    above = _dispatch_keyset_full() - _dispatch_keyset_full_after(DispatchKey.BackendSelect)
-    # BackendSelect itself stays, because operators that create tensors need it.
-    return (
-        torch._C.DisableTorchFunction,
-        torch._C._ExcludeDispatchKeyGuard,
-        above.remove(DispatchKey.BackendSelect),
-    )
 
 
 class TensorArguments:

@@ -13,15 +13,15 @@ import pytest
 
 from hangwatch.agent.environment import run_dir
 from hangwatch.agent.node.stacks.faulthandler_dumps import parse_stacks
-from hangwatch.agent.recorder import poller
-from hangwatch.agent.recorder.poller import StackDumper
+from hangwatch.agent.recorder import stack_dumps
+from hangwatch.agent.recorder.stack_dumps import StackDumper
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.ring.layout import LiveWord
 
 
 @pytest.fixture
 def ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RingWriter:
-    monkeypatch.setattr(poller, "register_dump_signal", lambda path: {})
+    monkeypatch.setattr(stack_dumps, "register_dump_signal", lambda path: {})
     return RingWriter(tmp_path / "1-1.ring", pid=1, start_ticks=1)
 
 
