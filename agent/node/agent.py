@@ -15,11 +15,11 @@ from hangwatch.protocol.heartbeat import HeartbeatReply
 
 from ..transport.client import ServerTarget
 from .composer import HeartbeatComposer, InFlightHeartbeat
-from .discovery.changes import ChangeDetector
 from .discovery.watched import list_live_pids
 from .discovery.watchlist import Watchlist
 from .hardware.monitor import HardwareMonitor
-from .reporting.uplink import HeartbeatOutcome, HeartbeatSchedule, OutageTracker, Outbox, Uplink
+from .report_schedule import ReportSchedule
+from .reporting.uplink import HeartbeatOutcome, OutageTracker, Outbox, Uplink
 from .requests.builder import RecorderBuilder
 from .requests.commands import (
     AbortTracker,
@@ -92,13 +92,8 @@ class NodeAgent:
             log,
         )
         self._outage = OutageTracker(folder, log, timing.user_notice_after_s)
-        self._change_detector = ChangeDetector()
         self._in_flight: InFlightHeartbeat | None = None
-        self._schedule = HeartbeatSchedule(now_ns)
-        self._is_urgent = False  # the next heartbeat is sent immediately, and marked as urgent
-        # Two other reasons to mark the next heartbeat as urgent, which do not hasten it.
-        self._has_urgent_changes = False
-        self._is_server_waiting = False
+        self._schedule = ReportSchedule(now_ns)
         self.is_stop_requested = False
 
     def request_stop(self) -> None:
@@ -116,8 +111,7 @@ class NodeAgent:
             outcome = self._uplink.take_outcome()
             if outcome is not None:
                 self._handle_outcome(outcome, now_ns)
-            is_hastened = self._is_urgent and not self._outage.is_failing
-            is_due = is_hastened or now_ns >= self._schedule.next_ns
+            is_due = self._schedule.is_due(now_ns, may_hasten=not self._outage.is_failing)
             if is_due and not self._uplink.is_busy:
                 self._post_heartbeat(now_ns)
             if self._may_exit(now_ns):
@@ -145,34 +139,33 @@ class NodeAgent:
             process = self._watchlist.watched.get(key)
             if process is not None:
                 self._watchlist.record_exit(process, time.monotonic_ns())
-                self._is_urgent = True
+                self._schedule.hasten()
 
     def _scan_processes(self, now_ns: int, *, must_read: bool = False) -> None:
-        self._is_urgent |= self._scanner.scan_processes(now_ns, must_read=must_read)
+        if self._scanner.scan_processes(now_ns, must_read=must_read):
+            self._schedule.hasten()
         self._outage.write_user_notice(now_ns)
         self._hardware.update_baseline(list_live_pids(self._watchlist.watched.values()), now_ns)
         if self._outage.is_failing or self._scanner.is_steady:
             return
-        self._schedule.end_steadiness()
-        if self._scanner.has_urgent_changes and not self._change_detector.is_enabled:
-            self._schedule.bring_forward_once(now_ns)
-        changes = self._change_detector.check_changes(self._watchlist.watched.values())
-        if changes is not None:
-            within_s, self._has_urgent_changes = changes
-            self._schedule.bring_forward(now_ns + int(within_s * 1e9))
+        self._schedule.apply_scan(
+            self._watchlist.watched.values(),
+            now_ns,
+            has_urgent_changes=self._scanner.has_urgent_changes,
+        )
 
     def _collect_results(self) -> None:
         for command in self._command_poll.take_commands():
             self._execute_command(command, time.monotonic_ns())
-        self._is_urgent |= self._live_requests.collect_results()
+        if self._live_requests.collect_results():
+            self._schedule.hasten()
         for result in self._sampler.take_results():
             self._apply_sample(result)
         for reply, taken_ns in self._hardware.take_results():
             self._outbox.add_hardware(reply, taken_ns)
-            self._is_urgent = True
-        self._is_urgent |= self._abort_tracker.check_exits(
-            self._watchlist.watched, time.monotonic_ns()
-        )
+            self._schedule.hasten()
+        if self._abort_tracker.check_exits(self._watchlist.watched, time.monotonic_ns()):
+            self._schedule.hasten()
 
     def _apply_sample(self, result: SampleResult) -> None:
         if result.was_continued:
@@ -186,21 +179,21 @@ class NodeAgent:
             self._log.warn_once(result.refusal)
         if result.sample is not None:
             self._outbox.add_sample(result.sample, result.taken_ns)
-            self._is_urgent = True
+            self._schedule.hasten()
 
     def _post_heartbeat(self, now_ns: int) -> None:
         if self._scanner.is_reading_old(now_ns):
             self._scan_processes(now_ns, must_read=True)
         self._in_flight = self._composer.compose_heartbeat(now_ns)
-        is_urgent = self._is_urgent or self._has_urgent_changes or self._is_server_waiting
-        self._is_urgent = self._has_urgent_changes = False
-        self._change_detector.mark_reported(self._watchlist.watched.values())
-        self._schedule.set_next(now_ns + int(self._timing.heartbeat_interval_s * 1e9))
+        is_urgent = self._schedule.start_report(
+            self._watchlist.watched.values(),
+            now_ns + int(self._timing.heartbeat_interval_s * 1e9),
+        )
         self._uplink.post_heartbeat(
             self._in_flight.heartbeat.number,
             codec.encode_message(self._in_flight.heartbeat),
             urgent=is_urgent,
-            patient=self._change_detector.is_enabled,
+            patient=self._schedule.is_infrequent,
         )
 
     def _handle_outcome(self, outcome: HeartbeatOutcome, now_ns: int) -> None:
@@ -214,7 +207,7 @@ class NodeAgent:
             self._apply_reply(flight, outcome.reply, now_ns)
             return
         retry_s = self._outage.record_failure(outcome, now_ns)
-        self._schedule.set_next(now_ns + int(retry_s * 1e9))
+        self._schedule.delay(now_ns + int(retry_s * 1e9))
         if not outcome.is_refused:
             return
         # The same heartbeat would be refused again: the next one omits the extras of this one, and
@@ -224,9 +217,9 @@ class NodeAgent:
             self._composer.mark_acked(flight, now_ns)
 
     def _apply_reply(self, flight: InFlightHeartbeat, reply: HeartbeatReply, now_ns: int) -> None:
-        self._schedule.apply_reply(reply, now_ns, is_steady=self._scanner.is_steady)
-        self._change_detector.apply_reply(self._watchlist.watched.values(), reply.news_s)
-        self._is_server_waiting = reply.urgent
+        self._schedule.apply_reply(
+            reply, self._watchlist.watched.values(), now_ns, is_steady=self._scanner.is_steady
+        )
         if reply.resync:
             self._scanner.discard_reading()
             if not self._composer.is_full_due:
@@ -239,7 +232,8 @@ class NodeAgent:
             self._execute_command(command, now_ns)
 
     def _execute_command(self, command: Command, now_ns: int) -> None:
-        self._is_urgent |= self._commands.execute_command(command, self._watchlist.watched, now_ns)
+        if self._commands.execute_command(command, self._watchlist.watched, now_ns):
+            self._schedule.hasten()
 
     def _may_exit(self, now_ns: int) -> bool:
         idle_s = self._scanner.idle_s(now_ns)

@@ -4,9 +4,9 @@ the positions of its processes without reading them.
 
 from __future__ import annotations
 
-from .discovery.changes import SteadinessCheck
 from .discovery.watched import WatchedProcess
 from .discovery.watchlist import Watchlist
+from .report_schedule import SteadinessCheck
 from .requests.builder import RecorderBuilder
 from .requests.commands import make_sample_order
 from .stacks.sampler import StackSampler
@@ -38,7 +38,7 @@ class ProcessScanner:
         self._had_live_process = False
         self._steadiness = SteadinessCheck()
         self._next_read_ns = now_ns
-        self.is_steady = False  # the result of the last scan; see `discovery.changes`
+        self.is_steady = False  # the result of the last scan; see `SteadinessCheck`
         self.has_urgent_changes = False  # the last scan found something to report immediately
 
     def scan_processes(self, now_ns: int, *, must_read: bool = False) -> bool:

@@ -289,7 +289,7 @@ class HeartbeatReply:
     interval_s: float = (
         0.5  # the time until the next heartbeat, by which the server spreads its load
     )
-    # The interval while the host is steady (see `hangwatch.agent.node.discovery.changes`). The
+    # The interval while the host is steady (see `hangwatch.agent.node.report_schedule`). The
     # agent reports immediately when it stops being steady. None: use `interval_s`.
     steady_s: float | None = None
     # The agent must report rare changes within this time; None: with the next regular heartbeat.

@@ -1,5 +1,5 @@
-"""The load of the server: how often node agents should report under it, and what keeps the event
-loop responsive.
+"""The load of the server: how it is measured, when heartbeats are refused because of it, and what keeps
+the event loop responsive.
 
 A full run of Python's garbage collector over the state of 100,000 ranks would block the event loop
 for seconds. That state is freed by reference counting, and the collector finds next to nothing in
@@ -13,22 +13,12 @@ import contextlib
 import gc
 import socket
 import time
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from .problems import Problem
 
-USUAL_HEARTBEATS_PER_S = 500  # all hosts together: the more hosts, the less often each reports
-# The interval from 10,000 hosts on, and on an overloaded server: long enough for the server, and
-# short enough that a lost host is missed soon.
-MAX_USUAL_INTERVAL_S = 20.0
-MAX_HEARTBEATS_PER_S = 750  # reached by 15,000 hosts: with more, the interval grows again
-SLOTS_FROM_INTERVAL_S = 2.0  # each host has a slot in an interval that is at least as long
-MIN_SLOT_WAIT_S = 1.0  # a host leaves out a slot that begins sooner than this after its heartbeat
-FULL_UPDATE_INTERVALS = 3  # a host with a slot sends all positions once in so many intervals
-MAX_CHANGES_PER_S = 8000  # heartbeats for a moment, if all hosts report changes
 OVERLOAD_LATE_S = 2.0  # the event loop's lateness beyond which heartbeats are refused
 OVERLOAD_WAIT_S = 10.0  # a heartbeat's wait beyond which they are: its agent gives up soon after
 RETRY_AFTER_S = 5
@@ -61,36 +51,6 @@ class Load:
             late_s = time.monotonic() - began_at - MEASURE_INTERVAL_S
             self.late_s += _SMOOTHING * (late_s - self.late_s)
 
-    def report_interval_s(self, wanted_s: float, agent_count: int) -> float:
-        """Seconds until a host should report again."""
-        longest_s = max(MAX_USUAL_INTERVAL_S, agent_count / MAX_HEARTBEATS_PER_S)
-        affordable_s = max(wanted_s, agent_count / USUAL_HEARTBEATS_PER_S)
-        return min(longest_s, affordable_s * (1 + 10 * self.late_s))
-
-    def changes_within_s(self, interval_s: float, agent_count: int) -> float | None:
-        """Seconds within which a host should report changes, if its next heartbeat is later."""
-        if interval_s < SLOTS_FROM_INTERVAL_S:
-            return None
-        return max(1.0, agent_count / MAX_CHANGES_PER_S)
-
-    def until_slot_s(self, agent: str, interval_s: float, now: float) -> float:
-        """Seconds until a host's own slot in each interval. Without slots, hosts that waited
-        together would report together from then on.
-        """
-        if interval_s < SLOTS_FROM_INTERVAL_S:
-            return interval_s
-        until_s = _until_own_time_s(agent, interval_s, now)
-        too_soon_s = min(MIN_SLOT_WAIT_S, interval_s / 10)
-        return until_s if until_s > too_soon_s else until_s + interval_s
-
-    def terse_for_s(self, agent: str, interval_s: float, now: float) -> float | None:
-        """Seconds for which a host may omit the position of ranks that make progress; None if it
-        should send it with each heartbeat.
-        """
-        if interval_s < SLOTS_FROM_INTERVAL_S:
-            return None
-        return _until_own_time_s(agent, FULL_UPDATE_INTERVALS * interval_s, now)
-
     def make_refusal(self, is_urgent: bool) -> Problem | None:
         """The refusal of a heartbeat while the server is overloaded; None if it is accepted."""
         is_waiting_long = self.waited_s > OVERLOAD_WAIT_S and not is_urgent
@@ -98,12 +58,6 @@ class Load:
             return None
         detail = "this server is overloaded; nothing of the request was applied: send it again"
         return Problem(503, detail, headers={"Retry-After": str(RETRY_AFTER_S)})
-
-
-def _until_own_time_s(agent: str, period_s: float, now: float) -> float:
-    """Seconds until the time within each period that the agent's id decides."""
-    offset_s = zlib.crc32(agent.encode()) / (1 << 32) * period_s
-    return (offset_s - now) % period_s
 
 
 class ThrottledListener(socket.socket):

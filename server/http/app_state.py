@@ -89,14 +89,14 @@ class AppState:
         if states is not None and is_large(attempt.rank_count):
             return states
         records = self.shared.incidents.list_open(attempt)
-        lost_after_s = self.watch.intervals.lost_after_s
+        lost_after_s = self.watch.report_scheduler.lost_after_s
         return compute_states(attempt, records, self.now(), lost_after_s)
 
     def describe_job(self, attempt: Attempt) -> JobView:
         view = self.watch.states.large_jobs.get(attempt.key)
         if view is None:
             records, now = self.shared.incidents.list_open(attempt), self.now()
-            counts = count_states(attempt, records, now, self.watch.intervals.lost_after_s)
+            counts = count_states(attempt, records, now, self.watch.report_scheduler.lost_after_s)
             view = views.describe_job(attempt, counts, records, now)
         return self.add_summary(attempt, view)
 

@@ -30,8 +30,8 @@ from ..ingest import heartbeat_checks
 from ..ingest.heartbeat_checks import BodyVolume, check_job, check_memory, parse_heartbeat
 from ..ingest.heartbeat_queue import DecodeHeartbeat
 from ..ingest.worker_frames import WorkerFrame
+from ..monitor.cadence import POLL_S
 from ..monitor.job_claims import NOT_HERE_STATUSES
-from ..monitor.report_scheduler import POLL_S
 from ..monitor.watch import Watch
 from .access import PEER_UID, AgentGrant, Authenticator
 from .app_state import AppState

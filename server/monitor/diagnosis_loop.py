@@ -68,7 +68,7 @@ class DiagnosisLoop:
         does not stop the others.
         """
         shared, fleet, incidents = self.shared, self.shared.fleet, self.shared.incidents
-        intervals, isolate = self.diagnoser.intervals, shared.counters.failures.isolate
+        scheduler, isolate = self.diagnoser.report_scheduler, shared.counters.failures.isolate
         now = shared.clock.monotonic()
         current = [a for a in fleet.attempts.values() if fleet.is_current(a, now)]
         current_keys = {attempt.key for attempt in current}
@@ -82,19 +82,19 @@ class DiagnosisLoop:
             incidents.resolve_finished_jobs(fleet, now)
         if self.aborter is not None:
             with isolate("the recovery of jobs"):
-                await self.aborter.advance_recoveries(intervals.recent_s)
+                await self.aborter.advance_recoveries(scheduler.recent_s)
         await self.announcer.publish_changes(self.last_round_at)
         self.announcer.send_due_alerts(now)
         for attempt in list(fleet.attempts.values()):
             with isolate(f"the display of job {attempt.job}"):
                 await self.states.publish_changes(attempt)
         with isolate("dropping what is no longer needed"):
-            shared.commands.drop_expired(now, intervals.max_gap_s)
+            shared.commands.drop_expired(now, scheduler.max_gap_s)
             self.retention.drop_expired(now)
             self._garbage.update(len(fleet.processes), now)
             self.retention.start_dropping_processes()
         with isolate("scheduling reports"):
-            self.diagnoser.report_scheduler.start_round(now)
+            scheduler.start_round(now)
         self.last_round_at = now
 
 

@@ -10,7 +10,7 @@ from ..core import load
 from ..ingest.heartbeat_checks import drop_foreign_reports
 from ..recovery.aborter import Aborter
 from ..shared_state import SharedState
-from .report_scheduler import ReportIntervals, ReportScheduler
+from .cadence import ReportScheduler
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,7 +20,6 @@ class HeartbeatApplier:
     shared: SharedState
     aborter: Aborter | None
     report_scheduler: ReportScheduler
-    intervals: ReportIntervals
 
     def apply_heartbeat(
         self, beat: heartbeat.Heartbeat, urgent: bool = False
@@ -71,15 +70,6 @@ class HeartbeatApplier:
         self.report_scheduler.record_heartbeat(beat.agent, urgent, now)
         commands = self.shared.commands.take_unsent(beat.agent)
         commands += self.shared.traces.build_commands(beat.agent, now)
-        turn = self.report_scheduler.schedule_next(beat.agent, self.intervals.interval_s, now)
-        return heartbeat.HeartbeatReply(
-            interval_s=turn.interval_s,
-            steady_s=self.intervals.steady_s if turn.may_be_steady else None,
-            news_s=self.intervals.change_report_s,
-            details_s=turn.details_s,
-            urgent=turn.urgent,
-            poll_s=self.intervals.poll_s,
-            resync=needs_resync,
-            commands=commands,
-            clock_s=round(now, 6),
+        return self.report_scheduler.make_reply(
+            beat.agent, now, commands=commands, needs_resync=needs_resync
         )

@@ -19,8 +19,8 @@ from ..incidents.records import IncidentRecord
 from ..shared_state import SharedState
 from ..storage.persistence import PersistenceWorker
 from . import views
-from .diagnoser import AttemptReader, DiagnosisBackoff
-from .report_scheduler import ReportIntervals
+from .cadence import DiagnosisBackoff, ReportScheduler
+from .diagnoser import AttemptReader
 
 # Ranks by (previous state, new state). The previous one is None for a new rank.
 StateChanges = dict[tuple[RankState | None, RankState], list[int]]
@@ -47,7 +47,7 @@ class StatePublisher:
 
     shared: SharedState
     persistence: PersistenceWorker
-    intervals: ReportIntervals
+    report_scheduler: ReportScheduler
     backoff: DiagnosisBackoff
     reader: AttemptReader
     rank_states: dict[AttemptKey, dict[int, RankState]] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class StatePublisher:
         self, attempt: Attempt, records: Iterable[IncidentRecord], now: float
     ) -> _AttemptStates:
         before = self.rank_states.get(attempt.key, {})
-        by_rank = views.compute_states(attempt, records, now, self.intervals.lost_after_s)
+        by_rank = views.compute_states(attempt, records, now, self.report_scheduler.lost_after_s)
         changes: StateChanges = {}
         if by_rank != before:
             for rank, state in by_rank.items():

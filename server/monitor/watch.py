@@ -8,11 +8,11 @@ from ..settings import Settings
 from ..shared_state import SharedState
 from ..storage.persistence import PersistenceWorker
 from .announcer import IncidentAnnouncer
-from .diagnoser import AttemptReader, Diagnoser, DiagnosisBackoff
+from .cadence import DiagnosisBackoff, ReportScheduler
+from .diagnoser import AttemptReader, Diagnoser
 from .diagnosis_loop import DiagnosisLoop, Retention
 from .heartbeat_applier import HeartbeatApplier
 from .job_claims import JobClaims, restore_former_attempts
-from .report_scheduler import ReportIntervals, ReportScheduler
 from .state_publisher import StatePublisher
 
 
@@ -27,11 +27,8 @@ class Watch:
         store = persistence.store
         shared.incidents.load_records(store.load_incidents())
         restore_former_attempts(shared, store.load_latest_attempts())
-        self.intervals = ReportIntervals(
-            configured_limits=settings.diagnosis_limits, load=shared.load, agents=shared.agents
-        )
-        report_scheduler = ReportScheduler(
-            fleet=shared.fleet, commands=shared.commands, traces=shared.traces, load=shared.load
+        self.report_scheduler = ReportScheduler(
+            shared=shared, configured_limits=settings.diagnosis_limits
         )
         announcer = IncidentAnnouncer(
             shared=shared, persistence=persistence, repeat_after_s=settings.repeat_interval
@@ -48,23 +45,21 @@ class Watch:
         self.heartbeats = HeartbeatApplier(
             shared=shared,
             aborter=aborter,
-            report_scheduler=report_scheduler,
-            intervals=self.intervals,
+            report_scheduler=self.report_scheduler,
         )
         self.heartbeat_queue = HeartbeatQueue(self.heartbeats.apply_heartbeat, shared.load)
         reader = AttemptReader(self.heartbeat_queue)
         backoff = DiagnosisBackoff(settings.stall_after)
         self.diagnoser = Diagnoser(
             shared=shared,
-            report_scheduler=report_scheduler,
-            intervals=self.intervals,
+            report_scheduler=self.report_scheduler,
             backoff=backoff,
             reader=reader,
         )
         self.states = StatePublisher(
             shared=shared,
             persistence=persistence,
-            intervals=self.intervals,
+            report_scheduler=self.report_scheduler,
             backoff=backoff,
             reader=reader,
         )

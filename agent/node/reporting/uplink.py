@@ -1,5 +1,5 @@
-"""Sends heartbeats to the server: when the next one is due, which replies to commands it carries, and
-what happens if the server does not answer.
+"""Sends heartbeats to the server: which replies to commands they carry, and what happens if the server
+does not answer.
 
 `Uplink` sends them one at a time in a separate thread, so that a slow network delays nothing else.
 """
@@ -47,8 +47,6 @@ _MAX_RETRY_AFTER_S = 60.0
 MAX_REPLIES = 256
 MAX_HARDWARE_REPLIES = 8
 MAX_FRAMES = 50_000  # all stacks together then take a few megabytes
-# Heartbeats that are sent early, because a rank is in a call for long, have this distance at least.
-EARLY_INTERVAL_NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,35 +414,3 @@ class Outbox:
 
 def _count_frames(entry: tuple[StackReply, int]) -> int:
     return sum(len(thread.frames) for thread in entry[0].threads)
-
-
-@dataclass(slots=True)
-class HeartbeatSchedule:
-    """When the next heartbeat is due. Times are nanoseconds on the monotonic clock."""
-
-    next_ns: int
-    _unsteady_ns: int = 1 << 63  # when the next one is due if the host does not remain steady
-    _next_early_ns: int = 0
-
-    def set_next(self, at_ns: int) -> None:
-        self.next_ns = self._unsteady_ns = at_ns
-
-    def apply_reply(self, reply: HeartbeatReply, now_ns: int, *, is_steady: bool) -> None:
-        self.set_next(now_ns + int(reply.interval_s * 1e9))
-        if is_steady and reply.steady_s is not None:
-            self.next_ns = now_ns + int(reply.steady_s * 1e9)
-
-    def bring_forward(self, at_ns: int) -> None:
-        """The next heartbeat is due then at the latest."""
-        self.next_ns = min(self.next_ns, at_ns)
-
-    def end_steadiness(self) -> None:
-        self.bring_forward(self._unsteady_ns)
-
-    def bring_forward_once(self, now_ns: int) -> None:
-        """The next heartbeat is due now, unless another one was brought forward in this way shortly
-        before.
-        """
-        if now_ns >= self._next_early_ns:
-            self._next_early_ns = now_ns + EARLY_INTERVAL_NS
-            self.bring_forward(now_ns)

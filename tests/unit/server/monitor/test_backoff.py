@@ -8,18 +8,16 @@ from hangwatch.diagnosis import Diagnosis
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.verdicts import Verdict
 from hangwatch.server.core.limits import LARGE_RANKS
-from hangwatch.server.monitor.diagnoser import (
+from hangwatch.server.monitor.cadence import (
     BACKLOG_STEP_S,
-    EVIDENCE_FACTOR,
+    DECIDING_FACTOR,
     FRESH_VERDICT_S,
+    MAX_FACTOR,
     MAX_PAUSE_S,
-    QUIET_FACTOR,
     RECENT_CHANGES_S,
-    STARTING_FACTOR,
     STATES_FACTOR,
     STILL_AFTER_S,
-    URGENT_FACTOR,
-    WAITING_FACTOR,
+    USUAL_FACTOR,
     DiagnosisBackoff,
 )
 from hangwatch.tracking.attempt import Attempt
@@ -65,49 +63,52 @@ def test_small_job_has_no_backoff() -> None:
     assert not backoff.skips_states(small, NOW)
 
 
-def test_backoff_is_shorter_while_evidence_decides() -> None:
+def test_usual_backoff_takes_at_most_a_seventh_of_a_core() -> None:
     backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
-    assert measure_backoff(backoff, large) == MAX_PAUSE_S
-    assert measure_backoff(backoff, large, spent_s=0.1) == QUIET_FACTOR / 10
-    assert measure_backoff(backoff, large, make_verdict(), spent_s=0.1) == WAITING_FACTOR / 10
-    assert measure_backoff(backoff, large, make_verdict()) == MAX_PAUSE_S
-    assert measure_backoff(backoff, large, make_verdict(due=True)) == MAX_PAUSE_S
+    for verdicts in ((), (make_verdict(),), (make_verdict(due=True),)):
+        assert measure_backoff(backoff, large, *verdicts) == USUAL_FACTOR
+        assert measure_backoff(backoff, large, *verdicts, spent_s=0.5) == MAX_PAUSE_S
+        assert measure_backoff(backoff, large, *verdicts, spent_s=0.1) == MAX_FACTOR / 10
+
+
+def test_backoff_is_shorter_while_early_verdict_is_open() -> None:
+    backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
     deadlock = make_verdict(VerdictKind.DEADLOCK)
-    assert measure_backoff(backoff, large, deadlock) == URGENT_FACTOR
-    assert measure_backoff(backoff, large, make_verdict(due=True), deadlock) == URGENT_FACTOR
+    assert measure_backoff(backoff, large, deadlock) == DECIDING_FACTOR
+    assert measure_backoff(backoff, large, make_verdict(due=True), deadlock) == DECIDING_FACTOR
 
 
 def test_backoff_is_shorter_after_urgent_changes() -> None:
     backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
     large.has_urgent_changes = True
-    assert measure_backoff(backoff, large) == URGENT_FACTOR
+    assert measure_backoff(backoff, large) == DECIDING_FACTOR
 
 
 def test_changes_may_decide_verdict_when_they_have_lasted() -> None:
     backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
     backoff.record_changes(large, NOW - RECENT_CHANGES_S + 1.0)
-    assert measure_backoff(backoff, large) == EVIDENCE_FACTOR
+    assert measure_backoff(backoff, large) == DECIDING_FACTOR
     deadlock = make_verdict(VerdictKind.DEADLOCK, since=NOW - 3.0, due=True)
-    assert measure_backoff(backoff, large, deadlock) == MAX_PAUSE_S, "it is decided"
+    assert measure_backoff(backoff, large, deadlock) == USUAL_FACTOR, "it is decided"
     backoff.record_changes(large, NOW - RECENT_CHANGES_S - 1.0)
-    assert measure_backoff(backoff, large) == MAX_PAUSE_S
+    assert measure_backoff(backoff, large) == USUAL_FACTOR
 
 
 def test_verdict_may_become_more_precise_soon_after_it_is_due() -> None:
     backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
     fresh = make_verdict(since=NOW - STALL_AFTER_S - 1.0, due=True)
-    assert measure_backoff(backoff, large, fresh) == EVIDENCE_FACTOR
+    assert measure_backoff(backoff, large, fresh) == DECIDING_FACTOR
     old = make_verdict(since=NOW - STALL_AFTER_S - FRESH_VERDICT_S - 1.0, due=True)
-    assert measure_backoff(backoff, large, old) == MAX_PAUSE_S
+    assert measure_backoff(backoff, large, old) == USUAL_FACTOR
 
 
 def test_backoff_while_other_ranks_make_calls() -> None:
     backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
     late = make_verdict(since=NOW - STALL_AFTER_S - 1.0)
     large.newest_call_at = NOW - STILL_AFTER_S + 1.0
-    assert measure_backoff(backoff, large, late) == MAX_PAUSE_S, "most have only not reported yet"
+    assert measure_backoff(backoff, large, late) == USUAL_FACTOR, "most have only not reported yet"
     large.newest_call_at = NOW - STILL_AFTER_S - 1.0
-    assert measure_backoff(backoff, large, late) == EVIDENCE_FACTOR
+    assert measure_backoff(backoff, large, late) == DECIDING_FACTOR
 
 
 def test_backoff_ends_when_verdict_is_due() -> None:
@@ -116,29 +117,23 @@ def test_backoff_ends_when_verdict_is_due() -> None:
     assert measure_backoff(backoff, large, soon) == 1.0
     assert measure_backoff(backoff, large, soon, waited_s=9 * BACKLOG_STEP_S) == 1.0
     late = make_verdict(since=NOW - STALL_AFTER_S - 1.0)
-    assert measure_backoff(backoff, large, late) == EVIDENCE_FACTOR, "it only waits for a report"
+    assert measure_backoff(backoff, large, late) == DECIDING_FACTOR, "it only waits for a report"
 
 
-def test_backoff_while_ranks_are_joining() -> None:
+def test_backoff_grows_with_queued_heartbeats_up_to_a_limit() -> None:
     backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
-    large.processes[0] = None  # type: ignore[assignment]  # only how many there are counts
-    assert measure_backoff(backoff, large) == MAX_PAUSE_S
-    large.processes[1] = None  # type: ignore[assignment]
-    assert measure_backoff(backoff, large, waited_s=9 * BACKLOG_STEP_S) == STARTING_FACTOR
-    assert measure_backoff(backoff, large) == MAX_PAUSE_S
-    assert measure_backoff(backoff, large, waited_s=9 * BACKLOG_STEP_S) == QUIET_FACTOR, (
-        "never longer"
-    )
+    assert measure_backoff(backoff, large, waited_s=BACKLOG_STEP_S / 2) == USUAL_FACTOR * 1.5
+    assert measure_backoff(backoff, large, waited_s=9 * BACKLOG_STEP_S) == MAX_FACTOR
 
 
 def test_queued_heartbeats_go_first_unless_verdict_is_due() -> None:
     backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
     late = make_verdict(since=NOW - STALL_AFTER_S - 1.0)
     assert measure_backoff(backoff, large, late, waited_s=BACKLOG_STEP_S) == pytest.approx(
-        2 * EVIDENCE_FACTOR
+        2 * DECIDING_FACTOR
     )
     deadlock = make_verdict(VerdictKind.DEADLOCK)
-    assert measure_backoff(backoff, large, deadlock, waited_s=BACKLOG_STEP_S) == URGENT_FACTOR
+    assert measure_backoff(backoff, large, deadlock, waited_s=BACKLOG_STEP_S) == DECIDING_FACTOR
 
 
 def test_state_updates_are_rare_and_forgotten_jobs_have_no_backoff() -> None:

@@ -21,7 +21,7 @@ from hangwatch.server.app import build_app
 from hangwatch.server.core import events, limits
 from hangwatch.server.http.app_state import AppState
 from hangwatch.server.incidents.records import IncidentRecord
-from hangwatch.server.monitor import diagnoser, diagnosis_loop, report_scheduler, views
+from hangwatch.server.monitor import cadence, diagnoser, diagnosis_loop, views
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 from hangwatch.tracking.call_stream import CallStream
@@ -107,16 +107,16 @@ def test_only_host_with_stopped_process_is_polled_soon(
     )  # the others are polled less often, but have no turns yet
     assert (
         live.watch.heartbeats.apply_heartbeat(make_heartbeat(1)).interval_s
-        > report_scheduler.PRESSING_INTERVAL_S
+        > cadence.PRESSING_INTERVAL_S
     )
     assert (
         live.watch.heartbeats.apply_heartbeat(make_heartbeat(2, state="T")).interval_s
-        == report_scheduler.PRESSING_INTERVAL_S
+        == cadence.PRESSING_INTERVAL_S
     )
-    monkeypatch.setattr(report_scheduler, "MAX_PRESSING_AGENTS", 1)
+    monkeypatch.setattr(cadence, "MAX_PRESSING_AGENTS", 1)
     assert (
         live.watch.heartbeats.apply_heartbeat(make_heartbeat(3, state="T")).interval_s
-        > report_scheduler.PRESSING_INTERVAL_S
+        > cadence.PRESSING_INTERVAL_S
     )
 
 
@@ -166,17 +166,17 @@ def test_terse_host_is_not_lost_and_sends_details_when_needed(
 def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
     live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert live.watch.intervals.lost_after_s == views.LOST_AFTER_S
+    assert live.watch.report_scheduler.lost_after_s == views.LOST_AFTER_S
     monkeypatch.setattr(live.shared.load, "late_s", 2.0)
     assert (
-        live.watch.intervals.lost_after_s
+        live.watch.report_scheduler.lost_after_s
         > live.watch.heartbeats.apply_heartbeat(make_heartbeat(1)).interval_s
     )
     (attempt,) = live.shared.fleet.attempts.values()
     late = attempt.last_seen_at + 10.5
     assert set(views.compute_states(attempt, (), late).values()) == {RankState.LOST}
     assert set(
-        views.compute_states(attempt, (), late, live.watch.intervals.lost_after_s).values()
+        views.compute_states(attempt, (), late, live.watch.report_scheduler.lost_after_s).values()
     ) == {RankState.RUNNING}
 
 
@@ -420,7 +420,7 @@ def test_stacks_of_mutually_waiting_ranks_are_requested_immediately(
     assert (command.ask, command.key) == (CommandKind.STACKS, "8-0")
     assert (
         live.watch.heartbeats.apply_heartbeat(make_waiting_heartbeat(2, 1)).interval_s
-        <= report_scheduler.PRESSING_INTERVAL_S
+        <= cadence.PRESSING_INTERVAL_S
     )
     (command,) = live.watch.heartbeats.apply_heartbeat(make_waiting_heartbeat(2, 0)).commands
     assert command.key == "0-0"

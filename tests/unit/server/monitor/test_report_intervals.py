@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,21 +12,93 @@ import pytest
 from hangwatch.model.limits import Limits
 from hangwatch.protocol import heartbeat
 from hangwatch.server.app import build_app
-from hangwatch.server.core.load import Load
+from hangwatch.server.core.clock import Clock
 from hangwatch.server.http.app_state import AppState
-from hangwatch.server.ingest.agent_registry import AgentRegistry
-from hangwatch.server.monitor.report_scheduler import ReportIntervals
+from hangwatch.server.monitor.cadence import (
+    FULL_UPDATE_INTERVALS,
+    MAX_USUAL_INTERVAL_S,
+    ReportScheduler,
+    find_interval_s,
+    find_slot_wait_s,
+    find_terse_time_s,
+)
 from hangwatch.server.settings import Settings
+from hangwatch.server.shared_state import SharedState
 from hangwatch.server.storage.store import Store
 
 
-def make_intervals(stall_after_s: float, agent_count: int = 1) -> ReportIntervals:
-    agents = AgentRegistry()
+def make_scheduler(stall_after_s: float, agent_count: int = 1) -> ReportScheduler:
+    shared = SharedState(Clock())
     for number in range(agent_count):
         beat = heartbeat.Heartbeat(host=f"n{number}", agent=f"a{number}", number=1)
-        agents.record_heartbeat(beat, 0.0)
-    limits = Limits(stall_after_s=stall_after_s)
-    return ReportIntervals(configured_limits=limits, load=Load(), agents=agents)
+        shared.agents.record_heartbeat(beat, 0.0)
+    return ReportScheduler(shared=shared, configured_limits=Limits(stall_after_s=stall_after_s))
+
+
+@pytest.mark.parametrize(
+    ("late_s", "agents", "expected"),
+    [
+        (0.0, 10, 0.5),
+        (0.0, 500, 1.0),
+        (0.1, 10, 1.0),
+        (0.1, 500, 2.0),
+        (5.0, 10, MAX_USUAL_INTERVAL_S),
+        (0.0, 12_500, MAX_USUAL_INTERVAL_S),
+        (5.0, 12_500, MAX_USUAL_INTERVAL_S),
+        (0.0, 30_000, 40.0),
+    ],
+)
+def test_report_interval_grows_with_lag_and_hosts(
+    late_s: float, agents: int, expected: float
+) -> None:
+    assert find_interval_s(agents, late_s) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("agents", "within_s"), [(500, None), (2000, 1.0), (12_500, 12_500 / 8000)]
+)
+def test_rarely_reporting_hosts_may_report_changes_early(
+    agents: int, within_s: float | None
+) -> None:
+    """Not more than 8,000 in a second, even if all report changes."""
+    scheduler = make_scheduler(60.0, agents)
+    reply = scheduler.make_reply("a0", 100.0, commands=(), needs_resync=False)
+    assert reply.news_s == within_s
+
+
+def test_hosts_answered_together_return_spread_out() -> None:
+    agents, interval = [f"agent-{n}" for n in range(6000)], 6.0
+    waits = [find_slot_wait_s(agent, interval, 100.0) for agent in agents]
+    assert 0.1 * interval < min(waits) and max(waits) <= 1.1 * interval
+    seconds = [sum(int(wait) == second for wait in waits) for second in range(1, 6)]
+    assert max(seconds) < 1.3 * min(seconds), "about equally many in each second"
+    for agent, wait in zip(agents, waits, strict=True):
+        late = 100.0 + wait + 1.7
+        turns = (late + find_slot_wait_s(agent, interval, late) - 100.0 - wait) / interval
+        assert turns == pytest.approx(round(turns), abs=1e-6), "even if its reply was late"
+    assert find_slot_wait_s("agent", 0.5, 100.0) == 0.5, "few hosts have no slots"
+
+
+def test_rarely_reporting_hosts_may_send_terse_updates() -> None:
+    agents, interval = [f"agent-{n}" for n in range(2000)], 10.0
+    assert find_terse_time_s("agent", 0.5, 100.0) is None, "few hosts always send all positions"
+    full_updates: dict[int, int] = {}  # the number in each round
+    for agent in agents:
+        at, until, rounds = 100.0, 0.0, []
+        for n in range(4 * FULL_UPDATE_INTERVALS):
+            if at >= until:
+                rounds.append(n)
+                full_updates[n] = full_updates.get(n, 0) + 1
+            until = at + (find_terse_time_s(agent, interval, at) or 0.0)
+            at += find_slot_wait_s(agent, interval, at)
+        assert (
+            len(rounds) >= 4  # the first of them is before its host's first slot
+            and max(b - a for a, b in itertools.pairwise(rounds[1:])) <= FULL_UPDATE_INTERVALS
+        ), "every host sends its positions"
+    assert (
+        max(full_updates[n] for n in range(1, 4 * FULL_UPDATE_INTERVALS))
+        < 2 * len(agents) / FULL_UPDATE_INTERVALS
+    ), "not all at the same time"
 
 
 @pytest.mark.parametrize(
@@ -35,10 +108,10 @@ def make_intervals(stall_after_s: float, agent_count: int = 1) -> ReportInterval
 def test_steady_hosts_report_less_often(
     stall_after_s: float, agent_count: int, expected_s: float | None
 ) -> None:
-    intervals = make_intervals(stall_after_s, agent_count)
-    assert intervals.steady_s == expected_s
+    scheduler = make_scheduler(stall_after_s, agent_count)
+    assert scheduler.steady_s == expected_s
     if expected_s is not None:
-        assert 2 * expected_s <= intervals.lost_after_s
+        assert 2 * expected_s <= scheduler.lost_after_s
 
 
 @pytest.fixture

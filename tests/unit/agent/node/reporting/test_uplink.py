@@ -14,7 +14,7 @@ from hangwatch.agent.node.reporting.uplink import (
     parse_retry_after_s,
 )
 from hangwatch.agent.transport.client import ServerTarget, TargetError
-from hangwatch.server.core.load import MAX_USUAL_INTERVAL_S
+from hangwatch.server.monitor.cadence import MAX_USUAL_INTERVAL_S
 from tests.simulation.http_receiver import HttpReceiver
 
 

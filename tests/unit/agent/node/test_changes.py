@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
-from hangwatch.agent.node.discovery.changes import ChangeDetector, find_changes
 from hangwatch.agent.node.discovery.watched import WatchedProcess
+from hangwatch.agent.node.report_schedule import ReportSchedule, find_changes
 from hangwatch.agent.node.system.processes import CpuActivity
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.ranks import ExitInfo
-from hangwatch.protocol.heartbeat import ProcessIdentity
+from hangwatch.protocol.heartbeat import HeartbeatReply, ProcessIdentity
 from hangwatch.ring.snapshot import StreamState
 from tests.simulation.rings import make_snapshot
 
@@ -172,16 +171,21 @@ class DetectingHost:
     """News as the node agent's loop uses it."""
 
     def __init__(self, *ranks: WatchedProcess) -> None:
-        self.detector, self.ranks = ChangeDetector(), ranks
+        self.schedule, self.ranks = ReportSchedule(0), ranks
 
-    def detect_changes(self, *ranks: WatchedProcess) -> tuple[float, bool] | None:
+    def detect_changes(self, *ranks: WatchedProcess) -> float | None:
+        """In how many seconds the next heartbeat is due if it was brought forward."""
         self.ranks = ranks or self.ranks
-        return self.detector.check_changes(self.ranks)
+        due_ns = self.schedule.next_ns
+        self.schedule.apply_scan(self.ranks, 0, has_urgent_changes=False)
+        return self.schedule.next_ns / 1e9 if self.schedule.next_ns < due_ns else None
 
-    def send_heartbeat(self, within_s: float | None) -> None:
-        reported: Iterable[WatchedProcess] = self.ranks
-        self.detector.mark_reported(reported)
-        self.detector.apply_reply(reported, within_s)
+    def send_heartbeat(self, within_s: float | None) -> bool:
+        """Whether it is urgent."""
+        is_urgent = self.schedule.start_report(self.ranks, 0)
+        reply = HeartbeatReply(interval_s=20.0, news_s=within_s)
+        self.schedule.apply_reply(reply, self.ranks, 0, is_steady=False)
+        return is_urgent
 
 
 def test_frequently_reporting_host_sends_no_early_heartbeat() -> None:
@@ -198,14 +202,14 @@ def test_changes_are_reported_in_time_and_once_per_heartbeat() -> None:
     host.send_heartbeat(3.0)
     assert host.detect_changes() is None
     first = host.detect_changes(make_watched_rank(1, make_waiting_state()), make_watched_rank(2))
-    assert first is not None and 0.0 <= first[0] <= 3.0 and first[1]
+    assert first is not None and 0.0 <= first <= 3.0
     assert (
         host.detect_changes(
             make_watched_rank(1, make_waiting_state()), make_watched_rank(2, state="T")
         )
         is None
     ), "the heartbeat that is due by now reports that, too"
-    host.send_heartbeat(3.0)
+    assert host.send_heartbeat(3.0)
     assert host.detect_changes() is None, "it has been reported"
     assert (
         host.detect_changes(
@@ -220,10 +224,7 @@ def test_hosts_with_same_change_spread_their_reports() -> None:
     for host in hosts:
         host.send_heartbeat(4.0)
     times = [
-        (
-            host.detect_changes(make_watched_rank(1, make_waiting_state()), make_watched_rank(2))
-            or (0.0, False)
-        )[0]
+        host.detect_changes(make_watched_rank(1, make_waiting_state()), make_watched_rank(2)) or 0.0
         for host in hosts
     ]
     assert min(times) < 0.5 and max(times) > 3.5
@@ -238,4 +239,4 @@ def test_created_group_is_reported_early_but_not_urgently() -> None:
         make_watched_rank(1, make_stream_state(SETUP, StreamKind.SETUP, entered=6)),
         make_watched_rank(2),
     )
-    assert made is not None and not made[1]
+    assert made is not None and not host.send_heartbeat(3.0)

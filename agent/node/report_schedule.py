@@ -1,16 +1,17 @@
-"""Detects what a host reports before its next heartbeat is due.
+"""When a host reports: at the interval that the server sets, and immediately when its set of blocked
+ranks or one of its processes changes.
 
-`ChangeDetector` serves hosts with infrequent heartbeats: it finds rare changes, and those that only
-this host can see. Ranks that all wait in the same operation are no such change, since the other
-hosts report it too. It is one if only some of them wait, since a rank that does not may be the one
-that all others wait for; or if all members of a group are on this host, in a call that does not
-complete.
+A steady host, whose ranks make calls or compute and none of which has been in a call for long, is
+read and reported less often, since reading and reporting twice a second takes a node agent twice the
+CPU time. `SteadinessCheck` samples each rank instead, which takes microseconds, and reads its whole
+ring only where the process stopped making calls. The end of steadiness is reported immediately. What
+only /proc or a whole ring shows is found when the host is next read.
 
-`SteadinessCheck` finds out whether a host is steady: its ranks make calls or compute, and none of
-them has been in a call for long. Such a host is read and reported less often, and its end of
-steadiness is reported immediately. A sample of a rank takes microseconds, and reads its whole ring
-only where the process stopped making calls. What only /proc or a whole ring shows is found when the
-host is next read.
+Where the interval is long because hosts are many, not every host that blocks reports immediately:
+100,000 ranks may block at the same moment. `find_changes` gives what only this host can see. Ranks
+that all wait in the same operation are no such change, since the other hosts report it too. It is
+one if only some of them wait, since a rank that does not may be the one that all others wait for; or
+if all members of a group are on this host, in a call that does not complete.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from dataclasses import dataclass, field
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.limits import FROZEN_AFTER_S, MIN_WAIT_S, NOT_RUNNING_STATES
+from hangwatch.protocol.heartbeat import HeartbeatReply
 from hangwatch.ring.layout import LiveWord, RingError
 from hangwatch.ring.parts import DeviceEntry
 from hangwatch.ring.reader import RingReader
 from hangwatch.ring.snapshot import StreamState
 
-from ..reporting.updates import BLOCKED_AFTER_S
-from .watched import FLOOD_DIVISOR, WatchedProcess
+from .discovery.watched import FLOOD_DIVISOR, WatchedProcess
+from .reporting.updates import BLOCKED_AFTER_S
 
+# Heartbeats that are sent early, because a rank is in a call for long, have this distance at least.
+EARLY_INTERVAL_NS = 1_000_000_000
 SETTLE_NS = 2_000_000_000  # how long a host must be quiet before it counts as steady
 _MAX_PULSE_AGE_NS = 1_000_000_000  # the recorder's thread runs ten times a second
 _NEVER_NS = 1 << 63
@@ -56,42 +60,96 @@ class _GroupCreation:
     group_count: int
 
 
-class ChangeDetector:
-    """Detects what the server does not know yet, if it wants to be informed early."""
+class ReportSchedule:
+    """When the next heartbeat is due, and whether the server should handle it before others. Times
+    are nanoseconds on the monotonic clock.
+    """
 
-    def __init__(self) -> None:
-        self._report_within_s: float | None = None  # None after one early report
+    def __init__(self, now_ns: int) -> None:
+        self.next_ns = now_ns
+        self._unsteady_ns = _NEVER_NS  # when it is due if the host does not remain steady
+        self._next_early_ns = 0
+        self._is_hastened = False  # the next heartbeat is sent immediately, and is urgent
+        # Two other reasons for which it is urgent, which do not hasten it.
+        self._has_urgent_changes = False
+        self._is_server_waiting = False
+        # What the server knows of the changes below; None while heartbeats are frequent.
         self._reported_changes: frozenset[Hashable] | None = None
+        self._report_within_s: float | None = None  # None after one early heartbeat
 
     @property
-    def is_enabled(self) -> bool:
-        """The heartbeats of this host are infrequent."""
+    def is_infrequent(self) -> bool:
+        """The heartbeats of this host are infrequent, so that changes are reported between them."""
         return self._reported_changes is not None
 
-    def check_changes(self, watched: Iterable[WatchedProcess]) -> tuple[float, bool] | None:
-        """If something changed: in how many seconds to report it, and whether the report is urgent.
-        The creation of a group is not urgent, since all hosts create groups at the same time.
-        """
-        if self._report_within_s is None or self._reported_changes is None:
-            return None
-        new_changes = find_changes(watched) - self._reported_changes
-        if not new_changes:
-            return None
-        within_s = self._report_within_s
-        self._report_within_s = None
-        is_urgent = any(not isinstance(change, _GroupCreation) for change in new_changes)
-        # The delay is random, since the cause may have changed all hosts at the same time.
-        return random.uniform(0.0, within_s), is_urgent
+    def is_due(self, now_ns: int, *, may_hasten: bool) -> bool:
+        return (may_hasten and self._is_hastened) or now_ns >= self.next_ns
 
-    def mark_reported(self, watched: Iterable[WatchedProcess]) -> None:
-        """A heartbeat reports the present state."""
+    def hasten(self) -> None:
+        """The next heartbeat is sent immediately: a process has ended, or the reply to a request is
+        ready.
+        """
+        self._is_hastened = True
+
+    def delay(self, until_ns: int) -> None:
+        """The next heartbeat is due then, and not earlier because of the end of steadiness."""
+        self.next_ns = self._unsteady_ns = until_ns
+
+    def bring_forward(self, at_ns: int) -> None:
+        """The next heartbeat is due then at the latest."""
+        self.next_ns = min(self.next_ns, at_ns)
+
+    def apply_scan(
+        self, watched: Iterable[WatchedProcess], now_ns: int, *, has_urgent_changes: bool
+    ) -> None:
+        """Brings the next heartbeat forward if a scan of a host that is not steady found something to
+        report.
+        """
+        self.bring_forward(self._unsteady_ns)
+        if self._reported_changes is None:
+            if has_urgent_changes and now_ns >= self._next_early_ns:
+                self._next_early_ns = now_ns + EARLY_INTERVAL_NS
+                self.bring_forward(now_ns)
+            return
+        if self._report_within_s is None:
+            return
+        new_changes = find_changes(watched) - self._reported_changes
+        if new_changes:
+            # The creation of a group is not urgent, since all hosts create groups at the same time.
+            self._has_urgent_changes = any(
+                not isinstance(change, _GroupCreation) for change in new_changes
+            )
+            # The delay is random, since the cause may have changed all hosts at the same time.
+            within_s = random.uniform(0.0, self._report_within_s)
+            self.bring_forward(now_ns + int(within_s * 1e9))
+            self._report_within_s = None
+
+    def start_report(self, watched: Iterable[WatchedProcess], next_ns: int) -> bool:
+        """A heartbeat reports the present state; without a reply, the next one is due at ``next_ns``.
+        Returns whether it is urgent.
+        """
+        is_urgent = self._is_hastened or self._has_urgent_changes or self._is_server_waiting
+        self._is_hastened = self._has_urgent_changes = False
         if self._reported_changes is not None:
             self._reported_changes = find_changes(watched)
+        self.delay(next_ns)
+        return is_urgent
 
-    def apply_reply(self, watched: Iterable[WatchedProcess], within_s: float | None) -> None:
-        """The server wants changes within ``within_s`` seconds; None: with the next heartbeat."""
-        self._report_within_s = within_s
-        if within_s is not None and self._reported_changes is None:
+    def apply_reply(
+        self,
+        reply: HeartbeatReply,
+        watched: Iterable[WatchedProcess],
+        now_ns: int,
+        *,
+        is_steady: bool,
+    ) -> None:
+        """Applies what the server's reply says about the next heartbeat."""
+        self.delay(now_ns + int(reply.interval_s * 1e9))
+        if is_steady and reply.steady_s is not None:
+            self.next_ns = now_ns + int(reply.steady_s * 1e9)
+        self._is_server_waiting = reply.urgent
+        self._report_within_s = reply.news_s
+        if reply.news_s is not None and self._reported_changes is None:
             self._reported_changes = find_changes(watched)
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from hangwatch.agent.environment import run_dir
 from hangwatch.agent.node.discovery import rings
-from hangwatch.agent.node.discovery.changes import SETTLE_NS, SteadinessCheck, list_unfinished_ages
 from hangwatch.agent.node.discovery.watched import FLOOD_DIVISOR, WatchedProcess, watch_process
+from hangwatch.agent.node.report_schedule import SETTLE_NS, SteadinessCheck, list_unfinished_ages
 from hangwatch.agent.node.reporting.updates import BLOCKED_AFTER_S
 from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter

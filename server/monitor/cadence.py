@@ -1,0 +1,317 @@
+"""When hosts report, and when jobs are diagnosed.
+
+A host reports every max(0.5 s, hosts/500 s), and its node agent reports immediately when the set of
+its blocked ranks or a process changes. So 500 hosts report in a second at most, and the limits of the
+diagnosis follow their interval. What differs from this rule does so for a reason that was measured:
+
+- From 10,000 hosts on the interval is 20 s, up to 750 heartbeats a second: a host counts as lost 5 s
+  after its heartbeat was due, so that at 25 s a lost node would be named 10 s after it is due.
+- A steady host, whose ranks all make progress, reports every 2 s where hosts are few. Reporting twice
+  a second takes its node agent twice the CPU time, more than the goal of 1 % of a core.
+- From an interval of 2 s on, each host has a slot in it, and changes are reported within a second or
+  two: otherwise thousands of hosts, which a hang blocks at the same moment, would report together.
+  A host whose ranks all make progress then sends their positions with every third heartbeat only.
+- A few hosts report within a second, before all others: those with a request to answer, those with
+  urgent changes, those named by a diagnosis, and those for which `Fleet.is_urgent` holds.
+
+A small job is diagnosed in each round. A large one, which takes seconds, is diagnosed within a share
+of a core: a third of it while the next reports may decide a verdict, at most a seventh otherwise.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from hangwatch.diagnosis import Diagnosis, EvidenceRequest, choose_window
+from hangwatch.model.kinds import select_kinds
+from hangwatch.model.limits import Limits
+from hangwatch.model.ranks import AttemptKey
+from hangwatch.protocol.commands import Command
+from hangwatch.protocol.heartbeat import HeartbeatReply
+from hangwatch.tracking.attempt import Attempt
+
+from ..core.limits import is_large
+from ..shared_state import SharedState
+
+MIN_INTERVAL_S = 0.5
+USUAL_HEARTBEATS_PER_S = 500  # all hosts together
+MAX_USUAL_INTERVAL_S = 20.0  # up to MAX_HEARTBEATS_PER_S, and on an overloaded server
+MAX_HEARTBEATS_PER_S = 750  # reached by 15,000 hosts: with more, the interval grows again
+STEADY_INTERVAL_S = 2.0
+SLOTS_FROM_INTERVAL_S = 2.0
+MIN_SLOT_WAIT_S = 1.0  # a host leaves out a slot that begins sooner than this after its heartbeat
+FULL_UPDATE_INTERVALS = 3  # a host with a slot sends all positions once in so many intervals
+MAX_CHANGES_PER_S = 8000  # heartbeats for a moment, if all hosts report changes
+
+REQUESTED_INTERVAL_S = 0.2  # the interval of an agent with an open request or a trace
+PRESSING_INTERVAL_S = 1.0  # the time to the next heartbeat of an agent that may decide a verdict
+# The number of suspected agents, and the number of others, that report after PRESSING_INTERVAL_S in
+# one round.
+MAX_PRESSING_AGENTS = 50
+SUSPECTED_S = 30.0  # an agent is suspected for so long after a diagnosis named it or it was urgent
+MAX_SUSPECTED_AGENTS = 500  # urgent heartbeats make no more agents suspected than this
+
+POLL_S = 25.0  # less than the minute after which proxies close a connection without data
+MAX_POLLING_AGENTS = 256
+MIN_RECENT_S = 2.0
+RECENT_HEARTBEATS = 3
+
+# The pause before the next run, as a multiple of the CPU time of the last one.
+DECIDING_FACTOR = 2.0  # the next reports may decide a verdict: a third of a core
+USUAL_FACTOR = 6.0  # at most a seventh of a core
+MAX_FACTOR = 12.0  # for MAX_PAUSE_S at most, and the longest pause because of queued heartbeats
+MAX_PAUSE_S = 4.0
+STATES_FACTOR = 30.0  # before the next report of the states of ranks
+# Most ranks that seem to wait have only not reported since, as long as some ranks make calls.
+STILL_AFTER_S = 3.0
+# Changes decide a verdict only after they have lasted for a while.
+RECENT_CHANGES_S = 5.0
+# A verdict is new for this long after its onset, and may become more precise after it is due.
+FRESH_VERDICT_S = 10.0
+# The pause grows by its own length for each of these seconds that heartbeats have been queued.
+BACKLOG_STEP_S = 2.5
+_EARLY_KINDS = frozenset(select_kinds(lambda spec: spec.is_due_early))
+
+
+def find_interval_s(hosts: int, late_s: float = 0.0, least_s: float = MIN_INTERVAL_S) -> float:
+    """Seconds between two heartbeats of one of these hosts. ``late_s``: the event loop's lateness,
+    with which it grows on a server that lacks CPU time.
+    """
+    affordable_s = max(least_s, hosts / USUAL_HEARTBEATS_PER_S) * (1 + 10 * late_s)
+    return min(affordable_s, max(MAX_USUAL_INTERVAL_S, hosts / MAX_HEARTBEATS_PER_S))
+
+
+def find_slot_wait_s(agent: str, interval_s: float, now: float) -> float:
+    """Seconds until a host's own slot in each interval. Without slots, hosts that waited together
+    would report together from then on.
+    """
+    if interval_s < SLOTS_FROM_INTERVAL_S:
+        return interval_s
+    until_s = _until_own_time_s(agent, interval_s, now)
+    too_soon_s = min(MIN_SLOT_WAIT_S, interval_s / 10)
+    return until_s if until_s > too_soon_s else until_s + interval_s
+
+
+def find_terse_time_s(agent: str, interval_s: float, now: float) -> float | None:
+    """Seconds for which a host may omit the position of ranks that make progress; None if it should
+    send it with each heartbeat.
+    """
+    if interval_s < SLOTS_FROM_INTERVAL_S:
+        return None
+    return _until_own_time_s(agent, FULL_UPDATE_INTERVALS * interval_s, now)
+
+
+def _until_own_time_s(agent: str, period_s: float, now: float) -> float:
+    """Seconds until the time within each period that the agent's id decides."""
+    offset_s = zlib.crc32(agent.encode()) / (1 << 32) * period_s
+    return (offset_s - now) % period_s
+
+
+@dataclass(slots=True, kw_only=True)
+class ReportScheduler:
+    """Decides when each agent reports. All times are seconds on the monotonic clock."""
+
+    shared: SharedState
+    configured_limits: Limits
+    suspected: dict[str, float] = field(default_factory=dict)  # the suspected agents, until when
+    # The agents whose next heartbeat is urgent because this scheduler requested that.
+    _awaited: set[str] = field(default_factory=set)
+    # The numbers of suspected agents (True) and others (False) that report sooner in this round. The
+    # limits are separate because half of all hosts may be urgent while a hang resolves.
+    _pressing_counts: Counter[bool] = field(default_factory=Counter)
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between two heartbeats of a host."""
+        return find_interval_s(self.shared.agents.reporting_count, self.shared.load.late_s)
+
+    @property
+    def max_gap_s(self) -> float:
+        """Seconds between two heartbeats of a host, including the time that they are queued."""
+        return self.interval_s + self.shared.load.waited_s
+
+    @property
+    def limits(self) -> Limits:
+        """The configured limits, at the interval at which hosts report now."""
+        return replace(self.configured_limits, report_interval_s=self.max_gap_s)
+
+    @property
+    def lost_after_s(self) -> float:
+        """Seconds without a heartbeat after which a host is lost."""
+        return self.limits.lost_after_s
+
+    @property
+    def recent_s(self) -> float:
+        """The age in seconds up to which a heartbeat is recent enough to end a rank because of it."""
+        return max(MIN_RECENT_S, RECENT_HEARTBEATS * self.max_gap_s)
+
+    @property
+    def steady_s(self) -> float | None:
+        """Seconds between two heartbeats of a steady host: so few that one lost heartbeat does not make
+        the host count as lost. None: `interval_s`.
+        """
+        interval_s = self.interval_s
+        if interval_s >= STEADY_INTERVAL_S:  # a large job's heartbeats need nothing more
+            return None
+        wanted_s = min(STEADY_INTERVAL_S, self.lost_after_s / 2)
+        return wanted_s if wanted_s > interval_s else None
+
+    def make_reply(
+        self, agent: str, now: float, *, commands: tuple[Command, ...], needs_resync: bool
+    ) -> HeartbeatReply:
+        """The reply to an agent's heartbeat, with the time and the manner of its next one."""
+        shared, hosts = self.shared, self.shared.agents.reporting_count
+        usual_s = self.interval_s
+        interval_s = find_slot_wait_s(agent, usual_s, now)
+        details_s = steady_s = None
+        is_awaited = True
+        is_traced = shared.traces.is_agent_traced(agent)
+        if is_traced or shared.commands.has_open_request(agent):
+            busy = len(shared.traces.sessions) if is_traced else shared.commands.busy_agent_count
+            requested_s = find_interval_s(busy, shared.load.late_s, REQUESTED_INTERVAL_S)
+            interval_s = min(interval_s, requested_s)
+        elif (is_suspected := agent in self.suspected) or shared.fleet.is_urgent(agent):
+            is_awaited = self._pressing_counts[is_suspected] < MAX_PRESSING_AGENTS
+            if is_awaited:
+                self._pressing_counts[is_suspected] += 1
+                interval_s = min(interval_s, PRESSING_INTERVAL_S)
+        else:
+            is_awaited = False
+            details_s, steady_s = find_terse_time_s(agent, usual_s, now), self.steady_s
+        if is_awaited:
+            self._awaited.add(agent)
+        else:
+            self._awaited.discard(agent)
+        has_slots = usual_s >= SLOTS_FROM_INTERVAL_S
+        return HeartbeatReply(
+            interval_s=interval_s,
+            steady_s=steady_s,
+            news_s=max(1.0, hosts / MAX_CHANGES_PER_S) if has_slots else None,
+            details_s=details_s,
+            urgent=is_awaited,
+            poll_s=POLL_S if hosts <= MAX_POLLING_AGENTS else None,
+            resync=needs_resync,
+            commands=commands,
+            clock_s=round(now, 6),
+        )
+
+    def record_heartbeat(self, agent: str, urgent: bool, now: float) -> None:
+        """Records a heartbeat. One that is urgent although that was not requested has changes."""
+        if urgent and agent not in self._awaited and len(self.suspected) < MAX_SUSPECTED_AGENTS:
+            self.suspect_agents([agent], now)
+
+    def suspect_agents(self, agents: Iterable[str], now: float) -> None:
+        """Makes agents report sooner for a while: their next heartbeats may decide a verdict."""
+        self.suspected |= dict.fromkeys(agents, now + SUSPECTED_S)
+
+    def request_urgent_evidence(self, agent: str, now: float) -> None:
+        """Requests evidence from an agent of a large attempt without waiting for the diagnosis: the
+        next one may start seconds later, and the agent's next heartbeat may be as late.
+        """
+        for tracked in self.shared.fleet.list_processes(agent):
+            attempt, rank = tracked.attempt, tracked.process.rank
+            requests: list[EvidenceRequest] = []
+            if tracked.needs_wait_sample:
+                attempt.has_urgent_changes = True
+                requests.append(EvidenceRequest(rank=rank, stacks=True))
+            for stream, divergence in tracked.iter_new_sides():
+                window = choose_window(divergence)
+                requests.append(EvidenceRequest.for_calls(rank, stream, window))
+            if requests and is_large(attempt.rank_count):
+                self.shared.commands.request_evidence(attempt, requests, now)
+
+    def start_round(self, now: float) -> None:
+        """Starts a new round of diagnosis, with new limits on how many agents report sooner."""
+        self._pressing_counts.clear()
+        self.suspected = {agent: until for agent, until in self.suspected.items() if until > now}
+
+    def forget_agent(self, agent: str) -> None:
+        self._awaited.discard(agent)
+
+
+@dataclass(slots=True)
+class _AttemptBackoff:
+    """The backoff of one attempt."""
+
+    diagnosis_until: float = 0.0  # no diagnosis before this time
+    changes_until: float = 0.0  # no diagnosis of urgent changes before this time
+    changed_at: float = float("-inf")  # the beginning of the last diagnosis of urgent changes
+    states_until: float = 0.0  # no report of rank states before this time
+
+
+@dataclass(slots=True)
+class DiagnosisBackoff:
+    """Decides when a large attempt may be diagnosed again; a small one has no backoff. All times are
+    seconds on the monotonic clock.
+    """
+
+    stall_after: float
+    _by_attempt: dict[AttemptKey, _AttemptBackoff] = field(default_factory=dict)
+
+    def skips_diagnosis(self, attempt: Attempt, now: float) -> bool:
+        """True if the attempt must not be diagnosed yet."""
+        backoff = self._get_backoff(attempt)
+        return now < (
+            backoff.changes_until if attempt.has_urgent_changes else backoff.diagnosis_until
+        )
+
+    def record_changes(self, attempt: Attempt, now: float) -> None:
+        """Records that a diagnosis begins after urgent changes."""
+        self._get_backoff(attempt).changed_at = now
+
+    def skips_states(self, attempt: Attempt, now: float) -> bool:
+        """True if the states of the attempt's ranks must not be reported yet."""
+        return now < self._get_backoff(attempt).states_until
+
+    def record_diagnosis(
+        self, attempt: Attempt, diagnosis: Diagnosis, spent: float, waited_s: float, now: float
+    ) -> None:
+        """Records a diagnosis that took ``spent`` CPU seconds. The oldest queued heartbeat has
+        waited for ``waited_s``.
+        """
+        if not is_large(attempt.rank_count):
+            return
+        backoff = self._get_backoff(attempt)
+        unconfirmed = [v for v in diagnosis.verdicts if not v.is_confirmed]
+        due_at = min((v.began_at + self.stall_after for v in unconfirmed), default=float("inf"))
+        backoff.changes_until = now + DECIDING_FACTOR * spent
+        if any(v.kind in _EARLY_KINDS for v in unconfirmed):
+            backoff.diagnosis_until = backoff.changes_until
+        else:
+            pause_s = max(USUAL_FACTOR * spent, MAX_PAUSE_S)
+            if self._awaits_evidence(attempt, diagnosis, now):
+                pause_s = DECIDING_FACTOR * spent
+            pause_s *= 1 + waited_s / BACKLOG_STEP_S
+            backoff.diagnosis_until = now + min(pause_s, MAX_FACTOR * spent)
+        if due_at > now:
+            backoff.diagnosis_until = min(backoff.diagnosis_until, due_at)
+
+    def _awaits_evidence(self, attempt: Attempt, diagnosis: Diagnosis, now: float) -> bool:
+        """Whether the reports of the next seconds may decide a verdict."""
+        if now - self._get_backoff(attempt).changed_at < RECENT_CHANGES_S:
+            # A verdict on what has just begun has probably taken the changes into account.
+            return not any(
+                verdict.is_confirmed and now - verdict.began_at < FRESH_VERDICT_S
+                for verdict in diagnosis.verdicts
+            )
+        if now - attempt.newest_call_at < STILL_AFTER_S:
+            return False
+        for verdict in diagnosis.verdicts:
+            due_s = now - verdict.began_at - self.stall_after
+            if due_s >= 0.0 and (not verdict.is_confirmed or due_s < FRESH_VERDICT_S):
+                return True
+        return False
+
+    def record_states_report(self, attempt: Attempt, spent: float, now: float) -> None:
+        """Records a report of rank states that took ``spent`` CPU seconds."""
+        if is_large(attempt.rank_count):
+            self._get_backoff(attempt).states_until = now + STATES_FACTOR * spent
+
+    def forget_attempt(self, key: AttemptKey) -> None:
+        self._by_attempt.pop(key, None)
+
+    def _get_backoff(self, attempt: Attempt) -> _AttemptBackoff:
+        return self._by_attempt.setdefault(attempt.key, _AttemptBackoff())
