@@ -1,8 +1,6 @@
 """The kinds of verdict and the properties of each kind: one `KindSpec` each, in `KINDS`.
 
-A new kind is a member of `VerdictKind` and an entry of `KINDS` here, a rule module under
-`hangwatch.diagnosis.rules`, and its entry in `hangwatch.diagnosis.engine.RULES`. Everything else,
-including its documentation, follows from its `KindSpec`.
+CONTRIBUTING.md says what else a new kind needs; its documentation follows from its `KindSpec`.
 """
 
 from __future__ import annotations
