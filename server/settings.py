@@ -31,7 +31,7 @@ from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import Limits
 
 from .alerting import channels
-from .alerting.message import Channel
+from .alerting.message import AlertChannel
 from .recovery import policy
 
 CONFIG_FILE_NAME = "hangwatch.toml"
@@ -141,7 +141,7 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
 
-    def make_alert_channels(self) -> list[Channel]:
+    def make_alert_channels(self) -> list[AlertChannel]:
         """The alert channels that the settings name."""
         secret = self.alert_secret.get_secret_value() if self.alert_secret else None
         return channels.make_channels(self.alert, secret, self.alert_command)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 
+from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
 from .core.clock import Clock, ulid
 from .core.events import EventLog
 from .core.load import Load
 from .core.supervision import Counters
+from .incidents.records import IncidentRecord
 from .incidents.registry import IncidentRegistry
 from .ingest.agent_registry import AgentRegistry
 from .ingest.command_queue import CommandQueue
@@ -42,3 +44,14 @@ class SharedState:
         self.counters = Counters()
         # A heartbeat that may change a verdict arrived since the last round of the diagnosis.
         self.has_changes = asyncio.Event()
+
+    def awaits_stacks(self, record: IncidentRecord, attempt: Attempt) -> bool:
+        """Whether some culprit's stack was requested and has not arrived."""
+        ranks_with_stack = {rank for entry in record.incident.stacks for rank in entry.ranks}
+        for rank in record.incident.culprits:
+            if rank in ranks_with_stack:
+                continue
+            process = attempt.processes.get(rank)
+            if process is not None and process.is_alive and self.commands.awaits_stacks(process):
+                return True
+        return False

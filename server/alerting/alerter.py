@@ -27,7 +27,7 @@ from hangwatch.report.text import (
 )
 
 from ..incidents.records import IncidentRecord
-from .message import AlertMessage, Channel, ChannelError, Delivery
+from .message import AlertChannel, AlertChannelError, AlertMessage, Delivery
 
 OPENED, REMINDER, RESOLVED = "opened", "reminder", "resolved"
 PLANNED = "planned"  # ranks may be ended, which was not known when the incident opened
@@ -49,7 +49,7 @@ CLOSE_TIMEOUT_S = 1.0  # the time for messages that are being sent when the serv
 class ChannelQueue:
     """One channel's messages, and the thread that sends them once there is one."""
 
-    channel: Channel
+    channel: AlertChannel
     sent: int = 0
     failed: int = 0
     messages: queue.SimpleQueue[tuple[AlertMessage, Delivery] | None] = field(
@@ -65,7 +65,7 @@ class Alerter:
 
     def __init__(
         self,
-        channels: Sequence[Channel],
+        channels: Sequence[AlertChannel],
         base_url: str,
         delivered: Callable[[Delivery], None],
         *,
@@ -163,7 +163,7 @@ class Alerter:
             except Exception as error:  # the thread continues with the other messages
                 self.print_line(f"cannot record that {message.title!r} was sent: {error}")
 
-    def _send_with_retries(self, channel: Channel, message: AlertMessage) -> None:
+    def _send_with_retries(self, channel: AlertChannel, message: AlertMessage) -> None:
         def report_first_failure(state: tenacity.RetryCallState) -> None:
             if state.attempt_number == 1 and state.outcome is not None:
                 self.print_line(
@@ -173,7 +173,7 @@ class Alerter:
 
         tries = tenacity.Retrying(
             retry=tenacity.retry_if_exception(
-                lambda error: not (isinstance(error, ChannelError) and error.final)
+                lambda error: not (isinstance(error, AlertChannelError) and error.final)
             ),
             wait=tenacity.wait_exponential(self._first_retry_delay_s, MAX_RETRY_DELAY_S)
             + tenacity.wait_random(0, self._first_retry_delay_s),
@@ -225,7 +225,9 @@ def _format_label(incident: Incident, kind: str, now: datetime) -> str:
     return labels[kind]
 
 
-def send_test_messages(channels: Sequence[Channel], base_url: str) -> list[tuple[str, str | None]]:
+def send_test_messages(
+    channels: Sequence[AlertChannel], base_url: str
+) -> list[tuple[str, str | None]]:
     """Sends each channel one message. Returns each channel's name, and the error if it failed."""
     title = (
         "TEST job example: rank 3 has not entered all_reduce, for which 7 ranks wait [train.py:41"

@@ -29,7 +29,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from hangwatch.report.text import format_site, name_ranks, truncate_end
 
-from .message import AlertMessage, Channel, ChannelError, post_content
+from .message import AlertChannel, AlertChannelError, AlertMessage, post_content
 
 COMMAND_TIMEOUT_S = 30.0
 _SECRET_PREFIX = "whsec_"
@@ -64,7 +64,9 @@ _PAGER_URL = re.compile(
 _MAX_SUMMARY, _MAX_ALERT, _MAX_DESCRIPTION = 1024, 130, 10_000  # characters
 
 
-def make_channels(urls: Sequence[str], secret: str | None, command: str | None) -> list[Channel]:
+def make_channels(
+    urls: Sequence[str], secret: str | None, command: str | None
+) -> list[AlertChannel]:
     """A channel for each setting. Raises ValueError for a URL that `make_channel` refuses."""
     channels = [make_channel(url, secret) for url in urls]
     if command is not None:
@@ -72,7 +74,7 @@ def make_channels(urls: Sequence[str], secret: str | None, command: str | None) 
     return channels
 
 
-def make_channel(url: str, secret: str | None = None) -> Channel:
+def make_channel(url: str, secret: str | None = None) -> AlertChannel:
     """The channel for a URL. Raises ValueError, without the URL's secrets, for an invalid one."""
     if not re.match(r"[\w+-]+://\S", url):
         raise ValueError(
@@ -123,7 +125,7 @@ def check_command(line: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Webhook(Channel):
+class Webhook(AlertChannel):
     """A POST of JSON. With a secret, it is signed as https://www.standardwebhooks.com specifies: a
     secret that begins with ``whsec_`` is base64, any other is used unchanged.
     """
@@ -154,7 +156,7 @@ class Webhook(Channel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AppriseService(Channel):
+class AppriseService(AlertChannel):
     """A service that apprise supports, given by its URL: Slack, Teams, PagerDuty, e-mail, Telegram,
     DingTalk, Feishu, WeCom and others.
     """
@@ -179,7 +181,7 @@ class AppriseService(Channel):
             done = service.notify(title=message.title, body=message.text, notify_type=kind)
             reason = captured_log.getvalue().strip() if captured_log else ""
         if not done:
-            raise ChannelError((reason or "the service did not accept it").splitlines()[-1])
+            raise AlertChannelError((reason or "the service did not accept it").splitlines()[-1])
 
 
 def _load_apprise() -> Any:
@@ -196,7 +198,7 @@ def _load_apprise() -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommandChannel(Channel):
+class CommandChannel(AlertChannel):
     """A program of the operator. It gets the message as JSON on stdin and the text in
     HANGWATCH_TEXT.
     """
@@ -225,18 +227,18 @@ class CommandChannel(Channel):
                 timeout=self.timeout_s, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise ChannelError(f"it ran longer than {self.timeout_s:g} s") from None
+            raise AlertChannelError(f"it ran longer than {self.timeout_s:g} s") from None
         except OSError as error:
-            raise ChannelError(f"it cannot be run: {error.strerror}") from None
+            raise AlertChannelError(f"it cannot be run: {error.strerror}") from None
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:]
-            raise ChannelError(
+            raise AlertChannelError(
                 f"it ended with status {done.returncode}" + (f": {last[0][:200]}" if last else "")
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlackWebhook(Channel):
+class SlackWebhook(AlertChannel):
     """An incoming webhook of Slack: https://hooks.slack.com/services/T/B/X."""
 
     name = "Slack"
@@ -247,7 +249,7 @@ class SlackWebhook(Channel):
 
 
 @dataclass(slots=True, kw_only=True)
-class SlackBot(Channel):
+class SlackBot(AlertChannel):
     """A bot with the right chat:write: slack://xoxb-TOKEN/CHANNEL.
 
     Later messages on an incident are in the thread of the first one. Threads are remembered while
@@ -282,7 +284,9 @@ class SlackBot(Channel):
         answer = response.json()
         if not answer.get("ok"):
             error = str(answer.get("error", "no reason given"))
-            raise ChannelError(f"it answered {error}", final=error not in _SLACK_TRANSIENT_ERRORS)
+            raise AlertChannelError(
+                f"it answered {error}", final=error not in _SLACK_TRANSIENT_ERRORS
+            )
         if thread is None and answer.get("ts"):
             self._threads[message.incident_id] = str(answer["ts"])
             if len(self._threads) > _MAX_SLACK_THREADS:
@@ -290,7 +294,7 @@ class SlackBot(Channel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TeamsWebhook(Channel):
+class TeamsWebhook(AlertChannel):
     """A webhook or workflow of Microsoft Teams."""
 
     name = "Teams"
@@ -301,7 +305,7 @@ class TeamsWebhook(Channel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PagerDuty(Channel):
+class PagerDuty(AlertChannel):
     """A service with an Events API v2 integration: pagerduty://INTEGRATION_KEY[?region=eu]."""
 
     name = "PagerDuty"
@@ -332,7 +336,7 @@ class PagerDuty(Channel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opsgenie(Channel):
+class Opsgenie(AlertChannel):
     """An API integration: opsgenie://API_KEY[?region=eu]."""
 
     name = "Opsgenie"

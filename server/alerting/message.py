@@ -13,7 +13,7 @@ import httpx
 POST_TIMEOUT_S = 10.0  # the time for the whole request
 
 
-class ChannelError(Exception):
+class AlertChannelError(Exception):
     """A message was not accepted. ``final``: a retry would fail too."""
 
     def __init__(self, reason: str, *, final: bool = False) -> None:
@@ -66,7 +66,7 @@ class Delivery:
     channel: str  # the channel's key
 
 
-class Channel(abc.ABC):
+class AlertChannel(abc.ABC):
     """A receiver of alerts. Its ``name`` can be shown to users, as it contains no secret."""
 
     __slots__ = ()
@@ -87,20 +87,20 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     def send_message(self, message: AlertMessage) -> None:
-        """Sends one message, in the caller's thread. Raises ChannelError."""
+        """Sends one message, in the caller's thread. Raises AlertChannelError."""
 
 
 def post_content(
     url: str, *, headers: Mapping[str, str] | None = None, **content: Any
 ) -> httpx.Response:
-    """Posts ``json`` or ``content``. Raises ChannelError, without the URL, if it is not accepted."""
+    """Posts ``json`` or ``content``. Raises AlertChannelError, without the URL, if it is not accepted."""
     try:
         response = httpx.post(
             url, headers=headers, timeout=POST_TIMEOUT_S, verify=url.startswith("https:"), **content
         )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ChannelError(f"{type(error).__name__}: {error}") from None
+        raise AlertChannelError(f"{type(error).__name__}: {error}") from None
     if not response.is_success:
         final = response.is_client_error and response.status_code not in (408, 425, 429)
-        raise ChannelError(f"it answered {response.status_code}", final=final)
+        raise AlertChannelError(f"it answered {response.status_code}", final=final)
     return response

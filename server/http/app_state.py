@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,7 +16,7 @@ from ..core.supervision import TaskSupervisor
 from ..incidents.records import IncidentRecord
 from ..ingest.agent_worker import AgentWorker
 from ..monitor import views
-from ..monitor.views import compute_states, count_states, describe_job_status
+from ..monitor.views import compute_states, describe_job_status
 from ..monitor.watch import Watch
 from ..performance.views import RankedGroup, rank_groups
 from ..settings import Settings
@@ -95,9 +96,9 @@ class AppState:
     def describe_job(self, attempt: Attempt) -> JobView:
         view = self.watch.states.large_jobs.get(attempt.key)
         if view is None:
-            records, now = self.shared.incidents.list_open(attempt), self.now()
-            counts = count_states(attempt, records, now, self.watch.report_scheduler.lost_after_s)
-            view = views.describe_job(attempt, counts, records, now)
+            counts = Counter(self.get_rank_states(attempt).values())
+            records = self.shared.incidents.list_open(attempt)
+            view = views.describe_job(attempt, counts, records, self.now())
         return self.add_summary(attempt, view)
 
     def add_summary(self, attempt: Attempt, job: JobView) -> JobView:

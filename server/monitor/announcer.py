@@ -8,15 +8,12 @@ from dataclasses import dataclass
 import msgspec
 
 from hangwatch.report.documents import build_incident_event
-from hangwatch.tracking.attempt import Attempt
 
 from ..alerting.alerter import take_due_event
-from ..incidents.records import IncidentRecord
 from ..shared_state import SharedState
 from ..storage.persistence import PersistenceWorker
 
 MAX_ALERT_DELAY_S = 1.5  # the longest wait of an alert for its culprits' stacks
-MAX_EVIDENCE_DELAY_S = 15.0  # a requested stack is not expected any more after this time
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,31 +50,10 @@ class IncidentAnnouncer:
                     record,
                     ready=now - record.opened_at >= MAX_ALERT_DELAY_S
                     or attempt is None
-                    or not self._awaits_stacks(record, attempt),
+                    or not self.shared.awaits_stacks(record, attempt),
                     hangs_on=attempt is not None and not attempt.is_finished,
                     now=wall,
                     repeat_after=self.repeat_after_s,
                 )
                 if event:
                     self.persistence.queue_alert(record, event)
-
-    def is_evidence_complete(self, record: IncidentRecord, attempt: Attempt) -> bool:
-        """Whether the culprits' stacks have arrived or are not expected any more."""
-        if not self._awaits_stacks(record, attempt):
-            return True
-        return self.shared.clock.monotonic() - record.opened_at > MAX_EVIDENCE_DELAY_S
-
-    def _awaits_stacks(self, record: IncidentRecord, attempt: Attempt) -> bool:
-        """Whether some culprit's stack was requested and has not arrived."""
-        ranks_with_stack = {rank for entry in record.incident.stacks for rank in entry.ranks}
-        for rank in record.incident.culprits:
-            if rank in ranks_with_stack:
-                continue
-            process = attempt.processes.get(rank)
-            if (
-                process is not None
-                and process.is_alive
-                and self.shared.commands.awaits_stacks(process)
-            ):
-                return True
-        return False

@@ -383,28 +383,6 @@ def compute_states(
     """The state of each expected rank. ``records`` are the attempt's open incidents; a rank is lost
     after ``lost_after_s`` without a heartbeat.
     """
-    states = dict.fromkeys(list_expected_ranks(attempt), RankState.MISSING)
-    return states | _compute_reported_states(attempt, records, now, lost_after_s)
-
-
-def count_states(
-    attempt: Attempt,
-    records: Iterable[IncidentRecord],
-    now: float,
-    lost_after_s: float = LOST_AFTER_S,
-) -> Counter[RankState]:
-    """The number of expected ranks in each state. Only reported ranks take time."""
-    counts = Counter(_compute_reported_states(attempt, records, now, lost_after_s).values())
-    reported = sum(rank < attempt.world_size for rank in attempt.processes)
-    missing = min(attempt.world_size, MAX_RANKS_SHOWN) - reported
-    if missing:
-        counts[RankState.MISSING] = missing
-    return counts
-
-
-def _compute_reported_states(
-    attempt: Attempt, records: Iterable[IncidentRecord], now: float, lost_after_s: float
-) -> dict[int, RankState]:
     stalled: set[int] = set()
     slow: set[int] = set()
     frozen: set[int] = set()
@@ -427,7 +405,7 @@ def _compute_reported_states(
         if state is not None:
             states[rank] = state
     states.update(dict.fromkeys(attempt.list_unreported(now - lost_after_s), RankState.LOST))
-    return {
+    return dict.fromkeys(list_expected_ranks(attempt), RankState.MISSING) | {
         rank: states.get(rank) or _compute_usual_state(process, now)
         for rank, process in attempt.processes.items()
     }

@@ -40,7 +40,6 @@ class Watch:
                 rules=rules,
                 orders=AbortOrders(shared=shared),
                 persistence=persistence,
-                is_evidence_complete=announcer.is_evidence_complete,
             )
         self.heartbeats = HeartbeatApplier(
             shared=shared,

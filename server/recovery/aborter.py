@@ -11,7 +11,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -41,6 +41,7 @@ MAX_ORDERS_LISTED = 256
 # The next check of an incident waits this many times as long as the check took, ...
 BACKOFF_FACTOR = 20.0
 MAX_CHECK_INTERVAL_S = 1.0  # ... or until the plan is due, but not longer than this
+MAX_EVIDENCE_DELAY_S = 15.0  # a requested stack is not expected any more after this time
 # The wait, after a rank's exit, for its node agent's report that it sent the signal.
 REPLY_DELAY_LIMIT_S = 1.0
 _UNDECIDED = ("", "planned", "withheld")  # states before it is decided to end ranks
@@ -48,15 +49,12 @@ _UNDECIDED = ("", "planned", "withheld")  # states before it is decided to end r
 
 @dataclass(slots=True, kw_only=True)
 class Aborter:
-    """``is_evidence_complete`` says whether an incident has all the stacks that it will get. Times
-    are the monotonic clock's.
-    """
+    """Times are the monotonic clock's."""
 
     shared: SharedState
     rules: Rules
     orders: AbortOrders
     persistence: PersistenceWorker
-    is_evidence_complete: Callable[[IncidentRecord, Attempt], bool]
     _aborted_at: dict[AttemptKey, float] = field(default_factory=dict)
     # The time of each incident's next check; infinite if none of its ranks will be ended.
     _next_check_at: dict[str, float] = field(default_factory=dict)
@@ -145,10 +143,12 @@ class Aborter:
     ) -> Facts:
         recovery = record.incident.recovery
         is_announced = record.alerted_severity is record.incident.severity
+        age_s = self.shared.clock.monotonic() - record.opened_at
+        has_evidence = age_s > MAX_EVIDENCE_DELAY_S or not self.shared.awaits_stacks(
+            record, attempt
+        )
         is_stored = _get_state(record) == "ordered" or (
-            is_announced
-            and self.is_evidence_complete(record, attempt)
-            and self.persistence.is_stored(record)
+            is_announced and has_evidence and self.persistence.is_stored(record)
         )
         return Facts(
             incident=record.incident,

@@ -39,7 +39,12 @@ from hangwatch.server.alerting.channels import (
     Webhook,
     make_channels,
 )
-from hangwatch.server.alerting.message import AlertMessage, Channel, ChannelError, Delivery
+from hangwatch.server.alerting.message import (
+    AlertChannel,
+    AlertChannelError,
+    AlertMessage,
+    Delivery,
+)
 from hangwatch.server.incidents.records import IncidentRecord
 from tests.harness.processes import clean_environment
 from tests.simulation.http_receiver import WebhookReceiver
@@ -86,7 +91,7 @@ def mailbox() -> Iterator[tuple[Mailbox, str]]:
 
 @contextlib.contextmanager
 def run_alerter(
-    channels: list[Channel], **more: Any
+    channels: list[AlertChannel], **more: Any
 ) -> Iterator[tuple[Alerter, list[Delivery], io.StringIO]]:
     done: list[Delivery] = []
     out = io.StringIO()
@@ -227,7 +232,7 @@ def test_an_email_is_sent_by_its_url(mailbox: tuple[Mailbox, str]) -> None:
 
 def test_unreachable_mail_server_is_reported() -> None:
     channel = AppriseService(address="mailto://me:hush@127.0.0.1:1/?to=a@b.example&mode=insecure")
-    with pytest.raises(ChannelError) as raised:
+    with pytest.raises(AlertChannelError) as raised:
         channel.send_message(compose_message(make_incident(), OPENED, "http://here", MOMENT))
     assert str(raised.value)
     assert "hush" not in channel.name + str(raised.value)
@@ -243,10 +248,11 @@ def test_command_gets_no_secrets_and_failure_is_explained(
         " file=sys.stderr); sys.exit(3)"
     )
     with pytest.raises(
-        ChannelError, match=r"status 3: \['HANGWATCH_EVENT', 'HANGWATCH_TEXT', 'HANGWATCH_TITLE'\]"
+        AlertChannelError,
+        match=r"status 3: \['HANGWATCH_EVENT', 'HANGWATCH_TEXT', 'HANGWATCH_TITLE'\]",
     ):
         CommandChannel(address=f'{sys.executable} -c "{code}"').send_message(message)
-    with pytest.raises(ChannelError, match=r"longer than 0\.2 s"):
+    with pytest.raises(AlertChannelError, match=r"longer than 0\.2 s"):
         CommandChannel(address="sleep 60", timeout_s=0.2).send_message(message)
 
 

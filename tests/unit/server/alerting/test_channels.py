@@ -24,7 +24,7 @@ from hangwatch.server.alerting.channels import (
     build_teams_message,
     make_channels,
 )
-from hangwatch.server.alerting.message import AlertMessage, ChannelError
+from hangwatch.server.alerting.message import AlertChannelError, AlertMessage
 from tests.simulation.http_receiver import (
     HttpReceiver,
     HttpReply,
@@ -148,7 +148,7 @@ def test_later_messages_are_in_the_thread_of_the_first(service: Service) -> None
 def test_refusal_of_slack_is_reported(error: str, final: bool) -> None:
     with Service(ok=False, error=error) as service:
         bot = SlackBot(token="xoxb-secret", channel="#none", api_url=service.url)
-        with pytest.raises(ChannelError, match=error) as raised:
+        with pytest.raises(AlertChannelError, match=error) as raised:
             bot.send_message(make_message())
     assert raised.value.final is final
 

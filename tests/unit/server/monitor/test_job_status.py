@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from hangwatch.diagnosis import UnexplainedWait
@@ -9,7 +10,7 @@ from hangwatch.model.calls import StreamKind
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.protocol import heartbeat
 from hangwatch.server.monitor import views
-from hangwatch.server.monitor.views import count_states, describe_job_status
+from hangwatch.server.monitor.views import compute_states, describe_job_status
 from hangwatch.tracking.fleet import Fleet
 
 STREAM = heartbeat.StreamUpdate(
@@ -39,7 +40,9 @@ def describe_silent_job(
         heartbeat.Heartbeat(host="n", agent="a", number=1, processes=(update,)), 100.0
     )
     (attempt,) = fleet.attempts.values()
-    job = views.describe_job(attempt, count_states(attempt, [], 100.0), [], 100.0)
+    job = views.describe_job(
+        attempt, Counter(compute_states(attempt, [], 100.0).values()), [], 100.0
+    )
     return describe_job_status(attempt, job, 60.0, wait, 100.0)
 
 

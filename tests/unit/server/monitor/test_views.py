@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 
 from hangwatch.model.calls import StreamKind
@@ -10,7 +12,7 @@ from hangwatch.model.ranks import AttemptKey, ExitInfo, Lifecycle, RankState
 from hangwatch.protocol import heartbeat
 from hangwatch.server.incidents.records import IncidentRecord
 from hangwatch.server.monitor import views
-from hangwatch.server.monitor.views import compute_states, count_states, describe_job_status
+from hangwatch.server.monitor.views import compute_states, describe_job_status
 from hangwatch.tracking.fleet import Fleet
 from tests.unit.incident_documents import make_incident
 from tests.unit.server.attempts import make_attempt
@@ -76,7 +78,7 @@ def test_call_older_than_a_second_is_waiting() -> None:
         0: RankState.WAITING,
         1: RankState.MISSING,
     }
-    assert count_states(attempt, [], 100.0) == {
+    assert Counter(compute_states(attempt, [], 100.0).values()) == {
         RankState.WAITING: 1,
         RankState.MISSING: 1,
     }
@@ -121,7 +123,7 @@ def test_headline_names_line_of_single_culprit() -> None:
 
 def test_headline_names_first_of_many_unreported_ranks() -> None:
     job = make_attempt(ranks=3, world=100_000)
-    view = views.describe_job(job, count_states(job, [], 100.0), [], 100.0)
+    view = views.describe_job(job, Counter(compute_states(job, [], 100.0).values()), [], 100.0)
     assert (
         "Not reported yet: ranks 3-99999." in describe_job_status(job, view, 60.0, None, 100.0)[1]
     )
