@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import io
+import re
 import statistics
 import sys
 import tokenize
@@ -29,61 +30,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("hangwatch", "agent", "server")
 MODELS = {"uvicorn": "uvicorn", "distributed": "distributed", "sentry_sdk": "sentry-sdk"}
 SKIPPED_FOLDERS = {"tests", "__pycache__", "node_modules", "_vendor"}
-WORDS_WITHOUT_SUBJECT = frozenset(
-    [
-        "as",
-        "at",
-        "by",
-        "for",
-        "from",
-        "in",
-        "into",
-        "like",
-        "of",
-        "on",
-        "than",
-        "to",
-        "until",
-        "with",
-        "within",
-        "without",
-        "he",
-        "her",
-        "him",
-        "his",
-        "it",
-        "its",
-        "she",
-        "that",
-        "their",
-        "them",
-        "these",
-        "they",
-        "this",
-        "those",
-        "us",
-        "we",
-        "which",
-        "who",
-        "whose",
-    ]
-)
-COLUMNS = (
-    ("", 12, ""),
-    ("modules", 8, "d"),
-    ("lines", 7, "d"),
-    ("median", 7, ".0f"),
-    ("p95", 5, "d"),
-    ("max", 5, "d"),
-    ("imports", 8, ".1%"),
-    ("one importer", 13, ".0%"),
-    ("functions", 10, "d"),
-    ("used once", 10, ".0%"),
-    ("one word", 9, ".0%"),
-    ("nodes/line", 11, ".1f"),
-    ("docstring", 10, ".0%"),
-    ("no subject", 11, ".0%"),
-    ("same class", 11, "d"),
+PREPOSITION_OR_PRONOUN = re.compile(
+    "as|at|by|for|from|in|into|like|of|on|than|to|until|with|within|without"
+    "|he|her|him|his|it|its|she|that|their|them|these|they|this|those|us|we|which|who|whose",
+    re.IGNORECASE,
 )
 
 
@@ -145,33 +95,31 @@ class CodeMetrics:
             if is_continued or not words or words[0] in ("noqa", "type", "fmt", "pragma"):
                 continue
             self.comments += 1
-            self.comments_without_subject += words[0].lower() in WORDS_WITHOUT_SUBJECT
+            self.comments_without_subject += bool(PREPOSITION_OR_PRONOUN.fullmatch(words[0]))
 
-    def format_row(self) -> str:
-        ordered = sorted(self.lines)
-        functions = max(1, len(self.functions))
-        values = (
-            self.name,
-            len(ordered),
-            sum(ordered),
-            statistics.median(ordered),
-            ordered[max(0, round(0.95 * len(ordered)) - 1)],
-            ordered[-1],
-            self.import_lines / sum(ordered),
-            sum(len(users) == 1 for users in self.importers.values()) / len(ordered),
-            len(self.functions),
-            sum(self.uses[name] == 1 for name in self.functions) / functions,
-            sum("_" not in name.strip("_") for name in self.functions) / functions,
-            self.nodes / max(1, self.code_lines),
-            self.documented / functions,
-            self.comments_without_subject / max(1, self.comments),
-            sum(count > 1 for count in self.classes.values()),
-        )
-        cells = zip(values, COLUMNS, strict=True)
-        return "".join(
-            f"{value:{'<' if spec == '' else '>'}{width}{spec}}"
-            for value, (_, width, spec) in cells
-        )
+    def format_cells(self) -> dict[str, str]:
+        """The figures as text, by the titles of their columns."""
+        lines, functions = sorted(self.lines), len(self.functions)
+        single_importer = sum(len(users) == 1 for users in self.importers.values())
+        used_once = sum(self.uses[name] == 1 for name in self.functions)
+        one_word = sum("_" not in name.strip("_") for name in self.functions)
+        return {
+            "": self.name,
+            "modules": str(len(lines)),
+            "lines": str(sum(lines)),
+            "median": f"{statistics.median(lines):.0f}",
+            "p95": str(lines[max(0, round(0.95 * len(lines)) - 1)]),
+            "max": str(lines[-1]),
+            "imports": f"{self.import_lines / sum(lines):.1%}",
+            "one importer": f"{single_importer / len(lines):.0%}",
+            "functions": str(functions),
+            "used once": f"{used_once / functions:.0%}",
+            "one word": f"{one_word / functions:.0%}",
+            "nodes/line": f"{self.nodes / self.code_lines:.1f}",
+            "docstring": f"{self.documented / functions:.0%}",
+            "no subject": f"{self.comments_without_subject / max(1, self.comments):.0%}",
+            "same class": str(sum(count > 1 for count in self.classes.values())),
+        }
 
 
 def iter_docstrings(tree: ast.Module) -> Iterator[ast.Expr]:
@@ -192,23 +140,24 @@ def find_importers(modules: dict[str, tuple[bool, ast.Module]]) -> dict[str, set
     """
     importers: dict[str, set[str]] = {name: set() for name in modules}
     for name, (is_package, tree) in modules.items():
-        for node in ast.walk(tree):
-            targets: list[str] = []
-            if isinstance(node, ast.Import):
-                targets = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                base = node.module or ""
-                if node.level:
-                    package = name.split(".") if is_package else name.split(".")[:-1]
-                    parents = package[: len(package) - node.level + 1]
-                    base = ".".join([*parents, *filter(None, [node.module])])
-                for alias in node.names:
-                    full = f"{base}.{alias.name}"
-                    targets.append(full if strip_root(full) in modules else base)
-            for target in map(strip_root, targets):
-                if target in modules and target != name:
-                    importers[target].add(name)
+        package = name.split(".") if is_package else name.split(".")[:-1]
+        for base, imported in iter_imports(tree, package):
+            member = strip_root(f"{base}.{imported}")
+            target = member if member in modules else strip_root(base)
+            if target in modules and target != name:
+                importers[target].add(name)
     return importers
+
+
+def iter_imports(tree: ast.Module, package: list[str]) -> Iterator[tuple[str, str]]:
+    """The imported modules, each with the name that is imported from it, or without one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *filter(None, [node.module])])
+            yield from ((base, alias.name) for alias in node.names)
 
 
 def strip_root(name: str) -> str:
@@ -237,18 +186,25 @@ def measure_tree(name: str, *folders: Path) -> CodeMetrics:
     return metrics
 
 
+def print_table(rows: Sequence[dict[str, str]]) -> None:
+    """The first column is on the left, the others on the right."""
+    first, *others = rows[0]
+    for row in ({title: title for title in rows[0]}, *rows):
+        cells = [f"{row[title]:>{len(title) + 2}}" for title in others]
+        print(f"{row[first]:12}" + "".join(cells))
+
+
 def main(arguments: Sequence[str]) -> int:
-    print("".join(f"{title:{'>' if title else '<'}{width}}" for title, width, _ in COLUMNS))
-    for part in PARTS:
-        print(measure_tree(part, ROOT / part).format_row())
-    print(measure_tree("all three", *(ROOT / part for part in PARTS)).format_row())
+    measured = [measure_tree(part, ROOT / part) for part in PARTS]
+    measured.append(measure_tree("all three", *(ROOT / part for part in PARTS)))
     missing = []
     for name in arguments or MODELS:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:
             missing.append(MODELS.get(name, name))
-            continue
-        print(measure_tree(name, Path(spec.origin).parent).format_row())
+        else:
+            measured.append(measure_tree(name, Path(spec.origin).parent))
+    print_table([metrics.format_cells() for metrics in measured])
     if missing:
         print(f"not installed: pip install {' '.join(missing)}", file=sys.stderr)
     return int(bool(missing and arguments))
