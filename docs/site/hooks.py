@@ -59,7 +59,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def adapt_links(markdown: str) -> str:
-    """Links from the project's folder become links from docs/; to files that are no pages, text."""
+    """Links from the project's folder become links from docs/; to files without a page, text."""
     pages = {source: name for name, source in COPIED_PAGES.items()}
 
     def adapt_link(match: re.Match[str]) -> str:

@@ -1,7 +1,7 @@
 """``python docs/site/render_diagrams.py mermaid.min.js``: docs/diagrams/*.mmd become SVG.
 
-The pictures are committed, so that a reader without a network sees them and nobody needs Mermaid to
-build the site. ``npm pack mermaid@11`` fetches the script (package/dist/mermaid.min.js); Chromium
+The pictures are committed, so that the site is built without Mermaid and readers need no
+network. ``npm pack mermaid@11`` fetches the script (package/dist/mermaid.min.js); Chromium
 runs it. Each picture holds the hash of its source, which a test compares.
 """
 

@@ -95,7 +95,7 @@ class Attack:
 
 
 def make_head_attack(url: str) -> Callable[[random.Random], None]:
-    """Long and endless headers, URLs and trailers, and many requests at once."""
+    """Long and endless headers, URLs and trailers, and many simultaneous requests."""
     parts = urlsplit(url)
 
     def attack(rng: random.Random) -> None:
@@ -133,7 +133,7 @@ def _make_head_pieces(rng: random.Random) -> Iterator[bytes]:
 
 
 def make_heartbeat_attack(url: str) -> Callable[[random.Random], None]:
-    """Well-formed heartbeats of a sender who may report, which ask for as much as possible."""
+    """Well-formed heartbeats of an authorized sender that cost as much as possible."""
     client = httpx.Client(timeout=30.0)
 
     def attack(rng: random.Random) -> None:

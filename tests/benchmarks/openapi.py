@@ -28,7 +28,7 @@ from tests.simulation.simulated_job import make_hung_job
 
 OPEN_PATHS = {"/healthz", "/readyz"}  # besides the login page, which is no part of the API
 EXAMPLES_PER_OPERATION = 600  # for each operation: more than 20,000 requests in all
-# What must hold beyond the types (a cursor that exists, a job that reports) is no schema's to say.
+# No schema expresses what must hold beyond types, such as that a cursor exists or a job reports.
 EXCLUDED_CHECKS = "positive_data_acceptance"
 ALL_PHASES = "examples,coverage,fuzzing"
 

@@ -61,7 +61,7 @@ class HangableJob(Protocol):
 
 @dataclass(slots=True)
 class RealJob:
-    """Two ranks under torchrun, of which rank 1 is late while the hold file exists."""
+    """Two ranks under torchrun; rank 1 is late while the hold file exists."""
 
     hold_file: Path
     name: str = "real"

@@ -1,4 +1,4 @@
-"""Prebuilt recorders for the CUDA builds of torch, in whose environments nothing of hangwatch is installed."""
+"""Prebuilt recorders for CUDA builds of torch, in environments without an installed hangwatch."""
 
 from __future__ import annotations
 

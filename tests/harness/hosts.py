@@ -98,9 +98,7 @@ class TwoHostNetwork:
     _switches: _Namespace
 
     def cut_cables(self, host: int, *networks: str) -> None:
-        """Pulls cables: no packet passes, and neither side is told more than that the carrier is
-        gone.
-        """
+        """Pulls cables: no packet passes, and both sides only see that the carrier is gone."""
         for network in networks:
             self._switches.run_ip(f"link set {network}{host} down")
 

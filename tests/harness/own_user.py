@@ -1,4 +1,4 @@
-"""Serves an application to this process, which has no connection whose other end could be asked for."""
+"""Serves an application to this process, without connections whose other end could be looked up."""
 
 from __future__ import annotations
 

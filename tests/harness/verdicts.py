@@ -141,7 +141,7 @@ def _list_alerts(server: Server, job: str, severity: str = "alert") -> list[dict
 
 
 def _check_status(server: Server, job: str, outcome: ProgramOutcome) -> None:
-    """No job is said to be well while the ranks' table shows one that waits for too long."""
+    """No job's status is healthy while the ranks' table shows one that waits for too long."""
     waits_s = [rank["waiting_s"] or 0.0 for rank in server.get_items("ranks", job=job)]
     longest_s = max(waits_s, default=0.0)
     summaries = [item["summary"] for item in server.get_items("jobs", job=job)]

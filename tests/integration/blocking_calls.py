@@ -91,7 +91,7 @@ def _listener() -> socket.socket:
 
 
 def _full_address() -> Any:
-    """The address of a listener whose queue is full: another connection is left to wait."""
+    """The address of a listener whose queue is full: another connection waits."""
     listener = _listener()
     for _ in range(3):
         other = _keep(socket.socket())

@@ -1,5 +1,5 @@
-"""Trains and talks in every way that is checked; once it is told to, one rank gets a bit wrong,
-then another puts in a NaN.
+"""Trains and communicates in every way that is checked; on request, one rank flips a bit, and then
+another one puts in a NaN.
 """
 
 import sys

@@ -48,7 +48,7 @@ def agent_testbed(source: str, tmp_path: Path) -> Iterator[AgentTestbed]:
 
 
 def start_and_sample(testbed: AgentTestbed, tmp_path: Path, *orders: list[str]) -> list[Any]:
-    """Two samples of a rank for each of the orders, of which nothing may return."""
+    """Two samples of a rank for each of the orders; no call may return because of them."""
     env = testbed.make_environ(TMPDIR=str(tmp_path))
     ranks = [testbed.start_rank(n, *order, env=env) for n, order in enumerate(orders)]
     testbed.start_agent()

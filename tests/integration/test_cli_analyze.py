@@ -368,7 +368,7 @@ def test_bundle_shows_server_verdict(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_torchs_analyzer_reads_exported_bundles(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What it has no name for is left out, and said to be."""
+    """Operations that it does not know are left out, with a remark."""
     made = {
         "never_came": write_bundle(tmp_path / "1.zip", None),
         "another_call": write_bundle(tmp_path / "2.zip", 2),

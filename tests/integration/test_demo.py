@@ -1,4 +1,4 @@
-"""`hangwatch demo`, whole: it names the planted line, and nothing of it outlives it."""
+"""`hangwatch demo` names the planted line, and leaves nothing running or on disk."""
 
 from __future__ import annotations
 

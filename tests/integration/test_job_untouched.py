@@ -83,7 +83,7 @@ def count_entered(server: Server, name: str) -> int:
 
 
 def is_progressing(server: Server, name: str) -> bool:
-    """The server sees both ranks go on."""
+    """The server sees that both ranks make progress."""
     before = count_entered(server, name)
     return before >= 0 and wait_until(lambda: count_entered(server, name) > max(before, 0), 20.0)
 
@@ -277,7 +277,7 @@ def test_launcher_status(dead_url: str, tmp_path: Path) -> None:
 
 
 def test_a_pipe_ends_with_the_job(dead_url: str, tmp_path: Path) -> None:
-    """The node agent, which has nobody to report to and stays a while, holds none of the job's
+    """The node agent, which stays a while because it reaches no server, holds none of the job's
     descriptors.
     """
     run_dir = tmp_path / "run"

@@ -21,7 +21,7 @@ from tests.simulation.waiting import wait_for_value, wait_until
 PROGRAM = Path(__file__).with_name("long_program.py")
 RANKS, MOST_EXTRA_CALLS = 3, 3000
 CALLS = int(os.environ.get("LONG_JOB_CALLS", "50000"))
-# Each run draws the fault, its place and the recorder anew; the failure's text has the seed.
+# Each run draws the fault, its place and the recorder again; the failure's text has the seed.
 SEED = int(os.environ.get("LONG_JOB_SEED", random.randrange(1000)))
 CASES = [
     (recorder, fault) for fault in ("mismatch", "missing_rank") for recorder in ("native", "python")

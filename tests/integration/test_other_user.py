@@ -79,7 +79,7 @@ def test_everybody_may_check_the_health(server: Server) -> None:
     assert run_as_other_user(lambda: request(server.url, "GET", "/healthz"))[0] == 200
 
 
-def test_connection_that_is_closed_at_once_is_not_taken_for_root(server: Server) -> None:
+def test_connection_that_is_closed_immediately_is_not_taken_for_root(server: Server) -> None:
     """The kernel attributes what remains of a closed socket to root."""
     parts = urlsplit(server.url)
     message = (

@@ -1,5 +1,5 @@
-"""Which recorder serves: the native one from the second job on, and Python's wherever anything is
-amiss.
+"""Which recorder serves: the native one from the second job on, and the Python one where anything
+is wrong.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def choose_recorder(**env: str) -> tuple[str, str]:
-    """What records, or why not the native recorder; and what stderr says."""
+    """The recorder in use, or why it is not the native one; and the text on stderr."""
     code = f"{CHOOSE_CODE}; print('native' if chosen[0] else chosen[1])"
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -101,7 +101,7 @@ def test_hang_recovers_to_finished_training(
 
 def _check_reports(server: Server, hook: WebhookReceiver) -> None:
     """One incident, of the first attempt; who was ended, when, by which signal, with what result,
-    wherever people look.
+    in all views.
     """
 
     def list_alerts() -> list[dict[str, Any]]:

@@ -220,7 +220,7 @@ def test_late_agent_of_old_attempt_revives_nothing(tmp_path: Path) -> None:
         assert [i for i in new.list_incidents() if i["status"] == "open"] == []
 
 
-def test_two_hundred_agents_at_once(tmp_path: Path) -> None:
+def test_two_hundred_simultaneous_agents(tmp_path: Path) -> None:
     hosts = 200
 
     def make_heartbeat(host: int, number: int) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Requests that ask for more than the server gives: each gets an error that names the limit, and costs
+"""Requests for more than the server gives: each gets an error that names the limit, and costs
 no memory. On a real server, over real sockets.
 """
 

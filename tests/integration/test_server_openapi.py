@@ -1,6 +1,4 @@
-"""The API does what its description says; `python -m tests.benchmarks.openapi` asks ten times as
-much.
-"""
+"""The API does what its description says; `python -m tests.benchmarks.openapi` asks for more."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from tests.benchmarks import openapi
 
 @pytest.mark.timeout(600)
 def test_api_matches_openapi_document(tmp_path: Path) -> None:
-    # Without the token, one request to each operation shows that it is refused, whatever it says.
+    # Without the token, one request to each operation shows that it is refused.
     with_token, without = openapi.run_with_and_without_token(
         tmp_path, examples=1, phases_without_token="examples,fuzzing"
     )

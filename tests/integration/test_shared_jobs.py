@@ -64,7 +64,7 @@ def wait_for_alert(server: Server) -> dict[str, Any]:
 
 
 def check_taken_over(server: Server, opened: dict[str, Any]) -> None:
-    """The incident is the same, and nobody is told of it again."""
+    """The incident is the same, and is not announced again."""
     [taken] = list_incidents(server)
     assert (taken["id"], taken["status"], taken["culprits"]) == (opened["id"], "open", [1])
     assert "ALERT" not in server.read_log()

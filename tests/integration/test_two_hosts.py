@@ -25,7 +25,8 @@ pytestmark = pytest.mark.skipif(_namespaces_refused is not None, reason=str(_nam
 PROGRAM = Path(__file__).with_name("hosts_program.py")
 STALL_AFTER_S = 4.0
 VERDICT_WITHIN_S = STALL_AFTER_S + 5.0
-RECOVERY_WITHIN_S = 30.0  # seconds in which a node agent or a job is to go on once a cable is back
+# A node agent or a job must continue within these seconds once a cable is back.
+RECOVERY_WITHIN_S = 30.0
 HOUR_S = 3600.0
 
 _CLOCK_AHEAD_SOURCE = """

@@ -1,6 +1,4 @@
-"""What `pip install hangwatch` installs: all of the tree, for which an editable installation is no
-proof.
-"""
+"""`pip install hangwatch` installs the whole tree; an editable installation does not prove that."""
 
 from __future__ import annotations
 

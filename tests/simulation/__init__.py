@@ -2,7 +2,7 @@
 
 A job for a test is one of these:
 
-- `scripted_job`: the test makes each call of each rank, and asks for the diagnosis.
+- `scripted_job`: the test makes each call of each rank, and runs the diagnosis.
 - `model_job`: ranks run programs whose calls complete as a backend completes them; `model_cluster`
   adds node agents and an unreliable network. For properties that hold for any job.
 - `parallel_job`: a job of thousands of ranks, computed for any moment. For the load of a server.

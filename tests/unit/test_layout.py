@@ -7,7 +7,7 @@ from pathlib import Path
 PROJECT = Path(__file__).parents[2]
 UNIT_TESTS = Path(__file__).parent
 PACKAGES = ("hangwatch", "agent", "server")
-# Tests of what is no package.
+# Folders for tests of the documentation and of the zoo.
 OTHER_FOLDERS = {"docs", "zoo"}
 # Packages that only a real compiler or database tries, and where that is done.
 TESTED_ELSEWHERE = {

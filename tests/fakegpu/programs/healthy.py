@@ -223,7 +223,7 @@ def main() -> None:
     chosen = sys.argv[1:] or list(CASES)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    # With a device id the communicator is created at once, which splitting needs.
+    # With a device id the communicator is created immediately, which splitting needs.
     dist.init_process_group(device_id=device if os.environ.get("EAGER", "1") == "1" else None)
     for name in chosen:
         CASES[name]()

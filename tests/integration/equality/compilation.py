@@ -248,7 +248,7 @@ def fake_tensors():
     if dist.get_rank() != 0:
         return report
     for name, call in FAKE_CALLS.items():
-        if name == "barrier":  # no tensor says that it is fake
+        if name == "barrier":  # no tensor shows that it is fake
             continue
         for is_symbolic in (False, True):
             environment = ShapeEnv()

@@ -126,7 +126,7 @@ def asynchronous_messages(track: Track) -> None:
 
 @register_case
 def dropped_message(track: Track) -> None:
-    """A send that nobody waits for, and that the receiver never asks for."""
+    """A send that is never awaited and never received."""
     if dist.get_rank() == 0:
         sent = track.make_tensor()
         dist.isend(sent, get_peer(), tag=5)  # no later message has this tag

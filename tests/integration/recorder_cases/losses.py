@@ -1,4 +1,4 @@
-"""Makes the recorder of this process fail to record calls, and prints what its ring says of each
+"""Makes the recorder of this process fail to record calls, and prints what its ring shows of each
 stream as JSON: (description, number of calls, (first uncertain call, reason) or null).
 """
 

@@ -22,7 +22,7 @@ PROGRAMS = [
 HANGS = [name for backend in BACKENDS for name in list_programs(healthy=False, backend=backend)]
 
 
-def test_names_tell_the_backend() -> None:
+def test_names_contain_the_backend() -> None:
     assert all(name.startswith("nccl/") for name in list_programs(healthy=True, backend="nccl"))
     assert not any("/" in name for name in list_programs(healthy=True))
 

@@ -1,4 +1,4 @@
-"""Rank 1 sees a batch of another size, compiles its model anew, and the compiler waits for a cache that nobody fills."""
+"""Rank 1 sees a batch of another size, compiles its model again, and the compiler waits for a cache that nobody fills."""
 
 import os
 import threading

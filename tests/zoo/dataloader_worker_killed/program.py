@@ -1,4 +1,4 @@
-"""A worker of rank 0's DataLoader is killed, as when memory runs out; torch tells it by an
+"""A worker of rank 0's DataLoader is killed, as when memory runs out; torch raises an
 exception wherever the training loop is at that moment."""
 
 import os

@@ -1,4 +1,4 @@
-"""DataLoader workers that live from epoch to epoch, sleep between them, and pin nobody."""
+"""DataLoader workers that live from epoch to epoch, sleep between them, and block no rank."""
 
 import time
 

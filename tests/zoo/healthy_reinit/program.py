@@ -1,4 +1,4 @@
-"""The process group is destroyed and made anew, as between two phases of a training."""
+"""The process group is destroyed and made again, as between two phases of a training."""
 
 import os
 import time

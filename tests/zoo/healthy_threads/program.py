@@ -1,4 +1,4 @@
-"""Three threads communicate at once, each over a process group of its own, at a pace of its own."""
+"""Three threads communicate at the same time, each over a process group of its own, at a pace of its own."""
 
 import threading
 import time

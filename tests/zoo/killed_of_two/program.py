@@ -1,4 +1,4 @@
-"""Rank 1 is killed right after a collective. Rank 0 complains of the lost connection before anybody saw that end."""
+"""Rank 1 is killed right after a collective. Rank 0 complains of the lost connection before that end was seen."""
 
 import os
 import signal

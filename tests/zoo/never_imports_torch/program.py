@@ -1,4 +1,4 @@
-"""Rank 1 waits for a licence before it as much as imports torch, so nothing of torch can tell of it.
+"""Rank 1 waits for a licence before it even imports torch, so torch knows nothing of it.
 
 No call comes before the fault: nobody has a process group yet.
 """

@@ -146,8 +146,8 @@ def _watch_dumps(
     stall_after_s: float,
     outcome: ProgramOutcome,
 ) -> tuple[AccusedRanks, float]:
-    """Runs the module ``analyzer``, with its arguments, on the dumps; ``read`` says whom its stdout
-    and stderr accuse.
+    """Runs the module ``analyzer``, with its arguments, on the dumps; ``read`` finds the ranks that
+    its stdout and stderr accuse.
     """
     command = (sys.executable, "-m", *analyzer, str(_collect_dumps(expected, job, stall_after_s)))
     ran = subprocess.run(
@@ -166,8 +166,8 @@ def _watch_dumps(
 def _watch_detail(
     expected: ExpectedVerdict, job: LaunchedJob, stall_after_s: float, outcome: ProgramOutcome
 ) -> tuple[AccusedRanks, float]:
-    """Reads what the ranks print until the job is over or the time-out is, and says since when they
-    name whom they name last.
+    """Reads what the ranks print until the job has ended or timed out. Returns the ranks that they
+    name last, and since when they name these.
     """
     assert job.planted_at is not None
     named: AccusedRanks = ()
@@ -190,8 +190,8 @@ def _detail_env(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerTool:
-    """``env`` is what its jobs need, given their folder; ``watch`` says whom it names after the
-    fault, and when it did.
+    """``env`` is what its jobs need, given their folder; ``watch`` returns the ranks that it names
+    after the fault, and when it did.
     """
 
     env: Callable[[Path], dict[str, str]]

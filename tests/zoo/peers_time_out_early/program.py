@@ -1,4 +1,4 @@
-"""Rank 0 waits for an item that nobody puts into its queue. Its peers' collective times out long before that is a hang."""
+"""Rank 0 waits for an item that nobody puts into its queue. Its peers' collective times out long before the wait counts as a hang."""
 
 import datetime
 import os

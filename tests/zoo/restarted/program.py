@@ -1,4 +1,4 @@
-"""Rank 1 fails in the first attempt; the launcher starts all anew, and the second attempt ends well."""
+"""Rank 1 fails in the first attempt; the launcher starts all ranks again, and the second attempt ends well."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Started by mp.spawn. Rank 1 waits for its data before init_process_group, and nothing but its absence tells of it.
+"""Started by mp.spawn. Rank 1 waits for its data before init_process_group, and only its absence shows that.
 
 No call comes before the fault: nobody has a process group yet.
 """

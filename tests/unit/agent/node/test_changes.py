@@ -168,7 +168,7 @@ def test_exited_or_sampled_ranks_cause_no_change() -> None:
 
 
 class DetectingHost:
-    """News as the node agent's loop uses it."""
+    """A node agent's loop, which reports the changes that it detects."""
 
     def __init__(self, *ranks: WatchedProcess) -> None:
         self.schedule, self.ranks = ReportSchedule(0), ranks

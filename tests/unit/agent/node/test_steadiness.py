@@ -106,7 +106,7 @@ def test_rank_between_calls_remains_steady(rank: Rank) -> None:
     assert rank.check.is_steady
 
 
-def test_long_call_is_news_once(rank: Rank) -> None:
+def test_long_call_is_reported_once(rank: Rank) -> None:
     at_ns = rank.become_steady()
     entered_ns = rank.enter_call(is_complete=False)
     assert not rank.sample(at_ns + 1)
@@ -142,14 +142,14 @@ def test_when_a_call_becomes_long(rank: Rank) -> None:
         (LiveWord.ERRORS, 1),
     ],
 )
-def test_what_changes_rarely_is_news(rank: Rank, word: LiveWord, value: int) -> None:
+def test_rare_changes_are_reported(rank: Rank, word: LiveWord, value: int) -> None:
     at_ns = rank.become_steady()
     rank.ring.set_word(word, value)
     assert rank.sample(at_ns + 1)
     assert not rank.check.is_steady
 
 
-def test_rank_without_a_pulse_is_news(rank: Rank) -> None:
+def test_rank_without_a_pulse_is_reported(rank: Rank) -> None:
     at_ns = rank.become_steady()
     assert rank.sample(at_ns + 2 * SECOND_NS, with_pulse=False)
 

@@ -76,7 +76,7 @@ def test_file_takes_only_the_room_that_is_used(watched: WatchedGroups) -> None:
     assert status.st_blocks * 512 <= INITIAL_SIZE + (1 << 16) < 3 << 20
 
 
-def test_all_slots_can_be_used_and_one_more_is_said_to_be_missing(watched: WatchedGroups) -> None:
+def test_all_slots_can_be_used_and_one_more_is_reported_as_missing(watched: WatchedGroups) -> None:
     track = watched.registry.open_group(kept := Group("0"))
     for tag in range(STREAM_SLOTS - 1):
         assert watched.registry.get_channel(track, StreamKind.SEND, 1, tag) is not None

@@ -262,7 +262,7 @@ def test_gil_holder_of_frozen_rank_is_named(holds: bool, text: str, does: str) -
         )
 
 
-def test_frozen_rank_without_a_stack_is_said_to_have_none() -> None:
+def test_missing_stack_of_frozen_rank_is_mentioned() -> None:
     job = ScriptedJob(2)
     job.make_calls()
     job.ranks[1].pulse_at = job.now

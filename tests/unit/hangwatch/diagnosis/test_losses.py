@@ -266,7 +266,7 @@ def test_wait_in_a_call_that_is_not_recorded_is_shown() -> None:
     assert wait.reason.startswith("not all groups and channels of rank 0 are recorded")
 
 
-def test_rank_that_misses_streams_and_computes_is_not_said_to_wait() -> None:
+def test_rank_that_misses_streams_and_computes_does_not_wait() -> None:
     job = ScriptedJob(2)
     job.make_calls()
     job.ranks[0].dropped = 1

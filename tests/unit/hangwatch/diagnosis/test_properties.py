@@ -98,9 +98,7 @@ class Slowdown:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """A healthy job. One order of all its happenings, of which each rank has its part: so it cannot
-    deadlock.
-    """
+    """A healthy job. All ranks make their calls in one global order, so it cannot deadlock."""
 
     size: int
     groups: tuple[tuple[int, ...], ...]
@@ -283,7 +281,7 @@ def draw_plans(draw: st.DrawFn, slow: bool = False, least: int = 1) -> JobPlan:
 
 @st.composite
 def draw_networks(draw: st.DrawFn) -> dict[tuple[str, int], HeartbeatDelivery]:
-    """Heartbeats of which some are lost, late, unanswered, doubled, or overtaken by later ones."""
+    """Some heartbeats are lost, late, unanswered, doubled, or overtaken by later ones."""
     fate = st.one_of(
         st.builds(HeartbeatDelivery, delay=st.sampled_from((0.1, 0.5, 1.0, 2.0))),
         st.just(HeartbeatDelivery(copies=0)),

@@ -1,4 +1,4 @@
-"""What hangwatch says of hangs whose causes were found in public reports, from the files and replies
+"""The diagnosis of hangs whose causes were found in public reports, from the files and replies
 that a host has in each of them.
 """
 

@@ -747,7 +747,7 @@ def test_dumps_of_just_running_job_blame_no_rank(age: float, verdicts: int) -> N
 
 
 def test_backend_without_completion_is_judged_by_arrivals() -> None:
-    """Nobody is in call 1 because no call is said to be finished."""
+    """No rank is in call 1 merely because no call is marked as complete."""
     recorders = run_job(3, calls=0, backend="ucc")
     for recorder in recorders:
         for _ in range(4):

@@ -1,6 +1,4 @@
-"""Dumps of pipelines of which one stage stops somewhere: whatever is lost of the evidence, nobody
-else is named.
-"""
+"""Dumps of pipelines with a stopped stage: whatever evidence is lost, no other stage is named."""
 
 from __future__ import annotations
 
@@ -37,8 +35,8 @@ def stage_program(stage: int, stages: int) -> StageCalls:
 def run_pipeline(
     stages: int, outlier: int, stop_at: int, buffered: bool
 ) -> dict[int, list[tuple[str, int | None, str]]]:
-    """The calls of each stage with their states, when nobody gets any further. ``buffered``: a send
-    is over before it is received.
+    """The calls of each stage with their states, when no stage makes progress. ``buffered``: a send
+    completes before it is received.
     """
     programs = {stage: stage_program(stage, stages) for stage in range(stages)}
     programs[outlier] = programs[outlier][: min(stop_at, len(programs[outlier]) - 1)]

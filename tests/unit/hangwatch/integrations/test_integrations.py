@@ -15,7 +15,7 @@ from hangwatch.integrations.ray import make_runtime_env
 
 
 class _Watcher:
-    """Stands for the recorder."""
+    """A stand-in for the recorder."""
 
     def __init__(self) -> None:
         self.events: list[object] = []

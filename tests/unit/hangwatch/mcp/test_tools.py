@@ -1,4 +1,4 @@
-"""The tools of the Model Context Protocol: their arguments, and what they ask of the API."""
+"""The tools of the Model Context Protocol: their arguments, and what they request from the API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A verdict as text: what stands first, what is marked, and that a job's own text cannot drive the
+"""A verdict as text: what comes first, what is marked, and that a job's own text cannot drive the
 terminal.
 """
 

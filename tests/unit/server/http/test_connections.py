@@ -13,7 +13,7 @@ from hangwatch.server.http import connections
 
 
 class RecordingTransport(asyncio.Transport):
-    """A connection of which nothing is sent anywhere."""
+    """A connection that records what is sent."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Metrics of a large fleet: what they say, and that their number does not grow with it."""
+"""Metrics of a large fleet: their values, and that their number does not grow with it."""
 
 from __future__ import annotations
 

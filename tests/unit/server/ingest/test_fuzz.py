@@ -73,7 +73,7 @@ DocumentPath = tuple[Any, ...]
 
 
 def make_full_heartbeat() -> dict[str, Any]:
-    """A heartbeat in which everything is said that one can say."""
+    """A heartbeat with all fields."""
     site = Site(file="/u/train.py", line=41, function="step")
     signature = Signature(
         op="all_reduce", shapes=((64,),), dtype="float32", reduce_op="sum", agree=5

@@ -25,7 +25,7 @@ RANKS = 2
 
 
 class Scene:
-    """A server in a clock of the test's, and a job of two ranks of which rank 1 hangs."""
+    """A server with a clock of the test, and a job of two ranks; rank 1 hangs."""
 
     def __init__(self, folder: Path) -> None:
         self.now = 1000.0
@@ -139,7 +139,7 @@ def test_silent_owner_is_succeeded(scene: Scene) -> None:
     assert (tracked.process.agent, tracked.process.exit) == ("successor", ExitInfo(exit_status=0))
 
 
-def test_replacement_agent_of_the_run_dir_succeeds_at_once(scene: Scene) -> None:
+def test_replacement_agent_of_the_run_dir_succeeds_immediately(scene: Scene) -> None:
     scene.now += 1
     ended = scene.make_update(1, ended=ExitInfo(exit_status=0))
     scene.send("stranger", ended)

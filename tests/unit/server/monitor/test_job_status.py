@@ -46,7 +46,7 @@ def describe_silent_job(
     return describe_job_status(attempt, job, 60.0, wait, 100.0)
 
 
-def test_silent_job_is_not_said_to_be_well_if_devices_are_not_counted() -> None:
+def test_status_of_silent_job_is_unknown_if_devices_are_not_counted() -> None:
     status, advice = describe_silent_job("TORCH_FR_BUFFER_SIZE=2000")
     assert status.startswith("Unknown: no rank has made a call for ")
     assert "TORCH_FR_BUFFER_SIZE=2000" in status and "TORCH_FR_BUFFER_SIZE=2000" in advice

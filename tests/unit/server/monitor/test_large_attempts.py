@@ -197,7 +197,7 @@ def test_concurrent_incident_changes_do_not_disturb_readers(
 def test_diverging_calls_are_requested_before_full_diagnosis(
     live: AppState,
 ) -> None:
-    """That takes seconds, and without them could say nothing of it."""
+    """A full diagnosis takes seconds, and without these calls it could not name the difference."""
     group = heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="tp", desc="tp", ranks="0-1")
 
     def send_heartbeat(number: int, **more: Any) -> heartbeat.HeartbeatReply:

@@ -1,4 +1,4 @@
-"""What the table of ranks says of a rank with unfinished calls."""
+"""A rank with unfinished calls in the table of ranks."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def live(tmp_path: Path) -> Iterator[AppState]:
     store.close()
 
 
-def test_host_of_a_suspect_is_not_told_to_report_less_often(live: AppState) -> None:
+def test_host_of_a_suspect_does_not_report_less_often(live: AppState) -> None:
     beat = heartbeat.Heartbeat(host="n0", agent="a0", number=1)
     assert live.watch.heartbeats.apply_heartbeat(beat).steady_s == 2.0
     live.watch.heartbeats.report_scheduler.suspect_agents(["a0"], time.monotonic())

@@ -285,9 +285,7 @@ def test_aborts_beyond_limit_are_withheld() -> None:
 
 @dataclass
 class InProcessServer:
-    """One that lives in a clock of the test's; a job of two ranks, of which rank 1 never enters its
-    second call.
-    """
+    """A server with a clock of the test, and a job of two ranks; rank 1 does not make its second call."""
 
     folder: Path
     now: float = NOW

@@ -50,7 +50,7 @@ def make_attempt(number: int, state: str = "running", **more: Any) -> AttemptVie
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def database(request: pytest.FixtureRequest) -> str | None:
-    """What --database would say; each test finds it empty."""
+    """The value of --database; each test finds an empty database."""
     if request.param == "sqlite":
         return None
     url: str = request.getfixturevalue("postgres")

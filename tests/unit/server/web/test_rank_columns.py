@@ -39,7 +39,7 @@ def make_row(*streams: CallStream, now: float) -> RankRow:
 
 
 def make_stream(uid: int, *, entered_at: float, completed: int) -> CallStream:
-    """A stream of 6 calls, of which the device has completed ``completed``."""
+    """A stream of 6 calls; the device has completed ``completed`` of them."""
     return CallStream(
         uid=uid,
         kind=StreamKind.COLLECTIVE,

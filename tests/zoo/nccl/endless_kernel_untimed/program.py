@@ -1,4 +1,4 @@
-"""As endless_kernel, but without timing the begin of a call is not recorded, and no rank completes it: nothing tells the ranks apart."""
+"""As endless_kernel, but without timing the begin of a call is not recorded, and no rank completes it: nothing distinguishes the ranks."""
 
 import os
 

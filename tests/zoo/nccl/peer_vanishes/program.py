@@ -1,4 +1,4 @@
-"""Rank 1 is killed, and its peers' NCCL is not told: they wait in their next reduction."""
+"""Rank 1 is killed, and its peers' NCCL does not notice: they wait in their next reduction."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Rank 2 decides by its own loss that training is over, and is at the barrier while the others train."""
+"""Rank 2 decides by its own loss that training is complete, and is at the barrier while the others train."""
 
 import os
 

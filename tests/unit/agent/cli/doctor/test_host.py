@@ -1,4 +1,4 @@
-"""What `hangwatch doctor` says of the sources of hardware evidence."""
+"""The findings of `hangwatch doctor` on the sources of hardware evidence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `hangwatch doctor` says of calls that a recorder of this host did not record."""
+"""The findings of `hangwatch doctor` on calls that a recorder of this host did not record."""
 
 from __future__ import annotations
 

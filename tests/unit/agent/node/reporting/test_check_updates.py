@@ -31,7 +31,7 @@ def table(tmp_path: Path) -> CheckTableWriter:
     )
 
 
-def make_noted_call(seq: int, uid: int = 1) -> CheckedCall:
+def make_checked_call(seq: int, uid: int = 1) -> CheckedCall:
     return CheckedCall(
         entered_ns=seq * 10**9,
         seq=seq,
@@ -47,10 +47,10 @@ def make_noted_call(seq: int, uid: int = 1) -> CheckedCall:
 def test_check_result_is_repeated_until_acknowledged(table: CheckTableWriter) -> None:
     history, reader = CheckHistory(), RingReader(table._ring.map)
     assert history.build_update_fields(0, 0) == ({}, 0)
-    table.write_check(make_noted_call(5), RESULT_FLAGS, checksum=55)
-    table.write_check(make_noted_call(6), CheckFlag.VALUES)
+    table.write_check(make_checked_call(5), RESULT_FLAGS, checksum=55)
+    table.write_check(make_checked_call(6), CheckFlag.VALUES)
     table.write_check(
-        make_noted_call(7),
+        make_checked_call(7),
         CheckFlag.NONFINITE | CheckFlag.SCALED,
         nan=2,
         inf=1,
@@ -93,9 +93,9 @@ def test_check_result_is_repeated_until_acknowledged(table: CheckTableWriter) ->
 def test_many_results_are_thinned_by_level(table: CheckTableWriter) -> None:
     history, reader = CheckHistory(), RingReader(table._ring.map)
     for seq in range(100, 600):
-        table.write_check(make_noted_call(seq), RESULT_FLAGS)
+        table.write_check(make_checked_call(seq), RESULT_FLAGS)
     for seq in range(1, 151):
-        table.write_check(make_noted_call(seq, uid=2), CheckFlag.NONFINITE, nan=1, first_seq=seq)
+        table.write_check(make_checked_call(seq, uid=2), CheckFlag.NONFINITE, nan=1, first_seq=seq)
     history.read_entries(reader, 0)
     fields, upto = history.build_update_fields(0, 0)
     kept = [seq for _, seq, _, _ in fields["checksums"]]

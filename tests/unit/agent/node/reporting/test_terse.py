@@ -1,4 +1,4 @@
-"""What a host leaves out while its ranks get on, and what it never does."""
+"""What a host leaves out while its ranks make progress, and what it always reports."""
 
 from __future__ import annotations
 

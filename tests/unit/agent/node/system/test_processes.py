@@ -93,7 +93,7 @@ def test_reused_pid_is_not_alive(tmp_path: Path) -> None:
     assert processes.read_live_stat(9, 100, proc) is None
 
 
-def test_one_tick_per_second_is_idle_but_two_at_once_are_not() -> None:
+def test_one_tick_per_second_is_idle_but_two_together_are_not() -> None:
     activity = ThreadActivity(last_busy_ns=0)
     activity.record_ticks(100, 0)
     for second in range(1, 10):

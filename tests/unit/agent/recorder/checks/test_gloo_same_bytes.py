@@ -1,4 +1,4 @@
-"""What the comparison of results rests on: gloo's all-reduce gives every rank the same bytes, NaNs
+"""What the comparison of results assumes: gloo's all-reduce gives every rank the same bytes, NaNs
 and signed zeros included.
 """
 

@@ -1,5 +1,5 @@
-"""Of calls that are not finite one after the other the first ones are told, then samples, then that
-it lasts; and what a round is.
+"""The reports of consecutive nonfinite calls: the first ones, then samples, then that it lasts; and
+what a round is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is seen in tensors: every flipped bit, every NaN, and the user's modes see nothing of it."""
+"""Every flipped bit and every NaN is found in tensors, invisibly to the user's modes."""
 
 from __future__ import annotations
 

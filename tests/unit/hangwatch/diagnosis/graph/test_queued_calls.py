@@ -113,7 +113,7 @@ def test_stages_behind_a_held_stage_wait_for_the_one_in_its_own_code() -> None:
     )
 
 
-def test_rank_is_not_said_to_wait_for_a_host_that_works() -> None:
+def test_rank_does_not_wait_for_a_host_that_works() -> None:
     """The host of rank 0 may be about to make the call that rank 1 needs before it receives."""
     job = make_job(2)
     exchange(job, (0, 1))
@@ -124,7 +124,7 @@ def test_rank_is_not_said_to_wait_for_a_host_that_works() -> None:
 
 
 def test_completed_messages_hold_up_nothing() -> None:
-    """As on gloo, where a rank may go on while a message is under way."""
+    """On gloo, a rank may continue while a message is in transit."""
     job = ScriptedJob(4, limits=LIMITS)
     exchange(job, (0, 1))
     send(job, 0, 1)

@@ -141,7 +141,7 @@ def test_counters_that_are_no_longer_read_prove_nothing() -> None:
 
 
 def test_calls_after_the_last_reading_show_progress() -> None:
-    """The host of a device goes on before its counters are read again."""
+    """The host of a device makes calls before its counters are read again."""
     job = make_job()
     report_devices(job, dict.fromkeys(range(4), (4, None)))
     advance_seconds(job, STALL_AFTER_S + 3)
@@ -163,7 +163,7 @@ def test_counters_of_watchdogs_that_stopped_name_no_rank(counters: tuple[int, ..
 
 
 def test_device_that_lagged_for_long_is_stuck() -> None:
-    """The counters of the others were seen to go on while its own stood still: its GPU may be lost."""
+    """The counters of the others advanced while its own did not change: its GPU may be lost."""
     job = make_job(steps=3)
     report_devices(job, dict.fromkeys(range(4), (3, None)))
     for completed in range(4, 10):
@@ -349,8 +349,8 @@ def test_mismatch_that_hosts_ran_past_explains_the_later_wait() -> None:
 
 
 def test_mismatch_counted_as_complete_explains_hosts_that_make_no_further_call() -> None:
-    """The device of rank 1 had less to do, so its host goes on; the other devices are said to have
-    completed the call, too, and their hosts wait.
+    """The device of rank 1 had less to do, so its host continues; the counters show the call as
+    complete on the other devices as well, and their hosts wait.
     """
     job = make_job()
     report_devices(job, dict.fromkeys(range(4), (5, None)))

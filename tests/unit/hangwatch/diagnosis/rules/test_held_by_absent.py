@@ -149,7 +149,7 @@ def test_own_worker_is_not_another_rank() -> None:
 
 
 def test_polling_rank_with_changing_stack_is_not_working() -> None:
-    """Rank 2 asks again and again for what rank 1 does not bring."""
+    """Rank 2 polls for data that rank 1 does not send."""
     job = job_with_absent_ranks("sock.recv(1)", "time.sleep(0.1)")
     job.ranks[0].idle = True
     job.make_call(0)

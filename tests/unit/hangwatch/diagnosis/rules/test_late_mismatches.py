@@ -1,4 +1,4 @@
-"""A mismatch after hundreds or thousands of quick calls, of which heartbeats carry few running hashes.
+"""A mismatch after hundreds or thousands of quick calls, with few running hashes in heartbeats.
 
 ``HANGWATCH_EXAMPLES=2000 pytest tests/unit/hangwatch/diagnosis/rules/test_late_mismatches.py`` tries thousands of
 jobs.
@@ -243,7 +243,7 @@ def test_what_is_certain_is_reported_if_requested_calls_never_arrive() -> None:
     )
 
 
-def test_ranks_are_said_to_make_the_same_call_only_if_their_hashes_are_equal() -> None:
+def test_ranks_make_the_same_call_only_if_their_hashes_are_equal() -> None:
     job = ScriptedJob(4)
     for _ in range(10):
         job.make_calls()

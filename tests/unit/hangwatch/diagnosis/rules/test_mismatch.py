@@ -89,7 +89,7 @@ def test_views_of_the_same_number_of_elements_agree() -> None:
 
 
 def test_rank_with_unknown_hash_at_divergence_is_placed_by_later_hash() -> None:
-    """Before it, all are alike: that says nothing."""
+    """Before the mismatch all ranks make the same calls, which proves nothing."""
     group = Group(name="0", desc="default_pg", ranks=(0, 1, 2, 3))
 
     def make_stream(checkpoints: dict[int, int]) -> CallStream:
@@ -165,7 +165,7 @@ def _job_past_mismatch(calls_after: int) -> ScriptedJob:
 def test_failure_right_after_completed_mismatch_is_its_consequence(
     rank: int, calls_after: int, ended: bool
 ) -> None:
-    """What was broadcast is used: by the odd rank, or by another one of what that one sent."""
+    """The outlier, or a rank that received its data, fails when it uses the wrong result."""
     job = _job_past_mismatch(calls_after)
     job.advance_time(0.4)
     raised = ExceptionInfo(type="UnpicklingError", message="invalid load key")

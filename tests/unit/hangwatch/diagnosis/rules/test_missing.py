@@ -326,8 +326,8 @@ def test_reports_of_replaced_process_do_not_stop_diagnosis() -> None:
 
 
 def test_previously_blocked_rank_is_not_slow_for_its_waiters() -> None:
-    """The one whom all waited for comes, and the next one is heard to go on before those who wait
-    for it are heard again.
+    """The awaited rank makes its call, and the next rank reports progress before the ranks that
+    wait for that one report again.
     """
     job = ScriptedJob(4)
     job.add_group("first", (0, 1))

@@ -25,8 +25,8 @@ def job() -> ScriptedJob:
 
 
 def make_two_host_job(host: str, agent: str) -> ScriptedJob:
-    """Hosts of four ranks, all of whom have made calls and told of them; the second's name and node
-    agent are as given.
+    """Two hosts of four ranks, all of which have made and reported calls. The name and the node agent
+    are those of the second host.
     """
     made = ScriptedJob(8)
     for rank in FAR_RANKS:
@@ -215,7 +215,7 @@ def test_network_failure_is_one_verdict_for_all_groups(job: ScriptedJob) -> None
 
 
 def test_sent_message_does_not_arrive(job: ScriptedJob) -> None:
-    """Whoever waits for it by its stack is not blamed, nor are those who wait for that rank."""
+    """A rank whose stack shows that it waits for the message is not blamed, nor are its waiters."""
     job.make_p2p_call(4, StreamKind.SEND, 0, done=True)
     job.make_p2p_call(0, StreamKind.RECV, 4)
     job.add_group("near", (0, 1))
@@ -258,7 +258,7 @@ def test_rarely_reporting_host_is_not_lost_between_heartbeats() -> None:
 
 
 def send_terse_update(job: ScriptedJob) -> None:
-    """The second host says no more than that its ranks get on."""
+    """The second host reports only that its ranks make progress."""
     job.apply_heartbeat(host="node1", agent="agent-node1", brief=True)
 
 
@@ -364,7 +364,7 @@ def test_blocked_rank_is_not_blamed_right_after_release() -> None:
     assert [v.culprits for v in job.list_due_verdicts()] == [(0,)]
     job.advance_time(1.0)
     job.make_p2p_call(0, StreamKind.SEND, 1, done=True)
-    for _ in range(3):  # it goes on, and is heard before the others are
+    for _ in range(3):  # it makes progress, and reports before the others do
         job.make_p2p_call(0, StreamKind.SEND, 1, done=True)
     cut_off(job, 1, 2, 3)
     job.send_heartbeats()
@@ -393,9 +393,7 @@ def test_blocked_rank_is_not_blamed_when_sender_reports_first() -> None:
 
 
 def test_rank_reporting_again_while_waiting_is_not_blamed() -> None:
-    """Rank 1 waits to receive from rank 0, as it did in all the time in which its host, and that of
-    rank 0, were not heard.
-    """
+    """Rank 1 waits to receive from rank 0, as it did while neither host reported."""
     made = ScriptedJob(4)
     for rank in made.ranks.values():
         rank.host = f"node{rank.number}"
@@ -430,11 +428,11 @@ def test_rank_reporting_again_while_waiting_is_not_blamed() -> None:
 def test_rank_is_not_blamed_for_time_without_reports(
     ran: bool,
 ) -> None:
-    """Rank 2 waits for rank 1, which waits for rank 0. Rank 1 is heard before all that and after
-    it, when rank 2 is not heard any more.
+    """Rank 2 waits for rank 1, which waits for rank 0. Rank 1 reports before both waits and after
+    them, when rank 2 no longer reports.
 
-    But for what it did since then it would have been in its receive for all that time, or would
-    have been done with it at once.
+    If it had done nothing in between, it would have been in its receive for all that time, or would
+    have completed it immediately.
     """
     made = ScriptedJob(3)
     for rank in made.ranks.values():

@@ -1,4 +1,4 @@
-"""Ranks of which one thread waits while another continues."""
+"""Ranks with one thread that waits while another one continues."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_ranks_ended_after_network_error_blame_none() -> None:
     assert "ended by its watchdog" in verdict.summary
 
 
-def test_end_of_a_long_stall_is_reported_at_once() -> None:
+def test_end_of_a_long_stall_is_reported_immediately() -> None:
     """Without recorded starts the stall itself is reported some seconds later."""
     job = make_job()
     report_devices(job, dict.fromkeys(range(4), (4, None)))
