@@ -25,7 +25,7 @@ from hangwatch.model.groups import Group
 from hangwatch.model.hardware import HostObservation
 from hangwatch.model.incidents import Incident, MergedStack, ProcessSnapshot, UnfinishedCall
 from hangwatch.model.verdicts import AlignedPair, Wait
-from hangwatch.report.documents import DocumentMember, list_members
+from hangwatch.report.documents import DocumentMember, build_document, list_members
 
 
 class ApiModel(BaseModel):
@@ -103,15 +103,14 @@ def _describe_annotation(annotation: Any) -> Any:
     return annotation
 
 
-@dataclass(frozen=True, slots=True)
-class DocumentOf:
-    """Annotates a value that is already the document of a dataclass."""
+class AsDocument:
+    """Annotates a field of an `ApiModel` that has a dataclass, whose JSON is its document."""
 
-    cls: type
-
-    def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: type, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         return core_schema.no_info_wrap_validator_function(
             lambda value, _: value,
-            handler.generate_schema(describe_document(self.cls)),
-            serialization=core_schema.plain_serializer_function_ser_schema(lambda value: value),
+            handler.generate_schema(describe_document(source)),
+            serialization=core_schema.plain_serializer_function_ser_schema(build_document),
         )

@@ -31,8 +31,8 @@ from ..core.problems import Problem
 from ..core.schema import ApiModel, describe_document
 from ..incidents.records import IncidentRecord
 from ..monitor import views
-from ..ondemand.dumps import build_dump_document
-from . import openapi, stream
+from ..ondemand.dumps import Dump, DumpRequest
+from . import stream
 from .app_state import AppState
 from .rendering import make_attachment, make_json_response
 
@@ -217,9 +217,8 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
         tags=["dumps"],
         status_code=202,
         summary="Requests the current stacks of ranks",
-        response_model=openapi.Dump,
     )
-    async def request_dump(body: openapi.DumpRequest) -> Response:
+    async def request_dump(body: DumpRequest, response: Response) -> Dump:
         attempt = live.choose_attempt(body.job, body.ranks)
         if live.shared.commands.unsent_count + len(body.ranks) > MAX_PENDING_DUMP_RANKS:
             raise Problem(
@@ -228,26 +227,24 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
                 headers={"Retry-After": "5"},
             )
         dump = live.shared.dumps.request_dump(attempt, body.ranks, body.native, live.now())
-        response = make_json_response(build_dump_document(dump), status_code=202)
         response.headers["Location"] = f"/api/v1/dumps/{dump.id}"
-        return response
+        return Dump.model_validate(dump, from_attributes=True)
 
     @routes.get(
         "/dumps/{id}",
         operation_id="dump_api_v1_dumps__id__get",
         tags=["dumps"],
         summary="The results of a dump so far",
-        response_model=openapi.Dump,
     )
-    async def show_dump(id: str) -> Response:
-        dump = live.shared.dumps.find_dump(id, live.now())
+    async def show_dump(id: str) -> Dump:
+        dump = live.shared.dumps.find_request(id, live.now())
         if dump is None:
             raise Problem(
                 404,
                 f"unknown dump {id!r}: only recent dumps are kept, and none after a restart;"
                 " request it again",
             )
-        return make_json_response(build_dump_document(dump))
+        return Dump.model_validate(dump, from_attributes=True)
 
 
 class Page(ApiModel, Generic[Item]):

@@ -181,7 +181,7 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
 
     async def render_recording(id: str, render: Callable[[str, RankProfiles, int], str]) -> str:
         record = _find_recording(live, id)
-        if record.is_pending:
+        if record.status == "pending":
             raise Problem(
                 409,
                 f"recording {id} is still in progress: see /api/v1/recordings/{id}",
@@ -220,7 +220,7 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
 
 
 def _find_recording(live: AppState, id: str) -> RecordingRecord:
-    record = live.shared.recordings.find_recording(id, live.now())
+    record = live.shared.recordings.find_request(id, live.now())
     if record is None:
         raise Problem(
             404,

@@ -1,22 +1,17 @@
-"""The parts of ``/openapi.json`` that FastAPI cannot derive from the routes, and the schema of dumps.
+"""The parts of ``/openapi.json`` that FastAPI cannot derive from the routes.
 
-The schema validates requests, and only describes responses. The documents of incidents are described
-by `server.core.schema`, jobs, ranks and groups by `server.core.job_views`, whose objects are encoded
-as they are.
+The documents of incidents are described by `server.core.schema`, jobs, ranks and groups by
+`server.core.job_views`, whose objects are encoded as they are.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from fastapi import FastAPI
-from pydantic import AwareDatetime, ConfigDict, Field, TypeAdapter
-
-from hangwatch.model.incidents import MergedStack
-from hangwatch.report.documents import JsonObject
+from pydantic import TypeAdapter
 
 from ..core import problems
-from ..core.schema import ApiModel, DocumentOf
 from ..ingest.heartbeat_checks import HeartbeatBody
 from . import access
 
@@ -58,30 +53,3 @@ def install_openapi(app: FastAPI, token: str | None) -> None:
         return document
 
     app.openapi = build_document  # type: ignore[method-assign]
-
-
-class DumpRequest(ApiModel):
-    """``job`` may be omitted if only one is known."""
-
-    model_config = ConfigDict(strict=True)
-
-    job: str | None = None
-    ranks: list[int] = Field(min_length=1, max_length=65536)
-    native: bool = False
-
-
-class DumpedRank(ApiModel):
-    rank: int
-    status: Literal["pending", "done", "failed"]
-    error: str | None = None
-    stacks: list[Annotated[JsonObject, DocumentOf(MergedStack)]] = Field(default=[])
-
-
-class Dump(ApiModel):
-    id: str
-    job: str
-    attempt: int
-    native: bool
-    status: Literal["pending", "done"]
-    created_at: AwareDatetime
-    ranks: list[DumpedRank]

@@ -7,8 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AwareDatetime, ConfigDict, Field, model_validator
@@ -20,20 +19,17 @@ from hangwatch.protocol.commands import (
     CommandKind,
     RecordingReply,
 )
-from hangwatch.report.documents import JsonObject, build_document
 from hangwatch.stacks.profile import Profile, ThreadProfile, unpack_profile
 from hangwatch.stacks.trees import FunctionTime, build_call_tree, find_hottest_functions
 from hangwatch.tracking.attempt import Attempt
 
-from ..core.clock import Clock, ulid
-from ..core.schema import ApiModel, DocumentOf
-from ..ingest.command_queue import CommandQueue
+from ..core.schema import ApiModel, AsDocument
+from .requests import KeptRequest, RankReply, RequestRegistry
 
 START_TIMEOUT_S = 30.0  # a node agent of a large job reports every 20 s, and begins after that
 # The time allowed for one rank beyond the recorded time; a node records one rank after the other.
 OVERHEAD_S = 25.0
 NATIVE_OVERHEAD_S = 60.0
-MAX_KEPT_RECORDINGS = 20
 MAX_KEPT_BYTES = 64 << 20  # all kept profiles together
 MAX_RECORDED_RANKS = 64  # ranks of one recording
 
@@ -41,65 +37,55 @@ RecordingStatus = Literal["waiting", "recording", "done", "failed"]  # one rank'
 
 
 @dataclass(slots=True, kw_only=True)
-class RankRecording:
-    rank: int
-    agent: str = ""
-    status: RecordingStatus = "waiting"
-    deadline: float = 0.0
+class RankRecording(RankReply):
+    agent: str
+    status: str = "waiting"  # a `RecordingStatus`
     reply: RecordingReply | None = None
-    error: str | None = None
     # The document of the profile is made on the first request, since that takes a while.
     document: RecordedRank | None = None
-
-    @property
-    def is_active(self) -> bool:
-        return self.status in ("waiting", "recording")
 
     @property
     def profile(self) -> str:
         """The packed profile; empty if there is none."""
         return "" if self.reply is None else self.reply.profile
 
-    def fail(self, error: str) -> None:
-        self.status = "failed"
-        self.error = error
 
-
-@dataclass(slots=True, kw_only=True)
-class RecordingRecord:
-    id: str
-    job: str
-    attempt: int
+@dataclass(slots=True, kw_only=True, eq=False)
+class RecordingRecord(KeptRequest[RankRecording]):
     request: RecordingRequest
-    created_at: datetime
-    ranks: list[RankRecording] = field(default_factory=list)
-    ranks_by_command: dict[str, RankRecording] = field(default_factory=dict)
-
-    @property
-    def is_pending(self) -> bool:
-        return any(rank.is_active for rank in self.ranks)
 
     @property
     def profile_bytes(self) -> int:
         """0 without a profile."""
         return sum(len(rank.profile) for rank in self.ranks)
 
+    @property
+    def max_duration_s(self) -> float:
+        """The longest time that the recording of one rank may take."""
+        return self.request.seconds + (NATIVE_OVERHEAD_S if self.request.native else OVERHEAD_S)
 
-@dataclass(slots=True, kw_only=True)
-class RecordingRegistry:
-    """The last recordings. Times are the monotonic clock's."""
+    def describe_timeout(self, reply: RankRecording) -> str:
+        action = "begin" if reply.status == "waiting" else "end"
+        return (
+            f"its node agent did not {action} in time: check that the hangwatch agent runs"
+            " on its host"
+        )
 
-    clock: Clock
-    command_queue: CommandQueue
-    records: dict[str, RecordingRecord] = field(default_factory=dict)
+
+class RecordingRegistry(RequestRegistry[RecordingRecord]):
+    MAX_KEPT = 20
+
+    def is_full(self) -> bool:
+        kept_bytes = sum(record.profile_bytes for record in self.requests.values())
+        return super().is_full() or kept_bytes > MAX_KEPT_BYTES
 
     def find_conflict(self, attempt: Attempt, ranks: Sequence[int], now: float) -> str | None:
         """The id of an active recording on a host of these ranks: a host records one process at a
         time.
         """
         agents = {attempt.processes[rank].agent for rank in ranks}
-        for record in self.records.values():
-            self._expire_ranks(record, now)
+        for record in self.requests.values():
+            record.expire_replies(now)
             if any(rank.is_active and rank.agent in agents for rank in record.ranks):
                 return record.id
         return None
@@ -110,91 +96,46 @@ class RecordingRegistry:
         """Requests a recording of ``request.ranks``, each of which must be in
         ``attempt.processes``.
         """
-        record = RecordingRecord(
-            id=ulid(self.clock.wall()),
-            job=attempt.job,
-            attempt=attempt.number,
-            request=request,
-            created_at=self.clock.date(now),
-        )
-        ranks_per_agent: Counter[str] = Counter()
+        record = RecordingRecord(**self.describe_request(attempt, now), request=request)
+        running_per_agent: Counter[str] = Counter()
         for rank in dict.fromkeys(request.ranks):
             process = attempt.processes[rank]
-            recorded = RankRecording(rank=rank, agent=process.agent)
-            record.ranks.append(recorded)
-            if process.exit is not None:
-                recorded.fail(
-                    f"the process of rank {rank} (pid {process.identity.pid} on {process.host}) has"
-                    " exited"
-                )
-                continue
-            ranks_per_agent[process.agent] += 1
-            longest_s = ranks_per_agent[process.agent] * _compute_max_duration_s(request)
-            recorded.deadline = now + START_TIMEOUT_S + longest_s
-            command_id = self.command_queue.queue_command(
-                process, CommandKind.RECORD, now, **request.options
-            )
-            record.ranks_by_command[command_id] = recorded
-        self.records[record.id] = record
-        self._drop_oldest()
+            running_per_agent[process.agent] += process.exit is None
+            longest_s = running_per_agent[process.agent] * record.max_duration_s
+            deadline = now + START_TIMEOUT_S + longest_s
+            reply = RankRecording(rank=rank, agent=process.agent, deadline=deadline)
+            self.add_rank(record, reply, process, CommandKind.RECORD, now, **request.options)
+        self.keep_request(record)
         return record
 
     def stop_recording(self, record: RecordingRecord, attempt: Attempt, now: float) -> None:
         """Ends the recording of all ranks; what was sampled so far is kept."""
-        for command_id, recorded in record.ranks_by_command.items():
+        for recorded in record.ranks:
             process = attempt.processes.get(recorded.rank)
             if not recorded.is_active or process is None:
                 continue
-            self.command_queue.queue_command(process, CommandKind.RECORD, now, ends=command_id)
+            self.command_queue.queue_command(
+                process, CommandKind.RECORD, now, ends=recorded.command_id
+            )
             recorded.deadline = min(recorded.deadline, now + START_TIMEOUT_S)
 
     def apply_replies(self, replies: Sequence[RecordingReply], now: float) -> None:
         """Applies the replies of a heartbeat. A repeated reply is ignored."""
         for reply in replies:
-            for record in self.records.values():
-                recorded = record.ranks_by_command.get(reply.request)
-                if recorded is not None and recorded.is_active:
-                    _apply_reply(record, recorded, reply, now)
+            if reply.request not in self.replies_by_command:
+                continue
+            record, recorded = self.replies_by_command[reply.request]
+            if not recorded.is_active:
+                continue
+            if reply.begun:
+                recorded.status = "recording"
+                recorded.deadline = now + record.max_duration_s
+            else:
+                recorded.reply = reply
+                recorded.error = reply.error
+                recorded.status = "failed" if reply.error else "done"
         if replies:
-            self._drop_oldest()
-
-    def find_recording(self, id: str, now: float) -> RecordingRecord | None:
-        record = self.records.get(id)
-        if record is not None:
-            self._expire_ranks(record, now)
-        return record
-
-    def _expire_ranks(self, record: RecordingRecord, now: float) -> None:
-        for rank in record.ranks:
-            if rank.is_active and now > rank.deadline:
-                action = "begin" if rank.status == "waiting" else "end"
-                rank.fail(
-                    f"its node agent did not {action} in time: check that the hangwatch agent runs"
-                    " on its host"
-                )
-
-    def _drop_oldest(self) -> None:
-        kept_bytes = sum(record.profile_bytes for record in self.records.values())
-        while len(self.records) > 1 and (
-            len(self.records) > MAX_KEPT_RECORDINGS or kept_bytes > MAX_KEPT_BYTES
-        ):
-            kept_bytes -= self.records.pop(next(iter(self.records))).profile_bytes
-
-
-def _compute_max_duration_s(request: RecordingRequest) -> float:
-    return request.seconds + (NATIVE_OVERHEAD_S if request.native else OVERHEAD_S)
-
-
-def _apply_reply(
-    record: RecordingRecord, recorded: RankRecording, reply: RecordingReply, now: float
-) -> None:
-    if reply.begun:
-        recorded.status = "recording"
-        recorded.deadline = now + _compute_max_duration_s(record.request)
-        return
-    recorded.reply = reply
-    recorded.error = reply.error
-    recorded.status = "failed" if reply.error else "done"
+            self.drop_oldest()
 
 
 def describe_recording(record: RecordingRecord) -> Recording:
@@ -203,7 +144,7 @@ def describe_recording(record: RecordingRecord) -> Recording:
         id=record.id,
         job=record.job,
         attempt=record.attempt,
-        status="pending" if record.is_pending else "done",
+        status=record.status,
         created_at=record.created_at,
         ranks=[_describe_rank(rank) for rank in record.ranks],
         **record.request.options,
@@ -261,7 +202,7 @@ def _describe_thread(thread: ThreadProfile) -> ThreadTime:
         main=thread.is_main,
         samples=thread.sample_count,
         hottest=hottest,
-        tree=[build_document(node) for node in build_call_tree(thread.stacks)],
+        tree=list(build_call_tree(thread.stacks)),
     )
 
 
@@ -313,7 +254,7 @@ class ThreadTime(ApiModel):
     main: bool
     samples: int
     hottest: list[HotFunction] = Field(default_factory=list)
-    tree: list[Annotated[JsonObject, DocumentOf(FunctionTime)]] = Field(default_factory=list)
+    tree: list[Annotated[FunctionTime, AsDocument()]] = Field(default_factory=list)
 
 
 class RecordedRank(ApiModel):

@@ -23,6 +23,7 @@ from hangwatch.tracking.process import Process
 
 from ..core.clock import Clock, ulid
 from ..core.events import encode_event, wait_for_event
+from .requests import RankReply, RankRequest
 
 MAX_SESSIONS = 16  # sessions at a time
 MAX_TRACED_RANKS = 64  # ranks of one session
@@ -50,10 +51,15 @@ class TraceRegistry:
         """Starts to trace ``ranks``, each of which must be in ``attempt.processes``."""
         session = TraceSession(
             filter=trace_filter,
-            ranks={
-                rank: TracedRank(rank=rank, process=attempt.processes[rank], added_at=now)
-                for rank in ranks
-            },
+            ranks=[
+                TracedRank(
+                    rank=rank,
+                    process=attempt.processes[rank],
+                    added_at=now,
+                    deadline=now + REPLY_TIMEOUT_S,
+                )
+                for rank in dict.fromkeys(ranks)
+            ],
         )
         self.sessions.append(session)
         return session
@@ -67,8 +73,8 @@ class TraceRegistry:
 
     def _iter_active_ranks(self) -> Iterator[tuple[TraceSession, TracedRank]]:
         for session in self.sessions:
-            for traced in session.ranks.values():
-                if not traced.is_done:
+            for traced in session.ranks:
+                if traced.is_active:
                     yield session, traced
 
     def build_commands(self, agent: str, now: float) -> tuple[Command, ...]:
@@ -77,20 +83,20 @@ class TraceRegistry:
             return ()
         commands: list[Command] = []
         for session, traced in self._iter_active_ranks():
-            is_due = not traced.request or now - traced.requested_at >= REQUEST_RETRY_S
+            is_due = not traced.command_id or now - traced.requested_at >= REQUEST_RETRY_S
             if traced.process.agent == agent and is_due:
                 commands.append(self._build_command(session, traced, now))
         return tuple(commands)
 
     def _build_command(self, session: TraceSession, traced: TracedRank, now: float) -> Command:
-        traced.request = ulid(self.clock.wall())
+        traced.command_id = ulid(self.clock.wall())
         traced.requested_at = now
         has_exited = traced.process.exit is not None
         traced.is_last_request = traced.started_at is not None and (
             has_exited or now >= session.compute_end(traced)
         )
         return Command(
-            id=traced.request,
+            id=traced.command_id,
             ask=CommandKind.TRACE,
             key=traced.process.key,
             after=traced.next_record,
@@ -109,16 +115,16 @@ class TraceRegistry:
             session: len(session.events) for session in self.sessions if len(session.ranks) > 1
         }
         pending = {
-            traced.request: (session, traced)
+            traced.command_id: (session, traced)
             for session, traced in self._iter_active_ranks()
-            if traced.request
+            if traced.command_id
         }
         sent_at = now if beat.sent_s is None else beat.sent_s
         for reply in beat.traces:
             requested = pending.pop(reply.request, None)
             if requested is not None:
                 session, traced = requested
-                traced.request = ""
+                traced.command_id = ""
                 self._apply_reply(session, traced, reply, sent_at, now)
         for session, known_count in known_counts.items():
             session.sort_new_events(known_count)
@@ -133,11 +139,12 @@ class TraceRegistry:
     ) -> None:
         """``sent_at`` is on the agent's clock."""
         if reply.error is not None:
-            session.fail_rank(traced, reply.error)
+            session.fail_reply(traced, reply.error)
             return
         traced.next_record = reply.upto
         if traced.started_at is None:
             traced.started_at = now
+            traced.deadline = session.compute_end(traced) + REPLY_TIMEOUT_S
             traced.clock_offset_s = now - sent_at
             session.add_event("start", rank=traced.rank)
         missed = reply.missed + self._add_calls(session, traced, reply, sent_at)
@@ -147,7 +154,7 @@ class TraceRegistry:
             session.excluded_ops.update(reply.others)
             session.add_event("others", ops=sorted(session.excluded_ops))
         if traced.is_last_request and not reply.more:
-            traced.is_done = True
+            traced.status = "done"
         session.changed.set()
 
     def _add_calls(
@@ -173,45 +180,20 @@ class TraceRegistry:
                 session.add_event("call", **document)
         return dropped
 
-    def expire_ranks(self, session: TraceSession, now: float) -> None:
-        """Ends the trace of ranks whose replies are overdue."""
-        for traced in session.ranks.values():
-            process = traced.process
-            if traced.is_done:
-                continue
-            if traced.started_at is None and now - traced.added_at >= REPLY_TIMEOUT_S:
-                session.fail_rank(
-                    traced,
-                    f"its node agent did not reply within {REPLY_TIMEOUT_S:.0f} s: check that the"
-                    f" hangwatch agent runs on {process.host}",
-                )
-            elif now - REPLY_TIMEOUT_S >= session.compute_end(traced):
-                session.fail_rank(
-                    traced, "its last calls did not arrive: its node agent has stopped reporting"
-                )
-            elif process.exit is not None:
-                exited_at = process.exited_at or now
-                if now - max(exited_at, traced.requested_at, traced.added_at) >= EXIT_GRACE_S:
-                    traced.is_done = True
-                    session.changed.set()
-
 
 @dataclass(slots=True, kw_only=True)
-class TracedRank:
+class TracedRank(RankReply):
     """One rank of a session, and the request to its node agent. Times are the monotonic clock's."""
 
-    rank: int
     process: Process
     added_at: float
     next_record: int = -1  # index in the ring; -1: where the ring ends now
-    request: str = ""  # the id of the unanswered command
     requested_at: float = 0.0
     is_last_request: bool = False
     started_at: float | None = None  # the time of the first reply: later calls are traced
     # The offset is this server's clock minus the host's at the first reply. It stays fixed, so that
     # network delays do not change the time between two calls of a rank.
     clock_offset_s: float = 0.0
-    is_done: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,20 +207,15 @@ class TraceFilter:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class TraceSession:
+class TraceSession(RankRequest[TracedRank]):
     """One client's trace: the calls that it selects, the ranks that it follows, and the events that it
     has not received yet, as pairs of the event's name and its data.
     """
 
     filter: TraceFilter
-    ranks: dict[int, TracedRank]
     events: deque[tuple[str, dict[str, Any]]] = field(default_factory=deque)
     excluded_ops: set[str] = field(default_factory=set)  # operations that the filter leaves out
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def is_done(self) -> bool:
-        return all(traced.is_done for traced in self.ranks.values())
 
     def compute_end(self, traced: TracedRank) -> float:
         """The time after which calls of a rank are not traced; infinite if that is not known (yet).
@@ -252,9 +229,27 @@ class TraceSession:
         self.events.append((name, data))
         self.changed.set()
 
-    def fail_rank(self, traced: TracedRank, detail: str) -> None:
-        traced.is_done = True
-        self.add_event("error", rank=traced.rank, detail=detail)
+    def fail_reply(self, reply: TracedRank, error: str) -> None:
+        reply.fail(error)
+        self.add_event("error", rank=reply.rank, detail=error)
+
+    def describe_timeout(self, reply: TracedRank) -> str:
+        if reply.started_at is not None:
+            return "its last calls did not arrive: its node agent has stopped reporting"
+        return (
+            f"its node agent did not reply within {REPLY_TIMEOUT_S:.0f} s: check that the"
+            f" hangwatch agent runs on {reply.process.host}"
+        )
+
+    def end_overdue_ranks(self, now: float) -> None:
+        """Ends the trace of ranks whose replies are overdue, and of those that have exited."""
+        self.expire_replies(now)
+        for traced in self.ranks:
+            if traced.is_active and traced.process.exit is not None:
+                exited_at = traced.process.exited_at or now
+                if now - max(exited_at, traced.requested_at, traced.added_at) >= EXIT_GRACE_S:
+                    traced.status = "done"
+                    self.changed.set()
 
     def sort_new_events(self, known_count: int) -> None:
         """Sorts the events after the first ``known_count`` by time; those of one moment stay in
@@ -301,10 +296,10 @@ async def stream_events(
             last_sent_at = clock.monotonic()
             count = min(len(session.events), MAX_EVENTS_PER_CHUNK)
             yield "".join(encode_event(*session.events.popleft()) for _ in range(count))
-        if session.is_done or is_closed():
+        if session.status == "done" or is_closed():
             if is_closed():
                 reason = "closed"
-            elif all(traced.process.exit is not None for traced in session.ranks.values()):
+            elif all(traced.process.exit is not None for traced in session.ranks):
                 reason = "ended"
             else:
                 reason = "done"
@@ -314,4 +309,4 @@ async def stream_events(
             last_sent_at = clock.monotonic()
             yield ": still here\n\n"
         if not await wait_for_event(POLL_INTERVAL_S, session.changed):
-            registry.expire_ranks(session, clock.monotonic())
+            session.end_overdue_ranks(clock.monotonic())

@@ -16,11 +16,10 @@ from hangwatch.performance.distributions import (
     compute_bandwidths,
     size_class_min_bytes,
 )
-from hangwatch.report.documents import JsonObject, build_document
 from hangwatch.report.text import group_name, name_ranks
 from hangwatch.tracking.attempt import Attempt
 
-from ..core.schema import ApiModel, DocumentOf
+from ..core.schema import ApiModel, AsDocument
 from .totals import GroupTotals, JobTotals, PeriodPoint, compute_p50_p95
 
 MAX_LATE_RANKS_SHOWN = 16  # ranks of a group
@@ -101,7 +100,7 @@ def describe_group_performance(
     return GroupPerformance(
         job=attempt.job,
         attempt=attempt.number,
-        group=build_document(group),
+        group=group,
         reported=len(totals.reporting_ranks),
         missed_calls=totals.missed_calls,
         straggler=ranked.straggler,
@@ -297,7 +296,7 @@ class GroupPerformance(ApiModel):
 
     job: str
     attempt: int
-    group: Annotated[JsonObject, DocumentOf(Group)]
+    group: Annotated[Group, AsDocument()]
     reported: int = Field(description="members that have reported calls")
     missed_calls: int = Field(
         description="by all ranks: calls that came too fast for the node agent to read"

@@ -54,7 +54,7 @@ def build_page_values(live: AppState, id: str, ranks: str, dump_id: str) -> dict
     picture = draw_graph(build_graph(incident))
     document = build_document(replace(incident, stacks=()))
     ended_at = incident.resolved_at or live.shared.clock.date(live.now())
-    dump = live.shared.dumps.find_dump(dump_id, live.now()) if dump_id else None
+    dump = live.shared.dumps.find_request(dump_id, live.now()) if dump_id else None
     proposed = (incident.culprits or incident.waiting)[:MAX_PROPOSED_RANKS]
     return {
         "incident": incident,

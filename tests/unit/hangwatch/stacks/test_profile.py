@@ -9,7 +9,6 @@ import pytest
 
 from hangwatch.agent.cli.commands.record import format_recording
 from hangwatch.model.ranks import Frame
-from hangwatch.report.documents import build_document
 from hangwatch.server.http import ondemand_routes
 from hangwatch.server.ondemand import recordings
 from hangwatch.stacks.profile import (
@@ -164,7 +163,7 @@ def test_profile_text(profile: Profile) -> None:
         main=True,
         samples=100,
         hottest=hot,
-        tree=[build_document(node) for node in build_call_tree(main.stacks)],
+        tree=list(build_call_tree(main.stacks)),
     )
     ranks = [
         {"rank": 1, "seconds": 1.0, "threads": [thread.model_dump()], "resting": 2},

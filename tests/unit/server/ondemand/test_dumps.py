@@ -34,11 +34,11 @@ def test_a_dump_ends_with_stacks_or_a_reason_for_each_rank() -> None:
         ],
         101.0,
     )
-    pending = dumps.find_dump(requested.id, 102.0)
+    pending = dumps.find_request(requested.id, 102.0)
     assert pending is not None
     assert pending.status == "pending"
     assert pending.ranks[0].stacks[0].frames[0].line == 3
-    expired = dumps.find_dump(requested.id, 100.0 + REPLY_TIMEOUT_S + 1)
+    expired = dumps.find_request(requested.id, 100.0 + REPLY_TIMEOUT_S + 1)
     assert expired is not None
     assert (
         expired.status,

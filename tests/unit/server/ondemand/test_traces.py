@@ -163,7 +163,7 @@ def test_calls_are_ordered_and_replies_count_once(traces: TraceRegistry) -> None
     assert list_events(listener, "others") == [{"ops": ["barrier"]}]
     (command,) = traces.build_commands("agent-a", NOW + 0.5)
     assert command.after == 43
-    assert not listener.is_done
+    assert listener.status == "pending"
 
 
 def test_calls_of_ranks_on_one_host_are_merged_in_time_order(
@@ -220,7 +220,7 @@ def test_trace_ends_after_delayed_calls_arrive(traces: TraceRegistry) -> None:
         6,
         7,
     ], "one was made after the end"
-    assert listener.is_done
+    assert listener.status == "done"
     assert traces.build_commands("agent-a", NOW + 3) == ()
 
 
@@ -228,10 +228,10 @@ def test_full_reply_is_not_the_last(traces: TraceRegistry) -> None:
     listener = start_listener(traces, seconds=1.0)
     (command,) = traces.build_commands("agent-a", NOW + 2)
     traces.apply_heartbeat(make_heartbeat(make_reply(command, 43, 1, 2, 3, more=True)), NOW + 2)
-    assert not listener.is_done
+    assert listener.status == "pending"
     (command,) = traces.build_commands("agent-a", NOW + 2)
     traces.apply_heartbeat(make_heartbeat(make_reply(command, 44)), NOW + 2)
-    assert listener.is_done
+    assert listener.status == "done"
 
 
 def test_slow_reader_loses_calls_and_is_informed(traces: TraceRegistry) -> None:
@@ -245,10 +245,10 @@ def test_slow_reader_loses_calls_and_is_informed(traces: TraceRegistry) -> None:
 def test_unresponsive_or_exited_rank_is_given_up(traces: TraceRegistry) -> None:
     attempt = make_attempt()
     silent = traces.start_session(attempt, [2], TraceFilter(), NOW)
-    traces.expire_ranks(silent, NOW + REPLY_TIMEOUT_S - 1)
-    assert not silent.is_done
-    traces.expire_ranks(silent, NOW + REPLY_TIMEOUT_S)
-    assert silent.is_done and "did not reply" in list_events(silent, "error")[0]["detail"]
+    silent.end_overdue_ranks(NOW + REPLY_TIMEOUT_S - 1)
+    assert silent.status == "pending"
+    silent.end_overdue_ranks(NOW + REPLY_TIMEOUT_S)
+    assert silent.status == "done" and "did not reply" in list_events(silent, "error")[0]["detail"]
     exited = traces.start_session(attempt, [0], TraceFilter(), NOW)
     process = attempt.processes[0]
     (command,) = traces.build_commands("agent-a", NOW)
@@ -256,14 +256,14 @@ def test_unresponsive_or_exited_rank_is_given_up(traces: TraceRegistry) -> None:
     process.exit, process.exited_at = ExitInfo(exit_status=0), NOW
     (command,) = traces.build_commands("agent-a", NOW + 0.1)
     assert command.last
-    traces.expire_ranks(exited, NOW + EXIT_GRACE_S + 1)
-    assert exited.is_done
+    exited.end_overdue_ranks(NOW + EXIT_GRACE_S + 1)
+    assert exited.status == "done"
     refused = traces.start_session(attempt, [1], TraceFilter(), NOW)
     (command,) = traces.build_commands("agent-a", NOW)
     traces.apply_heartbeat(
         make_heartbeat(TraceReply(key=command.key, request=command.id, error="it has no ring")), NOW
     )
-    assert refused.is_done and list_events(refused, "error") == [
+    assert refused.status == "done" and list_events(refused, "error") == [
         {"rank": 1, "detail": "it has no ring"}
     ]
 
@@ -377,15 +377,15 @@ class TestRecordings:
             second.id,
         ), "the other has ended"
         registry.stop_recording(record, make_attempt(), NOW)
-        registry.find_recording(record.id, NOW + START_TIMEOUT_S + 1)
-        assert not record.is_pending, "an agent that does not reply is given up"
+        registry.find_request(record.id, NOW + START_TIMEOUT_S + 1)
+        assert record.status == "done", "an agent that does not reply is given up"
 
     def test_unanswered_recording_fails(self, request_recording: Callable[..., Any]) -> None:
         registry, kept, (first, _) = request_recording(0, 1)
-        registry.find_recording(kept.id, NOW + START_TIMEOUT_S + 2 + OVERHEAD_S - 1)
-        assert kept.is_pending
+        registry.find_request(kept.id, NOW + START_TIMEOUT_S + 2 + OVERHEAD_S - 1)
+        assert kept.status == "pending"
         registry.apply_replies([RecordingReply(key="0-1", request=first.id, begun=True)], NOW + 10)
-        record = registry.find_recording(kept.id, NOW + START_TIMEOUT_S + 2 * (2 + OVERHEAD_S) + 1)
+        record = registry.find_request(kept.id, NOW + START_TIMEOUT_S + 2 * (2 + OVERHEAD_S) + 1)
         assert record is not None
         document = describe_recording(record)
         assert [r.status for r in document.ranks] == ["failed", "failed"]
