@@ -15,7 +15,7 @@ from itertools import islice
 
 from hangwatch.model.calls import Call, Site, StreamKind
 from hangwatch.model.groups import Group, GroupKey
-from hangwatch.model.limits import Limits
+from hangwatch.model.limits import MIN_REFRESH_S, READING_DELAY_S, Limits
 from hangwatch.model.ranks import ThreadStack
 from hangwatch.model.verdicts import CallClass, Verdict, Wait
 from hangwatch.stacks.frames import find_user_site
@@ -24,14 +24,13 @@ from hangwatch.tracking.call_stream import CallStream, CallWindow
 from hangwatch.tracking.process import FreezeReason, Process, StackSample
 
 from .call_classes import list_equal_callers
-from .graph.devices import READING_DELAY_S, DeviceGraph, build_device_graph
+from .graph.devices import DeviceGraph, build_device_graph
 from .graph.graph import WaitEdge, WaitGraph
 from .graph.progress import has_two_samples
 
 # The signals by which a user or a launcher stops a process: an end that is no failure by itself.
 TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAX_CULPRIT_STACKS = 16
-_MIN_REFRESH_S = 5.0  # between two samples of a rank that may be elsewhere by now
 _MAX_WAITER_STACKS = 4  # the ranks that only wait and are sampled
 # A rough limit: if there seem to be dozens of hangs, as when a job ends and some hosts have not
 # reported yet, they are sampled in turn.
@@ -128,7 +127,7 @@ class DiagnosisContext:
         """
         if not self.attempt.device_groups:
             return None
-        limit_s = get_suspicion_delay_s(self.limits) - 2 * READING_DELAY_S
+        limit_s = self.limits.suspicion_delay_s - 2 * READING_DELAY_S
         stills_s = [process.device_still_s for process in self.attempt.processes.values()]
         return self.get_devices() if max(stills_s, default=0.0) >= limit_s else None
 
@@ -148,11 +147,6 @@ def is_quiet(attempt: Attempt) -> bool:
         and attempt.checks.is_quiet
         and not attempt.list_outside_waits()
     )
-
-
-def get_suspicion_delay_s(limits: Limits) -> float:
-    """When to start to request evidence: early enough for two samples before the verdict is due."""
-    return max(limits.stall_after_s / 2, limits.stall_after_s - 10.0)
 
 
 def request_stacks(
@@ -182,7 +176,7 @@ def request_stacks(
 
 def _is_outdated(process: Process, since: float, now: float) -> bool:
     newest_at = max(sample.taken_at for sample in process.samples)
-    return now - newest_at > max(_MIN_REFRESH_S, newest_at - since)
+    return now - newest_at > max(MIN_REFRESH_S, newest_at - since)
 
 
 def iter_alive(context: DiagnosisContext, ranks: Iterable[int]) -> Iterator[Process]:

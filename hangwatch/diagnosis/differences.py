@@ -24,7 +24,7 @@ from .alignment import (
     make_call_key,
     select_window,
 )
-from .context import DiagnosisContext, EvidenceRequest, get_suspicion_delay_s
+from .context import DiagnosisContext, EvidenceRequest
 from .messages import (
     describe_position,
     describe_ranks,
@@ -102,7 +102,7 @@ def add_divergence(context: DiagnosisContext, verdict: Verdict) -> Verdict:
 def _is_due(context: DiagnosisContext, verdict: Verdict) -> bool:
     if KINDS[verdict.kind].is_call_error or verdict.is_confirmed:
         return True
-    return context.now - verdict.began_at >= get_suspicion_delay_s(context.limits)
+    return context.now - verdict.began_at >= context.limits.suspicion_delay_s
 
 
 def _attach_divergence(

@@ -16,6 +16,7 @@ from hangwatch.model.hardware import (
     find_known_problems,
 )
 from hangwatch.model.kinds import KINDS, HardwareScope
+from hangwatch.model.limits import EVENT_BEFORE_ONSET_S, REREAD_AFTER_S
 from hangwatch.model.verdicts import Verdict
 from hangwatch.report.terminal import describe_observation
 from hangwatch.tracking.attempt import Attempt, HostHardware
@@ -24,9 +25,6 @@ from hangwatch.tracking.process import Process
 from .context import DiagnosisContext, EvidenceRequest
 
 MAX_HOSTS_READ = 256  # hosts that are read for one verdict
-REREAD_AFTER_S = 60.0
-# An event of this long before the onset may still be the cause: ranks may have had work queued.
-_EVENT_BEFORE_ONSET_S = 120.0
 _PROCESS_PREFIX = "process "
 _MIN_SPINNING_SHARE = 2  # the spinning GPUs for each idle one
 _MIN_HINT_GROWTH = 10
@@ -266,7 +264,7 @@ def _select_observations(
         if observation.weight is not weight or observation.source == JOB_SOURCE:
             continue
         happened_at = host.hardware.taken_at - observation.age_s
-        if happened_at < verdict.began_at - _EVENT_BEFORE_ONSET_S:
+        if happened_at < verdict.began_at - EVENT_BEFORE_ONSET_S:
             continue
         if observation.about.startswith(_PROCESS_PREFIX) and observation.about not in own_names:
             continue

@@ -21,7 +21,6 @@ from .context import (
     find_newest_sample,
     get_op_name,
     get_state_known_until,
-    get_suspicion_delay_s,
     request_stacks,
 )
 from .graph.devices import DeviceGroup
@@ -253,7 +252,7 @@ def request_uncounted_stacks(context: DiagnosisContext) -> None:
     whether a rank waits in a call that is not recorded. What they show is part of the next wait-for
     graph, and no verdict.
     """
-    delay_s = get_suspicion_delay_s(context.limits)
+    delay_s = context.limits.suspicion_delay_s
     for rank, calls in context.graph.uncounted_waits.items():
         for blocked in calls:
             if context.now - blocked.began_at >= delay_s:

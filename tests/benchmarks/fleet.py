@@ -29,9 +29,8 @@ from typing import Any
 
 import httpx
 
-from hangwatch.diagnosis.rules.devices import UNTIMED_GRACE_S
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.model.limits import MIN_WAIT_S
+from hangwatch.model.limits import MIN_WAIT_S, UNTIMED_GRACE_S
 from tests.harness.server import Server, running_server
 from tests.simulation import agent_pool
 from tests.simulation.parallel_job import (

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from hangwatch.model.groups import GroupKey
+from hangwatch.model.limits import READING_DELAY_S
 from hangwatch.model.operators import OPERATIONS
 from hangwatch.model.verdicts import CallClass, DeviceProgress, Wait
 from hangwatch.tracking.attempt import Attempt
@@ -24,7 +25,6 @@ from hangwatch.tracking.process import Process
 from ..call_classes import list_equal_callers
 from .graph import WaitEdge, WaiterIndex, can_communicate
 
-READING_DELAY_S = 3.0  # counters that are behind are read and reported at least this often
 _MAX_DISTINCT_COUNTS = 2
 
 

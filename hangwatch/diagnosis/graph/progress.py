@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from hangwatch.model.calls import StreamKind
+from hangwatch.model.limits import BUSY_WITHIN_S, MIN_SAMPLE_GAP_S
 from hangwatch.model.ranks import RECORDER_THREAD_NAME, ThreadStack
 from hangwatch.stacks.activities import (
     LOCK,
@@ -18,10 +19,6 @@ from hangwatch.stacks.frames import runs_user_code, waits_for_communication
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import IDLE_AFTER_S, Process, StackSample
 
-MIN_SAMPLE_GAP_S = 0.8  # two samples that are closer cannot be compared
-# A thread is busy this long after it last used the CPU or waited for one; sampling its stack may stop
-# it for a second.
-BUSY_WITHIN_S = 2.0
 # The least shares of the time between two samples that a working thread uses a CPU, or is ready to run
 # without getting one (see the node agent's `Activity`). A thread that only polls uses less.
 MIN_CPU_SHARE = 0.05

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.model.limits import MIN_WAIT_S
+from hangwatch.model.limits import MIN_WAIT_S, REPORT_JITTER_S
 from hangwatch.tracking.process import Process
 
 from ..context import DiagnosisContext, get_state_known_until
@@ -27,7 +27,6 @@ KIND_PRECEDENCE = (
     VerdictKind.SLOW_RANK,
 )
 _ABSENT_KINDS = (VerdictKind.MISSING_RANK, VerdictKind.SLOW_RANK)
-_REPORT_JITTER_S = 0.25  # heartbeats that are delayed differently shift the times they report
 
 
 def classify_ends(
@@ -188,7 +187,7 @@ class LongestWaits:
         simultaneous = [
             blocked
             for blocked in self.blocked_calls
-            if blocked.began_at - first.began_at <= _REPORT_JITTER_S
+            if blocked.began_at - first.began_at <= REPORT_JITTER_S
             and blocked.stream.group is first.stream.group
         ]
         oldest = min(simultaneous, key=lambda b: (b.awaited[awaited], b.began_at))

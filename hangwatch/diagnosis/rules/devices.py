@@ -15,7 +15,7 @@ from itertools import islice
 
 from hangwatch.model.groups import Group
 from hangwatch.model.kinds import KINDS, Severity, VerdictKind
-from hangwatch.model.limits import MIN_WAIT_S
+from hangwatch.model.limits import MAX_EVIDENCE_WAIT_S, MIN_WAIT_S, READING_DELAY_S, UNTIMED_GRACE_S
 from hangwatch.model.verdicts import CallClass, Verdict, Wait
 from hangwatch.stacks.frames import waits_for_work
 from hangwatch.tracking.call_stream import CallStream
@@ -25,10 +25,9 @@ from ..context import (
     DiagnosisContext,
     get_newest_call,
     get_op_name,
-    get_suspicion_delay_s,
     request_stacks,
 )
-from ..graph.devices import READING_DELAY_S, DeviceGraph, DeviceGroup, get_still_until
+from ..graph.devices import DeviceGraph, DeviceGroup, get_still_until
 from ..graph.progress import get_calling_thread_since, is_process_waiting
 from ..messages import (
     describe_deadlock,
@@ -43,11 +42,6 @@ from .agreement import check_agreement
 from .chain_ends import is_in_phase, is_working
 
 _MAX_WAITS_SHOWN = 64
-# A long kernel on all devices looks like a call that does not complete where starts are not recorded.
-UNTIMED_GRACE_S = 3.65
-# The verdict waits this long for requested hashes, which show whether the ranks made the same call; the
-# request goes out long before the verdict is due.
-_MAX_HASH_WAIT_S = 3.0
 
 _TIMING_HINT = (
     "TORCH_NCCL_ENABLE_TIMING=1 (from torch 2.15 on, with TORCH_DIST_USE_NCCL2=0) would show which"
@@ -88,7 +82,7 @@ def _get_suspicious_age_s(
     if not involved.isdisjoint(context.explained_ranks):
         return 0.0
     age_s = devices.get_unchanged_s(still)
-    return age_s if age_s >= get_suspicion_delay_s(context.limits) else 0.0
+    return age_s if age_s >= context.limits.suspicion_delay_s else 0.0
 
 
 def _diagnose_cycle(context: DiagnosisContext, devices: DeviceGraph) -> None:
@@ -149,7 +143,7 @@ def _diagnose_stuck_devices(context: DiagnosisContext, devices: DeviceGraph) -> 
     agreement = check_agreement(context, members, group.ranks, group.get_seq(first))
     due_after_s = context.limits.stall_after_s
     if agreement.may_become_known:
-        due_after_s += _MAX_HASH_WAIT_S
+        due_after_s += MAX_EVIDENCE_WAIT_S
     verdict = make_stuck_verdict(devices, culprits, waiting, due=age_s >= due_after_s)
     context.accuse(verdict, samples=True)
 
@@ -206,7 +200,7 @@ def diagnose_stalled_devices(context: DiagnosisContext) -> None:
         return
     ages_s = [devices.get_waited_s(group.ranks) for group in stalled]
     age_s = max(ages_s)
-    if age_s < get_suspicion_delay_s(context.limits):
+    if age_s < context.limits.suspicion_delay_s:
         return
     first = stalled[ages_s.index(age_s)]
     members = {rank for group in stalled for rank in group.ranks}
@@ -296,7 +290,7 @@ def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
     beside another verdict, of which that may be a consequence.
     """
     attempt = context.attempt
-    if context.now - attempt.newest_call_at < get_suspicion_delay_s(context.limits):
+    if context.now - attempt.newest_call_at < context.limits.suspicion_delay_s:
         return
     if context.explained_ranks or context.graph.blocked_calls or context.graph.unsampled_ranks:
         return
@@ -305,7 +299,7 @@ def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
         return
     began_at = max(map(_get_advanced_at, attempt.processes.values()))
     age_s = min(map(_get_known_until, waiting)) - began_at
-    if age_s < get_suspicion_delay_s(context.limits):
+    if age_s < context.limits.suspicion_delay_s:
         return
     ranks = tuple(sorted(process.rank for process in waiting))
     request_stacks(context, (), ranks, began_at)

@@ -8,6 +8,7 @@ import signal
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import KINDS, VerdictKind
+from hangwatch.model.limits import PEER_ERROR_DELAY_S, TEARDOWN_S
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.call_stream import CallStream
@@ -32,7 +33,6 @@ from .absence import (
     format_exited_rank_advice,
 )
 from .failures import (
-    PEER_ERROR_DELAY_S,
     find_departed_before,
     find_independent_failures,
     find_not_reporting_since,
@@ -43,7 +43,6 @@ from .failures import (
 )
 from .timeouts import diagnose_timeout, diagnose_watchdog_end, has_waited
 
-_TEARDOWN_S = 3.0  # launchers end all processes within this time
 _LAUNCHER_SIGNALS = (signal.SIGKILL, *TERMINATION_SIGNALS)
 
 
@@ -209,7 +208,7 @@ def _is_teardown(context: DiagnosisContext, failed: list[Process]) -> bool | Non
         return False
     if len(failed) == len(processes):
         return True
-    is_recent = context.now - get_failure_time(failed[0]) < _TEARDOWN_S
+    is_recent = context.now - get_failure_time(failed[0]) < TEARDOWN_S
     return None if is_recent else False
 
 

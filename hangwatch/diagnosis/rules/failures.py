@@ -8,6 +8,7 @@ import signal
 from bisect import bisect_right
 
 from hangwatch.model.groups import Group
+from hangwatch.model.limits import DETECTION_DELAY_S, PEER_ERROR_DELAY_S
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
@@ -21,10 +22,6 @@ from ..context import (
 )
 from ..graph.waits import WaitResolver
 
-# A peer may notice a closed connection this long before the exit of the other process is seen.
-DETECTION_DELAY_S = 1.0
-# An error about a peer is sorted after failures of other kinds up to this much later.
-PEER_ERROR_DELAY_S = 2.0
 MAX_SEARCHED_RANKS = 1000  # ranks whose waits are followed back from a failure
 _INTERRUPT = "KeyboardInterrupt"
 

@@ -15,7 +15,14 @@ from dataclasses import dataclass, replace
 from hangwatch.model.calls import UNKNOWN_OP, Call, Signature, Site, StreamKind
 from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.kinds import KINDS, VerdictKind
-from hangwatch.model.limits import MIN_WAIT_S
+from hangwatch.model.limits import (
+    FAILED_SOON_S,
+    MAX_EVIDENCE_WAIT_S,
+    MAX_NARROWING_S,
+    MAX_REPLY_WAIT_S,
+    MAX_REPORT_WAIT_S,
+    MIN_WAIT_S,
+)
 from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.tracking.attempt import find_divergence
 from hangwatch.tracking.call_stream import CallStream, CallWindow, DivergenceBounds, list_histories
@@ -34,14 +41,9 @@ from ..graph.waits import get_new_group_ranks
 from ..messages import describe_mismatch, describe_position, describe_ranks
 from .failures import get_failure_time, has_failed_exit, was_terminated
 
-# A rank that fails within this many calls, and this time, after a mismatched call that completed
+# A rank that fails within this many calls, and `FAILED_SOON_S`, after a mismatched call that completed
 # is taken to have failed because of it.
 _MAX_CALLS_AFTER = 2
-_FAILED_SOON_S = 5.0
-# The verdict is confirmed without calls that have not arrived this long after the divergence was
-# found, or after the ranks were last seen; later if a node agent has not reported since the request.
-_MAX_EVIDENCE_WAIT_S = 3.0
-_MAX_NARROWING_S, _MAX_REPLY_WAIT_S, _MAX_REPORT_WAIT_S = 4.5, 1.0, 15.0
 _MAX_CALLS_TO_FETCH = 64
 _MAX_ANSWERS_PER_CLASS = 3  # a class with as many answers gets no further request for these calls
 _MAX_PROBES = 64  # calls that are compared at a time to find where a divergence began
@@ -205,19 +207,19 @@ def _is_evidence_overdue(
     """Whether the verdict has waited long enough for what is missing: then what is certain is reported."""
     reported_ranks = [rank for ranks in mismatch.classes for rank in ranks]
     report_times = [get_last_seen_at(context, rank) for rank in reported_ranks]
-    if context.now - max(report_times, default=context.now) > _MAX_EVIDENCE_WAIT_S:
+    if context.now - max(report_times, default=context.now) > MAX_EVIDENCE_WAIT_S:
         return True
     state = members[reported_ranks[0]].group_state
     if state is None or not state.diverged:
         return False
     waited_s = context.now - state.diverged_at
-    if waited_s <= _MAX_EVIDENCE_WAIT_S or waited_s > _MAX_REPORT_WAIT_S:
-        return waited_s > _MAX_EVIDENCE_WAIT_S
-    if waited_s <= _MAX_NARROWING_S and context.now - state.narrowed_at <= _MAX_REPLY_WAIT_S:
+    if waited_s <= MAX_EVIDENCE_WAIT_S or waited_s > MAX_REPORT_WAIT_S:
+        return waited_s > MAX_EVIDENCE_WAIT_S
+    if waited_s <= MAX_NARROWING_S and context.now - state.narrowed_at <= MAX_REPLY_WAIT_S:
         return False  # each reply narrows the calls down
     # The node agents of a large job report rarely, and get requests only then.
     return all(
-        get_last_seen_at(context, rank) > state.diverged_at + _MAX_REPLY_WAIT_S
+        get_last_seen_at(context, rank) > state.diverged_at + MAX_REPLY_WAIT_S
         for rank, _ in mismatch.calls_to_fetch
     )
 
@@ -262,7 +264,7 @@ def _failed_at_call(process: Process, stream: CallStream, seq: int) -> bool:
     if not has_failed or was_terminated(process):
         return False
     last_call_at = max(stream.entered_at, stream.last_completion_at)
-    failed_soon = get_failure_time(process) - last_call_at <= _FAILED_SOON_S
+    failed_soon = get_failure_time(process) - last_call_at <= FAILED_SOON_S
     return failed_soon and seq < stream.entered <= seq + _MAX_CALLS_AFTER
 
 

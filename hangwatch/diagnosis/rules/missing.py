@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.model.limits import MIN_WAIT_S
+from hangwatch.model.limits import MIN_WAIT_S, SECOND_SAMPLE_S
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
 from hangwatch.tracking.process import FreezeReason
@@ -23,7 +23,6 @@ from ..context import (
     find_silent_node_mates,
     get_op_name,
     get_state_known_until,
-    get_suspicion_delay_s,
     iter_alive,
     request_stacks,
 )
@@ -46,7 +45,6 @@ from .chain_ends import (
     select_absent,
 )
 
-_SECOND_SAMPLE_S = 2.0  # additional time for a second stack sample, which a busy host may delay
 _SIMULTANEOUS_SHARE = 0.9  # culprits are awaited for at least this share of the longest wait
 
 _OUTSIDE_ADVICE = (
@@ -68,7 +66,7 @@ def diagnose_chain_ends(context: DiagnosisContext) -> None:
     if len(chain_ends) > MAX_URGENT_SUSPECTS:
         groups = graph.iter_waiter_groups()
         first_began_at = min([b.began_at for group in groups for b in group], default=context.now)
-        if context.now - first_began_at < get_suspicion_delay_s(context.limits):
+        if context.now - first_began_at < context.limits.suspicion_delay_s:
             chain_ends = _find_unable_ranks(context, chain_ends)
         else:
             chain_ends = _drop_unreported_ranks(context, chain_ends, first_began_at)
@@ -107,7 +105,7 @@ def _diagnose_component(
     victims = waiters - component - context.deadlocked_ranks
     if not ends or victims & context.explained_ranks:
         return
-    delay_s = get_suspicion_delay_s(context.limits)
+    delay_s = context.limits.suspicion_delay_s
     if len(ends) > MAX_URGENT_SUSPECTS and not any(
         has_been_awaited_for(context, rank, waits_by_end[rank], delay_s) for rank in ends
     ):
@@ -186,7 +184,7 @@ def _add_end_verdict(context: DiagnosisContext, ends: _ChainEnds) -> None:
         make_absence_verdict(context, kind, culprits, waiting, edge, began_at, due=age_s >= limit_s)
     )
     alive = [process.rank for process in iter_alive(context, culprits)]
-    if age_s >= get_suspicion_delay_s(context.limits) or is_immediate:
+    if age_s >= context.limits.suspicion_delay_s or is_immediate:
         # A rank imports, downloads and connects before its process group exists.
         are_moving = kind is VerdictKind.STARTUP_STALL
         request_stacks(context, alive, waiting, began_at, are_moving=are_moving)
@@ -247,7 +245,7 @@ def _get_confirmation_delay_s(
     if kind is VerdictKind.MISSING_RANK and any(
         needs_another_sample(processes[rank], began_at, is_any_slow) for rank in culprits
     ):
-        delay_s += _SECOND_SAMPLE_S
+        delay_s += SECOND_SAMPLE_S
     return delay_s
 
 

@@ -25,7 +25,6 @@ from ..context import (
     get_newest_call,
     get_op_name,
     get_state_known_until,
-    get_suspicion_delay_s,
     request_stacks,
 )
 from ..graph.graph import BlockedCall
@@ -39,7 +38,6 @@ from ..messages import (
 from .agreement import check_agreement
 
 DIFFERENT_MASTERS_ADVICE = "MASTER_ADDR and MASTER_PORT must be the same on every rank."
-_MIN_WAIT_S = 1.0  # most waits for a rank are shorter, in a healthy job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +61,7 @@ def diagnose_no_progress(context: DiagnosisContext) -> None:
     Ranks that cannot find each other in init_process_group are the exception: each of these calls
     has a verdict of its own.
     """
-    delay_s = get_suspicion_delay_s(context.limits)
+    delay_s = context.limits.suspicion_delay_s
     candidates = [*_find_stuck_collectives(context), *_find_stuck_channels(context)]
     stuck_calls = [c for c in candidates if _get_stuck_age_s(context, c) >= delay_s]
     for stuck in stuck_calls:
@@ -231,7 +229,7 @@ def _request_call_before(context: DiagnosisContext, blocked: BlockedCall, rank: 
     is not known.
     """
     stream = blocked.stream
-    if stream.kind is not StreamKind.COLLECTIVE or context.now - blocked.began_at < _MIN_WAIT_S:
+    if stream.kind is not StreamKind.COLLECTIVE or context.now - blocked.began_at < MIN_WAIT_S:
         return
     if stream.group_state is not None and stream.group_state.diverged:
         return  # the search for the first difference requests what is needed
@@ -253,7 +251,7 @@ def _request_stuck_calls(context: DiagnosisContext) -> None:
     stuck_groups: dict[int, tuple[GroupState, int]] = {}
     for rank in sorted(stuck_ranks):
         for stream in context.attempt.processes[rank].open_calls.unfinished_streams:
-            if context.now - stream.entered_at < _MIN_WAIT_S:
+            if context.now - stream.entered_at < MIN_WAIT_S:
                 continue
             state = stream.group_state
             if state is None:
@@ -285,7 +283,7 @@ def _request_split_sizes(context: DiagnosisContext) -> None:
         blocked_seqs = {
             stream.entered
             for stream in members.values()
-            if stream.blocks_thread and context.now - stream.entered_at >= _MIN_WAIT_S
+            if stream.blocks_thread and context.now - stream.entered_at >= MIN_WAIT_S
         }
         for seq in sorted(blocked_seqs):
             for rank, stream in members.items():
@@ -300,7 +298,7 @@ def sample_busy_ranks(context: DiagnosisContext) -> None:
 
     A rank whose stack shows that it waits is part of the next wait-for graph.
     """
-    delay_s = get_suspicion_delay_s(context.limits)
+    delay_s = context.limits.suspicion_delay_s
     graph = context.graph
     overdue = {
         rank: began_at

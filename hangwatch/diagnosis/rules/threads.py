@@ -8,16 +8,16 @@ from collections.abc import Collection, Iterable
 
 from hangwatch.model.calls import Call, StreamKind
 from hangwatch.model.kinds import KINDS, VerdictKind
+from hangwatch.model.limits import QUIET_AFTER_S
 from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.stacks.frames import waits_for_communication
 from hangwatch.tracking.call_stream import CallStream
 
-from ..context import DiagnosisContext, EvidenceRequest, get_suspicion_delay_s
+from ..context import DiagnosisContext, EvidenceRequest
 from ..graph.graph import BlockedCall, group_by_awaited
 from ..messages import describe_position, describe_ranks, format_line
 from .absence import make_absence_verdict
 
-_QUIET_S = 2.0  # a rank makes no more calls if it has made none for this long
 _MAX_SAMPLED = 2  # waiting ranks that are sampled, and as many awaited ones
 
 
@@ -36,7 +36,7 @@ def _diagnose_group(context: DiagnosisContext, blocked_calls: list[BlockedCall])
     waiting = {blocked.rank for blocked in blocked_calls}
     culprits = tuple(sorted(rank for rank in first.awaited if _is_free(context, rank)))
     age_s = context.now - first.began_at
-    if not culprits or age_s < get_suspicion_delay_s(context.limits):
+    if not culprits or age_s < context.limits.suspicion_delay_s:
         return
     if context.explained_ranks.intersection({*waiting, *culprits}):
         return
@@ -75,7 +75,7 @@ def _request_samples(context: DiagnosisContext, ranks: Collection[int], since: f
     """
     for rank in sorted(ranks)[:_MAX_SAMPLED]:
         process = context.attempt.processes[rank]
-        is_quiet = context.now - process.newest_call_at >= _QUIET_S
+        is_quiet = context.now - process.newest_call_at >= QUIET_AFTER_S
         needed_since = max(since, process.newest_call_at) if is_quiet else since
         if all(sample.taken_at < needed_since for sample in process.samples):
             context.requests.append(EvidenceRequest(rank=rank, stacks=True))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import KINDS, VerdictKind
-from hangwatch.model.limits import FROZEN_AFTER_S, MIN_WAIT_S
+from hangwatch.model.limits import FROZEN_AFTER_S, MIN_VICTIM_WAIT_S, MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.call_stream import CallStream
@@ -38,7 +38,6 @@ from .chain_ends import KIND_PRECEDENCE
 from .devices import WATCHDOG_ADVICE, make_stalled_verdict, make_stuck_verdict
 from .failures import MAX_SEARCHED_RANKS, get_failure_time
 
-_MIN_VICTIM_WAIT_S = 3.0  # a rank that aborts sooner, and alone, was not ended because of its peers
 _NO_STACK_ADVICE = (
     "Check what it does after that call; with a longer timeout there is time to sample its stack."
 )
@@ -302,7 +301,7 @@ def has_waited(aborted: Iterable[Process]) -> bool:
         get_failure_time(process) - max(process.device_changed_at, process.newest_call_at)
         for process in aborted
     ]
-    return len(waits_s) > 1 or max(waits_s, default=0.0) >= _MIN_VICTIM_WAIT_S
+    return len(waits_s) > 1 or max(waits_s, default=0.0) >= MIN_VICTIM_WAIT_S
 
 
 def diagnose_watchdog_end(

@@ -7,6 +7,12 @@ from __future__ import annotations
 from hangwatch.model.calls import Call
 from hangwatch.model.groups import Group
 from hangwatch.model.kinds import KINDS, VerdictKind
+from hangwatch.model.limits import (
+    MAX_EVIDENCE_WAIT_S,
+    MAX_NONFINITE_WAIT_S,
+    MAX_REPLICA_WAIT_S,
+    REPORT_MARGIN_S,
+)
 from hangwatch.model.operators import OPERATIONS
 from hangwatch.model.ranks import format_ranks
 from hangwatch.model.verdicts import CallClass, Verdict
@@ -20,13 +26,6 @@ from hangwatch.tracking.checks import (
 from ..context import DiagnosisContext, EvidenceRequest
 from ..messages import describe_position, describe_ranks, format_call
 
-# A report that comes this much later includes everything that preceded the first one.
-_REPORT_MARGIN_S = 0.3
-# The times, in seconds, after which a verdict is confirmed without what has not arrived: reports of NaN
-# or Inf from other ranks, checksums of other members, the line of the call.
-_MAX_NONFINITE_WAIT_S = 8.0
-_MAX_REPLICA_WAIT_S = 2.0
-_MAX_CALL_WAIT_S = 3.0
 _MAX_REQUESTED_RANKS = 4  # ranks on each side of which a call is requested
 _MAX_SIDES_SHOWN = 4
 
@@ -84,8 +83,7 @@ def _add_nonfinite_verdict(
         differing_fields=("input" if culprits else "output",),
         calls=(CallClass(ranks=ranks, call=call),) if call is not None else (),
         began_at=nonfinite_call.entered_at,
-        is_confirmed=waited_s > _MAX_NONFINITE_WAIT_S
-        or _have_all_reported(context, nonfinite_call),
+        is_confirmed=waited_s > MAX_NONFINITE_WAIT_S or _have_all_reported(context, nonfinite_call),
         summary=summary,
         advice=advice,
         site=call.site if call is not None else None,
@@ -95,7 +93,7 @@ def _add_nonfinite_verdict(
 
 def _have_all_reported(context: DiagnosisContext, nonfinite_call: NonfiniteCall) -> bool:
     """Whether every live rank has reported since, and with it any earlier NaN or Inf."""
-    reported_by = nonfinite_call.reported_at + _REPORT_MARGIN_S
+    reported_by = nonfinite_call.reported_at + REPORT_MARGIN_S
     return all(
         process.reports.last_seen_at >= reported_by
         for process in context.attempt.processes.values()
@@ -184,8 +182,8 @@ def _make_replica_verdict(
         seq=seq,
         calls=tuple(classes),
         began_at=comparison.differs_at,
-        is_confirmed=(have_all_reported or waited_s > _MAX_REPLICA_WAIT_S)
-        and (has_all_calls or waited_s > _MAX_CALL_WAIT_S),
+        is_confirmed=(have_all_reported or waited_s > MAX_REPLICA_WAIT_S)
+        and (has_all_calls or waited_s > MAX_EVIDENCE_WAIT_S),
         summary=(
             f"{_describe_difference(sides, correct, outliers, outlier_call)}"
             f" ({describe_position(group, seq)})"

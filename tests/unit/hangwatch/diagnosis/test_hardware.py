@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from hangwatch.diagnosis.hardware import MAX_HOSTS_READ, REREAD_AFTER_S
+from hangwatch.diagnosis.hardware import MAX_HOSTS_READ
 from hangwatch.model.hardware import Observation, ObservedValue, UnavailableSource, Weight
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.model.limits import Limits
+from hangwatch.model.limits import REREAD_AFTER_S, Limits
 from hangwatch.model.verdicts import Verdict
 from hangwatch.protocol.heartbeat import HardwareReply
 from tests.simulation.scripted_job import ScriptedJob
