@@ -205,13 +205,13 @@ def find_missing_call(
     context: DiagnosisContext, edge: WaitEdge, waiting: set[int]
 ) -> tuple[CallClass, ...]:
     """The call that the culprit has not entered, and the waiting ranks that are known to have made it."""
-    call = edge.stream.calls.get(edge.wait.seq)
+    call = edge.stream.calls.get(edge.seq)
     if call is None:
         return ()
     inside: list[int] = []
     if edge.stream.peer is None:
-        members = context.streams_by_group.get(edge.stream.group.key, {})
-        callers = list_equal_callers(members, edge.wait.rank, edge.wait.seq)
+        members = context.streams_by_group.get(edge.group.key, {})
+        callers = list_equal_callers(members, edge.wait.rank, edge.seq)
         inside = [rank for rank in callers if rank in waiting]
     ranks = tuple(inside) or (edge.wait.rank,)
     return (CallClass(ranks=ranks, call=_add_peer(call, edge.stream)),)
@@ -227,12 +227,6 @@ def get_newest_call(stream: CallStream | None, rank: int) -> tuple[CallClass, ..
 
 def _add_peer(call: Call, stream: CallStream) -> Call:
     return call if stream.peer is None else replace(call, peer=stream.peer)
-
-
-def get_op_name(stream: CallStream, seq: int | None = None) -> str:
-    """The operation of call ``seq``, or of the newest call."""
-    call = stream.calls.get(stream.entered if seq is None else seq)
-    return call.signature.op if call is not None else stream.op or "a collective"
 
 
 def find_newest_sample(process: Process, since: float) -> StackSample | None:

@@ -19,11 +19,11 @@ from hangwatch.tracking.process import Process
 from .context import (
     DiagnosisContext,
     find_newest_sample,
-    get_op_name,
     get_state_known_until,
     request_stacks,
 )
 from .graph.devices import DeviceGroup
+from .graph.graph import get_op_name
 from .messages import describe_position, describe_rank, describe_ranks, join_notes
 
 _MAX_AWAITED_SHOWN = 3

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from hangwatch.model.calls import StreamKind
-from hangwatch.model.groups import GroupKey
+from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Wait
@@ -36,6 +36,23 @@ class WaitEdge:
 
     wait: Wait
     stream: CallStream
+
+    @property
+    def group(self) -> Group:
+        return self.stream.group
+
+    @property
+    def seq(self) -> int:
+        return self.wait.seq
+
+    @property
+    def op(self) -> str:
+        return get_op_name(self.stream, self.seq)
+
+    @property
+    def rank_at_other_end(self) -> int | None:
+        """The rank that waits, if it does so in a send or a receive."""
+        return None if self.stream.peer is None else self.wait.rank
 
 
 # Each rank has one, and a frozen dataclass takes three times as long to make.
@@ -192,12 +209,8 @@ class WaitGraph:
     def group_chain_ends(self, chain_ends: Iterable[int]) -> list[set[int]]:
         """The ``chain_ends`` in sets that delay some rank in common."""
         sets_by_end = {end: {end} for end in sorted(chain_ends)}
-        if len(sets_by_end) > 1:
-            self._merge_related_ends(sets_by_end)
-        return list({id(ends): ends for ends in sets_by_end.values()}.values())
-
-    def _merge_related_ends(self, sets_by_end: dict[int, set[int]]) -> None:
-        """Merges the sets of ends that the same rank waits for, directly or through others."""
+        if len(sets_by_end) < 2:
+            return list(sets_by_end.values())
         groups_by_awaited = self.index.groups_by_awaited
         # Chains of waits may meet at ranks that others wait for, or that are in several groups.
         meeting_ranks = {rank for rank, calls in self.blocked_calls.items() if len(calls) > 1}
@@ -220,6 +233,7 @@ class WaitGraph:
                             to_search.append(rank)
                         else:
                             _merge_sets(sets_by_end, end, other_end)
+        return list({id(ends): ends for ends in sets_by_end.values()}.values())
 
 
 def _merge_sets(sets: dict[int, set[int]], one: int, other: int) -> None:
@@ -244,7 +258,13 @@ class Silence:
 
 def find_silent_ranks(attempt: Attempt, now: float, lost_after_s: float) -> dict[int, Silence]:
     """The ranks without a report for ``lost_after_s`` seconds in which they could have reported."""
-    silent_since = _find_silence_starts(attempt, now - lost_after_s)
+    before, resumed_at = now - lost_after_s, attempt.resumed_at
+    if resumed_at > before:
+        return {}
+    silent_since = {
+        rank: max(attempt.processes[rank].reports.agent_seen_at, resumed_at)
+        for rank in attempt.list_unreported(before)
+    }
     if not silent_since:
         return {}
     alive_at_by_agent: dict[str, float] = {}  # the ranks of a node agent share their node
@@ -265,16 +285,6 @@ def find_silent_ranks(attempt: Attempt, now: float, lost_after_s: float) -> dict
             is_proven_alive=last_alive_at - began_at > lost_after_s,
         )
     return silences
-
-
-def _find_silence_starts(attempt: Attempt, before: float) -> dict[int, float]:
-    resumed_at = attempt.resumed_at
-    if resumed_at > before:
-        return {}
-    return {
-        rank: max(attempt.processes[rank].reports.agent_seen_at, resumed_at)
-        for rank in attempt.list_unreported(before)
-    }
 
 
 def _find_collective_signs(
@@ -361,12 +371,15 @@ def shows_all_members(attempt: Attempt, group_state: GroupState) -> bool:
 
 def has_completed_calls(group_state: GroupState) -> bool:
     """Whether a collective of the group is complete: all members took part in it."""
-    return any(_has_completed_call(stream) for stream in group_state.members.values())
+    for stream in group_state.members.values():
+        if stream.kind is StreamKind.COLLECTIVE:
+            counter = stream if stream.device is None else stream.device
+            if (counter.completed or 0) > 0:
+                return True
+    return False
 
 
-def _has_completed_call(stream: CallStream) -> bool:
-    if stream.kind is not StreamKind.COLLECTIVE:
-        return False
-    if stream.device is not None:
-        return stream.device.completed > 0
-    return (stream.completed or 0) > 0
+def get_op_name(stream: CallStream, seq: int | None = None) -> str:
+    """The operation of call ``seq``, or of the newest call."""
+    call = stream.calls.get(stream.entered if seq is None else seq)
+    return call.signature.op if call is not None else stream.op or "a collective"

@@ -10,6 +10,7 @@ from hangwatch.model.groups import Group
 from hangwatch.model.kinds import KINDS, Severity, Timing, VerdictKind
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Verdict
+from hangwatch.report.recovery import get_signal_name
 from hangwatch.stacks.frames import find_user_site
 from hangwatch.tracking.process import FreezeReason, Process
 
@@ -19,7 +20,6 @@ from ..context import (
     find_last_site,
     find_missing_call,
     find_newest_sample,
-    get_op_name,
     select_waits,
 )
 from ..graph.graph import WaitEdge
@@ -58,14 +58,14 @@ def make_absence_verdict(
     """The verdict on ``culprits``, for which others wait; ``edge`` is one of these waits. ``messages`` are
     the summary and the advice, if those of the kind do not fit.
     """
-    blocking_thread = find_blocking_user_thread(context, culprits, began_at, edge.stream.group)
+    blocking_thread = find_blocking_user_thread(context, culprits, began_at, edge.group)
     verdict = Verdict(
         kind=kind,
         severity=get_severity(context, kind, began_at),
         culprits=culprits,
         waiting=tuple(sorted(waiting)),
-        group=edge.stream.group,
-        seq=edge.wait.seq,
+        group=edge.group,
+        seq=edge.seq,
         calls=find_missing_call(context, edge, waiting),
         waits=select_waits(context, waiting),
         began_at=began_at,
@@ -96,8 +96,8 @@ def _make_startup_messages(
 ) -> tuple[str, str]:
     processes = {rank: context.attempt.processes.get(rank) for rank in verdict.culprits}
     ranks, waiters = describe_ranks(verdict.culprits), format_waiter_count(len(verdict.waiting))
-    if edge.stream.group.is_declared:
-        op = get_op_name(edge.stream, edge.wait.seq)
+    if edge.group.is_declared:
+        op = edge.op
         summary = f"{ranks} never started, for which {waiters} in {op}"
     else:
         process = processes[verdict.culprits[0]]
@@ -150,17 +150,12 @@ def _format_unknown_ranks_advice(not_reporting: tuple[int, ...], absent_count: i
 def _make_exited_messages(
     context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
 ) -> tuple[str, str]:
-    process = context.attempt.processes.get(verdict.culprits[0])
+    culprits = verdict.culprits
+    process = context.attempt.processes.get(culprits[0])
     has_ended = process is None or not process.is_alive
-    summary = describe_exited_ranks(
-        verdict.culprits,
-        has_ended,
-        len(verdict.waiting),
-        get_op_name(edge.stream, edge.wait.seq),
-        edge.stream.group,
-        edge.wait.seq,
+    return describe_exited_ranks(
+        culprits, has_ended, len(verdict.waiting), edge.op, edge.group, edge.seq
     )
-    return summary, format_exited_rank_advice(len(verdict.culprits) > 1)
 
 
 def _make_frozen_messages(
@@ -180,7 +175,7 @@ def _make_frozen_messages(
         )
     summary = (
         f"{describe_ranks(verdict.culprits)} {condition};"
-        f" {format_waiter_count(len(verdict.waiting))} in {get_op_name(edge.stream, edge.wait.seq)}"
+        f" {format_waiter_count(len(verdict.waiting))} in {edge.op}"
     )
     return summary, advice
 
@@ -207,7 +202,7 @@ def _make_lost_messages(
     context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
 ) -> tuple[str, str]:
     process = context.attempt.processes[verdict.culprits[0]]
-    op = get_op_name(edge.stream, edge.wait.seq)
+    op = edge.op
     return describe_lost_node(process.host, verdict.culprits, len(verdict.waiting), op)
 
 
@@ -221,7 +216,7 @@ def _make_slow_messages(
     summary = (
         f"{describe_ranks(verdict.culprits)} {are} still working{in_phase} while"
         f" {format_waiter_count(len(verdict.waiting))} for {them} in"
-        f" {get_op_name(edge.stream, edge.wait.seq)}"
+        f" {edge.op}"
     )
     is_declared = is_in_phase(context, process)
     return summary, _format_slow_rank_advice(process, verdict.began_at, is_declared)
@@ -242,22 +237,22 @@ def _format_slow_rank_advice(process: Process, since: float, is_in_phase: bool) 
 def _make_missing_messages(
     context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
 ) -> tuple[str, str]:
-    waiter = edge.wait.rank if edge.stream.peer is not None else None
+    waiter = edge.rank_at_other_end
     if edge.stream.peer is None:
         # Positions count here, since it may be unknown whether the calls are equal.
-        members = context.streams_by_group.get(edge.stream.group.key, {})
+        members = context.streams_by_group.get(edge.group.key, {})
         ranks_inside = tuple(
             rank
             for rank in verdict.waiting
-            if rank in members and members[rank].entered >= edge.wait.seq
+            if rank in members and members[rank].entered >= edge.seq
         )
     else:
         ranks_inside = verdict.calls[0].ranks if verdict.calls else ()
     summary = describe_not_entered(
         verdict.culprits,
-        get_op_name(edge.stream, edge.wait.seq),
-        edge.stream.group,
-        edge.wait.seq,
+        edge.op,
+        edge.group,
+        edge.seq,
         len(verdict.waiting),
         waiter,
         ranks_inside,
@@ -282,26 +277,19 @@ MESSAGE_MAKERS: dict[
 }
 
 
-def describe_exit(process: Process) -> str:
-    """How a process ended: ``was killed by SIGKILL`` or ``exited with status 1``."""
-    end = process.exit
-    if end is None:
-        return "is alive"
-    if process.exception is not None:  # an exception comes before whatever ended the process
-        return f"raised {format_exception(process.exception)}"
-    if end.signal:
-        return f"was killed by {get_signal_name(end.signal)}"
-    if end.exit_status is None:
-        return "vanished"
-    return f"exited with status {end.exit_status}"
-
-
 def describe_death(process: Process) -> str:
-    """The summary for a rank that ended."""
-    summary = f"rank {process.rank} {describe_exit(process)}"
-    if process.exception is None or process.exception.site is None:
-        return summary
-    return f"{summary} at {process.exception.site}"
+    """The summary for a rank that failed: the exception that it raised, which comes before whatever ends
+    the process and may not have ended it yet, or how it ended.
+    """
+    exception, end = process.exception, process.exit
+    if exception is not None:
+        raised = f"rank {process.rank} raised {format_exception(exception)}"
+        return raised if exception.site is None else f"{raised} at {exception.site}"
+    if end is not None and end.signal:
+        return f"rank {process.rank} was killed by {get_signal_name(end.signal)}"
+    if end is None or end.exit_status is None:
+        return f"rank {process.rank} vanished"
+    return f"rank {process.rank} exited with status {end.exit_status}"
 
 
 def describe_timeout(process: Process, is_by_watchdog: bool) -> str:
@@ -311,13 +299,6 @@ def describe_timeout(process: Process, is_by_watchdog: bool) -> str:
     return f"the call timed out on rank {process.rank}"
 
 
-def get_signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def format_dead_rank_advice(
     process: Process, independent_failures: tuple[Process, ...] | None
 ) -> str:
@@ -325,7 +306,14 @@ def format_dead_rank_advice(
     is not known whether there are any.
     """
     if process.exception is not None:
-        return _format_exception_advice(independent_failures)
+        if independent_failures is None:
+            return "Its exception came first."
+        if not independent_failures:
+            return "Its exception came first; the errors of other ranks are consequences of it."
+        types = {p.exception.type for p in independent_failures if p.exception is not None}
+        raised = types.pop() if len(types) == 1 else "exceptions"
+        ranks = describe_ranks(tuple(p.rank for p in independent_failures))
+        return f"Its exception came first; {ranks} also raised {raised}, which may be unrelated."
     end = process.exit
     if end is not None and end.signal == signal.SIGKILL:
         return (
@@ -342,34 +330,21 @@ def format_dead_rank_advice(
     return "Check its last lines on stderr: it ended before the other ranks."
 
 
-def _format_exception_advice(independent_failures: tuple[Process, ...] | None) -> str:
-    if independent_failures is None:
-        return "Its exception came first."
-    if not independent_failures:
-        return "Its exception came first; the errors of other ranks are consequences of it."
-    types = {p.exception.type for p in independent_failures if p.exception is not None}
-    raised = types.pop() if len(types) == 1 else "exceptions"
-    ranks = describe_ranks(tuple(p.rank for p in independent_failures))
-    return f"Its exception came first; {ranks} also raised {raised}, which may be unrelated."
-
-
 def describe_exited_ranks(
     ranks: tuple[int, ...], has_ended: bool, waiter_count: int, op: str, group: Group, seq: int
-) -> str:
-    have = "have" if len(ranks) > 1 else "has"
+) -> tuple[str, str]:
+    """The summary and the advice."""
+    have, they = ("have", "they") if len(ranks) > 1 else ("has", "it")
     did = "finished" if has_ended else "destroyed the process group"
-    return (
+    summary = (
         f"{describe_ranks(ranks)} {have} {did} while {format_waiter_count(waiter_count)} in {op}"
         f" ({describe_position(group, seq)})"
     )
-
-
-def format_exited_rank_advice(are_several: bool) -> str:
-    they = "they" if are_several else "it"
-    return (
+    advice = (
         f"The others made one more call than {they} did: look for uneven data or a loop that ends"
         " early."
     )
+    return summary, advice
 
 
 def describe_lost_node(

@@ -18,12 +18,11 @@ from ..context import (
     DiagnosisContext,
     EvidenceRequest,
     get_newest_call,
-    get_op_name,
     get_state_known_until,
     request_stacks,
     select_waits,
 )
-from ..graph.graph import BlockedCall, WaitEdge, WaitGraph
+from ..graph.graph import BlockedCall, WaitEdge, WaitGraph, get_op_name
 from ..graph.progress import get_calling_thread_since, has_working_thread
 from ..messages import describe_deadlock, describe_position, format_deadlock_advice
 from .chain_ends import get_unable_kind
@@ -67,8 +66,8 @@ def _diagnose_cycle(context: DiagnosisContext, component: set[int], waiters: set
         severity=KINDS[VerdictKind.DEADLOCK].severity,
         culprits=culprits,
         waiting=tuple(sorted(waiting)),
-        group=first_edge.stream.group,
-        seq=first_edge.wait.seq,
+        group=first_edge.group,
+        seq=first_edge.seq,
         calls=tuple(calls),
         waits=select_waits(context, core.ranks | waiting, core.cycle),
         began_at=began_at,
@@ -164,7 +163,7 @@ def _list_sends_to_receiver(context: DiagnosisContext, edge: WaitEdge) -> list[C
         for stream in (process.streams.values() if process is not None else ())
         if stream.kind is StreamKind.SEND
         and stream.peer == edge.wait.rank
-        and stream.group.key == edge.stream.group.key
+        and stream.group.key == edge.group.key
     ]
 
 
@@ -205,7 +204,7 @@ def _explain_by_tags(
         culprits=culprits,
         waiting=tuple(sorted(waiting)),
         group=receiving.group,
-        seq=edge.wait.seq,
+        seq=edge.seq,
         differing_fields=("tag",),
         calls=(*get_newest_call(sending, sender), *get_newest_call(receiving, receiver)),
         summary=description,

@@ -24,10 +24,10 @@ from hangwatch.tracking.process import Process
 from ..context import (
     DiagnosisContext,
     get_newest_call,
-    get_op_name,
     request_stacks,
 )
 from ..graph.devices import DeviceGraph, DeviceGroup, get_still_until
+from ..graph.graph import get_op_name
 from ..graph.progress import get_calling_thread_since, is_process_waiting
 from ..messages import (
     describe_deadlock,

@@ -20,17 +20,16 @@ from ..context import (
     find_last_site,
     find_silent_node_mates,
     get_newest_call,
-    get_op_name,
     has_peer_error,
     select_waits,
     was_ended_by_watchdog,
 )
+from ..graph.graph import get_op_name
 from .absence import (
     describe_death,
     describe_exited_ranks,
     describe_lost_node,
     format_dead_rank_advice,
-    format_exited_rank_advice,
 )
 from .failures import (
     find_departed_before,
@@ -161,10 +160,9 @@ def _accuse_departed(
         calls, site, is_due = (), None, True
         began_at = min(context.graph.silent_ranks[rank].last_alive_at for rank in departed)
     else:
-        summary = describe_exited_ranks(
+        summary, advice = describe_exited_ranks(
             culprits, not process.is_alive, len(waiting), op, last.group, last.entered
         )
-        advice = format_exited_rank_advice(len(departed) > 1)
         began_at = last.entered_at
     verdict = Verdict(
         kind=kind,

@@ -23,11 +23,10 @@ from ..context import (
     DiagnosisContext,
     EvidenceRequest,
     get_newest_call,
-    get_op_name,
     get_state_known_until,
     request_stacks,
 )
-from ..graph.graph import BlockedCall
+from ..graph.graph import BlockedCall, get_op_name
 from ..messages import (
     describe_position,
     describe_ranks,

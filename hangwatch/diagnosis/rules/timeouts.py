@@ -20,7 +20,6 @@ from ..context import (
     DiagnosisContext,
     find_last_site,
     get_newest_call,
-    get_op_name,
     get_state_known_until,
     has_peer_error,
     has_timed_out,
@@ -28,7 +27,7 @@ from ..context import (
     was_ended_by_watchdog,
 )
 from ..graph.devices import build_device_graph
-from ..graph.graph import BlockedCall, WaitEdge
+from ..graph.graph import BlockedCall, WaitEdge, get_op_name
 from ..graph.progress import is_process_waiting
 from ..graph.waits import WaitResolver, is_not_initialized, receives_from_any
 from ..messages import describe_position, format_lower_layers_advice
@@ -196,9 +195,9 @@ def _make_absence_verdict(
     edge = search.chain_ends[culprits[0]]
     waiting = failed | search.waiting_ranks | context.graph.get_waiting_ranks()
     if edge.stream.peer is None:
-        members = context.streams_by_group.get(edge.stream.group.key, {})
+        members = context.streams_by_group.get(edge.group.key, {})
         for rank, stream in members.items():
-            if stream.entered >= edge.wait.seq and stream.entered_at <= search.timed_out_at:
+            if stream.entered >= edge.seq and stream.entered_at <= search.timed_out_at:
                 waiting.add(rank)
     waiting -= search.chain_ends.keys()
     began_at = min(search.chain_ends[rank].stream.entered_at for rank in culprits)

@@ -110,6 +110,7 @@ def test_rank_that_raised_and_exits_slowly_is_dead() -> None:
     job.advance_time(2)
     (verdict,) = job.list_due_verdicts()
     assert (verdict.kind, verdict.culprits) == (VerdictKind.DEAD_RANK, (1,))
+    assert verdict.summary == "rank 1 raised ValueError: bad batch"
 
 
 def test_exited_rank_is_named_despite_slow_exit() -> None:
