@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from hangwatch.protocol.local_peer import is_loopback_peer, is_trusted_peer
-from hangwatch.protocol.signatures import PROOF_HEADER, Credential
+from hangwatch.protocol.request_signing import PROOF_HEADER, Credential
 
 KEEP_ALIVE_S = 60.0
 MAX_REPLY_BYTES = 4 << 20  # a reply to a heartbeat holds commands for the ranks of one host

@@ -26,7 +26,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hangwatch.protocol.signatures import PROOF_HEADER, Credential, SignedRequest, derive_job_token
+from hangwatch.protocol.request_signing import (
+    PROOF_HEADER,
+    Credential,
+    SignedRequest,
+    derive_job_token,
+)
 
 from ..core import limits
 from ..core.problems import Problem

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hangwatch.protocol import codec, heartbeat
 from hangwatch.protocol.heartbeat import COMMANDS_PATH, URGENT_PRIORITY
-from hangwatch.protocol.signatures import may_report_job
+from hangwatch.protocol.request_signing import may_report_job
 
 from ..core import limits
 from ..core.problems import Problem

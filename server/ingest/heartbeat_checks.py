@@ -40,7 +40,7 @@ from hangwatch.model.groups import count_ranks
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.heartbeat import Heartbeat, StreamUpdate
-from hangwatch.protocol.signatures import may_report_job
+from hangwatch.protocol.request_signing import may_report_job
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 

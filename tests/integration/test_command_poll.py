@@ -17,7 +17,7 @@ from hangwatch.agent.node.requests.commands import CommandPoll
 from hangwatch.agent.transport.client import ServerTarget, SignedClient
 from hangwatch.protocol.commands import Command, CommandKind
 from hangwatch.protocol.heartbeat import COMMANDS_PATH
-from hangwatch.protocol.signatures import derive_job_token
+from hangwatch.protocol.request_signing import derive_job_token
 from tests.harness.server import Server, run_server
 from tests.simulation.job_reporter import JobReporter
 from tests.simulation.simulated_job import SimulatedJob

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from hangwatch.protocol.heartbeat import PROTOCOL_VERSION
-from hangwatch.protocol.signatures import Credential, SignedRequest
+from hangwatch.protocol.request_signing import Credential, SignedRequest
 from tests.harness.job import PTRACE_REFUSED
 from tests.harness.processes import read_resident_mb
 from tests.simulation.waiting import wait_for_value

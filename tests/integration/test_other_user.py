@@ -22,7 +22,7 @@ from hangwatch.agent.node.reporting.uplink import Uplink
 from hangwatch.agent.transport import client
 from hangwatch.agent.transport.client import ServerTarget
 from hangwatch.protocol import codec, heartbeat
-from hangwatch.protocol.signatures import Credential, derive_job_token
+from hangwatch.protocol.request_signing import Credential, derive_job_token
 from tests.harness.other_user import run_as_other_user
 from tests.harness.server import Server, run_server
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Mapping
 
-from hangwatch.protocol.signatures import Credential, derive_job_token
+from hangwatch.protocol.request_signing import Credential, derive_job_token
 
 from ..arguments import add_format_option
 from ..client import parse_address
