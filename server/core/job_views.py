@@ -111,7 +111,7 @@ class JobView:
     attempt: int
     state: JobState
     world_size: int
-    heard_of: int  # ranks that have been reported
+    reported_ranks: int  # ranks that have been reported
     hosts: Sequence[str]
     states: dict[RankState, int]
     open_incidents: int

@@ -161,7 +161,7 @@ def describe_job(
         attempt=attempt.number,
         state=_compute_job_state(attempt, counts, open_records),
         world_size=attempt.world_size,
-        heard_of=len(attempt.processes),
+        reported_ranks=len(attempt.processes),
         hosts=sorted({p.host for p in attempt.processes.values()}),
         states=dict(counts),
         open_incidents=len(open_records),

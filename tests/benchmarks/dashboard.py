@@ -172,7 +172,7 @@ def wait_until_known(server: Server, ranks: int) -> None:
 
     def are_all_known() -> bool:
         jobs = server.get_items("jobs")
-        return bool(jobs) and jobs[0]["heard_of"] == ranks
+        return bool(jobs) and jobs[0]["reported_ranks"] == ranks
 
     if not wait_until(are_all_known, 300.0, 1.0):
         raise TimeoutError(f"not all {ranks} ranks are known: {server.read_log()}")

@@ -250,7 +250,7 @@ class FaultTrial:
 
         def is_reported() -> bool:
             return any(
-                (job["job"], job["attempt"], job["heard_of"])
+                (job["job"], job["attempt"], job["reported_ranks"])
                 == (self.run.name, self.run.number, self.run.shape.ranks)
                 for job in self.server.get_items("jobs")
             )

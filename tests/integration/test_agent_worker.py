@@ -194,7 +194,7 @@ def test_server_serves_the_hosts_beyond_the_limit_of_open_files(tmp_path: Path) 
 
             def are_all_served() -> bool:
                 (job,) = server.get_items("jobs") or [{}]
-                return job.get("heard_of") == SHAPE.ranks and job["state"] == "running"
+                return job.get("reported_ranks") == SHAPE.ranks and job["state"] == "running"
 
             assert wait_until(are_all_served, PATIENCE_S, 0.1), server.read_log()
 

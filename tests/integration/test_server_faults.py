@@ -255,7 +255,11 @@ def test_two_hundred_simultaneous_agents(tmp_path: Path) -> None:
         intervals = asyncio.run(run_agents(server.url))
         assert max(s for agent_intervals in intervals for s in agent_intervals) <= 4.05
         [job] = client.get("/api/v1/jobs").json()["items"]
-        assert (job["heard_of"], job["step"], client.get("/api/v1/incidents").json()["items"]) == (
+        assert (
+            job["reported_ranks"],
+            job["step"],
+            client.get("/api/v1/incidents").json()["items"],
+        ) == (
             hosts,
             3,
             [],
@@ -278,7 +282,7 @@ def test_overloaded_server_reduces_heartbeats_until_caught_up(
         assert wait_until(lambda: read_interval() > 1, 30), "the interval did not get longer"
         assert wait_until(lambda: read_interval() < 0.6, 30), "it did not get shorter again"
         [job] = client.get("/api/v1/jobs").json()["items"]
-        assert job["heard_of"] == 4, "heartbeats were lost"
+        assert job["reported_ranks"] == 4, "heartbeats were lost"
 
 
 def test_silent_clients_block_no_others_and_are_disconnected(tmp_path: Path) -> None:

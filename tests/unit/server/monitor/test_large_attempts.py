@@ -94,7 +94,7 @@ def test_large_attempt_round_updates_states_and_job(live: AppState) -> None:
     live.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
     asyncio.run(live.watch.loop.run_round())
     (attempt,) = live.list_latest_attempts()
-    assert live.describe_job(attempt).heard_of == 16
+    assert live.describe_job(attempt).reported_ranks == 16
     assert set(live.get_rank_states(attempt)) == set(range(16))
     assert live.shared.counters.failures.count == 0
 
