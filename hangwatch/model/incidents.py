@@ -25,7 +25,7 @@ class Resolution(str, enum.Enum):
     PROGRESS = "progress"  # the job made progress
     ENDED = "ended"  # the job ended
     RESTARTED = "restarted"  # a later attempt of the job runs
-    UNHEARD = "unheard"  # no node agent reports the job any more
+    NOT_REPORTING = "not_reporting"  # no node agent reports the job any more
     # The job ended after hangwatch had aborted ranks of it, and no later attempt followed soon.
     ABORTED = "aborted"
 

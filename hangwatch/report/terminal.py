@@ -39,7 +39,7 @@ RESOLUTIONS = {
     "progress": "the job made progress",
     "ended": "the job ended",
     "restarted": "a later attempt of the job runs",
-    "unheard": "the job has not reported for a day",
+    "not_reporting": "the job has not reported for a day",
     "aborted": "the job ended after hangwatch had aborted ranks of it",
 }
 

@@ -171,7 +171,7 @@ class IncidentRegistry:
             if now - last_seen_at <= (JOB_END_GRACE_S if is_finished else NOT_REPORTING_LIMIT_S):
                 continue
             if not is_finished:
-                why = Resolution.UNHEARD
+                why = Resolution.NOT_REPORTING
             elif record.is_aborted:
                 why = Resolution.ABORTED
             else:

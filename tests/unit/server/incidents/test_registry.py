@@ -468,7 +468,7 @@ def test_hang_stays_open_until_final_reports_of_killed_job(scene: IncidentScenar
 
 @pytest.mark.parametrize(
     ("over", "seconds", "why"),
-    [(True, JOB_END_GRACE_S, "ended"), (False, NOT_REPORTING_LIMIT_S, "unheard")],
+    [(True, JOB_END_GRACE_S, "ended"), (False, NOT_REPORTING_LIMIT_S, "not_reporting")],
 )
 def test_open_incident_after_server_restart_closes_with_job(
     scene: IncidentScenario, over: bool, seconds: float, why: str
