@@ -159,7 +159,7 @@ class Recovery:
     announced_at: datetime | None = None
     done_at: datetime | None = None
     why: str = ""  # why it is withheld
-    ends: tuple[RankAbort, ...] = ()
+    aborts: tuple[RankAbort, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

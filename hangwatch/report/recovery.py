@@ -15,12 +15,12 @@ _MAX_PIDS_SHOWN = 4
 def format_recovery(document: Document) -> str:
     """A sentence on the state of the recovery; empty if no rank was ever to be ended."""
     recovery = document.get("recovery") or {}
-    state, ends = recovery.get("state"), recovery.get("ends") or []
+    state, aborts = recovery.get("state"), recovery.get("aborts") or []
     if state == "withheld":
         return f"No rank is ended: {clean_text(recovery.get('why') or '?')}."
-    has_result = any(end.get("result") in ("ended", "failed") for end in ends)
+    has_result = any(abort.get("result") in ("ended", "failed") for abort in aborts)
     if state == "done" or has_result:
-        outcomes = "; ".join(format_outcomes(ends))
+        outcomes = "; ".join(format_outcomes(aborts))
         return f"{_capitalize(outcomes)} ({_format_count(recovery)})."
     if state not in ("planned", "announced", "ordered"):
         return ""
@@ -47,12 +47,12 @@ def _capitalize(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}"
 
 
-def format_outcomes(ends: Sequence[Document]) -> Iterator[str]:
+def format_outcomes(aborts: Sequence[Document]) -> Iterator[str]:
     """The outcomes for the ranks, one sentence for all ranks with the same outcome."""
     ranks_by_outcome: dict[tuple[str, str], list[int]] = {}
-    for end in ends:
-        outcome = (str(end.get("result")), _describe_end(end))
-        ranks_by_outcome.setdefault(outcome, []).append(end.get("rank", -1))
+    for abort in aborts:
+        outcome = (str(abort.get("result")), _describe_abort(abort))
+        ranks_by_outcome.setdefault(outcome, []).append(abort.get("rank", -1))
     for (result, detail), ranks in ranks_by_outcome.items():
         yield _format_outcome(result, detail, ranks)
 
@@ -86,21 +86,21 @@ def iter_recovery_events(document: Document) -> Iterator[tuple[str, str]]:
         )
     if recovery.get("announced_at"):
         yield str(recovery["announced_at"]), f"hangwatch announced that it ends {names}"
-    ends_by_time: dict[str, list[Document]] = {}
-    for end in recovery.get("ends") or []:
-        time = end.get("ended_at") or recovery.get("done_at") or end.get("ordered_at")
-        ends_by_time.setdefault(str(time), []).append(end)
-    for time, ends in ends_by_time.items():
-        yield time, f"{'; '.join(format_outcomes(ends))} ({_format_pids(ends)})"
+    aborts_by_time: dict[str, list[Document]] = {}
+    for abort in recovery.get("aborts") or []:
+        time = abort.get("ended_at") or recovery.get("done_at") or abort.get("ordered_at")
+        aborts_by_time.setdefault(str(time), []).append(abort)
+    for time, aborts in aborts_by_time.items():
+        yield time, f"{'; '.join(format_outcomes(aborts))} ({_format_pids(aborts)})"
 
 
-def _format_pids(ends: Sequence[Document]) -> str:
+def _format_pids(aborts: Sequence[Document]) -> str:
     """``pid 4711 on node1, pid 4712 on node1``."""
     pids: list[str] = []
-    for end in ends[:_MAX_PIDS_SHOWN]:
-        pid, host = clean_text(end.get("pid", "?")), clean_text(end.get("host", "?"))
+    for abort in aborts[:_MAX_PIDS_SHOWN]:
+        pid, host = clean_text(abort.get("pid", "?")), clean_text(abort.get("host", "?"))
         pids.append(f"pid {pid} on {host}")
-    hidden_count = len(ends) - len(pids)
+    hidden_count = len(aborts) - len(pids)
     more = f" and {hidden_count} more" if hidden_count else ""
     return f"{', '.join(pids)}{more}"
 
@@ -110,11 +110,11 @@ def format_clock(stamp: object) -> str:
     return f"{clean_text(str(stamp))[11:19]} UTC"
 
 
-def _describe_end(end: Document) -> str:
+def _describe_abort(abort: Document) -> str:
     """The reason for which a rank could not be ended, or the signal that ended it."""
-    if end.get("error"):
-        return clean_text(end["error"])
-    return "" if end.get("signal") is None else get_signal_name(end["signal"])
+    if abort.get("error"):
+        return clean_text(abort["error"])
+    return "" if abort.get("signal") is None else get_signal_name(abort["signal"])
 
 
 def get_signal_name(number: object) -> str:

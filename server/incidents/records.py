@@ -65,7 +65,7 @@ class IncidentRecord:
         recovery = self.incident.recovery
         if recovery is None or recovery.announced_at is None:
             return False
-        return self.is_open or any(end.result != "left" for end in recovery.ends)
+        return self.is_open or any(abort.result != "left" for abort in recovery.aborts)
 
     @property
     def recovery(self) -> Recovery:

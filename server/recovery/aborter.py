@@ -200,28 +200,28 @@ class Aborter:
         elif recovery.state == "announced":
             processes = [attempt.processes[rank] for rank in decision.ranks]
             ordered_at = self.shared.clock.date(now)
-            ends = [_list_order(p, ordered_at) for p in processes[:MAX_ORDERS_LISTED]]
+            aborts = [_list_order(p, ordered_at) for p in processes[:MAX_ORDERS_LISTED]]
             self.shared.incidents.update_recovery(
                 record,
                 state="ordered",
                 scope=decision.scope,
                 ranks=decision.ranks,
-                ends=(*recovery.ends, *ends),
+                aborts=(*recovery.aborts, *aborts),
             )
             self.orders.order_aborts(record, processes, now)
         elif recovery.state == "ordered":
             # A server that was killed may have written orders that it did not send.
             unordered = {*decision.ranks}.intersection(recovery.ranks)
             unordered -= self.orders.list_ordered_ranks(record)
-            unordered -= {end.rank for end in recovery.ends if end.result != "ordered"}
+            unordered -= {abort.rank for abort in recovery.aborts if abort.result != "ordered"}
             self.orders.order_aborts(record, [attempt.processes[r] for r in unordered], now)
 
     def _finish_round(self, record: IncidentRecord, attempt: Attempt, now: float) -> None:
         """Completes a recovery once all its orders have results."""
         self.orders.collect_results(record, attempt, now)
         recovery = record.recovery
-        ordered_at = recovery.ends[-1].ordered_at
-        results = {end.result for end in recovery.ends if end.ordered_at == ordered_at}
+        ordered_at = recovery.aborts[-1].ordered_at
+        results = {abort.result for abort in recovery.aborts if abort.ordered_at == ordered_at}
         if "ordered" in results:
             return
         if results == {"left"}:
@@ -251,7 +251,7 @@ def _list_order(process: Process, ordered_at: datetime) -> RankAbort:
 
 def _count_rounds(recovery: Recovery) -> int:
     """The number of times that orders were given: for the culprits, then for the other ranks."""
-    return len({end.ordered_at for end in recovery.ends})
+    return len({abort.ordered_at for abort in recovery.aborts})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,16 +330,16 @@ class AbortOrders:
                     error = f"its node agent has not answered for {REQUEST_EXPIRES_S:g} s"
                     self._record_failure(record, order, error)
         ordered_ranks = self.list_ordered_ranks(record)
-        for end in record.recovery.ends:
-            process = attempt.processes.get(end.rank)
-            if end.result != "ordered" or end.rank in ordered_ranks:
+        for abort in record.recovery.aborts:
+            process = attempt.processes.get(abort.rank)
+            if abort.result != "ordered" or abort.rank in ordered_ranks:
                 continue
             if process is None or process.exit is None:
                 continue
             was_killed = process.exit.signal == signal.SIGKILL
             self._record_result(
                 record,
-                end.rank,
+                abort.rank,
                 result="ended" if was_killed else "gone",
                 signal=signal.SIGKILL if was_killed else None,
                 ended_at=self.shared.clock.date(process.exited_at or now),
@@ -352,17 +352,17 @@ class AbortOrders:
     def _record_failure(
         self, record: IncidentRecord, order: _AbortOrder, error: str, signal: int | None = None
     ) -> None:
-        process, ends = order.process, record.recovery.ends
-        if not any(end.rank == process.rank and end.result == "ordered" for end in ends):
+        process, aborts = order.process, record.recovery.aborts
+        if not any(abort.rank == process.rank and abort.result == "ordered" for abort in aborts):
             # The order is beyond the number that the recovery lists.
-            listed = (*ends, _list_order(process, ends[-1].ordered_at))
-            self.shared.incidents.update_recovery(record, ends=listed)
+            listed = (*aborts, _list_order(process, aborts[-1].ordered_at))
+            self.shared.incidents.update_recovery(record, aborts=listed)
         self._record_result(record, process.rank, result="failed", signal=signal, error=error)
 
     def _record_result(self, record: IncidentRecord, rank: int, **changes: Any) -> None:
         """Sets the result of the open order to end a rank."""
-        ends = tuple(
-            replace(end, **changes) if end.rank == rank and end.result == "ordered" else end
-            for end in record.recovery.ends
+        aborts = tuple(
+            replace(abort, **changes) if abort.rank == rank and abort.result == "ordered" else abort
+            for abort in record.recovery.aborts
         )
-        self.shared.incidents.update_recovery(record, ends=ends)
+        self.shared.incidents.update_recovery(record, aborts=aborts)

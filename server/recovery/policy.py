@@ -109,7 +109,7 @@ def _choose_ranks(
     """
     candidates = set(alive)
     if incident.recovery is not None:
-        candidates -= {end.rank for end in incident.recovery.ends if end.result == "failed"}
+        candidates -= {abort.rank for abort in incident.recovery.aborts if abort.result == "failed"}
     if KINDS[incident.kind].is_unreachable:
         candidates -= set(incident.culprits)
     culprits = candidates & set(incident.culprits)

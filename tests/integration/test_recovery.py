@@ -83,7 +83,7 @@ def test_hang_recovers_to_finished_training(
             lambda: any(i["recovery"] for i in server.get_items("incidents", job="refuses")), 10.0
         ), server.read_log()
         [left] = server.get_items("incidents", job="refuses")
-        assert (left["status"], left["recovery"]["state"], left["recovery"]["ends"]) == (
+        assert (left["status"], left["recovery"]["state"], left["recovery"]["aborts"]) == (
             "open",
             "withheld",
             [],
@@ -120,23 +120,23 @@ def _check_reports(server: Server, hook: WebhookReceiver) -> None:
         incident["attempt"],
         incident["resolution"],
     ) == ("mismatch", [1], 0, "restarted")
-    [end] = incident["recovery"]["ends"]
-    assert (end["rank"], end["result"], end["signal"]) == (1, "ended", signal.SIGKILL)
+    [abort] = incident["recovery"]["aborts"]
+    assert (abort["rank"], abort["result"], abort["signal"]) == (1, "ended", signal.SIGKILL)
     assert (
         incident["opened_at"]
         < incident["recovery"]["announced_at"]
-        <= end["ordered_at"]
-        <= end["ended_at"]
+        <= abort["ordered_at"]
+        <= abort["ended_at"]
         < incident["resolved_at"]
     )
-    assert incident["recovery"]["due_at"] <= end["ordered_at"]
+    assert incident["recovery"]["due_at"] <= abort["ordered_at"]
     text = server.get_text(f"incidents/{incident['id']}/text")
     page = httpx.get(
         f"{server.url}/incidents/{incident['id']}", headers={"Accept": "text/html"}
     ).text
     for shown in (text, page):
         assert "Rank 1 was ended by SIGKILL (1 of at most 3" in " ".join(shown.split())
-    assert f"rank 1 was ended by SIGKILL (pid {end['pid']} on {end['host']})" in page
+    assert f"rank 1 was ended by SIGKILL (pid {abort['pid']} on {abort['host']})" in page
     sent = [request.parse_json() for request in hook.requests]
     mine = [
         (message["event"], message["text"].partition(":")[0])

@@ -146,7 +146,7 @@ INCIDENT = Incident(
         due_at=MOMENT,
         announced_at=MOMENT,
         done_at=MOMENT,
-        ends=(
+        aborts=(
             RankAbort(
                 rank=1,
                 host="node1",

@@ -240,7 +240,7 @@ def test_unreachable_ranks_are_never_ended() -> None:
 
 
 def test_failed_abort_is_not_retried() -> None:
-    end = RankAbort(rank=2, host="n", pid=2, ordered_at=MOMENT, result="failed", error="state D")
+    abort = RankAbort(rank=2, host="n", pid=2, ordered_at=MOMENT, result="failed", error="state D")
     recovery = Recovery(
         state="done",
         scope="culprits",
@@ -250,7 +250,7 @@ def test_failed_abort_is_not_retried() -> None:
         planned_at=MOMENT,
         due_at=MOMENT,
         announced_at=MOMENT,
-        ends=(end,),
+        aborts=(abort,),
     )
     assert decide_step(make_facts(make_incident(recovery=recovery), aborted_at=NOW - 31.0)) == (
         Step.END,
@@ -404,7 +404,10 @@ def server(tmp_path: Path) -> Iterator[InProcessServer]:
 def test_from_alert_to_culprit_exit(server: InProcessServer) -> None:
     (order,) = server.run_until_ordered()
     assert order.key == "1-1", "of rank 1, which others wait for"
-    assert (server.latest_recovery.state, [e.result for e in server.latest_recovery.ends]) == (
+    assert (
+        server.latest_recovery.state,
+        [abort.result for abort in server.latest_recovery.aborts],
+    ) == (
         "ordered",
         ["ordered"],
     )
@@ -510,7 +513,7 @@ def test_orders_are_withdrawn_when_job_stops_reporting(server: InProcessServer) 
     assert server.latest_recovery.state == "ordered"
     server.now += 3.0
     asyncio.run(server._run_tick())
-    assert server.latest_recovery.ends[0].result == "left"
+    assert server.latest_recovery.aborts[0].result == "left"
     assert not [c for c in server.send_heartbeat().commands if c.ask is CommandKind.ABORT], (
         "it comes too late"
     )
@@ -537,7 +540,7 @@ def test_a_job_that_does_not_come_back_was_ended_by_hangwatch(server: InProcessS
     (case,) = server.incident_records
     assert (case.incident.status, case.incident.resolution) == ("resolved", Resolution.ABORTED)
     assert server.output[-1].startswith("ENDED BY HANGWATCH after ")
-    assert server.latest_recovery.ends[0].result == "ended"
+    assert server.latest_recovery.aborts[0].result == "ended"
 
 
 def test_recovery_messages() -> None:
@@ -556,11 +559,11 @@ def test_recovery_messages() -> None:
         format_recovery({**make_document(), "status": "resolved", "resolution": "progress"})
         == "No rank was ended: the job made progress before."
     )
-    ends = [
+    aborts = [
         {"rank": 1, "result": "gone"}, {"rank": 2, "result": "failed", "error": "state D"}, {"rank": 3, "result": "left"},
         {"rank": 4, "result": "ended", "signal": 9}, {"rank": 5, "result": "ended", "signal": 9},
     ]  # fmt: skip
-    assert format_recovery(make_document(state="done", ends=ends)).startswith(
+    assert format_recovery(make_document(state="done", aborts=aborts)).startswith(
         "Rank 1 had ended before; rank 2 could not be ended: state D; rank 3 was not ended, as the"
         " job moved or did not report; ranks 4-5 were ended by SIGKILL (1 of"
     )
