@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 MAX_JOB_NAME = 200  # characters
 
@@ -21,17 +21,6 @@ class LaunchInfo:
     on_hang: str = field(default="", compare=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskInfo:
-    """The position of a process started by ``mpirun`` or ``srun``: a rank, or a launcher of ranks
-    such as torchrun.
-    """
-
-    number: int
-    count: int
-    local_number: int | None
-
-
 # The number, the count and the number on the host of a task, as Open MPI, Slurm, and MPICH or Intel
 # MPI call them.
 _TASK_VARIABLES = (
@@ -45,7 +34,7 @@ def parse_environ(env: Mapping[str, str], rendezvous: str = "") -> LaunchInfo:
     """Parses torchrun's variables, which accelerate sets as well, and Slurm's job id. The name of
     the job may come from ``rendezvous``, where its ranks meet if not at MASTER_ADDR.
 
-    The variables of `TaskInfo` identify no rank by themselves.
+    The variables of `parse_task` identify no rank by themselves.
     """
     rank = _parse_number(env.get("RANK"))
     if rank is None:
@@ -62,18 +51,19 @@ def parse_environ(env: Mapping[str, str], rendezvous: str = "") -> LaunchInfo:
     )
 
 
-def parse_task(env: Mapping[str, str]) -> TaskInfo | None:
-    """The process's place among the tasks; None if neither mpirun nor srun started it, or if its
-    launcher set RANK.
+def parse_task(env: Mapping[str, str]) -> LaunchInfo | None:
+    """A process started by ``mpirun`` or ``srun``, with its place among the tasks as its rank: it is a
+    rank, or a launcher of ranks such as torchrun. None if neither started it, or if its launcher set
+    RANK.
     """
     if "RANK" in env:
         return None
-    for number_name, count_name, local_name in _TASK_VARIABLES:
-        number, count = _parse_number(env.get(number_name)), _parse_number(env.get(count_name))
-        if number is not None and count:
-            return TaskInfo(
-                number=number, count=count, local_number=_parse_number(env.get(local_name))
-            )
+    for rank_name, size_name, local_name in _TASK_VARIABLES:
+        rank, size = _parse_number(env.get(rank_name)), _parse_number(env.get(size_name))
+        if rank is not None and size:
+            local_rank = _parse_number(env.get(local_name))
+            launch = parse_environ(env)
+            return replace(launch, rank=rank, world_size=size, local_rank=local_rank)
     return None
 
 

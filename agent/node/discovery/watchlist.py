@@ -331,22 +331,13 @@ def _read_launch(
         environ = processes.read_environ(pid, proc)
     except OSError:
         return None
-    launch = identity.parse_environ(environ)
-    if from_task:
-        task = identity.parse_task(environ)
-        if task is None:
-            return None
-        launch = replace(
-            launch,
-            job=known.job,
-            restart=known.restart,
-            rank=task.number,
-            world_size=task.count,
-            local_rank=task.local_number,
-        )
+    launch = identity.parse_task(environ) if from_task else identity.parse_environ(environ)
+    if launch is None or launch.rank is None:
+        return None
+    if from_task:  # a task's variables do not name the job
+        launch = replace(launch, job=known.job, restart=known.restart)
     of_job = (launch.job, launch.restart, launch.world_size)
-    is_same_job = of_job == (known.job, known.restart, known.world_size)
-    return launch if is_same_job and launch.rank is not None else None
+    return launch if of_job == (known.job, known.restart, known.world_size) else None
 
 
 def _read_sibling_start(pid: int, proc: str) -> int | None:

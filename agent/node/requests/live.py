@@ -18,7 +18,6 @@ from hangwatch.protocol.commands import (
     decode_tensor_stats,
 )
 from hangwatch.ring import checks
-from hangwatch.ring.reader import RingReader
 from hangwatch.ring.snapshot import RecordEntry
 from hangwatch.ring.tracing import read_trace
 
@@ -103,11 +102,10 @@ class LiveRequests:
             if (now_ns - requested_ns) / 1e9 >= TRACE_REQUEST_TTL_S:
                 del self._trace_requests[request_id]
         max_calls = MAX_TRACED_CALLS // max(1, len(self._trace_requests))
-        replies: list[TraceReply] = []
-        for command, _ in self._trace_requests.values():
-            limited = replace(command, most=min(command.most, max_calls))
-            replies.append(self._answer_trace(limited, watched.get(command.key), now_ns))
-        return tuple(replies)
+        return tuple(
+            _answer_trace(command, watched.get(command.key), max_calls, now_ns)
+            for command, _ in self._trace_requests.values()
+        )
 
     def next_recording_replies(self) -> tuple[RecordingReply, ...]:
         """The replies for the next heartbeat: up to the first with a profile, since the size of a
@@ -126,43 +124,35 @@ class LiveRequests:
             reply for reply in self._recording_replies if id(reply) not in delivered_ids
         ]
 
-    def _answer_trace(
-        self, command: Command, process: WatchedProcess | None, now_ns: int
-    ) -> TraceReply:
-        problem = UNKNOWN_PROCESS if process is None else process.ring_problem
-        if process is not None and process.reader is not None and not problem:
-            try:
-                return self._read_trace(process, process.reader, command, now_ns)
-            except Exception as error:  # a corrupt ring must not keep the heartbeat from being sent
-                problem = f"its ring cannot be read: {type(error).__name__}: {error}"
-        problem = problem or (
+
+def _answer_trace(
+    command: Command, process: WatchedProcess | None, max_calls: int, now_ns: int
+) -> TraceReply:
+    reply = TraceReply(key=command.key, request=command.id)
+    if process is None:
+        return replace(reply, error=UNKNOWN_PROCESS)
+    reader = process.reader
+    if process.ring_problem or reader is None:
+        no_ring = (
             "it has no ring: hangwatch is not active in it, or it has not imported torch;"
             " `hangwatch doctor` says why"
         )
-        return TraceReply(key=command.key, request=command.id, error=problem)
-
-    def _read_trace(
-        self,
-        process: WatchedProcess,
-        reader: RingReader,
-        command: Command,
-        now_ns: int,
-    ) -> TraceReply:
+        return replace(reply, error=process.ring_problem or no_ring)
+    try:
         if command.after < 0:
-            return TraceReply(key=command.key, request=command.id, upto=reader.count_records())
+            return replace(reply, upto=reader.count_records())
         trace = read_trace(
             reader,
             command.after,
             now_ns,
             op=command.op,
-            max_calls=command.most,
+            max_calls=min(command.most, max_calls),
             is_last=command.last or process.exit is not None,
         )
         kinds: dict[CallKind, int] = {}
         values = checks.read_check_values(reader) if command.values else {}
-        return TraceReply(
-            key=command.key,
-            request=command.id,
+        return replace(
+            reply,
             upto=trace.next_index,
             missed=trace.missed,
             calls=tuple(_make_traced_call(traced, kinds, values) for traced in trace.calls),
@@ -170,6 +160,9 @@ class LiveRequests:
             more=trace.has_more,
             others=trace.other_ops,
         )
+    except Exception as error:  # a corrupt ring must not keep the heartbeat from being sent
+        problem = f"its ring cannot be read: {type(error).__name__}: {error}"
+        return replace(reply, error=problem)
 
 
 def _make_traced_call(
