@@ -17,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hangwatch.report.terminal import format_incident
@@ -80,7 +81,8 @@ def run_demo(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     missing = [name for name in REQUIRED_MODULES if importlib.util.find_spec(name) is None]
     if missing:
         raise DemoError(f"the demo needs {', '.join(missing)}: pip install 'hangwatch[demo]'")
-    with _interrupt_on_signals():
+    # SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, so that the demo cleans up.
+    with _handle_signals(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP):
         demo = _DemoRun(args, env)
         with contextlib.closing(demo):
             code = demo.run_stages()
@@ -95,17 +97,16 @@ def run_demo(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 
 @contextlib.contextmanager
-def _interrupt_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, so that the demo cleans up."""
-    before = {
-        number: signal.signal(number, signal.default_int_handler)
-        for number in (signal.SIGTERM, signal.SIGHUP)
-    }
+def _handle_signals(
+    handler: signal.Handlers | Callable[[int, FrameType | None], object], *numbers: signal.Signals
+) -> Iterator[None]:
+    """Sets the handler of these signals for the time of the block."""
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, former_handler in before.items():
+            signal.signal(number, former_handler)
 
 
 class _DemoRun:
@@ -119,11 +120,8 @@ class _DemoRun:
 
     def close(self) -> None:
         # A second Ctrl-C must not interrupt the clean-up, which takes a few seconds at most.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
+        with _handle_signals(signal.SIG_IGN, signal.SIGINT):
             self._sandbox.close()
-        finally:
-            signal.signal(signal.SIGINT, before)
 
     def run_stages(self) -> int:
         url = self._start_server()
@@ -168,22 +166,19 @@ class _DemoRun:
         deadline = time.monotonic() + SERVER_TIMEOUT_S
         while time.monotonic() < deadline and server.poll() is None:
             for line in self._sandbox.read_output("server.out").splitlines():
-                if line.startswith("HANGWATCH_URL="):
-                    url = line.partition("=")[2].strip()
-                    self._wait_ready(url, deadline)
+                if not line.startswith("HANGWATCH_URL="):
+                    continue
+                url = line.partition("=")[2].strip()
+                # The server prints its address just before it listens.
+                with (
+                    contextlib.suppress(UnreachableError),
+                    contextlib.closing(Client(parse_address(url, None, {}))) as client,
+                ):
+                    client.get("jobs")
                     self.print_message(f"server up: {url}/ranks")
                     return url
             time.sleep(_POLL_S)
         raise self._build_error("the server did not start", "server.err")
-
-    def _wait_ready(self, url: str, deadline: float) -> None:
-        with contextlib.closing(Client(parse_address(url, None, {}))) as client:
-            while time.monotonic() < deadline:
-                # The server prints its address just before it listens.
-                with contextlib.suppress(UnreachableError):
-                    client.get("jobs")
-                    return
-                time.sleep(_POLL_S)
 
     def _copy_script(self) -> tuple[Path, int]:
         """Copies the training script out of site-packages, where it would count as a library's
