@@ -69,12 +69,16 @@ class WatchedProcess:
     is_paused: bool = False  # our own recording pauses it again and again
     is_pyspy_probed: bool = False  # whether py-spy can sample it was checked
     is_flooded: bool = False  # a large part of its ring was written since the last reading
-    ring_problem: str = ""  # what is wrong with its ring
     _activity_read_ns: int = 0
     _activity_cursor: int = 0  # the records that had been read by then
 
     def __post_init__(self) -> None:
         self.key = run_dir.format_process_key(self.pid, self.start_ticks)
+
+    @property
+    def ring_problem(self) -> str:
+        """What is wrong with its ring; empty if nothing is."""
+        return self.faults.get("ring", "")
 
     def read_state(self, now_ns: int) -> None:
         """Reads the ring and /proc. If something cannot be read, its last state is kept and the
@@ -117,7 +121,6 @@ class WatchedProcess:
         except Exception as error:  # a corrupt ring must not keep the other ranks from being read
             self._record_unreadable(ring, error, now_ns)
             return
-        self.ring_problem = ""
         self.faults.pop("ring", None)
         self.call_log.add_records(delta.records)
         self.snapshot = snapshot
@@ -140,8 +143,7 @@ class WatchedProcess:
             reason = error.strerror
         else:
             reason = f"corrupt: {type(error).__name__}: {error}"
-        self.ring_problem = f"ring {ring.path.name} cannot be read: {reason}"
-        self.faults["ring"] = self.ring_problem
+        self.faults["ring"] = f"ring {ring.path.name} cannot be read: {reason}"
 
     def update_unrecorded(self, now_ns: int) -> None:
         """Updates the reason why it has no ring."""

@@ -258,25 +258,16 @@ def _read_recording(
     seconds: float = order.seconds
     if stop_reason or not is_alive:
         seconds = min(took_s, seconds)
-    return ProfileRecording(
-        profile=profile,
-        seconds=round(seconds, 2),
-        note=_describe_shortfall(profile, order, seconds, stop_reason, is_alive),
-    )
-
-
-def _describe_shortfall(
-    profile: Profile, order: RecordingOrder, seconds: float, stop_reason: str, is_alive: bool
-) -> str:
-    if stop_reason:
-        return f"ended after {seconds:.1f} of {order.seconds} s: {stop_reason}"
-    if not is_alive:
-        return f"the process ended after {seconds:.1f} s"
+    note = ""
     sample_count = next((t.sample_count for t in profile.threads if t.is_main), 0)
     requested_count = order.rate * order.seconds
-    if not order.gil and sample_count < _MIN_SAMPLE_SHARE * requested_count:
-        return (
+    if stop_reason:
+        note = f"ended after {seconds:.1f} of {order.seconds} s: {stop_reason}"
+    elif not is_alive:
+        note = f"the process ended after {seconds:.1f} s"
+    elif not order.gil and sample_count < _MIN_SAMPLE_SHARE * requested_count:
+        note = (
             f"only {sample_count} of {requested_count} samples were taken: the host is busy, or"
             " stacks changed while they were read"
         )
-    return ""
+    return ProfileRecording(profile=profile, seconds=round(seconds, 2), note=note)

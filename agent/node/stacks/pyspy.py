@@ -110,12 +110,14 @@ class PySpy:
         for _ in range(_UNDISTURBED_ATTEMPTS):
             began_at = time.monotonic()
             try:
-                before = thread_waits.ThreadTurns.read(pid, self.proc)
-                if pid in before.running or not permission.may_read_memory(pid):
+                before = thread_waits.read_turns(pid, self.proc)
+                main = before.get(pid)
+                is_running = main is not None and main.is_running
+                if is_running or not permission.may_read_memory(pid):
                     return None
                 command = [*self._make_command(pid), "--nonblocking"]
                 threads = self._parse_output(self._run_pyspy(command, self.timeout_s), pid)
-                after = thread_waits.ThreadTurns.read(pid, self.proc)
+                after = thread_waits.read_turns(pid, self.proc)
             except PySpyError as error:
                 if error.is_permanent or time.monotonic() - began_at >= self.timeout_s:
                     raise
@@ -126,7 +128,8 @@ class PySpy:
             deciding = [thread for thread in threads if thread.holds_gil] or [
                 thread for thread in threads if thread.thread != RECORDER_THREAD_NAME
             ]
-            is_still = all(after.is_unchanged(before, thread.tid) for thread in deciding)
+            tids = [thread.tid or 0 for thread in deciding]
+            is_still = all(thread_waits.was_asleep(before.get(t), after.get(t)) for t in tids)
             return threads if deciding and is_still else None
         return None
 

@@ -21,51 +21,47 @@ _MAX_WAKEUP_CPU_NS = 100_000  # added for each wakeup
 _WCHAN_ATTEMPTS = 10  # wchan cannot be read while the thread is awake
 
 
-@dataclass(frozen=True, slots=True)
-class ThreadTurns:
-    """How often each thread of a process has gone to sleep or lost its CPU, and how long it ran, by
-    its id; and which threads are on a CPU or wait for one.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThreadTurn:
+    """How often a thread has gone to sleep or lost its CPU, how long it ran, and whether it is on a
+    CPU or waits for one.
     """
 
-    sleeps: dict[int, int]
-    preemptions: dict[int, int]
-    cpu_ns: dict[int, int]
-    running: frozenset[int]
+    sleeps: int = 0
+    preemptions: int = 0
+    cpu_ns: int = 0
+    is_running: bool = False
 
-    @classmethod
-    def read(cls, pid: int, proc: str = PROC_ROOT) -> ThreadTurns:
-        """Raises OSError if the process is gone."""
-        sleeps: dict[int, int] = {}
-        preemptions: dict[int, int] = {}
-        cpu_ns: dict[int, int] = {}
-        running = set()
-        for name in os.listdir(f"{proc}/{pid}/task"):
-            with contextlib.suppress(OSError, ValueError):  # the thread has ended
-                status = read_status(f"{pid}/task/{name}", proc)
-                sleeps[int(name)] = int(status.get("voluntary_ctxt_switches", "0"))
-                preemptions[int(name)] = int(status.get("nonvoluntary_ctxt_switches", "0"))
-                if status.get("State", "?").startswith("R"):
-                    running.add(int(name))
-                schedstat = read_schedstat(pid, int(name), proc)
-                if schedstat:
-                    cpu_ns[int(name)] = int(schedstat.split()[0])
-                else:
-                    ticks = read_thread_stat(pid, int(name), proc).cpu_ticks
-                    cpu_ns[int(name)] = ticks * 1_000_000_000 // TICKS_PER_S
-        return cls(sleeps, preemptions, cpu_ns, frozenset(running))
 
-    def count_sleeps(self, before: ThreadTurns, tid: int) -> int:
-        """How often a thread has gone to sleep since ``before`` was read."""
-        return self.sleeps.get(tid, 0) - before.sleeps.get(tid, 0)
+_NO_TURN = ThreadTurn()  # of a thread that has just started
 
-    def is_unchanged(self, before: ThreadTurns, tid: int | None) -> bool:
-        """A thread was asleep all the time since ``before`` was read. False if that is not known."""
-        if tid is None or tid not in self.sleeps or tid in self.running:
-            return False
-        return (self.sleeps[tid], self.preemptions[tid]) == (
-            before.sleeps.get(tid),
-            before.preemptions.get(tid),
-        )
+
+def read_turns(pid: int, proc: str = PROC_ROOT) -> dict[int, ThreadTurn]:
+    """The turns of each thread of a process, by its id. Raises OSError if the process is gone."""
+    turns: dict[int, ThreadTurn] = {}
+    for tid in map(int, os.listdir(f"{proc}/{pid}/task")):
+        with contextlib.suppress(OSError, ValueError):  # the thread has ended
+            status = read_status(f"{pid}/task/{tid}", proc)
+            schedstat = read_schedstat(pid, tid, proc)
+            if schedstat:
+                cpu_ns = int(schedstat.split()[0])
+            else:
+                ticks = read_thread_stat(pid, tid, proc).cpu_ticks
+                cpu_ns = ticks * 1_000_000_000 // TICKS_PER_S
+            turns[tid] = ThreadTurn(
+                sleeps=int(status.get("voluntary_ctxt_switches", "0")),
+                preemptions=int(status.get("nonvoluntary_ctxt_switches", "0")),
+                cpu_ns=cpu_ns,
+                is_running=status.get("State", "?").startswith("R"),
+            )
+    return turns
+
+
+def was_asleep(before: ThreadTurn | None, after: ThreadTurn | None) -> bool:
+    """A thread was asleep all the time between two readings. False if that is not known."""
+    if before is None or after is None or after.is_running:
+        return False
+    return (before.sleeps, before.preemptions) == (after.sleeps, after.preemptions)
 
 
 def find_gil_candidates(pid: int, waiter: int, proc: str = PROC_ROOT) -> list[int]:
@@ -76,26 +72,26 @@ def find_gil_candidates(pid: int, waiter: int, proc: str = PROC_ROOT) -> list[in
     code either sleeps all the time or runs; so may others that do not need it.
     """
     try:
-        before = after = ThreadTurns.read(pid, proc)
+        before = after = read_turns(pid, proc)
+        began = before.get(waiter, _NO_TURN)
         for _ in range(_MAX_STEPS):
             time.sleep(_STEP_S)
-            after = ThreadTurns.read(pid, proc)
-            if after.count_sleeps(before, waiter) >= _MIN_GIL_WAKEUPS:
+            after = read_turns(pid, proc)
+            if after.get(waiter, _NO_TURN).sleeps - began.sleeps >= _MIN_GIL_WAKEUPS:
                 break
         else:
             return []
     except OSError:  # the process has ended
         return []
-    sleeps = {tid: after.count_sleeps(before, tid) for tid in after.sleeps}
-    has_run_python = any(
-        after.cpu_ns.get(tid, 0) - before.cpu_ns.get(tid, 0)
-        > _MAX_WAITER_CPU_NS + count * _MAX_WAKEUP_CPU_NS
-        for tid, count in sleeps.items()
-        if count
-    )
-    if has_run_python or not _sleeps_on_futex(pid, waiter, proc):
-        return []
-    return sorted(tid for tid, count in sleeps.items() if not count)
+    candidates: list[int] = []
+    for tid, turn in after.items():
+        earlier = before.get(tid, _NO_TURN)
+        sleeps = turn.sleeps - earlier.sleeps
+        if not sleeps:
+            candidates.append(tid)
+        elif turn.cpu_ns - earlier.cpu_ns > _MAX_WAITER_CPU_NS + sleeps * _MAX_WAKEUP_CPU_NS:
+            return []  # the thread has run Python
+    return sorted(candidates) if _sleeps_on_futex(pid, waiter, proc) else []
 
 
 def _sleeps_on_futex(pid: int, tid: int, proc: str) -> bool:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hangwatch.agent.node.system.thread_waits import ThreadTurns, describe_wait
+from hangwatch.agent.node.system.thread_waits import describe_wait, read_turns, was_asleep
 from tests.simulation.waiting import wait_until
 
 
@@ -99,9 +99,9 @@ def test_thread_that_waits_for_something_else() -> None:
 
 def test_thread_that_has_slept_between_two_readings_is_unchanged() -> None:
     with running_threads(wait_for_gil, threading.Event.wait) as (waiter, sleeper):
-        before = ThreadTurns.read(os.getpid())
+        before = read_turns(os.getpid())
         time.sleep(0.1)
-        after = ThreadTurns.read(os.getpid())
-    assert after.is_unchanged(before, sleeper)
-    assert not after.is_unchanged(before, waiter)
-    assert not after.is_unchanged(before, None)
+        after = read_turns(os.getpid())
+    assert was_asleep(before[sleeper], after[sleeper])
+    assert not was_asleep(before[waiter], after[waiter])
+    assert not was_asleep(None, after[sleeper])
