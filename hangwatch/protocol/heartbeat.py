@@ -147,7 +147,7 @@ class ProcessUpdate:
     # it communicated: what was reported from that call on is void.
     retractions: tuple[tuple[int, int], ...] = ()
     closed: tuple[int, ...] = ()  # streams (uids) that were reported and whose groups are gone
-    sequences: tuple[StreamUpdate, ...] = ()
+    streams: tuple[StreamUpdate, ...] = ()
     # (uid, seq, running hash after the call, CRC-32 of its result) of sampled calls.
     checksums: tuple[tuple[int, int, Hash64, int], ...] = ()
     nonfinite: tuple[NonfiniteReport, ...] = ()
@@ -256,7 +256,7 @@ class PerformanceReport:
     number: int  # counts an agent's reports, from 1; a repeated number is a duplicate
     # Bounds, in seconds, on how far the server's clock is ahead of the agent's.
     clock: tuple[float, float] | None = None
-    sequences: tuple[StreamPerformance, ...] = ()
+    streams: tuple[StreamPerformance, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

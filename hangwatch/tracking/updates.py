@@ -157,7 +157,7 @@ def apply_process_update(
         attempt.incomplete_ranks.discard(process.rank)
     if update.device:
         apply_device_statuses(attempt, process, update.device, now)
-    if update.sequences or update.device or update.closed:
+    if update.streams or update.device or update.closed:
         _refresh_streams(tracked)
     if (update.checksums or update.nonfinite) and tracked.holds_rank:
         process.overflows = max(process.overflows, update.overflows)
@@ -206,7 +206,7 @@ def _apply_streams(tracked: TrackedProcess, update: heartbeat.ProcessUpdate, now
         if uid in process.streams:
             attempt.retract_calls(process.streams[uid], from_seq)
     all_known = True
-    for stream_update in update.sequences:
+    for stream_update in update.streams:
         all_known &= _apply_stream_update(attempt, process, stream_update, losses, now)
     return all_known
 

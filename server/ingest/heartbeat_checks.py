@@ -220,9 +220,9 @@ def _convert_stream_objects(document: Any) -> None:
     """Converts the stream updates of protocol version 1, which are objects, to arrays."""
     processes = document.get("processes") if isinstance(document, dict) else None
     for process in processes if isinstance(processes, list) else ():
-        updates = process.get("sequences") if isinstance(process, dict) else None
+        updates = process.get("streams") if isinstance(process, dict) else None
         if isinstance(updates, list):
-            process["sequences"] = [
+            process["streams"] = [
                 _list_stream_fields(update) if isinstance(update, dict) else update
                 for update in updates
             ]
@@ -301,7 +301,7 @@ def _iter_identities(
     processes: Iterable[heartbeat.ProcessUpdate],
 ) -> Iterator[heartbeat.StreamIdentity]:
     for process in processes:
-        for stream in process.sequences:
+        for stream in process.streams:
             if stream.identity is not None:
                 yield stream.identity
 
@@ -332,9 +332,9 @@ def check_memory(
         _check_processes(beat.agent, new_identities, fleet)
     for update in beat.processes:
         # Few processes come near the limit: only these are counted exactly.
-        if len(update.sequences) <= limits.STREAMS.most // 2:
+        if len(update.streams) <= limits.STREAMS.most // 2:
             continue
-        uids = {stream.uid for stream in update.sequences}
+        uids = {stream.uid for stream in update.streams}
         known = fleet.processes.get((beat.host, update.key))
         if known is not None:
             uids |= known.process.streams.keys()
@@ -428,7 +428,7 @@ def drop_foreign_reports(
     for name in _KEYED_FIELDS:
         named.update(item.key for item in getattr(beat, name))
     if beat.performance is not None:
-        named.update(stream.key for stream in beat.performance.sequences)
+        named.update(stream.key for stream in beat.performance.streams)
     foreign = {key for key in named if fleet.has_other_owner((beat.host, key), beat, now)}
     if not foreign:
         return beat, 0
@@ -439,6 +439,6 @@ def drop_foreign_reports(
     changes: dict[str, Any] = {name: keep_own(getattr(beat, name)) for name in _KEYED_FIELDS}
     changes["gone"] = tuple(key for key in beat.gone if key not in foreign)
     if beat.performance is not None:
-        own_streams = keep_own(beat.performance.sequences)
-        changes["performance"] = replace(beat.performance, sequences=own_streams)
+        own_streams = keep_own(beat.performance.streams)
+        changes["performance"] = replace(beat.performance, streams=own_streams)
     return replace(beat, **changes), len(foreign)

@@ -74,7 +74,7 @@ class PerformanceTotals:
         self._report_numbers[beat.agent] = report.number
         if report.clock is not None and report.clock[0] <= report.clock[1]:
             self.clocks[beat.agent] = report.clock
-        for part in report.sequences:
+        for part in report.streams:
             tracked = fleet.processes.get((beat.host, part.key))
             if tracked is None:
                 continue

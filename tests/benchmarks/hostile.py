@@ -159,7 +159,7 @@ def make_heartbeat(rng: random.Random) -> dict[str, Any]:
         update["raised"] = {"type": "ValueError", "message": text}
     if kind == 3:
         update["faults"] = [text[:1000]] * rng.choice([10, 200_000])
-    sequences = [
+    streams = [
         {
             "uid": number,
             "entered": 5,
@@ -188,7 +188,7 @@ def make_heartbeat(rng: random.Random) -> dict[str, Any]:
                     "start_ticks": 1,
                     "restart": rng.randrange(300) if kind == 5 else 0,
                 },
-                "sequences": sequences,
+                "streams": streams,
                 **update,
             }
             for number in range(processes)

@@ -44,7 +44,7 @@ class TargetRank:
         self.ring.set_word(LiveWord.LIFECYCLE, Lifecycle.INITIALISED)
         self.ring.write_pulse(
             0
-        )  # no record is in the table of sequences yet: readers find them all by themselves
+        )  # no record is in the table of streams yet: readers find them all by themselves
         description = {
             "kind": "collective",
             "name": "0",

@@ -53,7 +53,7 @@ def test_reports_a_rank_with_its_calls(agent_testbed: AgentTestbed) -> None:
         updates = [
             s
             for u in agent_testbed.receiver.list_updates(0)
-            for s in u.get("sequences", ())
+            for s in u.get("streams", ())
             if s.get("calls")
         ]
         return updates[0] if updates else None
@@ -69,7 +69,7 @@ def test_reports_a_rank_with_its_calls(agent_testbed: AgentTestbed) -> None:
     checkpoints = [
         c
         for u in agent_testbed.receiver.list_updates(0)
-        for s in u.get("sequences", ())
+        for s in u.get("streams", ())
         for c in s.get("checkpoints", ())
     ]
     assert [seq for seq, _ in checkpoints] == [1, 2, 3, 4, 5, 6]
@@ -91,8 +91,8 @@ def test_resends_everything_after_resync(agent_testbed: AgentTestbed) -> None:
     )[0]
     (update,) = full["processes"]
     assert update["identity"]["rank"] == 0
-    assert update["sequences"][0]["identity"]["desc"] == "default_pg"
-    assert [seq for seq, _ in update["sequences"][0]["checkpoints"]] == [1, 2, 3, 4, 5]
+    assert update["streams"][0]["identity"]["desc"] == "default_pg"
+    assert [seq for seq, _ in update["streams"][0]["checkpoints"]] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_exit_status_is_known_of_immediately_reaped_process(
     assert update["ended"] == expected
     assert update["ended_s"] < 5
     assert time.monotonic() - reaped < 5
-    assert [call["seq"] for call in update["sequences"][0]["calls"]] == [1, 2, 3, 4, 5]
+    assert [call["seq"] for call in update["streams"][0]["calls"]] == [1, 2, 3, 4, 5]
 
 
 def test_reports_exception_that_ended_a_rank(agent_testbed: AgentTestbed) -> None:
@@ -428,12 +428,12 @@ def test_sends_terse_updates_if_allowed(agent_testbed: AgentTestbed) -> None:
     target.stdin.write(b"\n")
     target.stdin.flush()
     wait_for_value(lambda: agent_testbed.receiver.heartbeats[-1].get("brief"), "terse updates")
-    first_entered = agent_testbed.receiver.list_updates(0)[-1]["sequences"][0]["entered"]
+    first_entered = agent_testbed.receiver.list_updates(0)[-1]["streams"][0]["entered"]
     full_update = wait_for_value(
         lambda: [
             s
             for u in agent_testbed.receiver.list_updates(0)
-            for s in u.get("sequences", ())
+            for s in u.get("streams", ())
             if s.get("calls")
         ],
         "an update with the rank's current call",

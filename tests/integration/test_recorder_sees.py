@@ -177,7 +177,7 @@ def job_name(name: str, recorder: dict[str, str]) -> str:
 def select_calls(ring: dict[str, Any], kind: str, desc: str = "default_pg") -> list[dict[str, Any]]:
     return [
         call
-        for sequence in ring["sequences"]
+        for sequence in ring["streams"]
         if sequence["kind"] == kind and sequence["desc"] == desc
         for call in sequence["calls"]
     ]
@@ -228,7 +228,7 @@ def check_calls(name: str, ring: dict[str, Any]) -> None:
     assert {call["file"] for call in calls} == {CASES_SCRIPT.name}, (
         "the site is the user's, not torch's"
     )
-    for sequence in ring["sequences"]:
+    for sequence in ring["streams"]:
         unfinished = (
             sequence["calls"][sequence["completed"] :] if sequence["completed"] is not None else []
         )
@@ -283,7 +283,7 @@ def test_unknown_operators_are_recorded_generically(
             [own_shape],
         ]
         assert [call["dtype"] for call in calls] == ["float32"] * 5
-        (stream,) = [s for s in ring["sequences"] if s["kind"] == "collective"]
+        (stream,) = [s for s in ring["streams"] if s["kind"] == "collective"]
         assert stream["completed"] == stream["entered"] == len(calls)
     check_api([name], job_name(name, recorder), server)
     assert server.get_items("incidents", job=job_name(name, recorder)) == []
@@ -314,4 +314,4 @@ def test_declared_phases_steps_and_collectives(
             "nested": ["Inner"] * 20,
             "declared": ["put"] * 20 + ["afterwards"],
         }
-        assert {tuple(s["ranks"]) for s in ring["sequences"]} == {(0, 1)}
+        assert {tuple(s["ranks"]) for s in ring["streams"]} == {(0, 1)}

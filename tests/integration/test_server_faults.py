@@ -156,7 +156,7 @@ def test_repeated_late_or_split_heartbeats_change_nothing(tmp_path: Path) -> Non
                 uid=1, entered=entered, completed=entered, op="all_reduce"
             )
             update = heartbeat.ProcessUpdate(
-                key=process.key, lifecycle=3, step=entered, sequences=(sequence,)
+                key=process.key, lifecycle=3, step=entered, streams=(sequence,)
             )
             beat = reporter.make_heartbeat(0, number, processes=(update,))
             return client.post("/api/v1/heartbeats", json=codec.encode_message(beat))
@@ -316,7 +316,7 @@ def test_new_host_beyond_limit_is_refused(tmp_path: Path) -> None:
         assert "256 printable characters" in check_problem(raised.value.response, 422)
         process = job.make_process_update(0, full=True)
         channels = tuple(heartbeat.StreamUpdate(uid=uid, entered=1) for uid in range(20_000))
-        many = heartbeat.ProcessUpdate(key=process.key, sequences=channels)
+        many = heartbeat.ProcessUpdate(key=process.key, streams=channels)
         answer = client.post(
             "/api/v1/heartbeats",
             json=codec.encode_message(

@@ -147,8 +147,8 @@ def make_groups(count: int, size: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("update", "limit"),
     [
-        ({"sequences": make_groups(200, (1 << 18) - 1)}, limits.HEARTBEAT_MEMBERS),
-        ({"sequences": make_groups(1, 1 << 21)}, limits.RANK),
+        ({"streams": make_groups(200, (1 << 18) - 1)}, limits.HEARTBEAT_MEMBERS),
+        ({"streams": make_groups(1, 1 << 21)}, limits.RANK),
         ({"raised": {"type": "E", "message": "m" * 5_000_000}}, limits.STRING),
         ({"faults": ["f"] * 200_000}, limits.LIST),
         ({"identity": {"job": "j" * 300}}, limits.NAME),
@@ -187,7 +187,7 @@ def test_members_of_new_jobs_are_limited(server: Server, client: httpx.Client) -
             beat = make_heartbeat(
                 agent=f"agent {number}",
                 identity={"job": f"wide {number}", "world_size": 1 << 18},
-                sequences=make_groups(1, (1 << 18) - 1),
+                streams=make_groups(1, (1 << 18) - 1),
             )
             beat["host"] = f"host {number}"
             statuses.append(client.post("/api/v1/heartbeats", json=beat).status_code)

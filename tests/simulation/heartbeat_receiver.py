@@ -98,9 +98,9 @@ class HeartbeatReceiver(HttpReceiver):
 
 def _name_stream_fields(beat: dict[str, Any]) -> dict[str, Any]:
     for process in beat.get("processes", ()):
-        if "sequences" in process:
-            updates = process["sequences"]
-            process["sequences"] = [
+        if "streams" in process:
+            updates = process["streams"]
+            process["streams"] = [
                 dict(zip(StreamUpdate._fields, update, strict=False)) for update in updates
             ]
     return beat

@@ -86,7 +86,7 @@ class SimulatedJob:
             idle_s=self._hung_s,
             ended=ExitInfo(exit_status=1) if has_failed else None,
             raised=self.exception if has_failed else None,
-            sequences=tuple(streams),
+            streams=tuple(streams),
         )
 
     def take_sample(self, command: dict[str, Any]) -> heartbeat.StackReply:

@@ -345,7 +345,7 @@ class PerformanceReporter:
             parts = self._backlog[:MAX_STREAMS_PER_REPORT]
             self._backlog = self._backlog[MAX_STREAMS_PER_REPORT:]
             self._unacked_report = heartbeat.PerformanceReport(
-                number=self._report_number, clock=self.clock_bounds_s, sequences=tuple(parts)
+                number=self._report_number, clock=self.clock_bounds_s, streams=tuple(parts)
             )
         return self._unacked_report
 

@@ -80,7 +80,7 @@ def compose_update(
     ``last_calls`` are the last calls of every stream of a process that has exited.
     """
     before = acked or AckedState()
-    sequences: list[StreamUpdate] = []
+    streams: list[StreamUpdate] = []
     losses: list[tuple[int, int, int]] = []
     after = dict(before.streams)
     is_ending = view.exit is not None and not before.includes_exit
@@ -99,7 +99,7 @@ def compose_update(
             state, acked_stream, history, fetch_calls, ending
         )
         if stream_update is not None:
-            sequences.append(stream_update)
+            streams.append(stream_update)
         known_from_seq = acked_stream.lost_from_seq if acked_stream is not None else 0
         if state.loss is not None and state.loss.from_seq != known_from_seq:
             losses.append((state.uid, state.loss.from_seq, int(state.loss.reason)))
@@ -127,7 +127,7 @@ def compose_update(
     if (
         is_known
         and not check_fields
-        and not sequences
+        and not streams
         and not losses
         and not history.retractions
         and not closed
@@ -149,7 +149,7 @@ def compose_update(
     )
     history.composed_streams = after
     update = replace(
-        _make_update(view, is_known, tuple(sequences), now_ns),
+        _make_update(view, is_known, tuple(streams), now_ns),
         device=device,
         losses=tuple(losses),
         retractions=tuple((uid, call.seq) for uid, call in history.retractions.items()),
@@ -202,7 +202,7 @@ def _make_status_key(view: ProcessView, now_ns: int) -> tuple[Any, ...]:
 
 
 def _make_update(
-    view: ProcessView, is_known: bool, sequences: tuple[StreamUpdate, ...], now_ns: int
+    view: ProcessView, is_known: bool, streams: tuple[StreamUpdate, ...], now_ns: int
 ) -> ProcessUpdate:
     ring = view.snapshot
     update = ProcessUpdate(
@@ -236,7 +236,7 @@ def _make_update(
         dropped=ring.dropped,
         opened=ring.opened,
         faults=view.faults + ring.faults,
-        sequences=sequences,
+        streams=streams,
         device_setting=find_missing_setting(ring.device_status, view.identity.torch),
     )
 
@@ -545,13 +545,13 @@ def make_terse_update(
         )
         if state.kind is StreamKind.SETUP or is_known_as_blocked:
             reported_uids.add(state.uid)
-    parts = [part for part in update.sequences if part.uid in reported_uids]
+    parts = [part for part in update.streams if part.uid in reported_uids]
     if not parts:
         return None, before
     streams = dict(before.streams)
     for part in parts:
         streams[part.uid] = after.streams[part.uid]
-    terse_update = ProcessUpdate(key=update.key, sequences=tuple(parts))
+    terse_update = ProcessUpdate(key=update.key, streams=tuple(parts))
     return terse_update, replace(before, streams=streams)
 
 
@@ -564,5 +564,5 @@ def _has_more_than_positions(update: ProcessUpdate) -> bool:
         return True
     return any(
         part.identity is not None or part.shared or (part.calls and part.completed is not None)
-        for part in update.sequences
+        for part in update.streams
     )

@@ -461,7 +461,7 @@ def describe_ring(reader, setup_before, streams_before):
             for position, op in sorted(list_setup_calls(reader, snapshot).items())
             if position not in setup_before
         ],
-        "sequences": [
+        "streams": [
             {
                 "kind": s.kind.value,
                 "desc": s.group.desc,

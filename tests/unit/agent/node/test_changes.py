@@ -31,12 +31,12 @@ def make_stream_state(
 
 def make_watched_rank(
     number: int,
-    *sequences: StreamState,
+    *streams: StreamState,
     pulse_s: float = 0.1,
     state: str = "S",
     op: str = "all_reduce",
 ) -> WatchedProcess:
-    states = sequences or (make_waiting_state(None),)
+    states = streams or (make_waiting_state(None),)
     snapshot = make_snapshot(*states, pid=number, start_ticks=1, pulse_s=pulse_s)
     made = WatchedProcess(
         pid=number,

@@ -18,13 +18,13 @@ UPDATES = (
 
 
 def make_heartbeat() -> Heartbeat:
-    process = ProcessUpdate(key="1-1", sequences=UPDATES)
+    process = ProcessUpdate(key="1-1", streams=UPDATES)
     return Heartbeat(host="node0", agent="a", number=1, processes=(process,))
 
 
 def test_stream_updates_are_arrays_without_their_last_defaults() -> None:
     (process,) = encode_message(make_heartbeat())["processes"]
-    assert process["sequences"] == [
+    assert process["streams"] == [
         [1, 2],
         [3, 5, 4, 1.5, "recv", 0, [], 1.5],
         [4, 7, None, 0.0, "", 2**63, [[4, 11], [6, 2**64 - 1]]],
@@ -35,7 +35,7 @@ def test_stream_updates_are_arrays_without_their_last_defaults() -> None:
 def test_heartbeat_is_read_as_it_was_sent(as_objects: bool) -> None:
     document = encode_message(make_heartbeat())
     if as_objects:  # a person would write the document like this
-        document["processes"][0]["sequences"] = [
+        document["processes"][0]["streams"] = [
             {name: encode_message(value) for name, value in update._asdict().items()}
             for update in UPDATES
         ]

@@ -56,7 +56,7 @@ def test_group_is_forgotten_with_its_last_member() -> None:
     job = ReportedJob(2)
     for number in range(50):
         for rank in (0, 1):
-            job.report(rank, sequences=(make_collective(number + 1, f"{number}"),))
+            job.report(rank, streams=(make_collective(number + 1, f"{number}"),))
     assert len(job.attempt.streams_by_group) == 50
     members_before = job.attempt.count_members()
     job.report(0, closed=tuple(range(1, 41)))
@@ -69,9 +69,9 @@ def test_group_is_forgotten_with_its_last_member() -> None:
 
 def test_count_of_a_closed_stream_remains_known_to_its_group() -> None:
     job = ReportedJob(2)
-    job.report(0, sequences=(make_collective(1, "g", entered=3),), opened=1)
+    job.report(0, streams=(make_collective(1, "g", entered=3),), opened=1)
     job.report(0, closed=(1,), opened=1)
-    job.report(1, sequences=(make_collective(1, "g", entered=3),))
+    job.report(1, streams=(make_collective(1, "g", entered=3),))
     ((state, *_),) = [list(members.values()) for members in job.attempt.streams_by_group.values()]
     assert (state.entered, state.is_closed) == (3, True)
     assert not job.attempt.incomplete_ranks
@@ -80,7 +80,7 @@ def test_count_of_a_closed_stream_remains_known_to_its_group() -> None:
 def test_groups_that_not_all_members_reported_are_forgotten_in_the_end() -> None:
     job = ReportedJob(2)
     for number in range(1500):
-        job.report(0, sequences=(make_collective(number + 1, f"{number}"),))
+        job.report(0, streams=(make_collective(number + 1, f"{number}"),))
         job.report(0, closed=(number + 1,))
     assert len(job.attempt.streams_by_group) <= 1025
 
@@ -89,12 +89,12 @@ def test_channel_finds_its_other_end_among_thousands() -> None:
     job = ReportedJob(2)
     sends = tuple(make_channel(t + 1, StreamKind.SEND, 1, t) for t in range(2000))
     receives = tuple(make_channel(t + 1, StreamKind.RECV, 0, t) for t in range(2000))
-    job.report(0, sequences=sends)
-    job.report(1, sequences=receives)
+    job.report(0, streams=sends)
+    job.report(1, streams=receives)
     streams = job.attempt.processes[0].streams
     assert all(s.other_end is not None and s.other_end.tag == s.tag for s in streams.values())
     job.report(0, closed=(5,))
-    job.report(0, sequences=(make_channel(5000, StreamKind.SEND, 1, 4),))
+    job.report(0, streams=(make_channel(5000, StreamKind.SEND, 1, 4),))
     reopened = job.attempt.processes[0].streams[5000].other_end
     assert reopened is not None
     assert reopened.tag == 4
@@ -102,7 +102,7 @@ def test_channel_finds_its_other_end_among_thousands() -> None:
 
 def test_ring_that_cannot_be_read_makes_all_streams_uncertain() -> None:
     job = ReportedJob(2)
-    job.report(0, sequences=(make_collective(1, "g", entered=3),))
+    job.report(0, streams=(make_collective(1, "g", entered=3),))
     assert not job.attempt.lossy_ranks
     job.report(0, lifecycle=0, faults=("ring 1-1.ring cannot be read: truncated",))
     stream = job.attempt.processes[0].streams[1]
@@ -114,7 +114,7 @@ def test_ring_that_cannot_be_read_makes_all_streams_uncertain() -> None:
 
 def test_streams_that_were_never_reported_are_counted() -> None:
     job = ReportedJob(2)
-    job.report(0, sequences=(make_collective(3, "g"),), opened=3)
+    job.report(0, streams=(make_collective(3, "g"),), opened=3)
     assert job.attempt.incomplete_ranks == {0}
-    job.report(0, sequences=(make_collective(1, "a"), make_collective(2, "b")), opened=3)
+    job.report(0, streams=(make_collective(1, "a"), make_collective(2, "b")), opened=3)
     assert not job.attempt.incomplete_ranks

@@ -23,7 +23,7 @@ def make_update(*device: heartbeat.DeviceStatus, variable: str = "") -> heartbea
     return heartbeat.ProcessUpdate(
         key="1-1",
         identity=heartbeat.ProcessIdentity(job="j", rank=0, world_size=1, pid=1, start_ticks=1),
-        sequences=(
+        streams=(
             heartbeat.StreamUpdate(
                 uid=2,
                 entered=6,
@@ -82,8 +82,8 @@ def make_idle_update(
             kind=StreamKind.COLLECTIVE, name="1", desc="other", ranks="0"
         ),
     )
-    older = update.sequences[0]._replace(entered_s=entered_s)
-    return make_heartbeat(1, replace(update, sequences=(older, newer)))
+    older = update.streams[0]._replace(entered_s=entered_s)
+    return make_heartbeat(1, replace(update, streams=(older, newer)))
 
 
 def list_unfinished_uids(beat: heartbeat.Heartbeat) -> list[int]:
@@ -135,7 +135,7 @@ def make_message_update(
     )
     sending = heartbeat.StreamUpdate(uid=4, entered=entered, entered_s=entered_s, identity=identity)
     update = make_update(heartbeat.DeviceStatus(uid=2, enqueued=enqueued, completed=4, read_s=0.5))
-    return replace(update, sequences=(*update.sequences, sending))
+    return replace(update, streams=(*update.streams, sending))
 
 
 def test_mark_is_read_after_the_newest_message_and_kept_until_the_next() -> None:

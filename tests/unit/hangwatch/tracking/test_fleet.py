@@ -40,7 +40,7 @@ def make_heartbeat(
         uid=1, identity=GROUP, entered=entered, completed=done, calls=calls, entered_s=1.0
     )
     update = heartbeat.ProcessUpdate(
-        key=f"{rank}-0", identity=identity, lifecycle=3, sequences=(stream_update,), ended=ended
+        key=f"{rank}-0", identity=identity, lifecycle=3, streams=(stream_update,), ended=ended
     )
     return heartbeat.Heartbeat(
         host=f"n{rank}", agent=f"a{rank}", number=number, full=True, processes=(update,)

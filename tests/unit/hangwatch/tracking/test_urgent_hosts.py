@@ -22,7 +22,7 @@ def make_fleet(ranks: int, waiting: int) -> Fleet:
             job="j", rank=rank, world_size=ranks, pid=1, start_ticks=1
         )
         process = heartbeat.ProcessUpdate(
-            key="1-1", lifecycle=3, identity=identity, sequences=(sequence,)
+            key="1-1", lifecycle=3, identity=identity, streams=(sequence,)
         )
         made.apply_heartbeat(
             heartbeat.Heartbeat(host=f"n{rank}", agent=f"a{rank}", number=1, processes=(process,)),
@@ -51,7 +51,7 @@ def test_mutually_waiting_ranks_are_urgent() -> None:
         receives = heartbeat.StreamUpdate(
             uid=2, identity=stream_identity, entered=1, completed=0, entered_s=5.0
         )
-        process = heartbeat.ProcessUpdate(key="1-1", lifecycle=3, sequences=(receives,))
+        process = heartbeat.ProcessUpdate(key="1-1", lifecycle=3, streams=(receives,))
         fleet.apply_heartbeat(
             heartbeat.Heartbeat(
                 host=f"n{rank}", agent=f"a{rank}", number=number, processes=(process,)

@@ -33,7 +33,7 @@ def make_heartbeat(job: str, host: str, ranks: range, world: int) -> heartbeat.H
         heartbeat.ProcessUpdate(
             key=f"{rank}-{job}", lifecycle=3, step=7, dropped=1,
             identity=heartbeat.ProcessIdentity(job=job, rank=rank, world_size=world, pid=rank, start_ticks=1),
-            sequences=(heartbeat.StreamUpdate(uid=1, identity=identity, entered=5, completed=5),),
+            streams=(heartbeat.StreamUpdate(uid=1, identity=identity, entered=5, completed=5),),
         )
         for rank in ranks
     )  # fmt: skip

@@ -35,7 +35,7 @@ def make_attempt(*completed: int, setting: str = "", size: int = 2) -> Attempt:
             identity=heartbeat.ProcessIdentity(
                 job="j", rank=rank, world_size=size, pid=rank, start_ticks=1
             ),
-            sequences=(STREAM,),
+            streams=(STREAM,),
             device=(heartbeat.DeviceStatus(uid=1, enqueued=6, completed=count, read_s=0.5),),
             device_setting=setting,
         )

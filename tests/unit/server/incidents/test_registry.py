@@ -568,7 +568,7 @@ def test_stack_is_of_the_thread_that_makes_the_calls_of_the_group(scene: Inciden
         kind=StreamKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-3", world=4
     )
     stream = heartbeat.StreamUpdate(uid=7, entered=6, completed=6, identity=identity)
-    update = heartbeat.ProcessUpdate(key="102-1", sequences=(stream,))
+    update = heartbeat.ProcessUpdate(key="102-1", streams=(stream,))
     beat = heartbeat.Heartbeat(host="node1", agent="a1", number=2, processes=(update,))
     scene.fleet.apply_heartbeat(beat, scene.now)
     process = scene.attempt.processes[2]

@@ -88,7 +88,7 @@ def make_full_heartbeat() -> dict[str, Any]:
             identity=heartbeat.ProcessIdentity(job="j", rank=rank, world_size=2, local_rank=rank, pid=100 + rank, start_ticks=5, master="m:1"),
             ended=ExitInfo(exit_status=1) if rank else None, raised=ExceptionInfo(type="E", message="m", site=site) if rank else None,
             faults=("a fault",), dropped=1, idle_s=9.0,
-            sequences=(
+            streams=(
                 heartbeat.StreamUpdate(
                     uid=1, entered=7, completed=6, chain=9, op="all_reduce", entered_s=9.0, pending_s=9.0, checkpoints=((4, 11), (6, 12)),
                     identity=heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="0", desc="d", ranks="0-1"), calls=(call,),

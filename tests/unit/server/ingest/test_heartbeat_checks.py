@@ -22,7 +22,7 @@ HEARTBEAT = heartbeat.Heartbeat(
         heartbeat.ProcessUpdate(
             key="1-1",
             identity=heartbeat.ProcessIdentity(job="j", rank=0, world_size=2, pid=1, start_ticks=1),
-            sequences=(
+            streams=(
                 heartbeat.StreamUpdate(
                     uid=1,
                     entered=3,
@@ -82,7 +82,7 @@ def test_invalid_heartbeat_is_refused() -> None:
     }
     identity = {"job": "j", "rank": -1, "world_size": 4, "pid": 1, "start_ticks": 1}
     for processes in (
-        [{"key": "1-1", "sequences": [sequence]}],
+        [{"key": "1-1", "streams": [sequence]}],
         [{"key": "1-1", "identity": identity}],
         [{"key": "1-1", "idle_s": float("nan")}],
         [{"key": 1}],

@@ -80,7 +80,7 @@ class Scene:
             lifecycle=int(Lifecycle.INITIALISED),
             state="S",
             idle_s=age_s,
-            sequences=(stream,),
+            streams=(stream,),
         )
         return replace(update, **changes)
 
@@ -155,7 +155,7 @@ def test_own_restart_ends_the_earlier_attempt(scene: Scene) -> None:
     claim = scene.make_update(0)
     assert claim.identity is not None
     identity = replace(claim.identity, pid=99, restart=1)
-    restarted = replace(claim, key="99-1", identity=identity, sequences=())
+    restarted = replace(claim, key="99-1", identity=identity, streams=())
     for _ in range(4):
         scene.now += 0.5
         scene.report_job()

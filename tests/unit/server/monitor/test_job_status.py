@@ -32,7 +32,7 @@ def describe_silent_job(
         key="1-1",
         lifecycle=int(Lifecycle.INITIALISED),
         identity=heartbeat.ProcessIdentity(job="j", rank=0, world_size=1, pid=1, start_ticks=1),
-        sequences=(STREAM,),
+        streams=(STREAM,),
         device_setting=setting,
         **recorder,
     )

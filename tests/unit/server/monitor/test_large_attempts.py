@@ -215,8 +215,8 @@ def test_diverging_calls_are_requested_before_full_diagnosis(
             for rank in range(2)
         ]
         parted = (
-            dataclasses.replace(processes[0], sequences=tuple(odd[:1])),
-            dataclasses.replace(processes[1], sequences=tuple(odd[1:])),
+            dataclasses.replace(processes[0], streams=tuple(odd[:1])),
+            dataclasses.replace(processes[1], streams=tuple(odd[1:])),
             *processes[2:],
         )
         return live.watch.heartbeats.apply_heartbeat(
@@ -259,7 +259,7 @@ def test_first_rank_of_each_diverging_side_is_requested_for_calls(
             job="large", rank=host, world_size=8, pid=host, start_ticks=0
         )
         process = heartbeat.ProcessUpdate(
-            key=str(host), identity=identity, lifecycle=3, sequences=(made,)
+            key=str(host), identity=identity, lifecycle=3, streams=(made,)
         )
         beat = heartbeat.Heartbeat(
             host=f"n{host}", agent=f"a{host}", number=number, full=True, processes=(process,)
@@ -298,14 +298,14 @@ def test_hurried_heartbeat_is_not_counted_as_change_report(live: AppState) -> No
 def test_missing_calls_are_awaited_briefly(live: AppState, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnoser, "MAX_CALLS_WAIT_S", 0.0)
     group = heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="tp", desc="tp", ranks="0-1")
-    sequences = [
+    streams = [
         heartbeat.StreamUpdate(uid=1, identity=group, entered=5, chain=rank + 1, entered_s=2.0)
         for rank in range(2)
     ]
     processes = make_heartbeat(1).processes
     parted = tuple(
-        dataclasses.replace(process, sequences=(part,))
-        for process, part in zip(processes, sequences, strict=False)
+        dataclasses.replace(process, streams=(part,))
+        for process, part in zip(processes, streams, strict=False)
     )
     live.watch.heartbeats.apply_heartbeat(
         dataclasses.replace(make_heartbeat(1), processes=(*parted, *processes[2:]))
@@ -351,7 +351,7 @@ def test_dropped_attempt_memory_is_freed_immediately(
     live.watch.heartbeats.apply_heartbeat(
         dataclasses.replace(
             beat,
-            processes=tuple([dataclasses.replace(p, sequences=(made,)) for p in beat.processes]),
+            processes=tuple([dataclasses.replace(p, streams=(made,)) for p in beat.processes]),
         )
     )
     live.watch.heartbeats.apply_heartbeat(make_heartbeat(2, ended=ExitInfo(signal=15)))
@@ -402,7 +402,7 @@ def test_stacks_of_mutually_waiting_ranks_are_requested_immediately(
             calls=(call,),
         )
         processes = make_heartbeat(1).processes[8 * host : 8 * host + 8]
-        first = dataclasses.replace(processes[0], sequences=(waits,), idle_s=2.0)
+        first = dataclasses.replace(processes[0], streams=(waits,), idle_s=2.0)
         return heartbeat.Heartbeat(
             host=f"n{host}",
             agent=f"a{host}",

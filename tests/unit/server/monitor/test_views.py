@@ -67,9 +67,7 @@ def test_call_older_than_a_second_is_waiting() -> None:
         pending_s=12.1,
     )
     identity = heartbeat.ProcessIdentity(job="j", rank=0, world_size=2, pid=1, start_ticks=1)
-    update = heartbeat.ProcessUpdate(
-        key="1-1", lifecycle=3, identity=identity, sequences=(sequence,)
-    )
+    update = heartbeat.ProcessUpdate(key="1-1", lifecycle=3, identity=identity, streams=(sequence,))
     fleet.apply_heartbeat(
         heartbeat.Heartbeat(host="n", agent="a", number=1, processes=(update,)), 100.0
     )

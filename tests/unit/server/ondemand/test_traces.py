@@ -68,7 +68,7 @@ def make_attempt() -> Attempt:
                 identity=heartbeat.ProcessIdentity(
                     job="run7", rank=r, world_size=3, pid=r, start_ticks=1
                 ),
-                sequences=(heartbeat.StreamUpdate(uid=1, identity=pair, entered=5),),
+                streams=(heartbeat.StreamUpdate(uid=1, identity=pair, entered=5),),
             )
             for r in ranks
         )

@@ -66,13 +66,13 @@ class PerformanceJob:
                 uid=1, identity=group, entered=1, completed=None if self.device else 1
             )
             processes.append(
-                heartbeat.ProcessUpdate(key=f"{rank}-1", identity=who, sequences=(sequence,))
+                heartbeat.ProcessUpdate(key=f"{rank}-1", identity=who, streams=(sequence,))
             )
         middle = self.clock_offset(host)
         report = heartbeat.PerformanceReport(
             number=number or self.numbers[host],
             clock=(middle - self.clock_uncertainty_s, middle + self.clock_uncertainty_s),
-            sequences=parts,
+            streams=parts,
         )
         beat = heartbeat.Heartbeat(
             host=f"n{host}",

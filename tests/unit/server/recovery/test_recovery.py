@@ -338,7 +338,7 @@ class InProcessServer:
         return heartbeat.ProcessUpdate(
             key=f"{10 * restart + rank}-1", lifecycle=3, pulse_s=0.1, idle_s=since, ended=ended,
             identity=heartbeat.ProcessIdentity(job="run7", rank=rank, world_size=2, pid=10 * restart + rank, start_ticks=1, restart=restart, on_hang="abort"),
-            sequences=(
+            streams=(
                 heartbeat.StreamUpdate(
                     uid=1, identity=heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-1"),
                     entered=2 - rank, completed=1, op="all_reduce", entered_s=since, pending_s=since if rank == 0 else None,

@@ -70,7 +70,7 @@ def test_valid_ring(tmp_path: Path) -> None:
         assert update is not None and update.identity is not None
         assert (update.identity.rank, update.step, update.faults) == (1, 4, ("something",))
         assert update.raised is not None and update.raised.type == "KeyError"
-        assert (update.sequences[0].entered, update.sequences[0].op) == (39, "all_reduce")
+        assert (update.streams[0].entered, update.streams[0].op) == (39, "all_reduce")
     finally:
         w.close()
 

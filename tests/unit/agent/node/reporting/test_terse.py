@@ -41,13 +41,13 @@ def make_setup_state(entered: int) -> StreamState:
 
 
 def make_view(
-    *sequences: StreamState,
+    *streams: StreamState,
     step: int = 1,
     phase: str | None = None,
     pulse_s: float = 0.1,
     **more: Any,
 ) -> ProcessView:
-    snapshot = make_snapshot(*sequences, step=step, pulse_s=pulse_s, phase=phase)
+    snapshot = make_snapshot(*streams, step=step, pulse_s=pulse_s, phase=phase)
     return replace(ProcessView(key="7-70", identity=IDENTITY, snapshot=snapshot, state="S"), **more)
 
 
@@ -181,7 +181,7 @@ def test_terse_update_ends_the_wait_that_the_server_knows_of() -> None:
     before, update, after = compose_updates(first, blocked, now)
     terse, acked = make_terse_update(now.snapshot, before, update, after)
     assert terse is not None and acked is not None
-    assert [(part.uid, part.entered, part.completed) for part in terse.sequences] == [(1, 70, 70)]
+    assert [(part.uid, part.entered, part.completed) for part in terse.streams] == [(1, 70, 70)]
     assert {uid: stream.entered for uid, stream in acked.streams.items()} == {1: 70, 2: 3, 3: 5}
 
 
@@ -194,7 +194,7 @@ def test_terse_update_still_reports_created_groups() -> None:
     assert may_omit_position(PROGRESSING_VIEW, now)
     before, update, after = compose_updates(PROGRESSING_VIEW, now)
     terse, acked = make_terse_update(now.snapshot, before, update, after)
-    assert terse is not None and [(part.uid, part.entered) for part in terse.sequences] == [(2, 4)]
+    assert terse is not None and [(part.uid, part.entered) for part in terse.streams] == [(2, 4)]
     assert before is not None and acked is not None
     assert {uid: stream.entered for uid, stream in acked.streams.items()} == {
         1: 10,

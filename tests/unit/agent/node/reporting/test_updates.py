@@ -44,11 +44,11 @@ def make_stream_state(
     )  # fmt: skip
 
 
-def make_view(*sequences: StreamState, pulse_s: float = 0.01) -> ProcessView:
+def make_view(*streams: StreamState, pulse_s: float = 0.01) -> ProcessView:
     return ProcessView(
         key="7-70",
         identity=IDENTITY,
-        snapshot=make_snapshot(*sequences, pulse_s=pulse_s),
+        snapshot=make_snapshot(*streams, pulse_s=pulse_s),
         state="S",
         idle_s=5.0,
     )
@@ -98,7 +98,7 @@ def test_unchanged_rank_is_not_reported_until_refresh() -> None:
     refresh, acked = compose_next_update(
         make_view(make_stream_state(2, 2)), acked, NOW_NS + SECOND_NS
     )
-    assert refresh is not None and refresh.identity is None and refresh.sequences == ()
+    assert refresh is not None and refresh.identity is None and refresh.streams == ()
     assert (
         compose_next_update(
             make_view(make_stream_state(2, 2), pulse_s=2.5), acked, NOW_NS + 3 * SECOND_NS
@@ -116,18 +116,18 @@ def test_state_change_is_reported_immediately_except_running_or_sleeping() -> No
 
 def test_unfinished_calls_are_reported_once_when_blocked() -> None:
     update, acked = compose_next_update(make_view(make_stream_state(5, 3, pending_s=0.1)), None)
-    assert update is not None and update.sequences[0].calls == ()
+    assert update is not None and update.streams[0].calls == ()
     update, acked = compose_next_update(make_view(make_stream_state(5, 3, pending_s=0.6)), acked)
-    assert update is not None and [c.seq for c in update.sequences[0].calls] == [4, 5]
+    assert update is not None and [c.seq for c in update.streams[0].calls] == [4, 5]
     assert compose_next_update(make_view(make_stream_state(5, 3, pending_s=0.9)), acked)[0] is None
     update, acked = compose_next_update(make_view(make_stream_state(40, 3, pending_s=2.0)), acked)
-    assert update is not None and [c.seq for c in update.sequences[0].calls] == [6, 7, 8, 9, 10, 11]
+    assert update is not None and [c.seq for c in update.streams[0].calls] == [6, 7, 8, 9, 10, 11]
 
 
 def test_newest_call_is_reported_without_completion() -> None:
     update, _ = compose_next_update(make_view(make_stream_state(5, None, entered_s=0.6)), None)
-    assert update is not None and [c.seq for c in update.sequences[0].calls] == [5]
-    assert update.sequences[0].completed is None
+    assert update is not None and [c.seq for c in update.streams[0].calls] == [5]
+    assert update.streams[0].completed is None
 
 
 def test_calls_lost_from_ring_are_searched_once() -> None:
@@ -150,7 +150,7 @@ def test_exit_is_reported_once_with_last_calls() -> None:
         exited, acked, UnackedHistory(), NOW_NS, lambda *_: [], {1: [make_call(1), make_call(2)]}
     )
     assert update is not None and update.ended == ExitInfo(signal=9)
-    assert [c.seq for c in update.sequences[0].calls] == [1, 2]
+    assert [c.seq for c in update.streams[0].calls] == [1, 2]
     assert acked.includes_exit
     assert (
         compose_update(exited, acked, UnackedHistory(), NOW_NS + 5 * SECOND_NS, lambda *_: [], {})[
@@ -166,14 +166,14 @@ def test_running_hashes_wait_for_the_acknowledgement() -> None:
         RingDelta(next_index=3, chains={1: {1: 11, 2: 22, 3: 33}}, newest_ops={1: "barrier"})
     )
     update, acked = compose_next_update(make_view(make_stream_state(4, 3)), None, history=history)
-    assert update is not None and update.sequences[0].checkpoints == ((1, 11), (2, 22), (3, 33))
-    assert update.sequences[0].op == "barrier"
+    assert update is not None and update.streams[0].checkpoints == ((1, 11), (2, 22), (3, 33))
+    assert update.streams[0].op == "barrier"
     again, _ = compose_next_update(make_view(make_stream_state(4, 3)), None, history=history)
-    assert again is not None and again.sequences[0].checkpoints == update.sequences[0].checkpoints
+    assert again is not None and again.streams[0].checkpoints == update.streams[0].checkpoints
     history.mark_acked(acked)
     history.add_delta(RingDelta(next_index=4, chains={1: {4: 44}}, newest_ops={}))
     later, _ = compose_next_update(make_view(make_stream_state(4, 3)), acked, history=history)
-    assert later is not None and later.sequences[0].checkpoints == ((4, 44),), (
+    assert later is not None and later.streams[0].checkpoints == ((4, 44),), (
         "the record was read after its stream's state"
     )
 
@@ -254,7 +254,7 @@ def test_loss_is_reported_once_and_again_after_a_resync() -> None:
     lossy = make_view(replace(complete, loss=Loss(6, LossReason.FAULT)))
     update, after = compose_next_update(lossy, acked)
     assert update is not None
-    assert (update.losses, update.sequences) == (((1, 6, 1),), ())
+    assert (update.losses, update.streams) == (((1, 6, 1),), ())
     assert not is_progressing(lossy.snapshot, acked, update, after)
     update, _ = compose_next_update(lossy, after)
     assert update is None
@@ -273,7 +273,7 @@ def test_dormant_streams_are_reported_once_and_with_their_present_age() -> None:
     later_ns = NOW_NS + 100 * SECOND_NS
     update, acked = compose_next_update(view, None, later_ns)
     assert update is not None
-    assert [part.entered_s for part in update.sequences] == [101.0]
+    assert [part.entered_s for part in update.streams] == [101.0]
     moved = replace(state, entered=6, completed=6)
     changed = replace(view, snapshot=replace(snapshot, streams=(moved,)))
     update, _ = compose_next_update(changed, acked, later_ns + 1)

@@ -311,13 +311,11 @@ def test_reports_of_replaced_process_do_not_stop_diagnosis() -> None:
         heartbeat.StreamUpdate(uid=uid, identity=group, entered=1, completed=1) for uid in (1, 2)
     )
     fleet = Fleet()
-    for number, (key, sequences) in enumerate(
+    for number, (key, streams) in enumerate(
         [("1-1", twice), ("2-1", ()), ("1-1", (twice[0]._replace(shared=calls),))], 1
     ):
         identity = heartbeat.ProcessIdentity(job="j", rank=0, world_size=2, pid=1, start_ticks=1)
-        process = heartbeat.ProcessUpdate(
-            key=key, identity=identity, lifecycle=3, sequences=sequences
-        )
+        process = heartbeat.ProcessUpdate(key=key, identity=identity, lifecycle=3, streams=streams)
         fleet.apply_heartbeat(
             heartbeat.Heartbeat(host="n", agent="a", number=number, processes=(process,)), 100.0
         )

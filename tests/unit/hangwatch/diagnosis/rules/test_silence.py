@@ -301,7 +301,7 @@ def test_terse_updates_carry_created_groups_only(
     last_seen_at, uid = process.reports.last_seen_at, job.ranks[4].streams["setup"].uid
     job.advance_time(5.0)
     made = heartbeat.ProcessUpdate(
-        key="4-1", sequences=(heartbeat.StreamUpdate(uid=uid, entered=2, completed=2, chain=77),)
+        key="4-1", streams=(heartbeat.StreamUpdate(uid=uid, entered=2, completed=2, chain=77),)
     )
     job.apply_heartbeat(host="node1", agent="agent-node1", brief=True, processes=(made,))
     assert (process.reports.last_seen_at, process.reports.last_progress_at) == (
@@ -331,7 +331,7 @@ def test_terse_update_ends_a_wait(job: ScriptedJob) -> None:
     ended = heartbeat.StreamUpdate(
         uid=uid, entered=stream.entered, completed=stream.entered, entered_s=2.0
     )
-    update = heartbeat.ProcessUpdate(key="4-1", sequences=(ended,))
+    update = heartbeat.ProcessUpdate(key="4-1", streams=(ended,))
     job.apply_heartbeat(host="node1", agent="agent-node1", brief=True, processes=(update,))
     assert 4 not in attempt.suspects
     assert not stream.is_pending
