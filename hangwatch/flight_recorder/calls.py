@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hangwatch.model.calls import Signature, Site
-from hangwatch.model.groups import COALESCED_END_BACKENDS
+from hangwatch.model.groups import COALESCED_END_BACKENDS, DeviceCounters
 from hangwatch.model.incidents import UnfinishedCall
 from hangwatch.model.ranks import Frame
 from hangwatch.stacks.frames import find_innermost_user_frame
@@ -27,7 +27,6 @@ from hangwatch.stacks.frames import find_innermost_user_frame
 from .entries import (
     PEER_PATTERN,
     FlightEntry,
-    GroupStatus,
     TensorSizes,
     parse_groups,
     parse_int,
@@ -206,7 +205,7 @@ class FlightDump:
     p2p_calls: Mapping[GroupInstance, Sequence[FlightRecord]] = field(default_factory=dict)
     backends: Mapping[GroupInstance, str] = field(default_factory=dict)
     # The keys are the names of groups of which the recorder counts nothing but collectives.
-    statuses: Mapping[str, GroupStatus] = field(default_factory=dict)
+    statuses: Mapping[str, DeviceCounters] = field(default_factory=dict)
     wrapped: bool = False  # older records were overwritten, or left out
     pending_messages_lost: bool = False  # some pending sends or receives were overwritten
     # The times of the first and the last call, in seconds since the epoch; 0 if unknown.

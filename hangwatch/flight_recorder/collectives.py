@@ -27,14 +27,14 @@ from hangwatch.model.calls import (
     extend_chain,
     with_agreement_hash,
 )
-from hangwatch.model.groups import Group, GroupKey
+from hangwatch.model.groups import DeviceCounters, Group, GroupKey
 from hangwatch.model.operators import FLIGHT_OPERATIONS, OPERATIONS, ListSide, MustMatch
 from hangwatch.model.verdicts import DeviceProgress
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 
 from .calls import ARRIVALS_ONLY_BACKEND, FlightDump, FlightRecord, GroupInstance
-from .entries import GroupStatus, is_invalid_call
+from .entries import is_invalid_call
 
 NOW_S = 1e6  # a time at which every pending call of a dump has waited for long
 LAST_SEEN_S = NOW_S - 5.0
@@ -520,9 +520,9 @@ def _measure_device(
     completed = _get_last_completed(records, entered, status)
     if completed is None:
         return None
-    started: int | None = None
-    if dump.reports_starts or (status is not None and status.started > _NO_COLLECTIVE):
-        started = max(completed, status.started if status is not None else _NO_COLLECTIVE)
+    started = None if status is None else status.started
+    if dump.reports_starts or started is not None:
+        started = completed if started is None else max(completed, started)
         for record in records:
             if record.started:
                 started = max(started, record.seq)
@@ -532,7 +532,7 @@ def _measure_device(
 
 
 def _get_last_completed(
-    records: Sequence[FlightRecord], entered: int, status: GroupStatus | None
+    records: Sequence[FlightRecord], entered: int, status: DeviceCounters | None
 ) -> int | None:
     """The number of the last completed collective; None if the ring has lost the calls that would
     show it.

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hangwatch.model.calls import Signature, with_agreement_hash
+from hangwatch.model.groups import DeviceCounters
 from hangwatch.model.operators import (
     FLIGHT_OPERATIONS,
     ListSide,
@@ -275,30 +276,22 @@ def _parse_members(value: object) -> tuple[int, ...]:
     return members
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupStatus:
-    """The numbers of a group's last collectives, -1 if there is none or it is not recorded."""
-
-    enqueued: int
-    started: int
-    completed: int
-
-
 def parse_statuses(
     table: Any,
     groups: Mapping[str, object],
     names_by_pg_id: Mapping[str, str],
     unreliable_names: set[str],
-) -> dict[str, GroupStatus]:
+) -> dict[str, DeviceCounters]:
     """The statuses in ``pg_status``, by the names of their groups."""
     names = _match_status_to_groups(table, groups, names_by_pg_id)
-    statuses: dict[str, GroupStatus] = {}
+    statuses: dict[str, DeviceCounters] = {}
     for key, fields in table.items():
         name = names.get(parse_text(key))
         if name is not None and name not in unreliable_names:
-            statuses[name] = GroupStatus(
+            started = parse_int(fields.get("last_started_collective", -1))
+            statuses[name] = DeviceCounters(
                 enqueued=parse_int(fields["last_enqueued_collective"]),
-                started=parse_int(fields.get("last_started_collective", -1)),
+                started=started if started >= 0 else None,
                 completed=parse_int(fields.get("last_completed_collective", -1)),
             )
     return statuses

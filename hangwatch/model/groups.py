@@ -159,6 +159,33 @@ def _iter_spans(text: str) -> Iterator[range]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceCounters:
+    """How far the device of a rank has come in the collectives of one process group.
+
+    The backend counts its own collectives: a coalesced block counts once. So the counters may be
+    compared between the members of a group, but not with the sequence numbers of a stream. Each is
+    the number of the last collective, -1 if there is none.
+
+    Source: ``pg_status`` of PyTorch's Flight Recorder (torch/csrc/distributed/c10d/FlightRecorder.hpp).
+    """
+
+    enqueued: int  # the host has queued it
+    # The device has begun it. None: the backend does not record starts, as NCCL without
+    # TORCH_NCCL_ENABLE_TIMING=1.
+    started: int | None
+    completed: int
+
+    @property
+    def counters(self) -> tuple[int, int | None, int]:
+        return self.enqueued, self.started, self.completed
+
+    @property
+    def is_behind_host(self) -> bool:
+        """Whether the host has queued collectives that the device has not completed."""
+        return self.completed < self.enqueued
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSpec:
     """What can be observed of one backend. A backend without an entry has the defaults."""
 

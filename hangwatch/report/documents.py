@@ -23,7 +23,14 @@ from hangwatch.model.groups import Group, OutsideMember
 from hangwatch.model.hardware import HostObservation, Observation
 from hangwatch.model.incidents import Incident, UnfinishedCall
 from hangwatch.model.ranks import Frame
-from hangwatch.model.verdicts import AlignedPair, CallClass, Divergence, Verdict, Wait
+from hangwatch.model.verdicts import (
+    AlignedPair,
+    CallClass,
+    DevicePosition,
+    Divergence,
+    Verdict,
+    Wait,
+)
 
 from .text import Document
 
@@ -50,6 +57,7 @@ _MEMBERS: Mapping[type, tuple[str, ...]] = {
         *("ranks", "call.seq", "call.signature.*", "call.peer"),
         *("call.signature.splits", "call.signature.detail", "call.site"),
     ),
+    DevicePosition: ("rank", "group", "enqueued", "started", "completed", "source", "age_s"),
     Divergence: ("group", "since_seq", "note", "sides=ranks_by_side", "rows"),
     AlignedPair: ("seq=seqs", "calls", "omitted"),
     Call: ("signature.*", "signature.detail", "raised", "site"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hangwatch.model.calls import UNKNOWN_OP, Signature, Site, StreamKind, decode_signature
-from hangwatch.model.groups import Group, unpack_ranks
+from hangwatch.model.groups import DeviceCounters, Group, unpack_ranks
 
 from .layout import (
     CHECK_STRUCT,
@@ -65,23 +65,11 @@ class StreamDescription:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceEntry:
-    """How far the device has come in the collectives of one group; see `hangwatch.model.verdicts`."""
+class DeviceEntry(DeviceCounters):
+    """The counters of one group in the ring."""
 
     uid: int  # the group's stream of collectives
-    enqueued: int
-    started: int | None  # None: the backend does not record starts
-    completed: int
     read_ns: int  # when the counters were read, on the host's monotonic clock
-
-    @property
-    def counters(self) -> tuple[int, int | None, int]:
-        return self.enqueued, self.started, self.completed
-
-    @property
-    def is_behind_host(self) -> bool:
-        """Whether the host has queued collectives that the device has not completed."""
-        return self.completed < self.enqueued
 
 
 class RingParts:

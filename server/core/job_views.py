@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, TypeVar
 
+from hangwatch.model.groups import DeviceCounters
 from hangwatch.model.ranks import RankState
 
 JobState = Literal["starting", "running", "stalled", "finished", "failed", "lost"]
@@ -26,14 +27,11 @@ MAX_CACHED_RESULTS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankDeviceView:
+class RankDeviceView(DeviceCounters):
     """The position of a rank's device in the collectives of a group, by the backend's counters.
     These count a coalesced block of calls once, so they may differ from the rank's own count.
     """
 
-    enqueued: int
-    started: int | None  # None: the backend does not record starts
-    completed: int
     source: str
     age_s: float
 
