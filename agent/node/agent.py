@@ -162,7 +162,7 @@ class NodeAgent:
         for result in self._sampler.take_results():
             self._apply_sample(result)
         for reply, taken_ns in self._hardware.take_results():
-            self._outbox.add_hardware(reply, taken_ns)
+            self._outbox.add_reply(reply, taken_ns)
             self._schedule.hasten()
         if self._abort_tracker.check_exits(self._watchlist.watched, time.monotonic_ns()):
             self._schedule.hasten()
@@ -178,7 +178,7 @@ class NodeAgent:
             process.faults["stacks"] = fault
             self._log.warn_once(result.refusal)
         if result.sample is not None:
-            self._outbox.add_sample(result.sample, result.taken_ns)
+            self._outbox.add_reply(result.sample, result.taken_ns)
             self._schedule.hasten()
 
     def _post_heartbeat(self, now_ns: int) -> None:

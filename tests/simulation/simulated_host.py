@@ -32,7 +32,6 @@ from hangwatch.protocol.heartbeat import (
     ProcessUpdate,
     StackReply,
 )
-from hangwatch.ring.snapshot import RingSnapshot
 
 from .parallel_job import REPLICAS_WAIT_AFTER_S, TENSOR_PARALLEL_SIZE, JobRun
 from .parallel_streams import (
@@ -45,6 +44,7 @@ from .parallel_streams import (
     map_stream_targets,
 )
 from .queued_streams import list_device_entries, list_queued_streams, waits_for_device
+from .rings import make_snapshot
 
 _FIRST_PID = 1000
 _MAIN_THREAD, _OTHER_THREAD = 1, 2
@@ -123,21 +123,11 @@ class SimulatedProcess(WatchedProcess):
         streams = list_streams(run, self.rank, now)
         self._record_history(streams, run, now)
         counts_device = run.shape.queues_calls and lifecycle is Lifecycle.INITIALISED
-        self.snapshot = RingSnapshot(
-            pid=self.pid,
-            start_ticks=self.start_ticks,
-            identity={},
+        self.snapshot = make_snapshot(
+            *(stream.make_state(self._targets[stream.uid], now) for stream in streams),
             lifecycle=int(lifecycle),
             step=int(run.count_steps(now)),
             pulse_s=now - fault_at if is_frozen else 0.05,
-            phase=None,
-            phase_s=0.0,
-            phase_limit_s=None,
-            record_count=1,
-            dropped=0,
-            errors=0,
-            is_disabled=False,
-            streams=tuple([s.make_state(self._targets[s.uid], now) for s in streams]),
             device_entries=list_device_entries(run, self.rank, now) if counts_device else (),
             read_ns=now_ns,
             opened=len(streams),
@@ -279,12 +269,12 @@ class SimulatedHost:
         if process is None:  # the command was for the attempt before
             return
         if command.ask is CommandKind.HARDWARE:
-            self.outbox.add_hardware(HardwareReply(key=command.key, request=command.id), now_ns)
+            self.outbox.add_reply(HardwareReply(key=command.key, request=command.id), now_ns)
         elif command.ask is CommandKind.STACKS:
             threads = (process.make_stack(now),)
             sample = StackReply(
                 key=command.key, request=command.id, source="py-spy", threads=threads
             )
-            self.outbox.add_sample(sample, now_ns)
+            self.outbox.add_reply(sample, now_ns)
         else:
-            self.outbox.add_calls(process.answer_calls(command, now_ns))
+            self.outbox.add_reply(process.answer_calls(command, now_ns), now_ns)

@@ -258,17 +258,8 @@ class WatchedProcess:
         if reader is None:
             return []
         try:
-            found: dict[int, Call] = {}
-            for logged in self.call_log.list_calls(uid, first, last, step):
-                found[logged.seq] = reader.make_call(
-                    logged.seq,
-                    logged.signature,
-                    logged.site,
-                    chain=logged.chain,
-                    entered_s=max(0, now_ns - logged.entered_ns) / 1e9,
-                    thread=logged.thread,
-                    raised=logged.raised,
-                )
+            logged = self.call_log.list_calls(reader, now_ns, uid, first, last, step)
+            found = {call.seq: call for call in logged}
             for call in checks.read_checked_calls(reader, uid, now_ns, from_seq=first):
                 if call.seq <= last and call.seq % step == 0:
                     found[call.seq] = call

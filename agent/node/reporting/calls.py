@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hangwatch.model.calls import StreamKind
+from hangwatch.model.calls import Call, StreamKind
 from hangwatch.performance.distributions import (
     MAX_DURATION_US,
     MUTUAL_WAIT_OPS,
@@ -377,19 +377,6 @@ class PerformanceReporter:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedCall:
-    """One call, with the numbers of its signature and site in the ring."""
-
-    seq: int
-    chain: int
-    entered_ns: int
-    signature: int
-    site: int
-    thread: int
-    raised: bool
-
-
 @dataclass(slots=True)
 class CallLog:
     """The last calls that were read from a ring, each once."""
@@ -425,10 +412,22 @@ class CallLog:
                     del self._entries[at : at + _ENTRY.size]
                 return
 
-    def list_calls(self, uid: int, first: int, last: int, step: int = 1) -> list[LoggedCall]:
-        """The calls of one stream from number ``first`` to ``last`` at multiples of ``step``."""
+    def list_calls(
+        self, reader: RingReader, now_ns: int, uid: int, first: int, last: int, step: int = 1
+    ) -> list[Call]:
+        """The calls of one stream from number ``first`` to ``last`` at multiples of ``step``.
+        ``reader`` has their signatures and sites.
+        """
         return [
-            LoggedCall(seq, chain, entered_ns, signature, site, thread, bool(flags & _RAISED_FLAG))
+            reader.make_call(
+                seq,
+                signature,
+                site,
+                chain=chain,
+                entered_s=max(0, now_ns - entered_ns) / 1e9,
+                thread=thread,
+                raised=bool(flags & _RAISED_FLAG),
+            )
             for seq, chain, entered_ns, entry_uid, signature, site, thread, flags in (
                 _ENTRY.iter_unpack(self._entries)
             )

@@ -106,11 +106,7 @@ def compose_update(
     closed = _find_closed_streams(view.snapshot, after)
     for uid in closed:
         del after[uid]
-    device, device_entries = (
-        _compose_device_statuses(view.snapshot, before.device_entries, now_ns)
-        if view.snapshot
-        else ((), before.device_entries)
-    )
+    device, device_entries = _compose_device_statuses(view.snapshot, before.device_entries, now_ns)
     status_key = _make_status_key(view, now_ns)
     silent_s = view.idle_s
     if view.snapshot is not None and view.snapshot.pulse_s:
@@ -148,12 +144,23 @@ def compose_update(
         retractions={uid: retraction.number for uid, retraction in history.retractions.items()},
     )
     history.composed_streams = after
-    update = replace(
-        _make_update(view, is_known, tuple(streams), now_ns),
-        device=device,
+    ring_fields = {} if view.snapshot is None else _read_ring_fields(view, view.snapshot, now_ns)
+    update = ProcessUpdate(
+        key=view.key,
+        identity=None if is_known else view.identity,
+        state=view.state,
+        idle_s=round(view.idle_s, 3),
+        cpu_s=view.cpu_s,
+        ended=view.exit,
+        ended_s=view.exit_age_s,
+        faults=view.faults + (view.snapshot.faults if view.snapshot else ()),
+        flight_file=view.flight_file,
+        streams=tuple(streams),
         losses=tuple(losses),
         retractions=tuple((uid, call.seq) for uid, call in history.retractions.items()),
         closed=closed,
+        device=device,
+        **ring_fields,
         **check_fields,
     )
     return update, after_ack
@@ -201,44 +208,26 @@ def _make_status_key(view: ProcessView, now_ns: int) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _make_update(
-    view: ProcessView, is_known: bool, streams: tuple[StreamUpdate, ...], now_ns: int
-) -> ProcessUpdate:
-    ring = view.snapshot
-    update = ProcessUpdate(
-        key=view.key,
-        identity=None if is_known else view.identity,
-        state=view.state,
-        idle_s=round(view.idle_s, 3),
-        cpu_s=view.cpu_s,
-        ended=view.exit,
-        ended_s=view.exit_age_s,
-        faults=view.faults,
-        flight_file=view.flight_file,
-    )
-    if ring is None:
-        return update
+def _read_ring_fields(view: ProcessView, ring: RingSnapshot, now_ns: int) -> dict[str, Any]:
+    """The fields of an update that the rank wrote into its ring, without its streams."""
     raised = parse_exception(ring.exception)
     raised_ns = (ring.exception or {}).get("at_ns")
     raised_s = 0.0
     if raised is not None and isinstance(raised_ns, int):
         raised_s = max(0, now_ns - raised_ns) / 1e9
-    return replace(
-        update,
-        lifecycle=ring.lifecycle,
-        step=ring.step,
-        phase=ring.phase,
-        phase_s=ring.phase_s if ring.phase else 0.0,
-        phase_limit_s=ring.phase_limit_s,
-        pulse_s=round(ring.pulse_s, 4) or None,  # 0: its recorder has not run yet
-        raised=raised,
-        raised_s=raised_s,
-        dropped=ring.dropped,
-        opened=ring.opened,
-        faults=view.faults + ring.faults,
-        streams=streams,
-        device_setting=find_missing_setting(ring.device_status, view.identity.torch),
-    )
+    return {
+        "lifecycle": ring.lifecycle,
+        "step": ring.step,
+        "phase": ring.phase,
+        "phase_s": ring.phase_s if ring.phase else 0.0,
+        "phase_limit_s": ring.phase_limit_s,
+        "pulse_s": round(ring.pulse_s, 4) or None,  # 0: its recorder has not run yet
+        "raised": raised,
+        "raised_s": raised_s,
+        "dropped": ring.dropped,
+        "opened": ring.opened,
+        "device_setting": find_missing_setting(ring.device_status, view.identity.torch),
+    }
 
 
 def is_same_identity(one: ProcessIdentity, other: ProcessIdentity) -> bool:
@@ -395,13 +384,13 @@ def _make_stream_identity(state: StreamState) -> StreamIdentity:
 
 
 def _compose_device_statuses(
-    snapshot: RingSnapshot, reported: Mapping[int, DeviceEntry], now_ns: int
+    snapshot: RingSnapshot | None, reported: Mapping[int, DeviceEntry], now_ns: int
 ) -> tuple[tuple[DeviceStatus, ...], Mapping[int, DeviceEntry]]:
     """The counters to report, and the entries that the server will then know, by stream uid.
 
     ``reported`` are the entries that the server knows.
     """
-    if not snapshot.device_entries:
+    if snapshot is None or not snapshot.device_entries:
         return (), reported
     uids = {state.uid for state in snapshot.streams}
     due = {

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -347,70 +347,62 @@ class OutageTracker:
             self._log.warn_once(f"cannot write the notice for the user: {error.strerror}")
 
 
-@dataclass(slots=True)
+_Reply = StackReply | CallsReply | HardwareReply
+# The fields of a heartbeat that carry them.
+_FIELDS: dict[type[_Reply], str] = {
+    StackReply: "samples",
+    CallsReply: "calls",
+    HardwareReply: "hardware",
+}
+
+
 class Outbox:
     """Keeps each reply until the server has acknowledged the heartbeat that carried it."""
 
-    max_replies: int = MAX_REPLIES
-    dropped_count: int = 0
-    _samples: deque[tuple[StackReply, int]] = field(default_factory=deque)
-    _calls: deque[CallsReply] = field(default_factory=deque)
-    _hardware: deque[tuple[HardwareReply, int]] = field(default_factory=deque)
+    def __init__(self, max_replies: int = MAX_REPLIES) -> None:
+        self.dropped_count = 0
+        # The replies with the times at which they were taken, by field of the heartbeat.
+        self._replies: dict[str, deque[tuple[_Reply, int]]] = {
+            "samples": deque(maxlen=max_replies),
+            "calls": deque(maxlen=max_replies),
+            "hardware": deque(maxlen=MAX_HARDWARE_REPLIES),
+        }
 
     def __bool__(self) -> bool:
-        return bool(self._samples or self._calls or self._hardware)
+        return any(self._replies.values())
 
-    def add_sample(self, sample: StackReply, taken_ns: int) -> None:
-        self._samples.append((sample, taken_ns))
-        frame_count = sum(map(_count_frames, self._samples))
-        while len(self._samples) > self.max_replies or (
-            frame_count > MAX_FRAMES and len(self._samples) > 1
-        ):
-            frame_count -= _count_frames(self._samples.popleft())
-            self.dropped_count += 1
+    def add_reply(self, reply: _Reply, taken_ns: int) -> None:
+        """Keeps a reply. Of too many of its kind, the oldest are dropped."""
+        kept = self._replies[_FIELDS[type(reply)]]
+        self.dropped_count += len(kept) == kept.maxlen
+        kept.append((reply, taken_ns))
+        if isinstance(reply, StackReply):
+            frame_count = sum(_count_frames(sample) for sample, _ in kept)
+            while frame_count > MAX_FRAMES and len(kept) > 1:
+                frame_count -= _count_frames(kept.popleft()[0])
+                self.dropped_count += 1
 
-    def add_calls(self, reply: CallsReply) -> None:
-        self._calls.append(reply)
-        while len(self._calls) > self.max_replies:
-            self._calls.popleft()
-            self.dropped_count += 1
-
-    def add_hardware(self, reply: HardwareReply, taken_ns: int) -> None:
-        self._hardware.append((reply, taken_ns))
-        while len(self._hardware) > MAX_HARDWARE_REPLIES:
-            self._hardware.popleft()
-            self.dropped_count += 1
-
-    def pending_samples(self, now_ns: int) -> tuple[StackReply, ...]:
-        """All samples, with their ages as of now."""
-        return tuple(
-            replace(sample, taken_s=max(0, now_ns - taken_ns) / 1e9)
-            for sample, taken_ns in self._samples
-        )
-
-    def pending_hardware(self, now_ns: int) -> tuple[HardwareReply, ...]:
-        """All readings of the hardware, with their ages as of now."""
-        return tuple(
-            replace(reply, taken_s=max(0, now_ns - taken_ns) / 1e9)
-            for reply, taken_ns in self._hardware
-        )
-
-    def pending_calls(self) -> tuple[CallsReply, ...]:
-        return tuple(self._calls)
+    def list_pending(self, now_ns: int) -> dict[str, Any]:
+        """All replies, with their ages as of now, as fields of a heartbeat."""
+        return {
+            name: tuple(_update_age(reply, now_ns - taken_ns) for reply, taken_ns in kept)
+            for name, kept in self._replies.items()
+        }
 
     def mark_delivered(self, heartbeat: Heartbeat) -> None:
         """Removes the replies that a heartbeat carried."""
-        sent = {(sample.key, sample.request) for sample in heartbeat.samples}
-        self._samples = deque(
-            entry for entry in self._samples if (entry[0].key, entry[0].request) not in sent
-        )
-        answered = {id(reply) for reply in heartbeat.calls}
-        self._calls = deque(reply for reply in self._calls if id(reply) not in answered)
-        reported = {reply.request for reply in heartbeat.hardware}
-        self._hardware = deque(
-            entry for entry in self._hardware if entry[0].request not in reported
-        )
+        for name, kept in self._replies.items():
+            sent = {(reply.key, reply.request) for reply in getattr(heartbeat, name)}
+            unsent = [entry for entry in kept if (entry[0].key, entry[0].request) not in sent]
+            kept.clear()
+            kept.extend(unsent)
 
 
-def _count_frames(entry: tuple[StackReply, int]) -> int:
-    return sum(len(thread.frames) for thread in entry[0].threads)
+def _update_age(reply: _Reply, age_ns: int) -> _Reply:
+    if isinstance(reply, CallsReply):
+        return reply
+    return replace(reply, taken_s=max(0, age_ns) / 1e9)
+
+
+def _count_frames(reply: _Reply) -> int:
+    return sum(len(t.frames) for t in reply.threads) if isinstance(reply, StackReply) else 0

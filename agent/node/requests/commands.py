@@ -103,7 +103,7 @@ class CommandExecutor:
             to_seq=last,
             step=command.step,
         )
-        self._outbox.add_calls(reply)
+        self._outbox.add_reply(reply, now_ns)
 
     def _order_hardware(
         self, command: Command, watched: Mapping[str, WatchedProcess], now_ns: int
@@ -119,7 +119,7 @@ class CommandExecutor:
             return False
         refused = UnavailableSource(source="all", reason="too many readings are queued")
         reply = HardwareReply(key=command.key, request=command.id, unavailable=(refused,))
-        self._outbox.add_hardware(reply, now_ns)
+        self._outbox.add_reply(reply, now_ns)
         return True
 
     def _order_stacks(self, command: Command, process: WatchedProcess | None, now_ns: int) -> bool:
@@ -139,7 +139,7 @@ class CommandExecutor:
             native=command.native,
             error=problem,
         )
-        self._outbox.add_sample(failed, now_ns)
+        self._outbox.add_reply(failed, now_ns)
         return False
 
 

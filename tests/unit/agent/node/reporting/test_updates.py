@@ -221,15 +221,15 @@ def test_exception_record_is_parsed() -> None:
 def test_outbox_is_bounded_and_keeps_undelivered() -> None:
     box = Outbox(max_replies=2)
     for number in range(3):
-        box.add_sample(StackReply(key="k", request=str(number), source="py-spy"), NOW_NS)
+        box.add_reply(StackReply(key="k", request=str(number), source="py-spy"), NOW_NS)
     assert box.dropped_count == 1
-    sent = box.pending_samples(NOW_NS + SECOND_NS)
+    sent = box.list_pending(NOW_NS + SECOND_NS)["samples"]
     assert [(s.request, s.taken_s) for s in sent] == [("1", 1.0), ("2", 1.0)]
-    box.add_calls(CallsReply(key="k", request="9", uid=1))
+    box.add_reply(CallsReply(key="k", request="9", uid=1), NOW_NS)
     box.mark_delivered(Heartbeat(host="n", agent="a", number=1, samples=sent))
-    assert box.pending_samples(NOW_NS) == ()
-    assert [c.request for c in box.pending_calls()] == ["9"]
-    calls = box.pending_calls()
+    assert box.list_pending(NOW_NS)["samples"] == ()
+    assert [c.request for c in box.list_pending(NOW_NS)["calls"]] == ["9"]
+    calls = box.list_pending(NOW_NS)["calls"]
     box.mark_delivered(Heartbeat(host="n", agent="a", number=2, calls=calls))
     assert not box
 
@@ -237,14 +237,14 @@ def test_outbox_is_bounded_and_keeps_undelivered() -> None:
 def test_hardware_replies_are_kept_until_delivered() -> None:
     box = Outbox()
     for number in range(10):
-        box.add_hardware(HardwareReply(key="k", request=str(number)), NOW_NS)
+        box.add_reply(HardwareReply(key="k", request=str(number)), NOW_NS)
     assert box.dropped_count == 2
-    sent = box.pending_hardware(NOW_NS + SECOND_NS)
+    sent = box.list_pending(NOW_NS + SECOND_NS)["hardware"]
     assert [(reply.request, reply.taken_s) for reply in sent] == [
         (str(number), 1.0) for number in range(2, 10)
     ]
     box.mark_delivered(Heartbeat(host="n", agent="a", number=1, hardware=sent[:-1]))
-    assert [reply.request for reply in box.pending_hardware(NOW_NS)] == ["9"]
+    assert [reply.request for reply in box.list_pending(NOW_NS)["hardware"]] == ["9"]
     assert box
 
 
