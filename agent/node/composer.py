@@ -8,7 +8,7 @@ import resource
 import secrets
 from dataclasses import dataclass
 
-from hangwatch.protocol.heartbeat import PROTOCOL_VERSION, AgentCost, Heartbeat, ProcessUpdate
+from hangwatch.protocol.heartbeat import AgentCost, Heartbeat, ProcessUpdate
 
 from .discovery.watchlist import Watchlist
 from .reporting.acked import AckedState
@@ -82,7 +82,6 @@ class HeartbeatComposer:
                 )
         tallies = {key: process.tally for key, process in watched.items()}
         heartbeat = Heartbeat(
-            version=PROTOCOL_VERSION,
             host=self._host,
             agent=self.agent_id,
             owner=self._owner,

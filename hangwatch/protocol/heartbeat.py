@@ -21,9 +21,7 @@ from hangwatch.model.ranks import ExceptionInfo, ExitInfo, ThreadStack
 
 from .commands import Command, RecordingReply, TraceReply
 
-PROTOCOL_VERSION = 2
-# Stream updates are objects in version 1, which heartbeats without a version have.
-ACCEPTED_VERSIONS = frozenset({1, PROTOCOL_VERSION})
+PROTOCOL_VERSION = 1
 COMMANDS_PATH = "/api/v1/commands"
 # The Priority header (RFC 9218) of a heartbeat that the server should process before others.
 URGENT_PRIORITY = "u=1"
@@ -261,7 +259,7 @@ class PerformanceReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    version: int = 1  # node agents send `PROTOCOL_VERSION`
+    version: int = PROTOCOL_VERSION  # heartbeats without a version have version 1
     host: str
     agent: str  # unique per node agent process
     owner: str = ""  # a secret that a node agent shares with its successors

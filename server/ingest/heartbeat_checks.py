@@ -10,8 +10,8 @@ server would handle objects that only look like the messages: `dataclasses.repla
 the same 8 ranks.
 
 What msgspec refuses is decoded again by rules that are less strict: they accept compatible types,
-such as a number that is written as a string, and the messages of protocol version 1. Either way the
-first error ends the decoding: a list of a million invalid items costs no more than one.
+such as a number that is written as a string. Either way the first error ends the decoding: a list of
+a million invalid items costs no more than one.
 
 One node agent reports a process until it is silent. Another sender that claims to report it, or its
 rank, is refused: otherwise one job's agent could hide or invent another job's verdicts.
@@ -39,7 +39,7 @@ from hangwatch.model.calls import Hash64
 from hangwatch.model.groups import count_ranks
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
-from hangwatch.protocol.heartbeat import Heartbeat, StreamUpdate
+from hangwatch.protocol.heartbeat import Heartbeat
 from hangwatch.protocol.request_signing import may_report_job
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
@@ -58,7 +58,6 @@ _REMEDY = "run another hangwatch-server for the rest"
 # No ring has larger numbers, and databases and dates fail on them: they are errors of the sender.
 MAX_INTEGER = (1 << 63) - 1
 MAX_SECONDS = 1e9
-_MISSING = object()
 # The errors of msgspec, json and UTF-8 are ValueErrors.
 _DECODING_ERRORS = (ValueError, RecursionError)
 
@@ -86,7 +85,7 @@ def parse_heartbeat(body: bytes) -> heartbeat.Heartbeat:
 
 def _check_version(version: int) -> None:
     """Raises Problem for a protocol version that this server does not read."""
-    if version not in heartbeat.ACCEPTED_VERSIONS:
+    if version != heartbeat.PROTOCOL_VERSION:
         raise Problem(
             422,
             f"this heartbeat has protocol version {version}, this server has version"
@@ -162,9 +161,7 @@ def decode_heartbeat(body: bytes) -> Heartbeat:
     try:
         return decoder.decode(body)
     except _DECODING_ERRORS:
-        document = json.loads(body)
-        _convert_stream_objects(document)
-        return msgspec.convert(document, Heartbeat, strict=False)
+        return msgspec.convert(json.loads(body), Heartbeat, strict=False)
 
 
 @functools.cache
@@ -214,31 +211,6 @@ def _iter_messages(hints: Iterable[Any]) -> Iterator[type]:
         if dataclasses.is_dataclass(hint) or hasattr(hint, "_fields"):
             yield hint
         yield from _iter_messages(typing.get_args(hint))
-
-
-def _convert_stream_objects(document: Any) -> None:
-    """Converts the stream updates of protocol version 1, which are objects, to arrays."""
-    processes = document.get("processes") if isinstance(document, dict) else None
-    for process in processes if isinstance(processes, list) else ():
-        updates = process.get("streams") if isinstance(process, dict) else None
-        if isinstance(updates, list):
-            process["streams"] = [
-                _list_stream_fields(update) if isinstance(update, dict) else update
-                for update in updates
-            ]
-
-
-def _list_stream_fields(update: dict[str, Any]) -> list[Any]:
-    """Raises ValueError if a field without a default is missing."""
-    try:
-        return [
-            update.get(name, default)
-            if (default := StreamUpdate._field_defaults.get(name, _MISSING)) is not _MISSING
-            else update[name]
-            for name in StreamUpdate._fields
-        ]
-    except KeyError as error:
-        raise ValueError(f"a stream update lacks {error}") from None
 
 
 class HeartbeatHead(msgspec.Struct):

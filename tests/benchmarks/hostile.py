@@ -160,19 +160,19 @@ def make_heartbeat(rng: random.Random) -> dict[str, Any]:
     if kind == 3:
         update["faults"] = [text[:1000]] * rng.choice([10, 200_000])
     streams = [
-        {
-            "uid": number,
-            "entered": 5,
-            "identity": {
+        [  # see `StreamUpdate`
+            number, 5, None, 0.0, "", 0,
+            [[n, n] for n in range(rng.choice([1, 200_000]) if kind == 4 else 1)],
+            None, [],
+            {
                 "kind": "collective",
                 "name": f"{number} {text[:100]}",
                 "desc": text[: 1 << rng.randrange(20)],
                 "ranks": f"0-{rng.randrange(1, 1 << 21)}",
             },
-            "checkpoints": [[n, n] for n in range(rng.choice([1, 200_000]) if kind == 4 else 1)],
-        }
+        ]
         for number in range(groups)
-    ]
+    ]  # fmt: skip
     return {
         "host": f"host {rng.randrange(50)}",
         "agent": f"agent {rng.randrange(100)}",

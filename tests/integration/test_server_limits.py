@@ -16,6 +16,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from hangwatch.model.calls import StreamKind
+from hangwatch.protocol.codec import encode_message
+from hangwatch.protocol.heartbeat import StreamIdentity, StreamUpdate
 from hangwatch.server.core import limits
 from tests.harness.problems import check_problem
 from tests.harness.processes import read_resident_mb
@@ -128,20 +131,22 @@ def make_heartbeat(**update: Any) -> dict[str, Any]:
     }
 
 
-def make_groups(count: int, size: int) -> list[dict[str, Any]]:
-    return [
-        {
-            "uid": number,
-            "entered": 1,
-            "identity": {
-                "kind": "collective",
-                "name": str(number),
-                "desc": "",
-                "ranks": f"0-{size - number}",
-            },
-        }
+def make_groups(count: int, size: int) -> list[Any]:
+    streams = [
+        StreamUpdate(
+            uid=number,
+            entered=1,
+            identity=StreamIdentity(
+                kind=StreamKind.COLLECTIVE,
+                name=str(number),
+                desc="",
+                ranks=f"0-{size - number}",
+            ),
+        )
         for number in range(count)
     ]
+    groups: list[Any] = encode_message(streams)
+    return groups
 
 
 @pytest.mark.parametrize(

@@ -75,14 +75,11 @@ def test_invalid_body_is_refused(body: bytes) -> None:
 
 
 def test_invalid_heartbeat_is_refused() -> None:
-    sequence = {
-        "uid": 1,
-        "entered": 1,
-        "identity": {"kind": "collective", "name": "0", "desc": "", "ranks": "0-"},
-    }
+    stream_identity = {"kind": "collective", "name": "0", "desc": "", "ranks": "0-"}
+    stream: list[object] = [1, 1, None, 0.0, "", 0, [], None, [], stream_identity]
     identity = {"job": "j", "rank": -1, "world_size": 4, "pid": 1, "start_ticks": 1}
     for processes in (
-        [{"key": "1-1", "streams": [sequence]}],
+        [{"key": "1-1", "streams": [stream]}],
         [{"key": "1-1", "identity": identity}],
         [{"key": "1-1", "idle_s": float("nan")}],
         [{"key": 1}],
