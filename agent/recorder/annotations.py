@@ -62,17 +62,13 @@ class UserAnnotations:
         self._open_lock = allocate_lock()
 
     def enter_phase(self, name: str, limit: float | None) -> Any:
-        run_uncompiled(self._enter_phase, name, limit)
+        faults.run_guarded("recording a phase", self._enter_phase, name, limit)
 
     def _enter_phase(self, name: str, limit: float | None) -> None:
-        try:
-            number = self._rank.ring.intern_site({"phase": name[:120]})
-            self._phases.append(
-                (number, monotonic_ns(), int(min(limit, MAX_PHASE_LIMIT_S) * 1e9) if limit else 0)
-            )
-            self._write_phase()
-        except Exception as error:  # our error: the phase itself continues
-            faults.record_fault("recording a phase", error)
+        number = self._rank.ring.intern_site({"phase": name[:120]})
+        limit_ns = int(min(limit, MAX_PHASE_LIMIT_S) * 1e9) if limit else 0
+        self._phases.append((number, monotonic_ns(), limit_ns))
+        self._write_phase()
 
     def leave_phase(self, token: Any) -> None:
         if self._phases:
@@ -101,10 +97,8 @@ class UserAnnotations:
             return None
 
     def leave_collective(self, token: Any, returned: bool) -> None:
-        try:
-            run_uncompiled(SetupRecorder.leave_call, token, returned)
-        except Exception as error:  # our error: the communication continues
-            faults.record_fault("recording the completion of a declared call", error)
+        where = "recording the completion of a declared call"
+        faults.run_guarded(where, SetupRecorder.leave_call, token, returned)
 
     def _find_stream(self, group: Any, ranks: Iterable[int] | None) -> StreamRecorder | None:
         """The stream that a declared call belongs to; None if it is not recorded."""

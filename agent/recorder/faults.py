@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .dynamo import run_uncompiled
+from .dynamo import Result, run_uncompiled
 
 MAX_FAULTS = 8  # different messages kept
 
@@ -20,11 +20,18 @@ _listeners: list[Callable[[], None]] = []
 
 def record_fault(where: str, error: BaseException) -> None:
     """Counts an error of ours. The first time, its message is written to stderr."""
-    run_uncompiled(_record_fault, where, error)
+    run_uncompiled(lambda: record_message(f"{where}: {type(error).__name__}: {error}"))
 
 
-def _record_fault(where: str, error: BaseException) -> None:
-    record_message(f"{where}: {type(error).__name__}: {error}")
+def run_guarded(where: str, function: Callable[..., Result], *args: Any) -> Result | None:
+    """Calls the function as `run_uncompiled` does. Returns None if it raised an error, which is ours
+    and is recorded.
+    """
+    try:
+        return run_uncompiled(function, *args)
+    except Exception as error:
+        record_fault(where, error)
+        return None
 
 
 def record_message(message: str) -> None:
@@ -66,10 +73,7 @@ def extend_method(
     @functools.wraps(original)
     def extended(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        try:
-            run_uncompiled(after, self, args, kwargs)
-        except Exception as error:  # our error: the method has returned
-            record_fault(where, error)
+        run_guarded(where, after, self, args, kwargs)
         return result
 
     extended.__hangwatch__ = True  # type: ignore[attr-defined]

@@ -138,23 +138,17 @@ def _make_plan(
 
 def find_site() -> int:
     """The number of the site of the call that this thread makes; 0 if unknown."""
-    try:
-        recorder = get_recorder()
-        if recorder is None:
-            return 0
-        return run_uncompiled(recorder.sites.find_site, sys._getframe())
-    except Exception as error:  # our error: the call continues
-        faults.record_fault("finding the line of a call", error)
+    recorder = get_recorder()
+    if recorder is None:
         return 0
+    where = "finding the line of a call"
+    return faults.run_guarded(where, recorder.sites.find_site, sys._getframe()) or 0
 
 
 def inspect_thread_bits(thread: int) -> int:
     """Describes another thread: bit 0 says that it is in torch.distributed, bit 1 that it is in
     code of its own.
     """
-    try:
-        is_in_torch, is_independent = run_uncompiled(inspect_thread, thread)
-    except Exception as error:  # our error: the call continues
-        faults.record_fault("inspecting another thread", error)
-        return 0
+    found = faults.run_guarded("inspecting another thread", inspect_thread, thread)
+    is_in_torch, is_independent = found or (False, False)
     return is_in_torch | is_independent << 1

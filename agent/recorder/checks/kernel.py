@@ -10,10 +10,10 @@ from typing import Any
 
 from torch._C._distributed_c10d import Work
 
-from .. import faults
 from ..callers import find_caller, find_logged_callers, skip_logger_frames
 from ..calls import CallReader
 from ..dynamo import run_uncompiled
+from ..faults import run_guarded
 from ..python_kernel import (
     can_communicate,
     get_recorder,
@@ -33,6 +33,8 @@ def make_checking_kernel(
     redispatch = overload._handle.redispatch_boxed
     operator = TensorArguments(reader, overload._schema)
     logged = find_logged_callers()
+    input_fault = f"examining {reader.spec.op}"
+    result_fault = f"examining the result of {reader.spec.op}"
 
     def c10d_kernel(keyset: Any, *args: Any) -> Any:
         if not can_communicate(keyset):
@@ -42,14 +44,18 @@ def make_checking_kernel(
             return redispatch(keyset & lower_keyset, *args)
         pending = None
         if operator.is_examined:
-            pending = run_uncompiled(_check_inputs, reader, operator, entered, args, find_caller())
+            pending = run_guarded(
+                input_fault, _check_inputs, reader, operator, entered, args, find_caller()
+            )
         try:
             result = redispatch(keyset & lower_keyset, *args)
         except BaseException as error:
             record_failure(reader, args, entered, error)
             args, pending = (), None  # the exception keeps this frame, and must not keep tensors
             raise
-        run_uncompiled(_finish_call, reader, entered, pending, result, find_caller())
+        run_uncompiled(_leave_call, reader, entered, result, find_caller())
+        if pending is not None:
+            run_guarded(result_fault, _check_result, pending, result, find_caller())
         return result
 
     return c10d_kernel
@@ -76,47 +82,40 @@ def _check_inputs(
     args: tuple[Any, ...],
     caller: FrameType,
 ) -> PendingCheck | None:
-    try:
-        recorder = get_recorder()
-        if (
-            recorder is None
-            or recorder.checker is None
-            or (track := reader.find_track(recorder, args)) is None
-        ):
-            return None
-        with DispatchBypass():
-            return recorder.checker.check_inputs(entered, arguments, args, track, caller)
-    except Exception as error:  # our error: the call continues
-        faults.record_fault(f"examining {reader.spec.op}", error)
+    recorder = get_recorder()
+    if (
+        recorder is None
+        or recorder.checker is None
+        or (track := reader.find_track(recorder, args)) is None
+    ):
         return None
+    with DispatchBypass():
+        return recorder.checker.check_inputs(entered, arguments, args, track, caller)
 
 
-def _finish_call(
-    reader: CallReader,
-    entered: EnteredCall,
-    pending: PendingCheck | None,
-    result: Any,
-    caller: FrameType,
-) -> None:
+def _leave_call(reader: CallReader, entered: EnteredCall, result: Any, caller: FrameType) -> None:
     try:
-        boxed = result[-1] if type(result) is tuple else result
         if entered[5]:
             leave_call(entered)
         else:  # CompletionMode.WORK
             entered[0].add_pending_call(
                 entered,
-                boxed,
+                _get_boxed_work(result),
                 get_holding_locals(caller),
                 backend_keeps_it=not reader.spec.is_p2p,
             )
     except Exception as error:  # our error: the call's result is returned all the same
         record_lost_completion(reader.spec.op, entered, error)
-    if pending is None:
-        return
-    try:
-        recorder = get_recorder()
-        if recorder is not None and recorder.checker is not None:
-            work = None if boxed is None else Work.unbox(boxed)
-            recorder.checker.check_result(pending, work, caller)
-    except Exception as error:  # our error: the call's result is returned all the same
-        faults.record_fault(f"examining the result of {reader.spec.op}", error)
+
+
+def _check_result(pending: PendingCheck, result: Any, caller: FrameType) -> None:
+    recorder = get_recorder()
+    if recorder is not None and recorder.checker is not None:
+        boxed = _get_boxed_work(result)
+        work = None if boxed is None else Work.unbox(boxed)
+        recorder.checker.check_result(pending, work, caller)
+
+
+def _get_boxed_work(result: Any) -> Any:
+    """The Work among the results of an operator, which is the last of them."""
+    return result[-1] if type(result) is tuple else result
