@@ -8,6 +8,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
@@ -27,36 +28,22 @@ _OPENED_BETWEEN_SWEEPS = 64  # streams
 CLOSING_DELAY_S = 10.0
 
 
+@dataclass(slots=True, eq=False)
 class GroupTrack:
     """One process group as this process sees it."""
 
-    __slots__ = (
-        "channels",
-        "collective_stream",
-        "description",
-        "group_ref",
-        "has_device_backend",
-        "has_flight_recorder",
-        "message_loss",
-        "ranks",
-    )
+    group_ref: weakref.ref[Any]  # a strong reference would keep the communicators
+    ranks: tuple[int, ...]
+    description: dict[str, Any]
+    collective_stream: StreamRecorder | None
+    channels: dict[tuple[str, int, int], StreamRecorder | None] = field(default_factory=dict)
+    # The reason why calls of channels that are not opened yet may have been lost; None if none
+    # were.
+    message_loss: LossReason | None = None
+    has_device_backend: bool = field(init=False)
+    has_flight_recorder: bool = field(init=False)
 
-    def __init__(
-        self,
-        group_ref: weakref.ref[Any],
-        ranks: tuple[int, ...],
-        description: dict[str, Any],
-        collective_stream: StreamRecorder | None,
-    ) -> None:
-        # Weak: a strong reference would keep the communicators of a destroyed group.
-        self.group_ref = group_ref
-        self.ranks = ranks
-        self.description = description
-        self.collective_stream = collective_stream
-        self.channels: dict[tuple[str, int, int], StreamRecorder | None] = {}
-        # The reason why calls of channels that are not opened yet may have been lost; None if none
-        # were.
-        self.message_loss: LossReason | None = None
+    def __post_init__(self) -> None:
         self.has_device_backend = self.runs_on(DEVICE_BACKENDS)
         self.has_flight_recorder = self.runs_on(FLIGHT_RECORDER_BACKENDS)
 

@@ -73,8 +73,9 @@ def install_recorder() -> None:
     wrap_function("init_process_group", _enter_init, _leave_init, _record_lost_world)
     wrap_function("_new_group_with_tag", _enter_new_group, _leave_new_group, _record_lost_group)
     wrap_function("split_group", _enter_split_group, _leave_new_group, _record_lost_group)
-    wrap_function("destroy_process_group", _enter_destroy, _leave_destroy, _record_lost_world)
-    wrap_function("shrink_group", _enter_destroy, _leave_new_group, _record_lost_group)
+    # No rank waits for another to destroy its groups, and a rank may also exit without doing so.
+    wrap_function("destroy_process_group", _record_no_call, _leave_destroy, _record_lost_world)
+    wrap_function("shrink_group", _record_no_call, _leave_new_group, _record_lost_group)
     with faults.swallow_errors("watching the creation of process groups"):
         track_creations()
     with faults.swallow_errors("counting the Flight Recorder's hooks"):
@@ -312,11 +313,8 @@ def _count_named_groups() -> int:
     return int(c10d._world.group_count)
 
 
-def _enter_destroy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Records no call: no rank waits for another to destroy its groups, and a rank may also exit
-    without doing so.
-    """
-    return None
+def _record_no_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    pass
 
 
 def _leave_destroy(token: Any, returned: bool) -> None:

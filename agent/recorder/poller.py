@@ -71,7 +71,12 @@ class Poller:
         self.declared_step = -1
 
     def start_thread(self) -> None:
-        self._hook_optimizer_steps()
+        steps = self.steps_by_optimizer
+
+        def count_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+            steps[id(optimizer)] = steps.get(id(optimizer), 0) + 1
+
+        register_optimizer_step_post_hook(count_step)
         self._thread.start()
 
     def stop_thread(self) -> None:
@@ -99,22 +104,11 @@ class Poller:
         call_count = self._recorder.update_streams()
         self._ring.write_pulse(call_count)
         self._ring.set_word(LiveWord.DROPPED, self._recorder.count_dropped())
-        step = (
-            self.declared_step
-            if self.declared_step >= 0
-            else max(self.steps_by_optimizer.values(), default=-1)
-        )
+        step = self.declared_step
+        if step < 0:  # a training step is a step of the busiest optimizer
+            step = max(self.steps_by_optimizer.values(), default=-1)
         self._ring.set_word(LiveWord.STEP, step + 1)
         return call_count
-
-    def _hook_optimizer_steps(self) -> None:
-        """A training step is a step of the busiest optimizer."""
-        steps = self.steps_by_optimizer
-
-        def count_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-            steps[id(optimizer)] = steps.get(id(optimizer), 0) + 1
-
-        register_optimizer_step_post_hook(count_step)
 
 
 class AgentSupervisor:

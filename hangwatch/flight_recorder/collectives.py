@@ -472,13 +472,13 @@ def _find_invalid_calls(
         invalid_ranks: set[int] = set()
         for rank, records in members.items():
             record = find_record(records, conflict)
-            if record is not None and _is_invalid_record(record, size):
+            if record is not None and is_invalid_call(record.signature.op, record.sizes, size):
                 invalid_ranks.add(rank)
         job.invalid_ranks[group.key] = invalid_ranks
         return
     newest = [records[-1] for records in members.values() if records]
     unfinished = next((record for record in newest if not record.completed), None)
-    if unfinished is not None and _is_invalid_record(unfinished, size):
+    if unfinished is not None and is_invalid_call(unfinished.signature.op, unfinished.sizes, size):
         input_count, output_count = unfinished.sizes.tensors
         sent, received = unfinished.sizes.elements
         inputs = "tensors" if input_count > 1 else "tensor"
@@ -488,10 +488,6 @@ def _find_invalid_calls(
             f" {input_count} input {inputs} with {sent} elements, {output_count} output {outputs}"
             f" with {received}"
         )
-
-
-def _is_invalid_record(record: FlightRecord, member_count: int) -> bool:
-    return is_invalid_call(record.signature.op, record.sizes, member_count)
 
 
 def _describe_call(group: Group, record: FlightRecord) -> str:

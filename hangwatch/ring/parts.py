@@ -75,19 +75,6 @@ class DeviceEntry(DeviceCounters):
 class RingParts:
     """A mapped ring whose header is valid."""
 
-    __slots__ = (
-        "_notes",
-        "checks",
-        "data",
-        "heap",
-        "pid",
-        "records",
-        "signatures",
-        "sites",
-        "start_ticks",
-        "streams",
-    )  # fmt: skip
-
     def __init__(self, data: Any) -> None:
         """``data`` is any bytes-like object that supports slicing. Raises RingError if its header
         is invalid.

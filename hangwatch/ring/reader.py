@@ -86,15 +86,6 @@ class StreamTable(RingParts):
     uses a few.
     """
 
-    __slots__ = (
-        "_chunks",
-        "_chunks_by_uid",
-        "_descriptions_by_uid",
-        "_dormant",
-        "_dormant_chunks",
-        "_losses_offset",
-    )
-
     def __init__(self, data: Any) -> None:
         super().__init__(data)
         self._descriptions_by_uid: dict[int, StreamDescription] = {}
@@ -259,8 +250,6 @@ class RingReader(StreamTable):
     ``data`` is any bytes-like object that supports slicing, usually an mmap. Signatures and sites
     are cached: their numbers are not reused.
     """
-
-    __slots__ = ("_known_signatures", "_known_sites")
 
     def __init__(self, data: Any) -> None:
         super().__init__(data)

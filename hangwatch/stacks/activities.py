@@ -111,32 +111,28 @@ _THREAD = ActivityKind(
     waits_for_thread=True,
     required_progress=RequiredProgress.ALL,
 )
-LOCK = ActivityKind(
+LOCK = replace(
+    _THREAD,
     phrase="waits for a lock",
     advice=(
         "Look for its holder: another thread, the same thread (a Lock is not reentrant), or, after"
         " a fork, a thread that does not exist here."
     ),
-    waits_for_thread=True,
-    required_progress=RequiredProgress.ALL,
 )
-_JOIN = ActivityKind(
+_JOIN = replace(
+    _THREAD,
     phrase="waits for a thread to end",
     advice="Look at what that thread does: it does not end.",
-    waits_for_thread=True,
-    required_progress=RequiredProgress.ALL,
 )
-_QUEUE_ITEM = ActivityKind(
+_QUEUE_ITEM = replace(
+    _THREAD,
     phrase="waits for an item of a queue",
     advice="Look for the thread that should fill the queue.",
-    waits_for_thread=True,
-    required_progress=RequiredProgress.ALL,
 )
-_QUEUE_ROOM = ActivityKind(
+_QUEUE_ROOM = replace(
+    _THREAD,
     phrase="waits for a queue to be emptied",
     advice="Look for the thread that should empty the queue.",
-    waits_for_thread=True,
-    required_progress=RequiredProgress.ALL,
 )
 _OTHER_PROCESS = ActivityKind(
     phrase="waits for another process",
