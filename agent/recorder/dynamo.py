@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 _PACKAGE = "hangwatch"
 
 Result = TypeVar("Result")
-Function = TypeVar("Function", bound=Callable[..., Any])
 SetCallback = Callable[[Any], Any]
 
 
@@ -46,19 +45,6 @@ def run_uncompiled(function: Callable[..., Result], *args: Any) -> Result:
             return function(*args)
     finally:
         set_callback(callback)
-
-
-def forbid_tracing(function: Function) -> Function:
-    """Makes Dynamo call the function, instead of tracing into it, where compiled code uses it."""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
-
-
-def get_compilation_test() -> Callable[[], bool]:
-    """The function that returns False, and in whose place Dynamo sees a constant True."""
-    import torch
-
-    return torch.compiler.is_dynamo_compiling
 
 
 def _iter_codes(values: Any, module_name: str) -> Iterator[CodeType]:

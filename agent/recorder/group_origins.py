@@ -197,13 +197,12 @@ def track_creations() -> None:
         if isinstance(rank, int) and isinstance(size, int):
             origin_tracker.record_group(self, store, rank, size)
 
-    def after_backend(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        origin_tracker.record_backend(self)
-
     where = "recording the creation of a process group"
     extend_method(PrefixStore, "__init__", after_prefix, where)
     extend_method(ProcessGroup, "__init__", after_group, where)
-    extend_method(ProcessGroup, "_register_backend", after_backend, where)
+    extend_method(
+        ProcessGroup, "_register_backend", lambda pg, *_: origin_tracker.record_backend(pg), where
+    )
 
 
 def _bind(args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from hangwatch.model.calls import LossReason, StreamKind
 from hangwatch.model.groups import pack_ranks
 
 from . import faults
-from .dynamo import forbid_tracing, run_uncompiled
+from .dynamo import run_uncompiled
 from .group_origins import GroupOrigin, origin_tracker
 from .groups import describe_foreign_group
 from .recorder import Recorder
@@ -67,7 +67,8 @@ def wrap_function(
                 faults.record_fault(f"recording the completion of {name}", error)
                 record_loss()
 
-    forbid_tracing(recorded_function)  # torch does so with the original
+    # Dynamo calls the function, instead of tracing into it, as it does with the original.
+    recorded_function._torchdynamo_disable = True  # type: ignore[attr-defined]
     recorded_function.__hangwatch__ = True  # type: ignore[attr-defined]
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("torch.distributed") and getattr(module, name, None) is original:

@@ -64,16 +64,9 @@ class GroupTrack:
             if stream is not None:
                 stream.mark_incomplete(reason)
 
-    def list_streams(self) -> list[StreamRecorder]:
-        return [s for s in (self.collective_stream, *self.channels.values()) if s is not None]
-
     @property
     def is_foreign(self) -> bool:
         return "foreign" in self.description
-
-    def global_rank(self, group_rank: int) -> int:
-        """The rank of a member; in a foreign group, its number there."""
-        return self.ranks[group_rank] if 0 <= group_rank < len(self.ranks) else -1
 
 
 class GroupRegistry:
@@ -121,7 +114,8 @@ class GroupRegistry:
             description = {
                 **track.description,
                 "kind": kind.value,
-                "peer": track.global_rank(peer),
+                # In a foreign group, a member has its number there for a rank.
+                "peer": track.ranks[peer] if 0 <= peer < len(track.ranks) else -1,
                 "tag": tag,
             }
             stream = self.open_stream(description)
@@ -191,8 +185,9 @@ class GroupRegistry:
                 if id(track) not in dead_tracks
             }
         for track in dead_tracks.values():
-            for stream in track.list_streams():
-                self.retire_stream(stream)
+            for stream in (track.collective_stream, *track.channels.values()):
+                if stream is not None:
+                    self.retire_stream(stream)
         retired, self._retired_streams = self._retired_streams, []
         for retired_at, stream in retired:
             if retired_at > before:

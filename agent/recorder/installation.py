@@ -21,6 +21,7 @@ from time import monotonic, monotonic_ns, sleep
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -128,7 +129,8 @@ def _start_recording_once(launch: identity.LaunchInfo, rank: int, world_size: in
     kernels.set_recorder(current.recorder)
     setup = current.setup_recorder
     origin_tracker.set_listeners(setup.announce_foreign_group, setup.complete_foreign_group)
-    hangwatch._is_compiled = dynamo.get_compilation_test()
+    # This function returns False, and in its place Dynamo sees a constant True.
+    hangwatch._is_compiled = torch.compiler.is_dynamo_compiling
     hangwatch._watcher = UserAnnotations(current)
     current.poller.start_thread()
     atexit.register(_handle_exit)
@@ -173,7 +175,6 @@ class RankProcess:
 
     def write_identity(self) -> None:
         """Writes who this process is, again whenever any of it has changed."""
-        torch = sys.modules.get("torch")
         command_line: list[str] = getattr(sys, "argv", None) or []
         self.ring.write_identity(
             {
@@ -183,7 +184,7 @@ class RankProcess:
                 "world_size": self.world_size,
                 "local_rank": self.launch.local_rank,
                 "python": platform.python_version(),
-                "torch": str(getattr(torch, "__version__", "")),
+                "torch": str(torch.__version__),
                 "program": " ".join(command_line)[:_MAX_PROGRAM_CHARS],
                 "main_thread": threading.main_thread().ident,
                 "recorder": "python" if self.recorder.native is None else "native",

@@ -96,8 +96,9 @@ class Recorder:
 
     def count_dropped(self) -> int:
         """The number of calls and streams that were not recorded and whose place is not known."""
-        lost_count = self.native.count_lost_calls() if self.native is not None else 0
-        return self.groups.dropped_count + lost_count
+        native = self.native
+        lost_count = native.lib.hw_get_lost_count(native.recorder) if native is not None else 0
+        return self.groups.dropped_count + int(lost_count)
 
     def update_streams(self) -> int:
         """Updates the streams in the ring; returns the number of records that they then cover."""

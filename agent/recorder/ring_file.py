@@ -38,7 +38,10 @@ def create_ring(
     except FileExistsError as error:
         # The name has this process's pid and start time, so this process wrote it before an exec.
         existing = Path(error.filename)
-        if read_lifecycle(existing) > Lifecycle.STARTING:
+        with existing.open("rb") as file:
+            file.seek(LIVE_OFFSET + 8 * LiveWord.LIFECYCLE)
+            lifecycle = int.from_bytes(file.read(8), "little")
+        if lifecycle > Lifecycle.STARTING:
             raise
         existing.unlink()
     return _create_ring_once(key, pid, start_ticks, extra_bytes)
@@ -96,25 +99,13 @@ def _read_ancestor(ring: Path) -> AncestorRank:
     if identity is None:
         raise RingError("its identity is being written")
     return AncestorRank(
-        lifecycle=_parse_lifecycle(lifecycle),
+        # For the number of a newer recorder, this is the last known one.
+        lifecycle=Lifecycle(min(lifecycle, Lifecycle.EXITING)),
         job=identity["job"],
         rank=identity["rank"],
         world_size=identity["world_size"],
         master_address=identity["master"],
     )
-
-
-def read_lifecycle(ring: Path) -> Lifecycle:
-    """The lifecycle in a ring file. Raises OSError if the file cannot be read."""
-    with ring.open("rb") as file:
-        file.seek(LIVE_OFFSET + 8 * LiveWord.LIFECYCLE)
-        value = int.from_bytes(file.read(8), "little")
-    return _parse_lifecycle(value)
-
-
-def _parse_lifecycle(value: int) -> Lifecycle:
-    """The lifecycle with this number; the last known one for the number of a newer recorder."""
-    return Lifecycle(min(value, Lifecycle.EXITING))
 
 
 def get_master_address() -> str:

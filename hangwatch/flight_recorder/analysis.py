@@ -71,7 +71,11 @@ def analyze_dumps(
     ]
     if not candidates:
         candidates = _diagnose_undelivered(job.attempt)
-    idle_times_s = _get_idle_times_s(dumps_by_rank, written_at or {})
+    # The time between each rank's last call and its dump, as far as both are known.
+    idle_times_s: dict[int, float] = {}
+    for rank, time in (written_at or {}).items():
+        if last_call_at := dumps_by_rank[rank].call_time_range[1]:
+            idle_times_s[rank] = time - last_call_at
     verdicts = tuple(v for v in candidates if not _is_normal_wait(v, idle_times_s))
     unexplained: tuple[str, ...] = ()
     if not verdicts:
@@ -83,18 +87,6 @@ def analyze_dumps(
         notes=(*_describe_gaps(dumps, missing_ranks), *job.notes, *unexplained),
         inconclusive=len(unexplained) > 0,
     )
-
-
-def _get_idle_times_s(
-    dumps_by_rank: Mapping[int, FlightDump], written_at: Mapping[int, float]
-) -> dict[int, float]:
-    """The time between each rank's last call and its dump, as far as both are known."""
-    idle_times_s: dict[int, float] = {}
-    for rank, time in written_at.items():
-        last_call_at = dumps_by_rank[rank].call_time_range[1]
-        if last_call_at:
-            idle_times_s[rank] = time - last_call_at
-    return idle_times_s
 
 
 def _is_normal_wait(verdict: Verdict, idle_times_s: Mapping[int, float]) -> bool:
@@ -147,7 +139,13 @@ def _adapt_verdict(dumps: Mapping[int, FlightDump], job: OfflineJob, verdict: Ve
         return _blame_invalid_calls(job, verdict)
     if verdict.kind is VerdictKind.MISSING_RANK:
         culprits = _find_proven_culprits(dumps, job, verdict)
-        have_queued = _find_queued(job, verdict, culprits)
+        have_queued: set[int] = set()
+        group, seq = verdict.group, verdict.seq
+        is_collective = all(call_class.call.peer is None for call_class in verdict.calls)
+        if group is not None and seq is not None and is_collective:
+            # The hosts of these ranks have queued the call: only their devices have not reached it.
+            counts = job.queued_counts.get(group.key, {})
+            have_queued = {rank for rank in culprits if counts.get(rank, 0) >= seq}
         if have_queued and len(have_queued) == len(culprits):
             return _blame_devices(dumps, verdict, culprits)
         culprits = tuple(rank for rank in culprits if rank not in have_queued)
@@ -204,16 +202,6 @@ def _find_proven_culprits(
     return tuple(rank for rank in culprits if rank in proven or rank not in job.assumed_groups)
 
 
-def _find_queued(job: OfflineJob, verdict: Verdict, ranks: tuple[int, ...]) -> set[int]:
-    """The ranks whose hosts have queued the call, so that only their devices have not reached it."""
-    if verdict.group is None or verdict.seq is None:
-        return set()
-    if any(call_class.call.peer is not None for call_class in verdict.calls):
-        return set()
-    counts = job.queued_counts.get(verdict.group.key, {})
-    return {rank for rank in ranks if counts.get(rank, 0) >= verdict.seq}
-
-
 def _blame_devices(
     dumps: Mapping[int, FlightDump], verdict: Verdict, culprits: tuple[int, ...]
 ) -> Verdict:
@@ -244,7 +232,13 @@ def _name_proven_culprits(
     assert verdict.group is not None and verdict.seq is not None
     point_to_point = (c.ranks[0] for c in verdict.calls if c.call.peer is not None)
     advice = "The dump does not show what it did after that."
-    last_calls = _describe_last_calls(dumps, culprits)
+    last_records = {rank: dumps[rank].last_record for rank in culprits if rank in dumps}
+    recorded = [(rank, record) for rank, record in last_records.items() if record is not None]
+    last_calls = "; ".join(
+        f"rank {rank} was last seen in {record.signature.op} at {record.site}"
+        for rank, record in recorded[:_MAX_LAST_CALLS_SHOWN]
+        if record.site
+    )
     if last_calls:
         advice = f"{last_calls}. {advice}"
     return replace(
@@ -261,17 +255,6 @@ def _name_proven_culprits(
         ),
         advice=advice,
         site=None,  # the line where a rank was last seen need not be its current line
-    )
-
-
-def _describe_last_calls(dumps: Mapping[int, FlightDump], ranks: tuple[int, ...]) -> str:
-    """The calls in which the first few of the ranks were last seen; empty if they are unknown."""
-    last_records = {rank: dumps[rank].last_record for rank in ranks if rank in dumps}
-    recorded = [(rank, record) for rank, record in last_records.items() if record is not None]
-    return "; ".join(
-        f"rank {rank} was last seen in {record.signature.op} at {record.site}"
-        for rank, record in recorded[:_MAX_LAST_CALLS_SHOWN]
-        if record.site
     )
 
 

@@ -77,7 +77,10 @@ def _collect_groups(dumps: DumpsByRank) -> list[tuple[Group, dict[int, GroupInst
     all ranks. A name that is reused after its group was destroyed is another group: such groups are
     counted from the first, or from the last if the ring has lost the first.
     """
-    instance_counts = _count_instances(dumps)
+    instance_counts: dict[str, int] = {}  # the highest number of groups of a name on one rank
+    for dump in dumps.values():
+        for name, index in dump.group_instances:
+            instance_counts[name] = max(instance_counts.get(name, 0), index + 1)
     reported_members = _collect_reported_members(dumps)
     users: dict[str, set[int]] = {}
     for rank, dump in dumps.items():
@@ -103,15 +106,6 @@ def _collect_groups(dumps: DumpsByRank) -> list[tuple[Group, dict[int, GroupInst
             _, uses = groups.setdefault(group.key, (group, {}))
             uses[rank] = (name, index)
     return list(groups.values())
-
-
-def _count_instances(dumps: DumpsByRank) -> dict[str, int]:
-    """The highest number of groups that a rank had under a name one after another, by name."""
-    counts: dict[str, int] = {}
-    for dump in dumps.values():
-        for name, index in dump.group_instances:
-            counts[name] = max(counts.get(name, 0), index + 1)
-    return counts
 
 
 def _collect_reported_members(dumps: DumpsByRank) -> dict[str, set[tuple[int, ...]]]:

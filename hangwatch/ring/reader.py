@@ -97,7 +97,13 @@ class StreamTable(RingParts):
 
     def read_streams(self, written: int, now_ns: int) -> StreamStates:
         """All streams. ``written`` is the number of records written so far."""
-        newest_records = self._read_newest_records(written)
+        polled = self.read_live_word(LiveWord.RECORDS)
+        # The newest record of each stream since the last poll, by uid.
+        newest_records = {
+            record[UID]: record
+            for record in self.read_records(polled, written)
+            if not record[FLAGS] & _RETRACTED
+        }
         slot_count = min(self.read_live_word(LiveWord.SEQUENCES), self.streams.count)
         contents = self._copy_chunks(slot_count)
         self._chunks += [_Chunk() for _ in range(len(contents) - len(self._chunks))]
@@ -154,15 +160,6 @@ class StreamTable(RingParts):
             for cache in (self._descriptions_by_uid, self._chunks_by_uid):
                 for uid in cache.keys() - known:
                     del cache[uid]
-
-    def _read_newest_records(self, written: int) -> dict[int, Record]:
-        """The newest record of each stream since the last poll, by uid."""
-        polled = self.read_live_word(LiveWord.RECORDS)
-        return {
-            record[UID]: record
-            for record in self.read_records(polled, written)
-            if not record[FLAGS] & _RETRACTED
-        }
 
     def _read_stream(
         self, slot: int, newest_records: dict[int, Record], now_ns: int

@@ -90,11 +90,6 @@ def choose_recorder(env: Mapping[str, str]) -> tuple[NativeLibrary | None, str]:
     return native, reason
 
 
-@functools.cache
-def _load_library(path: Path) -> NativeLibrary:
-    return NativeLibrary(path)
-
-
 def _find_library(env: Mapping[str, str]) -> tuple[NativeLibrary | None, str]:
     if reason := cache.explain_unsupported():
         return None, reason
@@ -114,10 +109,11 @@ def _find_library(env: Mapping[str, str]) -> tuple[NativeLibrary | None, str]:
     return None, cache.read_build_failure(path) or cache.NOT_BUILT_REASON
 
 
+@functools.cache
 def _load_verified(path: Path) -> NativeLibrary:
     """Raises OSError if it must not or cannot be loaded."""
     cache.verify_library(path)
-    return _load_library(path)
+    return NativeLibrary(path)
 
 
 class NativeLibrary:
@@ -187,11 +183,6 @@ class NativeLibrary:
             self._gil_lib.hw_clear_code_origins(self.recorder)
         else:
             self._gil_lib.hw_set_code_origin(self.recorder, code, origin)
-
-    def count_lost_calls(self) -> int:
-        """The number of calls that the library failed to record, without knowing their streams."""
-        count: int = self.lib.hw_get_lost_count(self.recorder)
-        return count
 
     def read_frames(self) -> list[tuple[int, int]]:
         """The calling thread's frames as the library sees them, newest first: (id of the code,
