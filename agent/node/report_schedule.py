@@ -148,8 +148,8 @@ class ReportSchedule:
         if is_steady and reply.steady_s is not None:
             self.next_ns = now_ns + int(reply.steady_s * 1e9)
         self._is_server_waiting = reply.urgent
-        self._report_within_s = reply.news_s
-        if reply.news_s is not None and self._reported_changes is None:
+        self._report_within_s = reply.changes_s
+        if reply.changes_s is not None and self._reported_changes is None:
             self._reported_changes = find_changes(watched)
 
 

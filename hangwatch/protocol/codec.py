@@ -59,7 +59,7 @@ def decode_reply(data: dict[str, Any]) -> HeartbeatReply:
     return HeartbeatReply(
         interval_s=min(60.0, max(0.05, float(data.get("interval_s", 0.5)))),
         steady_s=_optional_seconds(data.get("steady_s"), 60.0),
-        news_s=_optional_seconds(data.get("news_s"), 60.0),
+        changes_s=_optional_seconds(data.get("changes_s"), 60.0),
         details_s=_optional_seconds(data.get("details_s"), 600.0),
         urgent=bool(data.get("urgent", False)),
         resync=bool(data.get("resync", False)),
@@ -75,14 +75,14 @@ def decode_commands(items: Iterable[dict[str, Any]]) -> tuple[Command, ...]:
         [
             Command(
                 id=str(item["id"]),
-                ask=CommandKind(item["ask"]),
+                kind=CommandKind(item["kind"]),
                 key=str(item["key"]),
                 native=bool(item.get("native", False)),
                 uid=int(item.get("uid", 0)),
                 from_seq=int(item.get("from_seq", 0)),
                 to_seq=int(item.get("to_seq", 0)),
                 step=max(1, int(item.get("step", 1))),
-                most=min(2048, int(item.get("most", 64))),
+                max_calls=min(2048, int(item.get("max_calls", 64))),
                 after=int(item.get("after", 0)),
                 op=str(item.get("op", "")),
                 values=bool(item.get("values", False)),
@@ -91,7 +91,7 @@ def decode_commands(items: Iterable[dict[str, Any]]) -> tuple[Command, ...]:
                 rate=min(MAX_RECORDING_HZ, int(item.get("rate", 0))),
                 gil=bool(item.get("gil", False)),
                 since_s=max(0.0, float(item.get("since_s", 0.0))),
-                ends=str(item.get("ends", "")),
+                stops=str(item.get("stops", "")),
             )
             for item in items
         ]

@@ -39,14 +39,14 @@ def allows_abort(on_hang: str) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class Command:
     id: str
-    ask: CommandKind
+    kind: CommandKind
     key: str
     native: bool = False  # STACKS, RECORD: include native frames
     uid: int = 0  # CALLS: the stream
     from_seq: int = 0  # CALLS: omit calls before this sequence number
     to_seq: int = 0  # CALLS: omit calls after this one; 0: send all up to the newest
     step: int = 1  # CALLS: only multiples of this power of two
-    most: int = 64  # CALLS, TRACE: the maximum number of calls; the newest are sent
+    max_calls: int = 64  # CALLS, TRACE: the maximum number of calls; the newest are sent
     after: int = 0  # TRACE: index of the first record; -1: only new records
     op: str = ""  # TRACE: only this operation
     values: bool = False  # TRACE: include tensor statistics where the recorder has them
@@ -55,7 +55,7 @@ class Command:
     rate: int = 0  # RECORD: samples per second
     gil: bool = False  # RECORD: only threads that hold the GIL
     since_s: float = 0.0  # HARDWARE: age of the condition, whose changes are wanted
-    ends: str = ""  # RECORD: stop the recording of the command with this id, start none
+    stops: str = ""  # RECORD: stop the recording of the command with this id, start none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -291,7 +291,7 @@ class HeartbeatReply:
     # agent reports immediately when it stops being steady. None: use `interval_s`.
     steady_s: float | None = None
     # The agent must report rare changes within this time; None: with the next regular heartbeat.
-    news_s: float | None = None
+    changes_s: float | None = None
     # The agent may omit the positions of processes that make progress for this long; None: every
     # heartbeat contains them.
     details_s: float | None = None

@@ -82,7 +82,7 @@ class CommandQueue:
                 from_seq=request.from_seq,
                 to_seq=request.to_seq,
                 step=request.step,
-                most=_MAX_CALLS_REQUESTED,
+                max_calls=_MAX_CALLS_REQUESTED,
                 since_s=round(max(0.0, now - request.since), 3) if request.hardware else 0.0,
             )
             commands.evidence[subject] = _RequestedEvidence(command_id, now, request)
@@ -91,7 +91,7 @@ class CommandQueue:
         """Queues a command for a process; ``details`` are further fields of `Command`. Returns the
         command's id.
         """
-        command = Command(id=ulid(self.clock.wall()), ask=kind, key=process.key, **details)
+        command = Command(id=ulid(self.clock.wall()), kind=kind, key=process.key, **details)
         self._get_commands(process).unsent[command.id] = command, now
         if (arrival := self._arrivals.get(process.agent)) is not None:
             arrival.set()

@@ -189,7 +189,7 @@ class ReportScheduler:
         return HeartbeatReply(
             interval_s=interval_s,
             steady_s=steady_s,
-            news_s=max(1.0, hosts / MAX_CHANGES_PER_S) if has_slots else None,
+            changes_s=max(1.0, hosts / MAX_CHANGES_PER_S) if has_slots else None,
             details_s=details_s,
             urgent=is_awaited,
             poll_s=POLL_S if hosts <= MAX_POLLING_AGENTS else None,

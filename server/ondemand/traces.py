@@ -97,12 +97,12 @@ class TraceRegistry:
         )
         return Command(
             id=traced.command_id,
-            ask=CommandKind.TRACE,
+            kind=CommandKind.TRACE,
             key=traced.process.key,
             after=traced.next_record,
             op=session.filter.op,
             values=session.filter.values,
-            most=MAX_CALLS_PER_REPLY,
+            max_calls=MAX_CALLS_PER_REPLY,
             last=traced.is_last_request,
         )
 

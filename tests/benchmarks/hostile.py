@@ -236,7 +236,7 @@ class HostileServer:
                 time.sleep(0.5)
         else:
             commands = [
-                {"id": str(n), "ask": "stacks", "key": "k" * rng.randrange(1000)}
+                {"id": str(n), "kind": "stacks", "key": "k" * rng.randrange(1000)}
                 for n in range(rng.choice([1, 10_000]))
             ]
             body = json.dumps({"interval_s": 0.05, "commands": commands}).encode()

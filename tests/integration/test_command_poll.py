@@ -69,7 +69,7 @@ def test_commands_arrive_without_a_heartbeat(server: Server, reporter: JobReport
         for _ in range(3):
             request_stacks(server)
             (command,) = take_commands(poll, woken)
-            assert command.ask is CommandKind.STACKS
+            assert command.kind is CommandKind.STACKS
             time.sleep(0.3)
     assert "Traceback" not in server.read_log()
 
@@ -87,7 +87,7 @@ def test_commands_are_not_lost_with_the_connection(server: Server, reporter: Job
     time.sleep(0.2)
     request_stacks(server)
     (command,) = reporter.send_heartbeat()["commands"]
-    assert command["ask"] == "stacks"
+    assert command["kind"] == "stacks"
 
 
 def test_one_command_wakes_one_agent(server: Server, reporter: JobReporter) -> None:

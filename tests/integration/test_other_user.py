@@ -136,7 +136,7 @@ class Impostor(threading.Thread):
         super().__init__(daemon=True)
         self.port = find_free_port()
         self.received = b""
-        commands = [{"id": "1", "ask": ask, "key": key} for ask in ("stacks", "abort")]
+        commands = [{"id": "1", "kind": kind, "key": key} for kind in ("stacks", "abort")]
         self._reply = json.dumps({"interval_s": 0.2, "commands": commands}).encode()
         self._seconds = seconds
 

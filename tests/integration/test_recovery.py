@@ -222,7 +222,7 @@ def abort_rank(agent_testbed: AgentTestbed, key: str) -> dict[str, Any]:
         ]
 
     before = len(list_aborts())
-    agent_testbed.receiver.send_command(key, ask="abort")
+    agent_testbed.receiver.send_command(key, kind="abort")
     reply: dict[str, Any] = dict(
         wait_for_value(lambda: list_aborts()[before:], f"the answer for {key}")[0]
     )

@@ -58,7 +58,7 @@ class HeartbeatReceiver(HttpReceiver):
         return make_json_reply(
             {
                 "interval_s": self.interval_s,
-                "news_s": self.changes_within_s,
+                "changes_s": self.changes_within_s,
                 "details_s": self.details_s,
                 "resync": resync,
                 "commands": commands,
@@ -85,7 +85,7 @@ class HeartbeatReceiver(HttpReceiver):
     def send_command(self, key: str, **command: Any) -> None:
         with self._lock:
             self.commands.append(
-                {"id": f"c{time.monotonic_ns()}", "ask": "stacks", "key": key, **command}
+                {"id": f"c{time.monotonic_ns()}", "kind": "stacks", "key": key, **command}
             )
 
     def request_stacks(self, key: str, **command: Any) -> dict[str, Any]:

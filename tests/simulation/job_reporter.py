@@ -54,7 +54,7 @@ class JobReporter:
         samples = tuple(
             self.job.take_sample(command)
             for command in reply.get("commands", ())
-            if command["ask"] == "stacks"
+            if command["kind"] == "stacks"
         )
         if samples:
             self._post_heartbeat(host, samples=samples)

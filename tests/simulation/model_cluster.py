@@ -297,7 +297,7 @@ class ModelCluster:
             if self.now - last[2] < repeat_after_s:
                 return
         command = Command(
-            id=f"{next(self._order)}", ask=CommandKind.STACKS if request.stacks else CommandKind.CALLS, key=process.key,
+            id=f"{next(self._order)}", kind=CommandKind.STACKS if request.stacks else CommandKind.CALLS, key=process.key,
             uid=request.stream_uid, from_seq=request.from_seq, to_seq=request.to_seq, step=request.step,
         )  # fmt: skip
         self.requested[subject] = (command, process.host, self.now, False)
@@ -385,7 +385,7 @@ class ModelCluster:
         if rank is None or command.id in agent.seen_commands:
             return
         agent.seen_commands.add(command.id)
-        if command.ask is CommandKind.STACKS and rank.exit is None:
+        if command.kind is CommandKind.STACKS and rank.exit is None:
             taken = heartbeat.StackReply(
                 key=command.key,
                 request=command.id,
@@ -393,7 +393,7 @@ class ModelCluster:
                 threads=(self.job.make_stack(rank.number),),
             )
             agent.samples.append((taken, self.job.now))
-        elif command.ask is CommandKind.CALLS:
+        elif command.kind is CommandKind.CALLS:
             calls = [
                 call
                 for call in self._rings.list_calls(

@@ -182,14 +182,14 @@ class SimulatedProcess(WatchedProcess):
 
     def answer_calls(self, command: Command, now_ns: int) -> CallsReply:
         calls = self._list_calls(
-            now_ns, command.uid, command.from_seq, command.to_seq, command.step, command.most
+            now_ns, command.uid, command.from_seq, command.to_seq, command.step, command.max_calls
         )
         return CallsReply(
             key=self.key,
             request=command.id,
             uid=command.uid,
             calls=tuple(calls),
-            from_seq=calls[0].seq if len(calls) == command.most else command.from_seq,
+            from_seq=calls[0].seq if len(calls) == command.max_calls else command.from_seq,
             to_seq=command.to_seq or (calls[-1].seq if calls else 0),
             step=command.step,
         )
@@ -268,9 +268,9 @@ class SimulatedHost:
         process, now_ns = self._processes.get(command.key), int(now * 1e9)
         if process is None:  # the command was for the attempt before
             return
-        if command.ask is CommandKind.HARDWARE:
+        if command.kind is CommandKind.HARDWARE:
             self.outbox.add_reply(HardwareReply(key=command.key, request=command.id), now_ns)
-        elif command.ask is CommandKind.STACKS:
+        elif command.kind is CommandKind.STACKS:
             threads = (process.make_stack(now),)
             sample = StackReply(
                 key=command.key, request=command.id, source="py-spy", threads=threads

@@ -184,12 +184,12 @@ class SimulatedNodeAgent(asyncio.Protocol):
             self.is_finished = True
             return
         interval_s = self.pool.counts.interval_s = reply.interval_s
-        self._changes_within_s = reply.news_s
+        self._changes_within_s = reply.changes_s
         has_more, self._is_urgent_after_reply = self._is_urgent_after_reply, False
         self._is_urgent = has_more or reply.urgent
         self.schedule_heartbeat(0.0 if self.host.outbox or has_more else interval_s)
         for command in reply.commands:
-            delay_s = PYSPY_DURATION_S if command.ask is CommandKind.STACKS else 0.0
+            delay_s = PYSPY_DURATION_S if command.kind is CommandKind.STACKS else 0.0
             self.pool.loop.call_later(delay_s, self._execute_command, command)
 
     def _execute_command(self, command: Command) -> None:

@@ -63,17 +63,17 @@ class CommandExecutor:
             return False
         self._executed_ids.append(command.id)
         process = watched.get(command.key)
-        if command.ask in (CommandKind.TRACE, CommandKind.RECORD):
+        if command.kind in (CommandKind.TRACE, CommandKind.RECORD):
             self._live_requests.execute_command(command, process, now_ns)
             return False
-        if command.ask is CommandKind.CALLS:
+        if command.kind is CommandKind.CALLS:
             self._read_calls(command, process, now_ns)
             return True
-        if command.ask is CommandKind.ABORT:
+        if command.kind is CommandKind.ABORT:
             self._log.info(f"the server orders to end process {command.key}")
             self._abort_tracker.abort_process(command, process, now_ns)
             return True
-        if command.ask is CommandKind.HARDWARE:
+        if command.kind is CommandKind.HARDWARE:
             return self._order_hardware(command, watched, now_ns)
         return not self._order_stacks(command, process, now_ns)
 
@@ -89,8 +89,8 @@ class CommandExecutor:
             )
             process.history.add_reply(command.uid, calls)
         first, last = command.from_seq, command.to_seq
-        if len(calls) > command.most:
-            calls = calls[-command.most :]
+        if len(calls) > command.max_calls:
+            calls = calls[-command.max_calls :]
             first = calls[0].seq
         if not last and calls:
             last = calls[-1].seq

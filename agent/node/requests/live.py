@@ -54,13 +54,13 @@ class LiveRequests:
         self, command: Command, process: WatchedProcess | None, now_ns: int
     ) -> None:
         """Starts a trace or a recording. A request that cannot be served gets a reply that says why."""
-        if command.ask is CommandKind.TRACE:
+        if command.kind is CommandKind.TRACE:
             self._trace_requests[command.id] = (command, now_ns)
             while len(self._trace_requests) > MAX_TRACE_REQUESTS:
                 del self._trace_requests[next(iter(self._trace_requests))]
             return
-        if command.ends:
-            self.recording_worker.stop_recording(command.ends)
+        if command.stops:
+            self.recording_worker.stop_recording(command.stops)
             return
         problem = self._start_recording(command, process)
         if problem:
@@ -146,7 +146,7 @@ def _answer_trace(
             command.after,
             now_ns,
             op=command.op,
-            max_calls=min(command.most, max_calls),
+            max_calls=min(command.max_calls, max_calls),
             is_last=command.last or process.exit is not None,
         )
         kinds: dict[CallKind, int] = {}

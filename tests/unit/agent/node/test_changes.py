@@ -183,7 +183,7 @@ class DetectingHost:
     def send_heartbeat(self, within_s: float | None) -> bool:
         """Whether it is urgent."""
         is_urgent = self.schedule.start_report(self.ranks, 0)
-        reply = HeartbeatReply(interval_s=20.0, news_s=within_s)
+        reply = HeartbeatReply(interval_s=20.0, changes_s=within_s)
         self.schedule.apply_reply(reply, self.ranks, 0, is_steady=False)
         return is_urgent
 

@@ -45,7 +45,7 @@ def test_early_heartbeats_are_limited() -> None:
 
 
 def test_host_with_infrequent_heartbeats_sends_no_early_one_for_a_long_call() -> None:
-    schedule = make_schedule(HeartbeatReply(interval_s=20.0, news_s=1.0))
+    schedule = make_schedule(HeartbeatReply(interval_s=20.0, changes_s=1.0))
     assert schedule.is_infrequent
     schedule.apply_scan((), 2 * SECOND_NS, has_urgent_changes=True)
     assert schedule.next_ns == 21 * SECOND_NS, "all hosts may be in the same call"

@@ -82,12 +82,12 @@ class _Job:
     def _make_command(self, request: EvidenceRequest, number: int) -> Command:
         attempt = self._fleet.latest_attempt(self.run.name)
         assert attempt is not None
-        ask = CommandKind.CALLS
+        kind = CommandKind.CALLS
         if request.hardware or request.stacks:
-            ask = CommandKind.HARDWARE if request.hardware else CommandKind.STACKS
+            kind = CommandKind.HARDWARE if request.hardware else CommandKind.STACKS
         return Command(
             id=str(number),
-            ask=ask,
+            kind=kind,
             key=attempt.processes[request.rank].key,
             uid=request.stream_uid,
             from_seq=request.from_seq,

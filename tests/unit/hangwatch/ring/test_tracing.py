@@ -174,7 +174,9 @@ class TestTraceAnswers:
     """The replies of the node agent, on a ring of this process."""
 
     def make_command(self, key: str, **more: Any) -> Command:
-        return Command(id=f"c{more}", ask=CommandKind.TRACE, key=key, **{"most": 1000, **more})
+        return Command(
+            id=f"c{more}", kind=CommandKind.TRACE, key=key, **{"max_calls": 1000, **more}
+        )
 
     def test_reply_is_repeated_until_acknowledged(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

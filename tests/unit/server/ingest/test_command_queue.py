@@ -17,7 +17,7 @@ def test_requests_are_serialized_and_rate_limited() -> None:
     ]
     command_queue.request_evidence(job, wants, 100.0)
     first = command_queue.take_unsent("a")
-    assert [(c.ask.value, c.key, c.uid, c.from_seq) for c in first] == [
+    assert [(c.kind.value, c.key, c.uid, c.from_seq) for c in first] == [
         ("stacks", "1-1", 0, 0),
         ("calls", "1-1", 4, 2),
     ]
@@ -25,9 +25,9 @@ def test_requests_are_serialized_and_rate_limited() -> None:
     assert command_queue.take_unsent("a") == ()
     command_queue.mark_answered("a", {first[0].id})
     command_queue.request_evidence(job, wants, 105.0)
-    assert [c.ask.value for c in command_queue.take_unsent("a")] == ["stacks"]
+    assert [c.kind.value for c in command_queue.take_unsent("a")] == ["stacks"]
     command_queue.request_evidence(job, wants, 100.0 + REQUEST_EXPIRES_S)
-    assert [c.ask.value for c in command_queue.take_unsent("a")] == ["calls"]
+    assert [c.kind.value for c in command_queue.take_unsent("a")] == ["calls"]
 
 
 def test_command_waits_for_an_agent_that_reports_rarely() -> None:

@@ -123,13 +123,15 @@ def test_only_host_with_stopped_process_is_polled_soon(
 def test_hosts_of_large_jobs_may_report_changes_early(
     live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert live.watch.heartbeats.apply_heartbeat(make_heartbeat(1)).news_s is None
+    assert live.watch.heartbeats.apply_heartbeat(make_heartbeat(1)).changes_s is None
     monkeypatch.setattr(live.shared.load, "late_s", 1.0)  # the load of thousands of hosts
-    news_s = live.watch.heartbeats.apply_heartbeat(make_heartbeat(2)).news_s
+    changes_s = live.watch.heartbeats.apply_heartbeat(make_heartbeat(2)).changes_s
     assert (
-        news_s is not None
-        and codec.decode_reply(codec.encode_message(heartbeat.HeartbeatReply(news_s=news_s))).news_s
-        == news_s
+        changes_s is not None
+        and codec.decode_reply(
+            codec.encode_message(heartbeat.HeartbeatReply(changes_s=changes_s))
+        ).changes_s
+        == changes_s
     )
 
 
@@ -228,7 +230,7 @@ def test_diverging_calls_are_requested_before_full_diagnosis(
     ).commands  # immediately: the agent's next heartbeat may be much later
     asyncio.run(live.watch.loop.run_round())
     assert live.shared.counters.diagnoses == 0
-    assert {(c.ask, c.key, c.from_seq) for c in commands} == {
+    assert {(c.kind, c.key, c.from_seq) for c in commands} == {
         (CommandKind.CALLS, "0-0", 1),
         (CommandKind.CALLS, "1-0", 1),
     }
@@ -265,7 +267,7 @@ def test_first_rank_of_each_diverging_side_is_requested_for_calls(
             host=f"n{host}", agent=f"a{host}", number=number, full=True, processes=(process,)
         )
         return tuple(
-            command.ask for command in live.watch.heartbeats.apply_heartbeat(beat).commands
+            command.kind for command in live.watch.heartbeats.apply_heartbeat(beat).commands
         )
 
     for host in range(7):
@@ -417,7 +419,7 @@ def test_stacks_of_mutually_waiting_ranks_are_requested_immediately(
     (command,) = live.watch.heartbeats.apply_heartbeat(
         make_waiting_heartbeat(1, 1), urgent=True
     ).commands
-    assert (command.ask, command.key) == (CommandKind.STACKS, "8-0")
+    assert (command.kind, command.key) == (CommandKind.STACKS, "8-0")
     assert (
         live.watch.heartbeats.apply_heartbeat(make_waiting_heartbeat(2, 1)).interval_s
         <= cadence.PRESSING_INTERVAL_S

@@ -117,7 +117,7 @@ def test_no_listener_means_no_commands(traces: TraceRegistry) -> None:
         make_attempt(), [0, 1], TraceFilter(op="barrier", values=True), NOW
     )
     commands = traces.build_commands("agent-a", NOW)
-    assert [(c.ask, c.key, c.op, c.values, c.after) for c in commands] == [
+    assert [(c.kind, c.key, c.op, c.values, c.after) for c in commands] == [
         (CommandKind.TRACE, f"{r}-1", "barrier", True, -1) for r in (0, 1)
     ]
     assert traces.build_commands("agent-b", NOW) == () and not traces.is_agent_traced("agent-b"), (
@@ -316,7 +316,7 @@ class TestRecordings:
 
     def test_recording_from_request_to_result(self, request_recording: Callable[..., Any]) -> None:
         registry, record, (first, second) = request_recording(0, 1, rate=50, native=True)
-        assert (first.ask, first.key, first.seconds, first.rate, first.native, first.gil) == (
+        assert (first.kind, first.key, first.seconds, first.rate, first.native, first.gil) == (
             CommandKind.RECORD,
             "0-1",
             2,
@@ -371,7 +371,7 @@ class TestRecordings:
         )
         registry.stop_recording(record, make_attempt(), NOW)
         (command,) = registry.command_queue.take_unsent("agent-a")
-        assert (command.ask, command.key, command.ends) == (
+        assert (command.kind, command.key, command.stops) == (
             CommandKind.RECORD,
             "1-1",
             second.id,

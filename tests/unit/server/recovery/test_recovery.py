@@ -352,7 +352,7 @@ class InProcessServer:
         self.now += 0.5
         reply = self.send_heartbeat(restart, **heartbeat_fields)
         asyncio.run(self._run_tick())
-        return [c for c in reply.commands if c.ask is CommandKind.ABORT]
+        return [c for c in reply.commands if c.kind is CommandKind.ABORT]
 
     def end_all_ranks(self, restart: int, how: ExitInfo) -> None:
         """Both ranks have ended like that."""
@@ -514,7 +514,7 @@ def test_orders_are_withdrawn_when_job_stops_reporting(server: InProcessServer) 
     server.now += 3.0
     asyncio.run(server._run_tick())
     assert server.latest_recovery.aborts[0].result == "left"
-    assert not [c for c in server.send_heartbeat().commands if c.ask is CommandKind.ABORT], (
+    assert not [c for c in server.send_heartbeat().commands if c.kind is CommandKind.ABORT], (
         "it comes too late"
     )
 

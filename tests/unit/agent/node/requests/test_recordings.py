@@ -162,12 +162,12 @@ def test_one_profile_per_heartbeat_and_each_once(tmp_path: Path) -> None:
     live = LiveRequests(PySpy(path=None), lambda: None)
     for n in range(2):
         live.execute_command(
-            Command(id=f"r{n}", ask=CommandKind.RECORD, key="7-7", seconds=1, rate=1),
+            Command(id=f"r{n}", kind=CommandKind.RECORD, key="7-7", seconds=1, rate=1),
             None,
             0,
         )
     live.execute_command(
-        Command(id="r2", ask=CommandKind.RECORD, key=w.key, seconds=1, rate=1),
+        Command(id="r2", kind=CommandKind.RECORD, key=w.key, seconds=1, rate=1),
         w,
         0,
     )
