@@ -1,15 +1,38 @@
-"""The measures of --on-hang abort for an incident, as text. Pure, from the API's JSON documents,
-which may lack fields.
+"""The measures of --on-hang abort for an incident, as text. Pure; mostly from the API's JSON
+documents, which may lack fields.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from .text import Document, clean_text, name_ranks
 
 _MAX_PIDS_SHOWN = 4
+
+
+def explain_refusal(ranks: Iterable[int], on_hang: str) -> str:
+    """Why no rank is ended if ``ranks`` have this value of HANGWATCH_ON_HANG, with the remedy."""
+    state = f"HANGWATCH_ON_HANG={on_hang}" if on_hang else "no HANGWATCH_ON_HANG"
+    return (
+        f"{state} in the environment of {name_ranks(ranks)} does not allow it: start the job with"
+        " HANGWATCH_ON_HANG=abort"
+    )
+
+
+def explain_limit(job: str, count: int) -> str:
+    """Why no rank of a job is ended after ``count`` incidents with ended ranks, with the remedy."""
+    times = "once" if count == 1 else f"{count} times"
+    return (
+        f"ranks of job {job} were ended {times} since its last success, as often as --abort-limit"
+        " allows: increase the limit, or give each run its own name with HANGWATCH_JOB"
+    )
+
+
+def explain_silence(seconds: float) -> str:
+    """Why the result of an order is not known."""
+    return f"its node agent has not answered for {seconds:g} s"
 
 
 def format_recovery(document: Document) -> str:

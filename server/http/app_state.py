@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hangwatch.model.ranks import AttemptKey, RankState, format_ranks
+from hangwatch.report.job_status import FAILED_DIAGNOSIS
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.job_views import JobView, ResultCache
@@ -116,11 +117,7 @@ class AppState:
     def describe_status(self, attempt: Attempt, job: JobView) -> tuple[str, str]:
         """The status of a job without an open incident, and advice."""
         if attempt.key in self.watch.diagnoser.failed_attempts:
-            return (
-                "Unknown: the diagnosis of this job fails because of an error in hangwatch.",
-                "The server's stderr has the error: please report it. `hangwatch dump RANKS` shows"
-                " what the ranks do.",
-            )
+            return FAILED_DIAGNOSIS
         return describe_job_status(
             attempt,
             job,

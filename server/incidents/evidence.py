@@ -21,6 +21,7 @@ from hangwatch.model.incidents import Incident, MergedStack, ProcessSnapshot
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import RECORDER_THREAD_NAME, Frame, ThreadStack
 from hangwatch.model.verdicts import AlignedPair, DevicePosition, Verdict
+from hangwatch.report import job_status
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import StackSample
 
@@ -258,12 +259,7 @@ def add_device_advice(verdict: Verdict, attempt: Attempt) -> str:
     ranks = (*verdict.culprits, *verdict.waiting)
     processes = (attempt.processes.get(rank) for rank in ranks)
     setting = next((p.device_setting for p in processes if p is not None and p.device_setting), "")
-    if not setting:
-        return verdict.advice
-    return (
-        f"{verdict.advice} torch does not count how far the devices have come: with {setting} in"
-        " the job's environment, hangwatch can name a device that lags."
-    )
+    return job_status.add_device_advice(verdict.advice, setting) if setting else verdict.advice
 
 
 def update_hardware(incident: Incident, attempt: Attempt, since: float) -> Incident:

@@ -1,6 +1,4 @@
-"""Views of a job, its ranks and its groups for the API and the pages, and the status of a job without
-an open incident as text. Pure.
-"""
+"""Views of a job, its ranks and its groups for the API and the pages. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from hangwatch.model.ranks import Frame, Lifecycle, RankState
 from hangwatch.model.verdicts import DeviceProgress
 from hangwatch.report import terminal
 from hangwatch.report.documents import build_optional_document
-from hangwatch.report.text import format_age, name_ranks, truncate_end
+from hangwatch.report.job_status import JobFacts, WaitFacts, format_job_status
 from hangwatch.stacks.frames import is_library
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
@@ -231,114 +229,41 @@ def describe_job_status(
     """The status of a job without an open incident and how it is known, and advice; the advice is
     empty for a healthy job. ``wait`` is one that no verdict explains.
     """
-    status, advice = _describe_job(attempt, job, stall_after_s, wait, now)
+    expected, reported = attempt.rank_count, len(attempt.processes)
+    silent_s = attempt.last_seen_at - attempt.newest_call_at
+    is_silent = attempt.newest_call_at and silent_s and silent_s >= stall_after_s
+    # The setting is the same for the whole job, so few of up to 100,000 processes are searched.
+    searched = itertools.islice(
+        attempt.processes.values(), MAX_PROCESSES_SEARCHED if is_silent else 0
+    )
+    facts = JobFacts(
+        state=job.state,
+        expected=expected,
+        reported=reported,
+        dead=job.states.get(RankState.DEAD, 0),
+        lost=job.states.get(RankState.LOST, 0),
+        absent=_find_first_absent(attempt) if reported < expected else (),
+        last_seen_s=job.last_seen_s,
+        step=job.step,
+        steps_per_s=job.steps_per_s,
+        stall_after_s=stall_after_s,
+        wait=None
+        if wait is None
+        else WaitFacts(
+            rank_count=wait.rank_count,
+            waited_s=now - wait.began_at,
+            description=wait.description,
+            reason=wait.reason,
+            ranks_to_dump=wait.ranks_to_dump,
+        ),
+        silent_s=silent_s if is_silent else None,
+        device_setting=next((p.device_setting for p in searched if p.device_setting), ""),
+    )
+    status, advice = format_job_status(facts)
     notes = describe_losses(attempt, attempt.lossy_ranks | attempt.incomplete_ranks)
     if not notes or attempt.is_finished:
         return status, advice
     return f"{status} {join_notes(notes)}", advice
-
-
-def _describe_job(
-    attempt: Attempt, job: JobView, stall_after_s: float, wait: UnexplainedWait | None, now: float
-) -> tuple[str, str]:
-    world, reported = attempt.rank_count, len(attempt.processes)
-    dead = job.states.get(RankState.DEAD, 0)
-    if job.state == "failed":
-        return (
-            f"Ended: {dead} of {reported} processes did not exit with status 0.",
-            "An incident shows which failed first, and why. Without one, they had finished their"
-            " work when they were ended.",
-        )
-    if job.state == "finished":
-        return f"Finished: all {reported} processes that reported have exited normally.", ""
-    if job.state == "lost":
-        return (
-            (
-                "Unknown: no node agent of this job has reported for"
-                f" {format_age(job.last_seen_s)}. This is the state at that time."
-            ),
-            (
-                "Check that the nodes and the network between them and this server work:"
-                " `hangwatch doctor` on a node reports what it can reach."
-            ),
-        )
-    if wait is not None:
-        return _describe_unexplained_wait(wait, now)
-    if reported < world:
-        absent = _find_first_absent(attempt)
-        return (
-            (
-                f"Starting: {reported} of {world} ranks have reported so far; no rank has waited"
-                f" for the others longer than {stall_after_s:g} s."
-            ),
-            (
-                f"Not reported yet: {truncate_end(name_ranks(absent), 80)}. If this does not"
-                " change, `hangwatch doctor` on their nodes reports why."
-            ),
-        )
-    if job.state == "starting":
-        return (
-            (
-                f"Starting: all {world} ranks have reported, and not all have set up their process"
-                " group."
-            ),
-            "",
-        )
-    lost = job.states.get(RankState.LOST, 0)
-    if lost:
-        return (
-            f"Partly unknown: {lost} of {world} ranks do not report any more, the others continue.",
-            (
-                "Their host or its network has failed, or its node agent was killed: `hangwatch"
-                " doctor` there reports what is wrong."
-            ),
-        )
-    facts = [f"{reported} of {world} ranks report, the last {format_age(job.last_seen_s)} ago"]
-    if job.steps_per_s is not None:
-        facts.append(f"{format_pace(job.steps_per_s)} (at step {job.step})")
-    facts.append("all calls compared so far agree")
-    silent_s = attempt.last_seen_at - attempt.newest_call_at
-    if attempt.newest_call_at and silent_s and silent_s >= stall_after_s:
-        return _describe_silence(attempt, silent_s, facts)
-    return (
-        f"All is well: {'; '.join(facts)}, and no rank waits longer than {stall_after_s:g} s.",
-        "",
-    )
-
-
-def _describe_unexplained_wait(wait: UnexplainedWait, now: float) -> tuple[str, str]:
-    count = wait.rank_count
-    have_waited = f"{count} ranks have waited" if count > 1 else "1 rank has waited"
-    ranks = ",".join(str(rank) for rank in wait.ranks_to_dump)
-    return (
-        (
-            f"Unclear: {have_waited} for up to {format_age(now - wait.began_at)},"
-            f" {wait.description}. Nothing is concluded: {wait.reason}."
-        ),
-        f"`hangwatch dump {ranks}` shows the current stacks.",
-    )
-
-
-def _describe_silence(attempt: Attempt, silent_s: float, facts: list[str]) -> tuple[str, str]:
-    """The status and advice if no rank makes calls and none is known to wait."""
-    # The setting is the same for the whole job, so few of up to 100,000 processes are searched.
-    some = itertools.islice(attempt.processes.values(), MAX_PROCESSES_SEARCHED)
-    setting = next((p.device_setting for p in some if p.device_setting), "")
-    if not setting:
-        return (
-            (
-                f"Quiet: no rank has made a call for {format_age(silent_s)}, and none is known to"
-                f" wait; {'; '.join(facts)}."
-            ),
-            "`hangwatch dump RANKS` shows what they do.",
-        )
-    return (
-        (
-            f"Unknown: no rank has made a call for {format_age(silent_s)}. They may wait for their"
-            f" devices, and torch counts how far these have come only with {setting}."
-        ),
-        f"Set {setting} in the job's environment: then hangwatch can name a device that is stuck.",
-    )
 
 
 def _find_first_absent(attempt: Attempt) -> list[int]:
@@ -354,18 +279,6 @@ def _find_first_absent(attempt: Attempt) -> list[int]:
             if remaining_runs < 0:
                 break
     return absent
-
-
-def format_pace(steps_per_s: float) -> str:
-    """
-    >>> format_pace(3.14159), format_pace(0.021)
-    ('3.1 steps per second', '1.3 steps per minute')
-    """
-    return (
-        f"{steps_per_s:.1f} steps per second"
-        if steps_per_s >= 0.1 or not steps_per_s
-        else f"{60 * steps_per_s:.1f} steps per minute"
-    )
 
 
 def list_expected_ranks(attempt: Attempt) -> list[int]:

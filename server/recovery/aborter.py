@@ -23,6 +23,7 @@ from hangwatch.model.kinds import Severity
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.commands import CommandKind
+from hangwatch.report.recovery import explain_silence
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
 
@@ -327,8 +328,7 @@ class AbortOrders:
             if now - order.ordered_at > limit_s:
                 del self._orders[command_id]
                 if not is_fulfilled:
-                    error = f"its node agent has not answered for {REQUEST_EXPIRES_S:g} s"
-                    self._record_failure(record, order, error)
+                    self._record_failure(record, order, explain_silence(REQUEST_EXPIRES_S))
         ordered_ranks = self.list_ordered_ranks(record)
         for abort in record.recovery.aborts:
             process = attempt.processes.get(abort.rank)

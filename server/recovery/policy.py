@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hangwatch.model.incidents import Incident, RecoveryScope
 from hangwatch.model.kinds import KINDS, Abort, Role, Severity, VerdictKind, select_kinds
 from hangwatch.protocol.commands import allows_abort
-from hangwatch.report.text import name_ranks
+from hangwatch.report.recovery import explain_limit, explain_refusal
 from hangwatch.tracking.process import Process
 
 from ..incidents.records import AlertSummary
@@ -140,19 +140,9 @@ def _find_veto(facts: Facts, rules: Rules) -> str:
         if process.is_alive and not allows_abort(process.identity.on_hang)
     }
     if refusals:
-        given = next(iter(refusals.values()))
-        state = f"HANGWATCH_ON_HANG={given}" if given else "no HANGWATCH_ON_HANG"
-        return (
-            f"{state} in the environment of {name_ranks(refusals)} does not allow it: start the job"
-            " with HANGWATCH_ON_HANG=abort"
-        )
+        return explain_refusal(refusals, next(iter(refusals.values())))
     if facts.history >= rules.limit:
-        times = "once" if facts.history == 1 else f"{facts.history} times"
-        return (
-            f"ranks of job {facts.incident.job} were ended {times} since its last success, as"
-            " often as --abort-limit allows: increase the limit, or give each run its own name with"
-            " HANGWATCH_JOB"
-        )
+        return explain_limit(facts.incident.job, facts.history)
     return ""
 
 
