@@ -115,7 +115,7 @@ class RecordingRegistry(RequestRegistry[RecordingRecord]):
             if not recorded.is_active or process is None:
                 continue
             self.command_queue.queue_command(
-                process, CommandKind.RECORD, now, ends=recorded.command_id
+                process, CommandKind.RECORD, now, stops=recorded.command_id
             )
             recorded.deadline = min(recorded.deadline, now + START_TIMEOUT_S)
 
