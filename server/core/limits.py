@@ -29,7 +29,7 @@ class Limit:
     """``name`` is the label of ``hangwatch_limit_refusals``; ``covers`` completes "at most N UNIT"."""
 
     name: str
-    most: int
+    maximum: int
     unit: str
     covers: str
     status: int = 413
@@ -38,9 +38,9 @@ class Limit:
     def text(self) -> str:
         """The limit for people: "at most 16 MiB of a request's body"."""
         for shift, unit in ((20, "MiB"), (10, "KiB")):
-            if self.unit == "bytes" and self.most >= 1 << shift:
-                return f"at most {self.most >> shift} {unit} {self.covers}"
-        return f"at most {self.most} {self.unit} {self.covers}"
+            if self.unit == "bytes" and self.maximum >= 1 << shift:
+                return f"at most {self.maximum >> shift} {unit} {self.covers}"
+        return f"at most {self.maximum} {self.unit} {self.covers}"
 
     def make_problem(self, subject: str = "", remedy: str = "") -> Problem:
         """The answer to a request that exceeds it."""
@@ -50,7 +50,7 @@ class Limit:
             detail + (f"; {remedy}" if remedy else ""),
             headers={"Retry-After": "60"} if self.status == 429 else None,
             limit=self.name,
-            most=self.most,
+            maximum=self.maximum,
         )
 
 
@@ -132,7 +132,7 @@ class BodySizeLimit:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
-            if size > BODY.most:
+            if size > BODY.maximum:
                 raise BODY.make_problem()
             return message
 

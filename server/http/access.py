@@ -275,7 +275,7 @@ def build_router(live: AppState) -> APIRouter:
         body = b""
         async for chunk in request.stream():
             body += chunk
-            if len(body) > limits.LOGIN_FORM.most:
+            if len(body) > limits.LOGIN_FORM.maximum:
                 raise limits.LOGIN_FORM.make_problem()
         address = request.client.host if request.client else ""
         form = dict(parse_qsl(body.decode("utf-8", "replace")))

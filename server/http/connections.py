@@ -76,11 +76,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         # Most of what has been received may be the body, if it came in the same piece.
-        if self._head_bytes > limits.HEAD.most:
+        if self._head_bytes > limits.HEAD.maximum:
             head_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-            if head_bytes > limits.HEAD.most:
+            if head_bytes > limits.HEAD.maximum:
                 self._stop_parsing(limits.HEAD)
-        if len(self.pipeline) >= limits.PIPELINED.most:
+        if len(self.pipeline) >= limits.PIPELINED.maximum:
             self._stop_parsing(limits.PIPELINED)
         super().on_headers_complete()
 
@@ -101,7 +101,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return
         self._head_bytes += len(data)
         super().data_received(data)
-        if self._head_bytes > limits.HEAD.most and not self.transport.is_closing():
+        if self._head_bytes > limits.HEAD.maximum and not self.transport.is_closing():
             self._refuse(limits.HEAD)
         cycle = self.cycle
         if cycle is None or cycle.response_complete:

@@ -136,7 +136,7 @@ async def _handle_poll(
     jobs = watch.shared.fleet.list_jobs(agent)
     if not all(may_report_job(grant.job, job) for job in jobs):
         raise Problem(403, "the token is another job's than that of the node agent")
-    if watch.shared.commands.waiting_count >= limits.WAITING_AGENTS.most:
+    if watch.shared.commands.waiting_count >= limits.WAITING_AGENTS.maximum:
         raise limits.WAITING_AGENTS.make_problem()
     await _wait_while_connected(watch.shared.commands.wait_for_commands(agent, POLL_S), receive)
     commands = [
@@ -171,7 +171,7 @@ async def _read_body(headers: Mapping[str, str], receive: Receive, grant: AgentG
     """
     _check_content_coding(headers)  # a refusal comes before a large body is read
     content_length = headers.get("content-length", "")
-    if content_length.isdecimal() and int(content_length) > limits.BODY.most:
+    if content_length.isdecimal() and int(content_length) > limits.BODY.maximum:
         raise limits.BODY.make_problem(remedy=_SIZE_REMEDY)
     parts: list[bytes] = []
     size, has_more = 0, True
@@ -183,7 +183,7 @@ async def _read_body(headers: Mapping[str, str], receive: Receive, grant: AgentG
         parts.append(part)
         size += len(part)
         has_more = message.get("more_body", False)
-        if size > limits.BODY.most:
+        if size > limits.BODY.maximum:
             raise limits.BODY.make_problem(remedy=_SIZE_REMEDY)
     return _decode_body(headers, b"".join(parts), grant)
 
@@ -371,7 +371,7 @@ def decompress_body(body: bytes) -> bytes:
         body = b""
         parts.append(part)
         size += len(part)
-        if size > limits.UNPACKED_BODY.most:
+        if size > limits.UNPACKED_BODY.maximum:
             raise limits.UNPACKED_BODY.make_problem(remedy=_SIZE_REMEDY)
         volume.add_part(part)
     return b"".join(parts)

@@ -81,8 +81,8 @@ class AgentWorker(asyncio.Protocol):
         self.request_starts = tuple(line.encode() for line in lines)
         self._options = WorkerOptions(
             request_lines=lines,
-            max_head=limits.HEAD.most,
-            max_body=limits.BODY.most,
+            max_head=limits.HEAD.maximum,
+            max_body=limits.BODY.maximum,
             max_buffered=MAX_BUFFERED_BYTES,
             head_timeout_s=HEAD_S,
             body_timeout_s=BODY_S,

@@ -49,7 +49,7 @@ from ..core.limits import read_resident_bytes
 from ..core.problems import Problem
 
 # A body that is no longer holds no text or list beyond the limits: an item takes two bytes.
-_UNSUSPICIOUS_BYTES = min(limits.STRING.most, 2 * limits.LIST.most)
+_UNSUSPICIOUS_BYTES = min(limits.STRING.maximum, 2 * limits.LIST.maximum)
 # A token is a text, or what begins, ends or continues a list or an object.
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
 _QUOTE, _COMMA, _OPENING = b'"'[0], b","[0], b"[{"
@@ -109,15 +109,15 @@ def _check_sizes(body: bytes) -> None:
         first = body[token.start()]
         if first == _QUOTE:
             # Each character takes a byte or more.
-            if token.end() - token.start() > limits.STRING.most:
+            if token.end() - token.start() > limits.STRING.maximum:
                 length = len(msgspec.json.decode(token[0], type=str))
-                if length > limits.STRING.most:
+                if length > limits.STRING.maximum:
                     raise limits.STRING.make_problem(f"a text of {length} characters")
         elif first == _COMMA:
             if counts and counts[-1] >= 0:
                 counts[-1] += 1
-                if counts[-1] >= limits.LIST.most:
-                    raise limits.LIST.make_problem(f"a list of over {limits.LIST.most} items")
+                if counts[-1] >= limits.LIST.maximum:
+                    raise limits.LIST.make_problem(f"a list of over {limits.LIST.maximum} items")
         elif first in _OPENING:
             counts.append(0 if first == _OPENING[0] else -1)
         else:
@@ -135,9 +135,9 @@ class BodyVolume:
         """Raises Problem for more than a heartbeat may have."""
         self.objects += part.count(b"{")
         self.values += part.count(b"{") + part.count(b"[") + part.count(b",")
-        if self.objects > limits.OBJECTS.most:
+        if self.objects > limits.OBJECTS.maximum:
             raise limits.OBJECTS.make_problem(f"{self.objects} objects")
-        if self.values > limits.VALUES.most:
+        if self.values > limits.VALUES.maximum:
             raise limits.VALUES.make_problem(f"{self.values} values")
 
 
@@ -236,18 +236,20 @@ def _check_identities(beat: heartbeat.Heartbeat) -> None:
         *(process.key for process in beat.processes),
         *(process.identity.job for process in beat.processes if process.identity),
     ):
-        if not 0 < len(name) <= limits.NAME.most or not name.isprintable():
+        if not 0 < len(name) <= limits.NAME.maximum or not name.isprintable():
             raise limits.NAME.make_problem(f"the name {name[:40]!r}")
     for process in beat.processes:
         identity = process.identity
         if identity is None:
             continue
-        if not 0 <= identity.restart <= limits.RESTART.most:
+        if not 0 <= identity.restart <= limits.RESTART.maximum:
             raise limits.RESTART.make_problem(f"{identity.restart} restarts of {process.key}")
         rank, world_size = identity.rank, identity.world_size
-        if not (0 <= rank < limits.RANK.most and 0 <= world_size <= limits.RANK.most):
+        if not (0 <= rank < limits.RANK.maximum and 0 <= world_size <= limits.RANK.maximum):
             raise limits.RANK.make_problem(f"rank {rank} of {world_size} of process {process.key}")
-    if (members := count_members(_iter_identities(beat.processes))) > limits.HEARTBEAT_MEMBERS.most:
+    if (
+        members := count_members(_iter_identities(beat.processes))
+    ) > limits.HEARTBEAT_MEMBERS.maximum:
         raise limits.HEARTBEAT_MEMBERS.make_problem(f"{members} members of process groups")
 
 
@@ -263,7 +265,7 @@ def count_members(identities: Iterable[heartbeat.StreamIdentity]) -> int:
             raise Problem(
                 422, f"the ranks {ranks[:40]!r} of a group: {error}; nothing was applied"
             ) from None
-        if count > limits.RANK.most:
+        if count > limits.RANK.maximum:
             raise limits.RANK.make_problem(f"{count} ranks of a group")
         members += count
     return members
@@ -293,7 +295,7 @@ def check_memory(
     beat: heartbeat.Heartbeat, fleet: Fleet, is_known_agent: bool, agent_count: int
 ) -> None:
     """Raises Problem if a heartbeat would exceed a limit on what is kept in memory."""
-    if not is_known_agent and agent_count >= limits.AGENTS.most:
+    if not is_known_agent and agent_count >= limits.AGENTS.maximum:
         raise limits.AGENTS.make_problem(remedy=_REMEDY)
     new_identities = [
         process.identity
@@ -304,35 +306,35 @@ def check_memory(
         _check_processes(beat.agent, new_identities, fleet)
     for update in beat.processes:
         # Few processes come near the limit: only these are counted exactly.
-        if len(update.streams) <= limits.STREAMS.most // 2:
+        if len(update.streams) <= limits.STREAMS.maximum // 2:
             continue
         uids = {stream.uid for stream in update.streams}
         known = fleet.processes.get((beat.host, update.key))
         if known is not None:
             uids |= known.process.streams.keys()
-        if len(uids) > limits.STREAMS.most:
+        if len(uids) > limits.STREAMS.maximum:
             raise limits.STREAMS.make_problem(f"process {update.key}")
     describes_groups = next(_iter_identities(beat.processes), None) is not None
     adds_members = (describes_groups or bool(new_identities)) and _check_members(beat, fleet)
-    if (new_identities or adds_members) and read_resident_bytes() > limits.MEMORY.most:
+    if (new_identities or adds_members) and read_resident_bytes() > limits.MEMORY.maximum:
         raise limits.MEMORY.make_problem(remedy=_REMEDY)
 
 
 def _check_processes(
     agent: str, new_identities: list[heartbeat.ProcessIdentity], fleet: Fleet
 ) -> None:
-    if len(fleet.processes) + len(new_identities) > limits.PROCESSES.most:
+    if len(fleet.processes) + len(new_identities) > limits.PROCESSES.maximum:
         raise limits.PROCESSES.make_problem(remedy=_REMEDY)
     new_jobs = {identity.job for identity in new_identities}
     jobs = fleet.list_jobs(agent) | new_jobs
-    if len(jobs) > limits.JOBS_PER_AGENT.most:
+    if len(jobs) > limits.JOBS_PER_AGENT.maximum:
         raise limits.JOBS_PER_AGENT.make_problem(f"{len(jobs)} jobs")
     attempt_counts = Counter(key.job for key in fleet.attempts)
     for job in new_jobs:
-        if attempt_counts[job] >= limits.ATTEMPTS_PER_JOB.most:
+        if attempt_counts[job] >= limits.ATTEMPTS_PER_JOB.maximum:
             raise limits.ATTEMPTS_PER_JOB.make_problem(f"job {job}", "give it another name")
     new_jobs -= {key.job for key in fleet.attempts}
-    if len(fleet.attempts) + len(new_jobs) > limits.ATTEMPTS.most and new_jobs:
+    if len(fleet.attempts) + len(new_jobs) > limits.ATTEMPTS.maximum and new_jobs:
         raise limits.ATTEMPTS.make_problem(remedy=_REMEDY)
 
 
@@ -382,10 +384,10 @@ def _check_members(beat: heartbeat.Heartbeat, fleet: Fleet) -> bool:
     for growth in _list_growth(beat, fleet):
         members = growth.count_members()
         known = 0 if growth.attempt is None else growth.attempt.count_members()
-        if members and known + members > limits.ATTEMPT_MEMBERS.most:
+        if members and known + members > limits.ATTEMPT_MEMBERS.maximum:
             raise limits.ATTEMPT_MEMBERS.make_problem()
         added += max(members, growth.opened_world_size)
-    if added and fleet.count_members() + added > limits.MEMBERS.most:
+    if added and fleet.count_members() + added > limits.MEMBERS.maximum:
         raise limits.MEMBERS.make_problem(remedy=_REMEDY)
     return added > 0
 

@@ -177,7 +177,7 @@ def test_agent_may_not_report_any_number_of_jobs(server: Server, client: httpx.C
     (process,) = beat["processes"]
     beat["processes"] = [
         {**process, "key": f"{n}-1", "identity": {**process["identity"], "job": f"job {n}"}}
-        for n in range(limits.JOBS_PER_AGENT.most + 1)
+        for n in range(limits.JOBS_PER_AGENT.maximum + 1)
     ]
     answer = client.post("/api/v1/heartbeats", content=json.dumps(beat))
     assert limits.JOBS_PER_AGENT.text in check_problem(answer, 429)
@@ -198,7 +198,7 @@ def test_members_of_new_jobs_are_limited(server: Server, client: httpx.Client) -
             statuses.append(client.post("/api/v1/heartbeats", json=beat).status_code)
     assert statuses[0] == 200
     assert statuses[-1] == limits.MEMBERS.status
-    assert statuses.count(200) * 2 * (1 << 18) <= limits.MEMBERS.most
+    assert statuses.count(200) * 2 * (1 << 18) <= limits.MEMBERS.maximum
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hangwatch.server.http import heartbeats
 
 def test_gzip_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert heartbeats.decompress_body(gzip.compress(b"{}")) == b"{}"
-    monkeypatch.setattr(limits, "UNPACKED_BODY", replace(limits.UNPACKED_BODY, most=1000))
+    monkeypatch.setattr(limits, "UNPACKED_BODY", replace(limits.UNPACKED_BODY, maximum=1000))
     for body, status in (
         (gzip.compress(b"0" * 2000), 413),
         (b"no gzip", 422),

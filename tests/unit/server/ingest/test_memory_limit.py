@@ -36,7 +36,9 @@ def test_known_processes_are_reported_and_new_ones_refused(
     known = make_heartbeat(make_process(1))
     check_memory(known, fleet, False, 0)
     fleet.apply_heartbeat(known, 1.0)
-    monkeypatch.setattr(limits, "MEMORY", replace(limits.MEMORY, most=read_resident_bytes() // 2))
+    monkeypatch.setattr(
+        limits, "MEMORY", replace(limits.MEMORY, maximum=read_resident_bytes() // 2)
+    )
     check_memory(make_heartbeat(make_process(1), number=2), fleet, True, 1)
     with pytest.raises(Problem, match="of a server's memory") as refusal:
         check_memory(make_heartbeat(make_process(2), number=3), fleet, True, 1)
@@ -44,9 +46,9 @@ def test_known_processes_are_reported_and_new_ones_refused(
 
 
 def test_members_of_all_jobs_of_a_heartbeat_count_together() -> None:
-    world_size = limits.RANK.most
-    jobs = limits.MEMBERS.most // world_size
-    assert jobs < limits.JOBS_PER_AGENT.most
+    world_size = limits.RANK.maximum
+    jobs = limits.MEMBERS.maximum // world_size
+    assert jobs < limits.JOBS_PER_AGENT.maximum
 
     def check_jobs(count: int) -> None:
         processes = (make_process(n, job=f"job {n}", world_size=world_size) for n in range(count))
@@ -60,7 +62,7 @@ def test_members_of_all_jobs_of_a_heartbeat_count_together() -> None:
 def test_members_of_restarted_jobs_count() -> None:
     """A world counts for each attempt in memory."""
     fleet = Fleet()
-    world_size = limits.RANK.most
+    world_size = limits.RANK.maximum
 
     def start_attempt(restart: int) -> None:
         process = make_process(restart, world_size=world_size, restart=restart)
@@ -68,9 +70,9 @@ def test_members_of_restarted_jobs_count() -> None:
         check_memory(beat, fleet, True, 1)
         fleet.apply_heartbeat(beat, float(restart))
 
-    attempts = limits.MEMBERS.most // world_size
+    attempts = limits.MEMBERS.maximum // world_size
     for restart in range(attempts):
         start_attempt(restart)
-    assert fleet.count_members() == limits.MEMBERS.most
+    assert fleet.count_members() == limits.MEMBERS.maximum
     with pytest.raises(Problem, match=limits.MEMBERS.text):
         start_attempt(attempts)
