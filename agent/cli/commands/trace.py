@@ -196,7 +196,12 @@ def format_call(document: Mapping[str, Any], paint: Paint = PLAIN_PAINT) -> Iter
     """A line such as ``12:00:01.123  rank 0  all_reduce [64] float32 sum  default_pg 812
     train.py:41 in step  ≤ 1.2 ms``, and a second one if the call has values.
     """
-    group, site = document.get("group"), document.get("site")
+    group, site, within_s = document.get("group"), document.get("site"), document.get("within_s")
+    latency = paint.as_warning("unfinished") if document.get("pending") else ""
+    if document.get("raised"):
+        latency = paint.as_error("raised")
+    elif within_s is not None:
+        latency = f"≤ {format_duration(within_s)}"
     name = group_name(group.get("name"), group.get("desc")) if group else "?"
     columns = (
         _format_time(document.get("at")),
@@ -206,7 +211,7 @@ def format_call(document: Mapping[str, Any], paint: Paint = PLAIN_PAINT) -> Iter
         paint.dim(
             f"{format_line(site)} in {clean_text(site.get('function', '?'))}" if site else ""
         ),
-        _format_latency(document, paint),
+        latency,
     )
     yield "  ".join(column for column in columns if column)
     values = document.get("values")
@@ -250,15 +255,6 @@ def _format_time(stamp: object) -> str:
     except ValueError:
         return "?"
     return f"{time:%H:%M:%S.%f}"[:-3]
-
-
-def _format_latency(document: Mapping[str, Any], paint: Paint) -> str:
-    if document.get("raised"):
-        return paint.as_error("raised")
-    seconds = document.get("within_s")
-    if seconds is not None:
-        return f"≤ {format_duration(seconds)}"
-    return paint.as_warning("unfinished") if document.get("pending") else ""
 
 
 def format_duration(seconds: float) -> str:

@@ -278,11 +278,13 @@ class SiblingFinder:
                 rank = (launch.job, launch.restart, launch.rank)
                 if rank in seen_ranks:
                     continue
-                start_ticks = _read_sibling_start(child, self._proc)
-                if start_ticks is None:
-                    continue
-                seen_ranks.add(rank)
-                ranks.append(SiblingRank(pid=child, start_ticks=start_ticks, launch=launch))
+                with contextlib.suppress(OSError, ValueError):  # the process has just ended
+                    stat = processes.read_stat(child, self._proc)
+                    command = " ".join(processes.read_cmdline(child, self._proc))
+                    if stat.state not in "ZX" and _AGENT_COMMAND_MARK not in command:
+                        start_ticks = stat.start_ticks
+                        ranks.append(SiblingRank(pid=child, start_ticks=start_ticks, launch=launch))
+                        seen_ranks.add(rank)
         return ranks
 
     def _find_launchers(self, recorded: Mapping[int, ProcessIdentity]) -> list[_Launcher]:
@@ -338,13 +340,3 @@ def _read_launch(
         launch = replace(launch, job=known.job, restart=known.restart)
     of_job = (launch.job, launch.restart, launch.world_size)
     return launch if of_job == (known.job, known.restart, known.world_size) else None
-
-
-def _read_sibling_start(pid: int, proc: str) -> int | None:
-    """The start ticks of a process; None if it has ended, or is a node agent."""
-    with contextlib.suppress(OSError, ValueError):  # the process has just ended
-        stat = processes.read_stat(pid, proc)
-        command = " ".join(processes.read_cmdline(pid, proc))
-        if stat.state not in "ZX" and _AGENT_COMMAND_MARK not in command:
-            return stat.start_ticks
-    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,13 +80,16 @@ def read_text(path: Path) -> str | None:
         return None
 
 
-def read_number(path: Path) -> int | None:
-    """The number in a small file; None if it cannot be read or has none."""
-    text = read_text(path)
-    try:
-        return None if text is None else int(text)
-    except ValueError:
-        return None
+def read_counters(
+    source: str, about: str, folder: Path, names: Iterable[str], weight: Weight = Weight.HINT
+) -> Iterator[Observation]:
+    """The counters that have a file of their own in a folder, as far as they can be read."""
+    for name in names:
+        try:
+            value = int(read_text(folder / name) or "")
+        except ValueError:  # the file cannot be read, or has no number
+            continue
+        yield observe(source, about, name, value, weight, is_counter=True)
 
 
 def list_names(folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hangwatch.model.hardware import Observation, Weight
 
-from .host import Host, SourceUnavailableError, list_names, observe, read_number, read_text
+from .host import Host, SourceUnavailableError, list_names, observe, read_counters, read_text
 
 SOURCE = "infiniband"
 
@@ -71,12 +71,6 @@ def _read_port(about: str, port: Path) -> Iterator[Observation]:
     rate = read_text(port / "rate")
     if rate:
         yield observe(SOURCE, about, "rate", rate, Weight.FACT)
-    for folder, names, weight in (
-        ("counters", _FAULT_COUNTERS, Weight.FAULT),
-        ("counters", _HINT_COUNTERS, Weight.HINT),
-        ("hw_counters", _HINT_HW_COUNTERS, Weight.HINT),
-    ):
-        for name in names:
-            value = read_number(port / folder / name)
-            if value is not None:
-                yield observe(SOURCE, about, name, value, weight, is_counter=True)
+    yield from read_counters(SOURCE, about, port / "counters", _FAULT_COUNTERS, Weight.FAULT)
+    yield from read_counters(SOURCE, about, port / "counters", _HINT_COUNTERS)
+    yield from read_counters(SOURCE, about, port / "hw_counters", _HINT_HW_COUNTERS)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hangwatch.model.hardware import Observation, Weight
 
-from .host import Host, SourceUnavailableError, list_names, observe, read_number, read_text
+from .host import Host, SourceUnavailableError, list_names, observe, read_counters, read_text
 
 SOURCE = "network"
 
@@ -104,13 +104,8 @@ def _read_interface(name: str, folder: Path) -> Iterator[Observation]:
     state = read_text(folder / "operstate")
     if state and state != "unknown":  # loopback and tunnels
         yield observe(SOURCE, name, "state", state, Weight.FAULT)
-    changes = read_number(folder / "carrier_down_count")
-    if changes is not None:
-        yield observe(SOURCE, name, "carrier_down_count", changes, Weight.FAULT, is_counter=True)
-    for counter in _ERRORS:
-        value = read_number(folder / "statistics" / counter)
-        if value is not None:
-            yield observe(SOURCE, name, counter, value, is_counter=True)
+    yield from read_counters(SOURCE, name, folder, ("carrier_down_count",), Weight.FAULT)
+    yield from read_counters(SOURCE, name, folder / "statistics", _ERRORS)
 
 
 def _parse_counters(text: str) -> dict[str, Mapping[str, int]]:

@@ -302,7 +302,18 @@ class AbortTracker:
             is_alive = process is not None and exit_info is None
             if is_alive and now_ns - since_ns < _EXIT_TIMEOUT_NS:
                 continue
-            error = None if exit_info is not None else _describe_survivor(process)
+            error = None
+            if exit_info is None:
+                state = process.activity.state if process is not None else "?"
+                error = (
+                    f"still there {_EXIT_TIMEOUT_NS // 1_000_000_000} s after"
+                    f" {ABORT_SIGNAL.name}, in state {state}"
+                )
+                if state == "D":
+                    error += (
+                        ": it ends when its system call returns, from a file system or device that"
+                        " is stuck"
+                    )
             self._replies.append(
                 heartbeat.AbortReply(
                     key=key, request=request, signal=ABORT_SIGNAL, ended=exit_info, error=error
@@ -343,14 +354,3 @@ def _kill_process(process: WatchedProcess | None) -> str | None:
     except OSError as refusal:
         return f"{ABORT_SIGNAL.name} could not be sent: {refusal.strerror}"
     return None
-
-
-def _describe_survivor(process: WatchedProcess | None) -> str:
-    state = process.activity.state if process is not None else "?"
-    text = (
-        f"still there {_EXIT_TIMEOUT_NS // 1_000_000_000} s after {ABORT_SIGNAL.name}, in state"
-        f" {state}"
-    )
-    if state == "D":
-        text += ": it ends when its system call returns, from a file system or device that is stuck"
-    return text
