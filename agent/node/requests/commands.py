@@ -66,81 +66,82 @@ class CommandExecutor:
         if command.kind in (CommandKind.TRACE, CommandKind.RECORD):
             self._live_requests.execute_command(command, process, now_ns)
             return False
-        if command.kind is CommandKind.CALLS:
-            self._read_calls(command, process, now_ns)
-            return True
         if command.kind is CommandKind.ABORT:
             self._log.info(f"the server orders to end process {command.key}")
             self._abort_tracker.abort_process(command, process, now_ns)
             return True
-        if command.kind is CommandKind.HARDWARE:
-            return self._order_hardware(command, watched, now_ns)
-        return not self._order_stacks(command, process, now_ns)
-
-    def _read_calls(self, command: Command, process: WatchedProcess | None, now_ns: int) -> None:
-        calls: list[Call] = []
-        if process is not None:
-            calls = process.read_window(
-                now_ns,
-                command.uid,
-                command.from_seq,
-                command.to_seq or MAX_SEQ,
-                command.step,
-            )
-            process.history.add_reply(command.uid, calls)
-        first, last = command.from_seq, command.to_seq
-        if len(calls) > command.max_calls:
-            calls = calls[-command.max_calls :]
-            first = calls[0].seq
-        if not last and calls:
-            last = calls[-1].seq
-        reply = CallsReply(
-            key=command.key,
-            request=command.id,
-            uid=command.uid,
-            calls=tuple(calls),
-            from_seq=first,
-            to_seq=last,
-            step=command.step,
-        )
+        reply: CallsReply | HardwareReply | StackReply | None
+        if command.kind is CommandKind.CALLS:
+            reply = _read_calls(command, process, now_ns)
+        elif command.kind is CommandKind.HARDWARE:
+            reply = self._order_hardware(command, list_live_pids(watched.values()), now_ns)
+        else:
+            reply = self._order_stacks(command, process)
+        if reply is None:  # it comes with the result of the order
+            return False
         self._outbox.add_reply(reply, now_ns)
+        return True
 
     def _order_hardware(
-        self, command: Command, watched: Mapping[str, WatchedProcess], now_ns: int
-    ) -> bool:
-        """Returns True if too many readings are queued, which the outbox then reports."""
+        self, command: Command, pids: tuple[int, ...], now_ns: int
+    ) -> HardwareReply | None:
+        """Returns a reply if the order was refused."""
         order = HardwareOrder(
-            pids=list_live_pids(watched.values()),
+            pids=pids,
             key=command.key,
             request_id=command.id,
             onset_ns=now_ns - int(command.since_s * 1e9),
         )
-        if self._hardware.submit_order(order):  # the reply comes with the reading
-            return False
+        if self._hardware.submit_order(order):
+            return None
         refused = UnavailableSource(source="all", reason="too many readings are queued")
-        reply = HardwareReply(key=command.key, request=command.id, unavailable=(refused,))
-        self._outbox.add_reply(reply, now_ns)
-        return True
+        return HardwareReply(key=command.key, request=command.id, unavailable=(refused,))
 
-    def _order_stacks(self, command: Command, process: WatchedProcess | None, now_ns: int) -> bool:
-        """Returns False if no stacks will come; then the outbox has the reason."""
+    def _order_stacks(self, command: Command, process: WatchedProcess | None) -> StackReply | None:
+        """Returns a reply if no stacks will come."""
         if process is None:
             problem = UNKNOWN_PROCESS
         elif process.exit:
             problem = "the process has ended"
         elif self._sampler.submit_order(make_sample_order(process, command.id, command.native)):
-            return True
+            return None
         else:
             problem = "too many stack dumps are queued on this node: try again later"
-        failed = StackReply(
+        return StackReply(
             key=command.key,
             request=command.id,
             source="py-spy",
             native=command.native,
             error=problem,
         )
-        self._outbox.add_reply(failed, now_ns)
-        return False
+
+
+def _read_calls(command: Command, process: WatchedProcess | None, now_ns: int) -> CallsReply:
+    calls: list[Call] = []
+    if process is not None:
+        calls = process.read_window(
+            now_ns,
+            command.uid,
+            command.from_seq,
+            command.to_seq or MAX_SEQ,
+            command.step,
+        )
+        process.history.add_reply(command.uid, calls)
+    first, last = command.from_seq, command.to_seq
+    if len(calls) > command.max_calls:
+        calls = calls[-command.max_calls :]
+        first = calls[0].seq
+    if not last and calls:
+        last = calls[-1].seq
+    return CallsReply(
+        key=command.key,
+        request=command.id,
+        uid=command.uid,
+        calls=tuple(calls),
+        from_seq=first,
+        to_seq=last,
+        step=command.step,
+    )
 
 
 def make_sample_order(
