@@ -116,7 +116,7 @@ class RecordingReply:
     begun: bool = False
     seconds: float = 0.0  # duration of the sampling
     profile: str = ""  # see `hangwatch.stacks.profile.pack_profile`
-    note: str = ""  # what the request asked and the recording lacks
+    note: str = ""  # what was requested and the recording lacks
     error: str | None = None  # includes the remedy
 
 

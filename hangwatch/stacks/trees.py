@@ -149,7 +149,9 @@ class FunctionTime:
     samples: int  # the samples in the function and in what it calls
     own: int  # the samples in its own lines
     lines: tuple[LineTime, ...] = field(default_factory=tuple)  # the most frequent ones
-    ends: Frame | None = None  # the most frequent innermost frame, if the function is a library's
+    innermost: Frame | None = (
+        None  # the most frequent innermost frame, if the function is a library's
+    )
     children: tuple[FunctionTime, ...] = field(default_factory=tuple)
 
 
@@ -210,7 +212,7 @@ def _build_nodes(parent: _NodeBuilder, min_samples: float) -> tuple[FunctionTime
             samples=child.samples,
             own=child.own_samples,
             lines=tuple(LineTime(*counted) for counted in child.lines.most_common(_MAX_LINES)),
-            ends=max(child.leaf_frames, key=child.leaf_frames.__getitem__, default=None),
+            innermost=max(child.leaf_frames, key=child.leaf_frames.__getitem__, default=None),
             children=_build_nodes(child, min_samples),
         )
         for child in children

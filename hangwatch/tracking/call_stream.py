@@ -328,8 +328,8 @@ class GroupState:
     def register_side(self, stream: CallStream, now: float) -> bool:
         """Whether to request the calls of ``stream``, which is then registered for its side.
 
-        True if the group diverged recently and no other member with the same hash at the divergence
-        was asked.
+        True if the group diverged recently and the calls of no other member with the same hash at
+        the divergence were requested.
         """
         if (
             not self.diverged

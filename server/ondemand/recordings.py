@@ -188,7 +188,7 @@ def _describe_profile(rank: int, reply: RecordingReply) -> RecordedRank:
         note=note,
         seconds=reply.seconds,
         threads=[_describe_thread(thread) for thread in profile.shown_threads],
-        resting=len(profile.threads) - len(profile.shown_threads),
+        idle_threads=len(profile.threads) - len(profile.shown_threads),
     )
 
 
@@ -264,7 +264,7 @@ class RecordedRank(ApiModel):
     note: str = ""  # the way in which the recording falls short of the request
     seconds: float = 0.0  # the time for which it was sampled
     threads: list[ThreadTime] = Field(default_factory=list)
-    resting: int = 0  # other threads, which stayed at one line of a library
+    idle_threads: int = 0  # other threads, which stayed at one line of a library
 
 
 class Recording(ApiModel):

@@ -276,7 +276,7 @@ RANK_COLUMNS = (
         css_class="call",
     ),
     RankColumn(
-        "heard",  # the key stays, since saved addresses contain it
+        "last_seen",
         "Last seen",
         lambda row: row.last_seen_s,
         _format_last_seen,

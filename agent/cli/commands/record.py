@@ -216,8 +216,8 @@ def _format_rank(rank: Document, rate_hz: int, gil_only: bool, paint: Paint) -> 
         yield from _format_tree(thread.get("tree") or [], sample_count, paint)
     if not threads:
         yield f"{paint.bold(name)}: no sample{' held the GIL' if gil_only else ' was taken'}"
-    if rank.get("resting"):
-        count = int(rank["resting"])
+    if rank.get("idle_threads"):
+        count = int(rank["idle_threads"])
         plural = "s" if count > 1 else ""
         yield paint.dim(f"and {count} thread{plural} that only waited, in one line of a library")
 
@@ -262,7 +262,7 @@ def _format_node(node: Document, depth: int, sample_count: int, paint: Paint) ->
     marker = "  " if is_library else "> "
     name = f"{indent}{marker}{clean_text(node.get('function', '?'))}"
     if is_library:
-        innermost = node.get("ends") or {}
+        innermost = node.get("innermost") or {}
         if innermost and innermost.get("function") != node.get("function"):
             name += f" … {clean_text(innermost['function'])}"
         location = format_site(innermost or node, with_function=False)

@@ -48,7 +48,9 @@ CONFIRM_INTERVAL_S = 2.0
 _BUFFER_ENTRIES = 2000  # the default where torch has it on
 _STEP_INDEX = 4  # where a status key has the step
 
-FetchCalls = Callable[[int, int, int], "list[Call]"]  # (uid, from_seq, most): calls, oldest first
+FetchCalls = Callable[
+    [int, int, int], "list[Call]"
+]  # (uid, from_seq, max_calls): calls, oldest first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,7 +91,7 @@ def test_libraries_fold_and_user_frames_stay(profile: Profile) -> None:
     )
     backward, forward = train.children
     assert (backward.function, backward.library, backward.samples) == ("Tensor.backward", True, 60)
-    assert backward.ends is not None and backward.ends.function == "_engine_run_backward"
+    assert backward.innermost is not None and backward.innermost.function == "_engine_run_backward"
     assert (forward.function, forward.library, forward.own) == (
         "forward",
         False,
@@ -166,7 +166,7 @@ def test_profile_text(profile: Profile) -> None:
         tree=list(build_call_tree(main.stacks)),
     )
     ranks = [
-        {"rank": 1, "seconds": 1.0, "threads": [thread.model_dump()], "resting": 2},
+        {"rank": 1, "seconds": 1.0, "threads": [thread.model_dump()], "idle_threads": 2},
         {"rank": 2, "error": "py-spy may not attach"},
     ]
     lines = list(format_recording({"rate": 100, "ranks": ranks}))
