@@ -15,7 +15,7 @@ from itertools import islice
 
 from hangwatch.model.calls import Call, Site, StreamKind
 from hangwatch.model.groups import Group, GroupKey
-from hangwatch.model.limits import MIN_REFRESH_S, READING_DELAY_S, Limits
+from hangwatch.model.limits import MIN_REFRESH_S, Limits
 from hangwatch.model.ranks import ThreadStack
 from hangwatch.model.verdicts import CallClass, Verdict, Wait
 from hangwatch.stacks.frames import find_user_site
@@ -24,8 +24,8 @@ from hangwatch.tracking.call_stream import CallStream, CallWindow
 from hangwatch.tracking.process import FreezeReason, Process, StackSample
 
 from .call_classes import list_equal_callers
-from .graph.devices import DeviceGraph, build_device_graph
-from .graph.graph import WaitEdge, WaitGraph
+from .graph.edges import WaitEdge
+from .graph.graph import WaitGraph
 from .graph.progress import has_two_samples
 
 # The signals by which a user or a launcher stops a process: an end that is no failure by itself.
@@ -100,7 +100,6 @@ class DiagnosisContext:
     deadlocked_ranks: set[int] = field(default_factory=set)
     verdicts: list[Verdict] = field(default_factory=list)
     requests: list[EvidenceRequest] = field(default_factory=list)
-    _devices: DeviceGraph | None = None
 
     def accuse(
         self, verdict: Verdict, explains: Iterable[int] | None = (), *, samples: bool = False
@@ -115,25 +114,9 @@ class DiagnosisContext:
         if samples:
             request_stacks(self, verdict.culprits, verdict.waiting, verdict.began_at)
 
-    def get_devices(self) -> DeviceGraph | None:
-        """How far the devices are; None where no backend reports it. Built at the first use."""
-        if self._devices is None and self.attempt.device_groups:
-            self._devices = build_device_graph(self.attempt)
-        return self._devices
-
-    def get_still_devices(self) -> DeviceGraph | None:
-        """The graph of the devices, or None while each one is known to have made progress lately: then
-        none can be the subject of a verdict. To find that out takes a tenth of the time.
-        """
-        if not self.attempt.device_groups:
-            return None
-        limit_s = self.limits.suspicion_delay_s - 2 * READING_DELAY_S
-        stills_s = [process.device_still_s for process in self.attempt.processes.values()]
-        return self.get_devices() if max(stills_s, default=0.0) >= limit_s else None
-
     def find_waiting_devices(self, culprits: Iterable[int]) -> set[int]:
         """The unexplained ranks whose devices wait for the culprits: so do their hosts, sooner or later."""
-        devices = self.get_devices()
+        devices = self.graph.get_devices()
         return (
             set() if devices is None else devices.find_waiters_of(culprits) - self.explained_ranks
         )

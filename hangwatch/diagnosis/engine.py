@@ -15,7 +15,7 @@ from hangwatch.tracking.attempt import Attempt
 from .advice import add_stack_advice
 from .context import DiagnosisContext, EvidenceRequest
 from .differences import add_divergence
-from .graph.waits import build_wait_graph
+from .graph.builder import build_wait_graph
 from .hardware import add_hardware_advice, request_hardware
 from .rules.deadlock import diagnose_deadlocks
 from .rules.devices import (
@@ -78,7 +78,7 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
         now=now,
         limits=limits,
         streams_by_group=attempt.streams_by_group,
-        graph=build_wait_graph(attempt, now, limits.lost_after_s, limits.suspicion_delay_s),
+        graph=build_wait_graph(attempt, now, limits),
     )
     for apply_rule in RULES:
         apply_rule(context)

@@ -22,13 +22,11 @@ from .context import (
     get_state_known_until,
     request_stacks,
 )
-from .graph.devices import DeviceGroup
-from .graph.graph import get_op_name
+from .graph.edges import BlockedCall, get_op_name
 from .messages import describe_position, describe_rank, describe_ranks, join_notes
 
 _MAX_AWAITED_SHOWN = 3
 _MAX_NOTES = 4
-_get_began_at, _get_rank = attrgetter("began_at"), attrgetter("rank")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +45,14 @@ class UnexplainedWait:
     ranks_to_dump: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Wait:
     rank: int
     began_at: float
     stream: CallStream | None = None
-    awaited: tuple[int, ...] = ()
+    awaited: Collection[int] = ()
     is_recorded: bool = True
-    may_await: tuple[int, ...] = ()  # counts do not show which of these it waits for
+    may_await: Collection[int] = ()  # counts do not show which of these it waits for
 
 
 def find_unexplained_wait(context: DiagnosisContext) -> UnexplainedWait | None:
@@ -64,58 +62,39 @@ def find_unexplained_wait(context: DiagnosisContext) -> UnexplainedWait | None:
         if verdict.is_confirmed:
             explained.update(verdict.culprits, verdict.waiting)
     latest = context.now - context.limits.stall_after_s
-    waits, ranks = _find_blocked(context, explained, latest)
-    for wait in _iter_other_waits(context, explained):
-        if wait.began_at <= latest:
-            waits.append(wait)
-            ranks.add(wait.rank)
-    for wait in _iter_device_waits(context, explained, latest):
-        waits.append(wait)
-        ranks.add(wait.rank)
+    waits: list[BlockedCall | _Wait] = []
+    for group in context.graph.iter_waiter_groups():  # as many as 100,000 waits
+        waits += [
+            b for b in group if b.began_at <= latest and b.rank >= 0 and b.rank not in explained
+        ]
+    waits += [wait for wait in _iter_other_waits(context, explained) if wait.began_at <= latest]
     if not waits:
         return None
-    longest = min(waits, key=lambda wait: (wait.began_at, wait.rank))
-    ranks_to_dump = tuple(r for r in longest.awaited or longest.may_await if r >= 0)
+    longest = min(waits, key=attrgetter("began_at", "rank"))
+    if isinstance(longest, BlockedCall):
+        longest = _Wait(longest.rank, longest.began_at, longest.stream, longest.awaited)
+    awaited = sorted(longest.awaited)
+    ranks_to_dump = tuple(r for r in awaited or longest.may_await if r >= 0)
     return UnexplainedWait(
         began_at=longest.began_at,
-        rank_count=len(ranks),
-        description=_describe_wait(context, longest),
+        rank_count=len({wait.rank for wait in waits}),
+        description=_describe_wait(context, longest, tuple(awaited)),
         reason=_find_reason(context, longest),
         ranks_to_dump=ranks_to_dump[:_MAX_AWAITED_SHOWN] or (longest.rank,),
     )
 
 
-def _find_blocked(
-    context: DiagnosisContext, explained: Set[int], latest: float
-) -> tuple[list[_Wait], set[int]]:
-    """The waits in the graph that began by ``latest``, of all ranks but the ``explained`` ones: the longest
-    of each waiter group, and all of these ranks, which may be 100,000.
-    """
-    waits: list[_Wait] = []
-    ranks: set[int] = set()
-    for group in context.graph.iter_waiter_groups():
-        late = [
-            b for b in group if b.began_at <= latest and b.rank >= 0 and b.rank not in explained
-        ]
-        if not late:
-            continue
-        ranks.update([blocked.rank for blocked in late])
-        first = min(late, key=_get_began_at).began_at
-        longest = min([b for b in late if b.began_at == first], key=_get_rank)
-        awaited = tuple(sorted(group[0].awaited))
-        waits.append(_Wait(longest.rank, first, longest.stream, awaited))
-    return waits, ranks
-
-
 def _iter_other_waits(context: DiagnosisContext, explained: Set[int]) -> Iterator[_Wait]:
-    """The other waits of all ranks but the ``explained`` ones."""
+    """The waits of all ranks but the ``explained`` ones that the graph does not have as blocked calls,
+    and those of devices. There may be 100,000.
+    """
     graph = context.graph
     for rank in graph.stuck_streams.keys() - explained:
         stream = graph.stuck_streams[rank]
         yield _Wait(rank, stream.entered_at, stream)
     for rank in graph.thread_waits.keys() - explained:
         for blocked in graph.thread_waits[rank]:
-            yield _Wait(rank, blocked.began_at, blocked.stream, tuple(sorted(blocked.awaited)))
+            yield _Wait(rank, blocked.began_at, blocked.stream, blocked.awaited)
     for rank in graph.uncounted_waits.keys() - explained:
         for blocked in graph.uncounted_waits[rank]:
             yield _Wait(rank, blocked.began_at, blocked.stream, may_await=tuple(blocked.awaited))
@@ -126,27 +105,19 @@ def _iter_other_waits(context: DiagnosisContext, explained: Set[int]) -> Iterato
     for rank in graph.released_ranks - explained:
         process = context.attempt.processes[rank]
         yield _Wait(rank, process.last_advanced_at, process.newest_stream)
+    devices = graph.get_still_devices()
+    if devices is not None:
+        for wait in devices.waits:
+            for rank in wait.waiters - explained:
+                began_at = devices.get_unchanged_since((rank,))
+                yield _Wait(rank, began_at, wait.group.streams[rank], wait.awaited)
+        for device_group in devices.stalled_groups:
+            for rank in device_group.members.keys() - explained:
+                began_at = devices.get_unchanged_since((rank,))
+                yield _Wait(rank, began_at, device_group.streams[rank])
 
 
-def _iter_device_waits(
-    context: DiagnosisContext, explained: Set[int], latest: float
-) -> Iterator[_Wait]:
-    """The waits of devices that began by ``latest``; there may be 100,000."""
-    devices = context.get_still_devices()
-    if devices is None:
-        return
-    waits: list[tuple[DeviceGroup, Set[int], tuple[int, ...]]] = [
-        (wait.group, wait.waiters, tuple(sorted(wait.awaited))) for wait in devices.waits
-    ]
-    waits += [(group, group.members.keys(), ()) for group in devices.stalled_groups]
-    for group, waiters, awaited in waits:
-        for rank in waiters - explained:
-            began_at = devices.get_unchanged_since((rank,))
-            if began_at <= latest:
-                yield _Wait(rank, began_at, group.streams[rank], awaited)
-
-
-def _describe_wait(context: DiagnosisContext, wait: _Wait) -> str:
+def _describe_wait(context: DiagnosisContext, wait: _Wait, awaited: tuple[int, ...]) -> str:
     subject = describe_rank(wait.rank)
     if wait.stream is not None:
         stream = wait.stream
@@ -155,7 +126,6 @@ def _describe_wait(context: DiagnosisContext, wait: _Wait) -> str:
     if not wait.is_recorded:
         place = _describe_place(context, wait.rank).removeprefix(f"rank {wait.rank} is ")
         return f"{subject} in a call that is not recorded {place}".rstrip()
-    awaited = wait.awaited
     if not awaited:
         return subject
     description = f"{subject} for {describe_ranks(awaited)}"

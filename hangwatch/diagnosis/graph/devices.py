@@ -23,7 +23,8 @@ from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
 
 from ..call_classes import list_equal_callers
-from .graph import WaitEdge, WaiterIndex, can_communicate
+from .edges import WaitEdge, WaiterIndex
+from .waits import can_communicate
 
 _MAX_DISTINCT_COUNTS = 2
 

@@ -22,7 +22,7 @@ from ..context import (
     find_newest_sample,
     select_waits,
 )
-from ..graph.graph import WaitEdge
+from ..graph.edges import WaitEdge
 from ..graph.progress import has_stack_changed, has_two_samples, is_busy
 from ..messages import (
     PHASE_HINT,
@@ -290,13 +290,6 @@ def describe_death(process: Process) -> str:
     if end is None or end.exit_status is None:
         return f"rank {process.rank} vanished"
     return f"rank {process.rank} exited with status {end.exit_status}"
-
-
-def describe_timeout(process: Process, is_by_watchdog: bool) -> str:
-    """How a rank ended after it had waited for too long."""
-    if is_by_watchdog:
-        return f"rank {process.rank} was ended by its watchdog (SIGABRT)"
-    return f"the call timed out on rank {process.rank}"
 
 
 def format_dead_rank_advice(

@@ -13,7 +13,7 @@ from hangwatch.model.limits import MIN_WAIT_S, REPORT_JITTER_S
 from hangwatch.tracking.process import Process
 
 from ..context import DiagnosisContext, get_state_known_until
-from ..graph.graph import BlockedCall, WaitEdge
+from ..graph.edges import BlockedCall, WaitEdge
 from ..graph.progress import find_working_threads, is_progressing, is_waiting_for_rank
 from ..graph.waits import is_not_initialized
 

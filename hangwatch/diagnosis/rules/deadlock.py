@@ -22,7 +22,8 @@ from ..context import (
     request_stacks,
     select_waits,
 )
-from ..graph.graph import BlockedCall, WaitEdge, WaitGraph, get_op_name
+from ..graph.edges import BlockedCall, WaitEdge, get_op_name
+from ..graph.graph import WaitGraph
 from ..graph.progress import get_calling_thread_since, has_working_thread
 from ..messages import describe_deadlock, describe_position, format_deadlock_advice
 from .chain_ends import get_unable_kind

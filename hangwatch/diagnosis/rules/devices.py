@@ -23,11 +23,10 @@ from hangwatch.tracking.process import Process
 
 from ..context import (
     DiagnosisContext,
-    get_newest_call,
     request_stacks,
 )
 from ..graph.devices import DeviceGraph, DeviceGroup, get_still_until
-from ..graph.graph import get_op_name
+from ..graph.edges import get_op_name
 from ..graph.progress import get_calling_thread_since, is_process_waiting
 from ..messages import (
     describe_deadlock,
@@ -40,16 +39,13 @@ from ..messages import (
 from .absence import make_absence_verdict
 from .agreement import check_agreement
 from .chain_ends import is_in_phase, is_working
+from .progress import make_no_progress_verdict
 
 _MAX_WAITS_SHOWN = 64
 
 _TIMING_HINT = (
     "TORCH_NCCL_ENABLE_TIMING=1 (from torch 2.15 on, with TORCH_DIST_USE_NCCL2=0) would show which"
     " devices have begun the call."
-)
-WATCHDOG_ADVICE = (
-    "The watchdog's message in the rank's log says which call did not complete, how long it took, and"
-    " which error the network reported."
 )
 _STILL_DEVICES_ADVICE = (
     "Each send has its receive, and each collective all its members, so check the network, the devices"
@@ -66,7 +62,7 @@ def diagnose_devices(context: DiagnosisContext) -> None:
     """At most one verdict each for devices that wait for each other, for devices that lag, and for hosts
     that have not made the call that others' devices are in.
     """
-    devices = context.get_still_devices()
+    devices = context.graph.get_still_devices()
     if devices is not None:
         _diagnose_cycle(context, devices)
         _diagnose_stuck_devices(context, devices)
@@ -187,7 +183,7 @@ def diagnose_stalled_devices(context: DiagnosisContext) -> None:
     """One verdict for all calls that every member's device is in, as far as is known, and that
     none completes. A verdict on a member, or its declared phase, explains the call.
     """
-    devices = context.get_still_devices()
+    devices = context.graph.get_still_devices()
     if devices is None:
         return
     stalled = [
@@ -403,23 +399,13 @@ def _make_still_verdict(
         f"{describe_ranks(ranks)} {verb} for {own}, and no device finishes what is queued: rank"
         f" {first}'s last call is {get_op_name(stream)} ({position})"
     )
-    devices = context.get_devices()
+    devices = context.graph.get_devices()
     # The ranks whose devices hold up all others, as far as counters show it.
     ends = () if devices is None else tuple(sorted(devices.culprits))
     if 0 < len(ends) < len(ranks):
         summary += f"; the others wait for {describe_ranks(ends)}"
-    return Verdict(
-        kind=VerdictKind.NO_PROGRESS,
-        severity=KINDS[VerdictKind.NO_PROGRESS].severity,
-        culprits=(),
-        waiting=ranks,
-        group=stream.group,
-        seq=stream.entered,
-        calls=get_newest_call(stream, first),
-        began_at=began_at,
-        is_confirmed=due,
-        summary=summary,
-        advice=_STILL_DEVICES_ADVICE,
+    return make_no_progress_verdict(
+        stream, first, ranks, began_at, due=due, summary=summary, advice=_STILL_DEVICES_ADVICE
     )
 
 

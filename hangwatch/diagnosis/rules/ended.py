@@ -24,7 +24,7 @@ from ..context import (
     select_waits,
     was_ended_by_watchdog,
 )
-from ..graph.graph import get_op_name
+from ..graph.edges import get_op_name
 from .absence import (
     describe_death,
     describe_exited_ranks,
@@ -70,7 +70,9 @@ def diagnose_exits(context: DiagnosisContext) -> None:
             _accuse_departed(context, VerdictKind.EXITED_RANK, departed, failed, last)
             return
         not_reporting = find_not_reporting_since(context, first, last)
-        if any(_is_lost(context, rank) for rank in not_reporting):
+        silences = [context.graph.silent_ranks.get(rank) for rank in not_reporting]
+        lost_by = context.now - context.limits.stall_after_s
+        if any(silence is not None and silence.last_alive_at <= lost_by for silence in silences):
             lost_ranks = find_silent_node_mates(context, not_reporting)
             _accuse_departed(context, VerdictKind.LOST_NODE, lost_ranks, failed, last)
             return
@@ -82,12 +84,6 @@ def diagnose_exits(context: DiagnosisContext) -> None:
         diagnose_watchdog_end(context, first, failed_ranks, due=due)
     elif not diagnose_timeout(context, first, failed_ranks, failed_at, due=due):
         _accuse_dead_rank(context, last, waiters, failed, due=due)
-
-
-def _is_lost(context: DiagnosisContext, rank: int) -> bool:
-    silence = context.graph.silent_ranks.get(rank)
-    silence_s = context.now - silence.last_alive_at if silence is not None else 0.0
-    return silence_s >= context.limits.stall_after_s
 
 
 def _has_settled(context: DiagnosisContext, first: Process) -> bool:

@@ -20,7 +20,6 @@ from ..context import (
     has_peer_error,
     has_timed_out,
 )
-from ..graph.waits import WaitResolver
 
 MAX_SEARCHED_RANKS = 1000  # ranks whose waits are followed back from a failure
 _INTERRUPT = "KeyboardInterrupt"
@@ -122,7 +121,7 @@ def find_departed_before(context: DiagnosisContext, first: Process, last: CallSt
     departed: list[int] = []
     seen = {first.rank}
     to_search = [first]
-    resolver = WaitResolver(context.attempt, context.now, context.graph.silent_ranks)
+    resolver = context.graph.resolver
     for process in to_search:  # grows in the loop
         if len(seen) > MAX_SEARCHED_RANKS:
             break
@@ -168,8 +167,11 @@ def find_not_reporting_since(
     """The members of the group of the ``last`` call, on other nodes, that are not known to have run
     until the first failure.
     """
-    if _has_own_exception(first) or _was_killed(first):
+    if _has_own_exception(first):
         return []
+    end = first.exit.signal if first.exit is not None else None
+    if end is not None and end not in (signal.SIGABRT, *TERMINATION_SIGNALS):
+        return []  # a signal ended it that neither a launcher sends nor an abort raises
     failed_at = get_failure_time(first)
     not_reporting = []
     for rank in last.group.ranks:
@@ -183,10 +185,3 @@ def find_not_reporting_since(
         if last_alive_at <= failed_at + DETECTION_DELAY_S:
             not_reporting.append(rank)
     return not_reporting
-
-
-def _was_killed(process: Process) -> bool:
-    """Whether a signal ended the process that neither a launcher sends nor an abort raises."""
-    if process.exit is None or process.exit.signal is None:
-        return False
-    return process.exit.signal not in (signal.SIGABRT, *TERMINATION_SIGNALS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hangwatch.model.calls import UNKNOWN_OP, Call, Signature, Site, StreamKind
@@ -306,18 +306,37 @@ def diagnose_pair_mismatches(context: DiagnosisContext) -> None:
         _compare_splits(context, attempt.streams_by_group[key])
 
 
-def _accuse_callers(context: DiagnosisContext, verdict: Verdict, callers: Collection[int]) -> None:
-    """Opens the verdict on calls that do not fit, with the ranks that wait because of them. ``callers`` are
-    all ranks that made the call.
-    """
-    outliers = set(verdict.culprits)
+def _accuse_callers(
+    context: DiagnosisContext,
+    callers: Mapping[int, CallStream],
+    outliers: tuple[int, ...],
+    seq: int,
+    differing_fields: tuple[str, ...],
+    calls: tuple[CallClass, ...],
+    summary: str,
+) -> None:
+    """Opens the verdict on calls that do not fit. ``callers`` are all ranks that made them."""
     if context.explained_ranks.issuperset(outliers):
         return
-    concerned = context.graph.find_waiters_of(outliers).union(callers)
-    waiting = (concerned & context.graph.get_waiting_ranks()) - outliers
+    concerned = context.graph.find_waiters_of(outliers) | callers.keys()
+    waiting = (concerned & context.graph.get_waiting_ranks()).difference(outliers)
     processes = context.attempt.processes
     ended = {r for r in callers if r in processes and not processes[r].is_alive}
-    verdict = replace(verdict, waiting=tuple(sorted(waiting)), waits=select_waits(context, waiting))
+    verdict = Verdict(
+        kind=VerdictKind.MISMATCH,
+        severity=KINDS[VerdictKind.MISMATCH].severity,
+        culprits=outliers,
+        waiting=tuple(sorted(waiting)),
+        group=next(iter(callers.values())).group,
+        seq=seq,
+        differing_fields=differing_fields,
+        calls=calls,
+        waits=select_waits(context, waiting),
+        began_at=max(stream.entered_at for stream in callers.values()),
+        summary=summary,
+        advice=_PAIR_MISMATCH_ADVICE,
+        site=_find_site_of(calls, outliers),
+    )
     context.accuse(verdict, ended, samples=bool(waiting))
 
 
@@ -340,11 +359,6 @@ class CallMismatch:
     differing_fields: tuple[str, ...] = ()
     last_equal: int = 0
     calls_to_fetch: tuple[tuple[int, CallWindow], ...] = ()
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the calls up to the one before ``seq`` are known to be equal."""
-        return self.seq == self.last_equal + 1
 
 
 def find_call_mismatches(
@@ -551,41 +565,20 @@ def _compare_channel(
         sent, expected, peer = sending.calls[seq], receiving.calls.get(seq), sending.peer
         if expected is None or peer is None:
             continue
-        differing_fields = _compare_channel_fields(sent.signature, expected.signature)
-        if not differing_fields:
+        ours, theirs = sent.signature, expected.signature
+        agreement = {"dtype": ours.dtype == theirs.dtype, "shape": ours.numel == theirs.numel}
+        differing_fields = tuple(name for name, agrees in agreement.items() if not agrees)
+        if not differing_fields or UNKNOWN_OP in (ours.op, theirs.op):
             continue
-        outliers = tuple(sorted((rank, peer)))
+        callers = {rank: sending, peer: receiving}
+        outliers = tuple(sorted(callers))
         calls = (
             CallClass(ranks=(rank,), call=replace(sent, peer=peer)),
             CallClass(ranks=(peer,), call=replace(expected, peer=rank)),
         )
-        verdict = Verdict(
-            kind=VerdictKind.MISMATCH,
-            severity=KINDS[VerdictKind.MISMATCH].severity,
-            culprits=outliers,
-            waiting=(),
-            group=sending.group,
-            seq=seq,
-            differing_fields=differing_fields,
-            calls=calls,
-            began_at=max(sending.entered_at, receiving.entered_at),
-            summary=describe_mismatch(outliers, calls, differing_fields, sending.group, seq),
-            advice=_PAIR_MISMATCH_ADVICE,
-            site=_find_site_of(calls, outliers),
-        )
-        _accuse_callers(context, verdict, outliers)
+        summary = describe_mismatch(outliers, calls, differing_fields, sending.group, seq)
+        _accuse_callers(context, callers, outliers, seq, differing_fields, calls, summary)
         return
-
-
-def _compare_channel_fields(sent: Signature, expected: Signature) -> tuple[str, ...]:
-    if UNKNOWN_OP in (sent.op, expected.op):
-        return ()
-    differing_fields: list[str] = []
-    if sent.dtype != expected.dtype:
-        differing_fields.append("dtype")
-    if sent.numel != expected.numel:
-        differing_fields.append("shape")
-    return tuple(differing_fields)
 
 
 def _compare_splits(context: DiagnosisContext, members: dict[int, CallStream]) -> None:
@@ -594,8 +587,9 @@ def _compare_splits(context: DiagnosisContext, members: dict[int, CallStream]) -
     for seq, calls in sorted(_collect_uneven_calls(group, members).items()):
         conflicts = list(_find_split_conflicts(group, calls))
         if conflicts:
-            verdict = _make_split_verdict(group, seq, members, calls, conflicts)
-            _accuse_callers(context, verdict, sorted(calls))
+            outliers, classes, summary = _summarize_conflicts(group, seq, calls, conflicts)
+            callers = {rank: members[rank] for rank in sorted(calls)}
+            _accuse_callers(context, callers, outliers, seq, ("splits",), classes, summary)
             return
 
 
@@ -624,15 +618,11 @@ def _find_split_conflicts(group: Group, calls: dict[int, Call]) -> Iterator[Spli
                 yield SplitExchange(sender=sender, receiver=receiver, sent=sent, expected=expected)
 
 
-def _make_split_verdict(
-    group: Group,
-    seq: int,
-    members: dict[int, CallStream],
-    calls: dict[int, Call],
-    conflicts: list[SplitExchange],
-) -> Verdict:
-    """The verdict on the ranks with the most conflicts. It describes the first of these conflicts in which
-    both sizes are known.
+def _summarize_conflicts(
+    group: Group, seq: int, calls: dict[int, Call], conflicts: list[SplitExchange]
+) -> tuple[tuple[int, ...], tuple[CallClass, ...], str]:
+    """The ranks with the most conflicts, the calls to show, and the summary. It describes the first of
+    these conflicts in which both sizes are known.
     """
     counts: Counter[int] = Counter()
     for conflict in conflicts:
@@ -659,20 +649,7 @@ def _make_split_verdict(
         summary = f"{exchange.describe(outliers)} ({op}, {describe_position(group, seq)})"
         if not {exchange.sender, exchange.receiver}.issuperset(outliers):
             summary += f"; the sizes of {describe_ranks(outliers)} have the most conflicts"
-    return Verdict(
-        kind=VerdictKind.MISMATCH,
-        severity=KINDS[VerdictKind.MISMATCH].severity,
-        culprits=outliers,
-        waiting=(),
-        group=group,
-        seq=seq,
-        differing_fields=("splits",),
-        calls=classes,
-        began_at=max(members[rank].entered_at for rank in calls),
-        summary=summary,
-        advice=_PAIR_MISMATCH_ADVICE,
-        site=_find_site_of(classes, outliers),
-    )
+    return outliers, classes, summary
 
 
 def _group_by_splits(

@@ -25,8 +25,9 @@ from ..context import (
     iter_alive,
     request_stacks,
 )
-from ..graph.graph import WaitEdge, shows_all_members
+from ..graph.edges import WaitEdge
 from ..graph.progress import find_working_threads, needs_another_sample
+from ..graph.waits import shows_all_members
 from ..messages import describe_not_entered, describe_ranks, format_waiter_count
 from .absence import make_absence_verdict
 from .chain_ends import (
@@ -176,7 +177,7 @@ class _ChainEnds:
             get_accountable_since(context, rank, self.waits_by_end[rank].began_at) for rank in ranks
         )
         first = self._find_longest_awaited(ranks)
-        devices = context.get_devices()
+        devices = context.graph.get_devices()
         # Hosts run ahead of their devices: what these wait for comes first.
         device_edge = None if devices is None else devices.find_longest_wait((first,))
         edge = device_edge or self.waits_by_end[first].make_first_edge(first)

@@ -26,7 +26,7 @@ from ..context import (
     get_state_known_until,
     request_stacks,
 )
-from ..graph.graph import BlockedCall, get_op_name
+from ..graph.edges import BlockedCall, get_op_name
 from ..messages import (
     describe_position,
     describe_ranks,
@@ -72,13 +72,13 @@ def diagnose_no_progress(context: DiagnosisContext) -> None:
     communication: list[_StuckCall] = []
     for stuck in certain:
         if stuck.stream.kind is StreamKind.SETUP:
-            verdict = _make_verdict(context, [stuck])
+            verdict = _make_stuck_verdict(context, [stuck])
             context.accuse(_compare_master_addresses(context, verdict))
         else:
             communication.append(stuck)
     if communication:
         communication.sort(key=lambda stuck: (-len(stuck.waiting), stuck.waiting))
-        context.accuse(_make_verdict(context, communication))
+        context.accuse(_make_stuck_verdict(context, communication))
 
 
 def _get_stuck_age_s(context: DiagnosisContext, stuck: _StuckCall) -> float:
@@ -154,25 +154,44 @@ def _find_stuck_channels(context: DiagnosisContext) -> Iterator[_StuckCall]:
         )
 
 
-def _make_verdict(context: DiagnosisContext, stuck_calls: list[_StuckCall]) -> Verdict:
+def _make_stuck_verdict(context: DiagnosisContext, stuck_calls: list[_StuckCall]) -> Verdict:
     """The verdict on all of the calls: it describes the first one and counts the others."""
     first = stuck_calls[0]
-    group, seq = first.stream.group, first.stream.entered
-    waiting = sorted({rank for stuck in stuck_calls for rank in stuck.waiting})
     age_s = max(_get_stuck_age_s(context, stuck) for stuck in stuck_calls)
-    more_calls = format_more_calls(len(stuck_calls) - 1)
+    return make_no_progress_verdict(
+        first.stream,
+        first.inside[0],
+        {rank for stuck in stuck_calls for rank in stuck.waiting},
+        min(stuck.began_at for stuck in stuck_calls),
+        due=age_s >= context.limits.stall_after_s,
+        summary=f"{first.summary}{format_more_calls(len(stuck_calls) - 1)}",
+        advice=first.advice,
+    )
+
+
+def make_no_progress_verdict(
+    stream: CallStream,
+    rank: int,
+    waiting: Iterable[int],
+    began_at: float,
+    *,
+    due: bool,
+    summary: str,
+    advice: str,
+) -> Verdict:
+    """The verdict, without a culprit, that the newest call of ``rank`` in ``stream`` does not complete."""
     return Verdict(
         kind=VerdictKind.NO_PROGRESS,
         severity=KINDS[VerdictKind.NO_PROGRESS].severity,
         culprits=(),
-        waiting=tuple(waiting),
-        group=group,
-        seq=seq,
-        calls=get_newest_call(first.stream, first.inside[0]),
-        began_at=min(stuck.began_at for stuck in stuck_calls),
-        is_confirmed=age_s >= context.limits.stall_after_s,
-        summary=f"{first.summary}{more_calls}",
-        advice=first.advice,
+        waiting=tuple(sorted(waiting)),
+        group=stream.group,
+        seq=stream.entered,
+        calls=get_newest_call(stream, rank),
+        began_at=began_at,
+        is_confirmed=due,
+        summary=summary,
+        advice=advice,
     )
 
 

@@ -4,9 +4,9 @@ threads that make calls on one group at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
-from hangwatch.model.calls import Call, StreamKind
+from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.limits import QUIET_AFTER_S
 from hangwatch.model.verdicts import CallClass, Verdict
@@ -14,7 +14,7 @@ from hangwatch.stacks.frames import waits_for_communication
 from hangwatch.tracking.call_stream import CallStream
 
 from ..context import DiagnosisContext, EvidenceRequest
-from ..graph.graph import BlockedCall, group_by_awaited
+from ..graph.edges import BlockedCall, group_by_awaited
 from ..messages import describe_position, describe_ranks, format_line
 from .absence import make_absence_verdict
 
@@ -28,33 +28,25 @@ def diagnose_thread_waits(context: DiagnosisContext) -> None:
     so the awaited ranks are slow and not missing, until the limit for slow ranks.
     """
     for blocked_calls in group_by_awaited(context.graph.thread_waits.values()):
-        _diagnose_group(context, blocked_calls)
-
-
-def _diagnose_group(context: DiagnosisContext, blocked_calls: list[BlockedCall]) -> None:
-    first = min(blocked_calls, key=lambda blocked: blocked.began_at)
-    waiting = {blocked.rank for blocked in blocked_calls}
-    culprits = tuple(sorted(rank for rank in first.awaited if _is_free(context, rank)))
-    age_s = context.now - first.began_at
-    if not culprits or age_s < context.limits.suspicion_delay_s:
-        return
-    if context.explained_ranks.intersection({*waiting, *culprits}):
-        return
-    _request_samples(context, waiting, first.began_at)
-    _request_samples(context, culprits, first.began_at)
-    is_seen = any(_is_thread_waiting(context, blocked) for blocked in blocked_calls)
-    is_late = age_s >= context.limits.slow_limit_s
-    context.accuse(
-        make_absence_verdict(
-            context,
-            VerdictKind.MISSING_RANK if is_late else VerdictKind.SLOW_RANK,
-            culprits,
-            waiting,
-            first.make_edge(culprits[0]),
-            first.began_at,
-            due=is_seen and age_s >= context.limits.stall_after_s,
+        first = min(blocked_calls, key=lambda blocked: blocked.began_at)
+        waiting = {blocked.rank for blocked in blocked_calls}
+        culprits = tuple(sorted(rank for rank in first.awaited if _is_free(context, rank)))
+        age_s = context.now - first.began_at
+        if not culprits or age_s < context.limits.suspicion_delay_s:
+            continue
+        if context.explained_ranks.intersection({*waiting, *culprits}):
+            continue
+        _request_samples(context, waiting, first.began_at)
+        _request_samples(context, culprits, first.began_at)
+        is_late = age_s >= context.limits.slow_limit_s
+        kind = VerdictKind.MISSING_RANK if is_late else VerdictKind.SLOW_RANK
+        edge = first.make_edge(culprits[0])
+        is_due = age_s >= context.limits.stall_after_s and any(
+            _is_thread_waiting(context, blocked) for blocked in blocked_calls
         )
-    )
+        context.accuse(
+            make_absence_verdict(context, kind, culprits, waiting, edge, first.began_at, due=is_due)
+        )
 
 
 def _is_free(context: DiagnosisContext, rank: int) -> bool:
@@ -126,6 +118,8 @@ def _make_concurrent_use_verdict(
     stream = shared[first_rank]
     calls = stream.concurrent_calls
     newest_call = calls[-1]
+    lines = dict.fromkeys(format_line(c.site) for c in calls if c.site is not None)
+    places = f", at {' and '.join(lines)}" if lines else ""
     return Verdict(
         kind=VerdictKind.CONCURRENT_USE,
         severity=KINDS[VerdictKind.CONCURRENT_USE].severity,
@@ -137,7 +131,7 @@ def _make_concurrent_use_verdict(
         began_at=stream.concurrent_at,
         summary=(
             f"two threads of {describe_ranks(tuple(sorted(culprits)))} make calls on one"
-            f" group at the same time{_format_lines(calls)}"
+            f" group at the same time{places}"
             f" ({describe_position(stream.group, newest_call.seq)})"
         ),
         advice=(
@@ -147,9 +141,3 @@ def _make_concurrent_use_verdict(
         ),
         site=newest_call.site,
     )
-
-
-def _format_lines(calls: Iterable[Call]) -> str:
-    """The lines of the calls, as ``, at train.py:7 and train.py:9``."""
-    lines = dict.fromkeys(format_line(c.site) for c in calls if c.site is not None)
-    return f", at {' and '.join(lines)}" if lines else ""

@@ -19,7 +19,6 @@ from ..context import (
     TERMINATION_SIGNALS,
     DiagnosisContext,
     find_last_site,
-    get_newest_call,
     get_state_known_until,
     has_peer_error,
     has_timed_out,
@@ -27,16 +26,21 @@ from ..context import (
     was_ended_by_watchdog,
 )
 from ..graph.devices import build_device_graph
-from ..graph.graph import BlockedCall, WaitEdge, get_op_name
+from ..graph.edges import BlockedCall, WaitEdge, get_op_name
 from ..graph.progress import is_process_waiting
-from ..graph.waits import WaitResolver, is_not_initialized, receives_from_any
+from ..graph.waits import is_not_initialized, receives_from_any
 from ..messages import describe_position, format_lower_layers_advice
-from .absence import describe_timeout, make_absence_verdict
+from .absence import make_absence_verdict
 from .agreement import check_agreement
 from .chain_ends import KIND_PRECEDENCE
-from .devices import WATCHDOG_ADVICE, make_stalled_verdict, make_stuck_verdict
+from .devices import make_stalled_verdict, make_stuck_verdict
 from .failures import MAX_SEARCHED_RANKS, get_failure_time
+from .progress import make_no_progress_verdict
 
+_WATCHDOG_ADVICE = (
+    "The watchdog's message in the rank's log says which call did not complete, how long it took, and"
+    " which error the network reported."
+)
 _NO_STACK_ADVICE = (
     "Check what it does after that call; with a longer timeout there is time to sample its stack."
 )
@@ -52,8 +56,7 @@ def diagnose_timeout(
     is_timeout = has_timed_out(first) or was_ended_by_watchdog(first)
     if last is None or not is_timeout or timed_out_at - last.entered_at < MIN_WAIT_S:
         return False
-    resolver = WaitResolver(context.attempt, context.now, context.graph.silent_ranks)
-    search = _TimeoutSearch(context, timed_out_at, resolver)
+    search = _TimeoutSearch(context, timed_out_at)
     search.follow_waits(first, last)
     if search.is_uncertain:
         return False
@@ -69,7 +72,18 @@ def diagnose_timeout(
         complete_at = max(stream.entered_at for stream in members.values())
         if timed_out_at - complete_at < (timed_out_at - last.entered_at) / 2:
             return False  # the last member entered too late to blame the lower layers
-        verdict = _make_no_progress_verdict(context, first, last, complete_at, due=due)
+        agreement = check_agreement(context, members, last.group.ranks, last.entered)
+        ending = f"it timed out on rank {first.rank}"
+        position = describe_position(last.group, last.entered)
+        verdict = make_no_progress_verdict(
+            last,
+            first.rank,
+            last.group.ranks,
+            complete_at,
+            due=due,
+            summary=agreement.describe(ending, get_op_name(last), first.rank, position),
+            advice=format_lower_layers_advice(are_equal=agreement.is_known),
+        )
     waiting = failed | search.waiting_ranks | context.graph.get_waiting_ranks()
     context.accuse(verdict, waiting | search.chain_ends.keys())
     return True
@@ -81,7 +95,6 @@ class _TimeoutSearch:
 
     context: DiagnosisContext
     timed_out_at: float
-    resolver: WaitResolver
     # Ranks that had not entered a call and did not wait themselves, each with a wait for it.
     chain_ends: dict[int, WaitEdge] = field(default_factory=dict)
     waiting_ranks: set[int] = field(default_factory=set)
@@ -107,21 +120,19 @@ class _TimeoutSearch:
                         self.waiting_ranks.add(rank)
                         to_search.append((self.context.attempt.processes[rank], waited_streams))
                     else:
-                        blocked = BlockedCall(
-                            process.rank, stream, stream.entered_at, {rank: seq}, False
-                        )
+                        blocked = BlockedCall(process.rank, stream, stream.entered_at, {rank: seq})
                         self.chain_ends[rank] = blocked.make_edge(rank)
 
     def _find_absent(self, rank: int, stream: CallStream) -> dict[int, int]:
         """The ranks that a call waited for, each with the number of the call that it had not
         entered.
         """
-        if self.resolver.find_uncounted_ranks(rank, stream):
+        if self.context.graph.resolver.find_uncounted_ranks(rank, stream):
             self.is_uncertain = True
             return {}
         newest = stream.calls.get(stream.entered)
         is_blocking = newest is not None and newest.blocking is True
-        awaited = self.resolver.find_awaited_ranks(rank, stream, is_blocking)
+        awaited = self.context.graph.resolver.find_awaited_ranks(rank, stream, is_blocking)
         members = stream.group_state.members if stream.group_state is not None else {}
         # Members that had entered the call may have ended since, because of the same absent ranks.
         entered_in_time: set[int] = set()
@@ -208,8 +219,15 @@ def _make_absence_verdict(
     return replace(
         verdict,
         severity=KINDS[kind].severity,  # the wait for it has already ended a rank
-        summary=f"{verdict.summary}; {describe_timeout(first, was_ended_by_watchdog(first))}",
+        summary=f"{verdict.summary}; {_describe_end(first)}",
     )
+
+
+def _describe_end(process: Process) -> str:
+    """How a rank ended after it had waited for too long."""
+    if was_ended_by_watchdog(process):
+        return f"rank {process.rank} was ended by its watchdog (SIGABRT)"
+    return f"the call timed out on rank {process.rank}"
 
 
 def _add_last_site(context: DiagnosisContext, verdict: Verdict, timed_out_at: float) -> Verdict:
@@ -227,44 +245,6 @@ def _add_last_site(context: DiagnosisContext, verdict: Verdict, timed_out_at: fl
         site=site,
         summary=f"{verdict.summary}: {possessive} last call was at {site}",
         advice=_NO_STACK_ADVICE,
-    )
-
-
-def _make_no_progress_verdict(
-    context: DiagnosisContext, first: Process, last: CallStream, began_at: float, *, due: bool
-) -> Verdict:
-    ranks = last.group.ranks
-    position = describe_position(last.group, last.entered)
-    members = context.streams_by_group.get(last.group.key, {})
-    agreement = check_agreement(context, members, ranks, last.entered)
-    verdict = make_unfinished_verdict(first, last, ranks, due=due)
-    return replace(
-        verdict,
-        began_at=began_at,
-        summary=agreement.describe(
-            f"it timed out on rank {first.rank}", get_op_name(last), first.rank, position
-        ),
-        advice=format_lower_layers_advice(are_equal=agreement.is_known),
-    )
-
-
-def make_unfinished_verdict(
-    first: Process, last: CallStream, waiting: Iterable[int], *, due: bool
-) -> Verdict:
-    """The verdict that the last call of ``first`` did not complete, without a culprit."""
-    position = describe_position(last.group, last.entered)
-    return Verdict(
-        kind=VerdictKind.NO_PROGRESS,
-        severity=KINDS[VerdictKind.NO_PROGRESS].severity,
-        culprits=(),
-        waiting=tuple(sorted(waiting)),
-        group=last.group,
-        seq=last.entered,
-        calls=get_newest_call(last, first.rank),
-        began_at=last.entered_at,
-        is_confirmed=due,
-        summary=f"{get_op_name(last)} did not complete ({position})",
-        advice=WATCHDOG_ADVICE,
     )
 
 
@@ -326,6 +306,14 @@ def diagnose_watchdog_end(
     if verdict is None:
         last = first.newest_stream
         assert last is not None  # a rank that its watchdog ended has a device with calls
-        verdict = make_unfinished_verdict(first, last, waiting, due=due)
-    end = describe_timeout(first, is_by_watchdog=True)
-    context.accuse(replace(verdict, summary=f"{verdict.summary}; {end}"))
+        position = describe_position(last.group, last.entered)
+        verdict = make_no_progress_verdict(
+            last,
+            first.rank,
+            waiting,
+            last.entered_at,
+            due=due,
+            summary=f"{get_op_name(last)} did not complete ({position})",
+            advice=_WATCHDOG_ADVICE,
+        )
+    context.accuse(replace(verdict, summary=f"{verdict.summary}; {_describe_end(first)}"))
