@@ -54,21 +54,21 @@ class TargetRank:
             "generation": 1,
         }
         slot = self.ring.open_stream(1, description)
-        self.sequence = StreamRecorder(self.ring, 1, slot, unbox=lambda work: work)
+        self.stream = StreamRecorder(self.ring, 1, slot, unbox=lambda work: work)
 
     def make_call(self, *, finish: bool = True) -> None:
         number = self.ring.intern_signature(
             encode_signature(Signature(op="all_reduce", shapes=((4,),), dtype="float32", agree=77))
         )
         site = self.ring.intern_site({"file": "/job/train.py", "line": 41, "function": "step"})
-        call = self.sequence.enter_call(
+        call = self.stream.enter_call(
             77,
-            self.sequence.pack_record_body(number, site, RecordFlag.BLOCKING, 16),
+            self.stream.pack_record_body(number, site, RecordFlag.BLOCKING, 16),
             0,
             CompletionMode.RETURN,
         )
         if finish:
-            self.sequence.finish_call(call)
+            self.stream.finish_call(call)
 
 
 def keep_pulse(target: TargetRank) -> None:

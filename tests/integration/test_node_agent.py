@@ -58,9 +58,9 @@ def test_reports_a_rank_with_its_calls(agent_testbed: AgentTestbed) -> None:
         ]
         return updates[0] if updates else None
 
-    sequence = wait_for_value(find_blocked_update, "the unfinished call, with its arguments")
-    assert (sequence["entered"], sequence["completed"], sequence["op"]) == (6, 5, "all_reduce")
-    assert sequence["calls"][0]["site"] == {"file": "/job/train.py", "line": 41, "function": "step"}
+    stream = wait_for_value(find_blocked_update, "the unfinished call, with its arguments")
+    assert (stream["entered"], stream["completed"], stream["op"]) == (6, 5, "all_reduce")
+    assert stream["calls"][0]["site"] == {"file": "/job/train.py", "line": 41, "function": "step"}
     beats = list(agent_testbed.receiver.heartbeats)
     assert beats[0]["full"]
     assert sum(1 for b in beats for u in b.get("processes", ()) if "identity" in u) == 1, (

@@ -177,9 +177,9 @@ def job_name(name: str, recorder: dict[str, str]) -> str:
 def select_calls(ring: dict[str, Any], kind: str, desc: str = "default_pg") -> list[dict[str, Any]]:
     return [
         call
-        for sequence in ring["streams"]
-        if sequence["kind"] == kind and sequence["desc"] == desc
-        for call in sequence["calls"]
+        for stream in ring["streams"]
+        if stream["kind"] == kind and stream["desc"] == desc
+        for call in stream["calls"]
     ]
 
 
@@ -228,9 +228,9 @@ def check_calls(name: str, ring: dict[str, Any]) -> None:
     assert {call["file"] for call in calls} == {CASES_SCRIPT.name}, (
         "the site is the user's, not torch's"
     )
-    for sequence in ring["streams"]:
+    for stream in ring["streams"]:
         unfinished = (
-            sequence["calls"][sequence["completed"] :] if sequence["completed"] is not None else []
+            stream["calls"][stream["completed"] :] if stream["completed"] is not None else []
         )
         # gloo's Work never reports these as completed, even after `wait()`.
         assert all(call["op"].startswith("reduce_scatter") for call in unfinished), unfinished

@@ -152,11 +152,11 @@ def test_repeated_late_or_split_heartbeats_change_nothing(tmp_path: Path) -> Non
 
         def send_heartbeat(number: int, entered: int) -> httpx.Response:
             process = job.make_process_update(0, full=True)
-            sequence = heartbeat.StreamUpdate(
+            stream = heartbeat.StreamUpdate(
                 uid=1, entered=entered, completed=entered, op="all_reduce"
             )
             update = heartbeat.ProcessUpdate(
-                key=process.key, lifecycle=3, step=entered, streams=(sequence,)
+                key=process.key, lifecycle=3, step=entered, streams=(stream,)
             )
             beat = reporter.make_heartbeat(0, number, processes=(update,))
             return client.post("/api/v1/heartbeats", json=codec.encode_message(beat))

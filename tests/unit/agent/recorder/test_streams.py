@@ -1,4 +1,4 @@
-"""Two threads that make calls in one sequence: hand-overs are legal, calls at the same time are
+"""Two threads that make calls in one stream: hand-overs are legal, calls at the same time are
 not.
 """
 
@@ -20,25 +20,23 @@ class WatchedStream:
     def __init__(self, folder: Path) -> None:
         self.ring = RingWriter(folder / "a.ring", pid=os.getpid(), start_ticks=1)
         described = {"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"}
-        self.sequence = StreamRecorder(
+        self.stream = StreamRecorder(
             self.ring, 1, self.ring.open_stream(1, described), unbox=lambda work: work
         )
 
     def make_call(self) -> None:
-        self.sequence.finish_call(
-            self.sequence.enter_call(
+        self.stream.finish_call(
+            self.stream.enter_call(
                 7, self.describe_call(), threading.get_ident(), CompletionMode.RETURN
             )
         )
 
     def describe_call(self) -> bytes:
-        return self.sequence.pack_record_body(0, 0, RecordFlag.BLOCKING)
+        return self.stream.pack_record_body(0, 0, RecordFlag.BLOCKING)
 
     def read_published(self) -> tuple[int, int]:
         """How many calls are entered and complete, by what the poll wrote into the ring."""
-        completed, _, entered, *_ = STREAM_STRUCT.unpack_from(
-            self.ring.map, self.sequence.slot << 3
-        )
+        completed, _, entered, *_ = STREAM_STRUCT.unpack_from(self.ring.map, self.stream.slot << 3)
         return entered, completed
 
     def read_shared(self) -> dict[int, int]:
@@ -107,58 +105,58 @@ class FakeWork:
 def test_returned_call_completes_earlier_asynchronous_calls(
     watched: WatchedStream,
 ) -> None:
-    sequence, work = watched.sequence, FakeWork()
-    sequence.pending_works.append(
+    stream, work = watched.stream, FakeWork()
+    stream.pending_works.append(
         (
-            sequence.enter_call(
-                7, sequence.pack_record_body(0, 0, RecordFlag.ASYNC), 0, CompletionMode.WORK
+            stream.enter_call(
+                7, stream.pack_record_body(0, 0, RecordFlag.ASYNC), 0, CompletionMode.WORK
             ),
             work,
         )
     )
     watched.make_call()
-    assert (sequence.poll_works(0), sequence.completed, sequence.entered) == (True, 0, 2)
+    assert (stream.poll_works(0), stream.completed, stream.entered) == (True, 0, 2)
     work.done = True
-    assert (sequence.poll_works(0), sequence.completed) == (False, 2)
+    assert (stream.poll_works(0), stream.completed) == (False, 2)
 
 
 def test_returned_call_completes_call_without_completion(watched: WatchedStream) -> None:
-    sequence = watched.sequence
+    stream = watched.stream
     leave_call(
-        sequence.enter_call(
-            7, sequence.pack_record_body(0, 0, RecordFlag.ASYNC), 0, CompletionMode.NEXT
+        stream.enter_call(
+            7, stream.pack_record_body(0, 0, RecordFlag.ASYNC), 0, CompletionMode.NEXT
         )
     )
-    assert sequence.completed == 0
+    assert stream.completed == 0
     watched.make_call()
-    assert (sequence.poll_works(0), sequence.completed) == (False, 2)
+    assert (stream.poll_works(0), stream.completed) == (False, 2)
 
 
 def test_completed_calls_while_operator_blocks(watched: WatchedStream) -> None:
-    sequence, work, description = watched.sequence, FakeWork(), watched.describe_call()
-    sequence.pending_works.append(
-        (sequence.enter_call(7, description, threading.get_ident(), CompletionMode.WORK), work)
+    stream, work, description = watched.stream, FakeWork(), watched.describe_call()
+    stream.pending_works.append(
+        (stream.enter_call(7, description, threading.get_ident(), CompletionMode.WORK), work)
     )
-    sequence.update_ring(0)
+    stream.update_ring(0)
     assert watched.read_published() == (1, 0)
     work.done = True  # seen by the user's wait alone: the next call comes before the next poll
-    call = sequence.enter_call(7, description, threading.get_ident(), CompletionMode.RETURN)
+    call = stream.enter_call(7, description, threading.get_ident(), CompletionMode.RETURN)
     for _ in range(2):
-        sequence.update_ring(0)
+        stream.update_ring(0)
         assert watched.read_published() == (2, 1)
     leave_call(call)
-    sequence.update_ring(0)
+    stream.update_ring(0)
     assert watched.read_published() == (2, 2)
 
 
 def test_completed_later_work_does_not_complete_blocking_call(watched: WatchedStream) -> None:
-    sequence, work, description = watched.sequence, FakeWork(), watched.describe_call()
+    stream, work, description = watched.stream, FakeWork(), watched.describe_call()
     for one in (FakeWork(), work):
-        sequence.pending_works.append(
-            (sequence.enter_call(7, description, 0, CompletionMode.WORK), one)
+        stream.pending_works.append(
+            (stream.enter_call(7, description, 0, CompletionMode.WORK), one)
         )
-    sequence.enter_call(7, description, threading.get_ident(), CompletionMode.RETURN)
+    stream.enter_call(7, description, threading.get_ident(), CompletionMode.RETURN)
     work.done = True
     for _ in range(2):
-        sequence.update_ring(0)
+        stream.update_ring(0)
         assert watched.read_published() == (3, 2)

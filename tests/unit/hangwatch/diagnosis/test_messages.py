@@ -320,10 +320,10 @@ def test_line_of_two_threads_is_named_once() -> None:
         job.make_call(0, thread=thread, line=9)
     job.send_heartbeats()
     process = job.latest_attempt.processes[0]
-    (sequence,) = process.streams.values()
+    (stream,) = process.streams.values()
     one_call, other_call = job.ranks[0].streams["world"].calls
-    sequence.concurrent_calls, sequence.concurrent_at = (one_call, other_call), job.now
-    job.latest_attempt.concurrent_groups[sequence.group.key] = None
+    stream.concurrent_calls, stream.concurrent_at = (one_call, other_call), job.now
+    job.latest_attempt.concurrent_groups[stream.group.key] = None
     (verdict,) = [v for v in job.run_diagnosis().verdicts if v.kind is VerdictKind.CONCURRENT_USE]
     assert (
         verdict.summary

@@ -15,14 +15,14 @@ def make_fleet(ranks: int, waiting: int) -> Fleet:
     )
     for rank in range(ranks):
         waits = rank < waiting
-        sequence = heartbeat.StreamUpdate(
+        stream = heartbeat.StreamUpdate(
             uid=1, identity=group, entered=2 if waits else 1, completed=1, entered_s=5.0
         )
         identity = heartbeat.ProcessIdentity(
             job="j", rank=rank, world_size=ranks, pid=1, start_ticks=1
         )
         process = heartbeat.ProcessUpdate(
-            key="1-1", lifecycle=3, identity=identity, streams=(sequence,)
+            key="1-1", lifecycle=3, identity=identity, streams=(stream,)
         )
         made.apply_heartbeat(
             heartbeat.Heartbeat(host=f"n{rank}", agent=f"a{rank}", number=1, processes=(process,)),

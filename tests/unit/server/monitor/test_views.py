@@ -56,7 +56,7 @@ def test_mismatch_without_hang_does_not_stall_job() -> None:
 
 def test_call_older_than_a_second_is_waiting() -> None:
     fleet = Fleet()
-    sequence = heartbeat.StreamUpdate(
+    stream = heartbeat.StreamUpdate(
         uid=1,
         identity=heartbeat.StreamIdentity(
             kind=StreamKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-1"
@@ -67,7 +67,7 @@ def test_call_older_than_a_second_is_waiting() -> None:
         pending_s=12.1,
     )
     identity = heartbeat.ProcessIdentity(job="j", rank=0, world_size=2, pid=1, start_ticks=1)
-    update = heartbeat.ProcessUpdate(key="1-1", lifecycle=3, identity=identity, streams=(sequence,))
+    update = heartbeat.ProcessUpdate(key="1-1", lifecycle=3, identity=identity, streams=(stream,))
     fleet.apply_heartbeat(
         heartbeat.Heartbeat(host="n", agent="a", number=1, processes=(update,)), 100.0
     )

@@ -62,11 +62,11 @@ class PerformanceJob:
             group = heartbeat.StreamIdentity(
                 kind=StreamKind.COLLECTIVE, name="0", desc="dp_1", ranks=f"0-{self.ranks - 1}"
             )
-            sequence = heartbeat.StreamUpdate(
+            stream = heartbeat.StreamUpdate(
                 uid=1, identity=group, entered=1, completed=None if self.device else 1
             )
             processes.append(
-                heartbeat.ProcessUpdate(key=f"{rank}-1", identity=who, streams=(sequence,))
+                heartbeat.ProcessUpdate(key=f"{rank}-1", identity=who, streams=(stream,))
             )
         middle = self.clock_offset(host)
         report = heartbeat.PerformanceReport(

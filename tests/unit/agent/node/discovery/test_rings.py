@@ -34,15 +34,15 @@ def make_ring(folder: Path) -> rings.RingFile:
     ring = RingWriter(folder / f"{pid}-{ticks}.ring", pid=pid, start_ticks=ticks)
     ring.write_identity({"job": "j", "rank": 1, "world_size": 2})
     slot = ring.open_stream(1, {"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"})
-    sequence = StreamRecorder(ring, 1, slot, unbox=lambda work: work)
+    stream = StreamRecorder(ring, 1, slot, unbox=lambda work: work)
     for seq in range(1, 40):
         number = ring.intern_signature(
             encode_signature(Signature(op="all_reduce", shapes=((4,),), agree=7))
         )
         site = ring.intern_site({"file": "a.py", "line": seq, "function": "f"})
-        sequence.enter_call(
+        stream.enter_call(
             7,
-            sequence.pack_record_body(number, site, RecordFlag.BLOCKING, 16),
+            stream.pack_record_body(number, site, RecordFlag.BLOCKING, 16),
             0,
             CompletionMode.RETURN,
         )

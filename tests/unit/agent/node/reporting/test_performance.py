@@ -37,7 +37,7 @@ class MeasuredRank:
             "ranks": ranks,
             "peer": 1 if kind == "send" else None,
         }
-        self.sequence = StreamRecorder(
+        self.stream = StreamRecorder(
             self.ring, 1, self.ring.open_stream(1, described), unbox=lambda work: work
         )
         self.numbers: dict[str, int] = {}
@@ -49,8 +49,8 @@ class MeasuredRank:
             self.numbers[op] = self.ring.intern_signature(
                 encode_signature(Signature(op=op, agree=7, splits=splits))
             )
-        described = self.sequence.pack_record_body(self.numbers[op], 0, RecordFlag.BLOCKING, size)
-        call = self.sequence.enter_call(7, described, 0, CompletionMode.UNOBSERVABLE)
+        described = self.stream.pack_record_body(self.numbers[op], 0, RecordFlag.BLOCKING, size)
+        call = self.stream.enter_call(7, described, 0, CompletionMode.UNOBSERVABLE)
         if took_us is not None and sampling_level(call[1]) >= MIN_TIMED_LEVEL:
             self.complete_call(call[2], call[3] + 1000 * took_us)
         return call[2]
@@ -102,7 +102,7 @@ def test_durations_are_added_when_calls_complete(rank: MeasuredRank) -> None:
         and n > 80
     ]
     rank.make_call("all_reduce", 64, took_us=1)
-    while sampling_level(rank.sequence.entered) < MIN_TIMED_LEVEL:
+    while sampling_level(rank.stream.entered) < MIN_TIMED_LEVEL:
         open_ones = [rank.make_call("all_reduce", 64)]
     first = rank.make_report()
     assert sum(count for _, count in first.totals[0].latency) == 0
