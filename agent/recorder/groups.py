@@ -201,17 +201,6 @@ class GroupRegistry:
         self.streams.pop(stream.uid, None)
         stream.close_stream()
 
-    def _make_deletion_callback(self) -> Callable[[Any], None]:
-        # The callback also runs at the end of the process, when the modules have no contents any
-        # more.
-        on_group_deleted, is_finalizing = self._on_group_deleted, sys.is_finalizing
-
-        def handle_deletion(_: Any) -> None:
-            if not is_finalizing():
-                on_group_deleted()
-
-        return handle_deletion
-
     def open_group(self, pg: Any) -> GroupTrack:
         """Makes the track of a process group at its first call, or finds it again if C++ made a new
         Python object for the group.
@@ -234,7 +223,15 @@ class GroupRegistry:
                 "generation": self.generation,
                 "world": self.world_size,
             }
-        ref = weakref.ref(pg, self._make_deletion_callback())
+        # The callback also runs at the end of the process, when the modules have no contents any
+        # more.
+        on_group_deleted, is_finalizing = self._on_group_deleted, sys.is_finalizing
+
+        def handle_deletion(_: Any) -> None:
+            if not is_finalizing():
+                on_group_deleted()
+
+        ref = weakref.ref(pg, handle_deletion)
         key = (
             int(description.get("world", 0)),
             int(description.get("generation", 0)),

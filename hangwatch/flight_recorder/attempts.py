@@ -56,7 +56,13 @@ def build_job(dumps: DumpsByRank, name: str) -> OfflineJob:
             lifecycle=Lifecycle.INITIALISED,
         )
     job = OfflineJob(attempt=attempt, notes=list(_describe_contradictions(dumps)))
-    job.completion_backends = _find_completion_backends(dumps)
+    # The backends that are known to report completion, in case the first call hangs, and each that
+    # did so for some call
+    job.completion_backends = set(COALESCED_END_BACKENDS)
+    for dump in dumps.values():
+        for instance, records in (*dump.calls.items(), *dump.p2p_calls.items()):
+            if any(record.started for record in records):
+                job.completion_backends.add(dump.backends[instance])
     job.p2p_groups = {name for dump in dumps.values() for name, _ in dump.p2p_calls}
     for group, uses in groups:
         for rank in fill_collectives(job, group, uses, dumps):
@@ -152,19 +158,6 @@ def _describe_contradictions(dumps: DumpsByRank) -> Iterable[str]:
                 f"{describe_ranks(tuple(contradicted))} and other ranks list different"
                 f" members for group {name}: were groups created in a different order?"
             )
-
-
-def _find_completion_backends(dumps: DumpsByRank) -> set[str]:
-    """The backends that report completion: each that did so for some call, and the ones known to,
-    in case the first call hangs.
-    """
-    backends = set(COALESCED_END_BACKENDS)
-    for dump in dumps.values():
-        for calls in (dump.calls, dump.p2p_calls):
-            for use, records in calls.items():
-                if any(record.started for record in records):
-                    backends.add(dump.backends[use])
-    return backends
 
 
 def _fill_channels(

@@ -337,23 +337,20 @@ def find_unfinished_calls(data: object, written_ns: int) -> tuple[UnfinishedCall
         if fields.get("state") == "completed" or fields.get("retired"):
             continue
         entry = FlightEntry.parse_entry(fields, index)
-        if not entry.is_p2p and entry.group not in first_by_group:
-            first_by_group[entry.group] = _make_call(entry, written_ns)
+        if entry.is_p2p or entry.group in first_by_group:
+            continue
+        timeout_ms = parse_int(fields.get("timeout_ms") or 0)
+        waited_ns = max(0, written_ns - entry.created_ns) if entry.created_ns else 0
+        shapes = read_tensors(fields)[0][:_MAX_SHOWN_TENSORS]
+        first_by_group[entry.group] = UnfinishedCall(
+            group=entry.group[:_MAX_TEXT],
+            desc=entry.description[:_MAX_TEXT],
+            seq=entry.seq,
+            op=entry.name[:_MAX_TEXT],
+            shapes=tuple(tuple(map(parse_int, shape[:_MAX_SHOWN_DIMENSIONS])) for shape in shapes),
+            state=parse_text(fields.get("state") or "")[:_MAX_TEXT],
+            waited_s=round(waited_ns / 1e9, 1),
+            timeout_s=timeout_ms / 1e3 if timeout_ms > 0 else None,
+        )
     calls = sorted(first_by_group.values(), key=lambda call: -call.waited_s)
     return tuple(calls[:_MAX_GROUPS])
-
-
-def _make_call(entry: FlightEntry, written_ns: int) -> UnfinishedCall:
-    timeout_ms = parse_int(entry.fields.get("timeout_ms") or 0)
-    waited_ns = max(0, written_ns - entry.created_ns) if entry.created_ns else 0
-    shapes = read_tensors(entry.fields)[0][:_MAX_SHOWN_TENSORS]
-    return UnfinishedCall(
-        group=entry.group[:_MAX_TEXT],
-        desc=entry.description[:_MAX_TEXT],
-        seq=entry.seq,
-        op=entry.name[:_MAX_TEXT],
-        shapes=tuple(tuple(map(parse_int, shape[:_MAX_SHOWN_DIMENSIONS])) for shape in shapes),
-        state=parse_text(entry.fields.get("state") or "")[:_MAX_TEXT],
-        waited_s=round(waited_ns / 1e9, 1),
-        timeout_s=timeout_ms / 1e3 if timeout_ms > 0 else None,
-    )

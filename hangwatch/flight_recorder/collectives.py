@@ -142,30 +142,24 @@ def _collect_records(
         if rank in uses:
             recorded = dumps[rank].calls.get(uses[rank], ())
         submitted = [record for record in recorded if not record.never_submitted]
-        entered: int | None
+        entered: int | None = None
         if submitted:
             entered = submitted[-1].seq
         elif recorded:
             entered = recorded[0].seq - 1
-        else:
-            entered = _count_collectives(job, dumps.get(rank), group.name)
+        elif (dump := dumps.get(rank)) is not None:
+            # Its ring holds no call of the group: the recorder's count is the number that it made,
+            # or the ring has lost nothing.
+            if group.name in dump.statuses and group.name not in job.p2p_groups:
+                entered = max(dump.statuses[group.name].enqueued, 0)
+            elif not dump.wrapped:
+                entered = 0
         if entered is not None:
             stream = add_stream(job.attempt, rank, StreamKind.COLLECTIVE, group)
             stream.entered = stream.completed = entered
             collected.streams[rank] = stream
             collected.members[rank] = submitted
     return collected
-
-
-def _count_collectives(job: OfflineJob, dump: FlightDump | None, name: str) -> int | None:
-    """The number of collectives that a rank made whose ring holds none of the group: the recorder's
-    count, or 0 if its ring has lost nothing. None if that is unknown.
-    """
-    if dump is None:
-        return None
-    if name in dump.statuses and name not in job.p2p_groups:
-        return max(dump.statuses[name].enqueued, 0)
-    return None if dump.wrapped else 0
 
 
 def _set_positions_by_completion(
@@ -341,8 +335,14 @@ def _reconcile_calls(job: OfflineJob, group: Group, members: RecordsByRank) -> i
 
     Replaces the records in ``members`` whose signature follows from the calls of all members.
     """
+    # The calls that can only be judged together with the other members', by number and rank.
+    joint_calls: dict[int, dict[int, FlightRecord]] = {}
+    for rank, recorded in members.items():
+        for record in recorded:
+            if record.signature.op in _ALL_TO_ALL_OPS or record.signature.op in _ROOT_LIST_SIDES:
+                joint_calls.setdefault(record.seq, {})[rank] = record
     roots_by_seq: dict[int, set[int]] = {}
-    for seq, records in _collect_joint_calls(members).items():
+    for seq, records in joint_calls.items():
         ops = {record.signature.op for record in records.values()}
         if len(ops) > 1 or records.keys() != set(group.ranks):
             continue
@@ -353,7 +353,11 @@ def _reconcile_calls(job: OfflineJob, group: Group, members: RecordsByRank) -> i
             reconciled = {}
             if len(roots) > 1:
                 roots_by_seq[seq] = roots
-                reconciled = _record_claimed_roots(group, records, roots)
+                for rank in roots:  # with each rank itself as the root, so that they differ
+                    signature = replace(records[rank].signature, root=group.ranks.index(rank))
+                    must_match = MustMatch.DTYPE | MustMatch.ROOT
+                    hashed = with_agreement_hash(signature, must_match, ())
+                    reconciled[rank] = replace(records[rank], signature=hashed)
         for rank, record in reconciled.items():
             members[rank][find_record_index(members[rank], seq)] = record
     conflict = _find_conflict(members)
@@ -362,17 +366,6 @@ def _reconcile_calls(job: OfflineJob, group: Group, members: RecordsByRank) -> i
     if conflict in roots_by_seq:
         job.invalid_ranks[group.key] = roots_by_seq[conflict]
     return conflict
-
-
-def _collect_joint_calls(members: RecordsByRank) -> dict[int, dict[int, FlightRecord]]:
-    """The calls that can only be judged together with the other members', by number and rank."""
-    joint_calls: dict[int, dict[int, FlightRecord]] = {}
-    for rank, records in members.items():
-        for record in records:
-            op = record.signature.op
-            if op in _ALL_TO_ALL_OPS or op in _ROOT_LIST_SIDES:
-                joint_calls.setdefault(record.seq, {})[rank] = record
-    return joint_calls
 
 
 def _reconcile_all_to_all(
@@ -430,19 +423,6 @@ def _find_claimed_roots(records_by_rank: dict[int, FlightRecord]) -> set[int]:
         if sizes.tensors[side] > 1 or sizes.elements[side] > sizes.elements[1 - side]:
             roots.add(rank)
     return roots
-
-
-def _record_claimed_roots(
-    group: Group, records_by_rank: dict[int, FlightRecord], roots: set[int]
-) -> dict[int, FlightRecord]:
-    """The records of several roots, with each rank itself as the root, so that they differ."""
-    reconciled: dict[int, FlightRecord] = {}
-    for rank in roots:
-        record = records_by_rank[rank]
-        signature = replace(record.signature, root=group.ranks.index(rank))
-        hashed = with_agreement_hash(signature, MustMatch.DTYPE | MustMatch.ROOT, ())
-        reconciled[rank] = replace(record, signature=hashed)
-    return reconciled
 
 
 def _find_conflict(members: RecordsByRank) -> int:

@@ -67,7 +67,13 @@ def read_signature(
     dtypes = {DTYPE_NAMES.get(name, name.lower()) for name in dtype_names}
     op = _resolve_op(names)
     specs = [_find_spec(part) for part in op.split("+")]
-    must_match = _combine_must_match(specs)
+    # The arguments that must be equal and that the recorder records. Coalesced calls are compared
+    # only if none has a list of tensors or is point-to-point.
+    must_match = MustMatch.DTYPE | MustMatch.SHAPE
+    if len(specs) == 1:
+        must_match &= specs[0].must_match
+    elif not all(map(_has_even_shapes, specs)):
+        must_match = MustMatch.NOTHING
     shapes = _select_shapes(specs, inputs, outputs)
     splits = None
     if specs[0].split_args and len(inputs) > 1:
@@ -89,17 +95,6 @@ def read_signature(
 
 def _find_spec(op: str) -> OperatorSpec:
     return FLIGHT_OPERATIONS.get(op, _UNKNOWN_OPERATOR)
-
-
-def _combine_must_match(specs: Sequence[OperatorSpec]) -> MustMatch:
-    """The arguments that must be equal and that the recorder records. Coalesced calls are compared
-    only if none has a list of tensors or is point-to-point.
-    """
-    if len(specs) == 1:
-        return specs[0].must_match & (MustMatch.DTYPE | MustMatch.SHAPE)
-    if all(map(_has_even_shapes, specs)):
-        return MustMatch.DTYPE | MustMatch.SHAPE
-    return MustMatch.NOTHING
 
 
 def _has_even_shapes(spec: OperatorSpec) -> bool:

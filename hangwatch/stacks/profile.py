@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from hangwatch.model.ranks import RECORDER_THREAD_NAME, Frame
 
@@ -20,6 +21,8 @@ _FRAME_PATTERNS = tuple(
     for function, file in ((".*?", "/.*?"), (".*", ".*?"))
 )
 _THREAD_PATTERN = re.compile(r"thread \((?P<id>\w+)\)(?:: (?P<name>.*))?", re.DOTALL)
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,28 +130,22 @@ def _limit_frames(threads: Sequence[ThreadProfile]) -> Profile:
     return Profile(threads=tuple(limited), dropped_samples=dropped_samples)
 
 
-class _FrameTable:
-    """Distinct frames, each with its index in the table."""
-
-    def __init__(self) -> None:
-        self.frames: dict[Frame, int] = {}
-
-    def index_frames(self, frames: Iterable[Frame]) -> list[int]:
-        """The indices of the frames; adds those that are new."""
-        return [self.frames.setdefault(frame, len(self.frames)) for frame in frames]
+def index_items(table: dict[Item, int], items: Iterable[Item]) -> list[int]:
+    """The indices of the items in a table of distinct ones; adds those that are new."""
+    return [table.setdefault(item, len(table)) for item in items]
 
 
 def pack_profile(profile: Profile) -> str:
     """The profile as one string of JSON. The fields of a heartbeat are validated one by one, and
     these would be a million.
     """
-    table = _FrameTable()
+    table: dict[Frame, int] = {}
     threads = []
     for thread in profile.threads:
-        stacks = [[table.index_frames(frames), count] for frames, count in thread.stacks]
+        stacks = [[index_items(table, frames), count] for frames, count in thread.stacks]
         threads.append({"thread": thread.thread, "main": thread.is_main, "stacks": stacks})
     document = {
-        "frames": [[frame.function, frame.file, frame.line] for frame in table.frames],
+        "frames": [[frame.function, frame.file, frame.line] for frame in table],
         "threads": threads,
         "dropped": profile.dropped_samples,
     }
@@ -187,7 +184,7 @@ def profiles_to_speedscope(
     """A speedscope profile for each thread of the named ``profiles``. The samples of a stack are
     adjacent, since their order is not recorded.
     """
-    table = _FrameTable()
+    table: dict[Frame, int] = {}
     documents: list[dict[str, object]] = []
     for label, profile in profiles:
         for thread in profile.threads:
@@ -197,12 +194,12 @@ def profiles_to_speedscope(
                 "unit": "seconds",
                 "startValue": 0,
                 "endValue": thread.sample_count / rate_hz,
-                "samples": [table.index_frames(frames) for frames, _ in thread.stacks],
+                "samples": [index_items(table, frames) for frames, _ in thread.stacks],
                 "weights": [count / rate_hz for _, count in thread.stacks],
             }
             documents.append(document)
     frames: list[dict[str, object]] = []
-    for frame in table.frames:
+    for frame in table:
         frames.append({"name": frame.function, "file": frame.file})
         if frame.line:
             frames[-1]["line"] = frame.line

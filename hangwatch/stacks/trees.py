@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from hangwatch.model.ranks import Frame
 
 from .frames import is_library
-from .profile import make_speedscope_document
+from .profile import index_items, make_speedscope_document
 
 MIN_SHARE = 0.005  # nodes with a smaller share of all samples are omitted
 _MAX_DEPTH = 60  # the most nested nodes, in case of an endless recursion
@@ -110,10 +110,7 @@ def stacks_to_speedscope(
     indices: dict[tuple[str, str, int], int] = {}
     profiles: list[dict[str, object]] = []
     for label, frames in stacks:
-        sample: list[int] = []
-        for frame in reversed(frames):
-            key = (frame.function, frame.file, frame.line)
-            sample.append(indices.setdefault(key, len(indices)))
+        keys = ((frame.function, frame.file, frame.line) for frame in reversed(frames))
         profiles.append(
             {
                 "type": "sampled",
@@ -121,7 +118,7 @@ def stacks_to_speedscope(
                 "unit": "none",
                 "startValue": 0,
                 "endValue": 1,
-                "samples": [sample],
+                "samples": [index_items(indices, keys)],
                 "weights": [1],
             }
         )

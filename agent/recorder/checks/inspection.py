@@ -183,8 +183,13 @@ class CallChecker:
 
         def check_bucket() -> None:
             with faults.swallow_errors("examining a bucket"):
-                if future.done() and _has_succeeded(future):
-                    self._check_outputs(pending)
+                if not future.done():
+                    return
+                try:
+                    future.value()
+                except Exception:  # the reducer has raised it
+                    return
+                self._check_outputs(pending)
 
         try:
             queue(requeue_check)
@@ -237,15 +242,6 @@ def _wait_for_work(work: Any) -> bool:
     """Waits for a call. Returns False if it failed: the caller's own wait will raise the error."""
     try:
         work.wait()
-    except Exception:
-        return False
-    return True
-
-
-def _has_succeeded(future: Any) -> bool:
-    """Whether the call succeeded; otherwise the reducer has raised the error."""
-    try:
-        future.value()
     except Exception:
         return False
     return True
