@@ -221,7 +221,15 @@ def explain_incident(incident: Document) -> Answer:
         "culprits": shorten_ranks(incident.get("culprits") or []) or "none",
         "waiting": shorten_ranks(waiting),
         "waiting_count": len(waiting),
-        "group": _describe_group(group),
+        "group": drop_empty(
+            {
+                "name": quote_text(group_name(group.get("name", ""), group.get("desc"))),
+                "size": len(group.get("ranks") or []),
+                "ranks": shorten_ranks(group.get("ranks") or []),
+            }
+        )
+        if group
+        else None,
         "call_number": incident.get("seq"),
         "differing_arguments": list(incident.get("fields") or []),
         "line": _find_line(incident),
@@ -229,7 +237,12 @@ def explain_incident(incident: Document) -> Answer:
         "processes": list(_iter_processes(incident)),
         "culprit_stack": next(map(describe_stack, _iter_culprit_stacks(incident)), None),
         "hardware": [
-            _describe_hardware(entry) for entry in (incident.get("hardware") or [])[:_MAX_HARDWARE]
+            {
+                key: quote_text(entry[key]) if isinstance(entry[key], str) else entry[key]
+                for key in ("host", "source", "about", "what", "before", "now", "weight")
+                if entry.get(key) is not None
+            }
+            for entry in (incident.get("hardware") or [])[:_MAX_HARDWARE]
         ],
         "more": list(_iter_more(incident)),
         "quotes": quoter.list_quotes(),
@@ -242,19 +255,6 @@ def _find_meaning(kind: object) -> str:
         return KINDS[VerdictKind(str(kind))].meaning
     except ValueError:  # a newer server's kind
         return ""
-
-
-def _describe_group(group: Document) -> Answer:
-    ranks = group.get("ranks") or []
-    return drop_empty(
-        {
-            "name": quote_text(group_name(group.get("name", ""), group.get("desc"))),
-            "size": len(ranks),
-            "ranks": shorten_ranks(ranks),
-        }
-        if group
-        else {}
-    )
 
 
 def _find_line(incident: Document) -> Any:
@@ -338,14 +338,6 @@ def _iter_processes(incident: Document) -> Iterator[Answer]:
         )
 
 
-def _describe_hardware(entry: Document) -> Answer:
-    keys = ("host", "source", "about", "what", "before", "now", "weight")
-    values = {key: entry.get(key) for key in keys if entry.get(key) is not None}
-    return {
-        key: quote_text(value) if isinstance(value, str) else value for key, value in values.items()
-    }
-
-
 def _iter_more(incident: Document) -> Iterator[str]:
     """The other tools that know more about the incident."""
     incident_id = incident.get("id")
@@ -404,9 +396,9 @@ def describe_ranks(ranks: Iterable[Document]) -> Answer:
     }
 
 
-def describe_performance(groups: Iterable[Document]) -> Answer:
+def describe_performance(groups: Sequence[Document]) -> Answer:
     """Process groups, those that wait longest for a straggler first. Durations are in seconds."""
-    return {"groups": [_describe_group_performance(group) for group in islice(groups, _MAX_GROUPS)]}
+    return {"groups": [_describe_group_performance(group) for group in groups[:_MAX_GROUPS]]}
 
 
 def _describe_group_performance(document: Document) -> Answer:
@@ -488,19 +480,18 @@ def describe_calls(incident: Document) -> Answer:
     ]
     answer["first_difference"] = divergence.get("since_seq")
     rows = divergence.get("rows") or []
-    answer["rows"] = [_describe_row(row) for row in rows[-_MAX_ROWS:]]
+    answer["rows"] = []
+    for row in rows[-_MAX_ROWS:]:
+        calls = row.get("calls") or []
+        cells = [
+            "-" if call is None else f"{seq} {format_aligned_call(call)}"
+            for seq, call in zip(row.get("seq") or [], calls, strict=False)
+        ]
+        differs = any(call is None or call.get("raised") for call in calls)
+        answer["rows"].append(
+            {"calls": quote_lines(cells), **({"differs": True} if differs else {})}
+        )
     return drop_empty(answer)
-
-
-def _describe_row(row: Document) -> Answer:
-    calls = row.get("calls") or []
-    cells = []
-    for seq, call in zip(row.get("seq") or [], calls, strict=False):
-        cells.append("-" if call is None else f"{seq} {format_aligned_call(call)}")
-    answer: Answer = {"calls": quote_lines(cells)}
-    if any(call is None or call.get("raised") for call in calls):
-        answer["differs"] = True
-    return answer
 
 
 def describe_stacks(incident: Document, is_wanted: Callable[[int], bool] | None) -> Answer:

@@ -74,7 +74,11 @@ def format_outcomes(aborts: Sequence[Document]) -> Iterator[str]:
     """The outcomes for the ranks, one sentence for all ranks with the same outcome."""
     ranks_by_outcome: dict[tuple[str, str], list[int]] = {}
     for abort in aborts:
-        outcome = (str(abort.get("result")), _describe_abort(abort))
+        # The reason for which a rank could not be ended, or the signal that ended it.
+        detail = clean_text(abort.get("error") or "")
+        if not detail and abort.get("signal") is not None:
+            detail = get_signal_name(abort["signal"])
+        outcome = (str(abort.get("result")), detail)
         ranks_by_outcome.setdefault(outcome, []).append(abort.get("rank", -1))
     for (result, detail), ranks in ranks_by_outcome.items():
         yield _format_outcome(result, detail, ranks)
@@ -131,13 +135,6 @@ def _format_pids(aborts: Sequence[Document]) -> str:
 def format_clock(stamp: object) -> str:
     """``18:40:05 UTC`` for an RFC 3339 time in UTC."""
     return f"{clean_text(str(stamp))[11:19]} UTC"
-
-
-def _describe_abort(abort: Document) -> str:
-    """The reason for which a rank could not be ended, or the signal that ended it."""
-    if abort.get("error"):
-        return clean_text(abort["error"])
-    return "" if abort.get("signal") is None else get_signal_name(abort["signal"])
 
 
 def get_signal_name(number: object) -> str:

@@ -19,7 +19,7 @@ from hangwatch.model.groups import Group
 from hangwatch.model.hardware import HostObservation, MissingEvidence, UnavailableSource, Weight
 from hangwatch.model.incidents import Incident, MergedStack, ProcessSnapshot
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.model.ranks import RECORDER_THREAD_NAME, Frame, ThreadStack
+from hangwatch.model.ranks import RECORDER_THREAD_NAME, ThreadStack
 from hangwatch.model.verdicts import AlignedPair, DevicePosition, Verdict
 from hangwatch.report import job_status
 from hangwatch.tracking.attempt import Attempt
@@ -114,16 +114,15 @@ def make_stack(
         thread=thread.thread if thread else None,
         source=sample.source,
         taken_at=convert_date(sample.taken_at),
-        frames=tuple(_strip_frame(frame) for frame in thread.frames) if thread else (),
+        frames=tuple(
+            frame
+            if frame.handler is None and frame.polls is None
+            else replace(frame, handler=None, polls=None)
+            for frame in (thread.frames if thread else ())
+        ),
         native=sample.native,
         error=sample.error if thread is None else thread.error,
     )
-
-
-def _strip_frame(frame: Frame) -> Frame:
-    if frame.handler is None and frame.polls is None:
-        return frame
-    return replace(frame, handler=None, polls=None)
 
 
 def collect_stacks(

@@ -19,7 +19,7 @@ from hangwatch.protocol.commands import (
     CommandKind,
     RecordingReply,
 )
-from hangwatch.stacks.profile import Profile, ThreadProfile, unpack_profile
+from hangwatch.stacks.profile import Profile, unpack_profile
 from hangwatch.stacks.trees import FunctionTime, build_call_tree, find_hottest_functions
 from hangwatch.tracking.attempt import Attempt
 
@@ -187,22 +187,22 @@ def _describe_profile(rank: int, reply: RecordingReply) -> RecordedRank:
         status="done",
         note=note,
         seconds=reply.seconds,
-        threads=[_describe_thread(thread) for thread in profile.shown_threads],
+        threads=[
+            ThreadTime(
+                thread=thread.thread,
+                main=thread.is_main,
+                samples=thread.sample_count,
+                hottest=[
+                    HotFunction(
+                        function=frame.function, file=frame.file, line=frame.line, samples=samples
+                    )
+                    for frame, samples in find_hottest_functions(thread.stacks)
+                ],
+                tree=list(build_call_tree(thread.stacks)),
+            )
+            for thread in profile.shown_threads
+        ],
         idle_threads=len(profile.threads) - len(profile.shown_threads),
-    )
-
-
-def _describe_thread(thread: ThreadProfile) -> ThreadTime:
-    hottest = [
-        HotFunction(function=frame.function, file=frame.file, line=frame.line, samples=samples)
-        for frame, samples in find_hottest_functions(thread.stacks)
-    ]
-    return ThreadTime(
-        thread=thread.thread,
-        main=thread.is_main,
-        samples=thread.sample_count,
-        hottest=hottest,
-        tree=list(build_call_tree(thread.stacks)),
     )
 
 

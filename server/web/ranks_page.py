@@ -153,9 +153,6 @@ class RankRow(NamedTuple):
         process = self.process
         return () if process is None else process.streams.values()
 
-    def is_in_group(self, name: str) -> bool:
-        return any(stream.group.name == name for stream in self.streams)
-
     def contains_text(self, text: str) -> bool:
         """Whether the rank's host, its phase, or one of its calls with the group's description
         contains ``text``, which is in lower case.
@@ -244,15 +241,6 @@ class RankColumn:
         return "descending" if sort.startswith("-") else "ascending"
 
 
-def _format_waiting(waiting_s: float) -> str:
-    return format_coarse_age(waiting_s) if waiting_s >= MIN_SHOWN_WAIT_S else UNKNOWN
-
-
-def _format_last_seen(age_s: float) -> str:
-    text = format_coarse_age(age_s)
-    return f"{text} ago" if age_s >= 1 else text
-
-
 RANK_COLUMNS = (
     RankColumn("rank", "Rank", lambda row: row.rank),
     RankColumn("state", "State", lambda row: row.state.value, get_order=_get_state_order),
@@ -264,7 +252,7 @@ RANK_COLUMNS = (
         "waiting",
         "Waiting",
         lambda row: row.waiting_s,
-        _format_waiting,
+        lambda waited_s: format_coarse_age(waited_s) if waited_s >= MIN_SHOWN_WAIT_S else UNKNOWN,
         is_largest_first=True,
         css_class="number",
     ),
@@ -279,7 +267,7 @@ RANK_COLUMNS = (
         "last_seen",
         "Last seen",
         lambda row: row.last_seen_s,
-        _format_last_seen,
+        lambda age_s: format_coarse_age(age_s) + (" ago" if age_s >= 1 else ""),
         is_largest_first=True,
         css_class="wide number",
     ),
@@ -315,7 +303,11 @@ def select_ranks(overview: AttemptOverview, now: float, query: RanksQuery) -> li
     if query.state:
         ranks = [rank for rank in ranks if overview.states[rank] is query.state]
     if query.group:
-        ranks = [rank for rank in ranks if make_row(rank).is_in_group(query.group)]
+        ranks = [
+            rank
+            for rank in ranks
+            if any(stream.group.name == query.group for stream in make_row(rank).streams)
+        ]
     text = query.q.strip()
     spans = parse_rank_spans(text)
     if spans is not None:
