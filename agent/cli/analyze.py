@@ -226,7 +226,7 @@ def read_evidence(
     execute code.
     """
     evidence = Evidence()
-    dumps: dict[int, tuple[Path, FlightDump]] = {}
+    dump_paths: dict[int, Path] = {}  # by rank
     pool = InternPool()
     files = list(_list_files(paths))
     with _pause_gc():
@@ -243,16 +243,17 @@ def read_evidence(
                 evidence.bundles.append(content)
                 continue
             rank = content.rank
-            if rank in dumps:
+            if rank in dump_paths:
                 raise FileError(
-                    f"{dumps[rank][0]} and {path} are both of rank {rank}: analyze one run of a job"
-                    " at a time"
+                    f"{dump_paths[rank]} and {path} are both of rank {rank}: analyze one run of a"
+                    " job at a time"
                 )
-            dumps[rank] = (path, content)
+            dump_paths[rank] = path
+            evidence.dumps.append(content)
             evidence.written_at[rank] = path.stat().st_mtime
     progress(len(files), len(files))
-    evidence.dumps = [dump for _, (_, dump) in sorted(dumps.items())]
-    if not evidence.bundles and not dumps:
+    evidence.dumps.sort(key=lambda dump: dump.rank)
+    if not evidence.bundles and not evidence.dumps:
         nothing = (
             f"{', '.join(map(str, paths))}: no dump whose name ends with a rank, as"
             " nccl_trace_rank_3 does, and no bundle"

@@ -24,7 +24,6 @@ from ..terminal import (
     detect_paint,
     page_lines,
     print_json,
-    print_lines,
     print_message,
     print_result,
     watch_view,
@@ -104,12 +103,9 @@ def run_show(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
         def print_incident() -> int:
             document = find_incident(client, args.id, args.job)
-            if args.json:
-                print_json(document)
-                return OK
             lines = format_incident(document, client.server_time, paint, full=args.full)
-            if args.watch or args.no_pager:
-                print_lines(lines)
+            if args.json or args.watch or args.no_pager:
+                print_result(args, document, lines)
             else:
                 page_lines(lines, env)
             return OK

@@ -39,7 +39,15 @@ def check_start(env: Mapping[str, str]) -> Iterator[Finding]:
     yield check_url(env)
     if importlib.util.find_spec("ray") is not None:
         yield make_ray_finding()
-    yield check_torch(*_probe_torch(env))
+    # torch is imported in a separate process, since that may take seconds, or crash.
+    bare_env = {k: v for k, v in env.items() if k not in ("HANGWATCH_URL", "RANK")}
+    bare_env["PYTHONSAFEPATH"] = "1"
+    command = [sys.executable, "-c", _TORCH_PROBE_CODE]
+    status, last_line = _run_command(command, bare_env, TORCH_TIMEOUT_S)
+    if status:
+        yield check_torch("", last_line or f"it ended with status {status}")
+    else:
+        yield check_torch(last_line, "")
 
 
 def check_entry_point(values: list[str]) -> Finding:
@@ -145,19 +153,6 @@ def check_space(folder: Path, free_bytes: int, rank_count: int = 8) -> Finding:
     if max_ranks < rank_count:
         return report_warning(name, f"{detail}, enough for {max_ranks} ranks only", remedy)
     return report_success(name, detail)
-
-
-def _probe_torch(env: Mapping[str, str]) -> tuple[str, str]:
-    """The output of importing torch, and the error. torch is imported in a separate process, since
-    that may take seconds, or crash.
-    """
-    bare_env = {k: v for k, v in env.items() if k not in ("HANGWATCH_URL", "RANK")}
-    bare_env["PYTHONSAFEPATH"] = "1"
-    command = [sys.executable, "-c", _TORCH_PROBE_CODE]
-    status, last_line = _run_command(command, bare_env, TORCH_TIMEOUT_S)
-    if status:
-        return "", last_line or f"it ended with status {status}"
-    return last_line, ""
 
 
 def _run_command(

@@ -211,8 +211,6 @@ class Watchlist:
         for key, rank in ranks.items():
             process = self.watched[key]
             if process.ring is None and rank in recorded:
-                if process.pidfd is not None:
-                    self._selector.unregister(process.pidfd)
                 self._drop_process(process)
                 self.finished_keys.append(key)
 
@@ -222,6 +220,8 @@ class Watchlist:
             process.ring.remove_files()
 
     def _drop_process(self, process: WatchedProcess) -> None:
+        if process.pidfd is not None:
+            self._selector.unregister(process.pidfd)
         process.close()
         del self.watched[process.key]
 

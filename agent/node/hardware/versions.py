@@ -19,12 +19,15 @@ _MAX_GROUPS = 64
 
 def probe(host: Host) -> tuple[Observation, ...]:
     """The versions that are known, each as a fact."""
+    groups = host.sys / "kernel" / "iommu_groups"
+    types = {read_text(groups / name / "type") or "" for name in list_names(groups)[:_MAX_GROUPS]}
     versions = {
         "kernel": read_text(host.proc / "sys" / "kernel" / "osrelease"),
         "machine": os.uname().machine,
         "driver": read_text(host.sys / "module" / "nvidia" / "version"),
         "nccl": _find_nccl(host),
-        "iommu": _find_iommu(host),
+        # How it treats devices: "identity" is a passthrough, "DMA" translates addresses.
+        "iommu": " and ".join(sorted(types - {""})),
     }
     return tuple(
         observe(SOURCE, about, "version", version, Weight.FACT)
@@ -43,11 +46,3 @@ def _find_nccl(host: Host) -> str | None:
                 if wheel := _NCCL_WHEEL.fullmatch(name):
                     return wheel[1]
     return None
-
-
-def _find_iommu(host: Host) -> str | None:
-    """How the IOMMU treats the devices: "identity" is a passthrough, "DMA" translates addresses."""
-    groups = host.sys / "kernel" / "iommu_groups"
-    types = {read_text(groups / name / "type") or "" for name in list_names(groups)[:_MAX_GROUPS]}
-    types.discard("")
-    return " and ".join(sorted(types)) or None

@@ -77,7 +77,7 @@ class CommandExecutor:
             reply = self._order_hardware(command, list_live_pids(watched.values()), now_ns)
         else:
             reply = self._order_stacks(command, process)
-        if reply is None:  # it comes with the result of the order
+        if reply is None:  # the reply comes with the result of the order
             return False
         self._outbox.add_reply(reply, now_ns)
         return True

@@ -33,7 +33,7 @@ class ThreadTurn:
     is_running: bool = False
 
 
-_NO_TURN = ThreadTurn()  # of a thread that has just started
+_NO_TURN = ThreadTurn()  # a thread that has just started
 
 
 def read_turns(pid: int, proc: str = PROC_ROOT) -> dict[int, ThreadTurn]:
