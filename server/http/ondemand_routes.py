@@ -36,8 +36,8 @@ from hangwatch.tracking.attempt import Attempt
 from ..core.problems import Problem
 from ..ondemand.recordings import (
     Recording,
-    RecordingRecord,
     RecordingRequest,
+    RequestedRecording,
     describe_recording,
     unpack_profiles,
 )
@@ -154,9 +154,9 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
                 " process at a time: wait until it ends"
             )
             raise Problem(409, detail, headers={"Retry-After": "10"}, recording=other)
-        record = registry.request_recording(attempt, wanted, live.now())
-        response.headers["Location"] = f"/api/v1/recordings/{record.id}"
-        return describe_recording(record)
+        recording = registry.request_recording(attempt, wanted, live.now())
+        response.headers["Location"] = f"/api/v1/recordings/{recording.id}"
+        return describe_recording(recording)
 
     @routes.post(
         "/{id}/stop",
@@ -165,11 +165,11 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
         summary="Ends a recording early and keeps what was sampled",
     )
     async def stop_recording(id: str) -> Recording:
-        record = _find_recording(live, id)
-        attempt = live.shared.fleet.attempts.get(AttemptKey(record.job, record.attempt))
+        recording = _find_recording(live, id)
+        attempt = live.shared.fleet.attempts.get(AttemptKey(recording.job, recording.attempt))
         if attempt is not None:
-            live.shared.recordings.stop_recording(record, attempt, live.now())
-        return await asyncio.to_thread(describe_recording, record)
+            live.shared.recordings.stop_recording(recording, attempt, live.now())
+        return await asyncio.to_thread(describe_recording, recording)
 
     @routes.get(
         "/{id}",
@@ -180,22 +180,25 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
         return await asyncio.to_thread(describe_recording, _find_recording(live, id))
 
     async def render_recording(id: str, render: Callable[[str, RankProfiles, int], str]) -> str:
-        record = _find_recording(live, id)
-        if record.status == "pending":
+        recording = _find_recording(live, id)
+        if recording.status == "pending":
             raise Problem(
                 409,
                 f"recording {id} is still in progress: see /api/v1/recordings/{id}",
                 headers={"Retry-After": "2"},
             )
-        if not record.profile_bytes:
+        if not recording.profile_bytes:
             detail = f"recording {id} failed on every rank: /api/v1/recordings/{id} shows why"
             raise Problem(409, detail)
-        sampled, rate = [rank.rank for rank in record.ranks if rank.profile], record.request.rate
-        title = (
-            f"job {record.job}, {name_ranks(sampled)}: {record.request.seconds} s at {rate} Hz,"
-            f" {record.created_at:%Y-%m-%d %H:%M:%S} UTC"
+        sampled, rate = (
+            [rank.rank for rank in recording.ranks if rank.profile],
+            recording.request.rate,
         )
-        return await asyncio.to_thread(lambda: render(title, unpack_profiles(record), rate))
+        title = (
+            f"job {recording.job}, {name_ranks(sampled)}: {recording.request.seconds} s at {rate} Hz,"
+            f" {recording.created_at:%Y-%m-%d %H:%M:%S} UTC"
+        )
+        return await asyncio.to_thread(lambda: render(title, unpack_profiles(recording), rate))
 
     @routes.get(
         "/{id}/flamegraph.svg",
@@ -219,15 +222,15 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
         return make_attachment(f"hangwatch-{id}.speedscope.json", document, "application/json")
 
 
-def _find_recording(live: AppState, id: str) -> RecordingRecord:
-    record = live.shared.recordings.find_request(id, live.now())
-    if record is None:
+def _find_recording(live: AppState, id: str) -> RequestedRecording:
+    recording = live.shared.recordings.find_request(id, live.now())
+    if recording is None:
         raise Problem(
             404,
             f"unknown recording {id!r}: only recent recordings are kept, and none after a"
             " restart; request it again",
         )
-    return record
+    return recording
 
 
 def render_flamegraph(title: str, profiles: RankProfiles, rate: int) -> str:

@@ -27,7 +27,7 @@ class RankDump(RankReply):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class DumpRecord(KeptRequest[RankDump]):
+class RequestedDump(KeptRequest[RankDump]):
     """The stacks of some ranks, as far as they have arrived."""
 
     native: bool
@@ -39,15 +39,15 @@ class DumpRecord(KeptRequest[RankDump]):
         )
 
 
-class DumpRegistry(RequestRegistry[DumpRecord]):
+class DumpRegistry(RequestRegistry[RequestedDump]):
     MAX_KEPT = 50
     EXITED = "has exited: it has no stack"
 
     def request_dump(
         self, attempt: Attempt, ranks: Sequence[int], native: bool, now: float
-    ) -> DumpRecord:
+    ) -> RequestedDump:
         """Requests the stacks of ``ranks``, each of which must be in ``attempt.processes``."""
-        dump = DumpRecord(**self.describe_request(attempt, now), native=native)
+        dump = RequestedDump(**self.describe_request(attempt, now), native=native)
         for rank in dict.fromkeys(ranks):
             reply, process = (
                 RankDump(rank=rank, deadline=now + REPLY_TIMEOUT_S),

@@ -51,7 +51,7 @@ class RankRecording(RankReply):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class RecordingRecord(KeptRequest[RankRecording]):
+class RequestedRecording(KeptRequest[RankRecording]):
     request: RecordingRequest
 
     @property
@@ -72,11 +72,11 @@ class RecordingRecord(KeptRequest[RankRecording]):
         )
 
 
-class RecordingRegistry(RequestRegistry[RecordingRecord]):
+class RecordingRegistry(RequestRegistry[RequestedRecording]):
     MAX_KEPT = 20
 
     def is_full(self) -> bool:
-        kept_bytes = sum(record.profile_bytes for record in self.requests.values())
+        kept_bytes = sum(recording.profile_bytes for recording in self.requests.values())
         return super().is_full() or kept_bytes > MAX_KEPT_BYTES
 
     def find_conflict(self, attempt: Attempt, ranks: Sequence[int], now: float) -> str | None:
@@ -84,33 +84,33 @@ class RecordingRegistry(RequestRegistry[RecordingRecord]):
         time.
         """
         agents = {attempt.processes[rank].agent for rank in ranks}
-        for record in self.requests.values():
-            record.expire_replies(now)
-            if any(rank.is_active and rank.agent in agents for rank in record.ranks):
-                return record.id
+        for recording in self.requests.values():
+            recording.expire_replies(now)
+            if any(rank.is_active and rank.agent in agents for rank in recording.ranks):
+                return recording.id
         return None
 
     def request_recording(
         self, attempt: Attempt, request: RecordingRequest, now: float
-    ) -> RecordingRecord:
+    ) -> RequestedRecording:
         """Requests a recording of ``request.ranks``, each of which must be in
         ``attempt.processes``.
         """
-        record = RecordingRecord(**self.describe_request(attempt, now), request=request)
+        recording = RequestedRecording(**self.describe_request(attempt, now), request=request)
         running_per_agent: Counter[str] = Counter()
         for rank in dict.fromkeys(request.ranks):
             process = attempt.processes[rank]
             running_per_agent[process.agent] += process.exit is None
-            longest_s = running_per_agent[process.agent] * record.max_duration_s
+            longest_s = running_per_agent[process.agent] * recording.max_duration_s
             deadline = now + START_TIMEOUT_S + longest_s
             reply = RankRecording(rank=rank, agent=process.agent, deadline=deadline)
-            self.add_rank(record, reply, process, CommandKind.RECORD, now, **request.options)
-        self.keep_request(record)
-        return record
+            self.add_rank(recording, reply, process, CommandKind.RECORD, now, **request.options)
+        self.keep_request(recording)
+        return recording
 
-    def stop_recording(self, record: RecordingRecord, attempt: Attempt, now: float) -> None:
+    def stop_recording(self, recording: RequestedRecording, attempt: Attempt, now: float) -> None:
         """Ends the recording of all ranks; what was sampled so far is kept."""
-        for recorded in record.ranks:
+        for recorded in recording.ranks:
             process = attempt.processes.get(recorded.rank)
             if not recorded.is_active or process is None:
                 continue
@@ -124,12 +124,12 @@ class RecordingRegistry(RequestRegistry[RecordingRecord]):
         for reply in replies:
             if reply.request not in self.replies_by_command:
                 continue
-            record, recorded = self.replies_by_command[reply.request]
+            recording, recorded = self.replies_by_command[reply.request]
             if not recorded.is_active:
                 continue
             if reply.begun:
                 recorded.status = "recording"
-                recorded.deadline = now + record.max_duration_s
+                recorded.deadline = now + recording.max_duration_s
             else:
                 recorded.reply = reply
                 recorded.error = reply.error
@@ -138,23 +138,23 @@ class RecordingRegistry(RequestRegistry[RecordingRecord]):
             self.drop_oldest()
 
 
-def describe_recording(record: RecordingRecord) -> Recording:
+def describe_recording(recording: RequestedRecording) -> Recording:
     """The document of a recording. Unpacking its profiles takes a while: call this in a thread."""
     return Recording(
-        id=record.id,
-        job=record.job,
-        attempt=record.attempt,
-        status=record.status,
-        created_at=record.created_at,
-        ranks=[_describe_rank(rank) for rank in record.ranks],
-        **record.request.options,
+        id=recording.id,
+        job=recording.job,
+        attempt=recording.attempt,
+        status=recording.status,
+        created_at=recording.created_at,
+        ranks=[_describe_rank(rank) for rank in recording.ranks],
+        **recording.request.options,
     )
 
 
-def unpack_profiles(record: RecordingRecord) -> list[tuple[int, Profile]]:
+def unpack_profiles(recording: RequestedRecording) -> list[tuple[int, Profile]]:
     """The valid profiles, by rank. `describe_recording` reports the invalid ones."""
     profiles: list[tuple[int, Profile]] = []
-    for rank in record.ranks:
+    for rank in recording.ranks:
         if rank.profile:
             with contextlib.suppress(ValueError):
                 profiles.append((rank.rank, unpack_profile(rank.profile)))

@@ -24,7 +24,7 @@ from ..http.app_state import AppState
 from ..http.ondemand_routes import convert_stacks, select_calling_stacks
 from ..http.rendering import STYLESHEET_PATH, make_attachment, render_parts, render_text
 from ..monitor import views
-from ..ondemand.dumps import DumpRecord
+from ..ondemand.dumps import RequestedDump
 from .ranks_page import RankSpan, filter_ranks, parse_rank_spans
 from .wait_graph import GraphPicture, build_graph, draw_graph
 
@@ -149,7 +149,7 @@ def _label_boxes(incident: Incident, picture: GraphPicture) -> list[str]:
     return labels
 
 
-def _merge_dump_stacks(dump: DumpRecord) -> list[tuple[MergedStack, bool]]:
+def _merge_dump_stacks(dump: RequestedDump) -> list[tuple[MergedStack, bool]]:
     """The stacks of a dump, equal ones merged, each with whether it is a calling thread's."""
     merged: dict[MergedStack, tuple[list[int], MergedStack, bool]] = {}
     for rank in dump.ranks:

@@ -28,8 +28,8 @@ from hangwatch.server.ondemand import recordings
 from hangwatch.server.ondemand.recordings import (
     OVERHEAD_S,
     START_TIMEOUT_S,
-    RecordingRecord,
     RecordingRegistry,
+    RequestedRecording,
     describe_recording,
     unpack_profiles,
 )
@@ -301,10 +301,10 @@ class TestRecordings:
     @pytest.fixture
     def request_recording(
         self,
-    ) -> Callable[..., tuple[RecordingRegistry, RecordingRecord, tuple[Command, ...]]]:
+    ) -> Callable[..., tuple[RecordingRegistry, RequestedRecording, tuple[Command, ...]]]:
         def make_recording(
             *ranks: int, **more: Any
-        ) -> tuple[RecordingRegistry, RecordingRecord, tuple[Command, ...]]:
+        ) -> tuple[RecordingRegistry, RequestedRecording, tuple[Command, ...]]:
             clock = Clock(monotonic=lambda: NOW)
             command_queue = CommandQueue(clock=clock)
             registry = RecordingRegistry(clock=clock, command_queue=command_queue)
