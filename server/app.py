@@ -66,7 +66,7 @@ def build_app(
         heartbeat_queue=watch.heartbeat_queue,
         answer_request=heartbeats.HeartbeatAnswerer(watch, authenticator).answer_request,
     )
-    live = AppState(
+    state = AppState(
         settings=settings,
         base_url=base_url,
         token=token,
@@ -78,13 +78,13 @@ def build_app(
     app = FastAPI(
         title="hangwatch",
         version=__version__,
-        lifespan=lambda _: _run_tasks(live, mcp),
+        lifespan=lambda _: _run_tasks(state, mcp),
         docs_url=None,
         redoc_url=None,
         responses=openapi.ERROR_RESPONSES,
     )
     rendering.set_path_prefix(settings.path_prefix)
-    _add_routes(app, live)
+    _add_routes(app, state)
     app.router.routes.append(Route(mcp_endpoint.PATH, mcp, include_in_schema=False))
     openapi.install_openapi(app, token)
     # The middleware that is added last is the outermost: its headers are on rejections, too.
@@ -92,30 +92,30 @@ def build_app(
     app.add_middleware(limits.BodySizeLimit)
     app.add_middleware(access.PathPrefixMiddleware, prefix=settings.path_prefix)
     app.add_middleware(_SecurityHeadersMiddleware)
-    return heartbeats.HeartbeatFastPath(app, live, authenticator, settings.path_prefix), live
+    return heartbeats.HeartbeatFastPath(app, state, authenticator, settings.path_prefix), state
 
 
 @contextlib.asynccontextmanager
-async def _run_tasks(live: AppState, mcp: mcp_endpoint.McpEndpoint) -> AsyncIterator[None]:
+async def _run_tasks(state: AppState, mcp: mcp_endpoint.McpEndpoint) -> AsyncIterator[None]:
     """Runs everything that requests do not start, for as long as the application runs. `HttpServer`
     runs the agent worker, which returns connections to it.
     """
-    persistence, job_claims = live.watch.persistence, live.watch.job_claims
+    persistence, job_claims = state.watch.persistence, state.watch.job_claims
     persistence.resume_deliveries(persistence.store.load_deliveries())
-    live.tasks.start_task("diagnosis", live.watch.loop.run)
-    live.tasks.start_task("storage and alerts", persistence.run)
-    live.tasks.start_task("load measurement", live.shared.load.measure_lateness)
+    state.tasks.start_task("diagnosis", state.watch.loop.run)
+    state.tasks.start_task("storage and alerts", persistence.run)
+    state.tasks.start_task("load measurement", state.shared.load.measure_lateness)
     if job_claims is not None:
-        live.tasks.start_task("claims to jobs", job_claims.run)
+        state.tasks.start_task("claims to jobs", job_claims.run)
     yield
     await mcp.stop()
-    await live.tasks.stop_tasks()
+    await state.tasks.stop_tasks()
     await persistence.save_changes()
     await asyncio.to_thread(persistence.alerter.close)
 
 
-def _add_routes(app: FastAPI, live: AppState) -> None:
-    rendering.install_error_handlers(app, live.shared.counters.refusals_by_limit)
+def _add_routes(app: FastAPI, state: AppState) -> None:
+    rendering.install_error_handlers(app, state.shared.counters.refusals_by_limit)
     for part in (
         heartbeats,
         api,
@@ -126,8 +126,8 @@ def _add_routes(app: FastAPI, live: AppState) -> None:
         performance_pages,
         access,
     ):
-        app.include_router(part.build_router(live))
-    app.include_router(_build_operations_router(live))
+        app.include_router(part.build_router(state))
+    app.include_router(_build_operations_router(state))
 
     @app.get("/docs", include_in_schema=False)
     async def show_docs() -> Response:
@@ -141,19 +141,19 @@ def _add_routes(app: FastAPI, live: AppState) -> None:
     app.mount("/static", StaticFiles(directory=rendering.STATIC_DIR))
 
 
-def _build_operations_router(live: AppState) -> APIRouter:
+def _build_operations_router(state: AppState) -> APIRouter:
     routes = APIRouter(tags=["operations"])
 
     @routes.get(
         "/healthz", summary="Whether the process responds; `down` names parts that do not work"
     )
     async def healthz() -> dict[str, str | dict[str, str]]:
-        down = live.list_down_parts()
+        down = state.list_down_parts()
         return {"status": "degraded", "down": down} if down else {"status": "ok"}
 
     @routes.get("/readyz", summary="Whether the diagnosis runs and incidents can be stored")
     async def readyz() -> dict[str, str]:
-        down = live.list_down_parts()
+        down = state.list_down_parts()
         if down:
             reasons = "; ".join(f"{part}: {reason}" for part, reason in down.items())
             raise Problem(503, f"{reasons}. The server's stderr has the details", down=down)
@@ -162,7 +162,7 @@ def _build_operations_router(live: AppState) -> APIRouter:
     @routes.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         return Response(
-            metrics.format_exposition(live), media_type="text/plain; version=0.0.4; charset=utf-8"
+            metrics.format_exposition(state), media_type="text/plain; version=0.0.4; charset=utf-8"
         )
 
     return routes

@@ -107,10 +107,10 @@ def _serve(settings: Settings) -> int:
         if token is None and not _is_loopback(listening):
             token = kept_token(settings.data_dir)
         base_url = _find_base_url(settings, listening.getsockname()[1])
-        app, live = build_app(settings, store=store, base_url=base_url, token=token)
+        app, state = build_app(settings, store=store, base_url=base_url, token=token)
         announce(settings, base_url, token)
         server = HttpServer(
-            live, app, loop="asyncio", backlog=BACKLOG, log_config=None, access_log=False,
+            state, app, loop="asyncio", backlog=BACKLOG, log_config=None, access_log=False,
             timeout_graceful_shutdown=SHUTDOWN_GRACE_S, timeout_keep_alive=limits.KEEP_ALIVE_S, server_header=False, proxy_headers=False,
             ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
         )  # fmt: skip

@@ -256,7 +256,7 @@ class PathPrefixMiddleware:
         )
 
 
-def build_router(live: AppState) -> APIRouter:
+def build_router(state: AppState) -> APIRouter:
     routes = APIRouter(include_in_schema=False)
     failures = LoginFailures()
 
@@ -280,25 +280,25 @@ def build_router(live: AppState) -> APIRouter:
         address = request.client.host if request.client else ""
         form = dict(parse_qsl(body.decode("utf-8", "replace")))
         given, target = form.get("token", "").strip(), _sanitize_redirect(form.get("next", "/"))
-        if live.token is not None and not _constant_time_equal(given, live.token):
+        if state.token is not None and not _constant_time_equal(given, state.token):
             # The right token is accepted all the same: behind a proxy, all people have one address.
-            if (wait := failures.wait_s(address, live.now())) > 0:
+            if (wait := failures.wait_s(address, state.now())) > 0:
                 detail = f"too many wrong tokens from this address: try again in {wait:.0f} s"
                 raise Problem(429, detail, headers={"Retry-After": f"{wait:.0f}"})
-            failures.add_failure(address, live.now())
+            failures.add_failure(address, state.now())
             return render_page(
                 "login.html", status_code=401, next=target, wrong=True, signed_out=True
             )
         response = RedirectResponse(target, status_code=303)
-        if live.token is not None:
+        if state.token is not None:
             response.set_cookie(
                 COOKIE_NAME,
-                derive_session_value(live.token),
+                derive_session_value(state.token),
                 max_age=30 * 86400,
                 path=request.scope.get("root_path") or "/",
                 httponly=True,
                 samesite="lax",
-                secure=request.url.scheme == "https" or live.base_url.startswith("https:"),
+                secure=request.url.scheme == "https" or state.base_url.startswith("https:"),
             )
         return response
 

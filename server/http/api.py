@@ -49,11 +49,11 @@ JobName = Annotated[str | None, Query(description="only this job")]
 RankNumber = Annotated[int | None, Query(ge=0, description="only this rank")]
 
 
-def build_router(live: AppState) -> APIRouter:
+def build_router(state: AppState) -> APIRouter:
     routes = APIRouter(prefix="/api/v1")
-    _add_job_routes(routes, live)
-    _add_incident_routes(routes, live)
-    _add_dump_routes(routes, live)
+    _add_job_routes(routes, state)
+    _add_incident_routes(routes, state)
+    _add_dump_routes(routes, state)
 
     @routes.get(
         "/events",
@@ -66,12 +66,12 @@ def build_router(live: AppState) -> APIRouter:
     async def stream_events(
         last_event_id: Annotated[str | None, Header(description="resume after this event")] = None,
     ) -> StreamingResponse:
-        return stream.make_stream_response(live, live.shared.events.stream_events(last_event_id))
+        return stream.make_stream_response(state, state.shared.events.stream_events(last_event_id))
 
     return routes
 
 
-def _add_job_routes(routes: APIRouter, live: AppState) -> None:
+def _add_job_routes(routes: APIRouter, state: AppState) -> None:
     @routes.get(
         "/jobs",
         operation_id="jobs_api_v1_jobs_get",
@@ -80,7 +80,7 @@ def _add_job_routes(routes: APIRouter, live: AppState) -> None:
         response_model=Page[JobView],
     )
     async def list_jobs(page: PageOf1000, job: JobName = None) -> Response:
-        return page.make_response(live.find_attempts(job), lambda a: a.job, live.describe_job)
+        return page.make_response(state.find_attempts(job), lambda a: a.job, state.describe_job)
 
     @routes.get(
         "/attempts",
@@ -95,7 +95,7 @@ def _add_job_routes(routes: APIRouter, live: AppState) -> None:
             str | None, Query(max_length=256, pattern=r"^[^\x00]*$", description="only this job")
         ] = None,
     ) -> Response:
-        rows = await asyncio.to_thread(live.watch.persistence.store.load_attempts, job)
+        rows = await asyncio.to_thread(state.watch.persistence.store.load_attempts, job)
         return page.make_response(
             rows, lambda a: f"{a.server or ''}/{a.job}/{a.attempt}", lambda a: a
         )
@@ -114,19 +114,19 @@ def _add_job_routes(routes: APIRouter, live: AppState) -> None:
             int | None, Query(ge=0, description="an attempt of ?job= other than the latest")
         ] = None,
         rank: RankNumber = None,
-        state: RankState | None = None,
+        rank_state: Annotated[RankState | None, Query(alias="state")] = None,
         members: Annotated[
             bool,
             Query(description="false: omit the ranks of each group, which are many in a large job"),
         ] = True,
     ) -> Response:
-        now = live.now()
+        now = state.now()
         rows = (
             (shown, number, states[number])
-            for shown in live.find_attempts(job, attempt)
-            for states in [live.get_rank_states(shown)]
+            for shown in state.find_attempts(job, attempt)
+            for states in [state.get_rank_states(shown)]
             for number in (states if rank is None else states.keys() & {rank})
-            if state is None or states[number] is state
+            if rank_state is None or states[number] is rank_state
         )
         return page.make_response(
             rows,
@@ -145,7 +145,7 @@ def _add_job_routes(routes: APIRouter, live: AppState) -> None:
     async def list_groups(
         page: PageOf1000, job: JobName = None, rank: RankNumber = None
     ) -> Response:
-        rows = [(a, key) for a in live.find_attempts(job) for key in views.list_groups(a, rank)]
+        rows = [(a, key) for a in state.find_attempts(job) for key in views.list_groups(a, rank)]
         return page.make_response(
             rows,
             lambda row: make_group_cursor(*row),
@@ -168,7 +168,7 @@ def make_incidents_response(page: PageRequest, records: Sequence[IncidentRecord]
     )
 
 
-def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
+def _add_incident_routes(routes: APIRouter, state: AppState) -> None:
     @routes.get(
         "/incidents",
         operation_id="incidents_api_v1_incidents_get",
@@ -182,7 +182,7 @@ def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
         status: Annotated[Literal["open", "resolved"] | None, Query()] = None,
         rank: RankNumber = None,
     ) -> Response:
-        return make_incidents_response(page, live.find_incidents(job, status, rank))
+        return make_incidents_response(page, state.find_incidents(job, status, rank))
 
     @routes.get(
         "/incidents/{id}",
@@ -192,7 +192,7 @@ def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
         response_model=describe_document(Incident),
     )
     async def show_incident(id: str) -> Response:
-        return make_json_response(build_document(live.get_incident(id).incident))
+        return make_json_response(build_document(state.get_incident(id).incident))
 
     @routes.get(
         "/incidents/{id}/bundle",
@@ -203,14 +203,14 @@ def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
         responses={200: {"content": {"application/zip": {}}}},
     )
     async def download_bundle(id: str) -> Response:
-        record = live.get_incident(id)
-        attempt = live.shared.fleet.attempts.get(record.attempt_key)
-        ranks = [] if attempt is None else describe_ranks(live, attempt, record.incident)
+        record = state.get_incident(id)
+        attempt = state.shared.fleet.attempts.get(record.attempt_key)
+        ranks = [] if attempt is None else describe_ranks(state, attempt, record.incident)
         archive = build_archive(record.incident, ranks)
         return make_attachment(f"hangwatch-{id}.zip", archive, "application/zip")
 
 
-def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
+def _add_dump_routes(routes: APIRouter, state: AppState) -> None:
     @routes.post(
         "/dumps",
         operation_id="ask_api_v1_dumps_post",
@@ -219,14 +219,14 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
         summary="Requests the current stacks of ranks",
     )
     async def request_dump(body: DumpRequest, response: Response) -> Dump:
-        attempt = live.choose_attempt(body.job, body.ranks)
-        if live.shared.commands.unsent_count + len(body.ranks) > MAX_PENDING_DUMP_RANKS:
+        attempt = state.choose_attempt(body.job, body.ranks)
+        if state.shared.commands.unsent_count + len(body.ranks) > MAX_PENDING_DUMP_RANKS:
             raise Problem(
                 429,
                 f"stacks of at most {MAX_PENDING_DUMP_RANKS} ranks can be requested at a time",
                 headers={"Retry-After": "5"},
             )
-        dump = live.shared.dumps.request_dump(attempt, body.ranks, body.native, live.now())
+        dump = state.shared.dumps.request_dump(attempt, body.ranks, body.native, state.now())
         response.headers["Location"] = f"/api/v1/dumps/{dump.id}"
         return Dump.model_validate(dump, from_attributes=True)
 
@@ -237,7 +237,7 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
         summary="The results of a dump so far",
     )
     async def show_dump(id: str) -> Dump:
-        dump = live.shared.dumps.find_request(id, live.now())
+        dump = state.shared.dumps.find_request(id, state.now())
         if dump is None:
             raise Problem(
                 404,
@@ -314,11 +314,11 @@ PageOf100 = Annotated[PageRequest, Depends(_read_page_request(100))]
 PageOf1000 = Annotated[PageRequest, Depends(_read_page_request(1000))]
 
 
-def describe_ranks(live: AppState, attempt: Attempt, incident: Incident) -> list[RankView]:
+def describe_ranks(state: AppState, attempt: Attempt, incident: Incident) -> list[RankView]:
     """All ranks. For a large job: the culprits and the first waiting ranks, without the members of
     their groups.
     """
-    states, now = live.get_rank_states(attempt), live.now()
+    states, now = state.get_rank_states(attempt), state.now()
     is_large = len(states) > MAX_DETAILED_RANKS
     involved = (*incident.culprits, *incident.waiting)[: MAX_DETAILED_RANKS // 4]
     return [

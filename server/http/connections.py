@@ -188,21 +188,21 @@ class HttpServer(uvicorn.Server):
     wait for commands.
     """
 
-    def __init__(self, live: AppState, app: ASGIApp, **options: Any) -> None:
+    def __init__(self, state: AppState, app: ASGIApp, **options: Any) -> None:
         """``options`` are further arguments of `uvicorn.Config`."""
-        self._live, self._tasks = live, set[asyncio.Task[object]]()
+        self._state, self._tasks = state, set[asyncio.Task[object]]()
         self._make_protocol = functools.partial(
             LimitedHttpProtocol,
-            refusals=live.shared.counters.refusals_by_limit,
-            identifies_peers=live.token is None,  # then the peer's user decides
-            agent_worker=live.agent_worker,
+            refusals=state.shared.counters.refusals_by_limit,
+            identifies_peers=state.token is None,  # then the peer's user decides
+            agent_worker=state.agent_worker,
         )
         super().__init__(uvicorn.Config(app, http=self._make_protocol, **options))  # type: ignore[arg-type] # it is only called
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        run_worker = functools.partial(self._live.agent_worker.run, self._serve_connection)
-        self._live.tasks.start_task("node agents' connections", run_worker)
+        run_worker = functools.partial(self._state.agent_worker.run, self._serve_connection)
+        self._state.tasks.start_task("node agents' connections", run_worker)
 
     def _serve_connection(self, connected: socket.socket, received: bytes) -> None:
         loop = asyncio.get_running_loop()
@@ -219,5 +219,5 @@ class HttpServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
-        self._live.shared.events.close()
-        self._live.shared.commands.close()
+        self._state.shared.events.close()
+        self._state.shared.commands.close()

@@ -61,9 +61,9 @@ class HeartbeatFastPath:
     """
 
     def __init__(
-        self, app: ASGIApp, live: AppState, authenticator: Authenticator, prefix: str
+        self, app: ASGIApp, state: AppState, authenticator: Authenticator, prefix: str
     ) -> None:
-        self._app, self._watch, self._authenticator = app, live.watch, authenticator
+        self._app, self._watch, self._authenticator = app, state.watch, authenticator
         self._routes: dict[tuple[str, str], _Handler] = {}
         for before in ("", prefix):
             self._routes["POST", before + PATH] = _handle_heartbeat
@@ -188,7 +188,7 @@ async def _read_body(headers: Mapping[str, str], receive: Receive, grant: AgentG
     return _decode_body(headers, b"".join(parts), grant)
 
 
-def build_router(live: AppState) -> APIRouter:
+def build_router(state: AppState) -> APIRouter:
     """The routes of node agents, for ``/docs`` only: `HeartbeatFastPath` answers before them."""
     routes = APIRouter(tags=["agents"])
 

@@ -96,34 +96,34 @@ LabelledAttempts = Sequence[tuple[Attempt, str]]
 LabelValues = TypeVar("LabelValues", str, tuple[str, str], tuple[str, str, str])
 
 
-def format_exposition(live: AppState) -> bytes:
+def format_exposition(state: AppState) -> bytes:
     """All metrics in the text format of Prometheus."""
     registry = CollectorRegistry()
-    registry.register(_Collector(live))
+    registry.register(_Collector(state))
     ProcessCollector(registry=registry)
     return generate_latest(registry)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Collector(Collector):
-    live: AppState
+    state: AppState
 
     def collect(self) -> Iterator[Metric]:
-        live = self.live
+        state = self.state
         jobs = [
             (attempt, attempt.job if place < MAX_JOBS_SHOWN else OTHERS)
-            for place, attempt in enumerate(live.list_latest_attempts())
+            for place, attempt in enumerate(state.list_latest_attempts())
         ]
-        yield from _collect_progress(live, jobs)
-        yield from _collect_incidents(live, jobs)
-        yield from _collect_performance(live, jobs)
-        yield from _collect_agents(live.watch, live.now())
-        yield from _collect_server(live.watch)
-        yield make_metric("hangwatch_task_failures", live.tasks.count_failures(), "task")
+        yield from _collect_progress(state, jobs)
+        yield from _collect_incidents(state, jobs)
+        yield from _collect_performance(state, jobs)
+        yield from _collect_agents(state.watch, state.now())
+        yield from _collect_server(state.watch)
+        yield make_metric("hangwatch_task_failures", state.tasks.count_failures(), "task")
 
 
-def _collect_progress(live: AppState, jobs: LabelledAttempts) -> Iterator[Metric]:
-    now = live.now()
+def _collect_progress(state: AppState, jobs: LabelledAttempts) -> Iterator[Metric]:
+    now = state.now()
     ranks: Counter[tuple[str, str]] = Counter()
     steps: dict[str, float] = {}
     paces: dict[str, float] = {}
@@ -132,7 +132,7 @@ def _collect_progress(live: AppState, jobs: LabelledAttempts) -> Iterator[Metric
     dropped: Counter[str] = Counter()
     overflows: Counter[str] = Counter()
     for attempt, job in jobs:
-        by_state = Counter(live.get_rank_states(attempt).values())
+        by_state = Counter(state.get_rank_states(attempt).values())
         ranks.update({(job, state.value): by_state[state] for state in RankState})
         processes = list(attempt.processes.values())
         process_ages = [now - p.reports.agent_seen_at for p in processes if p.is_alive]
@@ -148,7 +148,7 @@ def _collect_progress(live: AppState, jobs: LabelledAttempts) -> Iterator[Metric
         if job != OTHERS:
             if reached := [p.step for p in processes if p.step is not None]:
                 steps[job] = min(reached)
-            pace = live.watch.states.paces.get(attempt.key)
+            pace = state.watch.states.paces.get(attempt.key)
             if pace is not None and pace.steps_per_s is not None:
                 paces[job] = pace.steps_per_s
     yield make_metric("hangwatch_ranks", ranks, JOB, "state")
@@ -160,28 +160,28 @@ def _collect_progress(live: AppState, jobs: LabelledAttempts) -> Iterator[Metric
     yield make_metric("hangwatch_overflows", overflows, JOB)
 
 
-def _collect_incidents(live: AppState, jobs: LabelledAttempts) -> Iterator[Metric]:
+def _collect_incidents(state: AppState, jobs: LabelledAttempts) -> Iterator[Metric]:
     labels = {attempt.job: job for attempt, job in jobs}
     counts: Counter[tuple[str, str, str]] = Counter()
     ages = dict.fromkeys(labels.values(), 0.0)
-    for record in live.shared.incidents.records.values():
+    for record in state.shared.incidents.records.values():
         incident = record.incident
         if record.is_live and incident.job in labels:
             job = labels[incident.job]
             counts[job, incident.kind.value, incident.severity.value] += 1
             if is_hang(incident):
-                ages[job] = max(ages[job], live.now() - record.onset_at)
+                ages[job] = max(ages[job], state.now() - record.onset_at)
     yield make_metric("hangwatch_incidents_open", counts, JOB, "kind", "severity")
     yield make_metric("hangwatch_stall_seconds", ages, JOB)
 
 
-def _collect_performance(live: AppState, jobs: LabelledAttempts) -> Iterator[Metric]:
+def _collect_performance(state: AppState, jobs: LabelledAttempts) -> Iterator[Metric]:
     totals_by_job: dict[str, JobTotals] = {}
     waited_ratios: dict[str, float] = {}
     for attempt, job in jobs:
         job_totals = totals_by_job.setdefault(job, JobTotals())
-        job_totals.merge_operations(live.shared.performance.get_job(attempt))
-        stragglers = list_stragglers(live.get_ranked_groups(attempt))
+        job_totals.merge_operations(state.shared.performance.get_job(attempt))
+        stragglers = list_stragglers(state.get_ranked_groups(attempt))
         shares = [straggler.waited_share or 0.0 for straggler in stragglers]
         waited_ratios[job] = max([waited_ratios.get(job, 0.0), *shares])
     totals_by_op = {

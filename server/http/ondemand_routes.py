@@ -54,19 +54,19 @@ NameQuery = Annotated[str, Query(max_length=256)]
 RankProfiles = Sequence[tuple[int, Profile]]
 
 
-def build_router(live: AppState) -> APIRouter:
+def build_router(state: AppState) -> APIRouter:
     routes = APIRouter(prefix="/api/v1")
-    _add_trace_route(routes, live)
+    _add_trace_route(routes, state)
     recordings = APIRouter(prefix="/recordings", tags=["recordings"])
-    _add_recording_routes(recordings, live)
+    _add_recording_routes(recordings, state)
     routes.include_router(recordings)
     stacks = APIRouter(prefix="/incidents/{id}", tags=["incidents"])
-    _add_stack_routes(stacks, live)
+    _add_stack_routes(stacks, state)
     routes.include_router(stacks)
     return routes
 
 
-def _add_trace_route(routes: APIRouter, live: AppState) -> None:
+def _add_trace_route(routes: APIRouter, state: AppState) -> None:
     @routes.get(
         "/trace",
         operation_id="trace_api_v1_trace_get",
@@ -93,27 +93,27 @@ def _add_trace_route(routes: APIRouter, live: AppState) -> None:
             float | None, Query(gt=0, le=MAX_TRACE_S, description="end after this time")
         ] = None,
     ) -> StreamingResponse:
-        attempt = live.choose_attempt(job, rank)
-        _check_traceable(live, attempt, rank, group)
+        attempt = state.choose_attempt(job, rank)
+        _check_traceable(state, attempt, rank, group)
 
         async def stream_calls() -> AsyncIterator[str]:
-            traces = live.shared.traces
+            traces = state.shared.traces
             trace_filter = TraceFilter(op=op, group=group, values=values, seconds=seconds)
-            session = traces.start_session(attempt, rank, trace_filter, live.now())
+            session = traces.start_session(attempt, rank, trace_filter, state.now())
             try:
                 async for part in stream_events(
-                    traces, session, lambda: live.shared.events.is_closed
+                    traces, session, lambda: state.shared.events.is_closed
                 ):
                     yield part
             finally:
                 traces.stop_session(session)
 
-        return stream.make_stream_response(live, stream_calls())
+        return stream.make_stream_response(state, stream_calls())
 
 
-def _check_traceable(live: AppState, attempt: Attempt, ranks: Sequence[int], group: str) -> None:
+def _check_traceable(state: AppState, attempt: Attempt, ranks: Sequence[int], group: str) -> None:
     """Raises Problem for what cannot be traced."""
-    if len(live.shared.traces.sessions) >= MAX_SESSIONS:
+    if len(state.shared.traces.sessions) >= MAX_SESSIONS:
         raise Problem(
             503,
             f"{MAX_SESSIONS} clients already trace calls on this server: end one of them",
@@ -137,7 +137,7 @@ def _check_traceable(live: AppState, attempt: Attempt, ranks: Sequence[int], gro
         raise Problem(404, f"unknown group {group!r} of {name_ranks(ranks)}; known groups: {known}")
 
 
-def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
+def _add_recording_routes(routes: APIRouter, state: AppState) -> None:
     @routes.post(
         "",
         operation_id="ask_api_v1_recordings_post",
@@ -145,16 +145,16 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
         summary="Records where ranks spend their time, sampled with py-spy",
     )
     async def request_recording(wanted: RecordingRequest, response: Response) -> Recording:
-        attempt = live.choose_attempt(wanted.job, wanted.ranks)
-        registry = live.shared.recordings
-        other = registry.find_conflict(attempt, wanted.ranks, live.now())
+        attempt = state.choose_attempt(wanted.job, wanted.ranks)
+        registry = state.shared.recordings
+        other = registry.find_conflict(attempt, wanted.ranks, state.now())
         if other is not None:
             detail = (
                 f"recording {other} is in progress on a host of these ranks, and a host records one"
                 " process at a time: wait until it ends"
             )
             raise Problem(409, detail, headers={"Retry-After": "10"}, recording=other)
-        recording = registry.request_recording(attempt, wanted, live.now())
+        recording = registry.request_recording(attempt, wanted, state.now())
         response.headers["Location"] = f"/api/v1/recordings/{recording.id}"
         return describe_recording(recording)
 
@@ -165,10 +165,10 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
         summary="Ends a recording early and keeps what was sampled",
     )
     async def stop_recording(id: str) -> Recording:
-        recording = _find_recording(live, id)
-        attempt = live.shared.fleet.attempts.get(AttemptKey(recording.job, recording.attempt))
+        recording = _find_recording(state, id)
+        attempt = state.shared.fleet.attempts.get(AttemptKey(recording.job, recording.attempt))
         if attempt is not None:
-            live.shared.recordings.stop_recording(recording, attempt, live.now())
+            state.shared.recordings.stop_recording(recording, attempt, state.now())
         return await asyncio.to_thread(describe_recording, recording)
 
     @routes.get(
@@ -177,10 +177,10 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
         summary="The progress and the results of a recording",
     )
     async def show_recording(id: str) -> Recording:
-        return await asyncio.to_thread(describe_recording, _find_recording(live, id))
+        return await asyncio.to_thread(describe_recording, _find_recording(state, id))
 
     async def render_recording(id: str, render: Callable[[str, RankProfiles, int], str]) -> str:
-        recording = _find_recording(live, id)
+        recording = _find_recording(state, id)
         if recording.status == "pending":
             raise Problem(
                 409,
@@ -222,8 +222,8 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
         return make_attachment(f"hangwatch-{id}.speedscope.json", document, "application/json")
 
 
-def _find_recording(live: AppState, id: str) -> RequestedRecording:
-    recording = live.shared.recordings.find_request(id, live.now())
+def _find_recording(state: AppState, id: str) -> RequestedRecording:
+    recording = state.shared.recordings.find_request(id, state.now())
     if recording is None:
         raise Problem(
             404,
@@ -271,7 +271,7 @@ def render_speedscope(title: str, profiles: RankProfiles, rate: int) -> str:
     return json.dumps(profiles_to_speedscope(title, by_name, rate))
 
 
-def _add_stack_routes(routes: APIRouter, live: AppState) -> None:
+def _add_stack_routes(routes: APIRouter, state: AppState) -> None:
     @routes.get(
         "/text",
         operation_id="text_api_v1_incidents__id__text_get",
@@ -279,7 +279,7 @@ def _add_stack_routes(routes: APIRouter, live: AppState) -> None:
         response_class=PlainTextResponse,
     )
     async def show_text(id: str) -> Response:
-        document = build_document(live.get_incident(id).incident)
+        document = build_document(state.get_incident(id).incident)
         lines = terminal.format_incident(document, datetime.now(timezone.utc), full=True)
         return PlainTextResponse("\n".join(lines) + "\n")
 
@@ -289,7 +289,7 @@ def _add_stack_routes(routes: APIRouter, live: AppState) -> None:
         summary="The stacks for speedscope",
     )
     async def download_speedscope(id: str) -> Response:
-        incident = live.get_incident(id).incident
+        incident = state.get_incident(id).incident
         stacks = [
             (f"{name_ranks(stack.ranks)}, {stack.thread or 'no thread'}", stack.frames)
             for stack in incident.stacks
@@ -306,7 +306,7 @@ def _add_stack_routes(routes: APIRouter, live: AppState) -> None:
     )
     async def download_folded_stacks(id: str) -> Response:
         lines = format_folded_stacks(
-            convert_stacks(select_calling_stacks(live.get_incident(id).incident.stacks))
+            convert_stacks(select_calling_stacks(state.get_incident(id).incident.stacks))
         )
         text = "".join(f"{line}\n" for line in lines)
         return make_attachment(f"hangwatch-{id}.folded", text, "text/plain")
@@ -319,7 +319,7 @@ def _add_stack_routes(routes: APIRouter, live: AppState) -> None:
         responses={200: {"content": {"image/svg+xml": {}}}},
     )
     async def download_flamegraph(id: str) -> Response:
-        incident = live.get_incident(id).incident
+        incident = state.get_incident(id).incident
         tree = merge_stacks(convert_stacks(select_calling_stacks(incident.stacks)))
         rank_count = max(1, sum(len(branch.ranks) for branch in tree))
         bars = list(_iter_bars(tree, 0.0, 0, rank_count))

@@ -25,9 +25,9 @@ RETRY_MS = 1000
 MAX_READERS = 256  # the readers of all streams together
 
 
-def make_stream_response(live: AppState, events: AsyncIterator[str]) -> StreamingResponse:
+def make_stream_response(state: AppState, events: AsyncIterator[str]) -> StreamingResponse:
     """Sends events until the reader disconnects. Raises Problem if there are too many readers."""
-    readers = live.shared.events.readers
+    readers = state.shared.events.readers
     if len(readers) >= MAX_READERS:
         raise Problem(
             503,
@@ -50,7 +50,7 @@ def make_stream_response(live: AppState, events: AsyncIterator[str]) -> Streamin
 
 
 async def follow_page(
-    live: AppState, key: str, template: str, values: Callable[[], Mapping[str, object]]
+    state: AppState, key: str, template: str, values: Callable[[], Mapping[str, object]]
 ) -> AsyncIterator[str]:
     """The events of one viewer of the page at ``key``: ``part`` with an id and HTML, ``alive``, or
     ``gone`` at the end.
@@ -64,9 +64,9 @@ async def follow_page(
     sent: dict[str, str] = {}
     last_sent_at = loop.time()
     yield f"retry: {RETRY_MS}\n\n"
-    while not live.shared.events.is_closed:
+    while not state.shared.events.is_closed:
         try:
-            now = live.cache.get_or_compute(("page", key), encode_parts)
+            now = state.cache.get_or_compute(("page", key), encode_parts)
         except Problem as problem:  # the page's subject no longer exists
             yield encode_event("gone", {"detail": problem.detail})
             return

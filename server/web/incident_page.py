@@ -44,17 +44,17 @@ SECTIONS = (
 )
 
 
-def build_page_values(live: AppState, id: str, ranks: str, dump_id: str) -> dict[str, Any]:
+def build_page_values(state: AppState, id: str, ranks: str, dump_id: str) -> dict[str, Any]:
     """The values of the page. ``ranks`` selects the ranks whose stacks and processes are shown.
     ``dump_id`` names the stacks that were requested from the page, if any. Raises Problem for an
     unknown incident.
     """
-    incident = live.get_incident(id).incident
+    incident = state.get_incident(id).incident
     spans = parse_rank_spans(ranks)
     picture = draw_graph(build_graph(incident))
     document = build_document(replace(incident, stacks=()))
-    ended_at = incident.resolved_at or live.shared.clock.date(live.now())
-    dump = live.shared.dumps.find_request(dump_id, live.now()) if dump_id else None
+    ended_at = incident.resolved_at or state.shared.clock.date(state.now())
+    dump = state.shared.dumps.find_request(dump_id, state.now()) if dump_id else None
     proposed = (incident.culprits or incident.waiting)[:MAX_PROPOSED_RANKS]
     return {
         "incident": incident,
@@ -65,7 +65,7 @@ def build_page_values(live: AppState, id: str, ranks: str, dump_id: str) -> dict
         "open_s": (ended_at - incident.onset_at).total_seconds(),
         "picture": picture,
         "box_labels": _label_boxes(incident, picture),
-        **_build_graph_labels(live, incident, {arrow.waiter for arrow in picture.arrows}),
+        **_build_graph_labels(state, incident, {arrow.waiter for arrow in picture.arrows}),
         "differing": {
             name
             for name in COMPARED_FIELDS
@@ -108,12 +108,12 @@ def _build_stack_values(incident: Incident, spans: list[RankSpan] | None) -> dic
 
 
 def _build_graph_labels(
-    live: AppState, incident: Incident, waiters: Iterable[int]
+    state: AppState, incident: Incident, waiters: Iterable[int]
 ) -> dict[str, dict[Any, str]]:
     """Names for the graph: ``group_names`` by group, and ``ops`` by (rank, call). Calls outside the
     incident have a name only while the job is known.
     """
-    attempt = live.shared.fleet.attempts.get(AttemptKey(incident.job, incident.attempt))
+    attempt = state.shared.fleet.attempts.get(AttemptKey(incident.job, incident.attempt))
     processes = {} if attempt is None else attempt.processes
     waiting = [
         (rank, stream)
@@ -207,7 +207,7 @@ def _iter_stack_events(incident: Incident) -> Iterator[tuple[datetime, str]]:
         yield min(stack.taken_at for stack in stacks), f"{what} {ranks} ({source})"
 
 
-def build_router(live: AppState) -> APIRouter:
+def build_router(state: AppState) -> APIRouter:
     routes = APIRouter(prefix="/api/v1/incidents/{id}", tags=["incidents"])
 
     @routes.get(
@@ -217,15 +217,15 @@ def build_router(live: AppState) -> APIRouter:
         responses={200: {"content": {"text/html": {}}}},
     )
     async def download_report(id: str) -> Response:
-        values = build_page_values(live, id, "", "")
+        values = build_page_values(state, id, "", "")
         document = render_text(
             "report.html",
             **values,
             parts=render_parts("incident.html", **values),
             sections=SECTIONS,
             stylesheet=STYLESHEET_PATH.read_text(encoding="utf-8"),
-            made_at=live.shared.clock.date(live.now()),
-            address=f"{live.base_url}/incidents/{id}",
+            made_at=state.shared.clock.date(state.now()),
+            address=f"{state.base_url}/incidents/{id}",
         )
         return make_attachment(f"hangwatch-{id}.html", document, "text/html")
 

@@ -43,7 +43,7 @@ class IncidentsQuery(BaseModel):
         return any((self.job, self.status, self.kind, self.since, self.rank))
 
 
-def build_router(live: AppState) -> APIRouter:
+def build_router(state: AppState) -> APIRouter:
     routes = APIRouter(include_in_schema=False)
 
     @routes.get("/incidents")
@@ -51,30 +51,30 @@ def build_router(live: AppState) -> APIRouter:
         request: Request, listed: PageOf100, query: Annotated[IncidentsQuery, Query()]
     ) -> Response:
         if wants_json(request):
-            return make_incidents_response(listed, _find_matching_records(live, query))
-        return serve_page(live, request, "incidents.html", lambda: _build_values(live, query))
+            return make_incidents_response(listed, _find_matching_records(state, query))
+        return serve_page(state, request, "incidents.html", lambda: _build_values(state, query))
 
     @routes.get("/incidents/{id}")
     async def show_incident(
         request: Request, id: str, ranks: TextQuery = "", dump: TextQuery = ""
     ) -> Response:
         if wants_json(request):
-            return make_json_response(build_document(live.get_incident(id).incident))
+            return make_json_response(build_document(state.get_incident(id).incident))
         return serve_page(
-            live, request, "incident.html", lambda: build_page_values(live, id, ranks, dump)
+            state, request, "incident.html", lambda: build_page_values(state, id, ranks, dump)
         )
 
     return routes
 
 
-def _find_matching_records(live: AppState, query: IncidentsQuery) -> list[IncidentRecord]:
+def _find_matching_records(state: AppState, query: IncidentsQuery) -> list[IncidentRecord]:
     """The matching incidents, the newest first."""
     rank = int(query.rank) if query.rank else None
-    records = live.find_incidents(query.job or None, query.status or None, rank)
+    records = state.find_incidents(query.job or None, query.status or None, rank)
     if query.kind:
         records = [record for record in records if record.incident.kind is query.kind]
     if query.since:
-        earliest = live.shared.clock.date(live.now()) - PERIODS[query.since]
+        earliest = state.shared.clock.date(state.now()) - PERIODS[query.since]
         records = [
             record
             for record in records
@@ -84,10 +84,10 @@ def _find_matching_records(live: AppState, query: IncidentsQuery) -> list[Incide
     return list(records)
 
 
-def _build_values(live: AppState, query: IncidentsQuery) -> dict[str, Any]:
-    records = _find_matching_records(live, query)
-    past_jobs = {record.incident.job for record in live.shared.incidents.records.values()}
-    current_jobs = {attempt.job for attempt in live.list_latest_attempts()}
+def _build_values(state: AppState, query: IncidentsQuery) -> dict[str, Any]:
+    records = _find_matching_records(state, query)
+    past_jobs = {record.incident.job for record in state.shared.incidents.records.values()}
+    current_jobs = {attempt.job for attempt in state.list_latest_attempts()}
     return {
         "shown": slice_page(records, query.page, INCIDENTS_PER_PAGE),
         "jobs": sorted(past_jobs | current_jobs),

@@ -51,24 +51,26 @@ class AttemptOverview:
     cells: str  # the map: a letter for each rank, run-length encoded
 
 
-def get_overview(live: AppState, attempt: Attempt) -> AttemptOverview:
-    return live.cache.get_or_compute(("board", attempt.key), lambda: _build_overview(live, attempt))
-
-
-def _build_overview(live: AppState, attempt: Attempt) -> AttemptOverview:
-    records = live.shared.incidents.list_open(attempt)
-    shown_records = records or (
-        live.shared.incidents.list_ended_with(attempt) if attempt.is_finished else []
+def get_overview(state: AppState, attempt: Attempt) -> AttemptOverview:
+    return state.cache.get_or_compute(
+        ("board", attempt.key), lambda: _build_overview(state, attempt)
     )
-    states = live.watch.states.rank_states.get(attempt.key) or live.get_rank_states(attempt)
+
+
+def _build_overview(state: AppState, attempt: Attempt) -> AttemptOverview:
+    records = state.shared.incidents.list_open(attempt)
+    shown_records = records or (
+        state.shared.incidents.list_ended_with(attempt) if attempt.is_finished else []
+    )
+    states = state.watch.states.rank_states.get(attempt.key) or state.get_rank_states(attempt)
     counts = Counter(states.values())
-    job = live.add_summary(attempt, views.describe_job(attempt, counts, records, live.now()))
+    job = state.add_summary(attempt, views.describe_job(attempt, counts, records, state.now()))
     culprits = frozenset(rank for record in shown_records for rank in record.incident.culprits)
     worst_first = sorted(counts, key=lambda state: -STATE_CONCERN[state])
     return AttemptOverview(
         attempt=attempt,
         job=job,
-        advice=live.describe_status(attempt, job)[1],
+        advice=state.describe_status(attempt, job)[1],
         states=states,
         incidents=views.sort_by_severity(shown_records),
         culprits=culprits,
@@ -99,9 +101,9 @@ class MapLayout:
     choices: tuple[str, ...]
 
 
-def get_map_layout(live: AppState, attempt: Attempt, by: str) -> MapLayout:
+def get_map_layout(state: AppState, attempt: Attempt, by: str) -> MapLayout:
     """The map by host, or by the process groups with the description ``by``."""
-    return live.cache.get_or_compute(
+    return state.cache.get_or_compute(
         ("layout", attempt.key, by), lambda: _build_map_layout(attempt, by)
     )
 
@@ -154,9 +156,9 @@ class GroupRow:
         return is_together, -len(self.group.ranks), self.group.desc, self.group.name
 
 
-def get_group_rows(live: AppState, attempt: Attempt) -> list[GroupRow]:
+def get_group_rows(state: AppState, attempt: Attempt) -> list[GroupRow]:
     """The process groups, those whose members are at different positions first."""
-    return live.cache.get_or_compute(
+    return state.cache.get_or_compute(
         ("groups", attempt.key),
         lambda: sorted(
             (_build_group_row(group, streams) for group, streams in _list_group_streams(attempt)),

@@ -31,7 +31,7 @@ GroupQuery = Annotated[
 ]
 
 
-def build_router(live: AppState) -> APIRouter:
+def build_router(state: AppState) -> APIRouter:
     routes = APIRouter()
 
     @routes.get(
@@ -47,7 +47,7 @@ def build_router(live: AppState) -> APIRouter:
     async def get_performance(
         listed: PageOf100, job: JobName = None, group: GroupQuery = ""
     ) -> Response:
-        return _list_groups(live, listed, job, group)
+        return _list_groups(state, listed, job, group)
 
     @routes.get("/performance", include_in_schema=False)
     async def show_performance(
@@ -58,22 +58,22 @@ def build_router(live: AppState) -> APIRouter:
         page: PageNumber = 1,
     ) -> Response:
         if wants_json(request):
-            return _list_groups(live, listed, job or None, group)
+            return _list_groups(state, listed, job or None, group)
         return serve_page(
-            live, request, "performance.html", lambda: _build_page_values(live, job, group, page)
+            state, request, "performance.html", lambda: _build_page_values(state, job, group, page)
         )
 
     return routes
 
 
-def _list_groups(live: AppState, listed: PageRequest, job: str | None, group: str) -> Response:
+def _list_groups(state: AppState, listed: PageRequest, job: str | None, group: str) -> Response:
     rows = [
         (attempt, ranked)
-        for attempt in live.find_attempts(job)
-        for ranked in live.get_ranked_groups(attempt)
+        for attempt in state.find_attempts(job)
+        for ranked in state.get_ranked_groups(attempt)
         if _matches_group(ranked, group)
     ]
-    to_date = live.shared.clock.date
+    to_date = state.shared.clock.date
     return listed.make_response(
         rows,
         lambda row: make_group_cursor(row[0], row[1].totals.group.key),
@@ -85,21 +85,21 @@ def _matches_group(ranked: RankedGroup, group: str) -> bool:
     return not group or group in (ranked.totals.group.name, ranked.totals.group.desc)
 
 
-def _build_page_values(live: AppState, job: str, group: str, page: int) -> Mapping[str, Any]:
-    attempt = choose_attempt(live, job, None)
+def _build_page_values(state: AppState, job: str, group: str, page: int) -> Mapping[str, Any]:
+    attempt = choose_attempt(state, job, None)
     if attempt is None:
         return {"job": None}
-    all_groups = live.get_ranked_groups(attempt)
+    all_groups = state.get_ranked_groups(attempt)
     matching = [ranked for ranked in all_groups if _matches_group(ranked, group)]
     shown = slice_page(matching, page, GROUPS_PER_PAGE)
-    to_date = live.shared.clock.date
+    to_date = state.shared.clock.date
     return {
         "job": attempt.job,
         "attempt": attempt.number,
-        "jobs": [a.job for a in live.list_latest_attempts()],
+        "jobs": [a.job for a in state.list_latest_attempts()],
         "stragglers": list_stragglers(all_groups),
         "compared": sum(ranked.totals.arrivals.compared_calls for ranked in all_groups),
-        "ignored_reports": live.shared.performance.get_job(attempt).ignored_reports,
+        "ignored_reports": state.shared.performance.get_job(attempt).ignored_reports,
         "group_filter": group,
         "shown": shown,
         "groups": [

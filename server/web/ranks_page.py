@@ -40,7 +40,7 @@ MIN_SHOWN_WAIT_S = 1.0
 RankSpan = tuple[int, int]  # first and last
 
 
-def build_router(live: AppState) -> APIRouter:
+def build_router(state: AppState) -> APIRouter:
     routes = APIRouter(include_in_schema=False)
 
     @routes.get("/")
@@ -52,17 +52,17 @@ def build_router(live: AppState) -> APIRouter:
         request: Request, listed: PageOf100, query: Annotated[RanksQuery, Query()]
     ) -> Response:
         if wants_json(request):
-            return _list_ranks(live, listed, query)
-        return serve_page(live, request, "ranks.html", lambda: _build_page_values(live, query))
+            return _list_ranks(state, listed, query)
+        return serve_page(state, request, "ranks.html", lambda: _build_page_values(state, query))
 
     return routes
 
 
-def _list_ranks(live: AppState, listed: PageRequest, query: RanksQuery) -> Response:
-    attempt, now = choose_attempt(live, query.job, query.attempt), live.now()
+def _list_ranks(state: AppState, listed: PageRequest, query: RanksQuery) -> Response:
+    attempt, now = choose_attempt(state, query.job, query.attempt), state.now()
     if attempt is None:
         return make_json_response({"items": [], "next": None})
-    overview = get_overview(live, attempt)
+    overview = get_overview(state, attempt)
     return listed.make_response(
         select_ranks(overview, now, query),
         str,
@@ -70,25 +70,25 @@ def _list_ranks(live: AppState, listed: PageRequest, query: RanksQuery) -> Respo
     )
 
 
-def _build_page_values(live: AppState, query: RanksQuery) -> dict[str, Any]:
+def _build_page_values(state: AppState, query: RanksQuery) -> dict[str, Any]:
     values = query.model_dump(mode="json")
-    attempt = choose_attempt(live, query.job, query.attempt)
+    attempt = choose_attempt(state, query.job, query.attempt)
     if attempt is None:
-        start_values = {"overview": None, "url": live.base_url, "token": live.token is not None}
+        start_values = {"overview": None, "url": state.base_url, "token": state.token is not None}
         return values | start_values
-    overview = get_overview(live, attempt)
-    stragglers = list_stragglers(live.get_ranked_groups(attempt))
+    overview = get_overview(state, attempt)
+    stragglers = list_stragglers(state.get_ranked_groups(attempt))
     values |= {
         "overview": overview,
-        "jobs": [a.job for a in live.list_latest_attempts()],
+        "jobs": [a.job for a in state.list_latest_attempts()],
         "straggler": stragglers[0] if stragglers else None,
         "culprit_frames": {i.id: views.find_culprit_frame(i) for i in overview.incidents[:1]},
-        "layout": get_map_layout(live, attempt, query.by),
+        "layout": get_map_layout(state, attempt, query.by),
     }
     if query.view == "groups":
-        rows = get_group_rows(live, attempt)
+        rows = get_group_rows(state, attempt)
         return values | {"shown": slice_page(rows, query.page, GROUPS_PER_PAGE)}
-    now = live.now()
+    now = state.now()
     shown = slice_page(select_ranks(overview, now, query), query.page, RANKS_PER_PAGE)
     incident_ids: dict[int, str] = {}
     for incident in reversed(overview.incidents):  # the most severe one is the last to set a rank's

@@ -25,7 +25,7 @@ Row = TypeVar("Row")
 
 
 def serve_page(
-    live: AppState, request: Request, template: str, build_values: Callable[[], Mapping[str, Any]]
+    state: AppState, request: Request, template: str, build_values: Callable[[], Mapping[str, Any]]
 ) -> Response:
     """The page; or its updates as server-sent events, which the page requests at its own address.
     The template gets the values, and as ``link`` a function that builds the URL of the same view
@@ -44,19 +44,19 @@ def serve_page(
     if not request.headers.get("accept", "").startswith("text/event-stream"):
         return render_page(template, **values())
     address = f"{path}?{request.url.query}"
-    return stream.make_stream_response(live, stream.follow_page(live, address, template, values))
+    return stream.make_stream_response(state, stream.follow_page(state, address, template, values))
 
 
-def choose_attempt(live: AppState, job: str, attempt: int | None) -> Attempt | None:
+def choose_attempt(state: AppState, job: str, attempt: int | None) -> Attempt | None:
     """The attempt to show. Without a name: the newest running job with an open alert, else the
     newest job. Raises Problem for an unknown job or attempt.
     """
-    attempts = live.find_attempts(job or None, attempt)
+    attempts = state.find_attempts(job or None, attempt)
     if job:
         attempts = attempts[:1]  # the worlds that run beside the job are left out
     alerted_jobs = {
         record.incident.job
-        for record in live.shared.incidents.records.values()
+        for record in state.shared.incidents.records.values()
         if record.is_open and record.incident.severity is Severity.ALERT
     }
     for candidate in attempts:

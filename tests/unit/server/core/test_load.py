@@ -38,7 +38,7 @@ def test_event_loop_lag_is_detected_and_decays() -> None:
 
 
 def test_overloaded_server_refuses_with_retry_after(tmp_path: Path) -> None:
-    app, live = build_app(
+    app, state = build_app(
         Settings(data_dir=tmp_path), store=Store(tmp_path), base_url="http://localhost", token=None
     )
     beat = codec.encode_message(heartbeat.Heartbeat(host="n", agent="a", number=1))
@@ -49,17 +49,17 @@ def test_overloaded_server_refuses_with_retry_after(tmp_path: Path) -> None:
         ) as client:
             return await client.post("/api/v1/heartbeats", json=beat)
 
-    live.shared.load.late_s = OVERLOAD_LATE_S + 0.1
+    state.shared.load.late_s = OVERLOAD_LATE_S + 0.1
     refused = asyncio.run(post_heartbeat())
     assert (refused.status_code, refused.headers["Retry-After"]) == (503, str(RETRY_AFTER_S))
     assert "overloaded" in refused.json()["detail"]
-    assert (live.shared.counters.heartbeats, len(live.shared.agents)) == (0, 0)
-    live.shared.load.late_s = 0.0
+    assert (state.shared.counters.heartbeats, len(state.shared.agents)) == (0, 0)
+    state.shared.load.late_s = 0.0
     assert codec.decode_reply(asyncio.run(post_heartbeat()).json()).interval_s == 0.5
 
 
 def test_refused_host_is_not_lost(tmp_path: Path) -> None:
-    app, live = build_app(
+    app, state = build_app(
         Settings(data_dir=tmp_path), store=Store(tmp_path), base_url="http://localhost", token=None
     )
     identity = heartbeat.ProcessIdentity(job="run7", rank=0, world_size=1, pid=1, start_ticks=1)
@@ -81,9 +81,9 @@ def test_refused_host_is_not_lost(tmp_path: Path) -> None:
 
     encoded_beat = json.dumps(codec.encode_message(beat)).encode()
     assert asyncio.run(post_heartbeat(encoded_beat)) == 200
-    process = live.shared.fleet.processes["n", "1-1"].process
+    process = state.shared.fleet.processes["n", "1-1"].process
     heard_at = process.reports.last_seen_at
-    live.shared.load.late_s = OVERLOAD_LATE_S + 0.1
+    state.shared.load.late_s = OVERLOAD_LATE_S + 0.1
     for body, headers in (
         (b"{}", {}),
         (b"x", {}),
@@ -96,18 +96,18 @@ def test_refused_host_is_not_lost(tmp_path: Path) -> None:
             "only by its own agent's heartbeats"
         )
     assert process.reports.last_seen_at == heard_at, "what it said was not taken in"
-    assert live.shared.counters.refused == 4
+    assert state.shared.counters.refused == 4
 
 
 def test_readers_beyond_limit_are_refused(tmp_path: Path) -> None:
-    app, live = build_app(
+    app, state = build_app(
         Settings(data_dir=tmp_path), store=Store(tmp_path), base_url="http://localhost", token=None
     )
-    readers = live.shared.events.readers
+    readers = state.shared.events.readers
 
     async def read_one() -> int:
         stream: Any = make_stream_response(
-            live, live.shared.events.stream_events(None)
+            state, state.shared.events.stream_events(None)
         ).body_iterator
         await anext(aiter(stream))
         count = len(readers)

@@ -17,12 +17,12 @@ from hangwatch.server.storage.store import Store
 
 
 @pytest.fixture
-def live(tmp_path: Path) -> AppState:
+def state(tmp_path: Path) -> AppState:
     store = Store(tmp_path)
-    _, live = build_app(
+    _, state = build_app(
         Settings(data_dir=tmp_path), store=store, base_url="http://here", token=None
     )
-    return live
+    return state
 
 
 def make_heartbeat(job: str, host: str, ranks: range, world: int) -> heartbeat.Heartbeat:
@@ -43,8 +43,8 @@ def make_heartbeat(job: str, host: str, ranks: range, world: int) -> heartbeat.H
     )
 
 
-def read_metrics(live: AppState) -> dict[str, float]:
-    lines = format_exposition(live).decode().splitlines()
+def read_metrics(state: AppState) -> dict[str, float]:
+    lines = format_exposition(state).decode().splitlines()
     return {
         name: float(value)
         for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))
@@ -52,13 +52,13 @@ def read_metrics(live: AppState) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_metrics_size_for_16384_ranks(live: AppState) -> None:
+def test_metrics_size_for_16384_ranks(state: AppState) -> None:
     for host in range(2048):
-        live.watch.heartbeats.apply_heartbeat(
+        state.watch.heartbeats.apply_heartbeat(
             make_heartbeat("large", f"n{host}", range(8 * host, 8 * host + 8), 16384)
         )
     began = time.monotonic()
-    metrics = read_metrics(live)
+    metrics = read_metrics(state)
     assert time.monotonic() - began < 10
     assert metrics['hangwatch_ranks{state="running",training_job="large"}'] == 16384
     assert metrics['hangwatch_collectives_total{training_job="large"}'] == 5 * 16384
@@ -73,7 +73,7 @@ def test_metrics_size_for_16384_ranks(live: AppState) -> None:
     assert metrics["process_resident_memory_bytes"] > 0
     assert len(metrics) < 100
     answers = [
-        live.watch.heartbeats.apply_heartbeat(
+        state.watch.heartbeats.apply_heartbeat(
             heartbeat.Heartbeat(host=f"n{host}", agent=f"n{host}-large", number=2)
         )
         for host in range(2048)
@@ -83,10 +83,10 @@ def test_metrics_size_for_16384_ranks(live: AppState) -> None:
     assert max(until) < 5.05, "but not so seldom that they seem lost"
 
 
-def test_old_jobs_share_one_label(live: AppState) -> None:
+def test_old_jobs_share_one_label(state: AppState) -> None:
     for number in range(MAX_JOBS_SHOWN + 50):
-        live.watch.heartbeats.apply_heartbeat(make_heartbeat(f"job{number}", "n", range(1), 1))
-    metrics = read_metrics(live)
+        state.watch.heartbeats.apply_heartbeat(make_heartbeat(f"job{number}", "n", range(1), 1))
+    metrics = read_metrics(state)
     assert metrics['hangwatch_ranks{state="running",training_job="(others)"}'] == 50
     assert (
         sum(name.startswith("hangwatch_ranks{") and 'state="running"' in name for name in metrics)

@@ -145,7 +145,7 @@ CHANGES_STRATEGY = st.lists(
 
 
 @pytest.fixture
-def live(tmp_path: Path) -> Iterator[AppState]:
+def state(tmp_path: Path) -> Iterator[AppState]:
     store = Store(tmp_path)
     _, made = build_app(
         Settings(data_dir=tmp_path, stall_after=1.0),
@@ -160,7 +160,7 @@ def live(tmp_path: Path) -> Iterator[AppState]:
 @FUZZ_SETTINGS
 @given(changes=CHANGES_STRATEGY)
 def test_fuzzed_heartbeat_is_refused_or_harmless(
-    changes: list[tuple[DocumentPath, Any]], live: AppState
+    changes: list[tuple[DocumentPath, Any]], state: AppState
 ) -> None:
     document: Any = make_full_heartbeat()
     for path, value in changes:
@@ -176,20 +176,20 @@ def test_fuzzed_heartbeat_is_refused_or_harmless(
     assert not refusal_status(
         check_memory,
         beat,
-        live.shared.fleet,
-        beat.agent in live.shared.agents,
-        len(live.shared.agents),
+        state.shared.fleet,
+        beat.agent in state.shared.agents,
+        len(state.shared.agents),
     )
-    codec.encode_message(live.watch.heartbeats.apply_heartbeat(beat))
-    asyncio.run(live.watch.loop.run_round())
-    assert live.shared.counters.failures.count == 0
-    for attempt in live.list_latest_attempts():
-        msgspec.json.encode(live.describe_job(attempt))
-    assert format_exposition(live)
-    for attempt in list(live.shared.fleet.attempts.values()):
-        live.shared.fleet.forget_attempt(attempt)
-        live.shared.fleet.drop_processes(attempt, 1 << 20)
-    live.shared.incidents.records.clear()
+    codec.encode_message(state.watch.heartbeats.apply_heartbeat(beat))
+    asyncio.run(state.watch.loop.run_round())
+    assert state.shared.counters.failures.count == 0
+    for attempt in state.list_latest_attempts():
+        msgspec.json.encode(state.describe_job(attempt))
+    assert format_exposition(state)
+    for attempt in list(state.shared.fleet.attempts.values()):
+        state.shared.fleet.forget_attempt(attempt)
+        state.shared.fleet.drop_processes(attempt, 1 << 20)
+    state.shared.incidents.records.clear()
 
 
 @FUZZ_SETTINGS

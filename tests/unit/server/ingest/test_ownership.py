@@ -30,7 +30,7 @@ class Scene:
     def __init__(self, folder: Path) -> None:
         self.now = 1000.0
         self.store = Store(folder)
-        self.live: AppState = build_app(
+        self.state: AppState = build_app(
             Settings(data_dir=folder, stall_after=4),
             store=self.store,
             base_url="http://here",
@@ -44,7 +44,7 @@ class Scene:
         self, agent: str, *processes: heartbeat.ProcessUpdate, host: str = "node", owner: str = ""
     ) -> None:
         self.numbers[agent] = self.numbers.get(agent, 0) + 1
-        self.live.watch.heartbeats.apply_heartbeat(
+        self.state.watch.heartbeats.apply_heartbeat(
             heartbeat.Heartbeat(
                 host=host,
                 agent=agent,
@@ -91,12 +91,12 @@ class Scene:
             self.report_job()
             if claim is not None:
                 self.send("forger", claim, host="node")
-            asyncio.run(self.live.watch.loop.run_round())
+            asyncio.run(self.state.watch.loop.run_round())
 
     def list_verdicts(self) -> list[tuple[VerdictKind, tuple[int, ...], int]]:
         return [
             (r.incident.kind, tuple(r.incident.culprits), r.incident.attempt)
-            for r in self.live.shared.incidents.records.values()
+            for r in self.state.shared.incidents.records.values()
             if r.is_open
         ]
 
@@ -118,7 +118,7 @@ def test_claimed_exit_of_others_process_is_dropped(scene: Scene) -> None:
     claim = scene.make_update(1, ended=ExitInfo(signal=9))
     scene.run_for(8, claim)
     assert scene.list_verdicts() == [(VerdictKind.MISSING_RANK, (1,), 0)]
-    assert scene.live.shared.counters.foreign_reports >= 16
+    assert scene.state.shared.counters.foreign_reports >= 16
 
 
 @pytest.mark.parametrize("restart", [0, 7])
@@ -128,14 +128,14 @@ def test_claimed_rank_does_not_hide_the_hang(scene: Scene, restart: int) -> None
     identity = replace(claim.identity, pid=99, restart=restart)
     scene.run_for(8, replace(claim, key="99-1", identity=identity))
     assert (VerdictKind.MISSING_RANK, (1,), 0) in scene.list_verdicts()
-    holder = scene.live.shared.fleet.attempts[AttemptKey("run7", 0)].processes[1]
+    holder = scene.state.shared.fleet.attempts[AttemptKey("run7", 0)].processes[1]
     assert holder.identity.pid == 2, "the rank of the older launch is still that of its process"
 
 
 def test_silent_owner_is_succeeded(scene: Scene) -> None:
     scene.now += OWNER_SILENT_S + 0.1
     scene.send("successor", scene.make_update(1, ended=ExitInfo(exit_status=0)))
-    tracked = scene.live.shared.fleet.processes[("node", "2-1")]
+    tracked = scene.state.shared.fleet.processes[("node", "2-1")]
     assert (tracked.process.agent, tracked.process.exit) == ("successor", ExitInfo(exit_status=0))
 
 
@@ -143,9 +143,9 @@ def test_replacement_agent_of_the_run_dir_succeeds_immediately(scene: Scene) -> 
     scene.now += 1
     ended = scene.make_update(1, ended=ExitInfo(exit_status=0))
     scene.send("stranger", ended)
-    assert scene.live.shared.fleet.processes[("node", "2-1")].process.exit is None
+    assert scene.state.shared.fleet.processes[("node", "2-1")].process.exit is None
     scene.send("replacement", ended, owner="secret of the run dir")
-    tracked = scene.live.shared.fleet.processes[("node", "2-1")]
+    tracked = scene.state.shared.fleet.processes[("node", "2-1")]
     assert (tracked.process.agent, tracked.process.exit) == ("replacement", ended.ended)
 
 
@@ -160,5 +160,5 @@ def test_own_restart_ends_the_earlier_attempt(scene: Scene) -> None:
         scene.now += 0.5
         scene.report_job()
         scene.send("replacement", restarted, owner="secret of the run dir")
-        asyncio.run(scene.live.watch.loop.run_round())
+        asyncio.run(scene.state.watch.loop.run_round())
     assert scene.list_verdicts() == []

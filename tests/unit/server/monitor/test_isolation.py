@@ -23,14 +23,14 @@ from tests.simulation.waiting import wait_until
 
 
 @pytest.fixture
-def live(tmp_path: Path) -> Iterator[AppState]:
+def state(tmp_path: Path) -> Iterator[AppState]:
     store = Store(tmp_path)
     settings = Settings(data_dir=tmp_path, stall_after=1.0)
     yield build_app(settings, store=store, base_url="http://here", token=None)[1]
     store.close()
 
 
-def report_hung_job(live: AppState, name: str) -> None:
+def report_hung_job(state: AppState, name: str) -> None:
     job = make_hung_job()
     job.name, job.host = name, f"host-{name}"
     beat = heartbeat.Heartbeat(
@@ -40,11 +40,11 @@ def report_hung_job(live: AppState, name: str) -> None:
         full=True,
         processes=job.make_process_updates(0, full=True),
     )
-    live.watch.heartbeats.apply_heartbeat(beat)
+    state.watch.heartbeats.apply_heartbeat(beat)
 
 
 def test_failed_diagnosis_of_one_job_does_not_stop_the_others(
-    live: AppState, monkeypatch: pytest.MonkeyPatch
+    state: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail_for_one(attempt: Any, *more: Any) -> Diagnosis:
         if attempt.job == "bad":
@@ -53,28 +53,28 @@ def test_failed_diagnosis_of_one_job_does_not_stop_the_others(
 
     monkeypatch.setattr(diagnoser, "diagnose", fail_for_one)
     for name in ("bad", "good"):
-        report_hung_job(live, name)
-    asyncio.run(live.watch.loop.run_round())
-    assert {record.incident.job for record in live.shared.incidents.records.values()} == {"good"}
-    assert live.shared.counters.failures.count == 1
-    assert "diagnosis" not in live.list_down_parts(), "the round itself was completed"
-    (bad,) = live.find_attempts("bad")
-    assert live.describe_job(bad).summary.startswith("Unknown: the diagnosis of this job fails")
+        report_hung_job(state, name)
+    asyncio.run(state.watch.loop.run_round())
+    assert {record.incident.job for record in state.shared.incidents.records.values()} == {"good"}
+    assert state.shared.counters.failures.count == 1
+    assert "diagnosis" not in state.list_down_parts(), "the round itself was completed"
+    (bad,) = state.find_attempts("bad")
+    assert state.describe_job(bad).summary.startswith("Unknown: the diagnosis of this job fails")
     monkeypatch.setattr(diagnoser, "diagnose", diagnose)
-    live.shared.has_changes.set()
+    state.shared.has_changes.set()
 
     def is_diagnosed() -> bool:
-        asyncio.run(live.watch.loop.run_round())
-        return bad.key not in live.watch.diagnoser.failed_attempts
+        asyncio.run(state.watch.loop.run_round())
+        return bad.key not in state.watch.diagnoser.failed_attempts
 
     assert wait_until(is_diagnosed, 30.0)
-    assert {record.incident.job for record in live.shared.incidents.records.values()} == {
+    assert {record.incident.job for record in state.shared.incidents.records.values()} == {
         "good",
         "bad",
     }
 
 
-def test_jump_of_an_agents_clock_stops_nothing(live: AppState) -> None:
+def test_jump_of_an_agents_clock_stops_nothing(state: AppState) -> None:
     job = make_hung_job()
     for number, sent_s in enumerate((10.0, 9e8, 10.5, -9e8, 11.0), start=1):
         beat = heartbeat.Heartbeat(
@@ -85,9 +85,9 @@ def test_jump_of_an_agents_clock_stops_nothing(live: AppState) -> None:
             sent_s=sent_s,
             processes=job.make_process_updates(0, full=True),
         )
-        live.watch.heartbeats.apply_heartbeat(beat)
-        asyncio.run(live.watch.loop.run_round())
-    assert live.shared.counters.failures.count == 0
+        state.watch.heartbeats.apply_heartbeat(beat)
+        asyncio.run(state.watch.loop.run_round())
+    assert state.shared.counters.failures.count == 0
 
 
 def test_heartbeat_after_a_clock_jump_counts_as_just_sent() -> None:
@@ -104,25 +104,25 @@ def test_heartbeat_after_a_clock_jump_counts_as_just_sent() -> None:
     assert estimate_delay(13.0, 112.0) == pytest.approx(3.0, abs=0.1)
 
 
-def test_row_that_the_database_refuses_is_dropped_alone(live: AppState) -> None:
+def test_row_that_the_database_refuses_is_dropped_alone(state: AppState) -> None:
     for name in ("bad", "good"):
-        report_hung_job(live, name)
-    (bad,) = live.find_attempts("bad")
+        report_hung_job(state, name)
+    (bad,) = state.find_attempts("bad")
     bad.restart = 1 << 63  # SQLite's integers have 64 bits with the sign
-    asyncio.run(live.watch.loop.run_round())
-    asyncio.run(live.watch.persistence.save_changes())
-    assert [attempt.job for attempt in live.watch.persistence.store.load_attempts()] == ["good"]
-    assert {record.incident.job for record in live.watch.persistence.store.load_incidents()} == {
+    asyncio.run(state.watch.loop.run_round())
+    asyncio.run(state.watch.persistence.save_changes())
+    assert [attempt.job for attempt in state.watch.persistence.store.load_attempts()] == ["good"]
+    assert {record.incident.job for record in state.watch.persistence.store.load_incidents()} == {
         "bad",
         "good",
     }
-    assert live.shared.counters.failures.count == 1
-    assert live.watch.persistence.is_saved
+    assert state.shared.counters.failures.count == 1
+    assert state.watch.persistence.is_saved
 
 
 def test_readiness_reports_a_part_that_fails(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    app, live = build_app(
+    app, state = build_app(
         Settings(data_dir=tmp_path), store=store, base_url="http://here", token="secret"
     )
 
@@ -130,14 +130,14 @@ def test_readiness_reports_a_part_that_fails(tmp_path: Path) -> None:
         raise RuntimeError("of a job: secret")
 
     async def request_states() -> tuple[httpx.Response, httpx.Response]:
-        live.watch.loop.last_round_at = live.now()
-        live.tasks.start_task("storage and alerts", fail)
+        state.watch.loop.last_round_at = state.now()
+        state.tasks.start_task("storage and alerts", fail)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            while not live.tasks.list_down():
+            while not state.tasks.list_down():
                 await asyncio.sleep(0.01)
             answers = await client.get("/readyz"), await client.get("/healthz")
-        await live.tasks.stop_tasks()
+        await state.tasks.stop_tasks()
         return answers
 
     ready, health = asyncio.run(request_states())

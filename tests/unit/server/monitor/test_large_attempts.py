@@ -29,7 +29,7 @@ from tests.unit.incident_documents import make_incident as build_incident
 
 
 @pytest.fixture
-def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AppState]:
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AppState]:
     monkeypatch.setattr(limits, "LARGE_RANKS", 8)
     store = Store(tmp_path)
     yield build_app(Settings(data_dir=tmp_path), store=store, base_url="http://here", token=None)[1]
@@ -56,9 +56,9 @@ def make_heartbeat(
     )
 
 
-def test_heartbeats_are_queued_during_large_diagnosis(live: AppState) -> None:
-    live.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
-    (attempt,) = live.shared.fleet.attempts.values()
+def test_heartbeats_are_queued_during_large_diagnosis(state: AppState) -> None:
+    state.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
+    (attempt,) = state.shared.fleet.attempts.values()
     answers: list[asyncio.Task[heartbeat.HeartbeatReply]] = []
     loop = None
 
@@ -68,12 +68,12 @@ def test_heartbeats_are_queued_during_large_diagnosis(live: AppState) -> None:
             loop.call_soon_threadsafe(
                 lambda n=number: answers.append(
                     loop.create_task(
-                        live.watch.heartbeat_queue.apply(functools.partial(make_heartbeat, n))
+                        state.watch.heartbeat_queue.apply(functools.partial(make_heartbeat, n))
                     )
                 )
             )
-        deadline = live.now() + 5
-        while len(live.watch.heartbeat_queue) < 2 and live.now() < deadline:
+        deadline = state.now() + 5
+        while len(state.watch.heartbeat_queue) < 2 and state.now() < deadline:
             pass
         return attempt.last_seen_at
 
@@ -81,51 +81,51 @@ def test_heartbeats_are_queued_during_large_diagnosis(live: AppState) -> None:
         nonlocal loop
         loop = asyncio.get_running_loop()
         before = attempt.last_seen_at
-        heard_at, _ = await live.watch.loop.diagnoser.reader.run(attempt, time_reading)
+        heard_at, _ = await state.watch.loop.diagnoser.reader.run(attempt, time_reading)
         assert heard_at == before, "nothing changed meanwhile"
         assert [(await answer).resync for answer in answers] == [False, False]
         return attempt.last_seen_at
 
     assert asyncio.run(time_diagnosis()) > 0
-    assert live.shared.counters.heartbeats == 3
+    assert state.shared.counters.heartbeats == 3
 
 
-def test_large_attempt_round_updates_states_and_job(live: AppState) -> None:
-    live.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
-    asyncio.run(live.watch.loop.run_round())
-    (attempt,) = live.list_latest_attempts()
-    assert live.describe_job(attempt).reported_ranks == 16
-    assert set(live.get_rank_states(attempt)) == set(range(16))
-    assert live.shared.counters.failures.count == 0
+def test_large_attempt_round_updates_states_and_job(state: AppState) -> None:
+    state.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
+    asyncio.run(state.watch.loop.run_round())
+    (attempt,) = state.list_latest_attempts()
+    assert state.describe_job(attempt).reported_ranks == 16
+    assert set(state.get_rank_states(attempt)) == set(range(16))
+    assert state.shared.counters.failures.count == 0
 
 
 def test_only_host_with_stopped_process_is_polled_soon(
-    live: AppState, monkeypatch: pytest.MonkeyPatch
+    state: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        live.shared.load, "late_s", 0.2
+        state.shared.load, "late_s", 0.2
     )  # the others are polled less often, but have no turns yet
     assert (
-        live.watch.heartbeats.apply_heartbeat(make_heartbeat(1)).interval_s
+        state.watch.heartbeats.apply_heartbeat(make_heartbeat(1)).interval_s
         > cadence.PRESSING_INTERVAL_S
     )
     assert (
-        live.watch.heartbeats.apply_heartbeat(make_heartbeat(2, state="T")).interval_s
+        state.watch.heartbeats.apply_heartbeat(make_heartbeat(2, state="T")).interval_s
         == cadence.PRESSING_INTERVAL_S
     )
     monkeypatch.setattr(cadence, "MAX_PRESSING_AGENTS", 1)
     assert (
-        live.watch.heartbeats.apply_heartbeat(make_heartbeat(3, state="T")).interval_s
+        state.watch.heartbeats.apply_heartbeat(make_heartbeat(3, state="T")).interval_s
         > cadence.PRESSING_INTERVAL_S
     )
 
 
 def test_hosts_of_large_jobs_may_report_changes_early(
-    live: AppState, monkeypatch: pytest.MonkeyPatch
+    state: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert live.watch.heartbeats.apply_heartbeat(make_heartbeat(1)).changes_s is None
-    monkeypatch.setattr(live.shared.load, "late_s", 1.0)  # the load of thousands of hosts
-    changes_s = live.watch.heartbeats.apply_heartbeat(make_heartbeat(2)).changes_s
+    assert state.watch.heartbeats.apply_heartbeat(make_heartbeat(1)).changes_s is None
+    monkeypatch.setattr(state.shared.load, "late_s", 1.0)  # the load of thousands of hosts
+    changes_s = state.watch.heartbeats.apply_heartbeat(make_heartbeat(2)).changes_s
     assert (
         changes_s is not None
         and codec.decode_reply(
@@ -136,56 +136,56 @@ def test_hosts_of_large_jobs_may_report_changes_early(
 
 
 def test_terse_host_is_not_lost_and_sends_details_when_needed(
-    live: AppState, monkeypatch: pytest.MonkeyPatch
+    state: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live.shared.load, "late_s", 1.0)
-    reply = live.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
+    monkeypatch.setattr(state.shared.load, "late_s", 1.0)
+    reply = state.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
     assert (
         reply.details_s is not None
         and codec.decode_reply(codec.encode_message(reply)).details_s == reply.details_s
     )
-    process = live.shared.fleet.attempts[AttemptKey("large", 0)].processes[0]
+    process = state.shared.fleet.attempts[AttemptKey("large", 0)].processes[0]
     last_seen_at = process.reports.last_seen_at
     assert (
-        live.watch.heartbeats.apply_heartbeat(
+        state.watch.heartbeats.apply_heartbeat(
             heartbeat.Heartbeat(host="n0", agent="a0", number=2, brief=True)
         ).details_s
         is not None
     )
     assert process.reports.last_seen_at == last_seen_at < process.reports.agent_seen_at
-    live.watch.heartbeats.report_scheduler.suspected = {"a0": live.now() + 60.0}
+    state.watch.heartbeats.report_scheduler.suspected = {"a0": state.now() + 60.0}
     assert (
-        live.watch.heartbeats.apply_heartbeat(
+        state.watch.heartbeats.apply_heartbeat(
             heartbeat.Heartbeat(host="n0", agent="a0", number=3, brief=True)
         ).details_s
         is None
     )
-    assert live.watch.heartbeats.apply_heartbeat(
+    assert state.watch.heartbeats.apply_heartbeat(
         heartbeat.Heartbeat(host="n0", agent="b0", number=7, brief=True)
     ).resync, "this server knows nothing of it"
 
 
 def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
-    live: AppState, monkeypatch: pytest.MonkeyPatch
+    state: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert live.watch.report_scheduler.lost_after_s == views.LOST_AFTER_S
-    monkeypatch.setattr(live.shared.load, "late_s", 2.0)
+    assert state.watch.report_scheduler.lost_after_s == views.LOST_AFTER_S
+    monkeypatch.setattr(state.shared.load, "late_s", 2.0)
     assert (
-        live.watch.report_scheduler.lost_after_s
-        > live.watch.heartbeats.apply_heartbeat(make_heartbeat(1)).interval_s
+        state.watch.report_scheduler.lost_after_s
+        > state.watch.heartbeats.apply_heartbeat(make_heartbeat(1)).interval_s
     )
-    (attempt,) = live.shared.fleet.attempts.values()
+    (attempt,) = state.shared.fleet.attempts.values()
     late = attempt.last_seen_at + 10.5
     assert set(views.compute_states(attempt, (), late).values()) == {RankState.LOST}
     assert set(
-        views.compute_states(attempt, (), late, live.watch.report_scheduler.lost_after_s).values()
+        views.compute_states(attempt, (), late, state.watch.report_scheduler.lost_after_s).values()
     ) == {RankState.RUNNING}
 
 
 def test_concurrent_incident_changes_do_not_disturb_readers(
-    live: AppState,
+    state: AppState,
 ) -> None:
-    registry = live.shared.incidents
+    registry = state.shared.incidents
     incident = build_incident(id="I", job="large", kind="mismatch", culprits=[], waiting=[])
     before = registry.records
     registry.load_records(
@@ -197,7 +197,7 @@ def test_concurrent_incident_changes_do_not_disturb_readers(
 
 
 def test_diverging_calls_are_requested_before_full_diagnosis(
-    live: AppState,
+    state: AppState,
 ) -> None:
     """A full diagnosis takes seconds, and without these calls it could not name the difference."""
     group = heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="tp", desc="tp", ranks="0-1")
@@ -221,15 +221,15 @@ def test_diverging_calls_are_requested_before_full_diagnosis(
             dataclasses.replace(processes[1], streams=tuple(odd[1:])),
             *processes[2:],
         )
-        return live.watch.heartbeats.apply_heartbeat(
+        return state.watch.heartbeats.apply_heartbeat(
             dataclasses.replace(make_heartbeat(number), processes=parted, **more)
         )
 
     commands = send_heartbeat(
         1
     ).commands  # immediately: the agent's next heartbeat may be much later
-    asyncio.run(live.watch.loop.run_round())
-    assert live.shared.counters.diagnoses == 0
+    asyncio.run(state.watch.loop.run_round())
+    assert state.shared.counters.diagnoses == 0
     assert {(c.kind, c.key, c.from_seq) for c in commands} == {
         (CommandKind.CALLS, "0-0", 1),
         (CommandKind.CALLS, "1-0", 1),
@@ -240,15 +240,15 @@ def test_diverging_calls_are_requested_before_full_diagnosis(
         heartbeat.CallsReply(key=c.key, request=c.id, uid=1, calls=(made[c.key],)) for c in commands
     )
     send_heartbeat(2, calls=calls)
-    asyncio.run(live.watch.loop.run_round())
-    assert live.shared.counters.diagnoses == 1
-    (record,) = live.shared.incidents.records.values()
+    asyncio.run(state.watch.loop.run_round())
+    assert state.shared.counters.diagnoses == 1
+    (record,) = state.shared.incidents.records.values()
     assert record.incident.kind is VerdictKind.MISMATCH
     assert record.incident.verdict.differing_fields == ("op",)
 
 
 def test_first_rank_of_each_diverging_side_is_requested_for_calls(
-    live: AppState,
+    state: AppState,
 ) -> None:
     def send_heartbeat(host: int, number: int, chain: int) -> tuple[CommandKind, ...]:
         group = heartbeat.StreamIdentity(
@@ -267,14 +267,14 @@ def test_first_rank_of_each_diverging_side_is_requested_for_calls(
             host=f"n{host}", agent=f"a{host}", number=number, full=True, processes=(process,)
         )
         return tuple(
-            command.kind for command in live.watch.heartbeats.apply_heartbeat(beat).commands
+            command.kind for command in state.watch.heartbeats.apply_heartbeat(beat).commands
         )
 
     for host in range(7):
         assert send_heartbeat(host, 1, chain=33) == ()
     assert send_heartbeat(7, 1, chain=44) == (CommandKind.CALLS,), "it diverges from the others"
-    asyncio.run(live.watch.loop.run_round())
-    assert live.shared.counters.diagnoses == 0, "the diagnosis waits for the calls"
+    asyncio.run(state.watch.loop.run_round())
+    assert state.shared.counters.diagnoses == 0, "the diagnosis waits for the calls"
     assert [send_heartbeat(host, 2, chain=33) for host in range(3)] == [
         (CommandKind.CALLS,),
         (),
@@ -282,8 +282,8 @@ def test_first_rank_of_each_diverging_side_is_requested_for_calls(
     ], "one rank represents its side"
 
 
-def test_hurried_heartbeat_is_not_counted_as_change_report(live: AppState) -> None:
-    watch = live.watch
+def test_hurried_heartbeat_is_not_counted_as_change_report(state: AppState) -> None:
+    watch = state.watch
     assert watch.heartbeats.apply_heartbeat(make_heartbeat(1, state="T")).urgent, (
         "a stopped rank is polled again soon"
     )
@@ -297,7 +297,9 @@ def test_hurried_heartbeat_is_not_counted_as_change_report(live: AppState) -> No
     )
 
 
-def test_missing_calls_are_awaited_briefly(live: AppState, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_calls_are_awaited_briefly(
+    state: AppState, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(diagnoser, "MAX_CALLS_WAIT_S", 0.0)
     group = heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="tp", desc="tp", ranks="0-1")
     streams = [
@@ -309,29 +311,29 @@ def test_missing_calls_are_awaited_briefly(live: AppState, monkeypatch: pytest.M
         dataclasses.replace(process, streams=(part,))
         for process, part in zip(processes, streams, strict=False)
     )
-    live.watch.heartbeats.apply_heartbeat(
+    state.watch.heartbeats.apply_heartbeat(
         dataclasses.replace(make_heartbeat(1), processes=(*parted, *processes[2:]))
     )
-    asyncio.run(live.watch.loop.run_round())
-    assert live.shared.counters.diagnoses == 1
+    asyncio.run(state.watch.loop.run_round())
+    assert state.shared.counters.diagnoses == 1
 
 
 def test_finished_large_attempt_is_dropped_for_next(
-    live: AppState, monkeypatch: pytest.MonkeyPatch
+    state: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(diagnosis_loop, "SUCCEEDED_PROCESSES_KEPT", 10)
-    live.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
-    live.watch.heartbeats.apply_heartbeat(make_heartbeat(2, ended=ExitInfo(signal=15)))
-    asyncio.run(live.watch.loop.run_round())
-    assert len(live.shared.fleet.attempts) == 1, "the last one is kept"
-    live.watch.heartbeats.apply_heartbeat(make_heartbeat(1, restart=1))
-    asyncio.run(live.watch.loop.run_round())
-    assert [a.number for a in live.shared.fleet.attempts.values()] == [1]
-    assert len(live.shared.fleet.processes) == 16
+    state.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
+    state.watch.heartbeats.apply_heartbeat(make_heartbeat(2, ended=ExitInfo(signal=15)))
+    asyncio.run(state.watch.loop.run_round())
+    assert len(state.shared.fleet.attempts) == 1, "the last one is kept"
+    state.watch.heartbeats.apply_heartbeat(make_heartbeat(1, restart=1))
+    asyncio.run(state.watch.loop.run_round())
+    assert [a.number for a in state.shared.fleet.attempts.values()] == [1]
+    assert len(state.shared.fleet.processes) == 16
 
 
 def test_dropped_attempt_memory_is_freed_immediately(
-    live: AppState, monkeypatch: pytest.MonkeyPatch
+    state: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(diagnosis_loop, "SUCCEEDED_PROCESSES_KEPT", 10)
     group = heartbeat.StreamIdentity(
@@ -344,23 +346,23 @@ def test_dropped_attempt_memory_is_freed_immediately(
         )
 
     async def run_cleanup() -> None:
-        await live.watch.loop.run_round()
-        while live.watch.loop.retention._large_dropped:
+        await state.watch.loop.run_round()
+        while state.watch.loop.retention._large_dropped:
             await asyncio.sleep(0)
 
     made = heartbeat.StreamUpdate(uid=1, identity=group, entered=5, completed=5, chain=55)
     beat = make_heartbeat(1)
-    live.watch.heartbeats.apply_heartbeat(
+    state.watch.heartbeats.apply_heartbeat(
         dataclasses.replace(
             beat,
             processes=tuple([dataclasses.replace(p, streams=(made,)) for p in beat.processes]),
         )
     )
-    live.watch.heartbeats.apply_heartbeat(make_heartbeat(2, ended=ExitInfo(signal=15)))
+    state.watch.heartbeats.apply_heartbeat(make_heartbeat(2, ended=ExitInfo(signal=15)))
     gc.disable()
     try:
         assert count_held() == 16
-        live.watch.heartbeats.apply_heartbeat(make_heartbeat(1, restart=1))
+        state.watch.heartbeats.apply_heartbeat(make_heartbeat(1, restart=1))
         asyncio.run(run_cleanup())
         assert count_held() == 0
     finally:
@@ -368,24 +370,24 @@ def test_dropped_attempt_memory_is_freed_immediately(
 
 
 def test_attempt_with_lost_host_is_dropped_and_not_reopened(
-    live: AppState, monkeypatch: pytest.MonkeyPatch
+    state: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(diagnosis_loop, "SUCCEEDED_PROCESSES_KEPT", 10)
-    live.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
-    live.watch.heartbeats.apply_heartbeat(make_heartbeat(1, restart=1))
-    asyncio.run(live.watch.loop.run_round())
-    assert len(live.shared.fleet.attempts) == 2, "its host may still report"
+    state.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
+    state.watch.heartbeats.apply_heartbeat(make_heartbeat(1, restart=1))
+    asyncio.run(state.watch.loop.run_round())
+    assert len(state.shared.fleet.attempts) == 2, "its host may still report"
     monkeypatch.setattr(diagnosis_loop, "SUCCEEDED_SILENT_S", -1.0)
-    asyncio.run(live.watch.loop.run_round())
-    assert [a.number for a in live.shared.fleet.attempts.values()] == [1]
-    assert not live.watch.heartbeats.apply_heartbeat(make_heartbeat(2)).resync, (
+    asyncio.run(state.watch.loop.run_round())
+    assert [a.number for a in state.shared.fleet.attempts.values()] == [1]
+    assert not state.watch.heartbeats.apply_heartbeat(make_heartbeat(2)).resync, (
         "the host is back, with ranks of the attempt before"
     )
-    assert [(a.number, len(a.processes)) for a in live.shared.fleet.attempts.values()] == [(1, 16)]
+    assert [(a.number, len(a.processes)) for a in state.shared.fleet.attempts.values()] == [(1, 16)]
 
 
 def test_stacks_of_mutually_waiting_ranks_are_requested_immediately(
-    live: AppState,
+    state: AppState,
 ) -> None:
     """A diagnosis of so many ranks takes seconds, and would need the stacks in the end."""
 
@@ -413,18 +415,18 @@ def test_stacks_of_mutually_waiting_ranks_are_requested_immediately(
             processes=(first, *processes[1:]),
         )
 
-    assert not live.watch.heartbeats.apply_heartbeat(make_waiting_heartbeat(1, 0)).commands, (
+    assert not state.watch.heartbeats.apply_heartbeat(make_waiting_heartbeat(1, 0)).commands, (
         "the other may be about to send"
     )
-    (command,) = live.watch.heartbeats.apply_heartbeat(
+    (command,) = state.watch.heartbeats.apply_heartbeat(
         make_waiting_heartbeat(1, 1), urgent=True
     ).commands
     assert (command.kind, command.key) == (CommandKind.STACKS, "8-0")
     assert (
-        live.watch.heartbeats.apply_heartbeat(make_waiting_heartbeat(2, 1)).interval_s
+        state.watch.heartbeats.apply_heartbeat(make_waiting_heartbeat(2, 1)).interval_s
         <= cadence.PRESSING_INTERVAL_S
     )
-    (command,) = live.watch.heartbeats.apply_heartbeat(make_waiting_heartbeat(2, 0)).commands
+    (command,) = state.watch.heartbeats.apply_heartbeat(make_waiting_heartbeat(2, 0)).commands
     assert command.key == "0-0"
 
 

@@ -115,14 +115,14 @@ def test_steady_hosts_report_less_often(
 
 
 @pytest.fixture
-def live(tmp_path: Path) -> Iterator[AppState]:
+def state(tmp_path: Path) -> Iterator[AppState]:
     store = Store(tmp_path)
     yield build_app(Settings(data_dir=tmp_path), store=store, base_url="http://here", token=None)[1]
     store.close()
 
 
-def test_host_of_a_suspect_does_not_report_less_often(live: AppState) -> None:
+def test_host_of_a_suspect_does_not_report_less_often(state: AppState) -> None:
     beat = heartbeat.Heartbeat(host="n0", agent="a0", number=1)
-    assert live.watch.heartbeats.apply_heartbeat(beat).steady_s == 2.0
-    live.watch.heartbeats.report_scheduler.suspect_agents(["a0"], time.monotonic())
-    assert live.watch.heartbeats.apply_heartbeat(beat).steady_s is None
+    assert state.watch.heartbeats.apply_heartbeat(beat).steady_s == 2.0
+    state.watch.heartbeats.report_scheduler.suspect_agents(["a0"], time.monotonic())
+    assert state.watch.heartbeats.apply_heartbeat(beat).steady_s is None

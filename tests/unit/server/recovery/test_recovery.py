@@ -303,10 +303,10 @@ class InProcessServer:
         settings = Settings(
             data_dir=self.folder, stall_after=4, on_hang="abort", abort_after=5, abort_limit=2
         )
-        self.live = build_app(
+        self.state = build_app(
             settings, store=self.store, base_url="http://here", token=None, clock=self.clock
         )[1]
-        self.live.watch.persistence.alerter.print_line = self.output.append  # type: ignore[assignment, method-assign]
+        self.state.watch.persistence.alerter.print_line = self.output.append  # type: ignore[assignment, method-assign]
 
     def restart_server(self) -> None:
         """And start again: what is not in the database is lost."""
@@ -321,7 +321,7 @@ class InProcessServer:
         aborts: tuple[heartbeat.AbortReply, ...] = (),
     ) -> heartbeat.HeartbeatReply:
         self.heartbeat_number += 1
-        return self.live.watch.heartbeats.apply_heartbeat(
+        return self.state.watch.heartbeats.apply_heartbeat(
             heartbeat.Heartbeat(
                 host="n", agent=f"a{restart}", number=self.heartbeat_number, full=True, aborts=aborts,
                 processes=tuple(self.make_process_update(rank, restart, ended if rank == 1 else None) for rank in (0, 1)),
@@ -363,7 +363,7 @@ class InProcessServer:
                 replace(self.make_process_update(rank, restart, None), ended=how, lifecycle=5)
                 for rank in (0, 1)
             )
-            self.live.watch.heartbeats.apply_heartbeat(
+            self.state.watch.heartbeats.apply_heartbeat(
                 heartbeat.Heartbeat(
                     host="n",
                     agent=f"a{restart}",
@@ -375,8 +375,8 @@ class InProcessServer:
             asyncio.run(self._run_tick())
 
     async def _run_tick(self) -> None:
-        await self.live.watch.loop.run_round()
-        await self.live.watch.persistence.save_changes()
+        await self.state.watch.loop.run_round()
+        await self.state.watch.persistence.save_changes()
 
     def run_until_ordered(self, restart: int = 0, rounds: int = 60) -> list[Command]:
         return next((orders for _ in range(rounds) if (orders := self.run_round(restart))), [])
@@ -384,7 +384,7 @@ class InProcessServer:
     @property
     def incident_records(self) -> list[IncidentRecord]:
         return sorted(
-            self.live.shared.incidents.records.values(), key=lambda case: case.incident.id
+            self.state.shared.incidents.records.values(), key=lambda case: case.incident.id
         )
 
     @property
@@ -570,10 +570,10 @@ def test_recovery_messages() -> None:
 
 
 def test_plan_after_alert_is_announced_separately(server: InProcessServer) -> None:
-    server.live.watch.loop.aborter, aborter = None, server.live.watch.loop.aborter
+    server.state.watch.loop.aborter, aborter = None, server.state.watch.loop.aborter
     while not server.output:
         server.run_round()
-    server.live.watch.loop.aborter = aborter
+    server.state.watch.loop.aborter = aborter
     server.run_round()
     alert, planned = server.output
     assert "is to be ended" not in alert
