@@ -57,7 +57,7 @@ def open_client(args: argparse.Namespace, env: Mapping[str, str]) -> Iterator[Cl
 class Client:
     """A connection to one server. Every method may raise a `CliError` with the remedy."""
 
-    def __init__(self, server: ServerTarget, transport: httpx.BaseTransport | None = None) -> None:
+    def __init__(self, server: ServerTarget) -> None:
         self.server = server
         self.server_time = datetime.now(timezone.utc)  # the server's clock at its last response
         self._http = httpx.Client(
@@ -65,7 +65,6 @@ class Client:
             headers={"Accept": "application/json", **server.auth_headers},
             timeout=TIMEOUT_S,
             trust_env=False,  # the environment's proxy leads out of the cluster
-            transport=transport,
         )
 
     def close(self) -> None:

@@ -63,29 +63,31 @@ def print_message(message: str) -> None:
     print(f"hangwatch: {cleaned}", file=sys.stderr, flush=True)
 
 
+def replace_line(text: str) -> None:
+    """Writes over the current line of stderr, which must be a terminal. Empty text erases it."""
+    print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
 @contextmanager
-def show_progress(label: str, stream: TextIO | None = None) -> Iterator[Callable[[int, int], None]]:
+def show_progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """Provides a function that shows the progress, (done, total), on a terminal if there are many
     items. It is erased at the end of the block.
     """
-    output = sys.stderr if stream is None else stream
     is_shown = False
 
     def update_progress(done: int, total: int) -> None:
         nonlocal is_shown
-        if total < _MIN_PROGRESS_ITEMS or not output.isatty():
+        if total < _MIN_PROGRESS_ITEMS or not sys.stderr.isatty():
             return
         if done % _PROGRESS_STEP == 0 or done == total:
-            output.write(f"\r\x1b[Khangwatch: {label}: {done} of {total}")
-            output.flush()
+            replace_line(f"hangwatch: {label}: {done} of {total}")
             is_shown = True
 
     try:
         yield update_progress
     finally:
         if is_shown:
-            output.write("\r\x1b[K")
-            output.flush()
+            replace_line("")
 
 
 def page_lines(lines: Iterable[str], env: Mapping[str, str]) -> None:

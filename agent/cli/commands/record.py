@@ -34,7 +34,7 @@ from hangwatch.report.text import (
 from ..arguments import add_query_options, is_number, parse_ranks
 from ..client import Client, open_client
 from ..errors import ERROR, OK, CliError, UsageError
-from ..terminal import detect_paint, print_message, print_result
+from ..terminal import detect_paint, print_message, print_result, replace_line
 
 MAX_RECORDED_RANKS = 64
 _POLL_S = 0.3
@@ -141,15 +141,14 @@ def _await_recording(client: Client, document: dict[str, Any]) -> dict[str, Any]
     while document.get("status") == "pending":
         progress = _describe_progress(document)
         if is_terminal:
-            line = f"\r\033[K{progress}, {time.monotonic() - began:.0f} s"
-            print(line, end="", file=sys.stderr, flush=True)
+            replace_line(f"{progress}, {time.monotonic() - began:.0f} s")
         elif progress != last_progress:
             print_message(progress)
         last_progress = progress
         time.sleep(_POLL_S)
         document = client.get(_build_path(document))
     if is_terminal:
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+        replace_line("")
     return document
 
 

@@ -40,6 +40,7 @@ SERVER_TIMEOUT_S = 20.0
 TRAINING_TIMEOUT_S = 60.0
 VERDICT_TIMEOUT_S = 30.0
 STACK_TIMEOUT_S = 8.0
+TERMINATION_S = 3.0
 REQUIRED_MODULES = (
     "torch",
     "numpy",
@@ -264,9 +265,8 @@ class _DemoRun:
 class DemoSandbox:
     """A temporary folder and the processes that run in it. `close` removes both."""
 
-    def __init__(self, env: Mapping[str, str], proc: str = "/proc") -> None:
+    def __init__(self, env: Mapping[str, str]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="hangwatch-demo-"))
-        self._proc = proc
         self._started: list[subprocess.Popen[bytes]] = []
         rings, temporary = self.folder / "run", self.folder / "tmp"
         make_private_folder(rings)
@@ -307,11 +307,11 @@ class DemoSandbox:
             return (self.folder / name).read_text(errors="replace")
         return ""
 
-    def close(self, patience_s: float = 3.0) -> None:
-        """Ends every process: by SIGTERM, and after `patience_s` seconds by SIGKILL."""
+    def close(self) -> None:
+        """Ends every process: by SIGTERM, and after `TERMINATION_S` seconds by SIGKILL."""
         self._signal_processes(signal.SIGTERM)
-        kill_at = time.monotonic() + patience_s
-        deadline = kill_at + patience_s
+        kill_at = time.monotonic() + TERMINATION_S
+        deadline = kill_at + TERMINATION_S
         while self.find_processes() and time.monotonic() < deadline:
             if time.monotonic() > kill_at:
                 # Repeated, because a process may have forked in between.
@@ -326,11 +326,11 @@ class DemoSandbox:
         of their own, and the node agent is not a child of the demo.
         """
         found: list[int] = []
-        for path in Path(self._proc).iterdir():
+        for path in Path("/proc").iterdir():
             if path.name.isdigit() and int(path.name) != os.getpid():
                 # The process may have exited, or belong to another user.
                 with contextlib.suppress(OSError):
-                    environ = read_environ(int(path.name), self._proc)
+                    environ = read_environ(int(path.name))
                     if environ.get(MARK_VARIABLE) == self._mark:
                         found.append(int(path.name))
         return found

@@ -178,9 +178,8 @@ hangwatch_doctor_sleeps()
 """
 
 
-def check_stacks(path: str | None = None) -> Iterator[Finding]:
-    """Checks py-spy (at ``path``, or where it is installed) and faulthandler."""
-    path = path or locate_pyspy()
+def check_stacks() -> Iterator[Finding]:
+    """Checks py-spy and faulthandler."""
     with tempfile.TemporaryDirectory(prefix="hangwatch-doctor-") as folder:
         ring_path = Path(folder, f"sleeper{run_dir.RING_SUFFIX}")
         env = {k: v for k, v in os.environ.items() if k not in ("HANGWATCH_URL", "RANK")}
@@ -194,7 +193,7 @@ def check_stacks(path: str | None = None) -> Iterator[Finding]:
         ) as sleeper:
             try:
                 registered = _await_registration(sleeper)
-                pyspy_finding = check_pyspy(PySpy(path=path), sleeper.pid)
+                pyspy_finding = check_pyspy(PySpy(path=locate_pyspy()), sleeper.pid)
                 yield pyspy_finding
                 is_needed = not pyspy_finding.ok
                 yield check_faulthandler(sleeper.pid, registered, ring_path, needed=is_needed)
