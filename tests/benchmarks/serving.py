@@ -227,7 +227,7 @@ def measure_way(way: str, folder: Path, options: argparse.Namespace) -> str:
     counts = everyone.total
     counts.add_counts(agents_by_job[0].total)
     cells = (
-        f"{way} ({families} processes)",
+        f"{way}, processes: {families}",
         f"{100 * healthy.core_share:.1f} %",
         f"{100 * max(shares):.0f} %",
         f"{peak_mb:,.0f} MB",

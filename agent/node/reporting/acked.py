@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from hangwatch.model.calls import Call
 from hangwatch.protocol.heartbeat import NonfiniteReport, ProcessIdentity
@@ -26,8 +26,7 @@ _MAX_CHECKSUMS_PER_STREAM = 64
 _MAX_NONFINITE_PER_HEARTBEAT = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AckedStream:
+class AckedStream(NamedTuple):
     """What the server has acknowledged of one stream."""
 
     entered: int = -1

@@ -91,8 +91,7 @@ def compose_update(
         acked_stream = before.streams.get(state.uid)
         if acked_stream is not None and state.uid in history.retractions:
             last_valid_seq = history.retractions[state.uid].seq - 1
-            acked_stream = replace(
-                acked_stream,
+            acked_stream = acked_stream._replace(
                 entered=-1,
                 last_checked_seq=min(acked_stream.last_checked_seq, last_valid_seq),
                 last_blocked_seq=min(acked_stream.last_blocked_seq, last_valid_seq),
@@ -277,11 +276,6 @@ def _compose_stream_update(
         else _find_concurrent_calls(state, history, fetch_calls)
     )
     is_compared = state.peer is None  # point-to-point calls differ between ranks
-    has_moved = (state.entered, state.completed, state.pending_s is not None) != (
-        before.entered,
-        before.completed,
-        before.is_pending,
-    )
     after_ack = AckedStream(
         entered=state.entered,
         completed=state.completed,
@@ -291,13 +285,8 @@ def _compose_stream_update(
         is_concurrency_reported=before.is_concurrency_reported or bool(shared),
         lost_from_seq=state.loss.from_seq if state.loss is not None else 0,
     )
-    if (
-        acked is not None
-        and not has_moved
-        and not blocked_calls
-        and not shared
-        and upto <= before.last_checked_seq
-    ):
+    # Only the position and the hashes are compared; calls that the ring has lost are no change.
+    if acked is not None and after_ack[:4] == before[:4] and not blocked_calls and not shared:
         return None, after_ack
     update = StreamUpdate(
         uid=state.uid,
