@@ -18,7 +18,6 @@ from .core.load import Load
 from .core.supervision import Counters
 from .incidents.records import IncidentRecord
 from .incidents.registry import IncidentRegistry
-from .ingest.agent_registry import AgentRegistry
 from .ingest.command_queue import CommandQueue
 from .ondemand.dumps import DumpRegistry
 from .ondemand.recordings import RecordingRegistry
@@ -32,7 +31,7 @@ class SharedState:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.fleet = Fleet()  # the jobs, their attempts and processes
-        self.agents = AgentRegistry()
+        self.agents = self.fleet.agents
         self.performance = PerformanceTotals()
         self.incidents = IncidentRegistry(clock=clock)
         self.commands = CommandQueue(clock=clock)  # what node agents should do

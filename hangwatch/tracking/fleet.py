@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from hangwatch.model.ranks import AttemptKey, Lifecycle
 from hangwatch.protocol import heartbeat
-from hangwatch.protocol.heartbeat import MAX_CLOCK_DRIFT
 
+from .agents import AgentRegistry
 from .attempt import Attempt, HostHardware, is_known_address
 from .foreign_groups import ForeignGroups, disconnect_channel
 from .process import Process, ReportTimes
@@ -33,8 +33,6 @@ MAX_WORLDS = 32
 # Another node agent may report a process after its own has sent no heartbeat for this long: node
 # agents of large jobs report every 20 to 30 seconds.
 OWNER_SILENT_S = 45.0
-# Node agents give a heartbeat up much earlier, so a larger gap is a jump of the agent's clock.
-MAX_DELAY_S = 120.0
 
 ProcessLocation = tuple[str, str]  # (host, process key)
 
@@ -50,33 +48,6 @@ class FormerAttempt:
 
 
 @dataclass(slots=True)
-class ReportingAgent:
-    """A node agent with the processes that it reports."""
-
-    processes: dict[ProcessLocation, TrackedProcess] = field(default_factory=dict)
-    last_number: int = 0  # the number of its last heartbeat
-    # The smallest difference seen between the time of receipt and the agent's clock, and when.
-    _smallest_gap: tuple[float, float] | None = None
-
-    def estimate_sent_at(self, beat: heartbeat.Heartbeat, received_at: float) -> float:
-        """When a heartbeat was sent, on the server's clock.
-
-        The agent's fastest heartbeat so far is taken to have had no delay; any larger gap between
-        the clocks, beyond their possible drift, is the delay of this one. After a jump of the agent's
-        clock, as when its machine was suspended, this starts again.
-        """
-        if beat.sent_s is None:
-            return received_at
-        gap = received_at - beat.sent_s
-        smallest, updated_at = self._smallest_gap or (gap, received_at)
-        if abs(gap - smallest) > MAX_DELAY_S:
-            smallest = gap
-        smallest = min(gap, smallest + MAX_CLOCK_DRIFT * (received_at - updated_at))
-        self._smallest_gap = smallest, received_at
-        return beat.sent_s + smallest
-
-
-@dataclass(slots=True)
 class Fleet:
     """Every job. State changes only by `apply_heartbeat` and by dropping old attempts."""
 
@@ -84,7 +55,7 @@ class Fleet:
     processes: dict[ProcessLocation, TrackedProcess] = field(default_factory=dict)
     former_attempts: dict[str, FormerAttempt] = field(default_factory=dict)  # the key is the job
     foreign_groups: ForeignGroups = field(default_factory=ForeignGroups)
-    _agents_by_id: dict[str, ReportingAgent] = field(default_factory=dict)
+    agents: AgentRegistry = field(default_factory=AgentRegistry)
     # Processes of dropped attempts that were alive by their last report. The dict is an ordered set.
     _forgotten_processes: dict[ProcessLocation, None] = field(default_factory=dict)
 
@@ -108,13 +79,6 @@ class Fleet:
             and all(attempt.owners.isdisjoint(other.owners) for other in later)
         )
 
-    def has_other_owner(
-        self, location: ProcessLocation, beat: heartbeat.Heartbeat, now: float
-    ) -> bool:
-        """Whether the node agent of another owner reports the process, and has done so until now."""
-        tracked = self.processes.get(location)
-        return tracked is not None and is_owned_by_other(tracked.process, beat, now)
-
     def list_jobs(self, agent: str) -> set[str]:
         """The jobs whose processes the agent reports."""
         return {tracked.attempt.job for tracked in self.list_processes(agent)}
@@ -129,8 +93,7 @@ class Fleet:
 
         A repeated heartbeat, or one that arrives after a later one of the same agent, is ignored.
         """
-        if (agent := self._agents_by_id.get(beat.agent)) is None:
-            agent = self._agents_by_id[beat.agent] = ReportingAgent()
+        agent = self.agents.record_heartbeat(beat, now)
         if beat.number <= agent.last_number:
             return True
         agent.last_number = beat.number
@@ -170,7 +133,7 @@ class Fleet:
 
     def list_processes(self, agent: str) -> Iterable[TrackedProcess]:
         """The processes that a node agent reports."""
-        known = self._agents_by_id.get(agent)
+        known = self.agents.get(agent)
         return () if known is None else known.processes.values()
 
     def _mark_seen(self, beat: heartbeat.Heartbeat, now: float) -> None:
@@ -247,10 +210,6 @@ class Fleet:
         """Whether the agent's next report may decide a diagnosis."""
         return any(tracked.is_urgent for tracked in self.list_processes(agent))
 
-    def forget_agent(self, agent: str) -> None:
-        """Drops what is known of an agent that has left, except its processes."""
-        self._agents_by_id.pop(agent, None)
-
     def _apply_full_update(
         self, beat: heartbeat.Heartbeat, update: heartbeat.ProcessUpdate, now: float
     ) -> bool:
@@ -274,14 +233,16 @@ class Fleet:
         process = tracked.process
         if process.agent != beat.agent:
             self._leave_agent(process)
-            self._agents_by_id[beat.agent].processes[location] = tracked
+            agent = self.agents.get(beat.agent)
+            assert agent is not None  # `apply_heartbeat` has recorded it
+            agent.processes[location] = tracked
             process.agent = beat.agent
             process.owner = get_owner(beat)
             tracked.attempt.owners.add(process.owner)
         return apply_process_update(tracked, update, now)
 
     def _leave_agent(self, process: Process) -> None:
-        if (agent := self._agents_by_id.get(process.agent)) is not None:
+        if (agent := self.agents.get(process.agent)) is not None:
             agent.processes.pop((process.host, process.key), None)
 
     def _register_process(

@@ -118,4 +118,3 @@ class Counters:
     failures: FailureLog = field(default_factory=FailureLog)  # errors in rounds of the diagnosis
     diagnosis_s: float = 0.0  # CPU time
     opened: int = 0  # incidents
-    agents_cpu_s: float = 0.0

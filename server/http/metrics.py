@@ -242,7 +242,7 @@ def _collect_agents(watch: Watch, now: float) -> Iterator[Metric]:
     reporting = [agent for agent in watch.shared.agents.values() if agent.last_seen_at > oldest_at]
     costs = [agent.cost for agent in reporting if agent.cost is not None]
     memory = [cost.memory for cost in costs]
-    yield make_metric("hangwatch_agents_cpu_seconds", watch.shared.counters.agents_cpu_s)
+    yield make_metric("hangwatch_agents_cpu_seconds", watch.shared.agents.cpu_s)
     yield make_metric("hangwatch_agents", len(reporting))
     yield make_metric("hangwatch_agents_memory_bytes", sum(memory))
     yield make_metric("hangwatch_agent_memory_max_bytes", max(memory, default=0))

@@ -17,10 +17,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from hangwatch.tracking.agents import AgentRegistry
+
 from ..core import limits
 from ..core.events import wait_for_event
 from ..core.limits import BODY_S, HEAD_S, KEEP_ALIVE_S
-from .agent_registry import AgentRegistry
 from .heartbeat_queue import HeartbeatQueue
 from .worker_frames import (
     MAX_PACKET_BYTES,

@@ -42,7 +42,7 @@ from hangwatch.protocol import heartbeat
 from hangwatch.protocol.heartbeat import Heartbeat
 from hangwatch.protocol.request_signing import may_report_job
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.fleet import Fleet
+from hangwatch.tracking.fleet import Fleet, is_owned_by_other
 
 from ..core import limits
 from ..core.limits import read_resident_bytes
@@ -403,7 +403,12 @@ def drop_foreign_reports(
         named.update(item.key for item in getattr(beat, name))
     if beat.performance is not None:
         named.update(stream.key for stream in beat.performance.streams)
-    foreign = {key for key in named if fleet.has_other_owner((beat.host, key), beat, now)}
+    foreign = {
+        key
+        for key in named
+        if (tracked := fleet.processes.get((beat.host, key))) is not None
+        and is_owned_by_other(tracked.process, beat, now)
+    }
     if not foreign:
         return beat, 0
 

@@ -14,8 +14,10 @@ diagnosis follow their interval. What differs from this rule does so for a reaso
 - A few hosts report within a second, before all others: those with a request to answer, those with
   urgent changes, those named by a diagnosis, and those for which `Fleet.is_urgent` holds.
 
-A small job is diagnosed in each round. A large one, which takes seconds, is diagnosed within a share
-of a core: a third of it while the next reports may decide a verdict, at most a seventh otherwise.
+A round of the diagnosis begins as soon as something was reported, and four times a second in any case.
+All small jobs are diagnosed in each round, and rounds take a third of a core at most. A large job,
+which takes seconds, has a share of its own: a third of a core while the next reports may decide a
+verdict, at most a seventh otherwise.
 """
 
 from __future__ import annotations
@@ -58,6 +60,9 @@ POLL_S = 25.0  # less than the minute after which proxies close a connection wit
 MAX_POLLING_AGENTS = 256
 MIN_RECENT_S = 2.0
 RECENT_HEARTBEATS = 3
+
+ROUND_INTERVAL_S = 0.25
+MIN_PAUSE_S = 0.05  # the pause before the next round if a heartbeat arrives during the interval
 
 # The pause before the next run, as a multiple of the CPU time of the last one.
 DECIDING_FACTOR = 2.0  # the next reports may decide a verdict: a third of a core

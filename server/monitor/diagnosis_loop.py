@@ -21,11 +21,9 @@ from ..recovery.aborter import Aborter
 from ..shared_state import SharedState
 from ..storage.persistence import PersistenceWorker
 from .announcer import IncidentAnnouncer
+from .cadence import DECIDING_FACTOR, MIN_PAUSE_S, ROUND_INTERVAL_S
 from .diagnoser import Diagnoser
 from .state_publisher import StatePublisher
-
-ROUND_INTERVAL_S = 0.25
-MIN_PAUSE_S = 0.05  # the pause before the next round if a heartbeat arrives during the interval
 
 FINISHED_ATTEMPTS_KEPT = 20
 FINISHED_KEPT_S = 3600.0
@@ -61,7 +59,7 @@ class DiagnosisLoop:
             has_changes.clear()
             if await wait_for_event(ROUND_INTERVAL_S, has_changes):
                 # However many hosts report, most of the time is left for their heartbeats.
-                await asyncio.sleep(max(MIN_PAUSE_S, 2 * spent_s))
+                await asyncio.sleep(max(MIN_PAUSE_S, DECIDING_FACTOR * spent_s))
 
     async def run_round(self) -> None:
         """Diagnoses each current attempt and reports all changes. A failure in one job or incident
@@ -125,7 +123,6 @@ class Retention:
             has_finished = all(tracked.process.exit is not None for tracked in processes)
             if silent_s > FINISHED_KEPT_S or has_finished:
                 shared.agents.forget_silent(agent_id)
-                shared.fleet.forget_agent(agent_id)
                 shared.performance.forget_agent(agent_id)
                 self.diagnoser.report_scheduler.forget_agent(agent_id)
 

@@ -32,7 +32,6 @@ class HeartbeatApplier:
         beat, foreign = drop_foreign_reports(beat, shared.fleet, now)
         counters.foreign_reports += foreign
         is_known = beat.agent in shared.agents
-        counters.agents_cpu_s += shared.agents.record_heartbeat(beat, now)
         is_complete = shared.fleet.apply_heartbeat(beat, now)
         needs_resync = not is_complete or not (is_known or beat.full or beat.number == 1)
         counters.resyncs += needs_resync

@@ -10,10 +10,10 @@ import pytest
 from hangwatch.protocol.heartbeat import HeartbeatReply
 from hangwatch.server.core.load import Load
 from hangwatch.server.ingest import agent_worker
-from hangwatch.server.ingest.agent_registry import AgentRegistry
 from hangwatch.server.ingest.agent_worker import AgentWorker
 from hangwatch.server.ingest.heartbeat_queue import HeartbeatQueue
 from hangwatch.server.ingest.worker_frames import FrameType, encode_frame
+from hangwatch.tracking.agents import AgentRegistry
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from hangwatch.server.http.app_state import AppState
 from hangwatch.server.monitor import diagnoser
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
-from hangwatch.tracking.fleet import ReportingAgent
+from hangwatch.tracking.agents import ReportingAgent
 from tests.simulation.simulated_job import make_hung_job
 from tests.simulation.waiting import wait_until
 
