@@ -75,8 +75,8 @@ class Reading:
 
 class ReaderProcess:
     """Reads sources, and has a process for those that may block, which reads them all at the same
-    time. It inherits the environment and nothing else. It is kept for later readings, since starting
-    one takes more than most readings do.
+    time. The process inherits the environment and nothing else, and is kept for later readings, since
+    starting one takes more than most readings do.
     """
 
     def __init__(self, command: tuple[str, ...] = _COMMAND) -> None:
