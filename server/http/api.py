@@ -1,4 +1,4 @@
-"""The JSON API under ``/api/v1``: jobs, ranks, groups, incidents, dumps and events.
+"""The JSON API under ``/api/v1``: jobs, ranks, groups, incidents and events.
 
 Lists come in pages: ``?limit=``, and ``?after=`` with the cursor of the previous page's last item.
 An incident can be downloaded as one archive, to attach to a bug report.
@@ -31,12 +31,10 @@ from ..core.problems import Problem
 from ..core.schema import ApiModel, describe_document
 from ..incidents.records import IncidentRecord
 from ..monitor import views
-from ..ondemand.dumps import Dump, DumpRequest
 from . import stream
 from .app_state import AppState
 from .rendering import make_attachment, make_json_response
 
-MAX_PENDING_DUMP_RANKS = 65536  # the ranks in dumps that are not complete
 # Members of groups in one response, or 1.5 MB: a group of 100,000 ranks repeats all of them for
 # each rank.
 MAX_MEMBERS_PER_PAGE = 1 << 18
@@ -53,7 +51,6 @@ def build_router(state: AppState) -> APIRouter:
     routes = APIRouter(prefix="/api/v1")
     _add_job_routes(routes, state)
     _add_incident_routes(routes, state)
-    _add_dump_routes(routes, state)
 
     @routes.get(
         "/events",
@@ -208,43 +205,6 @@ def _add_incident_routes(routes: APIRouter, state: AppState) -> None:
         ranks = [] if attempt is None else describe_ranks(state, attempt, record.incident)
         archive = build_archive(record.incident, ranks)
         return make_attachment(f"hangwatch-{id}.zip", archive, "application/zip")
-
-
-def _add_dump_routes(routes: APIRouter, state: AppState) -> None:
-    @routes.post(
-        "/dumps",
-        operation_id="ask_api_v1_dumps_post",
-        tags=["dumps"],
-        status_code=202,
-        summary="Requests the current stacks of ranks",
-    )
-    async def request_dump(body: DumpRequest, response: Response) -> Dump:
-        attempt = state.choose_attempt(body.job, body.ranks)
-        if state.shared.commands.unsent_count + len(body.ranks) > MAX_PENDING_DUMP_RANKS:
-            raise Problem(
-                429,
-                f"stacks of at most {MAX_PENDING_DUMP_RANKS} ranks can be requested at a time",
-                headers={"Retry-After": "5"},
-            )
-        dump = state.shared.dumps.request_dump(attempt, body.ranks, body.native, state.now())
-        response.headers["Location"] = f"/api/v1/dumps/{dump.id}"
-        return Dump.model_validate(dump, from_attributes=True)
-
-    @routes.get(
-        "/dumps/{id}",
-        operation_id="dump_api_v1_dumps__id__get",
-        tags=["dumps"],
-        summary="The results of a dump so far",
-    )
-    async def show_dump(id: str) -> Dump:
-        dump = state.shared.dumps.find_request(id, state.now())
-        if dump is None:
-            raise Problem(
-                404,
-                f"unknown dump {id!r}: only recent dumps are kept, and none after a restart;"
-                " request it again",
-            )
-        return Dump.model_validate(dump, from_attributes=True)
 
 
 class Page(ApiModel, Generic[Item]):

@@ -1,6 +1,7 @@
 """Evidence in detail: ``/api/v1/trace`` shows the calls of ranks as they are made,
-``/api/v1/recordings`` where ranks spend their time. Recordings and the stacks of incidents can be
-downloaded as files for other tools: flame graphs, folded stacks, and profiles for speedscope.
+``/api/v1/dumps`` their stacks, ``/api/v1/recordings`` where they spend their time. Recordings and the
+stacks of incidents can be downloaded as files for other tools: flame graphs, folded stacks, and
+profiles for speedscope.
 """
 
 from __future__ import annotations
@@ -34,18 +35,20 @@ from hangwatch.stacks.trees import (
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.problems import Problem
+from ..ondemand.dumps import Dump, DumpRequest
 from ..ondemand.recordings import (
     Recording,
     RecordingRequest,
-    RequestedRecording,
     describe_recording,
     unpack_profiles,
 )
+from ..ondemand.requests import Request, RequestRegistry
 from ..ondemand.traces import MAX_SESSIONS, MAX_TRACED_RANKS, TraceFilter, stream_events
 from . import stream
 from .app_state import AppState
 from .rendering import FLAME_GRAPH_WIDTH_PX, make_attachment, render_flame_graph
 
+MAX_PENDING_DUMP_RANKS = 65536  # the ranks in dumps that are not complete
 MAX_TRACE_S = 86_400
 MIN_BAR_WIDTH_PX = 0.5  # narrower bars of flame graphs are omitted
 MAX_STACK_DEPTH = 250  # frames in a flame graph
@@ -57,6 +60,7 @@ RankProfiles = Sequence[tuple[int, Profile]]
 def build_router(state: AppState) -> APIRouter:
     routes = APIRouter(prefix="/api/v1")
     _add_trace_route(routes, state)
+    _add_dump_routes(routes, state)
     recordings = APIRouter(prefix="/recordings", tags=["recordings"])
     _add_recording_routes(recordings, state)
     routes.include_router(recordings)
@@ -137,6 +141,37 @@ def _check_traceable(state: AppState, attempt: Attempt, ranks: Sequence[int], gr
         raise Problem(404, f"unknown group {group!r} of {name_ranks(ranks)}; known groups: {known}")
 
 
+def _add_dump_routes(routes: APIRouter, state: AppState) -> None:
+    @routes.post(
+        "/dumps",
+        operation_id="ask_api_v1_dumps_post",
+        tags=["dumps"],
+        status_code=202,
+        summary="Requests the current stacks of ranks",
+    )
+    async def request_dump(body: DumpRequest, response: Response) -> Dump:
+        attempt = state.choose_attempt(body.job, body.ranks)
+        if state.shared.commands.unsent_count + len(body.ranks) > MAX_PENDING_DUMP_RANKS:
+            raise Problem(
+                429,
+                f"stacks of at most {MAX_PENDING_DUMP_RANKS} ranks can be requested at a time",
+                headers={"Retry-After": "5"},
+            )
+        dump = state.shared.dumps.request_dump(attempt, body.ranks, body.native, state.now())
+        response.headers["Location"] = f"/api/v1/dumps/{dump.id}"
+        return Dump.model_validate(dump, from_attributes=True)
+
+    @routes.get(
+        "/dumps/{id}",
+        operation_id="dump_api_v1_dumps__id__get",
+        tags=["dumps"],
+        summary="The results of a dump so far",
+    )
+    async def show_dump(id: str) -> Dump:
+        dump = find_request(state, state.shared.dumps, "dump", id)
+        return Dump.model_validate(dump, from_attributes=True)
+
+
 def _add_recording_routes(routes: APIRouter, state: AppState) -> None:
     @routes.post(
         "",
@@ -165,7 +200,7 @@ def _add_recording_routes(routes: APIRouter, state: AppState) -> None:
         summary="Ends a recording early and keeps what was sampled",
     )
     async def stop_recording(id: str) -> Recording:
-        recording = _find_recording(state, id)
+        recording = find_request(state, state.shared.recordings, "recording", id)
         attempt = state.shared.fleet.attempts.get(AttemptKey(recording.job, recording.attempt))
         if attempt is not None:
             state.shared.recordings.stop_recording(recording, attempt, state.now())
@@ -177,10 +212,12 @@ def _add_recording_routes(routes: APIRouter, state: AppState) -> None:
         summary="The progress and the results of a recording",
     )
     async def show_recording(id: str) -> Recording:
-        return await asyncio.to_thread(describe_recording, _find_recording(state, id))
+        return await asyncio.to_thread(
+            describe_recording, find_request(state, state.shared.recordings, "recording", id)
+        )
 
     async def render_recording(id: str, render: Callable[[str, RankProfiles, int], str]) -> str:
-        recording = _find_recording(state, id)
+        recording = find_request(state, state.shared.recordings, "recording", id)
         if recording.status == "pending":
             raise Problem(
                 409,
@@ -222,15 +259,18 @@ def _add_recording_routes(routes: APIRouter, state: AppState) -> None:
         return make_attachment(f"hangwatch-{id}.speedscope.json", document, "application/json")
 
 
-def _find_recording(state: AppState, id: str) -> RequestedRecording:
-    recording = state.shared.recordings.find_request(id, state.now())
-    if recording is None:
+def find_request(
+    state: AppState, registry: RequestRegistry[Request], name: str, id: str
+) -> Request:
+    """A request that is kept. Raises Problem if it is unknown; ``name`` says what was requested."""
+    found = registry.find_request(id, state.now())
+    if found is None:
         raise Problem(
             404,
-            f"unknown recording {id!r}: only recent recordings are kept, and none after a"
-            " restart; request it again",
+            f"unknown {name} {id!r}: only recent {name}s are kept, and none after a restart; request"
+            " it again",
         )
-    return recording
+    return found
 
 
 def render_flamegraph(title: str, profiles: RankProfiles, rate: int) -> str:
