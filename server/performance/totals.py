@@ -178,7 +178,7 @@ class ReportedArrival(NamedTuple):
 
 
 @dataclass(slots=True)
-class PendingCall:
+class PartlyReportedCall:
     """One call that some members have reported."""
 
     seq: int
@@ -190,34 +190,6 @@ class PendingCall:
     @property
     def agents(self) -> set[str]:
         return {arrival.agent for arrival in self.arrivals.values()}
-
-
-@dataclass(slots=True)
-class PendingCalls:
-    """The calls of one group that not all members have reported yet, by sequence number."""
-
-    member_count: int
-    calls: dict[int, PendingCall] = field(default_factory=dict)
-
-    def add_sample(self, rank: int, agent: str, sample: heartbeat.CallSample) -> PendingCall | None:
-        """Records the arrival of a member. Returns the call once all members have reported it."""
-        seq, entered_us, since_previous_us, duration_us, op, size_class, size_bytes = sample
-        call = self.calls.get(seq)
-        if call is None:
-            call = self.calls[seq] = PendingCall(seq, op, size_class, size_bytes)
-            affordable = min(MAX_PENDING_CALLS, MAX_PENDING_ARRIVALS // self.member_count)
-            while len(self.calls) > max(MIN_PENDING_CALLS, affordable):
-                del self.calls[min(self.calls)]
-        if op != call.op:  # a mismatch: the diagnosis reports it
-            self.calls.pop(seq, None)
-            return None
-        if call.size_bytes != size_bytes:
-            call.size_bytes = -1
-        call.arrivals[rank] = ReportedArrival(entered_us, since_previous_us, duration_us, agent)
-        if len(call.arrivals) < self.member_count:
-            return None
-        self.calls.pop(seq, None)
-        return call
 
 
 @dataclass(slots=True)
@@ -288,10 +260,8 @@ class GroupTotals:
     # Calls wait on a device, not the threads that make them: a late thread may delay no other rank.
     queued: bool = False
     missed_calls: int = 0  # too many for the node agent to read
-    _pending: PendingCalls = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._pending = PendingCalls(len(self.group.ranks))
+    # The calls that not all members have reported yet, by sequence number.
+    _pending: dict[int, PartlyReportedCall] = field(default_factory=dict)
 
     def add_report(self, rank: int, part: heartbeat.StreamPerformance, now: float) -> None:
         """Adds the totals that one member reports."""
@@ -316,12 +286,34 @@ class GroupTotals:
         """
         spreads_s: list[float] = []
         for sample in samples:
-            call = self._pending.add_sample(rank, agent, sample)
+            call = self._add_sample(rank, agent, sample)
             if call is not None and (len(call.agents) == 1 or call.agents <= clocks.keys()):
                 spreads_s.append(self._compare_arrivals(call, clocks, now))
         return spreads_s
 
-    def _compare_arrivals(self, call: PendingCall, clocks: ClockBounds, now: float) -> float:
+    def _add_sample(
+        self, rank: int, agent: str, sample: heartbeat.CallSample
+    ) -> PartlyReportedCall | None:
+        """Records the arrival of a member. Returns the call once all members have reported it."""
+        seq, entered_us, since_previous_us, duration_us, op, size_class, size_bytes = sample
+        call, member_count = self._pending.get(seq), len(self.group.ranks)
+        if call is None:
+            call = self._pending[seq] = PartlyReportedCall(seq, op, size_class, size_bytes)
+            affordable = min(MAX_PENDING_CALLS, MAX_PENDING_ARRIVALS // member_count)
+            while len(self._pending) > max(MIN_PENDING_CALLS, affordable):
+                del self._pending[min(self._pending)]
+        if op != call.op:  # a mismatch: the diagnosis reports it
+            self._pending.pop(seq, None)
+            return None
+        if call.size_bytes != size_bytes:
+            call.size_bytes = -1
+        call.arrivals[rank] = ReportedArrival(entered_us, since_previous_us, duration_us, agent)
+        if len(call.arrivals) < member_count:
+            return None
+        self._pending.pop(seq, None)
+        return call
+
+    def _compare_arrivals(self, call: PartlyReportedCall, clocks: ClockBounds, now: float) -> float:
         arrivals: list[Arrival] = []  # the times are this server's
         for rank, reported in call.arrivals.items():
             # A single agent needs no known clock.

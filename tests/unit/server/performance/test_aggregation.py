@@ -230,9 +230,7 @@ def test_memory_is_bounded() -> None:
     assert (
         len(group.size_classes) <= MAX_SIZE_CLASS_ROWS + 1 and (OTHER_OPS, 0) in group.size_classes
     )
-    assert (
-        len(group.arrivals.recent_skews) == MAX_COMPARED_CALLS and len(group._pending.calls) <= 64
-    )
+    assert len(group.arrivals.recent_skews) == MAX_COMPARED_CALLS and len(group._pending) <= 64
     assert max(len(h.closed_points) for h in group.histories.values()) == MAX_PERIODS
     assert set(job.totals.get_job(job.latest_attempt).operations) == {"all_reduce", OTHER_OPS}
     for n in range(MAX_GROUPS + 5):
