@@ -4,10 +4,9 @@ logged once. A method of torch that `extend_method` extends raises none of them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from .dynamo import Result, run_uncompiled
@@ -46,15 +45,6 @@ def record_message(message: str) -> None:
         _fault_counts["further faults"] = _fault_counts.get("further faults", 0) + 1
     for listener in _listeners:
         listener()
-
-
-@contextlib.contextmanager
-def swallow_errors(where: str) -> Iterator[None]:
-    """Records errors in its body instead of raising them, so that the user's code continues."""
-    try:
-        yield
-    except Exception as error:
-        record_fault(where, error)
 
 
 def extend_method(

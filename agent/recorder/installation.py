@@ -77,10 +77,8 @@ def install_recorder() -> None:
     # No rank waits for another to destroy its groups, and a rank may also exit without doing so.
     wrap_function("destroy_process_group", _record_no_call, _leave_destroy, _record_lost_world)
     wrap_function("shrink_group", _record_no_call, _leave_new_group, _record_lost_group)
-    with faults.swallow_errors("watching the creation of process groups"):
-        track_creations()
-    with faults.swallow_errors("counting the Flight Recorder's hooks"):
-        device.count_attached_hooks()
+    faults.run_guarded("watching the creation of process groups", track_creations)
+    faults.run_guarded("counting the Flight Recorder's hooks", device.count_attached_hooks)
     patch_spawn()
     launch = identity.parse_environ(os.environ)
     if launch.rank is not None and is_started_as_rank(launch):
@@ -135,8 +133,7 @@ def _start_recording_once(launch: identity.LaunchInfo, rank: int, world_size: in
     current.poller.start_thread()
     atexit.register(_handle_exit)
     _record_uncaught_exceptions()
-    with faults.swallow_errors("exempting hangwatch from compilation"):
-        dynamo.exempt_own_code()
+    faults.run_guarded("exempting hangwatch from compilation", dynamo.exempt_own_code)
 
 
 class RankProcess:
@@ -330,8 +327,7 @@ def _handle_exit() -> None:
         current.set_lifecycle(Lifecycle.EXITING)
         # A daemon thread that outlives the interpreter can crash the process.
         current.poller.stop_thread()
-        with faults.swallow_errors("waiting for the backend's threads"):
-            wait_until_idle()
+        faults.run_guarded("waiting for the backend's threads", wait_until_idle)
 
 
 def wait_until_idle(timeout_s: float = 0.2) -> None:

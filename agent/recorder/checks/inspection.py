@@ -21,7 +21,6 @@ table, `hangwatch.ring.checks` reads it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -175,26 +174,27 @@ class CallChecker:
         callback runs, the reducer has queued its own, and we queue ours again behind it. This
         happens at the same point on every rank, in whatever order the buckets became ready.
         """
-        queue: Callable[[Callable[[], None]], None] = _engine.queue_callback
+        queue = _engine.queue_callback
 
         def requeue_check() -> None:
-            with faults.swallow_errors("waiting for the reducer"):
-                queue(check_bucket)
+            faults.run_guarded("waiting for the reducer", queue, check_bucket)
 
         def check_bucket() -> None:
-            with faults.swallow_errors("examining a bucket"):
-                if not future.done():
-                    return
-                try:
-                    future.value()
-                except Exception:  # the reducer has raised it
-                    return
-                self._check_outputs(pending)
+            faults.run_guarded("examining a bucket", self._check_bucket, pending, future)
 
         try:
             queue(requeue_check)
         except RuntimeError:  # no backward is under way in this thread
             return
+
+    def _check_bucket(self, pending: PendingCheck, future: Any) -> None:
+        if not future.done():
+            return
+        try:
+            future.value()
+        except Exception:  # the reducer has raised it
+            return
+        self._check_outputs(pending)
 
     def _check_outputs(self, pending: PendingCheck) -> None:
         with examine.DispatchBypass():

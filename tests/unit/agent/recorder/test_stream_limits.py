@@ -160,6 +160,16 @@ def test_heap_is_used_up_only_by_open_streams(tmp_path: Path) -> None:
         ring.open_stream(4, big)
 
 
+def test_full_heap_is_freed_of_retired_streams(watched: WatchedGroups) -> None:
+    big = {"kind": "collective", "name": "x" * (HEAP_SIZE // 3), "desc": "d", "ranks": "0-1"}
+    retired, kept = watched.registry.open_stream(big), watched.registry.open_stream(big)
+    assert retired is not None and kept is not None
+    watched.registry.retire_stream(retired)
+    assert watched.registry.open_stream(big) is not None
+    assert watched.registry.open_stream(big) is None
+    assert (watched.registry.dropped_count, watched.ring.used_slot_count) == (1, 2)
+
+
 def make_dormant_channels(watched: WatchedGroups, count: int) -> list[StreamRecorder | None]:
     track = watched.registry.open_group(group := Group("0"))
     watched.kept = group  # type: ignore[attr-defined]  # it must outlive this function
