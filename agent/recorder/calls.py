@@ -102,7 +102,7 @@ class CallReader:
         self._async_index = max(index_of(name) for name in _ASYNC_NAMES)
         self.is_p2p = spec.is_p2p
         self._p2p_kind = StreamKind.SEND if spec.p2p_role is P2pRole.SEND else StreamKind.RECV
-        # The caller makes the key from everything that is in a signature.
+        # The keys hold everything that is in a signature.
         self._interned_signatures: dict[Any, InternedSignature] = {}
         self.plans: dict[Any, CallPlan] = {}  # one for each kind of call that was entered before
 

@@ -114,7 +114,7 @@ class GroupRegistry:
             description = {
                 **track.description,
                 "kind": kind.value,
-                # In a foreign group, a member has its number there for a rank.
+                # The ranks of a foreign group are the numbers of its members.
                 "peer": track.ranks[peer] if 0 <= peer < len(track.ranks) else -1,
                 "tag": tag,
             }

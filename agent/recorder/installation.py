@@ -127,7 +127,7 @@ def _start_recording_once(launch: identity.LaunchInfo, rank: int, world_size: in
     kernels.set_recorder(current.recorder)
     setup = current.setup_recorder
     origin_tracker.set_listeners(setup.announce_foreign_group, setup.complete_foreign_group)
-    # This function returns False, and in its place Dynamo sees a constant True.
+    # The function returns False; Dynamo sees a constant True in its place.
     hangwatch._is_compiled = torch.compiler.is_dynamo_compiling
     hangwatch._watcher = UserAnnotations(current)
     current.poller.start_thread()

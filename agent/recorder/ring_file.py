@@ -99,7 +99,7 @@ def _read_ancestor(ring: Path) -> AncestorRank:
     if identity is None:
         raise RingError("its identity is being written")
     return AncestorRank(
-        # For the number of a newer recorder, this is the last known one.
+        # A newer recorder may have further numbers, which count as the last known one.
         lifecycle=Lifecycle(min(lifecycle, Lifecycle.EXITING)),
         job=identity["job"],
         rank=identity["rank"],

@@ -148,8 +148,8 @@ def _collect_records(
         elif recorded:
             entered = recorded[0].seq - 1
         elif (dump := dumps.get(rank)) is not None:
-            # Its ring holds no call of the group: the recorder's count is the number that it made,
-            # or the ring has lost nothing.
+            # The ring of this rank holds no call of the group: the recorder's count says how many it
+            # made, and without one a ring that has lost nothing shows that it made none.
             if group.name in dump.statuses and group.name not in job.p2p_groups:
                 entered = max(dump.statuses[group.name].enqueued, 0)
             elif not dump.wrapped:
@@ -353,7 +353,7 @@ def _reconcile_calls(job: OfflineJob, group: Group, members: RecordsByRank) -> i
             reconciled = {}
             if len(roots) > 1:
                 roots_by_seq[seq] = roots
-                for rank in roots:  # with each rank itself as the root, so that they differ
+                for rank in roots:  # each rank itself becomes the root, so that they differ
                     signature = replace(records[rank].signature, root=group.ranks.index(rank))
                     must_match = MustMatch.DTYPE | MustMatch.ROOT
                     hashed = with_agreement_hash(signature, must_match, ())

@@ -36,7 +36,7 @@ _EXTERNAL_OPCODES = {
     b"\x82": "extension registry", b"\x83": "extension registry", b"\x84": "extension registry",
 }  # fmt: skip
 _CALL_OPCODES = (b"R", b"o", b"b", b"\x81", b"\x92")
-_MARK = -1  # in the place of a weight
+_MARK = -1  # the weight of a mark
 
 
 class NotPlainError(Exception):

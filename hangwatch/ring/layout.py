@@ -121,7 +121,7 @@ RECORDS_OFFSET = STREAMS_OFFSET + STREAM_SLOTS * STREAM_STRUCT.size
 SIGNATURES_OFFSET = RECORDS_OFFSET + RECORD_SLOTS * RECORD_STRUCT.size
 SITES_OFFSET = SIGNATURES_OFFSET + SIGNATURE_SLOTS * INTERNED_SIZE
 HEAP_OFFSET = SITES_OFFSET + SITE_SLOTS * INTERNED_SIZE
-CHECKS_OFFSET = HEAP_OFFSET + HEAP_SIZE  # without checks, the file ends here
+CHECKS_OFFSET = HEAP_OFFSET + HEAP_SIZE  # the file ends here if there are no checks
 MAX_FILE_BYTES = 64 << 20
 
 # The beginnings and ends of the parts of the file that are allocated when it is created. The file

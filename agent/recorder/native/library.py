@@ -40,8 +40,8 @@ class _NativeCall(ctypes.Structure):
 _RECORDER = _STREAM = ctypes.c_void_p
 _CALL = ctypes.POINTER(_NativeCall)
 _U8, _U32, _U64 = ctypes.c_uint8, ctypes.c_uint32, ctypes.c_uint64
-# The types of each function's result and arguments, as in recorder.cpp. These functions are called
-# without the GIL, since they may wait for its owner.
+# The types of each function's result and arguments, as in recorder.cpp. The first functions are
+# called without the GIL, since they may wait for its owner.
 _WAITING_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "hw_initialize_library": (None, FrameLayout),
     "hw_register_kernel": (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_bool),
@@ -60,7 +60,7 @@ _WAITING_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "hw_finish_call": (None, _RECORDER, _CALL, ctypes.c_bool),
     "hw_retract_call": (None, _RECORDER, _CALL),
 }  # fmt: skip
-# These functions are called with the GIL, and never wait for a thread that needs it.
+# The other functions are called with the GIL, and never wait for a thread that needs it.
 _QUICK_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "hw_get_planned_reduce_op": (ctypes.c_int64,),
     "hw_clear_plans": (None, _RECORDER),
