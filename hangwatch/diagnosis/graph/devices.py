@@ -255,8 +255,11 @@ class DeviceGraph:
         """Whether a rank's device may be in a send or a receive, whose peer is unknown here. Hosts run
         ahead of their devices: only a completed collective that was queued later shows that it is not.
         """
-        if self._is_in_completed_call(rank):
-            return False
+        fronts = self.fronts.get(rank)
+        if fronts and fronts[0].members[rank].completed < fronts[0].furthest:
+            spec = OPERATIONS.get(fronts[0].get_op(rank))
+            if spec is not None and spec.is_mutual_wait:
+                return False  # the call that others have completed and its device has not
         process = self._processes[rank]
         messages = [s for s in process.streams.values() if s.peer is not None and s.entered]
         if any(stream.is_pending for stream in messages):
@@ -270,18 +273,6 @@ class DeviceGraph:
             for stream in process.streams.values()
             if stream.uid in queued
         )
-
-    def _is_in_completed_call(self, rank: int) -> bool:
-        """Whether other members have completed the call that its device has not, in which all members
-        wait for each other.
-        """
-        fronts = self.fronts.get(rank)
-        if not fronts:
-            return False
-        group = fronts[0]
-        spec = OPERATIONS.get(group.get_op(rank))
-        is_behind = group.members[rank].completed < group.furthest
-        return is_behind and spec is not None and spec.is_mutual_wait
 
     def _select_processes(self, ranks: Iterable[int]) -> list[Process]:
         return [self._processes[rank] for rank in ranks if rank in self._processes]
@@ -336,7 +327,16 @@ def build_device_graph(attempt: Attempt, ended: Collection[int] = ()) -> DeviceG
         groups.append(group)
         for rank, progress in group.members.items():
             if progress.completed < progress.enqueued:
-                order = _get_front_order(group_streams[rank], progress)
+                # The groups are sorted by the first call that the device has not completed. If it is not
+                # recorded when that was made: of groups that are used in turn, the one with more
+                # uncompleted calls comes first; with as many, the one whose newest call is older.
+                stream = group_streams[rank]
+                order: tuple[float, ...] = (
+                    progress.completed - progress.enqueued,
+                    stream.entered_at,
+                )
+                if stream.pending_at is not None:
+                    order = (stream.pending_at,)
                 pending.setdefault(rank, []).append((order, group))
     if not groups:
         return None
@@ -407,17 +407,6 @@ def _counts_messages(
             if stream.peer is not None and stream.completed is None and stream.group.key == key:
                 return True
     return False
-
-
-def _get_front_order(stream: CallStream, progress: DeviceProgress) -> tuple[float, ...]:
-    """Sorts a rank's groups by the first call that its device has not completed.
-
-    Where it is not recorded when that call was made: of groups that are used in turn, the one with
-    more uncompleted calls comes first; with as many, the one whose newest call is older.
-    """
-    if stream.pending_at is not None:
-        return (stream.pending_at,)
-    return (progress.completed - progress.enqueued, stream.entered_at)
 
 
 def get_first_unfinished(stream: CallStream, progress: DeviceProgress) -> int:

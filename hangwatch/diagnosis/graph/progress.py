@@ -239,12 +239,12 @@ def is_wholly_blocked(process: Process, blocked_streams: Collection[CallStream])
         for thread in _list_callers(process, sample)
         if not any(thread is blocked for blocked in blocked_threads)
     ]
-    return all(_is_joining(thread) or waits_for_communication(thread) for thread in others)
-
-
-def _is_joining(thread: ThreadStack) -> bool:
-    """Whether a thread waits for the end or the result of another one. Any thread may hold a lock."""
-    return _is_waiting_for_thread(thread) and classify_activity(thread).waits is not LOCK
+    # A thread may wait for the end or the result of another one. But any thread may hold a lock.
+    return all(
+        waits_for_communication(thread)
+        or (_is_waiting_for_thread(thread) and classify_activity(thread).waits is not LOCK)
+        for thread in others
+    )
 
 
 def _list_callers(process: Process, sample: StackSample) -> list[ThreadStack]:
@@ -269,14 +269,14 @@ def has_working_thread(process: Process, since: float) -> bool:
     """Whether a thread was sampled in the user's code, where it waits for no rank: it may be about
     to make the missing call.
     """
-    samples = list_samples_since(process, since)
-    return any(_is_working_in_user_code(thread) for s in samples for thread in s.threads)
-
-
-def _is_working_in_user_code(thread: ThreadStack) -> bool:
-    if thread.pid is not None or not runs_user_code(thread):
-        return False
-    return waits_for_communication(thread) is False and not _is_waiting_for_thread(thread)
+    return any(
+        thread.pid is None
+        and runs_user_code(thread)
+        and waits_for_communication(thread) is False
+        and not _is_waiting_for_thread(thread)
+        for sample in list_samples_since(process, since)
+        for thread in sample.threads
+    )
 
 
 def _is_waiting_for_thread(stack: ThreadStack) -> bool:

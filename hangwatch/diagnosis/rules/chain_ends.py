@@ -194,21 +194,14 @@ class LongestWaits:
         return oldest.make_edge(awaited)
 
 
-@dataclass(slots=True)
-class _WaiterGroup:
-    """The longest waits of the ranks that wait for the same ranks."""
-
-    longest: list[BlockedCall]
-    last_began_at: float  # when the last of all waits of the group began
-
-
 def collect_longest_waits(
     context: DiagnosisContext, chain_ends: set[int]
 ) -> dict[int, LongestWaits]:
     """The longest waits for each chain end; chain ends that only deadlocked ranks wait for are
     omitted.
     """
-    waiter_groups: list[_WaiterGroup] = []
+    # The longest waits of each waiter group, and when the last of all its waits began.
+    waiter_groups: list[tuple[list[BlockedCall], float]] = []
     groups_by_end: dict[int, list[int]] = {}  # indices in `waiter_groups`
     for blocked_calls in context.graph.iter_waiter_groups():
         awaited_ends = chain_ends.intersection(blocked_calls[0].awaited)
@@ -228,8 +221,8 @@ def collect_longest_waits(
             selected = [waiter_groups[index] for index in indices]
             waits_by_indices[key] = LongestWaits.from_blocked_calls(
                 context,
-                [blocked for group in selected for blocked in group.longest],
-                max(group.last_began_at for group in selected),
+                [blocked for longest, _ in selected for blocked in longest],
+                max(last_began_at for _, last_began_at in selected),
             )
         waits_by_end[rank] = waits_by_indices[key]
     return waits_by_end
@@ -237,10 +230,9 @@ def collect_longest_waits(
 
 def _select_longest(
     context: DiagnosisContext, blocked_calls: Iterable[BlockedCall]
-) -> _WaiterGroup | None:
-    """The waits that may be the longest: each other one began later and is known for no longer.
-
-    None if all of the ranks are deadlocked.
+) -> tuple[list[BlockedCall], float] | None:
+    """The waits that may be the longest: each other one began later and is known for no longer. With it,
+    when the last of all waits began. None if all of the ranks are deadlocked.
     """
     # The waits by when they began: sorting 100,000 pairs would block all threads for too long.
     longest_by_start: dict[float, tuple[float, BlockedCall]] = {}
@@ -258,17 +250,7 @@ def _select_longest(
         if known_until > latest_known_until:
             longest.append(blocked)
             latest_known_until = known_until
-    if not longest:
-        return None
-    return _WaiterGroup(longest=longest, last_began_at=max(longest_by_start))
-
-
-def has_been_awaited_for(
-    context: DiagnosisContext, rank: int, waits: LongestWaits, seconds: float
-) -> bool:
-    """Whether other ranks have waited for ``rank`` for ``seconds``."""
-    # The first comparison decides for nearly all of 100,000 ranks.
-    return waits.longest_s >= seconds and get_wait_age_s(context, rank, waits, 0.0) >= seconds
+    return (longest, max(longest_by_start)) if longest else None
 
 
 def get_wait_age_s(

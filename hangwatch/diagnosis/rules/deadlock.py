@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from graphlib import CycleError, TopologicalSorter
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import KINDS, VerdictKind
@@ -241,7 +242,13 @@ def find_blocked_ranks(graph: WaitGraph) -> set[int]:
     """
     ranks_by_group = graph.index.ranks_by_group
     groups_by_awaited = graph.index.groups_by_awaited
-    missing_counts = _count_missing_ranks(graph)
+    chain_ends = graph.find_chain_ends()
+    # The number of ranks that each waiter group needs and that are waiting themselves.
+    missing_counts: list[int] = []
+    for group in graph.iter_waiter_groups():
+        awaited = group[0].awaited
+        needed_count = 1 if group[0].any_suffices else len(awaited)
+        missing_counts.append(needed_count - len(awaited.keys() & chain_ends))
     blocked = set(graph.blocked_calls)
     freed_ranks: list[int] = []
     freed_groups = [index for index, count in enumerate(missing_counts) if count <= 0]
@@ -258,17 +265,6 @@ def find_blocked_ranks(graph: WaitGraph) -> set[int]:
             if missing_counts[index] == 0:
                 freed_groups.append(index)
     return blocked
-
-
-def _count_missing_ranks(graph: WaitGraph) -> list[int]:
-    """The number of ranks that each waiter group needs and that are waiting themselves."""
-    chain_ends = graph.find_chain_ends()
-    counts: list[int] = []
-    for group in graph.iter_waiter_groups():
-        awaited = group[0].awaited
-        needed_count = 1 if group[0].any_suffices else len(awaited)
-        counts.append(needed_count - len(awaited.keys() & chain_ends))
-    return counts
 
 
 def find_cycle_components(
@@ -386,38 +382,20 @@ def _find_cycle_from(graph: WaitGraph, start: int, component: set[int]) -> list[
 
 
 def _is_acyclic(graph: WaitGraph, ranks: set[int]) -> bool:
-    """Whether the waits among ``ranks`` have no cycle, by repeated removal of the ranks that wait
-    for no remaining rank.
-
-    Ranks that share a mapping of awaited ranks are counted together, by its identity.
+    """Whether the waits among ``ranks`` have no cycle. A mapping of awaited ranks, which many ranks may
+    share, is a node between these and the awaited ones.
     """
-    awaited_counts: dict[int, int] = {}  # the remaining ranks of each mapping
-    waiting_ranks: dict[int, list[int]] = {}  # the ranks that wait for each mapping
-    mappings_by_awaited: dict[int, list[int]] = {}
+    sorter: TopologicalSorter[int | tuple[int]] = TopologicalSorter()
+    known: set[int] = set()  # the identities of mappings
     for rank in ranks:
         for blocked in graph.blocked_calls[rank]:
             mapping = id(blocked.awaited)
-            if mapping not in awaited_counts:
-                awaited = blocked.awaited.keys() & ranks
-                awaited_counts[mapping] = len(awaited)
-                for awaited_rank in awaited:
-                    mappings_by_awaited.setdefault(awaited_rank, []).append(mapping)
-            if awaited_counts[mapping]:
-                waiting_ranks.setdefault(mapping, []).append(rank)
-    wait_counts: dict[int, int] = {}  # the number of mappings that each rank waits for
-    for rank in ranks:
-        mappings = [id(blocked.awaited) for blocked in graph.blocked_calls[rank]]
-        wait_counts[rank] = sum(awaited_counts[mapping] > 0 for mapping in mappings)
-    removable = [rank for rank, count in wait_counts.items() if count == 0]
-    remaining_count = len(wait_counts)
-    while removable:
-        remaining_count -= 1
-        for mapping in mappings_by_awaited.get(removable.pop(), ()):
-            awaited_counts[mapping] -= 1
-            if awaited_counts[mapping]:
-                continue
-            for rank in waiting_ranks[mapping]:
-                wait_counts[rank] -= 1
-                if wait_counts[rank] == 0:
-                    removable.append(rank)
-    return remaining_count == 0
+            sorter.add(rank, (mapping,))
+            if mapping not in known:
+                known.add(mapping)
+                sorter.add((mapping,), *(blocked.awaited.keys() & ranks))
+    try:
+        sorter.prepare()
+    except CycleError:
+        return False
+    return True

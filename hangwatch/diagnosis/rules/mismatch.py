@@ -76,23 +76,22 @@ def diagnose_call_mismatches(context: DiagnosisContext) -> None:
 
 
 def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -> None:
-    members = context.streams_by_group[mismatch.group.key]
+    members, seq, outliers = mismatch.members, mismatch.seq, set(mismatch.outliers)
     for rank, window in mismatch.calls_to_fetch:
         context.requests.append(EvidenceRequest.for_calls(rank, members[rank], window))
     processes = context.attempt.processes
     failed = {
         rank
         for rank in context.attempt.ended_ranks & members.keys()
-        if _failed_at_call(processes[rank], members[rank], mismatch.seq)
+        if _failed_at_call(processes[rank], members[rank], seq)
     }
-    is_harmless = _is_harmless(context, mismatch, members, failed)
-    if mismatch.kind is StreamKind.SETUP:
-        if len(mismatch.calls) < len(mismatch.classes):
-            if is_harmless:  # harmless as far as that is known without the calls
-                return
-        elif _creates_separate_groups(mismatch, members):
+    is_harmless = not failed and _is_harmless(context, mismatch)
+    is_setup = mismatch.kind is StreamKind.SETUP
+    if is_setup and len(mismatch.calls) < len(mismatch.classes):
+        if is_harmless:  # harmless as far as that is known without the calls
             return
-    outliers = set(mismatch.outliers)
+    elif is_setup and _creates_separate_groups(mismatch):
+        return
     delayed: set[int] = set()
     waiting: set[int] = set()
     if not is_harmless:
@@ -101,15 +100,40 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
         delayed = {
             rank
             for rank in mismatch.group.ranks
-            if rank in blocked and (rank not in members or members[rank].entered >= mismatch.seq)
+            if rank in blocked and (rank not in members or members[rank].entered >= seq)
         }
         waiting = (delayed | context.graph.find_waiters_of(delayed | outliers)) - outliers
-    verdict = _make_mismatch_verdict(context, mismatch, members, waiting)
+    kind = VerdictKind.GROUP_MISMATCH if is_setup else VerdictKind.MISMATCH
+    entry_times = [members[rank].entered_at for rank in mismatch.reported_ranks]
+    is_complete = not mismatch.calls_to_fetch and not _is_majority_undecided(context, mismatch)
+    verdict = Verdict(
+        kind=kind,
+        severity=KINDS[kind].severity,
+        culprits=mismatch.outliers,
+        waiting=tuple(sorted(waiting)),
+        group=mismatch.group,
+        seq=seq,
+        differing_fields=mismatch.differing_fields,
+        calls=mismatch.calls,
+        waits=select_waits(context, waiting),
+        began_at=min(entry_times, default=context.now),
+        is_confirmed=is_complete or _is_evidence_overdue(context, mismatch),
+        summary=describe_mismatch(
+            mismatch.outliers,
+            mismatch.calls,
+            mismatch.differing_fields,
+            mismatch.group,
+            seq,
+            mismatch.last_equal,
+        ),
+        advice=_GROUP_MISMATCH_ADVICE if is_setup else _MISMATCH_ADVICE,
+        site=_find_site_of(mismatch.calls, mismatch.outliers),
+    )
     explains = None if is_harmless else delayed | failed
     context.accuse(verdict, explains, samples=bool(waiting))
 
 
-def _creates_separate_groups(mismatch: CallMismatch, members: dict[int, CallStream]) -> bool:
+def _creates_separate_groups(mismatch: CallMismatch) -> bool:
     """Whether the ranks created different groups that have nothing to do with each other: each was made
     by all of its members, as by ``new_subgroups(1, group=...)``.
 
@@ -118,7 +142,7 @@ def _creates_separate_groups(mismatch: CallMismatch, members: dict[int, CallStre
     """
     connected_count = 0
     for call_class in mismatch.calls:
-        group_ranks = get_new_group_ranks(members[call_class.ranks[0]], mismatch.seq)
+        group_ranks = get_new_group_ranks(mismatch.members[call_class.ranks[0]], mismatch.seq)
         if group_ranks is None:
             return False
         creators = set(group_ranks).intersection(call_class.ranks)
@@ -139,17 +163,15 @@ def _may_be_inside(stream: CallStream, seq: int) -> bool:
     return stream.first_unfinished <= seq
 
 
-def _is_harmless(
-    context: DiagnosisContext,
-    mismatch: CallMismatch,
-    members: dict[int, CallStream],
-    failed: set[int],
-) -> bool:
+def _is_harmless(context: DiagnosisContext, mismatch: CallMismatch) -> bool:
     """Whether all members got past the mismatch: then it delays no rank, and a later hang has its
     own cause.
     """
-    if failed or _diverge_again(members):
-        return False
+    members = mismatch.members
+    for seq in {s.first_unfinished for s in members.values() if s.is_pending}:
+        calls = [stream.calls.get(seq) for stream in members.values()]
+        if len({call.signature.agree for call in calls if call is not None}) > 1:
+            return False  # some members are blocked in a call where others made a different one
     if any(_may_be_inside(stream, mismatch.seq) for stream in members.values()):
         return False
     if mismatch.kind is not StreamKind.SETUP:
@@ -160,56 +182,15 @@ def _is_harmless(
         blocked_calls = context.graph.blocked_calls.get(rank, ())
         if any(blocked.stream is stream for blocked in blocked_calls):
             return False
-    return not _was_group_made_elsewhere(context, mismatch, members)
+    return not _was_group_made_elsewhere(context, mismatch)
 
 
-def _make_mismatch_verdict(
-    context: DiagnosisContext,
-    mismatch: CallMismatch,
-    members: dict[int, CallStream],
-    waiting: set[int],
-) -> Verdict:
-    is_setup = mismatch.kind is StreamKind.SETUP
-    kind = VerdictKind.GROUP_MISMATCH if is_setup else VerdictKind.MISMATCH
-    reported_ranks = [rank for ranks in mismatch.classes for rank in ranks]
-    entry_times = [members[rank].entered_at for rank in reported_ranks]
-    is_complete = not mismatch.calls_to_fetch and not _is_majority_undecided(
-        context, mismatch, members
-    )
-    return Verdict(
-        kind=kind,
-        severity=KINDS[kind].severity,
-        culprits=mismatch.outliers,
-        waiting=tuple(sorted(waiting)),
-        group=mismatch.group,
-        seq=mismatch.seq,
-        differing_fields=mismatch.differing_fields,
-        calls=mismatch.calls,
-        waits=select_waits(context, waiting),
-        began_at=min(entry_times, default=context.now),
-        is_confirmed=is_complete or _is_evidence_overdue(context, mismatch, members),
-        summary=describe_mismatch(
-            mismatch.outliers,
-            mismatch.calls,
-            mismatch.differing_fields,
-            mismatch.group,
-            mismatch.seq,
-            mismatch.last_equal,
-        ),
-        advice=_GROUP_MISMATCH_ADVICE if is_setup else _MISMATCH_ADVICE,
-        site=_find_site_of(mismatch.calls, mismatch.outliers),
-    )
-
-
-def _is_evidence_overdue(
-    context: DiagnosisContext, mismatch: CallMismatch, members: dict[int, CallStream]
-) -> bool:
+def _is_evidence_overdue(context: DiagnosisContext, mismatch: CallMismatch) -> bool:
     """Whether the verdict has waited long enough for what is missing: then what is certain is reported."""
-    reported_ranks = [rank for ranks in mismatch.classes for rank in ranks]
-    report_times = [get_last_seen_at(context, rank) for rank in reported_ranks]
+    report_times = [get_last_seen_at(context, rank) for rank in mismatch.reported_ranks]
     if context.now - max(report_times, default=context.now) > MAX_EVIDENCE_WAIT_S:
         return True
-    state = members[reported_ranks[0]].group_state
+    state = mismatch.members[mismatch.reported_ranks[0]].group_state
     if state is None or not state.diverged:
         return False
     waited_s = context.now - state.diverged_at
@@ -232,17 +213,16 @@ def _find_site_of(calls: Iterable[CallClass], ranks: Iterable[int]) -> Site | No
     return None
 
 
-def _was_group_made_elsewhere(
-    context: DiagnosisContext, mismatch: CallMismatch, members: dict[int, CallStream]
-) -> bool:
+def _was_group_made_elsewhere(context: DiagnosisContext, mismatch: CallMismatch) -> bool:
     """Whether some rank waits in the first call of a group created since the mismatch: members that
     created it at another position never enter this call.
     """
-    created_groups = set()
-    for ranks in mismatch.classes:
-        for rank in ranks[:1]:
-            later = [seq for seq in members[rank].calls if seq >= mismatch.seq]
-            created_groups |= {get_new_group_ranks(members[rank], seq) for seq in later}
+    created_groups = {
+        get_new_group_ranks(mismatch.members[ranks[0]], seq)
+        for ranks in mismatch.classes
+        for seq in mismatch.members[ranks[0]].calls
+        if seq >= mismatch.seq
+    }
     for waiter_group in context.graph.iter_waiter_groups():
         blocked = waiter_group[0]
         if blocked.stream.group.ranks in created_groups and 1 in blocked.awaited.values():
@@ -268,28 +248,16 @@ def _failed_at_call(process: Process, stream: CallStream, seq: int) -> bool:
     return failed_soon and seq < stream.entered <= seq + _MAX_CALLS_AFTER
 
 
-def _diverge_again(members: dict[int, CallStream]) -> bool:
-    """Whether some members are blocked in a call where others made a different one."""
-    for seq in {s.first_unfinished for s in members.values() if s.is_pending}:
-        calls = [stream.calls.get(seq) for stream in members.values()]
-        agreement_hashes = {call.signature.agree for call in calls if call is not None}
-        if len(agreement_hashes) > 1:
-            return True
-    return False
-
-
-def _is_majority_undecided(
-    context: DiagnosisContext, mismatch: CallMismatch, members: dict[int, CallStream]
-) -> bool:
+def _is_majority_undecided(context: DiagnosisContext, mismatch: CallMismatch) -> bool:
     """Whether members that have not made the call yet, and may be about to, decide which side is
     the minority.
     """
-    reported_ranks = [rank for ranks in mismatch.classes for rank in ranks]
+    reported_ranks = mismatch.reported_ranks
     group_size = len(mismatch.group.ranks)
     largest_class = max(map(len, mismatch.classes))
     if len(reported_ranks) == group_size or 2 * largest_class > group_size:
         return False
-    last_entered_at = max(members[rank].entered_at for rank in reported_ranks)
+    last_entered_at = max(mismatch.members[rank].entered_at for rank in reported_ranks)
     return context.now - last_entered_at < context.limits.settle_s
 
 
@@ -352,6 +320,7 @@ class CallMismatch:
 
     group: Group
     kind: StreamKind
+    members: dict[int, CallStream]
     seq: int
     classes: tuple[tuple[int, ...], ...]
     outliers: tuple[int, ...]
@@ -359,6 +328,11 @@ class CallMismatch:
     differing_fields: tuple[str, ...] = ()
     last_equal: int = 0
     calls_to_fetch: tuple[tuple[int, CallWindow], ...] = ()
+
+    @property
+    def reported_ranks(self) -> list[int]:
+        """The members that are known to have made the call, by class."""
+        return [rank for ranks in self.classes for rank in ranks]
 
 
 def find_call_mismatches(
@@ -392,6 +366,7 @@ def _make_call_mismatch(
     return CallMismatch(
         group=any_stream.group,
         kind=any_stream.kind,
+        members=members,
         seq=seq,
         last_equal=divergence.last_equal,
         classes=tuple(tuple(ranks) for _, ranks in classes),

@@ -40,7 +40,6 @@ from .chain_ends import (
     get_last_entered_at,
     get_unable_kind,
     get_wait_age_s,
-    has_been_awaited_for,
     is_working,
     select_absent,
 )
@@ -110,8 +109,10 @@ class _ChainEnds:
     def diagnose(self, ends: list[int]) -> None:
         context, waits_by_end = self.context, self.waits_by_end
         delay_s = context.limits.suspicion_delay_s
+        # The first comparison decides for nearly all of 100,000 ranks.
         if len(ends) > MAX_URGENT_SUSPECTS and not any(
-            has_been_awaited_for(context, rank, waits_by_end[rank], delay_s) for rank in ends
+            waits_by_end[rank].longest_s >= delay_s and self._get_age_s(rank) >= delay_s
+            for rank in ends
         ):
             context.explained_ranks |= self.victims.union(ends)
             ends = sorted(_find_unable_ranks(context, ends))
