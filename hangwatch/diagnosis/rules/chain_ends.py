@@ -1,5 +1,5 @@
-"""The kind of verdict that fits the end of a wait chain, by what the rank is doing instead of entering
-the call in which others wait; and how long they have waited for it, as far as is known.
+"""What the ranks at the ends of wait chains are doing instead of entering the call in which others wait,
+and the longest of these waits.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.model.limits import MIN_WAIT_S, REPORT_JITTER_S
+from hangwatch.model.limits import REPORT_JITTER_S
 from hangwatch.tracking.process import Process
 
 from ..context import DiagnosisContext, get_state_known_until
 from ..graph.edges import BlockedCall, WaitEdge
-from ..graph.progress import find_working_threads, is_progressing, is_waiting_for_rank
-from ..graph.waits import is_not_initialized
+from ..graph.progress import find_working_threads, is_progressing
 
 # If one chain has several ends, those of the first kind in this order are the cause.
 KIND_PRECEDENCE = (
@@ -26,53 +25,6 @@ KIND_PRECEDENCE = (
     VerdictKind.MISSING_RANK,
     VerdictKind.SLOW_RANK,
 )
-_ABSENT_KINDS = (VerdictKind.MISSING_RANK, VerdictKind.SLOW_RANK)
-
-
-def classify_ends(
-    context: DiagnosisContext, ranks: list[int], waits_by_end: dict[int, LongestWaits]
-) -> dict[int, VerdictKind]:
-    """The kind of each rank.
-
-    Where any one of several ranks would suffice, only those that are closest to entering the call are
-    kept: only they delay the waiting ranks.
-    """
-    kinds = {rank: _classify_end(context, rank, waits_by_end[rank]) for rank in ranks}
-    alternatives = {
-        rank
-        for rank in ranks
-        if all(blocked.any_suffices for blocked in waits_by_end[rank].blocked_calls)
-    }
-    precedences = [KIND_PRECEDENCE.index(kinds[rank]) for rank in alternatives]
-    closest = max(precedences, default=0)
-    return {
-        rank: kind
-        for rank, kind in kinds.items()
-        if rank not in alternatives or KIND_PRECEDENCE.index(kind) == closest
-    }
-
-
-def _classify_end(context: DiagnosisContext, rank: int, waits: LongestWaits) -> VerdictKind:
-    process = context.attempt.processes.get(rank)
-    unable_kind = get_unable_kind(context, rank)
-    if unable_kind is not None:
-        return unable_kind
-    if rank in context.graph.silent_ranks:
-        return VerdictKind.LOST_NODE
-    # Declared calls need no init_process_group, and a rank of another world can still make them.
-    if process is None or (is_not_initialized(process) and not waits.all_declared):
-        return VerdictKind.STARTUP_STALL
-    is_first_setup_awaited = any(blocked.awaited[rank] == 1 for blocked in waits.setup_calls)
-    if is_first_setup_awaited and not any(
-        stream.kind is StreamKind.SETUP for stream in process.streams.values()
-    ):
-        return VerdictKind.STARTUP_STALL
-    if is_in_phase(context, process):
-        return VerdictKind.SLOW_RANK
-    within_slow_limit = context.now - waits.began_at < context.limits.slow_limit_s
-    if within_slow_limit and is_working(context, rank, waits.began_at):
-        return VerdictKind.SLOW_RANK
-    return VerdictKind.MISSING_RANK
 
 
 def get_unable_kind(context: DiagnosisContext, rank: int) -> VerdictKind | None:
@@ -106,40 +58,6 @@ def is_in_phase(context: DiagnosisContext, process: Process) -> bool:
         return False
     limit_s = process.phase.limit_s or context.limits.slow_limit_s
     return context.now - process.phase.began_at < limit_s
-
-
-def select_absent(kinds: dict[int, VerdictKind]) -> set[int]:
-    """The ranks that are alive in their own code."""
-    return {rank for rank, kind in kinds.items() if kind in _ABSENT_KINDS}
-
-
-def find_possible_victims(
-    context: DiagnosisContext,
-    kinds: dict[int, VerdictKind],
-    waits_by_end: dict[int, LongestWaits],
-) -> set[int]:
-    """The absent ranks whose stack shows a wait that another rank may end: while one of the absent
-    ranks works, these may be its victims.
-
-    Only some of many ranks are sampled. If there are such waits among these, ranks without a sample
-    that do not work may be victims as well.
-    """
-    absent = select_absent(kinds)
-    waits_for_rank: dict[int, bool | None] = {}
-    for rank in absent:
-        process = context.attempt.processes[rank]
-        if process.samples and not is_in_phase(context, process):
-            waits_for_rank[rank] = is_waiting_for_rank(process, waits_by_end[rank].began_at)
-    if True not in waits_for_rank.values():
-        return set()
-    victims = set()
-    for rank in absent:
-        waits = waits_for_rank.get(rank)
-        if waits is None:
-            waits = not is_working(context, rank, waits_by_end[rank].began_at)
-        if waits:
-            victims.add(rank)
-    return victims
 
 
 @dataclass(slots=True, eq=False)
@@ -251,66 +169,3 @@ def _select_longest(
             longest.append(blocked)
             latest_known_until = known_until
     return (longest, max(longest_by_start)) if longest else None
-
-
-def get_wait_age_s(
-    context: DiagnosisContext, rank: int, waits: LongestWaits, freed_at: float
-) -> float:
-    """How long other ranks are known to have waited for ``rank`` since ``freed_at``, without the
-    time in which it was, or may have been, blocked itself.
-    """
-    process = context.attempt.processes.get(rank)
-    if rank in context.graph.newly_released_ranks:
-        return 0.0
-    if process is not None and _has_stale_completions(context, process):
-        return 0.0
-    if rank in context.graph.silent_ranks:
-        known_until = context.now
-    else:
-        known_until = get_state_known_until(context, rank)
-    if known_until <= waits.began_at:
-        return 0.0
-    earliest = get_accountable_since(context, rank, freed_at)
-    blocked_from, blocked_until = process.blocked_interval if process is not None else (0.0, 0.0)
-    longest_s = 0.0
-    for wait_known_until, began_at in waits.known_intervals:
-        first = max(earliest, began_at)
-        last = min(known_until, wait_known_until)
-        blocked_s = max(0.0, min(blocked_until, last) - max(blocked_from, first))
-        longest_s = max(longest_s, last - first - blocked_s)
-    return longest_s
-
-
-def get_last_entered_at(context: DiagnosisContext, rank: int, waits: LongestWaits) -> float:
-    """When the last rank entered a call in which others wait for ``rank``. It may only just have, and
-    not count as waiting yet.
-    """
-    last_entered_at = waits.last_began_at
-    for blocked in waits.blocked_calls:
-        members = context.streams_by_group.get(blocked.stream.group.key, {})
-        for stream in members.values():
-            if stream.entered == blocked.stream.entered:
-                last_entered_at = max(last_entered_at, stream.entered_at)
-    return last_entered_at
-
-
-def get_accountable_since(context: DiagnosisContext, rank: int, began_at: float) -> float:
-    """The time since which a wait that began at ``began_at`` can be attributed to ``rank``."""
-    silence = context.graph.silent_ranks.get(rank)
-    if silence is not None:
-        return max(began_at, silence.last_alive_at)
-    if rank in context.attempt.processes:
-        return began_at
-    return max(began_at, context.attempt.opened_at)
-
-
-def _has_stale_completions(context: DiagnosisContext, process: Process) -> bool:
-    """Whether completions of calls made long ago were reported just now, as after a time without
-    heartbeats from its host.
-
-    Then it is not known when it completed them, nor yet whether it is blocked in its newest call.
-    """
-    made_long_ago = context.now - process.newest_call_at >= context.limits.stall_after_s / 2
-    return made_long_ago and any(
-        context.now - stream.last_completion_at < MIN_WAIT_S for stream in process.streams.values()
-    )

@@ -293,22 +293,47 @@ def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
     waiting = [process for process in attempt.processes.values() if _may_wait(context, process)]
     if not waiting:
         return
+    waiting.sort(key=lambda process: process.rank)
     began_at = max(map(_get_advanced_at, attempt.processes.values()))
     age_s = min(map(_get_known_until, waiting)) - began_at
     if age_s < context.limits.suspicion_delay_s:
         return
-    ranks = tuple(sorted(process.rank for process in waiting))
+    ranks = tuple(process.rank for process in waiting)
     request_stacks(context, (), ranks, began_at)
     answers = [_is_seen_waiting(process, began_at) for process in waiting if process.samples]
     if False in answers or True not in answers:
         return
-    has_counters = any(_has_unfinished_count(process) for process in waiting)
+    queued = [stream for stream in map(_find_newest_queued, waiting) if stream is not None]
+    position = describe_position(queued[0].group, queued[0].entered)
+    # A backend connects the members of a group in its first call.
+    is_connecting = all(stream.entered == 1 and stream.device is None for stream in queued)
+    if is_connecting:
+        summary = f"{describe_ranks(ranks)} connect to each other and do not finish: {position}"
+    else:
+        verb, own = ("wait", "their devices") if len(ranks) > 1 else ("waits", "its device")
+        summary = (
+            f"{describe_ranks(ranks)} {verb} for {own}, and no device finishes what is queued: rank"
+            f" {ranks[0]}'s last call is {get_op_name(queued[0])} ({position})"
+        )
+        devices = context.graph.get_devices()
+        # The ranks whose devices hold up all others, as far as counters show it.
+        ends = () if devices is None else tuple(sorted(devices.culprits))
+        if 0 < len(ends) < len(ranks):
+            summary += f"; the others wait for {describe_ranks(ends)}"
+    has_counters = any(map(_has_unfinished_count, waiting))
     limit_s = context.limits.stall_after_s + (UNTIMED_GRACE_S if has_counters else 0.0)
-    verdict = _make_still_verdict(context, ranks, began_at, due=age_s >= limit_s)
-    queued = [_find_newest_queued(process) for process in waiting]
-    if all(s is not None and s.entered == 1 and s.device is None for s in queued):
-        # A backend connects the members of a group in its first call.
-        verdict = _describe_communicator(context, verdict)
+    verdict = make_no_progress_verdict(
+        queued[0],
+        ranks[0],
+        ranks,
+        began_at,
+        due=age_s >= limit_s,
+        summary=summary,
+        advice=_COMMUNICATOR_ADVICE if is_connecting else _STILL_DEVICES_ADVICE,
+    )
+    # Connecting thousands of ranks, or many on a busy machine, may take long without a fault.
+    if is_connecting and context.now - began_at < context.limits.startup_after_s:
+        verdict = replace(verdict, severity=Severity.WARNING)
     context.accuse(verdict)
 
 
@@ -371,42 +396,6 @@ def _get_advanced_at(process: Process) -> float:
     called_at = max(process.newest_call_at, process.reports.last_progress_at)
     changed_at = process.device_changed_at
     return changed_at if changed_at > called_at + READING_DELAY_S else called_at
-
-
-def _describe_communicator(context: DiagnosisContext, verdict: Verdict) -> Verdict:
-    """The verdict on ranks that connect to each other. Connecting thousands of ranks, or many on a busy
-    machine, may take long without a fault.
-    """
-    is_late = context.now - verdict.began_at >= context.limits.startup_after_s
-    position = describe_position(verdict.group, verdict.seq)
-    return replace(
-        verdict,
-        severity=verdict.severity if is_late else Severity.WARNING,
-        summary=f"{describe_ranks(verdict.waiting)} connect to each other and do not finish: {position}",
-        advice=_COMMUNICATOR_ADVICE,
-    )
-
-
-def _make_still_verdict(
-    context: DiagnosisContext, ranks: tuple[int, ...], began_at: float, *, due: bool
-) -> Verdict:
-    first = ranks[0]
-    stream = _find_newest_queued(context.attempt.processes[first])
-    assert stream is not None  # see `_may_wait`
-    position = describe_position(stream.group, stream.entered)
-    verb, own = ("wait", "their devices") if len(ranks) > 1 else ("waits", "its device")
-    summary = (
-        f"{describe_ranks(ranks)} {verb} for {own}, and no device finishes what is queued: rank"
-        f" {first}'s last call is {get_op_name(stream)} ({position})"
-    )
-    devices = context.graph.get_devices()
-    # The ranks whose devices hold up all others, as far as counters show it.
-    ends = () if devices is None else tuple(sorted(devices.culprits))
-    if 0 < len(ends) < len(ranks):
-        summary += f"; the others wait for {describe_ranks(ends)}"
-    return make_no_progress_verdict(
-        stream, first, ranks, began_at, due=due, summary=summary, advice=_STILL_DEVICES_ADVICE
-    )
 
 
 def describe_stuck_devices(

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
+from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S, SECOND_SAMPLE_S
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
-from hangwatch.tracking.process import FreezeReason
+from hangwatch.tracking.process import FreezeReason, Process
 
 from ..context import (
     MAX_CULPRIT_STACKS,
@@ -26,24 +27,20 @@ from ..context import (
     request_stacks,
 )
 from ..graph.edges import WaitEdge
-from ..graph.progress import find_working_threads, needs_another_sample
-from ..graph.waits import shows_all_members
+from ..graph.progress import find_working_threads, is_waiting_for_rank, needs_another_sample
+from ..graph.waits import is_not_initialized, shows_all_members
 from ..messages import describe_not_entered, describe_ranks, format_waiter_count
 from .absence import make_absence_verdict
 from .chain_ends import (
     KIND_PRECEDENCE,
     LongestWaits,
-    classify_ends,
     collect_longest_waits,
-    find_possible_victims,
-    get_accountable_since,
-    get_last_entered_at,
     get_unable_kind,
-    get_wait_age_s,
+    is_in_phase,
     is_working,
-    select_absent,
 )
 
+_ABSENT_KINDS = (VerdictKind.MISSING_RANK, VerdictKind.SLOW_RANK)
 _SIMULTANEOUS_SHARE = 0.9  # culprits are awaited for at least this share of the longest wait
 
 _OUTSIDE_ADVICE = (
@@ -129,13 +126,13 @@ class _ChainEnds:
             self._accuse_unwatched_ranks(tuple(unwatched))
             return
         ends = [rank for rank in ends if rank not in unwatched]
-        kinds = classify_ends(context, ends, waits_by_end)
-        self.possible_victims = find_possible_victims(context, kinds, waits_by_end)
+        kinds = self._classify_ends(ends)
+        # The ranks that are alive in their own code.
+        absent = {rank for rank, kind in kinds.items() if kind in _ABSENT_KINDS}
+        self.possible_victims = self._find_possible_victims(absent)
         spared = set()
-        if self.possible_victims:
-            others = select_absent(kinds) - self.possible_victims
-            if any(is_working(context, rank, waits_by_end[rank].began_at) for rank in others):
-                spared = self.possible_victims
+        if self.possible_victims and any(map(self._is_working, absent - self.possible_victims)):
+            spared = self.possible_victims
         ranks_by_kind: dict[VerdictKind, list[int]] = {}
         for rank, kind in kinds.items():
             if rank not in spared:
@@ -152,14 +149,137 @@ class _ChainEnds:
             request_stacks(context, sorted(spared), (), began_at)
             self._request_new_samples(sorted(spared)[:MAX_CULPRIT_STACKS])
 
+    def _classify_ends(self, ends: list[int]) -> dict[int, VerdictKind]:
+        """The kind of each rank.
+
+        Where any one of several ranks would suffice, only those that are closest to entering the call
+        are kept: only they delay the waiting ranks.
+        """
+        kinds = {rank: self._classify_end(rank) for rank in ends}
+        alternatives = {
+            rank
+            for rank in ends
+            if all(blocked.any_suffices for blocked in self.waits_by_end[rank].blocked_calls)
+        }
+        precedences = [KIND_PRECEDENCE.index(kinds[rank]) for rank in alternatives]
+        closest = max(precedences, default=0)
+        return {
+            rank: kind
+            for rank, kind in kinds.items()
+            if rank not in alternatives or KIND_PRECEDENCE.index(kind) == closest
+        }
+
+    def _classify_end(self, rank: int) -> VerdictKind:
+        context, waits = self.context, self.waits_by_end[rank]
+        process = context.attempt.processes.get(rank)
+        unable_kind = get_unable_kind(context, rank)
+        if unable_kind is not None:
+            return unable_kind
+        if rank in context.graph.silent_ranks:
+            return VerdictKind.LOST_NODE
+        # Declared calls need no init_process_group, and a rank of another world can still make them.
+        if process is None or (is_not_initialized(process) and not waits.all_declared):
+            return VerdictKind.STARTUP_STALL
+        is_first_setup_awaited = any(blocked.awaited[rank] == 1 for blocked in waits.setup_calls)
+        if is_first_setup_awaited and not any(
+            stream.kind is StreamKind.SETUP for stream in process.streams.values()
+        ):
+            return VerdictKind.STARTUP_STALL
+        if is_in_phase(context, process):
+            return VerdictKind.SLOW_RANK
+        within_slow_limit = context.now - waits.began_at < context.limits.slow_limit_s
+        if within_slow_limit and self._is_working(rank):
+            return VerdictKind.SLOW_RANK
+        return VerdictKind.MISSING_RANK
+
+    def _is_working(self, rank: int) -> bool:
+        return is_working(self.context, rank, self.waits_by_end[rank].began_at)
+
+    def _find_possible_victims(self, absent: Collection[int]) -> set[int]:
+        """The absent ranks whose stack shows a wait that another rank may end: while one of the absent
+        ranks works, these may be its victims.
+
+        Only some of many ranks are sampled. If there are such waits among these, ranks without a sample
+        that do not work may be victims as well.
+        """
+        waits_for_rank: dict[int, bool | None] = {}
+        for rank in absent:
+            process = self.context.attempt.processes[rank]
+            if process.samples and not is_in_phase(self.context, process):
+                began_at = self.waits_by_end[rank].began_at
+                waits_for_rank[rank] = is_waiting_for_rank(process, began_at)
+        if True not in waits_for_rank.values():
+            return set()
+        victims = set()
+        for rank in absent:
+            waits = waits_for_rank.get(rank)
+            if waits is None:
+                waits = not self._is_working(rank)
+            if waits:
+                victims.add(rank)
+        return victims
+
     def _get_age_s(self, rank: int) -> float:
-        """How long other ranks are known to have waited for the rank."""
-        waits = self.waits_by_end[rank]
+        """How long other ranks are known to have waited for the rank, without the time in which it was,
+        or may have been, blocked itself.
+        """
+        context, waits = self.context, self.waits_by_end[rank]
+        process = context.attempt.processes.get(rank)
+        if rank in context.graph.newly_released_ranks:
+            return 0.0
+        if process is not None and self._has_stale_completions(process):
+            return 0.0
+        known_until = context.now
+        if rank not in context.graph.silent_ranks:
+            known_until = get_state_known_until(context, rank)
+        if known_until <= waits.began_at:
+            return 0.0
         # The last rank to arrive may have delayed the others, if they waited for it as well.
-        freed_at = 0.0
-        if rank in self.possible_victims:
-            freed_at = get_last_entered_at(self.context, rank, waits)
-        return get_wait_age_s(self.context, rank, waits, freed_at)
+        freed_at = self._get_last_entered_at(waits) if rank in self.possible_victims else 0.0
+        earliest = self._get_accountable_since(rank, freed_at)
+        blocked_from, blocked_until = (
+            process.blocked_interval if process is not None else (0.0, 0.0)
+        )
+        longest_s = 0.0
+        for wait_known_until, began_at in waits.known_intervals:
+            first = max(earliest, began_at)
+            last = min(known_until, wait_known_until)
+            blocked_s = max(0.0, min(blocked_until, last) - max(blocked_from, first))
+            longest_s = max(longest_s, last - first - blocked_s)
+        return longest_s
+
+    def _has_stale_completions(self, process: Process) -> bool:
+        """Whether completions of calls made long ago were reported just now, as after a time without
+        heartbeats from its host.
+
+        Then it is not known when it completed them, nor yet whether it is blocked in its newest call.
+        """
+        now = self.context.now
+        made_long_ago = now - process.newest_call_at >= self.context.limits.stall_after_s / 2
+        return made_long_ago and any(
+            now - stream.last_completion_at < MIN_WAIT_S for stream in process.streams.values()
+        )
+
+    def _get_last_entered_at(self, waits: LongestWaits) -> float:
+        """When the last rank entered a call in which others wait for this one. It may only just have,
+        and not count as waiting yet.
+        """
+        last_entered_at = waits.last_began_at
+        for blocked in waits.blocked_calls:
+            members = self.context.streams_by_group.get(blocked.stream.group.key, {})
+            for stream in members.values():
+                if stream.entered == blocked.stream.entered:
+                    last_entered_at = max(last_entered_at, stream.entered_at)
+        return last_entered_at
+
+    def _get_accountable_since(self, rank: int, began_at: float) -> float:
+        """The time since which a wait that began at ``began_at`` can be attributed to the rank."""
+        silence = self.context.graph.silent_ranks.get(rank)
+        if silence is not None:
+            return max(began_at, silence.last_alive_at)
+        if rank in self.context.attempt.processes:
+            return began_at
+        return max(began_at, self.context.attempt.opened_at)
 
     def _find_longest_awaited(self, ranks: Collection[int]) -> int:
         return min(ranks, key=lambda rank: self.waits_by_end[rank].began_at)
@@ -175,7 +295,7 @@ class _ChainEnds:
             threshold_s = min(age_s, context.limits.stall_after_s) * _SIMULTANEOUS_SHARE
             ranks = [rank for rank in ranks if ages_s[rank] >= threshold_s] or ranks
         began_at = min(
-            get_accountable_since(context, rank, self.waits_by_end[rank].began_at) for rank in ranks
+            self._get_accountable_since(rank, self.waits_by_end[rank].began_at) for rank in ranks
         )
         first = self._find_longest_awaited(ranks)
         devices = context.graph.get_devices()
