@@ -1,4 +1,4 @@
-"""The application: the watch, and every route around it."""
+"""Puts the server together: the shared state, the parts that work on it, and every route around them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def build_app(
     token: str | None,
     clock: Clock | None = None,
 ) -> tuple[ASGIApp, AppState]:
-    """The application and the live state behind it. ``base_url`` is how people reach it."""
+    """The application and the state behind it. ``base_url`` is how people reach it."""
+    # The parts that diagnose, store and alert.
     shared = SharedState(clock or Clock())
     persistence = PersistenceWorker(
         shared=shared,
@@ -57,6 +58,7 @@ def build_app(
         retention_mb=settings.retention_mb,
     )
     watch = Watch(settings, shared, persistence)
+    # The parts that answer node agents.
     authenticator = access.Authenticator(
         token, own_name=settings.host, public_url=settings.public_url
     )
@@ -66,6 +68,7 @@ def build_app(
         heartbeat_queue=watch.heartbeat_queue,
         answer_request=heartbeats.HeartbeatAnswerer(watch, authenticator).answer_request,
     )
+    # The routes for people and programs.
     state = AppState(
         settings=settings,
         base_url=base_url,

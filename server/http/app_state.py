@@ -87,7 +87,7 @@ class AppState:
         """The state of each rank; in a large attempt, that of the last round of diagnosis, which
         was at most a few seconds ago.
         """
-        states = self.watch.states.rank_states.get(attempt.key)
+        states = self.watch.publisher.rank_states.get(attempt.key)
         if states is not None and is_large(attempt.rank_count):
             return states
         records = self.shared.incidents.list_open(attempt)
@@ -95,7 +95,7 @@ class AppState:
         return compute_states(attempt, records, self.now(), lost_after_s)
 
     def describe_job(self, attempt: Attempt) -> JobView:
-        view = self.watch.states.large_jobs.get(attempt.key)
+        view = self.watch.publisher.large_jobs.get(attempt.key)
         if view is None:
             counts = Counter(self.get_rank_states(attempt).values())
             records = self.shared.incidents.list_open(attempt)
@@ -104,7 +104,7 @@ class AppState:
 
     def add_summary(self, attempt: Attempt, job: JobView) -> JobView:
         """The view with the job's pace, and its condition in one sentence."""
-        pace = self.watch.states.paces.get(attempt.key)
+        pace = self.watch.publisher.paces.get(attempt.key)
         rate = None if pace is None or pace.steps_per_s is None else round(pace.steps_per_s, 3)
         paced = replace(job, steps_per_s=rate)
         opened = views.sort_by_severity(self.shared.incidents.list_open(attempt))

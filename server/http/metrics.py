@@ -148,7 +148,7 @@ def _collect_progress(state: AppState, jobs: LabelledAttempts) -> Iterator[Metri
         if job != OTHERS:
             if reached := [p.step for p in processes if p.step is not None]:
                 steps[job] = min(reached)
-            pace = state.watch.states.paces.get(attempt.key)
+            pace = state.watch.publisher.paces.get(attempt.key)
             if pace is not None and pace.steps_per_s is not None:
                 paces[job] = pace.steps_per_s
     yield make_metric("hangwatch_ranks", ranks, JOB, "state")

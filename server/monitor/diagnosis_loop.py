@@ -20,10 +20,9 @@ from ..ingest.heartbeat_queue import SLICE_S
 from ..recovery.aborter import Aborter
 from ..shared_state import SharedState
 from ..storage.persistence import PersistenceWorker
-from .announcer import IncidentAnnouncer
 from .cadence import DECIDING_FACTOR, MIN_PAUSE_S, ROUND_INTERVAL_S
 from .diagnoser import Diagnoser
-from .state_publisher import StatePublisher
+from .publisher import ChangePublisher
 
 FINISHED_ATTEMPTS_KEPT = 20
 FINISHED_KEPT_S = 3600.0
@@ -41,8 +40,7 @@ class DiagnosisLoop:
 
     shared: SharedState
     diagnoser: Diagnoser
-    announcer: IncidentAnnouncer
-    states: StatePublisher
+    publisher: ChangePublisher
     retention: Retention
     aborter: Aborter | None
     last_round_at: float = 0.0
@@ -81,11 +79,11 @@ class DiagnosisLoop:
         if self.aborter is not None:
             with isolate("the recovery of jobs"):
                 await self.aborter.advance_recoveries(scheduler.recent_s)
-        await self.announcer.publish_changes(self.last_round_at)
-        self.announcer.send_due_alerts(now)
+        await self.publisher.publish_incidents(self.last_round_at)
+        self.publisher.send_due_alerts(now)
         for attempt in list(fleet.attempts.values()):
             with isolate(f"the display of job {attempt.job}"):
-                await self.states.publish_changes(attempt)
+                await self.publisher.publish_states(attempt)
         with isolate("dropping what is no longer needed"):
             shared.commands.drop_expired(now, scheduler.max_gap_s)
             self.retention.drop_expired(now)
@@ -103,7 +101,7 @@ class Retention:
     shared: SharedState
     persistence: PersistenceWorker
     diagnoser: Diagnoser
-    states: StatePublisher
+    publisher: ChangePublisher
     _large_dropped: list[Attempt] = field(default_factory=list)  # their processes remain
     _dropping: asyncio.Task[None] | None = None
     _silence_check_due_at: float = float("-inf")
@@ -133,7 +131,7 @@ class Retention:
             self._large_dropped.append(attempt)
         else:
             fleet.drop_processes(attempt, len(attempt.processes))
-        self.states.forget_attempt(attempt)
+        self.publisher.forget_attempt(attempt)
         self.diagnoser.forget_attempt(attempt.key)
         self.shared.performance.attempts.pop(attempt.key, None)
         self.persistence.forget_attempt(attempt.key)

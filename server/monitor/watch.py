@@ -7,13 +7,12 @@ from ..recovery.aborter import Aborter, AbortOrders
 from ..settings import Settings
 from ..shared_state import SharedState
 from ..storage.persistence import PersistenceWorker
-from .announcer import IncidentAnnouncer
 from .cadence import DiagnosisBackoff, ReportScheduler
 from .diagnoser import AttemptReader, Diagnoser
 from .diagnosis_loop import DiagnosisLoop, Retention
 from .heartbeat_applier import HeartbeatApplier
 from .job_claims import JobClaims, restore_former_attempts
-from .state_publisher import StatePublisher
+from .publisher import ChangePublisher
 
 
 class Watch:
@@ -29,9 +28,6 @@ class Watch:
         restore_former_attempts(shared, store.load_latest_attempts())
         self.report_scheduler = ReportScheduler(
             shared=shared, configured_limits=settings.diagnosis_limits
-        )
-        announcer = IncidentAnnouncer(
-            shared=shared, persistence=persistence, repeat_after_s=settings.repeat_interval
         )
         aborter = None
         if (rules := settings.abort_rules) is not None:
@@ -55,21 +51,24 @@ class Watch:
             backoff=backoff,
             reader=reader,
         )
-        self.states = StatePublisher(
+        self.publisher = ChangePublisher(
             shared=shared,
             persistence=persistence,
             report_scheduler=self.report_scheduler,
             backoff=backoff,
             reader=reader,
+            repeat_after_s=settings.repeat_interval,
         )
         retention = Retention(
-            shared=shared, persistence=persistence, diagnoser=self.diagnoser, states=self.states
+            shared=shared,
+            persistence=persistence,
+            diagnoser=self.diagnoser,
+            publisher=self.publisher,
         )
         self.loop = DiagnosisLoop(
             shared=shared,
             diagnoser=self.diagnoser,
-            announcer=announcer,
-            states=self.states,
+            publisher=self.publisher,
             retention=retention,
             aborter=aborter,
         )

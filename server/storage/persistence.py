@@ -86,8 +86,8 @@ class PersistenceWorker:
         key = AttemptKey(seen.job, seen.attempt)
         now = self.shared.clock.monotonic()
         state, at = self._known.get(key, ("", now))
-        over = seen.state in ("finished", "failed")
-        if state != seen.state or (not over and now - at >= ATTEMPT_INTERVAL_S):
+        is_finished = seen.state in ("finished", "failed")
+        if state != seen.state or (not is_finished and now - at >= ATTEMPT_INTERVAL_S):
             self._known[key] = (seen.state, now)
             self._attempts[key] = make_attempt_row(seen)
 
