@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from hangwatch.protocol.local_peer import is_loopback_peer, is_trusted_peer
 from hangwatch.protocol.request_signing import PROOF_HEADER, Credential
@@ -80,15 +80,17 @@ class SignedClient:
 
     def __init__(self, target: ServerTarget, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._target = target
-        self._credential = target.credential
+        # The credential signs requests, so that the token itself is not sent.
+        self._credential = Credential.from_token(target.token) if target.token else None
+        parts = urlsplit(target.base_url)
+        self._path_prefix = parts.path
         # The server is known if it is a process of this user or of root on this machine, or has
         # proven that it knows the token.
         self.is_server_known = False
         self._deadline = math.inf  # the current request's; -inf if it was ended
         self._idle_since = math.inf
         self._socket: socket.socket | None = None  # the current request's
-        if target.is_https:
+        if parts.scheme == "https":
             self._connection: http.client.HTTPConnection = http.client.HTTPSConnection(
                 target.host, target.port, timeout=timeout_s, context=ssl.create_default_context()
             )
@@ -150,7 +152,7 @@ class SignedClient:
             self._socket = self._open_connection(is_confidential)
             self._socket.settimeout(timeout_s)
             self._connection.request(
-                method, self._target.path + path, body=body or None, headers=sent_headers
+                method, self._path_prefix + path, body=body or None, headers=sent_headers
             )
             reply = self._read_reply(self._connection.getresponse())
             is_complete = True
@@ -199,7 +201,7 @@ class SignedClient:
         opened = self._connection.sock
         assert opened is not None
         self.is_server_known = is_trusted_peer(opened, self._timeout_s)
-        if not self.is_server_known and is_loopback_peer(opened) and not self._target.token:
+        if not self.is_server_known and is_loopback_peer(opened) and self._credential is None:
             raise UntrustedServerError(
                 "a process of another user listens there, and nothing is sent to it: start"
                 " hangwatch-server as the user of the job, or give it a token with --token"
@@ -259,34 +261,17 @@ class ServerTarget:
         return cls(base_url=bare, token=unquote(parts.password or parts.username or "") or token)
 
     @property
-    def is_https(self) -> bool:
-        return self._parts.scheme == "https"
-
-    @property
     def host(self) -> str:
-        return self._parts.hostname or ""
+        return urlsplit(self.base_url).hostname or ""
 
     @property
     def port(self) -> int:
-        return self._parts.port or _DEFAULT_PORTS[self._parts.scheme]
-
-    @property
-    def path(self) -> str:
-        """The path prefix, without a trailing slash; usually empty."""
-        return self._parts.path
-
-    @property
-    def _parts(self) -> SplitResult:
-        return urlsplit(self.base_url)
+        parts = urlsplit(self.base_url)
+        return parts.port or _DEFAULT_PORTS[parts.scheme]
 
     @property
     def auth_headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
-
-    @property
-    def credential(self) -> Credential | None:
-        """The credential that signs requests, so that the token itself is not sent."""
-        return Credential.from_token(self.token) if self.token else None
 
     def __str__(self) -> str:
         return self.base_url
