@@ -76,7 +76,6 @@ class NodeAgent:
         self._composer = HeartbeatComposer(
             self._watchlist,
             self._outbox,
-            self._abort_tracker,
             self._live_requests,
             host=socket.gethostname(),
             owner=owner,
@@ -164,7 +163,9 @@ class NodeAgent:
         for reply, taken_ns in self._hardware.take_results():
             self._outbox.add_reply(reply, taken_ns)
             self._schedule.hasten()
-        if self._abort_tracker.check_exits(self._watchlist.watched, time.monotonic_ns()):
+        now_ns = time.monotonic_ns()
+        for abort_reply in self._abort_tracker.check_exits(self._watchlist.watched, now_ns):
+            self._outbox.add_reply(abort_reply, now_ns)
             self._schedule.hasten()
 
     def _apply_sample(self, result: SampleResult) -> None:

@@ -15,7 +15,6 @@ from .reporting.acked import AckedState
 from .reporting.calls import PerformanceReporter
 from .reporting.updates import is_progressing, make_terse_update
 from .reporting.uplink import HeartbeatOutcome, Outbox
-from .requests.commands import AbortTracker
 from .requests.live import LiveRequests
 
 COST_INTERVAL_HEARTBEATS = 20
@@ -39,7 +38,6 @@ class HeartbeatComposer:
         self,
         watchlist: Watchlist,
         outbox: Outbox,
-        abort_tracker: AbortTracker,
         live_requests: LiveRequests,
         *,
         host: str,
@@ -48,7 +46,6 @@ class HeartbeatComposer:
     ) -> None:
         self._watchlist = watchlist
         self._outbox = outbox
-        self._abort_tracker = abort_tracker
         self._live_requests = live_requests
         self._performance_reporter = PerformanceReporter()
         self.agent_id = secrets.token_hex(8)
@@ -92,7 +89,6 @@ class HeartbeatComposer:
             gone=tuple(gone),
             processes=tuple([update for update in updates.values() if update is not None]),
             **self._outbox.list_pending(now_ns),
-            aborts=self._abort_tracker.pending_replies(),
             sent_s=round(now_ns / 1e9, 3),
             traces=self._live_requests.build_trace_replies(watched, now_ns),
             recordings=self._live_requests.next_recording_replies(),
@@ -139,7 +135,6 @@ class HeartbeatComposer:
         """The server has everything else of this heartbeat, or will never accept it."""
         heartbeat = flight.heartbeat
         self._outbox.mark_delivered(heartbeat)
-        self._abort_tracker.mark_delivered(heartbeat.aborts)
         self._live_requests.mark_delivered(heartbeat)
         self._performance_reporter.mark_delivered(heartbeat.performance)
         self._watchlist.finished_keys = [

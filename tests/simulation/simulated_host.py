@@ -15,7 +15,6 @@ from hangwatch.agent.node.discovery.watchlist import Watchlist
 from hangwatch.agent.node.reporting import updates
 from hangwatch.agent.node.reporting.acked import AckedState
 from hangwatch.agent.node.reporting.uplink import HeartbeatOutcome, Outbox
-from hangwatch.agent.node.requests.commands import AbortTracker
 from hangwatch.agent.node.requests.live import LiveRequests
 from hangwatch.agent.node.stacks.pyspy import PySpy
 from hangwatch.agent.node.system.processes import PROC_ROOT, CpuActivity
@@ -232,7 +231,6 @@ class SimulatedHost:
         self.composer = HeartbeatComposer(
             watchlist,
             self.outbox,
-            AbortTracker(),
             _NO_REQUESTS,
             host=f"{self._get_run().name}-node{self.number}",
             owner="",

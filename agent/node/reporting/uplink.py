@@ -23,6 +23,7 @@ from typing import Any
 from hangwatch.protocol.codec import decode_reply
 from hangwatch.protocol.heartbeat import (
     URGENT_PRIORITY,
+    AbortReply,
     CallsReply,
     HardwareReply,
     Heartbeat,
@@ -347,12 +348,13 @@ class OutageTracker:
             self._log.warn_once(f"cannot write the notice for the user: {error.strerror}")
 
 
-_Reply = StackReply | CallsReply | HardwareReply
+_Reply = StackReply | CallsReply | HardwareReply | AbortReply
 # The fields of a heartbeat that carry them.
 _FIELDS: dict[type[_Reply], str] = {
     StackReply: "samples",
     CallsReply: "calls",
     HardwareReply: "hardware",
+    AbortReply: "aborts",
 }
 
 
@@ -366,6 +368,7 @@ class Outbox:
             "samples": deque(maxlen=max_replies),
             "calls": deque(maxlen=max_replies),
             "hardware": deque(maxlen=MAX_HARDWARE_REPLIES),
+            "aborts": deque(maxlen=max_replies),
         }
 
     def __bool__(self) -> bool:
@@ -399,7 +402,7 @@ class Outbox:
 
 
 def _update_age(reply: _Reply, age_ns: int) -> _Reply:
-    if isinstance(reply, CallsReply):
+    if isinstance(reply, CallsReply | AbortReply):
         return reply
     return replace(reply, taken_s=max(0, age_ns) / 1e9)
 

@@ -14,10 +14,15 @@ from dataclasses import dataclass, field
 
 from hangwatch.model.calls import Call
 from hangwatch.model.hardware import UnavailableSource
-from hangwatch.protocol import heartbeat
 from hangwatch.protocol.codec import decode_commands
 from hangwatch.protocol.commands import Command, CommandKind, allows_abort
-from hangwatch.protocol.heartbeat import COMMANDS_PATH, CallsReply, HardwareReply, StackReply
+from hangwatch.protocol.heartbeat import (
+    COMMANDS_PATH,
+    AbortReply,
+    CallsReply,
+    HardwareReply,
+    StackReply,
+)
 from hangwatch.ring.snapshot import Caller
 
 from ...transport.client import ServerTarget, SignedClient, TransportError
@@ -66,18 +71,17 @@ class CommandExecutor:
         if command.kind in (CommandKind.TRACE, CommandKind.RECORD):
             self._live_requests.execute_command(command, process, now_ns)
             return False
+        reply: AbortReply | CallsReply | HardwareReply | StackReply | None
         if command.kind is CommandKind.ABORT:
             self._log.info(f"the server orders to end process {command.key}")
-            self._abort_tracker.abort_process(command, process, now_ns)
-            return True
-        reply: CallsReply | HardwareReply | StackReply | None
-        if command.kind is CommandKind.CALLS:
+            reply = self._abort_tracker.abort_process(command, process, now_ns)
+        elif command.kind is CommandKind.CALLS:
             reply = _read_calls(command, process, now_ns)
         elif command.kind is CommandKind.HARDWARE:
             reply = self._order_hardware(command, list_live_pids(watched.values()), now_ns)
         else:
             reply = self._order_stacks(command, process)
-        if reply is None:  # the reply comes with the result of the order
+        if reply is None:  # the reply comes with the result
             return False
         self._outbox.add_reply(reply, now_ns)
         return True
@@ -261,8 +265,7 @@ class CommandPoll:
 
 @dataclass(slots=True)
 class AbortTracker:
-    """Ends ranks by order of the server, and keeps each order until the server has acknowledged its
-    result.
+    """Ends ranks by order of the server, and keeps each order until it has a result.
 
     The signal is SIGKILL, without SIGTERM before it. A rank that hangs is in native code, where a
     Python handler for SIGTERM never runs; if a handler did run, it might communicate (to write a last
@@ -274,29 +277,26 @@ class AbortTracker:
 
     # The order's id and when the signal was sent, for each process key.
     _signalled: dict[str, tuple[str, int]] = field(default_factory=dict)
-    _replies: list[heartbeat.AbortReply] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self._signalled or self._replies)
+        return bool(self._signalled)
 
-    def abort_process(self, command: Command, process: WatchedProcess | None, now_ns: int) -> None:
+    def abort_process(
+        self, command: Command, process: WatchedProcess | None, now_ns: int
+    ) -> AbortReply | None:
         """Ends a watched process, and no other. ``process`` is the one that the command names, if
-        it is watched.
+        it is watched. Returns a reply if the process was not signalled.
         """
         exit_info = process.exit if process is not None else None
         error = _kill_process(process) if exit_info is None else None
         if exit_info is None and error is None:
             self._signalled[command.key] = (command.id, now_ns)
-            return
-        self._replies.append(
-            heartbeat.AbortReply(key=command.key, request=command.id, ended=exit_info, error=error)
-        )
+            return None
+        return AbortReply(key=command.key, request=command.id, ended=exit_info, error=error)
 
-    def check_exits(self, watched: Mapping[str, WatchedProcess], now_ns: int) -> bool:
-        """Makes a reply for each signalled process that has ended or whose time is up. Returns True
-        if there is one.
-        """
-        has_new_reply = False
+    def check_exits(self, watched: Mapping[str, WatchedProcess], now_ns: int) -> list[AbortReply]:
+        """The replies for the signalled processes that have ended or whose time is up."""
+        replies: list[AbortReply] = []
         for key, (request, since_ns) in list(self._signalled.items()):
             process = watched.get(key)
             exit_info = process.exit if process is not None else None
@@ -315,20 +315,12 @@ class AbortTracker:
                         ": it ends when its system call returns, from a file system or device that"
                         " is stuck"
                     )
-            self._replies.append(
-                heartbeat.AbortReply(
-                    key=key, request=request, signal=ABORT_SIGNAL, ended=exit_info, error=error
-                )
+            reply = AbortReply(
+                key=key, request=request, signal=ABORT_SIGNAL, ended=exit_info, error=error
             )
+            replies.append(reply)
             del self._signalled[key]
-            has_new_reply = True
-        return has_new_reply
-
-    def pending_replies(self) -> tuple[heartbeat.AbortReply, ...]:
-        return tuple(self._replies)
-
-    def mark_delivered(self, replies: tuple[heartbeat.AbortReply, ...]) -> None:
-        self._replies = [reply for reply in self._replies if reply not in replies]
+        return replies
 
 
 def _kill_process(process: WatchedProcess | None) -> str | None:
