@@ -15,7 +15,7 @@ from hangwatch.tracking.fleet import Fleet
 from .core.clock import Clock, ulid
 from .core.events import EventLog
 from .core.load import Load
-from .core.supervision import Counters
+from .core.supervision import Counters, FailureLog
 from .incidents.records import IncidentRecord
 from .incidents.registry import IncidentRegistry
 from .ingest.command_queue import CommandQueue
@@ -41,6 +41,7 @@ class SharedState:
         self.events = EventLog(run_id=ulid(clock.wall()))  # what API clients and pages follow
         self.load = Load()
         self.counters = Counters()
+        self.failures = FailureLog()  # errors in work that goes on with the next job or incident
         # A heartbeat that may change a verdict arrived since the last round of the diagnosis.
         self.has_changes = asyncio.Event()
 

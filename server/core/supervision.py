@@ -115,6 +115,5 @@ class Counters:
     foreign_reports: int = 0  # processes that another node agent reports
     resyncs: int = 0
     diagnoses: int = 0
-    failures: FailureLog = field(default_factory=FailureLog)  # errors in rounds of the diagnosis
     diagnosis_s: float = 0.0  # CPU time
     opened: int = 0  # incidents

@@ -261,7 +261,7 @@ def _collect_server(watch: Watch) -> Iterator[Metric]:
     yield make_metric("hangwatch_resyncs", counters.resyncs)
     yield make_metric("hangwatch_incidents_opened", counters.opened)
     yield make_metric("hangwatch_diagnoses", counters.diagnoses)
-    yield make_metric("hangwatch_diagnosis_failures", counters.failures.count)
+    yield make_metric("hangwatch_diagnosis_failures", watch.shared.failures.count)
     yield make_metric("hangwatch_diagnosis_seconds", counters.diagnosis_s)
     yield make_metric("hangwatch_store_failures", watch.persistence.failures)
     refusals = {limit.name: counters.refusals_by_limit[limit.name] for limit in LIMITS}

@@ -69,7 +69,7 @@ class Diagnoser:
         known_incidents = set(self.shared.incidents.records)
         spent_s = 0.0
         self.failed_attempts.add(attempt.key)
-        with self.shared.counters.failures.isolate(f"the diagnosis of job {attempt.job}"):
+        with self.shared.failures.isolate(f"the diagnosis of job {attempt.job}"):
             spent_s = await self._run_diagnosis(attempt)
             self.failed_attempts.discard(attempt.key)
         self.shared.counters.diagnoses += 1

@@ -64,7 +64,7 @@ class DiagnosisLoop:
         does not stop the others.
         """
         shared, fleet, incidents = self.shared, self.shared.fleet, self.shared.incidents
-        scheduler, isolate = self.diagnoser.report_scheduler, shared.counters.failures.isolate
+        scheduler, isolate = self.diagnoser.report_scheduler, shared.failures.isolate
         now = shared.clock.monotonic()
         current = [a for a in fleet.attempts.values() if fleet.is_current(a, now)]
         current_keys = {attempt.key for attempt in current}

@@ -55,7 +55,7 @@ class ChangePublisher:
 
     async def publish_incidents(self, last_round_at: float) -> None:
         """Stores and publishes the incidents that changed in this round."""
-        isolate = self.shared.counters.failures.isolate
+        isolate = self.shared.failures.isolate
         for record in self.shared.incidents.take_changed():
             with isolate(f"the display of incident {record.incident.id}"):
                 if record.is_own:
@@ -68,7 +68,7 @@ class ChangePublisher:
 
     def send_due_alerts(self, now: float) -> None:
         """Sends an alert for each incident that opened, became more severe or was resolved."""
-        wall, isolate = self.shared.clock.wall(), self.shared.counters.failures.isolate
+        wall, isolate = self.shared.clock.wall(), self.shared.failures.isolate
         for record in self.shared.incidents.records.values():
             with isolate(f"the alerts of incident {record.incident.id}"):
                 attempt = self.shared.fleet.attempts.get(record.attempt_key)

@@ -121,7 +121,7 @@ class PersistenceWorker:
         self._writing = set(records)
         incidents: list[Row] = []
         for record in records.values():
-            with self.shared.counters.failures.isolate(f"storing incident {record.incident.id}"):
+            with self.shared.failures.isolate(f"storing incident {record.incident.id}"):
                 incidents.append(make_incident_row(record))
         write = asyncio.to_thread(
             self._write_rows,
@@ -136,7 +136,7 @@ class PersistenceWorker:
         writing = asyncio.ensure_future(write)
         await asyncio.wait({writing}, timeout=ALERT_DELAY_LIMIT_S if alerts else None)
         for incident, event in alerts:
-            with self.shared.counters.failures.isolate(f"the alert of incident {incident.id}"):
+            with self.shared.failures.isolate(f"the alert of incident {incident.id}"):
                 self.alerter.announce(incident, event, self.shared.clock.wall())
         try:
             await writing
@@ -175,7 +175,7 @@ class PersistenceWorker:
         except Exception as error:
             if not _is_refusal(error):
                 raise
-            self.shared.counters.failures.count += 1
+            self.shared.failures.count += 1
             log.exception("%s cannot be stored and is dropped; please report this", what)
 
     def _report_failure(self, error: Exception) -> None:

@@ -182,7 +182,7 @@ def test_fuzzed_heartbeat_is_refused_or_harmless(
     )
     codec.encode_message(state.watch.heartbeats.apply_heartbeat(beat))
     asyncio.run(state.watch.loop.run_round())
-    assert state.shared.counters.failures.count == 0
+    assert state.shared.failures.count == 0
     for attempt in state.list_latest_attempts():
         msgspec.json.encode(state.describe_job(attempt))
     assert format_exposition(state)

@@ -56,7 +56,7 @@ def test_failed_diagnosis_of_one_job_does_not_stop_the_others(
         report_hung_job(state, name)
     asyncio.run(state.watch.loop.run_round())
     assert {record.incident.job for record in state.shared.incidents.records.values()} == {"good"}
-    assert state.shared.counters.failures.count == 1
+    assert state.shared.failures.count == 1
     assert "diagnosis" not in state.list_down_parts(), "the round itself was completed"
     (bad,) = state.find_attempts("bad")
     assert state.describe_job(bad).summary.startswith("Unknown: the diagnosis of this job fails")
@@ -87,7 +87,7 @@ def test_jump_of_an_agents_clock_stops_nothing(state: AppState) -> None:
         )
         state.watch.heartbeats.apply_heartbeat(beat)
         asyncio.run(state.watch.loop.run_round())
-    assert state.shared.counters.failures.count == 0
+    assert state.shared.failures.count == 0
 
 
 def test_heartbeat_after_a_clock_jump_counts_as_just_sent() -> None:
@@ -116,7 +116,7 @@ def test_row_that_the_database_refuses_is_dropped_alone(state: AppState) -> None
         "bad",
         "good",
     }
-    assert state.shared.counters.failures.count == 1
+    assert state.shared.failures.count == 1
     assert state.watch.persistence.is_saved
 
 

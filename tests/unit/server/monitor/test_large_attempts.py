@@ -96,7 +96,7 @@ def test_large_attempt_round_updates_states_and_job(state: AppState) -> None:
     (attempt,) = state.list_latest_attempts()
     assert state.describe_job(attempt).reported_ranks == 16
     assert set(state.get_rank_states(attempt)) == set(range(16))
-    assert state.shared.counters.failures.count == 0
+    assert state.shared.failures.count == 0
 
 
 def test_only_host_with_stopped_process_is_polled_soon(
