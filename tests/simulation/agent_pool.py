@@ -45,7 +45,7 @@ class NodeAgentPool:
         self.run = run
         for agent in self.agents:
             agent.begin_attempt()
-            agent.schedule_heartbeat(random.uniform(0.0, ramp_s))
+            agent.delay_heartbeat(random.uniform(0.0, ramp_s))
 
     def change_run(self, run: JobRun) -> None:
         """Applies new faults or the end of the run. Exits of ranks are reported immediately, and
@@ -62,9 +62,9 @@ class NodeAgentPool:
             elif run.ended_at < float("inf"):
                 end_delay_s = max(0.0, run.ended_at - now)
                 spread_s = random.uniform(0.0, len(self.agents) / _EXITS_PER_S)
-                agent.schedule_heartbeat(end_delay_s + spread_s)
+                agent.delay_heartbeat(end_delay_s + spread_s)
         if len(run.faults) > len(before.faults):
-            self._schedule_fault_reports()
+            self._schedule_scans()
 
     def is_silent(self, host: int, now: float) -> bool:
         fault = self.run.active_fault(now)
@@ -73,14 +73,14 @@ class NodeAgentPool:
     def count_finished(self) -> int:
         return sum(agent.is_finished for agent in self.agents)
 
-    def _schedule_fault_reports(self) -> None:
+    def _schedule_scans(self) -> None:
         """On the hosts of the fault's replica. All others wait alike and have nothing to report."""
         fault, pipeline = self.run.faults[-1], self.run.shape.pipeline
         first_host = fault.host // pipeline * pipeline
         replica_hosts = range(first_host, first_host + pipeline)
         for agent in self.agents:
             if fault.kind is VerdictKind.GROUP_MISMATCH or agent.host.number in replica_hosts:
-                agent.schedule_fault_report(fault)
+                agent.schedule_scans(fault)
 
 
 async def _run_pool(

@@ -12,13 +12,14 @@ from pathlib import Path
 from hangwatch.agent.node.composer import HeartbeatComposer, InFlightHeartbeat
 from hangwatch.agent.node.discovery.watched import WatchedProcess
 from hangwatch.agent.node.discovery.watchlist import Watchlist
+from hangwatch.agent.node.report_schedule import ReportSchedule
 from hangwatch.agent.node.reporting import updates
 from hangwatch.agent.node.reporting.acked import AckedState
 from hangwatch.agent.node.reporting.uplink import HeartbeatOutcome, Outbox
 from hangwatch.agent.node.requests.live import LiveRequests
 from hangwatch.agent.node.stacks.pyspy import PySpy
 from hangwatch.agent.node.system.processes import PROC_ROOT, CpuActivity
-from hangwatch.agent.node.system.runtime import AgentLog
+from hangwatch.agent.node.system.runtime import AgentLog, AgentTiming
 from hangwatch.model.calls import Call
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import ExitInfo, Frame, Lifecycle, ThreadStack
@@ -239,6 +240,7 @@ class SimulatedHost:
 
     def __init__(self, number: int, get_run: Callable[[], JobRun]) -> None:
         self.number, self._get_run = number, get_run
+        self.is_urgent = False  # the last heartbeat is handled before others
         self.begin_attempt()
 
     def begin_attempt(self) -> None:
@@ -248,6 +250,7 @@ class SimulatedHost:
         watchlist.watched.update((process.key, process) for process in processes)
         self._processes = {process.key: process for process in processes}
         self.outbox = Outbox()
+        self.schedule = ReportSchedule(0)
         self.composer = HeartbeatComposer(
             watchlist,
             self.outbox,
@@ -263,6 +266,19 @@ class SimulatedHost:
         return range(first, first + TENSOR_PARALLEL_SIZE)
 
     def compose_heartbeat(self, now: float) -> InFlightHeartbeat:
+        self._read_processes(now)
+        now_ns = int(now * 1e9)
+        flight = self.composer.compose_heartbeat(now_ns)
+        next_ns = now_ns + int(AgentTiming().heartbeat_interval_s * 1e9)
+        self.is_urgent = self.schedule.start_report(self._processes.values(), next_ns)
+        return flight
+
+    def scan_processes(self, now: float) -> None:
+        """Brings the next heartbeat forward if there is a change to report."""
+        self._read_processes(now)
+        self.schedule.apply_scan(self._processes.values(), int(now * 1e9), has_urgent_changes=False)
+
+    def _read_processes(self, now: float) -> None:
         now_ns, run = int(now * 1e9), self._get_run()
         first: SimulatedProcess | None = None
         for process in self._processes.values():
@@ -270,14 +286,11 @@ class SimulatedHost:
             process.twin = None
             if first is not None and not is_singled_out and process.is_acked_like(first):
                 process.twin, process.snapshot = first, first.snapshot
+                process.history.newest_ops = first.history.newest_ops
                 continue
             process.read_state(now_ns)
             if not is_singled_out:
                 first = first or process
-        flight = self.composer.compose_heartbeat(now_ns)
-        for process in self._processes.values():
-            process.snapshot = None  # 100,000 of them would take a gigabyte
-        return flight
 
     def apply_reply(self, flight: InFlightHeartbeat, reply: HeartbeatReply, now: float) -> None:
         """Applies the reply to a heartbeat, as `NodeAgent` does."""
@@ -285,12 +298,17 @@ class SimulatedHost:
         self.composer.mark_extras_delivered(flight)
         outcome = HeartbeatOutcome(number=flight.heartbeat.number, reply=reply)
         self.composer.apply_outcome(outcome, now_ns)
+        self.schedule.apply_reply(reply, self._processes.values(), now_ns, is_steady=False)
         if reply.resync:
+            if not self.composer.is_full_due:
+                self.schedule.bring_forward(now_ns)
             self.composer.request_full()
         else:
             self.composer.mark_acked(flight, now_ns)
 
     def execute_command(self, command: Command, now: float) -> None:
+        """Has the reply sent with the next heartbeat, immediately."""
+        self.schedule.hasten()
         process, now_ns = self._processes.get(command.key), int(now * 1e9)
         if process is None:  # the command was for the attempt before
             return
