@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 _PACKAGE = "hangwatch"
 
 Result = TypeVar("Result")
-SetCallback = Callable[[Any], Any]
 
 
 def exempt_own_code() -> None:
@@ -38,7 +37,7 @@ def run_uncompiled(function: Callable[..., Result], *args: Any) -> Result:
     this package, and while the job's own ``__torch_function__`` sees no attribute of a tensor that
     it reads. Costs half a microsecond.
     """
-    set_callback, disable_torch_function = _get_callback_setter(), _get_torch_function_switch()
+    set_callback, disable_torch_function = _load_switches()
     callback = set_callback(None)
     try:
         with disable_torch_function():
@@ -85,19 +84,17 @@ def _make_skip_function() -> Callable[[CodeType], None]:
 
 
 @functools.cache
-def _get_torch_function_switch() -> Callable[[], contextlib.AbstractContextManager[object]]:
+def _load_switches() -> tuple[
+    Callable[[Any], Any], Callable[[], contextlib.AbstractContextManager[object]]
+]:
+    """The function that sets the thread's callback and returns the one before, and the context in
+    which no ``__torch_function__`` is called.
+    """
     from torch._C import DisableTorchFunction
 
-    return DisableTorchFunction
-
-
-@functools.cache
-def _get_callback_setter() -> SetCallback:
-    """The function that sets the thread's callback and returns the one before."""
     try:
         from torch._C._dynamo import eval_frame
 
-        set_callback: SetCallback = eval_frame.set_eval_frame
+        return eval_frame.set_eval_frame, DisableTorchFunction
     except (ImportError, AttributeError):  # a torch without Dynamo
-        return lambda _: None
-    return set_callback
+        return lambda _: None, DisableTorchFunction

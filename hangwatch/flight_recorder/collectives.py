@@ -120,8 +120,13 @@ def fill_collectives(
         _fill_stream(stream, records.members[rank], calls_block)
         if conflict:
             _add_running_hashes(stream, records.members[rank], conflict)
-        else:
-            _add_hashes_of_calls(stream, records.members[rank])
+        else:  # all members made equal calls, so that a hash of each of the newest ones serves
+            hashes = {
+                record.seq: extend_chain(_get_common_hash(record.seq - 1), record.signature.agree)
+                for record in _slice_newest(stream, records.members[rank])
+                if not record.may_be_truncated
+            }
+            stream.reported_hashes = tuple(sorted(hashes.items()))
     if conflict:
         job.attempt.diverged_groups.add(group.key)
     completed_by_all = min((s.completed or 0 for s in records.streams.values()), default=0)
@@ -231,8 +236,7 @@ def _is_newest_complete(records: _GroupRecords, newest: FlightRecord) -> bool:
 
 def _fill_stream(stream: CallStream, records: Sequence[FlightRecord], calls_block: bool) -> None:
     """Adds the calls around the newest one. ``calls_block``: a pending call blocks its rank."""
-    shown = _slice_records(records, stream.entered - CALLS_BEFORE, stream.entered + CALLS_AFTER)
-    for record in shown:
+    for record in _slice_newest(stream, records):
         is_blocking = calls_block and stream.is_pending and record.seq == stream.entered
         stream.add_call(
             Call(
@@ -273,16 +277,9 @@ def _add_running_hashes(stream: CallStream, records: Sequence[FlightRecord], con
     stream.reported_hashes = tuple(sorted(hashes.items()))
 
 
-def _add_hashes_of_calls(stream: CallStream, records: Sequence[FlightRecord]) -> None:
-    """Adds a hash for each of the newest calls, for a group whose members all made equal calls."""
-    hashes = {
-        record.seq: extend_chain(_get_common_hash(record.seq - 1), record.signature.agree)
-        for record in _slice_records(
-            records, stream.entered - CALLS_BEFORE, stream.entered + CALLS_AFTER
-        )
-        if not record.may_be_truncated
-    }
-    stream.reported_hashes = tuple(sorted(hashes.items()))
+def _slice_newest(stream: CallStream, records: Sequence[FlightRecord]) -> Sequence[FlightRecord]:
+    """The calls around the newest one."""
+    return _slice_records(records, stream.entered - CALLS_BEFORE, stream.entered + CALLS_AFTER)
 
 
 def _slice_records(

@@ -22,7 +22,7 @@ from typing import Any
 MAX_PICKLE_BYTES = 1 << 27  # a dump of 100,000 calls with their stacks takes about 40 MB
 MAX_VALUES = 1 << 24  # such a dump has 7 million
 MAX_WEIGHT = 10_000  # the values that hashing a tuple may visit
-_CONTAINERS = (dict, list, tuple, set, frozenset)
+_CONTAINERS = (dict, list, tuple)
 
 _LINE_OPCODES = rb"I-?\d{1,20}\n|L-?\d{1,20}L?\n|F[-+.\deinfaINFA]{1,40}\n|V[^\n]*\n|S[^\n]*\n|g\d{1,9}\n|p\d{1,7}\n"
 _FIXED_OPCODES = rb"[N\x88\x89\]})(aesuld\x94]|[Khq\x80].|M..|[Jj]....|[G\x95].{8}"
@@ -213,23 +213,23 @@ def _count_values(value: object) -> int:
     to the number of different containers and their items.
     """
     counts: dict[int, int] = {}
+    opened: set[int] = set()
     pending = [value]
     while pending:
         container = pending[-1]
-        if id(container) in counts:
-            pending.pop()
-            continue
-        items = [item for item in _list_items(container) if isinstance(item, _CONTAINERS)]
-        unknown = [item for item in items if id(item) not in counts]
-        if unknown:
-            # The count of a container that contains itself would be infinite.
-            if counts.get(-id(container)) is not None:
-                raise ValueError("a container contains itself")
-            counts[-id(container)] = 0
-            pending += unknown
-            continue
-        leaves = len(_list_items(container)) - len(items)
-        counts[id(container)] = 1 + leaves + sum(counts[id(item)] for item in items)
+        if id(container) not in counts:
+            items = _list_items(container)
+            inner = [item for item in items if isinstance(item, _CONTAINERS)]
+            unknown = [item for item in inner if id(item) not in counts]
+            if unknown:
+                # The count of a container that contains itself would be infinite.
+                if id(container) in opened:
+                    raise ValueError("a container contains itself")
+                opened.add(id(container))
+                pending += unknown
+                continue
+            leaves = len(items) - len(inner)
+            counts[id(container)] = 1 + leaves + sum(counts[id(item)] for item in inner)
         pending.pop()
     return counts[id(value)]
 

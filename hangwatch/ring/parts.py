@@ -175,21 +175,21 @@ class RingParts:
         while first < end:
             slot = first % self.records.count
             count = min(end - first, self.records.count - slot)
-            records += self._read_adjacent(first, slot, count)
+            offset, size = (
+                self.records.offset + slot * RECORD_STRUCT.size,
+                count * RECORD_STRUCT.size,
+            )
+            raw = self._copy_bytes(offset, size)
+            if self._copy_bytes(offset, size) == raw:
+                records += [
+                    record
+                    for stamp, record in enumerate(RECORD_STRUCT.iter_unpack(raw), first + 1)
+                    if record[0] == stamp and record[-1] == stamp & 0xFFFFFFFF
+                ]
+            else:  # written meanwhile
+                records += filter(None, map(self.read_record, range(first, first + count)))
             first += count
         return records
-
-    def _read_adjacent(self, first: int, slot: int, count: int) -> list[Record]:
-        offset = self.records.offset + slot * RECORD_STRUCT.size
-        raw = self._copy_bytes(offset, count * RECORD_STRUCT.size)
-        if self._copy_bytes(offset, count * RECORD_STRUCT.size) != raw:  # written meanwhile
-            found = (self.read_record(index) for index in range(first, first + count))
-            return [record for record in found if record is not None]
-        return [
-            record
-            for stamp, record in enumerate(RECORD_STRUCT.iter_unpack(raw), first + 1)
-            if record[0] == stamp and record[-1] == stamp & 0xFFFFFFFF
-        ]
 
     def read_interned(self, table: Table, number: int) -> dict[str, Any] | None:
         """An entry of the signature or site table; None if it was overwritten."""
