@@ -28,8 +28,7 @@ Stream table (STREAM_STRUCT.size bytes per slot), as of the recorder's last poll
     u64 seq, chain, entered_ns of the newest call
     u32 uid (0: the slot is free), u32 length and u64 offset of the JSON description in the heap
 
-Loss table (a u64 for each slot of the stream table), at the offset in LiveWord.LOSSES; 0 there: an
-older writer, which has no such table::
+Loss table (a u64 for each slot of the stream table), at the offset in LiveWord.LOSSES::
 
     bits 0 to 55: number of the first call from which the numbers and running hashes of the stream's
     calls are not certain, because a call was not recorded; 0: all calls were recorded
@@ -151,7 +150,7 @@ class LiveWord(enum.IntEnum):
     PHASE_LIMIT_NS = 10  # 0: no limit declared
     SEQUENCES = 11  # number of stream slots ever used
     DEVICE_STATUS = 12  # see `DeviceStatusState`
-    LOSSES = 13  # offset of the loss table; 0: none
+    LOSSES = 13  # offset of the loss table
     OPENED = 14  # streams that were ever opened; their uids are 1 to this number
     RECORDER_THREAD = 15  # the operating system's id of the recorder's thread
     # The number of the node agent's newest request for stacks. It is the only part of the file that

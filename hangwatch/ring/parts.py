@@ -26,6 +26,7 @@ from .layout import (
     LAYOUT_VERSION,
     LIVE_OFFSET,
     LIVE_STRUCT,
+    LOSS_STRUCT,
     MAGIC,
     MAX_FILE_BYTES,
     NOTE_STRUCT,
@@ -96,7 +97,10 @@ class RingParts:
         if file_size > MAX_FILE_BYTES or file_size > size:
             raise RingError(f"truncated: {size} bytes of {file_size}")
         tables = [Table(rest[i], rest[i + 1]) for i in range(0, 10, 2)]
-        strides = (STREAM_STRUCT.size, RECORD_STRUCT.size, INTERNED_SIZE, INTERNED_SIZE, 1)
+        tables.append(Table(self.read_live_word(LiveWord.LOSSES), tables[0].count))
+        strides = (
+            STREAM_STRUCT.size, RECORD_STRUCT.size, INTERNED_SIZE, INTERNED_SIZE, 1, LOSS_STRUCT.size
+        )  # fmt: skip
         for table, stride in zip(tables, strides, strict=True):
             end = table.offset + table.count * stride
             if table.offset < HEADER_SIZE or table.count < 1 or end > file_size:
@@ -104,7 +108,7 @@ class RingParts:
                     f"corrupt: a table of {table.count} x {stride} bytes at {table.offset} lies"
                     " outside the file"
                 )
-        self.streams, self.records, self.signatures, self.sites, self.heap = tables
+        self.streams, self.records, self.signatures, self.sites, self.heap, self.losses = tables
         self.pid, _, self.start_ticks = rest[10:13]
         # The check table is behind the heap; without checks it has no entries.
         checks_offset = self.heap.offset + self.heap.count

@@ -89,7 +89,6 @@ class StreamTable(RingParts):
     def __init__(self, data: Any) -> None:
         super().__init__(data)
         self._descriptions_by_uid: dict[int, StreamDescription] = {}
-        self._losses_offset = 0  # 0: not known yet, or there is none
         self._chunks: list[_Chunk] = []
         self._chunks_by_uid: dict[int, int] = {}
         self._dormant: tuple[StreamState, ...] = ()
@@ -137,11 +136,8 @@ class StreamTable(RingParts):
 
     def _copy_chunks(self, slot_count: int) -> list[tuple[bytes, bytes]]:
         """The bytes of the slots and of their losses, by chunk."""
-        data, start = self.data, self.streams.offset
-        slots = bytes(data[start : start + slot_count * STREAM_STRUCT.size])
-        losses = b""
-        if losses_offset := self._find_losses():
-            losses = bytes(data[losses_offset : losses_offset + slot_count * LOSS_STRUCT.size])
+        slots = self._copy_bytes(self.streams.offset, slot_count * STREAM_STRUCT.size)
+        losses = self._copy_bytes(self.losses.offset, slot_count * LOSS_STRUCT.size)
         slot_bytes = _CHUNK_SLOTS * STREAM_STRUCT.size
         loss_bytes = _CHUNK_SLOTS * LOSS_STRUCT.size
         return [
@@ -180,26 +176,13 @@ class StreamTable(RingParts):
                 if description is None:
                     return 1
                 self._descriptions_by_uid[uid] = description
-            loss = self._read_loss(slot)
+            loss_offset = self.losses.offset + slot * LOSS_STRUCT.size
+            from_seq, reason = unpack_loss(*LOSS_STRUCT.unpack_from(data, loss_offset))
+            loss = Loss(from_seq, LossReason.from_number(reason)) if from_seq else None
             if STREAM_STRUCT.unpack_from(data, offset)[5] != uid:
                 continue  # Another stream has taken the slot.
             return _make_state(uid, description, values, newest_records.get(uid), loss, now_ns)
         return 1
-
-    def _find_losses(self) -> int:
-        """The offset of the loss table; 0 if there is none."""
-        if not self._losses_offset:
-            self._losses_offset = self.read_live_word(LiveWord.LOSSES)
-        end = self._losses_offset + self.streams.count * LOSS_STRUCT.size
-        return self._losses_offset if end <= self.records.offset else 0
-
-    def _read_loss(self, slot: int) -> Loss | None:
-        losses_offset = self._find_losses()
-        if not losses_offset:
-            return None
-        at = losses_offset + slot * LOSS_STRUCT.size
-        from_seq, reason = unpack_loss(LOSS_STRUCT.unpack_from(self.data, at)[0])
-        return Loss(from_seq, LossReason.from_number(reason)) if from_seq else None
 
 
 def _make_state(
