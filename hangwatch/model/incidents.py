@@ -5,14 +5,11 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Literal
 
-from .calls import Site
-from .groups import Group
 from .hardware import HostObservation, MissingEvidence
-from .kinds import Severity, VerdictKind
 from .ranks import ExceptionInfo, Frame
 from .verdicts import DevicePosition, Verdict
 
@@ -61,10 +58,11 @@ class MergedStack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Incident:
+class Incident(Verdict):
     """One root cause, regardless of how many ranks wait.
 
-    The verdict's summary and culprits become more precise while evidence is collected.
+    It is a verdict over time, whose summary and culprits become more precise while evidence is
+    collected.
     """
 
     id: str
@@ -75,7 +73,6 @@ class Incident:
     opened_at: datetime
     resolved_at: datetime | None = None
     resolution: Resolution | None = None
-    verdict: Verdict
     processes: tuple[ProcessSnapshot, ...] = ()
     stacks: tuple[MergedStack, ...] = ()
     device: tuple[DevicePosition, ...] = ()  # the devices of the members of its groups
@@ -87,41 +84,9 @@ class Incident:
     def is_open(self) -> bool:
         return self.status == "open"
 
-    @property
-    def kind(self) -> VerdictKind:
-        return self.verdict.kind
-
-    @property
-    def severity(self) -> Severity:
-        return self.verdict.severity
-
-    @property
-    def summary(self) -> str:
-        return self.verdict.summary
-
-    @property
-    def advice(self) -> str:
-        return self.verdict.advice
-
-    @property
-    def culprits(self) -> tuple[int, ...]:
-        return self.verdict.culprits
-
-    @property
-    def waiting(self) -> tuple[int, ...]:
-        return self.verdict.waiting
-
-    @property
-    def group(self) -> Group | None:
-        return self.verdict.group
-
-    @property
-    def seq(self) -> int | None:
-        return self.verdict.seq
-
-    @property
-    def site(self) -> Site | None:
-        return self.verdict.site
+    def with_verdict(self, verdict: Verdict) -> Incident:
+        """The incident after a later verdict on it."""
+        return replace(self, **verdict.list_fields())
 
 
 RecoveryState = Literal["planned", "withheld", "announced", "ordered", "done"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from .calls import Call, Site
 from .groups import DeviceCounters, Group
@@ -88,6 +89,10 @@ class Verdict:
     advice: str = ""
     site: Site | None = None  # the culprit's current line, if known
     divergence: Divergence | None = None
+
+    def list_fields(self) -> dict[str, Any]:
+        """The fields of the verdict, also of one that is an incident."""
+        return {field.name: getattr(self, field.name) for field in fields(Verdict)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,18 +37,19 @@ from .text import Document
 JsonObject = dict[str, Any]
 T = TypeVar("T")
 
+_VERDICT = (
+    *("kind", "severity", "summary", "advice", "culprits", "waiting", "group", "seq"),
+    *("fields=differing_fields", "site", "calls", "divergence", "waits"),
+)
 # The members of the documents that differ from the fields of the dataclass, in their order. Each is
 # the path of an attribute; its key is the last name in the path, or the one before "=". "part.*"
 # stands for all members of a part's document that are not listed before it.
 _MEMBERS: Mapping[type, tuple[str, ...]] = {
+    Verdict: _VERDICT,
     Incident: (
-        *("id", "job", "attempt", "verdict.kind", "verdict.severity", "status"),
-        *("onset_at", "opened_at", "resolved_at", "resolution", "verdict.*"),
+        *("id", "job", "attempt", "kind", "severity", "status"),
+        *("onset_at", "opened_at", "resolved_at", "resolution", *_VERDICT),
         *("processes", "device", "hardware", "hardware_missing", "stacks", "recovery"),
-    ),
-    Verdict: (
-        *("kind", "severity", "summary", "advice", "culprits", "waiting", "group", "seq"),
-        *("fields=differing_fields", "site", "calls", "divergence", "waits"),
     ),
     Group: ("name", "desc", "ranks=known_ranks", "backend", "outside=outside_labels"),
     Wait: ("rank", "for=on_rank", "group", "seq"),
@@ -134,8 +135,7 @@ def build_incident_event(incident: Incident) -> JsonObject:
     """An incident's document without the parts that may be large: its calls, waits, stacks and
     device positions.
     """
-    verdict = replace(incident.verdict, calls=(), waits=())
-    document = build_document(replace(incident, verdict=verdict, stacks=(), device=()))
+    document = build_document(replace(incident, calls=(), waits=(), stacks=(), device=()))
     for key in ("calls", "waits", "stacks", "device", "hardware", "hardware_missing"):
         del document[key]
     return document

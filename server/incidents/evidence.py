@@ -263,7 +263,7 @@ def add_device_advice(verdict: Verdict, attempt: Attempt) -> str:
 
 def update_hardware(incident: Incident, attempt: Attempt, since: float) -> Incident:
     """The incident with what the hosts have reported since the onset."""
-    hosts = list_involved_hosts(attempt, replace(incident.verdict, began_at=since))
+    hosts = list_involved_hosts(attempt, replace(incident, began_at=since))
     return replace(
         incident,
         hardware=keep_known_hardware(incident.hardware, collect_hardware(hosts)),

@@ -247,7 +247,7 @@ class IncidentRegistry:
             status="open",
             onset_at=self.clock.date(onset),
             opened_at=self.clock.date(now),
-            verdict=verdict,
+            **verdict.list_fields(),
         )
         record = IncidentRecord(incident=incident, opened_at=now, onset_at=onset, last_seen_at=now)
         record.alert_summary = summarize_alerts(verdict.kind, [(Relation.SAME, verdict)], now)
@@ -260,11 +260,11 @@ class IncidentRegistry:
         self, record: IncidentRecord, attempt: Attempt, verdict: Verdict, now: float
     ) -> None:
         before = record.incident
-        refined = refine_verdict(
-            before.verdict, verdict, attempt, record.members, record.last_seen_at
-        )
+        refined = refine_verdict(before, verdict, attempt, record.members, record.last_seen_at)
         record.last_seen_at = now
-        self._replace_incident(record, replace(before, attempt=attempt.number, verdict=refined))
+        self._replace_incident(
+            record, replace(before.with_verdict(refined), attempt=attempt.number)
+        )
         record.is_restored = False
         for rank in (*verdict.culprits, *verdict.waiting)[:MAX_MEMBERS_KEPT]:
             member_key = get_member_key(attempt, rank)
@@ -274,9 +274,7 @@ class IncidentRegistry:
     def _update_evidence(self, record: IncidentRecord, attempt: Attempt) -> None:
         """Updates the incident's processes, device positions and stacks."""
         incident = record.incident
-        stacks = evidence.collect_stacks(
-            attempt, incident.verdict, record.onset_at, self.clock.date
-        )
+        stacks = evidence.collect_stacks(attempt, incident, record.onset_at, self.clock.date)
         updated = replace(
             update_hardware(incident, attempt, record.onset_at),
             stacks=evidence.keep_known_stacks(incident.stacks, stacks),
@@ -284,7 +282,7 @@ class IncidentRegistry:
                 evidence.collect_processes(attempt, incident.culprits) or incident.processes
             ),
             device=keep_known_positions(
-                incident.device, collect_device_positions(attempt, incident.verdict)
+                incident.device, collect_device_positions(attempt, incident)
             ),
         )
         self._replace_incident(record, updated)
@@ -357,7 +355,7 @@ def _relate_same_kind(incident: Incident, verdict: Verdict) -> Relation:
             return Relation.NONE
         # The calls of a group stay different after a divergence: later differences have the same
         # cause. But where it began may be found later.
-        is_exact = bool(incident.verdict.calls)
+        is_exact = bool(incident.calls)
         if is_exact or incident.seq is None or verdict.seq is None or verdict.seq > incident.seq:
             return Relation.CONSEQUENCE
         return Relation.REFINES
@@ -401,7 +399,7 @@ def _has_same_position(incident: Incident, verdict: Verdict) -> bool:
         return False
     # Each pair of ranks in a group counts its point-to-point calls separately: only the two ranks
     # distinguish one pair from another.
-    calls = (*incident.verdict.calls, *verdict.calls)
+    calls = (*incident.calls, *verdict.calls)
     if all(call_class.call.peer is None for call_class in calls):
         return True
     return _share_culprits(incident, verdict)

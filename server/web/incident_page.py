@@ -128,7 +128,7 @@ def _build_graph_labels(
     if incident.group:
         group_names[incident.group.name] = group_name(incident.group.name, incident.group.desc)
     ops = {(rank, stream.first_unfinished): stream.op for rank, stream in waiting}
-    for call_class in incident.verdict.calls:
+    for call_class in incident.calls:
         call = call_class.call
         ops.update({(rank, call.seq): call.signature.op for rank in call_class.ranks})
     return {"group_names": group_names, "ops": ops}

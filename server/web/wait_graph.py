@@ -51,7 +51,7 @@ class WaitClassGraph:
 def build_graph(incident: Incident) -> WaitClassGraph:
     """The wait-for graph, its ranks merged into the coarsest classes that wait alike."""
     unlisted = _find_unlisted_waiters(incident)
-    waits = {*incident.verdict.waits, *_assume_waits(incident, unlisted)}
+    waits = {*incident.waits, *_assume_waits(incident, unlisted)}
     culprits = set(incident.culprits)
     ranks = sorted({wait.rank for wait in waits} | {wait.on_rank for wait in waits} | culprits)
     class_of = _partition_ranks(ranks, culprits, waits)
@@ -66,16 +66,16 @@ def build_graph(incident: Incident) -> WaitClassGraph:
 
 def _find_unlisted_waiters(incident: Incident) -> list[int]:
     """Waiting ranks without a listed wait: an incident keeps only some of thousands of waits."""
-    if incident.verdict.waits:
+    if incident.waits:
         in_call = {
             rank
-            for call_class in incident.verdict.calls
+            for call_class in incident.calls
             if call_class.call.seq == incident.seq
             for rank in call_class.ranks
         }
     else:
         in_call = set(incident.waiting)
-    listed = {wait.rank for wait in incident.verdict.waits}
+    listed = {wait.rank for wait in incident.waits}
     return sorted((in_call & set(incident.waiting)) - listed)
 
 

@@ -92,7 +92,7 @@ INCIDENT = Incident(
     opened_at=MOMENT + timedelta(seconds=1),
     resolved_at=MOMENT.replace(microsecond=0) + timedelta(seconds=60),
     resolution=Resolution.ABORTED,
-    verdict=VERDICT,
+    **VERDICT.list_fields(),
     processes=(
         ProcessSnapshot(
             rank=1,

@@ -311,7 +311,7 @@ def test_waits_for_dead_rank_follow_from_earliest_death(
 def test_a_mismatch_explains_the_death_that_it_led_to(scene: IncidentScenario) -> None:
     scene.observe_verdicts(DEAD_VERDICT)
     [case] = scene.observe_verdicts(replace(SUM_MAX_VERDICT, differing_fields=("shape",)))
-    assert (case.incident.kind, case.incident.verdict.differing_fields) == (
+    assert (case.incident.kind, case.incident.differing_fields) == (
         VerdictKind.MISMATCH,
         ("shape",),
     )
@@ -408,7 +408,7 @@ def test_mismatch_is_refined_when_its_first_call_is_found(scene: IncidentScenari
     inexact = replace(SUM_MAX_VERDICT, seq=512, calls=(), differing_fields=())
     scene.observe_verdicts(inexact)
     [case] = scene.observe_verdicts(SUM_MAX_VERDICT)
-    assert (case.incident.seq, case.incident.verdict.differing_fields) == (3, ("reduce_op",))
+    assert (case.incident.seq, case.incident.differing_fields) == (3, ("reduce_op",))
     [case] = scene.observe_verdicts(replace(SUM_MAX_VERDICT, seq=2))
     assert case.incident.seq == 3, "another difference"
 

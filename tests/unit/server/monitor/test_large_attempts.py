@@ -244,7 +244,7 @@ def test_diverging_calls_are_requested_before_full_diagnosis(
     assert state.shared.counters.diagnoses == 1
     (record,) = state.shared.incidents.records.values()
     assert record.incident.kind is VerdictKind.MISMATCH
-    assert record.incident.verdict.differing_fields == ("op",)
+    assert record.incident.differing_fields == ("op",)
 
 
 def test_first_rank_of_each_diverging_side_is_requested_for_calls(
