@@ -82,7 +82,7 @@ def test_refused_host_is_not_lost(tmp_path: Path) -> None:
     encoded_beat = json.dumps(codec.encode_message(beat)).encode()
     assert asyncio.run(post_heartbeat(encoded_beat)) == 200
     process = state.shared.fleet.processes["n", "1-1"].process
-    heard_at = process.reports.last_seen_at
+    last_seen_at = process.reports.last_seen_at
     state.shared.load.late_s = OVERLOAD_LATE_S + 0.1
     for body, headers in (
         (b"{}", {}),
@@ -95,7 +95,7 @@ def test_refused_host_is_not_lost(tmp_path: Path) -> None:
         assert (process.reports.agent_seen_at > before) is (len(body) > 2), (
             "only by its own agent's heartbeats"
         )
-    assert process.reports.last_seen_at == heard_at, "what it said was not taken in"
+    assert process.reports.last_seen_at == last_seen_at, "what it said was not taken in"
     assert state.shared.counters.refused == 4
 
 

@@ -81,8 +81,8 @@ def test_heartbeats_are_queued_during_large_diagnosis(state: AppState) -> None:
         nonlocal loop
         loop = asyncio.get_running_loop()
         before = attempt.last_seen_at
-        heard_at, _ = await state.watch.loop.diagnoser.reader.run(attempt, time_reading)
-        assert heard_at == before, "nothing changed meanwhile"
+        last_seen_at, _ = await state.watch.loop.diagnoser.reader.run(attempt, time_reading)
+        assert last_seen_at == before, "nothing changed meanwhile"
         assert [(await answer).resync for answer in answers] == [False, False]
         return attempt.last_seen_at
 
