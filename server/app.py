@@ -76,6 +76,7 @@ def build_app(
         shared=shared,
         watch=watch,
         agent_worker=agent_worker,
+        pages=rendering.PageRenderer(settings.path_prefix),
     )
     mcp = mcp_endpoint.McpEndpoint(token)
     app = FastAPI(
@@ -86,7 +87,6 @@ def build_app(
         redoc_url=None,
         responses=openapi.ERROR_RESPONSES,
     )
-    rendering.set_path_prefix(settings.path_prefix)
     _add_routes(app, state)
     app.router.routes.append(Route(mcp_endpoint.PATH, mcp, include_in_schema=False))
     openapi.install_openapi(app, token)
@@ -118,7 +118,7 @@ async def _run_tasks(state: AppState, mcp: mcp_endpoint.McpEndpoint) -> AsyncIte
 
 
 def _add_routes(app: FastAPI, state: AppState) -> None:
-    rendering.install_error_handlers(app, state.shared.counters.refusals_by_limit)
+    rendering.install_error_handlers(app, state.pages, state.shared.counters.refusals_by_limit)
     for part in (
         heartbeats,
         api,
@@ -139,7 +139,7 @@ def _add_routes(app: FastAPI, state: AppState) -> None:
             for path, methods in app.openapi()["paths"].items()
             for method, operation in methods.items()
         ]
-        return rendering.render_page("docs.html", operations=operations)
+        return state.pages.render_page("docs.html", operations=operations)
 
     app.mount("/static", StaticFiles(directory=rendering.STATIC_DIR))
 

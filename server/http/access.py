@@ -36,7 +36,7 @@ from hangwatch.protocol.request_signing import (
 from ..core import limits
 from ..core.problems import Problem
 from .app_state import AppState
-from .rendering import STYLESHEET_PATH, render_page
+from .rendering import STYLESHEET_PATH
 
 COOKIE_NAME = "hangwatch"
 # A connection's scope has the user at its other end under this key, if that is on this machine.
@@ -262,7 +262,7 @@ def build_router(state: AppState) -> APIRouter:
 
     @routes.get("/login")
     async def show_login_form(next: str = "/") -> Response:
-        return render_page(
+        return state.pages.render_page(
             "login.html", next=_sanitize_redirect(next), wrong=False, signed_out=True
         )
 
@@ -286,7 +286,7 @@ def build_router(state: AppState) -> APIRouter:
                 detail = f"too many wrong tokens from this address: try again in {wait:.0f} s"
                 raise Problem(429, detail, headers={"Retry-After": f"{wait:.0f}"})
             failures.add_failure(address, state.now())
-            return render_page(
+            return state.pages.render_page(
                 "login.html", status_code=401, next=target, wrong=True, signed_out=True
             )
         response = RedirectResponse(target, status_code=303)

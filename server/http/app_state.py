@@ -22,6 +22,7 @@ from ..monitor.watch import Watch
 from ..performance.views import RankedGroup, rank_groups
 from ..settings import Settings
 from ..shared_state import SharedState
+from .rendering import PageRenderer
 
 NOT_READY_AFTER_S = 10.0  # seconds without a round of diagnosis after which the server is not ready
 
@@ -36,6 +37,7 @@ class AppState:
     shared: SharedState
     watch: Watch
     agent_worker: AgentWorker
+    pages: PageRenderer
     tasks: TaskSupervisor = field(default_factory=TaskSupervisor)
     cache: ResultCache = field(default_factory=ResultCache)
 

@@ -7,6 +7,7 @@ profiles for speedscope.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from datetime import datetime, timezone
@@ -46,7 +47,7 @@ from ..ondemand.requests import Request, RequestRegistry
 from ..ondemand.traces import MAX_SESSIONS, MAX_TRACED_RANKS, TraceFilter, stream_events
 from . import stream
 from .app_state import AppState
-from .rendering import FLAME_GRAPH_WIDTH_PX, make_attachment, render_flame_graph
+from .rendering import FLAME_GRAPH_WIDTH_PX, PageRenderer, make_attachment
 
 MAX_PENDING_DUMP_RANKS = 65536  # the ranks in dumps that are not complete
 MAX_TRACE_S = 86_400
@@ -245,7 +246,7 @@ def _add_recording_routes(routes: APIRouter, state: AppState) -> None:
         responses={200: {"content": {"image/svg+xml": {}}}},
     )
     async def download_flamegraph(id: str) -> Response:
-        image = await render_recording(id, render_flamegraph)
+        image = await render_recording(id, functools.partial(render_flamegraph, state.pages))
         return make_attachment(f"hangwatch-{id}.svg", image, "image/svg+xml")
 
     @routes.get(
@@ -273,7 +274,7 @@ def find_request(
     return found
 
 
-def render_flamegraph(title: str, profiles: RankProfiles, rate: int) -> str:
+def render_flamegraph(pages: PageRenderer, title: str, profiles: RankProfiles, rate: int) -> str:
     """An SVG with a flame graph of each thread that was active. The width of a frame is the time
     spent in it.
     """
@@ -290,7 +291,7 @@ def render_flamegraph(title: str, profiles: RankProfiles, rate: int) -> str:
         stacks = (((root, *frames[:MAX_STACK_DEPTH]), count) for frames, count in thread.stacks)
         bars += layout_bars(stacks, x, 0, total, MIN_BAR_WIDTH_PX / FLAME_GRAPH_WIDTH_PX)
         x += thread.sample_count / total
-    return render_flame_graph(
+    return pages.render_flame_graph(
         title,
         [
             (bar, bar.frame.function, f"{_format_frame(bar.frame)}, {bar.samples / rate:.2f} s")
@@ -363,7 +364,7 @@ def _add_stack_routes(routes: APIRouter, state: AppState) -> None:
         tree = merge_stacks(convert_stacks(select_calling_stacks(incident.stacks)))
         rank_count = max(1, sum(len(branch.ranks) for branch in tree))
         bars = list(_iter_bars(tree, 0.0, 0, rank_count))
-        image = render_flame_graph(incident.summary, bars)
+        image = state.pages.render_flame_graph(incident.summary, bars)
         return make_attachment(f"hangwatch-{id}.svg", image, "image/svg+xml")
 
 

@@ -81,69 +81,72 @@ def format_shapes(value: list[list[int]]) -> str:
     return ", ".join("[" + ", ".join(map(str, shape)) + "]" for shape in value) if value else "–"
 
 
-_ENVIRONMENT = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(WEB_DIR / "templates"),
-    autoescape=True,
-    undefined=jinja2.StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
-_ENVIRONMENT.filters.update(
-    seconds=format_coarse_age,
-    moment=format_moment,
-    shapes=format_shapes,
-    ranges=format_ranks,
-    name_ranks=name_ranks,
-    short=truncate_end,
-    tail=truncate_start,
-    clean=clean_text,
-    is_library=is_library,
-    sentence=format_verdict,
-    group_name=group_name,
-    member=resolve_root_rank,
-    duration=format_duration,
-    size_text=format_size,
-    speed_text=format_bandwidth,
-)
-_ENVIRONMENT.globals.update(version=__version__, state_shapes=STATE_SHAPES, signed_out=False)
+_FILTERS = {
+    "seconds": format_coarse_age,
+    "moment": format_moment,
+    "shapes": format_shapes,
+    "ranges": format_ranks,
+    "name_ranks": name_ranks,
+    "short": truncate_end,
+    "tail": truncate_start,
+    "clean": clean_text,
+    "is_library": is_library,
+    "sentence": format_verdict,
+    "group_name": group_name,
+    "member": resolve_root_rank,
+    "duration": format_duration,
+    "size_text": format_size,
+    "speed_text": format_bandwidth,
+}
 
 
-def set_path_prefix(prefix: str) -> None:
-    """Sets the path prefix of the links in all pages."""
-    _ENVIRONMENT.globals["root"] = prefix
-    # The macros are a global, since `render_parts` renders blocks without their template's imports.
-    _ENVIRONMENT.globals["ui"] = _ENVIRONMENT.get_template("_ui.html").make_module()
+class PageRenderer:
+    """Renders the templates. ``path_prefix`` is that of the links in all pages."""
 
+    def __init__(self, path_prefix: str) -> None:
+        self.environment = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(WEB_DIR / "templates"),
+            autoescape=True,
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self.environment.filters.update(_FILTERS)
+        values = self.environment.globals
+        values.update(
+            version=__version__, state_shapes=STATE_SHAPES, signed_out=False, root=path_prefix
+        )
+        # The macros are a global, since `render_parts` renders blocks without their template's
+        # imports.
+        values["ui"] = self.environment.get_template("_ui.html").make_module()
 
-set_path_prefix("")
+    def render_page(
+        self, template: str, *, status_code: int = 200, **values: object
+    ) -> HTMLResponse:
+        return HTMLResponse(self.render_text(template, **values), status_code)
 
+    def render_parts(self, template: str, **values: object) -> dict[str, str]:
+        """The parts of a page that are kept up to date, by the ids of their elements."""
+        page = self.environment.get_template(template)
+        context = page.new_context(values)
+        return {
+            name.removeprefix(PART_PREFIX): "".join(block(context))
+            for name, block in page.blocks.items()
+            if name.startswith(PART_PREFIX)
+        }
 
-def render_page(template: str, *, status_code: int = 200, **values: object) -> HTMLResponse:
-    return HTMLResponse(render_text(template, **values), status_code)
+    def render_text(self, template: str, **values: object) -> str:
+        """The text of a page, an image or a file."""
+        return self.environment.get_template(template).render(**values)
 
-
-def render_parts(template: str, **values: object) -> dict[str, str]:
-    """The parts of a page that are kept up to date, by the ids of their elements."""
-    page = _ENVIRONMENT.get_template(template)
-    context = page.new_context(values)
-    return {
-        name.removeprefix(PART_PREFIX): "".join(block(context))
-        for name, block in page.blocks.items()
-        if name.startswith(PART_PREFIX)
-    }
-
-
-def render_text(template: str, **values: object) -> str:
-    """The text of a page, an image or a file."""
-    return _ENVIRONMENT.get_template(template).render(**values)
-
-
-def render_flame_graph(title: str, bars: Sequence[tuple[ProfileBar, str, str]]) -> str:
-    """An SVG with a bar for each frame, below the bar of its caller. Bars have texts and tooltips."""
-    rows = 1 + max((bar.depth for bar, _, _ in bars), default=0)
-    return render_text(
-        "flamegraph.svg", title=title, bars=bars, rows=rows, width=FLAME_GRAPH_WIDTH_PX
-    )
+    def render_flame_graph(self, title: str, bars: Sequence[tuple[ProfileBar, str, str]]) -> str:
+        """An SVG with a bar for each frame, below the bar of its caller. Bars have texts and
+        tooltips.
+        """
+        rows = 1 + max((bar.depth for bar, _, _ in bars), default=0)
+        return self.render_text(
+            "flamegraph.svg", title=title, bars=bars, rows=rows, width=FLAME_GRAPH_WIDTH_PX
+        )
 
 
 def make_json_response(document: object, status_code: int = 200) -> Response:
@@ -169,15 +172,27 @@ def wants_json(request: Request) -> bool:
     return "application/json" in accepted and "text/html" not in accepted
 
 
-def install_error_handlers(app: FastAPI, refusals: Counter[str]) -> None:
+def install_error_handlers(app: FastAPI, pages: PageRenderer, refusals: Counter[str]) -> None:
     """Makes ``app`` answer every error with a problem document, or with a page with the same text
     in a browser. ``refusals`` counts the requests that exceed a limit, by its name.
     """
 
+    def make_error_response(request: Request, problem: Problem) -> Response:
+        accepts_page = "text/html" in request.headers.get("accept", "")
+        if not accepts_page or request.url.path.startswith("/api/"):
+            return problem.make_response()
+        return pages.render_page(
+            "error.html",
+            status_code=problem.status,
+            title=http.HTTPStatus(problem.status).phrase,
+            detail=problem.detail,
+            more=problem.extra_members.get("errors", []),
+        )
+
     @app.exception_handler(Problem)
     async def handle_problem(request: Request, error: Problem) -> Response:
         refusals.update(error.limits)
-        return _make_error_response(request, error)
+        return make_error_response(request, error)
 
     @app.exception_handler(HTTPException)
     async def handle_http_error(request: Request, error: HTTPException) -> Response:
@@ -185,7 +200,7 @@ def install_error_handlers(app: FastAPI, refusals: Counter[str]) -> None:
             404: f"{request.url.path} does not exist; /docs lists the API",
             405: f"{request.url.path} does not accept {request.method}; /docs lists the methods",
         }.get(error.status_code, str(error.detail))
-        return _make_error_response(
+        return make_error_response(
             request, Problem(error.status_code, detail, headers=error.headers)
         )
 
@@ -193,20 +208,8 @@ def install_error_handlers(app: FastAPI, refusals: Counter[str]) -> None:
     async def handle_invalid_request(request: Request, error: RequestValidationError) -> Response:
         detail = "the request does not match its description in /docs; see errors"
         errors = describe_validation_errors(error.errors())
-        return _make_error_response(request, Problem(422, detail, errors=errors))
+        return make_error_response(request, Problem(422, detail, errors=errors))
 
     @app.exception_handler(Exception)
     async def handle_bug(request: Request, error: Exception) -> Response:
-        return _make_error_response(request, Problem(500, INTERNAL_ERROR_DETAIL))
-
-
-def _make_error_response(request: Request, problem: Problem) -> Response:
-    if "text/html" not in request.headers.get("accept", "") or request.url.path.startswith("/api/"):
-        return problem.make_response()
-    return render_page(
-        "error.html",
-        status_code=problem.status,
-        title=http.HTTPStatus(problem.status).phrase,
-        detail=problem.detail,
-        more=problem.extra_members.get("errors", []),
-    )
+        return make_error_response(request, Problem(500, INTERNAL_ERROR_DETAIL))

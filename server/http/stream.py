@@ -17,7 +17,6 @@ from fastapi.responses import StreamingResponse
 from ..core.events import encode_event
 from ..core.problems import Problem
 from .app_state import AppState
-from .rendering import render_parts
 
 POLL_INTERVAL_S = 0.5  # the time between two checks, which are simultaneous for all viewers
 ALIVE_INTERVAL_S = 2.0  # the time without changes after which an ``alive`` event is sent
@@ -57,7 +56,7 @@ async def follow_page(
     """
 
     def encode_parts() -> dict[str, str]:
-        parts = render_parts(template, **values()).items()
+        parts = state.pages.render_parts(template, **values()).items()
         return {name: encode_event("part", {"id": name, "html": html}) for name, html in parts}
 
     loop = asyncio.get_running_loop()

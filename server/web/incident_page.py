@@ -22,7 +22,7 @@ from hangwatch.stacks.trees import merge_stacks
 
 from ..http.app_state import AppState
 from ..http.ondemand_routes import convert_stacks, select_calling_stacks
-from ..http.rendering import STYLESHEET_PATH, make_attachment, render_parts, render_text
+from ..http.rendering import STYLESHEET_PATH, make_attachment
 from ..monitor import views
 from ..ondemand.dumps import RequestedDump
 from .ranks_page import RankSpan, filter_ranks, parse_rank_spans
@@ -218,10 +218,10 @@ def build_router(state: AppState) -> APIRouter:
     )
     async def download_report(id: str) -> Response:
         values = build_page_values(state, id, "", "")
-        document = render_text(
+        document = state.pages.render_text(
             "report.html",
             **values,
-            parts=render_parts("incident.html", **values),
+            parts=state.pages.render_parts("incident.html", **values),
             sections=SECTIONS,
             stylesheet=STYLESHEET_PATH.read_text(encoding="utf-8"),
             made_at=state.shared.clock.date(state.now()),

@@ -17,7 +17,6 @@ from hangwatch.tracking.attempt import Attempt
 
 from ..http import stream
 from ..http.app_state import AppState
-from ..http.rendering import render_page
 
 TextQuery = Annotated[str, Query(max_length=500)]
 PageNumber = Annotated[int, Query(ge=1, le=1_000_000)]
@@ -42,7 +41,7 @@ def serve_page(
         return {**build_values(), "link": build_link}
 
     if not request.headers.get("accept", "").startswith("text/event-stream"):
-        return render_page(template, **values())
+        return state.pages.render_page(template, **values())
     address = f"{path}?{request.url.query}"
     return stream.make_stream_response(state, stream.follow_page(state, address, template, values))
 

@@ -9,7 +9,7 @@ import pytest
 
 from hangwatch.agent.cli.commands.record import format_recording
 from hangwatch.model.ranks import Frame
-from hangwatch.server.http import ondemand_routes
+from hangwatch.server.http import ondemand_routes, rendering
 from hangwatch.server.ondemand import recordings
 from hangwatch.stacks.profile import (
     Profile,
@@ -132,7 +132,9 @@ def test_profile_files(profile: Profile) -> None:
         stacks=(((Frame(function="<script>\x1b[2J", file="/u/a.py", line=1),), 3),),
     )
     profiles = [(0, profile), (3, Profile(threads=(hostile,)))]
-    picture = ondemand_routes.render_flamegraph("job <x>", profiles, 100)
+    picture = ondemand_routes.render_flamegraph(
+        rendering.PageRenderer(""), "job <x>", profiles, 100
+    )
     root = ElementTree.fromstring(picture)
     assert root.tag.endswith("svg")
     titles = [t.text or "" for t in root.iter("{http://www.w3.org/2000/svg}title")]

@@ -62,7 +62,7 @@ def test_divergence_text() -> None:
 
 
 def test_divergence_page() -> None:
-    environment = rendering._ENVIRONMENT
+    environment = rendering.PageRenderer("").environment
     part, ui = (
         environment.get_template("_divergence.html"),
         environment.get_template("_ui.html").module,
