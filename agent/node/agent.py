@@ -191,7 +191,6 @@ class NodeAgent:
             now_ns + int(self._timing.heartbeat_interval_s * 1e9),
         )
         self._uplink.post_heartbeat(
-            self._in_flight.heartbeat.number,
             codec.encode_message(self._in_flight.heartbeat),
             urgent=is_urgent,
             patient=self._schedule.is_infrequent,
@@ -199,8 +198,7 @@ class NodeAgent:
 
     def _handle_outcome(self, outcome: HeartbeatOutcome, now_ns: int) -> None:
         flight, self._in_flight = self._in_flight, None
-        if flight is None or outcome.number != flight.heartbeat.number:
-            return
+        assert flight is not None
         if outcome.reply is not None:
             self._outage.record_success(str(self._uplink.target))
             self._composer.mark_extras_delivered(flight)
@@ -261,9 +259,7 @@ class NodeAgent:
         self._collect_results()
         if not self._uplink.is_busy:
             flight = self._composer.compose_heartbeat(time.monotonic_ns(), is_last=True)
-            self._uplink.post_heartbeat(
-                flight.heartbeat.number, codec.encode_message(flight.heartbeat), urgent=True
-            )
+            self._uplink.post_heartbeat(codec.encode_message(flight.heartbeat), urgent=True)
             outcome = self._uplink.take_outcome(timeout_s)
             if outcome is not None and outcome.reply is not None:
                 self._composer.mark_acked(flight, time.monotonic_ns())

@@ -14,6 +14,7 @@ from hangwatch.protocol import heartbeat
 
 from .call_stream import (
     MAX_URGENT_SUSPECTS,
+    NEWEST_KEPT,
     CallStream,
     DivergenceBounds,
     GroupState,
@@ -483,13 +484,20 @@ class Attempt:
 
     def record_hashes(self, stream: CallStream, report: Hashes) -> None:
         """Records running hashes of a group's calls and detects a divergence. ``report`` is sorted by
-        sequence number.
+        sequence number. A long one was requested: its hashes may be older than those that are known,
+        and no other rank shares it.
 
         Point-to-point streams have none: the two ends of a channel may make different calls.
         """
         state = stream.group_state
-        report = self._select_counted(stream, report)
+        if stream.loss is not None:  # later hashes cannot be compared with those of other ranks
+            report = tuple([pair for pair in report if stream.is_counted(pair[0])])
         if not report or state is None:
+            return
+        if len(report) > NEWEST_KEPT:
+            stream.reported_hashes = merge_hashes(stream.reported_hashes, report)
+            self._update_divergence(state)
+            stream.reported_hashes = thin_hashes(stream.reported_hashes, *state.pinned_seqs)
             return
         report = self._histories.share_report(report)
         stream.reported_hashes = self._histories.extend_history(
@@ -504,25 +512,6 @@ class Attempt:
         elif state.match_hashes(report):
             return
         self._update_divergence(state)
-
-    @staticmethod
-    def _select_counted(stream: CallStream, report: Hashes) -> Hashes:
-        """The running hashes that can be compared with those of other ranks."""
-        if stream.loss is None:
-            return report
-        return tuple([pair for pair in report if stream.is_counted(pair[0])])
-
-    def record_requested_hashes(self, stream: CallStream, report: Hashes) -> None:
-        """Records running hashes that were requested. They may be older than those that are known, and
-        so many that no other rank shares the report.
-        """
-        state = stream.group_state
-        report = self._select_counted(stream, report)
-        if not report or state is None:
-            return
-        stream.reported_hashes = merge_hashes(stream.reported_hashes, report)
-        self._update_divergence(state)
-        stream.reported_hashes = thin_hashes(stream.reported_hashes, *state.pinned_seqs)
 
     def _update_divergence(self, state: GroupState) -> None:
         """Finds where the members of a group began to differ, if they do."""

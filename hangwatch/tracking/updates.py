@@ -22,7 +22,6 @@ from .call_stream import (
     FINISHED_CALLS_KEPT,
     LAST_CALLS_KEPT,
     MAX_URGENT_SUSPECTS,
-    NEWEST_KEPT,
     SMALL_JOB_RANKS,
     CallStream,
     CallWindow,
@@ -392,11 +391,7 @@ def record_calls(
             pairs[call.seq] = call.chain
     attempt.track_calls(process, stream, calls)
     if pairs:
-        report = tuple(sorted(pairs.items()))
-        if len(report) > NEWEST_KEPT:
-            attempt.record_requested_hashes(stream, report)
-        else:
-            attempt.record_hashes(stream, report)
+        attempt.record_hashes(stream, tuple(sorted(pairs.items())))
     if stream.answered:
         stream.drop_old_calls(CALLS_KEPT)
     elif process.is_alive and (

@@ -188,7 +188,7 @@ def test_server_with_token_is_known_by_its_proof(
 
         def report(token: str) -> tuple[bool, str, bool]:
             uplink = Uplink([ServerTarget(base_url=url, token=token)], lambda: None)
-            outcome = uplink.send_heartbeat(1, json.loads(make_heartbeat(job="told")))
+            outcome = uplink.send_heartbeat(json.loads(make_heartbeat(job="told")))
             known = uplink._client.is_server_known
             uplink.close()
             return outcome.reply is not None, outcome.problem, known

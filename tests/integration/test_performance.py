@@ -132,7 +132,6 @@ def test_heartbeats_estimate_clocks_within_milliseconds(measured_jobs: MeasuredJ
     try:
         for number in range(1, 9):
             outcome = uplink.send_heartbeat(
-                number,
                 codec.encode_message(
                     heartbeat.Heartbeat(host="here", agent="clock", number=number)
                 ),

@@ -72,7 +72,7 @@ def test_node_agent_uses_system_certificates(
     def send_heartbeat() -> str:
         uplink = Uplink([target], lambda: None)
         try:
-            outcome = uplink.send_heartbeat(1, beat)
+            outcome = uplink.send_heartbeat(beat)
             return outcome.problem if outcome.reply is None else "taken"
         finally:
             uplink.close()

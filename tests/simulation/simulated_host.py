@@ -296,7 +296,7 @@ class SimulatedHost:
         """Applies the reply to a heartbeat, as `NodeAgent` does."""
         now_ns = int(now * 1e9)
         self.composer.mark_extras_delivered(flight)
-        outcome = HeartbeatOutcome(number=flight.heartbeat.number, reply=reply)
+        outcome = HeartbeatOutcome(reply=reply)
         self.composer.apply_outcome(outcome, now_ns)
         self.schedule.apply_reply(reply, self._processes.values(), now_ns, is_steady=False)
         if reply.resync:

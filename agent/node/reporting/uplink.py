@@ -7,6 +7,7 @@ does not answer.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import json
 import queue
@@ -54,7 +55,6 @@ MAX_FRAMES = 50_000  # all stacks together then take a few megabytes
 class HeartbeatOutcome:
     """The result of sending one heartbeat. Without ``reply`` it failed, and ``problem`` says why."""
 
-    number: int
     reply: HeartbeatReply | None = None
     problem: str = ""
     is_refused: bool = False  # the server would refuse the same heartbeat again
@@ -94,15 +94,13 @@ class Uplink:
         self._warn = warn
         self._has_reported_unknown = False
         self._wake = wake
-        self._heartbeat_queue: queue.SimpleQueue[tuple[int, Any, bool, bool] | None] = (
-            queue.SimpleQueue()
-        )
+        self._orders: queue.SimpleQueue[Callable[[], HeartbeatOutcome] | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[HeartbeatOutcome] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run_worker, name="uplink", daemon=True)
         self._thread.start()
 
     def post_heartbeat(
-        self, number: int, heartbeat: Any, *, urgent: bool = False, patient: bool = False
+        self, heartbeat: Any, *, urgent: bool = False, patient: bool = False
     ) -> None:
         """Queues one JSON-ready heartbeat; `is_busy` until `take_outcome` has returned its outcome.
 
@@ -111,7 +109,9 @@ class Uplink:
             patient: waits longer for the reply.
         """
         self.is_busy = True
-        self._heartbeat_queue.put((number, heartbeat, urgent, patient))
+        self._orders.put(
+            functools.partial(self.send_heartbeat, heartbeat, urgent=urgent, patient=patient)
+        )
 
     def take_outcome(self, wait_s: float | None = None) -> HeartbeatOutcome | None:
         """The outcome of the posted heartbeat; None while there is none."""
@@ -124,34 +124,30 @@ class Uplink:
         return outcome
 
     def close(self) -> None:
-        self._heartbeat_queue.put(None)
+        self._orders.put(None)
         self._thread.join(1.0)
 
     def _run_worker(self) -> None:
-        while True:
-            queued = self._heartbeat_queue.get()
-            if queued is None:
-                break
-            number, heartbeat, urgent, patient = queued
+        while (send := self._orders.get()) is not None:
             try:
-                outcome = self.send_heartbeat(number, heartbeat, urgent=urgent, patient=patient)
+                outcome = send()
             except Exception as error:  # the agent's loop waits for an outcome in any case
                 outcome = HeartbeatOutcome(
-                    number=number, problem=f"{type(error).__name__}: {error}", is_refused=True
+                    problem=f"{type(error).__name__}: {error}", is_refused=True
                 )
             self._outcomes.put(outcome)
             self._wake()
         self._client.close()
 
     def send_heartbeat(
-        self, number: int, heartbeat: Any, *, urgent: bool = False, patient: bool = False
+        self, heartbeat: Any, *, urgent: bool = False, patient: bool = False
     ) -> HeartbeatOutcome:
         """Posts one heartbeat and waits for the reply. Tries one server after the other until one takes
         it.
         """
         self._order_targets(heartbeat)
         for _ in self._targets:
-            outcome = self._send_to_target(number, heartbeat, urgent=urgent, patient=patient)
+            outcome = self._send_to_target(heartbeat, urgent=urgent, patient=patient)
             if not outcome.is_misdirected:
                 break
             following = self._targets.index(self.target) + 1
@@ -174,9 +170,7 @@ class Uplink:
             self._client.close()
             self.target, self._client = target, SignedClient(target, self._timeout_s)
 
-    def _send_to_target(
-        self, number: int, heartbeat: Any, *, urgent: bool, patient: bool
-    ) -> HeartbeatOutcome:
+    def _send_to_target(self, heartbeat: Any, *, urgent: bool, patient: bool) -> HeartbeatOutcome:
         body, headers = encode_body(heartbeat, urgent=urgent)
         is_confidential = not CONFIDENTIAL_FIELDS.isdisjoint(heartbeat)
         read_timeout_s = PATIENT_READ_TIMEOUT_S if patient else None
@@ -192,24 +186,22 @@ class Uplink:
             )
         except TransportError as error:
             return HeartbeatOutcome(
-                number=number,
                 problem=f"no answer from {self.target}: {error}",
                 is_misdirected=True,
                 body_bytes=len(body),
             )
         answered_s = time.monotonic()
         if response.status // 100 != 2:
-            return self._make_error_outcome(number, response, len(body))
+            return self._make_error_outcome(response, len(body))
         try:
             reply = decode_reply(response.parse_json())
         except (ValueError, KeyError, TypeError, AttributeError):
             problem = f"{self.target} answers, but not as a hangwatch server: check HANGWATCH_URL"
-            return HeartbeatOutcome(number=number, problem=problem)
+            return HeartbeatOutcome(problem=problem)
         if reply.commands and not self._client.is_server_known:
             reply = replace(reply, commands=())
             self._report_unknown_server()
         return HeartbeatOutcome(
-            number=number,
             reply=reply,
             body_bytes=len(body),
             sent_s=sent_s,
@@ -226,12 +218,9 @@ class Uplink:
             )
             self._warn(f"the orders of {self.target} are ignored: it {why}")
 
-    def _make_error_outcome(
-        self, number: int, response: Reply, body_bytes: int
-    ) -> HeartbeatOutcome:
+    def _make_error_outcome(self, response: Reply, body_bytes: int) -> HeartbeatOutcome:
         status = response.status
         return HeartbeatOutcome(
-            number=number,
             problem=explain_status(status, str(self.target), read_problem_detail(response)),
             is_refused=status in (400, 413, 422),
             is_misdirected=status == HTTPStatus.MISDIRECTED_REQUEST,

@@ -97,7 +97,7 @@ def test_hostile_reply_is_bounded(send_reply: Callable[[socket.socket], None]) -
     with hostile_server(send_reply) as url:
         uplink = Uplink([ServerTarget(base_url=url)], lambda: None, timeout_s=TIMEOUT_S)
         started_at = time.monotonic()
-        uplink.post_heartbeat(1, {"host": "n"})
+        uplink.post_heartbeat({"host": "n"})
         outcome = wait_for_outcome(uplink)
         uplink.close()
     assert outcome.reply is None and outcome.problem
@@ -120,9 +120,9 @@ def test_uplink_works_after_a_hostile_reply() -> None:
     replies = [trickle_headers, send_valid_reply]
     with hostile_server(lambda connection: replies.pop(0)(connection)) as url:
         uplink = Uplink([ServerTarget(base_url=url)], lambda: None, timeout_s=TIMEOUT_S)
-        uplink.post_heartbeat(1, {"host": "n"})
+        uplink.post_heartbeat({"host": "n"})
         assert wait_for_outcome(uplink).reply is None
-        uplink.post_heartbeat(2, {"host": "n"})
+        uplink.post_heartbeat({"host": "n"})
         assert wait_for_outcome(uplink).reply is not None
         uplink.close()
 

@@ -56,8 +56,8 @@ def test_next_server_is_tried_if_one_does_not_take_a_heartbeat() -> None:
         urls = ["http://127.0.0.1:9", refusing.url, taking.url]
         uplink = Uplink([ServerTarget(base_url=url) for url in urls], lambda: None)
         try:
-            for number in (1, 2):
-                uplink.post_heartbeat(number, {})
+            for _ in range(2):
+                uplink.post_heartbeat({})
                 outcome = uplink.take_outcome(10)
                 assert outcome is not None and outcome.reply is not None
                 assert uplink.target.base_url == taking.url
@@ -71,7 +71,7 @@ def test_overloaded_server_keeps_its_agents() -> None:
         targets = [ServerTarget(base_url=url) for url in (overloaded.url, other.url)]
         uplink = Uplink(targets, lambda: None)
         try:
-            uplink.post_heartbeat(1, {})
+            uplink.post_heartbeat({})
             outcome = uplink.take_outcome(10)
         finally:
             uplink.close()
@@ -85,8 +85,8 @@ def test_heartbeat_with_a_job_decides_the_order() -> None:
         job = next(j for j in map(str, range(99)) if order_targets(targets, j)[0] is targets[1])
         uplink = Uplink(targets, lambda: None)
         try:
-            for number, identity in ((1, None), (2, {"job": f"{job}/127.0.0.1:29500"})):
-                uplink.post_heartbeat(number, {"processes": [{"identity": identity}]})
+            for identity in (None, {"job": f"{job}/127.0.0.1:29500"}):
+                uplink.post_heartbeat({"processes": [{"identity": identity}]})
                 assert uplink.take_outcome(10) is not None
         finally:
             uplink.close()

@@ -155,7 +155,7 @@ def test_report_is_repeated_until_acknowledged_but_rate_limited(rank: MeasuredRa
     reporter.mark_delivered(first)
     reporter.apply_outcome(
         HeartbeatOutcome(
-            number=1, reply=heartbeat.HeartbeatReply(clock_s=50.001), sent_s=10.0, answered_s=10.002
+            reply=heartbeat.HeartbeatReply(clock_s=50.001), sent_s=10.0, answered_s=10.002
         )
     )
     rank.make_call("all_reduce", 8)

@@ -67,11 +67,11 @@ def test_unreachable_server_is_an_outcome() -> None:
     uplink = Uplink([ServerTarget(base_url="http://127.0.0.1:9")], lambda: None, timeout_s=5)
     try:
         assert uplink.take_outcome() is None
-        uplink.post_heartbeat(1, {"x": "y" * 10_000})
+        uplink.post_heartbeat({"x": "y" * 10_000})
         assert uplink.is_busy
         outcome = uplink.take_outcome(10)
         assert isinstance(outcome, HeartbeatOutcome)
-        assert (outcome.number, outcome.reply, outcome.is_refused) == (1, None, False)
+        assert (outcome.reply, outcome.is_refused) == (None, False)
         assert "no answer from http://127.0.0.1:9" in outcome.problem
         assert 0 < outcome.body_bytes < 1000, "it was compressed"
         assert not uplink.is_busy
@@ -83,9 +83,9 @@ def test_reply_timeout_is_longer_only_with_queued_heartbeats() -> None:
     with HttpReceiver(delay_s=1.0) as receiver:
         uplink = Uplink([ServerTarget(base_url=receiver.url)], lambda: None, timeout_s=0.3)
         try:
-            uplink.post_heartbeat(1, {})
+            uplink.post_heartbeat({})
             hasty = uplink.take_outcome(10)
-            uplink.post_heartbeat(2, {}, patient=True)
+            uplink.post_heartbeat({}, patient=True)
             patient = uplink.take_outcome(10)
         finally:
             uplink.close()
@@ -99,8 +99,8 @@ def test_connection_is_kept_between_rare_heartbeats(monkeypatch: pytest.MonkeyPa
         uplink = Uplink([ServerTarget(base_url=receiver.url)], lambda: None)
         monkeypatch.setattr(time, "monotonic", lambda: now() + passed[0])
         try:
-            for number in range(3):
-                uplink.post_heartbeat(number, {})
+            for _ in range(3):
+                uplink.post_heartbeat({})
                 assert (
                     outcome := uplink.take_outcome(10)
                 ) is not None and outcome.reply is not None
