@@ -24,7 +24,7 @@ from .alignment import (
     make_call_key,
     select_window,
 )
-from .context import DiagnosisContext, EvidenceRequest
+from .context import DiagnosisContext, EvidenceRequest, iter_alive
 from .messages import (
     describe_position,
     describe_ranks,
@@ -64,7 +64,10 @@ def add_divergence(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     group, seq = verdict.group, verdict.seq
     # The `seq` of a send or a receive counts the calls of a channel.
     is_point_to_point = any(c.call.peer is not None for c in verdict.calls)
-    if group is None or seq is None or is_point_to_point or not _is_due(context, verdict):
+    if group is None or seq is None or is_point_to_point:
+        return verdict
+    is_due = verdict.is_confirmed or KINDS[verdict.kind].is_call_error
+    if not is_due and context.now - verdict.began_at < context.limits.suspicion_delay_s:
         return verdict
     members = context.streams_by_group.get(group.key, {})
     if verdict.kind is VerdictKind.NO_PROGRESS:
@@ -97,12 +100,6 @@ def add_divergence(context: DiagnosisContext, verdict: Verdict) -> Verdict:
         if not explanation.note and verdict.kind is VerdictKind.MISMATCH:
             explanation = _explain_omission(left, right, seq)
     return _attach_divergence(verdict, group, alignment, sides, explanation)
-
-
-def _is_due(context: DiagnosisContext, verdict: Verdict) -> bool:
-    if KINDS[verdict.kind].is_call_error or verdict.is_confirmed:
-        return True
-    return context.now - verdict.began_at >= context.limits.suspicion_delay_s
 
 
 def _attach_divergence(
@@ -194,30 +191,23 @@ def _get_side_calls(
     """The last calls of one rank for its side: of one whose calls were fetched, otherwise of the
     first one that is alive, whose calls are requested.
     """
-    rank = _select_representative(context, members, ranks, seq)
+
+    def has_sent_calls(rank: int) -> bool:
+        last_seq = min(members[rank].entered, seq)
+        return last_seq > 0 and members[rank].has_answered(CallWindow(last_seq, last_seq))
+
+    alive = (process.rank for process in iter_alive(context, ranks))
+    rank = next(filter(has_sent_calls, ranks), None)
+    if rank is None:
+        rank = next(alive, ranks[0])
     stream = members[rank]
     last_seq = min(stream.entered, seq)
     if not stream.is_counted(last_seq):
         return []
-    if last_seq > 0 and not stream.has_answered(CallWindow(last_seq, last_seq)):
+    if last_seq > 0 and not has_sent_calls(rank):
         window = CallWindow(max(1, last_seq - MAX_WINDOW_CALLS + 1), last_seq)
         context.requests.append(EvidenceRequest.for_calls(rank, stream, window))
     return select_window(stream.calls, last_seq)
-
-
-def _select_representative(
-    context: DiagnosisContext, members: dict[int, CallStream], ranks: tuple[int, ...], seq: int
-) -> int:
-    for rank in ranks:
-        stream = members[rank]
-        last_seq = min(stream.entered, seq)
-        if last_seq > 0 and stream.has_answered(CallWindow(last_seq, last_seq)):
-            return rank
-    for rank in ranks:
-        process = context.attempt.processes.get(rank)
-        if process is not None and process.is_alive:
-            return rank
-    return ranks[0]
 
 
 def _ended_loop_early(left: list[Call], right: list[Call], seq: int) -> bool:

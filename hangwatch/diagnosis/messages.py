@@ -20,6 +20,7 @@ _MAX_WAITS_SHOWN = 4
 PHASE_HINT = "hangwatch.phase() declares work that may take long."
 _ARGUMENT_LABELS = {"dtype": "dtype", "reduce_op": "reduce op"}
 
+Messages = tuple[str, str]  # the summary and the advice of a verdict
 _TensorShapes = tuple[tuple[tuple[int, ...], ...], bool]  # the known shapes, and whether all are
 
 

@@ -352,8 +352,7 @@ def is_waiting_on_channel(process: Process, stream: CallStream) -> bool:
 
     A message received from any source may be the one that this call was to receive.
     """
-    samples = [s for s in process.samples if s.taken_at >= stream.entered_at and s.threads]
-    if not samples or not waits_for_work(samples[-1].calling_thread):
+    if not waits_for_work(get_calling_thread_since(process, stream.entered_at)):
         return False
     return all(other.peer != -1 for other in process.streams.values())
 

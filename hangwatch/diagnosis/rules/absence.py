@@ -26,6 +26,7 @@ from ..graph.edges import WaitEdge
 from ..graph.progress import has_stack_changed, has_two_samples, is_busy
 from ..messages import (
     PHASE_HINT,
+    Messages,
     describe_blocking_thread,
     describe_not_entered,
     describe_position,
@@ -53,7 +54,7 @@ def make_absence_verdict(
     began_at: float,
     *,
     due: bool,
-    messages: tuple[str, str] | None = None,
+    messages: Messages | None = None,
 ) -> Verdict:
     """The verdict on ``culprits``, for which others wait; ``edge`` is one of these waits. ``messages`` are
     the summary and the advice, if those of the kind do not fit.
@@ -91,9 +92,7 @@ def get_severity(context: DiagnosisContext, kind: VerdictKind, began_at: float) 
     return spec.severity
 
 
-def _make_startup_messages(
-    context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
-) -> tuple[str, str]:
+def _describe_startup(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> Messages:
     processes = {rank: context.attempt.processes.get(rank) for rank in verdict.culprits}
     ranks, waiters = describe_ranks(verdict.culprits), format_waiter_count(len(verdict.waiting))
     if edge.group.is_declared:
@@ -147,9 +146,7 @@ def _format_unknown_ranks_advice(not_reporting: tuple[int, ...], absent_count: i
     )
 
 
-def _make_exited_messages(
-    context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
-) -> tuple[str, str]:
+def _describe_exited(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> Messages:
     culprits = verdict.culprits
     process = context.attempt.processes.get(culprits[0])
     has_ended = process is None or not process.is_alive
@@ -158,9 +155,7 @@ def _make_exited_messages(
     )
 
 
-def _make_frozen_messages(
-    context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
-) -> tuple[str, str]:
+def _describe_frozen(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> Messages:
     process = context.attempt.processes[verdict.culprits[0]]
     reason = process.freeze_reason(context.now)
     condition, advice = _describe_freeze(reason, process.activity.state, len(verdict.culprits) > 1)
@@ -180,7 +175,7 @@ def _make_frozen_messages(
     return summary, advice
 
 
-def _describe_freeze(reason: FreezeReason | None, state: str, are_several: bool) -> tuple[str, str]:
+def _describe_freeze(reason: FreezeReason | None, state: str, are_several: bool) -> Messages:
     """The condition and the advice. ``state`` is the process state in /proc."""
     be, pronoun = ("are", "them") if are_several else ("is", "it")
     if reason is FreezeReason.STOPPED and state == "t":
@@ -198,17 +193,13 @@ def _describe_freeze(reason: FreezeReason | None, state: str, are_several: bool)
     )
 
 
-def _make_lost_messages(
-    context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
-) -> tuple[str, str]:
+def _describe_lost(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> Messages:
     process = context.attempt.processes[verdict.culprits[0]]
     op = edge.op
     return describe_lost_node(process.host, verdict.culprits, len(verdict.waiting), op)
 
 
-def _make_slow_messages(
-    context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
-) -> tuple[str, str]:
+def _describe_slow(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> Messages:
     process = context.attempt.processes[verdict.culprits[0]]
     are, them = ("are", "them") if len(verdict.culprits) > 1 else ("is", "it")
     phase = None if process.phase is None else process.phase.name
@@ -234,9 +225,7 @@ def _format_slow_rank_advice(process: Process, since: float, is_in_phase: bool) 
     return f"It made progress elsewhere in the meantime: slow rather than stuck. {PHASE_HINT}"
 
 
-def _make_missing_messages(
-    context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
-) -> tuple[str, str]:
+def _describe_missing(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> Messages:
     waiter = edge.rank_at_other_end
     if edge.stream.peer is None:
         # Positions count here, since it may be unknown whether the calls are equal.
@@ -265,15 +254,13 @@ def _make_missing_messages(
 
 
 # The functions that make the summary and the advice, by kind: one for each of `KIND_PRECEDENCE`.
-MESSAGE_MAKERS: dict[
-    VerdictKind, Callable[[DiagnosisContext, Verdict, WaitEdge], tuple[str, str]]
-] = {
-    VerdictKind.EXITED_RANK: _make_exited_messages,
-    VerdictKind.FROZEN_RANK: _make_frozen_messages,
-    VerdictKind.LOST_NODE: _make_lost_messages,
-    VerdictKind.STARTUP_STALL: _make_startup_messages,
-    VerdictKind.MISSING_RANK: _make_missing_messages,
-    VerdictKind.SLOW_RANK: _make_slow_messages,
+MESSAGE_MAKERS: dict[VerdictKind, Callable[[DiagnosisContext, Verdict, WaitEdge], Messages]] = {
+    VerdictKind.EXITED_RANK: _describe_exited,
+    VerdictKind.FROZEN_RANK: _describe_frozen,
+    VerdictKind.LOST_NODE: _describe_lost,
+    VerdictKind.STARTUP_STALL: _describe_startup,
+    VerdictKind.MISSING_RANK: _describe_missing,
+    VerdictKind.SLOW_RANK: _describe_slow,
 }
 
 
@@ -325,7 +312,7 @@ def format_dead_rank_advice(
 
 def describe_exited_ranks(
     ranks: tuple[int, ...], has_ended: bool, waiter_count: int, op: str, group: Group, seq: int
-) -> tuple[str, str]:
+) -> Messages:
     """The summary and the advice."""
     have, they = ("have", "they") if len(ranks) > 1 else ("has", "it")
     did = "finished" if has_ended else "destroyed the process group"
@@ -340,9 +327,7 @@ def describe_exited_ranks(
     return summary, advice
 
 
-def describe_lost_node(
-    host: str, ranks: tuple[int, ...], waiter_count: int, op: str
-) -> tuple[str, str]:
+def describe_lost_node(host: str, ranks: tuple[int, ...], waiter_count: int, op: str) -> Messages:
     """The summary and the advice."""
     summary = (
         f"host {host} with {describe_ranks(ranks)} no longer reports;"

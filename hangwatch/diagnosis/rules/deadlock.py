@@ -20,10 +20,11 @@ from ..context import (
     EvidenceRequest,
     get_newest_call,
     get_state_known_until,
+    iter_alive,
     request_stacks,
     select_waits,
 )
-from ..graph.edges import BlockedCall, WaitEdge, get_op_name
+from ..graph.edges import BlockedCall, WaitEdge, get_op_name, group_by_awaited
 from ..graph.graph import WaitGraph
 from ..graph.progress import get_calling_thread_since, has_working_thread
 from ..messages import describe_deadlock, describe_position, format_deadlock_advice
@@ -55,7 +56,14 @@ def _diagnose_cycle(context: DiagnosisContext, component: set[int], waiters: set
     blocked_calls = [blocked for rank in culprits for blocked in context.graph.blocked_calls[rank]]
     began_at = max(blocked.began_at for blocked in blocked_calls)
     waiting = (component | waiters) - core.ranks
-    uncertain = _find_uncertain_ranks(context, core.ranks, began_at)
+    processes = context.attempt.processes
+    # Their waiting is a guess, or another of their threads was seen working.
+    uncertain = {
+        rank
+        for rank in core.ranks
+        if rank in context.graph.uncertain_ranks
+        or (rank in processes and has_working_thread(processes[rank], began_at))
+    }
     for rank in sorted(uncertain)[:_MAX_STACK_REQUESTS]:
         context.requests.append(EvidenceRequest(rank=rank, stacks=True))
     calls: list[CallClass] = []
@@ -82,19 +90,6 @@ def _diagnose_cycle(context: DiagnosisContext, component: set[int], waiters: set
     request_stacks(context, culprits, waiting, began_at)
 
 
-def _find_uncertain_ranks(context: DiagnosisContext, ranks: set[int], began_at: float) -> set[int]:
-    """The ranks that may not be blocked: their waiting is a guess, or another of their threads was
-    seen working.
-    """
-    processes = context.attempt.processes
-    working = {
-        rank
-        for rank in ranks
-        if rank in processes and has_working_thread(processes[rank], began_at)
-    }
-    return (ranks & context.graph.uncertain_ranks) | working
-
-
 def _is_confirmed(
     context: DiagnosisContext, core: DeadlockCore, uncertain: set[int], began_at: float
 ) -> bool:
@@ -102,7 +97,10 @@ def _is_confirmed(
     if uncertain or not core.ranks.isdisjoint(context.graph.held_up_ranks):
         known_until = min(get_state_known_until(context, rank) for rank in core.ranks)
         return known_until - began_at >= context.limits.stall_after_s
-    needed_waits = 3 if _are_stacks_sampled(context, core.ranks, began_at) else 4
+    # Once the requested stacks have arrived, a thread working beside the waiting one would have been seen.
+    sampled = iter_alive(context, sorted(core.ranks)[:MAX_CULPRIT_STACKS])
+    are_sampled = all(get_calling_thread_since(process, began_at) for process in sampled)
+    needed_waits = 3 if are_sampled else 4
     return context.now - began_at >= needed_waits * MIN_WAIT_S
 
 
@@ -110,29 +108,13 @@ def _waits_for_departed(context: DiagnosisContext, component: set[int]) -> bool:
     """Whether the component also waits for ranks that have left, are frozen or do not report: these
     are the cause, and the cycle may be a consequence.
     """
-    awaited_by_identity = {}
-    for rank in component:
-        for blocked in context.graph.blocked_calls[rank]:
-            awaited_by_identity[id(blocked.awaited)] = blocked.awaited
-    awaited_ranks: set[int] = set()
-    for awaited in awaited_by_identity.values():
-        awaited_ranks |= awaited.keys()
-    awaited_ranks -= context.graph.blocked_calls.keys()
+    blocked_calls = context.graph.blocked_calls
+    groups = group_by_awaited(blocked_calls[rank] for rank in component)
+    awaited_ranks: set[int] = set().union(*(group[0].awaited for group in groups))
+    awaited_ranks -= blocked_calls.keys()
     return any(
         rank in context.graph.silent_ranks or get_unable_kind(context, rank) is not None
         for rank in awaited_ranks
-    )
-
-
-def _are_stacks_sampled(context: DiagnosisContext, ranks: set[int], began_at: float) -> bool:
-    """Whether the requested stacks have arrived, so that a thread working beside the waiting one
-    would have been seen.
-    """
-    known = [context.attempt.processes.get(rank) for rank in sorted(ranks)[:MAX_CULPRIT_STACKS]]
-    return all(
-        get_calling_thread_since(process, began_at) is not None
-        for process in known
-        if process is not None and process.is_alive
     )
 
 
@@ -275,20 +257,16 @@ def find_cycle_components(
     """
     remaining = set(blocked)
     while remaining:
-        component = _find_component(graph, min(remaining), blocked)
+        rank = min(remaining)
+        while True:
+            component = _find_awaited_ranks(graph, [rank], blocked)
+            outside = component - {rank} - graph.find_waiters_of([rank], blocked)
+            if not outside:
+                break
+            rank = min(outside)  # the waits lead there, and none leads back
         waiters = graph.find_waiters_of(component, blocked)
         yield component, waiters
         remaining -= component | waiters
-
-
-def _find_component(graph: WaitGraph, rank: int, blocked: set[int]) -> set[int]:
-    """The component that the waits of ``rank`` lead to."""
-    while True:
-        component = _find_awaited_ranks(graph, [rank], blocked)
-        outside = component - {rank} - graph.find_waiters_of([rank], blocked)
-        if not outside:
-            return component
-        rank = min(outside)  # the waits lead there, and none leads back
 
 
 def find_deadlock_core(graph: WaitGraph, component: set[int]) -> DeadlockCore:
@@ -305,9 +283,13 @@ def find_deadlock_core(graph: WaitGraph, component: set[int]) -> DeadlockCore:
             common_ranks.add(edge.wait.rank)
     if not common_ranks:
         return DeadlockCore(ranks=component, cycle=cycle, common_ranks=common_ranks)
-    waiter_groups = _list_waiter_groups(graph, common_ranks, component)
-    waiter_groups.sort(
-        key=lambda group: (min(b.began_at for b in group), min(b.rank for b in group))
+    # The waiter groups that wait for any of these, with their ranks of the component only.
+    by_awaited, all_groups = graph.index.groups_by_awaited, graph.iter_waiter_groups()
+    indices = {index for rank in common_ranks for index in by_awaited.get(rank, ())}
+    in_component = [[b for b in all_groups[index] if b.rank in component] for index in indices]
+    waiter_groups = sorted(
+        filter(None, in_component),
+        key=lambda group: (min(b.began_at for b in group), min(b.rank for b in group)),
     )
     for waiter_group in ([], *waiter_groups):
         ranks = common_ranks | {blocked.rank for blocked in waiter_group}
@@ -317,22 +299,6 @@ def find_deadlock_core(graph: WaitGraph, component: set[int]) -> DeadlockCore:
                 ranks=ranks, cycle=_find_shortest_cycle(graph, ranks), common_ranks=common_ranks
             )
     return DeadlockCore(ranks=component, cycle=cycle, common_ranks=common_ranks)
-
-
-def _list_waiter_groups(
-    graph: WaitGraph, awaited_ranks: set[int], component: set[int]
-) -> list[list[BlockedCall]]:
-    """The waiter groups that wait for any of the ranks, with their ranks of the component only."""
-    indices: set[int] = set()
-    for rank in awaited_ranks:
-        indices.update(graph.index.groups_by_awaited.get(rank, ()))
-    waiter_groups: list[list[BlockedCall]] = []
-    for index in indices:
-        group = graph.iter_waiter_groups()[index]
-        in_component = [blocked for blocked in group if blocked.rank in component]
-        if in_component:
-            waiter_groups.append(in_component)
-    return waiter_groups
 
 
 def _find_awaited_ranks(graph: WaitGraph, ranks: Collection[int], within: set[int]) -> set[int]:

@@ -29,7 +29,7 @@ from ..context import (
 from ..graph.edges import WaitEdge
 from ..graph.progress import find_working_threads, is_waiting_for_rank, needs_another_sample
 from ..graph.waits import is_not_initialized, shows_all_members
-from ..messages import describe_not_entered, describe_ranks, format_waiter_count
+from ..messages import Messages, describe_not_entered, describe_ranks, format_waiter_count
 from .absence import make_absence_verdict
 from .chain_ends import (
     KIND_PRECEDENCE,
@@ -422,7 +422,7 @@ class _ChainEnds:
         ends: Collection[int],
         victims: set[int],
         edge: WaitEdge,
-        messages: tuple[str, str],
+        messages: Messages,
     ) -> None:
         """Opens a verdict without culprits on the waits for ``ends``, of which little is known."""
         context = self.context

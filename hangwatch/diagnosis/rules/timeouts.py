@@ -200,7 +200,14 @@ class _TimeoutSearch:
 def _make_absence_verdict(
     context: DiagnosisContext, first: Process, search: _TimeoutSearch, failed: set[int], due: bool
 ) -> Verdict:
-    kinds = {rank: _classify_absent(context, rank) for rank in search.chain_ends}
+    kinds: dict[int, VerdictKind] = {}
+    for rank in search.chain_ends:
+        if is_not_initialized(context.attempt.processes.get(rank)):
+            kinds[rank] = VerdictKind.STARTUP_STALL
+        elif _was_frozen(context, rank):
+            kinds[rank] = VerdictKind.FROZEN_RANK
+        else:
+            kinds[rank] = VerdictKind.MISSING_RANK
     kind = min(kinds.values(), key=KIND_PRECEDENCE.index)
     culprits = tuple(sorted(rank for rank in kinds if kinds[rank] is kind))
     edge = search.chain_ends[culprits[0]]
@@ -246,13 +253,6 @@ def _add_last_site(context: DiagnosisContext, verdict: Verdict, timed_out_at: fl
         summary=f"{verdict.summary}: {possessive} last call was at {site}",
         advice=_NO_STACK_ADVICE,
     )
-
-
-def _classify_absent(context: DiagnosisContext, rank: int) -> VerdictKind:
-    process = context.attempt.processes.get(rank)
-    if process is None or is_not_initialized(process):
-        return VerdictKind.STARTUP_STALL
-    return VerdictKind.FROZEN_RANK if _was_frozen(context, rank) else VerdictKind.MISSING_RANK
 
 
 def _was_frozen(context: DiagnosisContext, rank: int) -> bool:

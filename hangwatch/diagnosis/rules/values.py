@@ -24,7 +24,7 @@ from hangwatch.tracking.checks import (
 )
 
 from ..context import DiagnosisContext, EvidenceRequest
-from ..messages import describe_position, describe_ranks, format_call
+from ..messages import Messages, describe_position, describe_ranks, format_call
 
 _MAX_REQUESTED_RANKS = 4  # ranks on each side of which a call is requested
 _MAX_SIDES_SHOWN = 4
@@ -64,10 +64,7 @@ def _add_nonfinite_verdict(
 ) -> None:
     call = nonfinite_call.first_report.call
     culprits = tuple(sorted(nonfinite_call.input_ranks))
-    if culprits:
-        summary, advice = _describe_input(nonfinite_call, culprits)
-    else:
-        summary, advice = _describe_output(nonfinite_call)
+    summary, advice = _describe_nonfinite(nonfinite_call, culprits)
     if rounds_affected:
         summary += f"; none of the last {rounds_affected} rounds of training was free of them"
         advice += " Loss scaling skips every step for as long as this continues."
@@ -101,19 +98,24 @@ def _have_all_reported(context: DiagnosisContext, nonfinite_call: NonfiniteCall)
     )
 
 
-def _describe_values(nonfinite_call: NonfiniteCall) -> str:
-    """``NaN``, ``Inf`` or both."""
+def _describe_nonfinite(nonfinite_call: NonfiniteCall, culprits: tuple[int, ...]) -> Messages:
+    """The summary and the advice; ``culprits`` are the ranks whose input had such values, if any is known."""
     report = nonfinite_call.first_report
-    return " and ".join(name for name, count in (("NaN", report.nan), ("Inf", report.inf)) if count)
-
-
-def _describe_input(nonfinite_call: NonfiniteCall, culprits: tuple[int, ...]) -> tuple[str, str]:
-    """The summary and the advice if ranks are known whose input had such values."""
-    op = format_call(nonfinite_call.first_report.call)
-    summary = (
-        f"{describe_ranks(culprits)} put {_describe_values(nonfinite_call)} into {op}"
-        f" ({describe_position(nonfinite_call.group, nonfinite_call.seq)}), the first call that carried any"
-    )
+    call, op = report.call, format_call(report.call)
+    counts = (("NaN", report.nan), ("Inf", report.inf))
+    values = " and ".join(name for name, count in counts if count)
+    position = describe_position(nonfinite_call.group, nonfinite_call.seq)
+    if not culprits:
+        dtype = call.signature.dtype if call is not None else None
+        summary = (
+            f"the result of {op} ({position}) contains {values} in {dtype or 'its type'}, although no"
+            " rank's input is known to contain any"
+        )
+        advice = (
+            "The sum over the ranks exceeds the range of this type (divide before reducing, or reduce"
+            " in a wider type), or the values came from a rank that runs without HANGWATCH_CHECKS."
+        )
+        return summary, advice
     if len(culprits) == 1:
         advice = (
             "Check what it computed before this call: its batch, its loss and its memory. The other"
@@ -124,23 +126,8 @@ def _describe_input(nonfinite_call: NonfiniteCall, culprits: tuple[int, ...]) ->
             "Several ranks did so at this position: check what they share, such as the parameters,"
             " the learning rate or the loss."
         )
+    summary = f"{describe_ranks(culprits)} put {values} into {op} ({position}), the first call that carried any"
     return summary, f"{advice} torch.autograd.set_detect_anomaly(True) names the operation."
-
-
-def _describe_output(nonfinite_call: NonfiniteCall) -> tuple[str, str]:
-    """The summary and the advice if only the result had such values."""
-    call = nonfinite_call.first_report.call
-    dtype = call.signature.dtype if call is not None else None
-    summary = (
-        f"the result of {format_call(call)} ({describe_position(nonfinite_call.group, nonfinite_call.seq)})"
-        f" contains {_describe_values(nonfinite_call)} in {dtype or 'its type'}, although no rank's"
-        " input is known to contain any"
-    )
-    advice = (
-        "The sum over the ranks exceeds the range of this type (divide before reducing, or reduce"
-        " in a wider type), or the values came from a rank that runs without HANGWATCH_CHECKS."
-    )
-    return summary, advice
 
 
 def diagnose_replica_divergence(context: DiagnosisContext) -> None:
