@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cached_property
 from math import inf
 
 from hangwatch.model.calls import StreamKind
@@ -116,41 +117,33 @@ class WaitResolver:
         """
         if stream.kind not in (StreamKind.COLLECTIVE, StreamKind.SETUP):
             return self._find_awaited_peers(rank, stream)
-        is_collective = stream.kind is StreamKind.COLLECTIVE
-        if is_collective and not certain and self._may_use_last_members(stream.group_state):
-            return self._find_last_members(stream)
+        state = stream.group_state
+        if stream.kind is StreamKind.COLLECTIVE and state is not None and not certain:
+            is_known = len(state.members) == len(state.key[2]) and not state.has_losses
+            if is_known and not self._silent_ranks and not self.unable_to_finish:
+                return self._find_last_members(state, stream.entered)
         concerned = get_new_group_ranks(stream)
         is_counted = stream.loss is None
-        key = (id(stream.group_state), concerned, stream.entered, certain, is_counted)
+        key = (id(state), concerned, stream.entered, certain, is_counted)
         awaited = self._awaited_cache.get(key)
         if awaited is None:
-            awaited = self._find_awaited_members(stream, stream.group_state, concerned, certain)
+            awaited = self._find_awaited_members(stream, state, concerned, certain)
             self._awaited_cache[key] = awaited
         if stream.group.foreign and rank in awaited:  # two members are threads of one process
             return {member: seq for member, seq in awaited.items() if member != rank}
         return awaited
 
-    def _may_use_last_members(self, group_state: GroupState | None) -> bool:
-        """Whether the members that are furthest behind are all that a call may wait for."""
-        if group_state is None or self._silent_ranks or self.unable_to_finish:
-            return False
-        if group_state.has_losses:
-            return False
-        return len(group_state.members) == len(group_state.key[2])
-
-    def _find_last_members(self, stream: CallStream) -> Mapping[int, int]:
-        """The members that are furthest behind, if that is before the newest call of ``stream``. In a
-        large group each host may have reported another position.
+    def _find_last_members(self, state: GroupState, seq: int) -> Mapping[int, int]:
+        """The members that are furthest behind, if that is before call ``seq``: all that a call may wait
+        for. In a large group each host may have reported another position.
         """
-        state = stream.group_state
-        assert state is not None  # see `_may_use_last_members`
         last_members = self._last_members.get(id(state))
         if last_members is None:
             lowest = min([member.entered for member in state.members.values()])
             last = [rank for rank, member in state.members.items() if member.entered == lowest]
             last_members = self._last_members[id(state)] = lowest, dict.fromkeys(last, lowest + 1)
         lowest, awaited = last_members
-        return awaited if stream.entered > lowest else {}
+        return awaited if seq > lowest else {}
 
     def _find_awaited_peers(self, rank: int, stream: CallStream) -> Mapping[int, int]:
         """The other ends of a send or a receive."""
@@ -354,38 +347,53 @@ class QueuedCalls:
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
-        # When a rank's host made the first call that its device cannot come to or complete, by rank.
-        self._held_since: dict[int, float] | None = None
         self._held_members: dict[tuple[int, int], Mapping[int, int]] = {}
 
     def find_held_ranks(self, rank: int, stream: CallStream) -> Mapping[int, int]:
         """The other ranks that have made the newest call of ``stream`` and whose devices cannot come
         to it, each with its sequence number. Ranks in the same collective share one mapping.
         """
-        held_since = self._held_since
-        if held_since is None:
-            has_messages = bool(self._attempt.message_groups)
-            unmet = self._find_unmet_messages() if has_messages else {}
-            held_since = self._held_since = self._propagate(unmet)
-        if stream.completed is not None or not stream.entered or not held_since:
+        if stream.completed is not None or not stream.entered or not self._held_since:
             return {}
-        if held_since.get(rank, inf) < stream.entered_at:
+        if self._held_since.get(rank, inf) < stream.entered_at:
             return {}  # the rank's own device does not come to this call: it waits in an earlier one
         if stream.kind is not StreamKind.COLLECTIVE:
-            return self._select_held(rank, stream, held_since)
+            return self._select_held(rank, stream)
         key = (id(stream.group_state), stream.entered)
         held = self._held_members.get(key)
         if held is None:
-            held = self._held_members[key] = self._select_held(rank, stream, held_since)
+            held = self._held_members[key] = self._select_held(rank, stream)
         return held
 
-    def _select_held(
-        self, rank: int, stream: CallStream, held_since: Mapping[int, float]
-    ) -> dict[int, int]:
+    @cached_property
+    def _held_since(self) -> dict[int, float]:
+        """When a rank's host made the first call that its device cannot come to or complete, by rank: calls
+        behind a message without its other end, and those that are held up by these.
+        """
+        held_since = self._find_unmet_messages() if self._attempt.message_groups else {}
+        searched_collectives: set[tuple[int, int]] = set()
+        to_search = list(held_since)
+        for rank in to_search:  # grows in the loop
+            for stream in self._attempt.processes[rank].streams.values():
+                is_queued = stream.entered > 0 and stream.completed is None
+                if not is_queued or stream.entered_at <= held_since[rank]:
+                    continue
+                if stream.kind is StreamKind.COLLECTIVE:
+                    collective = (id(stream.group_state), stream.entered)
+                    if collective in searched_collectives:
+                        continue
+                    searched_collectives.add(collective)
+                for partner, other in self._list_partners(rank, stream):
+                    if other.entered_at < held_since.get(partner, inf):
+                        held_since[partner] = other.entered_at
+                        to_search.append(partner)
+        return held_since
+
+    def _select_held(self, rank: int, stream: CallStream) -> dict[int, int]:
         return {
             partner: stream.entered
             for partner, other in self._list_partners(rank, stream)
-            if held_since.get(partner, inf) < other.entered_at
+            if self._held_since.get(partner, inf) < other.entered_at
         }
 
     def _find_unmet_messages(self) -> dict[int, float]:
@@ -415,26 +423,6 @@ class QueuedCalls:
             if newest.blocking is not False:
                 unmet[rank] = min(unmet.get(rank, inf), stream.entered_at)
         return unmet
-
-    def _propagate(self, held_since: dict[int, float]) -> dict[int, float]:
-        """Adds the calls that are held up by those of other ranks, until there are no more."""
-        searched_collectives: set[tuple[int, int]] = set()
-        to_search = list(held_since)
-        for rank in to_search:  # grows in the loop
-            for stream in self._attempt.processes[rank].streams.values():
-                is_queued = stream.entered > 0 and stream.completed is None
-                if not is_queued or stream.entered_at <= held_since[rank]:
-                    continue
-                if stream.kind is StreamKind.COLLECTIVE:
-                    collective = (id(stream.group_state), stream.entered)
-                    if collective in searched_collectives:
-                        continue
-                    searched_collectives.add(collective)
-                for partner, other in self._list_partners(rank, stream):
-                    if other.entered_at < held_since.get(partner, inf):
-                        held_since[partner] = other.entered_at
-                        to_search.append(partner)
-        return held_since
 
     def _list_partners(self, rank: int, stream: CallStream) -> Iterator[tuple[int, CallStream]]:
         """The other ranks whose newest call is the same, with their streams."""
