@@ -112,6 +112,10 @@ def drop_empty(answer: Answer) -> Answer:
     return {key: value for key, value in answer.items() if value not in (None, "", [], {})}
 
 
+def _copy_members(document: Document, *keys: str) -> Answer:
+    return {key: document.get(key) for key in keys}
+
+
 def quote_text(value: object) -> Any:
     """A word as it is, and any other text as `quote_line` does."""
     quoted = quote_line(value)
@@ -189,10 +193,7 @@ def summarize_incident(incident: Document) -> Answer:
     answer = {
         "incident_id": incident.get("id"),
         "job": quote_text(incident.get("job", "?")),
-        "kind": incident.get("kind"),
-        "severity": incident.get("severity"),
-        "status": incident.get("status"),
-        "opened_at": incident.get("opened_at"),
+        **_copy_members(incident, "kind", "severity", "status", "opened_at"),
         "summary": quoter.replace_quotes(incident.get("summary", "")),
         "culprits": shorten_ranks(incident.get("culprits") or []),
         "quotes": quoter.list_quotes(),
@@ -208,14 +209,9 @@ def explain_incident(incident: Document) -> Answer:
     answer = {
         "incident_id": incident.get("id"),
         "job": quote_text(incident.get("job", "?")),
-        "attempt": incident.get("attempt"),
-        "kind": incident.get("kind"),
+        **_copy_members(incident, "attempt", "kind"),
         "kind_means": _find_meaning(incident.get("kind")),
-        "severity": incident.get("severity"),
-        "status": incident.get("status"),
-        "onset_at": incident.get("onset_at"),
-        "resolved_at": incident.get("resolved_at"),
-        "resolution": incident.get("resolution"),
+        **_copy_members(incident, "severity", "status", "onset_at", "resolved_at", "resolution"),
         "summary": quoter.replace_quotes(incident.get("summary", "")),
         "what_next": quoter.replace_quotes(incident.get("advice", "")),
         "culprits": shorten_ranks(incident.get("culprits") or []) or "none",
@@ -306,11 +302,10 @@ def _format_frame(frame: Document) -> str:
 
 
 def describe_call(call: Document) -> Answer:
-    keys = ("shapes", "dtype", "reduce_op", "root", "peer", "splits")
     answer = {
         "ranks": shorten_ranks(call.get("ranks") or []),
         "op": quote_text(call.get("op", "?")),
-        **{key: call.get(key) for key in keys},
+        **_copy_members(call, "shapes", "dtype", "reduce_op", "root", "peer", "splits"),
         "detail": quote_text(call["detail"]) if call.get("detail") else None,
         "at": quote_text(format_site(call["site"])) if call.get("site") else None,
     }
@@ -324,10 +319,7 @@ def _iter_processes(incident: Document) -> Iterator[Answer]:
             {
                 "rank": process.get("rank"),
                 "host": quote_text(process["host"]) if process.get("host") else None,
-                "pid": process.get("pid"),
-                "state": process.get("state"),
-                "exit_status": process.get("exit_status"),
-                "signal": process.get("signal"),
+                **_copy_members(process, "pid", "state", "exit_status", "signal"),
                 "exception": {
                     "type": quote_text(exception.get("type", "?")),
                     "message": quote_line(exception.get("message", "")),
@@ -364,10 +356,7 @@ def describe_job(job: Document) -> Answer:
             "ranks": job.get("world_size"),
             "ranks_by_state": states,
             "hosts": len(job.get("hosts") or []),
-            "open_incidents": job.get("open_incidents"),
-            "step": job.get("step"),
-            "steps_per_s": job.get("steps_per_s"),
-            "last_seen_s": job.get("last_seen_s"),
+            **_copy_members(job, "open_incidents", "step", "steps_per_s", "last_seen_s"),
             "quotes": quoter.list_quotes(),
         }
     )
@@ -417,8 +406,7 @@ def _describe_group_performance(document: Document) -> Answer:
         "last_to_arrive": [
             {
                 "ranks": shorten_ranks(late.get("ranks") or []),
-                "share": late.get("share"),
-                "lag_s": late.get("lag_s"),
+                **_copy_members(late, "share", "lag_s"),
             }
             for late in (arrivals.get("last") or [])[:_MAX_LATE]
         ],
