@@ -76,6 +76,25 @@ def _strip_call(call: Call) -> Call:
     )
 
 
+def update_evidence(
+    incident: Incident, attempt: Attempt, since: float, convert_date: DateConverter
+) -> Incident:
+    """The incident with the evidence of its attempt now, and the earlier one that is no longer known.
+    ``since`` is its onset, monotonic.
+    """
+    hosts = list_involved_hosts(attempt, replace(incident, began_at=since))
+    stacks = collect_stacks(attempt, incident, since, convert_date)
+    positions = collect_device_positions(attempt, incident)
+    return replace(
+        incident,
+        processes=collect_processes(attempt, incident.culprits) or incident.processes,
+        stacks=keep_known_stacks(incident.stacks, stacks),
+        device=keep_known_positions(incident.device, positions),
+        hardware=keep_known_hardware(incident.hardware, collect_hardware(hosts)),
+        hardware_missing=collect_missing(hosts) or incident.hardware_missing,
+    )
+
+
 def collect_processes(attempt: Attempt, culprits: Iterable[int]) -> tuple[ProcessSnapshot, ...]:
     """The culprits' processes, then those that failed."""
     culprit_ranks = dict.fromkeys(culprits)
@@ -259,16 +278,6 @@ def add_device_advice(verdict: Verdict, attempt: Attempt) -> str:
     processes = (attempt.processes.get(rank) for rank in ranks)
     setting = next((p.device_setting for p in processes if p is not None and p.device_setting), "")
     return job_status.add_device_advice(verdict.advice, setting) if setting else verdict.advice
-
-
-def update_hardware(incident: Incident, attempt: Attempt, since: float) -> Incident:
-    """The incident with what the hosts have reported since the onset."""
-    hosts = list_involved_hosts(attempt, replace(incident, began_at=since))
-    return replace(
-        incident,
-        hardware=keep_known_hardware(incident.hardware, collect_hardware(hosts)),
-        hardware_missing=collect_missing(hosts) or incident.hardware_missing,
-    )
 
 
 def collect_hardware(hosts: Iterable[InvolvedHost]) -> tuple[HostObservation, ...]:

@@ -22,14 +22,7 @@ from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
 from ..core.clock import Clock, ulid
-from . import evidence
-from .evidence import (
-    add_device_advice,
-    collect_device_positions,
-    keep_known_positions,
-    strip_verdict,
-    update_hardware,
-)
+from .evidence import add_device_advice, strip_verdict, update_evidence
 from .records import AlertSummary, IncidentRecord, get_member_key
 
 # The kind of an incident may only be corrected this long after it was opened.
@@ -129,7 +122,8 @@ class IncidentRegistry:
             is_suspected = any(_is_suspicion_of(verdict, record.incident) for verdict in verdicts)
             if is_suspected or not has_reported_since(record, attempt):
                 record.last_seen_at = now
-            self._update_evidence(record, attempt)
+            updated = update_evidence(record.incident, attempt, record.onset_at, self.clock.date)
+            self._replace_incident(record, updated)
             if record.last_seen_at < now and has_made_progress(record, attempt, now):
                 why = Resolution.ENDED if attempt.is_finished else Resolution.PROGRESS
                 self.resolve_incident(record, why, now)
@@ -270,22 +264,6 @@ class IncidentRegistry:
             member_key = get_member_key(attempt, rank)
             if member_key is not None:
                 record.members[rank] = member_key
-
-    def _update_evidence(self, record: IncidentRecord, attempt: Attempt) -> None:
-        """Updates the incident's processes, device positions and stacks."""
-        incident = record.incident
-        stacks = evidence.collect_stacks(attempt, incident, record.onset_at, self.clock.date)
-        updated = replace(
-            update_hardware(incident, attempt, record.onset_at),
-            stacks=evidence.keep_known_stacks(incident.stacks, stacks),
-            processes=(
-                evidence.collect_processes(attempt, incident.culprits) or incident.processes
-            ),
-            device=keep_known_positions(
-                incident.device, collect_device_positions(attempt, incident)
-            ),
-        )
-        self._replace_incident(record, updated)
 
     def _replace_incident(self, record: IncidentRecord, incident: Incident) -> None:
         if incident != record.incident:
