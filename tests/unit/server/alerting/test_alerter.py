@@ -257,17 +257,17 @@ def test_command_gets_no_secrets_and_failure_is_explained(
 
 
 def test_each_incident_is_announced_once_reminded_and_closed_once() -> None:
-    case = IncidentRecord(incident=make_incident(severity=Severity.WARNING))
+    record = IncidentRecord(incident=make_incident(severity=Severity.WARNING))
     now = MOMENT
 
     def send_alert(**more: Any) -> str | None:
         return take_due_event(
-            case, **{"ready": True, "hangs_on": True, "now": now, "repeat_after": 3600.0, **more}
+            record, **{"ready": True, "hangs_on": True, "now": now, "repeat_after": 3600.0, **more}
         )
 
     assert send_alert(ready=False) is None
     assert [send_alert(), send_alert()] == ["opened", None]
-    case.incident = make_incident()
+    record.incident = make_incident()
     assert [send_alert(ready=False), send_alert(), send_alert()] == [None, "opened", None]
     now += timedelta(hours=1)
     assert send_alert(repeat_after=0.0) is None
@@ -275,9 +275,9 @@ def test_each_incident_is_announced_once_reminded_and_closed_once() -> None:
     assert [send_alert(), send_alert()] == ["reminder-1", None]
     now += timedelta(hours=1)
     assert send_alert() == "reminder-2"
-    case.incident = make_incident(status="resolved", resolved_at=now)
+    record.incident = make_incident(status="resolved", resolved_at=now)
     assert [send_alert(), send_alert()] == ["resolved", None]
-    case.is_own, case.is_resolution_announced = False, False
+    record.is_own, record.is_resolution_announced = False, False
     assert send_alert() is None
     assert compose_message(make_incident(), "reminder-2", "u", now).title.startswith(
         "STILL OPEN after 2 h 0 min: job run7"

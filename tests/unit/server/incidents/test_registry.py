@@ -173,8 +173,8 @@ def make_cycle(*culprits: int, waiting: tuple[int, ...] = (), seq: int = 1) -> V
 
 
 def test_due_verdict_opens_one_incident_with_every_field(scene: IncidentScenario) -> None:
-    [case] = scene.observe_verdicts(MISSING_VERDICT)
-    document = build_document(case.incident)
+    [record] = scene.observe_verdicts(MISSING_VERDICT)
+    document = build_document(record.incident)
     expected = (
         "id job attempt kind severity status onset_at opened_at resolved_at summary advice culprits"
         " waiting group seq fields calls waits processes stacks"
@@ -198,8 +198,8 @@ def test_a_suspicion_opens_nothing(scene: IncidentScenario) -> None:
 
 
 def test_calls_show_what_differs(scene: IncidentScenario) -> None:
-    [case] = scene.observe_verdicts(SUM_MAX_VERDICT)
-    sums, maxes = build_document(case.incident)["calls"]
+    [record] = scene.observe_verdicts(SUM_MAX_VERDICT)
+    sums, maxes = build_document(record.incident)["calls"]
     assert (sums["ranks"], sums["reduce_op"], sums["shapes"]) == ([0, 2, 3], "sum", [[64]])
     assert sums["site"] is None
     assert (maxes["reduce_op"], maxes["site"]["line"]) == ("max", 4)
@@ -207,46 +207,46 @@ def test_calls_show_what_differs(scene: IncidentScenario) -> None:
 
 def test_more_waiting_ranks_update_same_incident(scene: IncidentScenario) -> None:
     scene.observe_verdicts(replace(MISSING_VERDICT, waiting=(0, 1)))
-    [case] = scene.observe_verdicts(MISSING_VERDICT)
-    assert case.incident.waiting == (0, 1, 3)
+    [record] = scene.observe_verdicts(MISSING_VERDICT)
+    assert record.incident.waiting == (0, 1, 3)
 
 
 def test_waiting_rank_stays_while_its_host_is_late(scene: IncidentScenario) -> None:
     scene.observe_verdicts(MISSING_VERDICT)
     summary = "rank 2 has not entered all_reduce, for which 1 rank waits"
     fewer = replace(MISSING_VERDICT, waiting=(0,), summary=summary)
-    [case] = scene.observe_verdicts(fewer, reporting=False)
-    assert case.incident.waiting == (0, 1, 3)
-    assert case.incident.summary.endswith("for which 3 ranks wait")
-    [case] = scene.observe_verdicts(fewer)
-    assert case.incident.waiting == (0,), "its host reported, and it does not wait"
+    [record] = scene.observe_verdicts(fewer, reporting=False)
+    assert record.incident.waiting == (0, 1, 3)
+    assert record.incident.summary.endswith("for which 3 ranks wait")
+    [record] = scene.observe_verdicts(fewer)
+    assert record.incident.waiting == (0,), "its host reported, and it does not wait"
 
 
 def test_waiting_rank_that_ran_on_before_its_end_has_waited(scene: IncidentScenario) -> None:
     """NCCL's watchdog aborts the call, the host makes another one, and the process is ended."""
     scene.observe_verdicts(MISSING_VERDICT)
     fewer = replace(MISSING_VERDICT, waiting=(1, 3))
-    [case] = scene.observe_verdicts(fewer)
-    assert case.incident.waiting == (1, 3)
+    [record] = scene.observe_verdicts(fewer)
+    assert record.incident.waiting == (1, 3)
     message = "NCCL communicator was aborted on rank 0."
     failure = ExceptionInfo(type="DistBackendError", message=message)
     scene.attempt.processes[0].exception = failure
     scene.attempt.update_suspects(scene.attempt.processes[0])
-    [case] = scene.observe_verdicts(fewer)
-    assert case.incident.waiting == (0, 1, 3)
+    [record] = scene.observe_verdicts(fewer)
+    assert record.incident.waiting == (0, 1, 3)
     scene.attempt.processes[0].exception = None
     scene.attempt.ended_ranks.clear()
     scene.end_ranks(0, signal=6)
-    [case] = scene.observe_verdicts(fewer)
-    assert case.incident.waiting == (0, 1, 3)
+    [record] = scene.observe_verdicts(fewer)
+    assert record.incident.waiting == (0, 1, 3)
 
 
 def test_slow_rank_escalates_to_alert_permanently(scene: IncidentScenario) -> None:
-    [case] = scene.observe_verdicts(SLOW_VERDICT)
-    assert case.incident.severity is Severity.WARNING
+    [record] = scene.observe_verdicts(SLOW_VERDICT)
+    assert record.incident.severity is Severity.WARNING
     [risen] = scene.observe_verdicts(MISSING_VERDICT, after=300.0)
     assert (risen.incident.id, risen.incident.kind, risen.incident.severity) == (
-        case.incident.id,
+        record.incident.id,
         VerdictKind.MISSING_RANK,
         Severity.ALERT,
     )
@@ -259,21 +259,21 @@ def test_slow_rank_escalates_to_alert_permanently(scene: IncidentScenario) -> No
 
 def test_late_start_escalates_to_alert_in_the_same_incident(scene: IncidentScenario) -> None:
     alert = replace(MISSING_VERDICT, kind=VerdictKind.STARTUP_STALL)
-    [case] = scene.observe_verdicts(replace(alert, severity=Severity.WARNING))
-    assert case.incident.severity is Severity.WARNING
+    [record] = scene.observe_verdicts(replace(alert, severity=Severity.WARNING))
+    assert record.incident.severity is Severity.WARNING
     [risen] = scene.observe_verdicts(alert, after=240.0)
-    assert (risen.incident.id, risen.incident.severity) == (case.incident.id, Severity.ALERT)
+    assert (risen.incident.id, risen.incident.severity) == (record.incident.id, Severity.ALERT)
 
 
 @pytest.mark.parametrize("first", [SLOW_VERDICT, MISSING_VERDICT])
 def test_remaining_absent_rank_is_same_incident(scene: IncidentScenario, first: Verdict) -> None:
-    [case] = scene.observe_verdicts(first)
+    [record] = scene.observe_verdicts(first)
     stuck = replace(MISSING_VERDICT, culprits=(1,), waiting=(0, 2, 3))
     scene.observe_verdicts(replace(stuck, is_confirmed=False), after=5.0)
     scene.observe_verdicts(replace(stuck, is_confirmed=False), after=5.0)
     [after] = scene.observe_verdicts(stuck, after=5.0)
     assert (after.incident.id, after.incident.status, after.incident.culprits) == (
-        case.incident.id,
+        record.incident.id,
         "open",
         (1,),
     )
@@ -284,11 +284,11 @@ def test_remaining_absent_rank_is_same_incident(scene: IncidentScenario, first: 
 
 
 def test_deaths_during_a_hang_are_its_consequences(scene: IncidentScenario) -> None:
-    [case] = scene.observe_verdicts(MISSING_VERDICT)
+    [record] = scene.observe_verdicts(MISSING_VERDICT)
     scene.end_ranks(0, 1, 2, 3, signal=9)
     scene.observe_verdicts(DEAD_VERDICT)
     [after] = scene.observe_verdicts(replace(DEAD_VERDICT, culprits=(2,)), after=60.0)
-    assert after is case
+    assert after is record
     assert (after.incident.kind, after.incident.status, after.incident.waiting) == (
         VerdictKind.MISSING_RANK,
         "open",
@@ -300,18 +300,18 @@ def test_waits_for_dead_rank_follow_from_earliest_death(
     scene: IncidentScenario,
 ) -> None:
     scene.observe_verdicts(DEAD_VERDICT)
-    [case] = scene.observe_verdicts(
+    [record] = scene.observe_verdicts(
         DEAD_VERDICT, replace(MISSING_VERDICT, culprits=(1,), waiting=(0, 2), seq=9)
     )
-    assert case.incident.kind is VerdictKind.DEAD_RANK
+    assert record.incident.kind is VerdictKind.DEAD_RANK
     [earlier] = scene.observe_verdicts(replace(DEAD_VERDICT, culprits=(3,), seq=5))
     assert earlier.incident.culprits == (3,)
 
 
 def test_a_mismatch_explains_the_death_that_it_led_to(scene: IncidentScenario) -> None:
     scene.observe_verdicts(DEAD_VERDICT)
-    [case] = scene.observe_verdicts(replace(SUM_MAX_VERDICT, differing_fields=("shape",)))
-    assert (case.incident.kind, case.incident.differing_fields) == (
+    [record] = scene.observe_verdicts(replace(SUM_MAX_VERDICT, differing_fields=("shape",)))
+    assert (record.incident.kind, record.incident.differing_fields) == (
         VerdictKind.MISMATCH,
         ("shape",),
     )
@@ -336,10 +336,10 @@ def test_overlapping_waits_are_one_incident(scene: IncidentScenario) -> None:
         group=replace(WORLD, name="2", ranks=(0, 3)),
         seq=2,
     )
-    [case] = scene.observe_verdicts(MISSING_VERDICT, other)
-    assert case.incident.culprits == (2,)
+    [record] = scene.observe_verdicts(MISSING_VERDICT, other)
+    assert record.incident.culprits == (2,)
     assert len(scene.observe_verdicts(other, MISSING_VERDICT)) == 1
-    assert case.incident.culprits == (2,)
+    assert record.incident.culprits == (2,)
 
 
 def make_late_receive(culprit: int, waiting: int) -> Verdict:
@@ -354,8 +354,8 @@ def make_late_receive(culprit: int, waiting: int) -> Verdict:
 
 def test_channels_of_one_group_are_distinguished_by_their_peers(scene: IncidentScenario) -> None:
     for _ in range(3):
-        cases = scene.observe_verdicts(make_late_receive(0, 1), make_late_receive(2, 3))
-        assert [c.incident.culprits for c in cases] == [(0,), (2,)]
+        records = scene.observe_verdicts(make_late_receive(0, 1), make_late_receive(2, 3))
+        assert [c.incident.culprits for c in records] == [(0,), (2,)]
     first, second = scene.observe_verdicts(make_late_receive(2, 3), after=VERDICT_ABSENT_S)
     assert (first.incident.status, second.incident.status, second.incident.culprits) == (
         "resolved",
@@ -372,8 +372,8 @@ def test_two_cycles_blocking_same_ranks_are_two_incidents(
     if apart:
         scene.observe_verdicts(one)
     for _ in range(3):
-        cases = scene.observe_verdicts(one, other, after=apart or 0.25)
-        assert [c.incident.culprits for c in cases] == [(0, 1), (2, 3)]
+        records = scene.observe_verdicts(one, other, after=apart or 0.25)
+        assert [c.incident.culprits for c in records] == [(0, 1), (2, 3)]
     first, second = scene.observe_verdicts(other, after=VERDICT_ABSENT_S)
     assert (first.incident.status, second.incident.status) == ("resolved", "open")
     scene.end_ranks(0, 1, 2, 3, signal=15)
@@ -382,35 +382,35 @@ def test_two_cycles_blocking_same_ranks_are_two_incidents(
 
 def test_gradually_discovered_cycle_is_one_incident(scene: IncidentScenario) -> None:
     for culprits in ((0, 1), (0, 1, 2), (0, 1, 2, 3)):
-        [case] = scene.observe_verdicts(
+        [record] = scene.observe_verdicts(
             make_cycle(*culprits, waiting=(5,), seq=len(culprits)), after=EVIDENCE_WINDOW_S
         )
-        assert case.incident.culprits == culprits
+        assert record.incident.culprits == culprits
 
 
 @pytest.mark.parametrize("seq", [1, 2])
 def test_cycle_waiting_for_another_joins_its_incident(scene: IncidentScenario, seq: int) -> None:
     scene.observe_verdicts(make_cycle(0, 1))
-    [case] = scene.observe_verdicts(
+    [record] = scene.observe_verdicts(
         make_cycle(2, 3, waiting=(0, 1), seq=seq), after=VERDICT_ABSENT_S + 1
     )
-    assert case.incident.status == "open"
+    assert record.incident.status == "open"
 
 
 def test_wait_that_becomes_a_cycle_is_one_incident(scene: IncidentScenario) -> None:
     scene.observe_verdicts(MISSING_VERDICT)
-    [case] = scene.observe_verdicts(make_cycle(1, 2))
-    assert (case.incident.kind, case.incident.culprits) == (VerdictKind.DEADLOCK, (1, 2))
+    [record] = scene.observe_verdicts(make_cycle(1, 2))
+    assert (record.incident.kind, record.incident.culprits) == (VerdictKind.DEADLOCK, (1, 2))
     assert len(scene.observe_verdicts(MISSING_VERDICT)) == 1
 
 
 def test_mismatch_is_refined_when_its_first_call_is_found(scene: IncidentScenario) -> None:
     inexact = replace(SUM_MAX_VERDICT, seq=512, calls=(), differing_fields=())
     scene.observe_verdicts(inexact)
-    [case] = scene.observe_verdicts(SUM_MAX_VERDICT)
-    assert (case.incident.seq, case.incident.differing_fields) == (3, ("reduce_op",))
-    [case] = scene.observe_verdicts(replace(SUM_MAX_VERDICT, seq=2))
-    assert case.incident.seq == 3, "another difference"
+    [record] = scene.observe_verdicts(SUM_MAX_VERDICT)
+    assert (record.incident.seq, record.incident.differing_fields) == (3, ("reduce_op",))
+    [record] = scene.observe_verdicts(replace(SUM_MAX_VERDICT, seq=2))
+    assert record.incident.seq == 3, "another difference"
 
 
 def test_mismatch_without_hang_stays_open_beside_hang(scene: IncidentScenario) -> None:
@@ -431,36 +431,36 @@ def test_mismatch_without_hang_stays_open_beside_hang(scene: IncidentScenario) -
 
 
 def test_incident_resolves_on_progress(scene: IncidentScenario) -> None:
-    [case] = scene.observe_verdicts(MISSING_VERDICT)
+    [record] = scene.observe_verdicts(MISSING_VERDICT)
     scene.observe_verdicts(after=VERDICT_ABSENT_S / 2)
-    assert case.incident.status == "open"
+    assert record.incident.status == "open"
     scene.observe_verdicts(after=VERDICT_ABSENT_S)
-    assert (case.incident.status, case.incident.resolved_at is not None) == ("resolved", True)
+    assert (record.incident.status, record.incident.resolved_at is not None) == ("resolved", True)
     assert len(scene.observe_verdicts(MISSING_VERDICT)) == 2
 
 
 def test_incident_stays_open_while_no_host_reports(scene: IncidentScenario) -> None:
-    [case] = scene.observe_verdicts(MISSING_VERDICT)
+    [record] = scene.observe_verdicts(MISSING_VERDICT)
     scene.observe_verdicts(after=60.0, reporting=False)
-    assert case.incident.status == "open"
+    assert record.incident.status == "open"
 
 
 def test_suspicion_about_same_call_keeps_incident_open(scene: IncidentScenario) -> None:
-    [case] = scene.observe_verdicts(MISSING_VERDICT)
+    [record] = scene.observe_verdicts(MISSING_VERDICT)
     for _ in range(20):
         scene.observe_verdicts(replace(MISSING_VERDICT, is_confirmed=False), after=1.0)
-    assert case.incident.status == "open"
+    assert record.incident.status == "open"
 
 
 def test_hang_stays_open_until_final_reports_of_killed_job(scene: IncidentScenario) -> None:
-    [case] = scene.observe_verdicts(MISSING_VERDICT)
+    [record] = scene.observe_verdicts(MISSING_VERDICT)
     ended = scene.now
     scene.end_ranks(0, 1, 2, 3, signal=15)
     for seconds, status in ((JOB_END_GRACE_S, "open"), (1.0, "resolved")):
         scene.now += seconds
         scene.registry.resolve_finished_jobs(scene.fleet, scene.now)
-        assert case.incident.status == status
-    assert (case.incident.resolution, case.incident.resolved_at) == (
+        assert record.incident.status == status
+    assert (record.incident.resolution, record.incident.resolved_at) == (
         Resolution.ENDED,
         scene.clock.date(ended),
     )
@@ -473,9 +473,9 @@ def test_hang_stays_open_until_final_reports_of_killed_job(scene: IncidentScenar
 def test_open_incident_after_server_restart_closes_with_job(
     scene: IncidentScenario, over: bool, seconds: float, why: str
 ) -> None:
-    [case] = scene.observe_verdicts(MISSING_VERDICT)
+    [record] = scene.observe_verdicts(MISSING_VERDICT)
     registry = IncidentRegistry(clock=scene.clock)
-    registry.load_records([IncidentRecord(incident=case.incident)])
+    registry.load_records([IncidentRecord(incident=record.incident)])
     fleet = Fleet(
         former_attempts={
             "run7": FormerAttempt(number=0, restart=0, last_seen_at=scene.now, is_finished=over)
@@ -489,29 +489,29 @@ def test_open_incident_after_server_restart_closes_with_job(
 
 
 def test_job_that_stops_reporting_keeps_its_hang(scene: IncidentScenario) -> None:
-    [case] = scene.observe_verdicts(MISSING_VERDICT)
+    [record] = scene.observe_verdicts(MISSING_VERDICT)
     scene.registry.resolve_finished_jobs(scene.fleet, scene.now + 3600)
-    assert case.incident.status == "open"
+    assert record.incident.status == "open"
 
 
 def test_a_hang_ends_with_the_next_attempt(scene: IncidentScenario) -> None:
-    [case] = scene.observe_verdicts(MISSING_VERDICT)
+    [record] = scene.observe_verdicts(MISSING_VERDICT)
     scene.end_ranks(0, 1, 2, 3, signal=15)
     scene.observe_verdicts(after=60.0)
-    assert case.incident.status == "open"
+    assert record.incident.status == "open"
     scene.registry.resolve_earlier_attempts(
         scene.start_attempt(restart=1, lifecycle=Lifecycle.STARTING), scene.now
     )
-    assert case.incident.status == "open"
+    assert record.incident.status == "open"
     newer = scene.start_attempt(restart=1)
     for process in newer.processes.values():
         process.lifecycle = Lifecycle.INITIALISED
     scene.registry.resolve_earlier_attempts(newer, scene.now)
-    assert case.incident.status == "resolved"
+    assert record.incident.status == "resolved"
 
 
 def test_next_attempt_finished_before_diagnosis_ends_hang(scene: IncidentScenario) -> None:
-    [case] = scene.observe_verdicts(MISSING_VERDICT)
+    [record] = scene.observe_verdicts(MISSING_VERDICT)
     scene.end_ranks(0, 1, 2, 3, signal=9)
     newer = scene.start_attempt(restart=1, lifecycle=Lifecycle.EXITING)
     for process in newer.processes.values():
@@ -521,14 +521,14 @@ def test_next_attempt_finished_before_diagnosis_ends_hang(scene: IncidentScenari
             scene.now,
         )
     scene.registry.resolve_earlier_attempts(newer, scene.now)
-    assert case.incident.resolution is Resolution.RESTARTED
+    assert record.incident.resolution is Resolution.RESTARTED
 
 
 def test_successful_job_resolves_incident(scene: IncidentScenario) -> None:
-    [case] = scene.observe_verdicts(MISSING_VERDICT)
+    [record] = scene.observe_verdicts(MISSING_VERDICT)
     scene.end_ranks(0, 1, 2, 3, status=0)
     scene.observe_verdicts(after=0.3)
-    assert case.incident.status == "resolved"
+    assert record.incident.status == "resolved"
 
 
 def test_stacks_list_culprits_first_and_merge_waiting_ranks(scene: IncidentScenario) -> None:
@@ -550,8 +550,8 @@ def test_stacks_list_culprits_first_and_merge_waiting_ranks(scene: IncidentScena
         scene.attempt.processes[rank].samples += (make_sample(line),)
     failed_sample = make_sample(0, error="Permission denied: give it CAP_SYS_PTRACE")
     scene.attempt.processes[3].samples += (failed_sample,)
-    [case] = scene.observe_verdicts(MISSING_VERDICT)
-    stack_summaries = [(s.ranks, s.thread, bool(s.error)) for s in case.incident.stacks]
+    [record] = scene.observe_verdicts(MISSING_VERDICT)
+    stack_summaries = [(s.ranks, s.thread, bool(s.error)) for s in record.incident.stacks]
     assert stack_summaries == [
         ((2,), "MainThread", False),
         ((2,), "Thread-1", False),
@@ -560,7 +560,7 @@ def test_stacks_list_culprits_first_and_merge_waiting_ranks(scene: IncidentScena
     ]
     scene.attempt.processes[2].samples = ()
     scene.observe_verdicts(MISSING_VERDICT)
-    assert [s.ranks for s in case.incident.stacks][:2] == [(2,), (2,)]
+    assert [s.ranks for s in record.incident.stacks][:2] == [(2,), (2,)]
 
 
 def test_stack_is_of_the_thread_that_makes_the_calls_of_the_group(scene: IncidentScenario) -> None:
@@ -580,8 +580,8 @@ def test_stack_is_of_the_thread_that_makes_the_calls_of_the_group(scene: Inciden
     process.samples = (
         StackSample(request="r", source="py-spy", taken_at=scene.now, threads=(main, worker)),
     )
-    [case] = scene.observe_verdicts(replace(MISSING_VERDICT, group=process.streams[7].group))
-    assert [stack.thread for stack in case.incident.stacks] == ["Thread-1", "MainThread"]
+    [record] = scene.observe_verdicts(replace(MISSING_VERDICT, group=process.streams[7].group))
+    assert [stack.thread for stack in record.incident.stacks] == ["Thread-1", "MainThread"]
 
 
 def test_first_exception_is_included(scene: IncidentScenario) -> None:
@@ -589,8 +589,8 @@ def test_first_exception_is_included(scene: IncidentScenario) -> None:
     scene.attempt.processes[1].exception = ExceptionInfo(
         type="RuntimeError", message="boom", site=Site(file="t.py", line=9, function="f")
     )
-    [case] = scene.observe_verdicts(DEAD_VERDICT)
-    process = case.incident.processes[0]
+    [record] = scene.observe_verdicts(DEAD_VERDICT)
+    process = record.incident.processes[0]
     assert process.exception is not None
     assert (process.rank, process.exit_status, process.exception.message) == (1, 1, "boom")
 
@@ -598,11 +598,11 @@ def test_first_exception_is_included(scene: IncidentScenario) -> None:
 def test_same_run_continues_incident_after_restart_but_rerun_does_not(
     scene: IncidentScenario,
 ) -> None:
-    [case] = scene.observe_verdicts(MISSING_VERDICT)
+    [record] = scene.observe_verdicts(MISSING_VERDICT)
     for same_run in (True, False):
         later = IncidentScenario(now=5000.0)
         kept = IncidentRecord(
-            incident=case.incident, members=dict(case.members), alerted_severity=Severity.ALERT
+            incident=record.incident, members=dict(record.members), alerted_severity=Severity.ALERT
         )
         later.registry.load_records([kept])
         if not same_run:

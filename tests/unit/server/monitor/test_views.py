@@ -35,7 +35,7 @@ def test_each_state_has_its_evidence() -> None:
     processes[6].reports.last_seen_at = 50.0
     for process in processes.values():
         attempt.update_suspects(process)
-    cases = [
+    records = [
         IncidentRecord(incident=make_incident(culprits=[7], waiting=[])),
         IncidentRecord(
             incident=make_incident(
@@ -43,15 +43,15 @@ def test_each_state_has_its_evidence() -> None:
             )
         ),
     ]
-    states = compute_states(attempt, cases, 100.0)
+    states = compute_states(attempt, records, 100.0)
     assert [states[r].value for r in range(10)] == [
         "running", "starting", "exited", "dead", "dead", "frozen", "lost", "stalled", "slow", "missing",
     ]  # fmt: skip
 
 
 def test_mismatch_without_hang_does_not_stall_job() -> None:
-    cases = [IncidentRecord(incident=make_incident(kind=VerdictKind.MISMATCH, waiting=[]))]
-    assert compute_states(make_attempt(), cases, 100.0)[1] is RankState.RUNNING
+    records = [IncidentRecord(incident=make_incident(kind=VerdictKind.MISMATCH, waiting=[]))]
+    assert compute_states(make_attempt(), records, 100.0)[1] is RankState.RUNNING
 
 
 def test_call_older_than_a_second_is_waiting() -> None:

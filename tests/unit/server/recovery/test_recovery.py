@@ -384,7 +384,7 @@ class InProcessServer:
     @property
     def incident_records(self) -> list[IncidentRecord]:
         return sorted(
-            self.state.shared.incidents.records.values(), key=lambda case: case.incident.id
+            self.state.shared.incidents.records.values(), key=lambda record: record.incident.id
         )
 
     @property
@@ -416,9 +416,12 @@ def test_from_alert_to_culprit_exit(server: InProcessServer) -> None:
         ended=killed,
         aborts=(heartbeat.AbortReply(key="1-1", request=order.id, signal=9, ended=killed),),
     )
-    (case,) = server.incident_records
-    assert (server.latest_recovery.state, case.incident.kind) == ("done", VerdictKind.MISSING_RANK)
-    document = build_document(case.incident)
+    (record,) = server.incident_records
+    assert (server.latest_recovery.state, record.incident.kind) == (
+        "done",
+        VerdictKind.MISSING_RANK,
+    )
+    document = build_document(record.incident)
     assert (
         format_recovery(document)
         == "Rank 1 was ended by SIGKILL (1 of at most 2 such incidents of this job)."
@@ -448,12 +451,12 @@ def test_remaining_ranks_are_ended_if_launcher_does_nothing(server: InProcessSer
         True,
         "job",
     )
-    (case,) = server.incident_records
-    assert (case.incident.kind, case.incident.culprits) == (
+    (record,) = server.incident_records
+    assert (record.incident.kind, record.incident.culprits) == (
         VerdictKind.MISSING_RANK,
         (1,),
     ), "an exit caused by hangwatch opens no incident"
-    assert server.store.load_aborted_ids("run7") == {case.incident.id}, "and counts once"
+    assert server.store.load_aborted_ids("run7") == {record.incident.id}, "and counts once"
     assert [line.split(":")[0] for line in server.output[1:]] == [
         "ABORTING rank 1",
         "ABORTED rank 1",
@@ -537,8 +540,8 @@ def test_a_job_that_does_not_come_back_was_ended_by_hangwatch(server: InProcessS
     server.end_all_ranks(0, ExitInfo(signal=9))
     server.now += 31.0
     asyncio.run(server._run_tick())
-    (case,) = server.incident_records
-    assert (case.incident.status, case.incident.resolution) == ("resolved", Resolution.ABORTED)
+    (record,) = server.incident_records
+    assert (record.incident.status, record.incident.resolution) == ("resolved", Resolution.ABORTED)
     assert server.output[-1].startswith("ENDED BY HANGWATCH after ")
     assert server.latest_recovery.aborts[0].result == "ended"
 

@@ -79,20 +79,20 @@ def opener(tmp_path: Path, database: str | None) -> Iterator[StoreOpener]:
 
 def test_saved_incidents_are_restored(opener: StoreOpener) -> None:
     store = opener()
-    case = IncidentRecord(
+    record = IncidentRecord(
         incident=make_incident(),
         members={1: "n/1-1"},
         alerted_severity=Severity.ALERT,
         alerted_at=MOMENT,
         reminders=2,
     )
-    store.save_changes(incidents=[make_incident_row(case)])
-    case.incident = replace(case.incident, status="resolved", resolved_at=MOMENT)
-    case.is_resolution_announced = True
-    store.save_changes(incidents=[make_incident_row(case)])
+    store.save_changes(incidents=[make_incident_row(record)])
+    record.incident = replace(record.incident, status="resolved", resolved_at=MOMENT)
+    record.is_resolution_announced = True
+    store.save_changes(incidents=[make_incident_row(record)])
     store.close()
     [kept] = opener().load_incidents()
-    assert kept == case
+    assert kept == record
 
 
 def test_attempts_are_restored_with_start_time(opener: StoreOpener) -> None:
@@ -130,12 +130,12 @@ def test_message_is_pending_until_delivered(opener: StoreOpener) -> None:
 
 def test_retention_by_age_and_size_keeps_live_data(opener: StoreOpener) -> None:
     store = opener()
-    cases = [IncidentRecord(incident=make_incident(n, advice="x" * 10_000)) for n in range(10)]
+    records = [IncidentRecord(incident=make_incident(n, advice="x" * 10_000)) for n in range(10)]
     store.save_changes(
-        incidents=[make_incident_row(c) for c in cases],
+        incidents=[make_incident_row(c) for c in records],
         attempts=[make_attempt_row(make_attempt(0))],
     )
-    ids = [c.incident.id for c in cases]
+    ids = [c.incident.id for c in records]
     assert store.prune_incidents(MOMENT + timedelta(days=3), 1e9, keep=[ids[1]]) == [ids[2], ids[0]]
     assert store.load_attempts() == []
     assert store.prune_incidents(MOMENT, 35_000, keep=[ids[1]]) == ids[6:2:-1]
