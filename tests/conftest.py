@@ -19,7 +19,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Marks all but the unit tests, and those that read the built documentation. The other unit
-    tests that take many seconds are marked themselves.
+    tests that start a program which takes seconds are marked themselves.
     """
     unit_tests = Path(__file__).with_name("unit")
     for item in items:

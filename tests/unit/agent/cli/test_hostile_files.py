@@ -276,7 +276,6 @@ def replace_parts(good: Any, changes: list[tuple[DocumentPath, Any]]) -> Any:
     return made[0]
 
 
-@pytest.mark.slow
 @FUZZ_SETTINGS
 @given(
     changes=st.lists(
@@ -445,7 +444,6 @@ RANK_DOCUMENTS = [
 BUNDLE_PATHS = list(iter_document_paths([INCIDENT_DOCUMENT, RANK_DOCUMENTS]))
 
 
-@pytest.mark.slow
 @FUZZ_SETTINGS
 @given(
     odd=st.lists(

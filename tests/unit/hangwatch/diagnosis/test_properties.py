@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, assume, event, given, note, settings
 from hypothesis import strategies as st
 
@@ -327,7 +326,6 @@ def run_until_settled(
     assert world.job.now < max_time_s
 
 
-@pytest.mark.slow
 @example_settings(300)
 @given(
     draw_plans(slow=True),
@@ -455,7 +453,6 @@ def draw_faulty_plans(draw: st.DrawFn) -> tuple[JobPlan, PlannedFault]:
     return plan, PlannedFault(how, draw(st.sampled_from(ranks)), at)
 
 
-@pytest.mark.slow
 @example_settings(300)
 @given(draw_faulty_plans(), st.booleans(), st.booleans(), terse_update_periods)
 def test_only_planted_fault_is_named(

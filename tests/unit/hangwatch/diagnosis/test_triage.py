@@ -4,7 +4,6 @@ in any job with any fault. `ModelCluster.run_diagnosis` asserts it at every step
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, note
 from hypothesis import strategies as st
 
@@ -65,7 +64,6 @@ def plant_fault(
     return parts
 
 
-@pytest.mark.slow
 @example_settings(40)
 @given(
     draw_plans(),

@@ -797,7 +797,6 @@ def test_leftover_dumps_of_earlier_run_are_reported() -> None:
     )
 
 
-@pytest.mark.slow
 @FUZZ_SETTINGS
 @given(
     ranks=st.integers(3, 6), fault=st.sampled_from(["missing", "op", "shape", "dtype"]), odd=st.integers(0, 5), timed=st.booleans(),

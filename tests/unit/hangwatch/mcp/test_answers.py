@@ -65,7 +65,6 @@ def test_explanation_names_rank_line_and_next_step() -> None:
     assert answer["more"] == ["get_stacks: the stacks of other ranks and threads"]
 
 
-@pytest.mark.slow
 def test_incident_of_100_000_ranks_is_small() -> None:
     others = [rank for rank in range(RANKS) if rank % 2]
     document = make_document(

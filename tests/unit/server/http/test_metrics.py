@@ -51,7 +51,6 @@ def read_metrics(state: AppState) -> dict[str, float]:
     }
 
 
-@pytest.mark.slow
 def test_metrics_size_for_16384_ranks(state: AppState) -> None:
     for host in range(2048):
         state.watch.heartbeats.apply_heartbeat(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pytest
 from hypothesis import event, given, note
 from hypothesis import strategies as st
 
@@ -189,14 +188,12 @@ def check_mismatch(late: LateMismatch) -> None:
     event(late.field)
 
 
-@pytest.mark.slow
 @example_settings(40)
 @given(draw_mismatches(hangs=True))
 def test_late_mismatch_that_hangs_is_named(late: LateMismatch) -> None:
     check_mismatch(late)
 
 
-@pytest.mark.slow
 @example_settings(40)
 @given(draw_mismatches(hangs=False))
 def test_late_mismatch_that_completes_is_named(late: LateMismatch) -> None:
