@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from hypothesis import HealthCheck, assume, event, given, note, settings
+import pytest
+from hypothesis import HealthCheck, assume, event, given, note, seed, settings
 from hypothesis import strategies as st
 
 from hangwatch.model.calls import Signature, StreamKind
@@ -38,15 +39,19 @@ from tests.simulation.model_job import (
     remove_event,
 )
 
+_Test = TypeVar("_Test", bound=Callable[..., None])
 REQUESTED_EXAMPLES = int(os.environ.get("HANGWATCH_EXAMPLES", "0"))  # jobs for each property
 
 
-def example_settings(examples: int) -> settings:
-    """Settings for ``examples`` jobs, always the same ones; or for ``HANGWATCH_EXAMPLES`` random jobs."""
-    return settings(
-        max_examples=REQUESTED_EXAMPLES or examples, derandomize=not REQUESTED_EXAMPLES, deadline=None, database=None, print_blob=False,
+def example_settings(examples: int) -> Callable[[_Test], _Test]:
+    """Settings for ``examples`` jobs, always the same ones, whatever the test is called; or for
+    ``HANGWATCH_EXAMPLES`` random jobs.
+    """
+    chosen = settings(
+        max_examples=REQUESTED_EXAMPLES or examples, deadline=None, database=None, print_blob=False,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
+    return chosen if REQUESTED_EXAMPLES else lambda test: seed(1)(chosen(test))
 
 
 LIMITS = Limits(stall_after_s=8.0, slow_limit_s=40.0)
@@ -326,20 +331,12 @@ def run_until_settled(
     assert world.job.now < max_time_s
 
 
-@example_settings(300)
-@given(
-    draw_plans(slow=True),
-    draw_networks(),
-    st.lists(st.integers(2, 20), max_size=1),
-    terse_update_periods,
-)
-def test_healthy_job_opens_no_alert(
+def check_healthy_job(
     plan: JobPlan,
     fates: dict[tuple[str, int], HeartbeatDelivery],
     restarts: list[int],
     details_s: float | None,
 ) -> None:
-    note(f"{plan}\n{fates}\n{restarts}\n{details_s}")
     world = ModelCluster(
         plan.build_job(),
         LIMITS,
@@ -374,6 +371,50 @@ def test_healthy_job_opens_no_alert(
     run_until_settled(world, check_verdicts)
     run_and_diagnose(world, 6.0, check_verdicts)
     assert all(r.exit is not None for r in world.job.ranks.values())
+
+
+@example_settings(300)
+@given(
+    draw_plans(slow=True),
+    draw_networks(),
+    st.lists(st.integers(2, 20), max_size=1),
+    terse_update_periods,
+)
+def test_healthy_job_opens_no_alert(
+    plan: JobPlan,
+    fates: dict[tuple[str, int], HeartbeatDelivery],
+    restarts: list[int],
+    details_s: float | None,
+) -> None:
+    note(f"{plan}\n{fates}\n{restarts}\n{details_s}")
+    check_healthy_job(plan, fates, restarts, details_s)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="after its restart, a server does not know when a rank's last call completed",
+)
+def test_server_that_restarts_while_ranks_wait_opens_no_alert() -> None:
+    """The others wait for rank 2 from the first second on. It is in a call that waits for rank 3 until
+    second 6, and then computes for 4 seconds, in which the server restarts.
+    """
+    gather = PlannedOperation(group=0, op="gather", numel=32, root=2)
+    message = replace(gather, op="", senders=(0,), receiver=2, is_async=True, awaited_after=3)
+    slowdowns = (
+        Slowdown(rank=3, before_part=1, seconds=6.0, manner="busy"),
+        Slowdown(rank=2, before_part=2, seconds=4.0, manner="idle"),
+    )
+    plan = JobPlan(
+        size=4,
+        groups=((0, 1, 2, 3),),
+        operations=(message, gather, replace(gather, op="all_reduce")),
+        hosts=1,
+        seed=530,
+        eager=False,
+        visible=True,
+        slowdowns=slowdowns,
+    )
+    check_healthy_job(plan, {}, restarts=[9], details_s=None)
 
 
 @dataclass(frozen=True)
