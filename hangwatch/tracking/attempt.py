@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from hangwatch.model.calls import Call, Loss, Signature, Site, StreamKind
 from hangwatch.model.groups import Group, GroupKey, pack_ranks, unpack_ranks
-from hangwatch.model.hardware import Observation, ObservedValue, UnavailableSource
+from hangwatch.model.hardware import Observation, UnavailableSource
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
 
@@ -38,6 +39,7 @@ MAX_TEXT_CHARS = 200
 ALL_SILENT_AFTER_S = 15.0
 
 _IdentityKey = tuple[str, str, str, str, int, int, str]
+_Message = TypeVar("_Message", Observation, UnavailableSource)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,30 +55,17 @@ class HostHardware:
         """The reading in a reply that was received at ``now``, without what exceeds the limits."""
         return cls(
             taken_at=now - max(0.0, reply.taken_s),
-            observations=tuple(
-                replace(
-                    observation,
-                    source=observation.source[:MAX_TEXT_CHARS],
-                    about=observation.about[:MAX_TEXT_CHARS],
-                    what=observation.what[:MAX_TEXT_CHARS],
-                    now=_limit_text(observation.now),
-                    before=_limit_text(observation.before),
-                )
-                for observation in reply.observations[:MAX_OBSERVATIONS_KEPT]
-            ),
-            unavailable=tuple(
-                UnavailableSource(
-                    source=gap.source[:MAX_TEXT_CHARS],
-                    reason=gap.reason[:MAX_TEXT_CHARS],
-                    remedy=gap.remedy[:MAX_TEXT_CHARS],
-                )
-                for gap in reply.unavailable[:MAX_OBSERVATIONS_KEPT]
-            ),
+            observations=tuple(map(_limit_texts, reply.observations[:MAX_OBSERVATIONS_KEPT])),
+            unavailable=tuple(map(_limit_texts, reply.unavailable[:MAX_OBSERVATIONS_KEPT])),
         )
 
 
-def _limit_text(value: ObservedValue) -> ObservedValue:
-    return value[:MAX_TEXT_CHARS] if isinstance(value, str) else value
+def _limit_texts(message: _Message) -> _Message:
+    """The message with all of its texts shortened to the limit."""
+    texts: dict[str, Any] = {
+        name: value[:MAX_TEXT_CHARS] for name, value in vars(message).items() if type(value) is str
+    }
+    return replace(message, **texts)
 
 
 @dataclass(slots=True, kw_only=True)
