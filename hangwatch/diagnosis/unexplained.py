@@ -100,8 +100,8 @@ def _iter_other_waits(context: DiagnosisContext, explained: Set[int]) -> Iterato
             yield _Wait(rank, blocked.began_at, blocked.stream, may_await=tuple(blocked.awaited))
     for rank in graph.unrecorded_waits.keys() - explained:
         yield _Wait(rank, graph.unrecorded_waits[rank], is_recorded=False)
-    for rank in graph.unsampled_ranks.keys() - explained:
-        yield _Wait(rank, graph.unsampled_ranks[rank])
+    for rank in graph.unsampled_waits.keys() - explained:
+        yield _Wait(rank, min([blocked.began_at for blocked in graph.unsampled_waits[rank]]))
     for rank in graph.released_ranks - explained:
         process = context.attempt.processes[rank]
         yield _Wait(rank, process.last_advanced_at, process.newest_stream)
@@ -161,7 +161,7 @@ def _find_reason(context: DiagnosisContext, wait: _Wait) -> str:
     for verdict in context.verdicts:
         if not verdict.is_confirmed and not set(ranks).isdisjoint(verdict.culprits):
             return f"it may be {verdict.kind.value}, which is not certain yet"
-    if wait.rank in context.graph.uncertain_ranks or wait.rank in context.graph.unsampled_ranks:
+    if wait.rank in context.graph.uncertain_ranks or wait.rank in context.graph.unsampled_waits:
         return "no stack shows yet whether that rank waits or works"
     return "what is known does not tell the cause"
 

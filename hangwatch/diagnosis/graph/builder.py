@@ -195,11 +195,8 @@ class _GraphBuilder:
         if process.samples and get_calling_thread_since(process, process.last_advanced_at):
             return
         calls = [call for call in blocked_calls if call.stream.completed is None]
-        if not calls:
-            return
-        self._graph.unsampled_ranks[process.rank] = min([call.began_at for call in calls])
-        if any(rank in call.awaited for call in calls for rank in self._resolver.unable_to_call):
-            self._graph.unable_waiters.add(process.rank)
+        if calls:
+            self._graph.unsampled_waits[process.rank] = calls
 
     def _add_thread_waits(self, rank: int, process: Process) -> None:
         """Adds the collectives that block one thread while another one made the newest call. A thread

@@ -52,11 +52,9 @@ class WaitGraph:
     uncertain_ranks: set[int] = field(default_factory=set)
     # Ranks that only wait for devices which cannot come to a call that their hosts have made.
     held_up_ranks: set[int] = field(default_factory=set)
-    # Ranks that use the CPU while others are behind in a call whose completion is unknown, and since
-    # when. A host may spin while it waits for its device, so only a stack shows whether it waits.
-    unsampled_ranks: dict[int, float] = field(default_factory=dict)
-    # The unsampled ranks that may wait for a rank that will make no call, or does not report.
-    unable_waiters: set[int] = field(default_factory=set)
+    # The calls in which ranks that use the CPU may wait, by rank: others are behind, and whether they are
+    # complete is unknown. A host may spin while it waits for its device, so only a stack shows it.
+    unsampled_waits: dict[int, list[BlockedCall]] = field(default_factory=dict)
     # Ranks last seen in a send or a receive whose other end has arrived: they may continue any
     # moment. The newly released have not reported since.
     released_ranks: set[int] = field(default_factory=set)
@@ -102,9 +100,10 @@ class WaitGraph:
         other threads for a tenth of a second.
         """
         by_awaited = self._index.groups_by_awaited
-        by_rank = [*self.blocked_calls.values(), *by_awaited.values()]
-        self.blocked_calls.clear()
-        by_awaited.clear()
+        by_rank: list[list[BlockedCall] | list[int]] = []
+        for waits_by_rank in (self.blocked_calls, self.unsampled_waits, by_awaited):
+            by_rank += waits_by_rank.values()
+            waits_by_rank.clear()
         for waits in (*(self._waiter_groups or ()), by_rank):
             while waits:
                 del waits[-_FREED_AT_A_TIME:]

@@ -288,7 +288,7 @@ def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
     attempt = context.attempt
     if context.now - attempt.newest_call_at < context.limits.suspicion_delay_s:
         return
-    if context.explained_ranks or context.graph.blocked_calls or context.graph.unsampled_ranks:
+    if context.explained_ranks or context.graph.blocked_calls or context.graph.unsampled_waits:
         return
     waiting = [process for process in attempt.processes.values() if _may_wait(context, process)]
     if not waiting:

@@ -316,14 +316,14 @@ def sample_busy_ranks(context: DiagnosisContext) -> None:
 
     A rank whose stack shows that it waits is part of the next wait-for graph.
     """
-    delay_s = context.limits.suspicion_delay_s
     graph = context.graph
-    overdue = {
-        rank: began_at
-        for rank, began_at in graph.unsampled_ranks.items()
-        if rank not in context.explained_ranks
-        and get_state_known_until(context, rank) - began_at
-        >= (MIN_WAIT_S if rank in graph.unable_waiters else delay_s)
-    }
+    overdue: dict[int, float] = {}
+    for rank in graph.unsampled_waits.keys() - context.explained_ranks:
+        waits = graph.unsampled_waits[rank]
+        began_at = min([blocked.began_at for blocked in waits])
+        is_any_unable = any(r in b.awaited for b in waits for r in graph.resolver.unable_to_call)
+        delay_s = MIN_WAIT_S if is_any_unable else context.limits.suspicion_delay_s
+        if get_state_known_until(context, rank) - began_at >= delay_s:
+            overdue[rank] = began_at
     if overdue:
         request_stacks(context, (), overdue, min(overdue.values()))

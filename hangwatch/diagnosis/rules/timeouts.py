@@ -22,7 +22,6 @@ from ..context import (
     get_state_known_until,
     has_peer_error,
     has_timed_out,
-    request_stacks,
     was_ended_by_watchdog,
 )
 from ..graph.devices import build_device_graph
@@ -85,7 +84,7 @@ def diagnose_timeout(
             advice=format_lower_layers_advice(are_equal=agreement.is_known),
         )
     waiting = failed | search.waiting_ranks | context.graph.get_waiting_ranks()
-    context.accuse(verdict, waiting | search.chain_ends.keys())
+    context.accuse(verdict, waiting | search.chain_ends.keys(), samples=len(search.chain_ends) > 0)
     return True
 
 
@@ -222,7 +221,6 @@ def _make_absence_verdict(
     verdict = make_absence_verdict(context, kind, culprits, waiting, edge, began_at, due=due)
     if verdict.site is None:
         verdict = _add_last_site(context, verdict, search.timed_out_at)
-    request_stacks(context, culprits, waiting, began_at)
     return replace(
         verdict,
         severity=KINDS[kind].severity,  # the wait for it has already ended a rank
