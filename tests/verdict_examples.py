@@ -29,9 +29,9 @@ SCRIPT = Path("train.py")  # relative to the folder in which a job runs: verdict
 EXAMPLES_DIR = PROJECT / "docs" / "examples"
 KIND_TABLE_HEAD = "| kind | means | when |\n|---|---|---|\n"
 STALL_AFTER_S = 4.0
-START_S = 90.0  # until the fault, on a busy machine
+START_S = 90.0  # the time to the fault, on a busy machine
 VERDICT_S = 40.0
-EVIDENCE_S = 4.0  # for the stacks, after the verdict
+EVIDENCE_S = 4.0  # the time from the verdict to its stacks
 
 PROGRAMS = {
     "mismatch": "another_op",
@@ -141,7 +141,7 @@ def show_incident(server: Server, kind: str) -> str:
 
 
 def shorten_paths(text: str) -> str:
-    """Without the temporary folder; columns stay aligned."""
+    """The text without the temporary folder; columns stay aligned."""
 
     def keep_width(match: re.Match[str]) -> str:
         return Path(match.group(0)).name.ljust(len(match.group(0)))

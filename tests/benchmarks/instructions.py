@@ -176,7 +176,7 @@ class InstructionCounter:
         )
 
     def measure_step_s(self) -> float:
-        """Of a bare step without valgrind."""
+        """The time of a bare step without valgrind."""
         script = replace(STEP, ways=(BARE,))
         return median_of_sets(self.bench.run_sets(script, 1, 5), BARE, "wall_s")
 

@@ -56,7 +56,7 @@ NCCL_VARIANTS = (
 
 @dataclass(frozen=True, slots=True)
 class NcclCosts:
-    """In nanoseconds: for each variant the median of each process, and all readings."""
+    """The median of each process and all readings of each variant, in nanoseconds."""
 
     call_ns: dict[str, list[float]] = field(default_factory=dict)
     status_ns: list[float] = field(default_factory=list)

@@ -44,7 +44,7 @@ def watched_job(
 
 
 def read_counters(server: Server) -> dict[tuple[int, str], Counters]:
-    """By rank and name of the group; only for the groups whose device is known."""
+    """The counters by rank and name of the group, for the groups whose device is known."""
     counters: dict[tuple[int, str], Counters] = {}
     for rank in server.get("ranks")["items"]:
         for group in rank["groups"]:

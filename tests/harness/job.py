@@ -24,7 +24,7 @@ class TorchRuntime:
     python: str = sys.executable
     env: Mapping[str, str] = field(default_factory=dict)
     shares_gpu: bool = False
-    command_prefix: tuple[str, ...] = ()  # of the job's launcher
+    command_prefix: tuple[str, ...] = ()  # the job's launcher
 
     def choose_launcher(self, launcher: str) -> str:
         """NCCL lets ranks share a GPU only if they are on different nodes."""

@@ -25,7 +25,7 @@ def find_postgres_bin() -> Path | None:
 
 @contextlib.contextmanager
 def running_postgres(programs: Path) -> Iterator[str]:
-    """Its URL, with a socket in its folder. It refuses to run as root."""
+    """Yields the URL of a new server with a socket in its folder. It refuses to run as root."""
     folder = Path(
         tempfile.mkdtemp(prefix="hangwatch-pg-")
     )  # pytest's own folders are closed to others, and too long for a socket

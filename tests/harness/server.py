@@ -35,7 +35,7 @@ class Server:
     flags: tuple[str, ...] = ()
     port: int = 0
     url: str = ""
-    max_files: int | None = None  # that each of its processes may open
+    max_files: int | None = None  # open files of each of its processes
     command: tuple[str, ...] = (str(COMMAND),)
     _process: subprocess.Popen[bytes] | None = None
     _client: httpx.Client = field(default_factory=httpx.Client)
@@ -89,14 +89,14 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of its process. Raises ServerError if it does not run."""
+        """The id of its process. Raises ServerError if it does not run."""
         if self._process is None:
             raise ServerError("it does not run")
         return self._process.pid
 
     @property
     def stall_after_s(self) -> float:
-        """Of its flags. Raises ValueError if it is not among them."""
+        """The value of --stall-after. Raises ValueError if that is not among the flags."""
         return float(self.flags[self.flags.index("--stall-after") + 1])
 
     @property
@@ -107,7 +107,7 @@ class Server:
 
     @property
     def loopback_url(self) -> str:
-        """As ``url``, by loopback instead of the host's name."""
+        """Its URL by loopback instead of the host's name."""
         return str(httpx.URL(self.url).copy_with(host="127.0.0.1")).rstrip("/")
 
     def get(self, path: str, **query: str | int) -> Any:

@@ -22,11 +22,11 @@ from .job import THIS_RUNTIME, LaunchedJob, TorchRuntime, launch_job
 from .processes import clean_up_job, parent_pid
 from .server import Server, running_server
 
-START_S = 150.0  # until the fault, on a busy machine
+START_S = 150.0  # the time to the fault, on a busy machine
 POLL_S = 0.2
 HEALTHY_S = 120.0
 SETTLE_AFTER_VERDICT_S = 2.0
-STATUS_DELAY_S = 3.0  # of a job's status, behind the table of its ranks
+STATUS_DELAY_S = 3.0  # how late a job's status is, compared with the table of its ranks
 EXIT_S = 120.0  # NCCL's watchdog ends a process a minute after the timeout
 _INDIRECT_LAUNCHERS = ("ray", "deepspeed", "deepspeed-nodes", "torchrun-nodes")
 CHECK_KINDS = ("replica_divergence", "nonfinite")  # warnings that a healthy job must not get either
@@ -37,7 +37,7 @@ class ProgramOutcome:
     name: str
     earlier_calls: int = 0
     verdict: str = "none"
-    verdict_after_s: float | None = None  # from the fault to the verdict
+    verdict_after_s: float | None = None  # the time from the fault to the verdict
     problems: list[str] = field(default_factory=list)
     incidents: list[dict[str, Any]] = field(default_factory=list)
     log: str = ""

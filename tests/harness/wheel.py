@@ -36,7 +36,7 @@ os._exit(0)
 
 
 def build_wheel(pythons: Sequence[Path], out: Path, **env: str) -> Path:
-    """By deploy/wheel.py, for the torch of each interpreter."""
+    """Builds a wheel by deploy/wheel.py, for the torch of each interpreter."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "deploy/wheel.py"), *map(str, pythons), "--out", str(out)],
         env=clean_environment(**env),
@@ -63,7 +63,7 @@ def make_environment(folder: Path, wheel: Path) -> Path:
 
 
 def _list_distributions(names: Sequence[str]) -> set[str]:
-    """These, and all that they need."""
+    """The named distributions and all that they need."""
     from packaging.requirements import Requirement
 
     found: set[str] = set()

@@ -73,7 +73,7 @@ ExaminedCalls = list[tuple[Call, checks.CheckEntry]]
 
 
 def read_checks(job: LaunchedJob) -> dict[int, ExaminedCalls]:
-    """By rank: the entries of the rings' tables, with their calls."""
+    """The entries of the rings' tables with their calls, by rank."""
     checks_by_rank = {}
     (folder,) = {path.parent for path in job.run_dir.rglob("*.ring")}
     for file in rings.find_ring_files(folder)[0]:

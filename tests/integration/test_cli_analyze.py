@@ -267,7 +267,7 @@ def test_damaged_files_are_reported_and_skipped(
 
 
 def test_analysis_can_be_interrupted_and_shows_progress(tmp_path: Path) -> None:
-    """On a terminal, which a pseudo-terminal is."""
+    """The command runs on a pseudo-terminal."""
     folder = write_dumps(make_recorders(64), tmp_path / "dumps")
     os.mkfifo(folder / "waits_64")
     ours, theirs = pty.openpty()
@@ -322,7 +322,7 @@ def test_usage_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def write_bundle(
     path: Path, outlier: int | None, *, op: str = "all_gather_into_tensor", peer: int | None = None
 ) -> Path:
-    """Of a job of three, where one rank broadcasts, or where rank 1 never came."""
+    """A bundle of a job of three, in which one rank broadcasts, or rank 1 never came."""
     world = [0, 1, 2]
     inside = [rank for rank in world if rank != (1 if outlier is None else outlier)]
     call = {"seq": 8, "shapes": [[4]], "dtype": "float32"}

@@ -75,7 +75,7 @@ def test_commands_arrive_without_a_heartbeat(server: Server, reporter: JobReport
 
 
 def test_commands_are_not_lost_with_the_connection(server: Server, reporter: JobReporter) -> None:
-    """They are sent with the reply to the next heartbeat."""
+    """The commands are sent with the reply to the next heartbeat."""
     body = json.dumps({"agent": reporter.agent_id()}).encode()
     head = (
         f"POST {COMMANDS_PATH} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"

@@ -19,7 +19,7 @@ from hangwatch.agent.cli import main
 from hangwatch.agent.cli.demo import command as demo
 from tests.simulation.waiting import wait_until
 
-LIMIT_S = 120.0  # on a busy machine; alone it takes about 15
+LIMIT_S = 120.0  # the limit on a busy machine; alone it takes about 15
 
 
 @contextmanager

@@ -180,7 +180,7 @@ def iter_pod_specs(value: Any) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("path", OPERATOR_EXAMPLES, ids=lambda p: p.stem)
 def test_example_for_an_operator(path: Path) -> None:
-    """Their schemas come with the operators: only what hangwatch needs is checked."""
+    """The schemas of examples come with the operators: only what hangwatch needs is checked."""
     (document,) = yaml.safe_load_all(path.read_text())
     pods = list(iter_pod_specs(document))
     for pod in pods:

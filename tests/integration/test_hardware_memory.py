@@ -16,7 +16,7 @@ PROGRAM = Path(__file__).with_name("memory_program.py")
 LIMIT_BYTES = 64 << 20
 START_S = 90.0
 VERDICT_S = 30.0  # the rank takes a while to use up its memory
-# By version of cgroups: where a group can be made, and the file with its limit.
+# Where a group can be made, and the file with its limit, for each version of cgroups.
 _PLACES = {
     Path("/sys/fs/cgroup/memory"): "memory.limit_in_bytes",
     Path("/sys/fs/cgroup"): "memory.max",

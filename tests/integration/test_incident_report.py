@@ -31,7 +31,7 @@ HOSTILE_NAME = '<script>document.title = "run"</script>'
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One with an incident in which 1,023 ranks wait."""
+    """A server with an incident in which 1,023 ranks wait."""
     with running_server(tmp_path_factory.mktemp("server")) as running:
         job = SimulatedJob(ranks=RANKS, name=HOSTILE_NAME)
         reporter = JobReporter.connect(running.url, job)

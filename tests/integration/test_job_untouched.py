@@ -229,7 +229,7 @@ def test_disk_fills_up_under_the_rings(tmp_path: Path) -> None:
     [("status", 3), ("exception", 1), ("signal", -15), ("at once", 5), ("well", 0)],
 )
 def test_exit_status_and_output(ending: str, status: int, dead_url: str, tmp_path: Path) -> None:
-    """Of the process itself, with no launcher around it: bare and watched they are the same."""
+    """A process without a launcher has the same exit status and output bare and watched."""
     rank = {
         "RANK": "0",
         "WORLD_SIZE": "1",

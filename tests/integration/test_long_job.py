@@ -28,7 +28,7 @@ CASES = [
 ]
 # About a minute on two cores that do nothing else.
 JOB_TIMEOUT_S, VERDICT_TIMEOUT_S = 800.0, 20.0
-# From the second tenth of the calls to the end. A rank keeps the shapes that it has used.
+# The growth from the second tenth of the calls to the end. A rank keeps the shapes it has used.
 RANK_GROWTH_MB, AGENT_GROWTH_MB, SERVER_GROWTH_MB = 12.0, 12.0, 12.0
 
 

@@ -62,7 +62,7 @@ def wait_for_verdict(server: Server, kind: str) -> None:
 
 
 def get_plain_url(server: Server) -> str:
-    """Without the token."""
+    """The server's URL without the token."""
     return f"http://127.0.0.1:{server.port}"
 
 

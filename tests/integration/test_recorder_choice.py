@@ -52,7 +52,7 @@ def choose_recorder(**env: str) -> tuple[str, str]:
 
 
 def test_native_recorder_is_built_in_background(built: Path, tmp_path: Path) -> None:
-    """With a compiler that has the result at hand; what comes of it is tried as ever."""
+    """The compiler has the result at hand; the library is tried as usual."""
     compiler = tmp_path / "compiler.py"
     compiler.write_text(FAKE_COMPILER_CODE.format(built=str(built)))
     cache = tmp_path / "cache"
@@ -111,7 +111,7 @@ def test_failed_build_records_reason(tmp_path: Path) -> None:
 
 
 def test_both_recorders_sample_the_same_calls(built: Path) -> None:
-    """They must agree in the level of every call, and in the level from which calls are timed."""
+    """The recorders agree in the level of every call, and in that from which calls are timed."""
     seqs = [*range(1, 2000), (1 << 32) + 7, (1 << 63) + 1]
     code = (
         "import ctypes, json, sys, torch; lib = ctypes.CDLL(sys.argv[1]); seqs ="

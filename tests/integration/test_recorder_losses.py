@@ -18,7 +18,7 @@ LOSSES_SCRIPT = Path(__file__).with_name("recorder_cases") / "losses.py"
 SETUP, WORLD = ["process group set-up", "setup", None], ["default_pg", "collective", None]
 OTHER = ["other", "collective", None]
 
-# By case: the streams, each with its number of calls and its loss; and the calls that are lost
+# The cases: the streams, each with its number of calls and its loss; and the calls that are lost
 # without a place.
 EXPECTED: dict[str, tuple[list[Any], int]] = {
     "nothing_lost": (

@@ -250,7 +250,7 @@ def check_api(names: list[str], job: str, server: Server) -> None:
 
 
 def check_arguments(rings: list[dict[str, Any]]) -> None:
-    """They are recorded as the user wrote them."""
+    """The arguments are recorded as the user wrote them."""
     for ring in rings:
         by_op = {call["op"]: call for call in select_calls(ring, "collective")}
         assert by_op["all_reduce"]["reduce_op"] == "max"
@@ -290,7 +290,7 @@ def test_unknown_operators_are_recorded_generically(
 
 
 def check_groups(rings: list[dict[str, Any]]) -> None:
-    """They are counted separately."""
+    """The calls of different groups are counted separately."""
     for rank, ring in enumerate(rings):
         assert ring["setup"] == ["init_process_group", "new_group", "new_group", "new_group"]
         assert len(select_calls(ring, "collective", "everyone")) == 5

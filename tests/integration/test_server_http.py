@@ -44,7 +44,7 @@ def client(server: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def reporter(client: httpx.Client) -> JobReporter:
-    """Of a job that the server knows, with a name and a host that no other test uses."""
+    """A reporter of a job that the server knows, with a name and a host that no other test uses."""
     number = next(_run_numbers)
     job = make_hung_job(hung_for_s=1.0, name=f"run{number}", host=f"node{number}")
     reporter = JobReporter(client, job)

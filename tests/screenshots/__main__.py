@@ -19,7 +19,7 @@ from tests.harness.server import Server, running_server
 from tests.simulation.waiting import wait_until
 
 IMAGES_DIR = Path(__file__).parents[2] / "docs" / "images"
-START_TIMEOUT_S = 90.0  # until the fault, on a busy machine
+START_TIMEOUT_S = 90.0  # the time to the fault, on a busy machine
 VERDICT_TIMEOUT_S = 30.0
 STALL_AFTER_S = 4.0
 WIDTH_PX, MAX_HEIGHT_PX = 1060, 1040

@@ -74,7 +74,7 @@ class NodeAgentPool:
         return sum(agent.is_finished for agent in self.agents)
 
     def _schedule_scans(self) -> None:
-        """On the hosts of the fault's replica. All others wait alike and have nothing to report."""
+        """Scans the hosts of the fault's replica. All others wait and have nothing to report."""
         fault, pipeline = self.run.faults[-1], self.run.shape.pipeline
         first_host = fault.host // pipeline * pipeline
         replica_hosts = range(first_host, first_host + pipeline)

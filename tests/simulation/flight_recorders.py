@@ -84,7 +84,7 @@ class SyntheticRecorder:
         ended: bool = True,
         group: str = "0",
     ) -> None:
-        """As batch_isend_irecv: (operation, peer, shape)."""
+        """Messages of batch_isend_irecv: (operation, peer, shape)."""
         seq = self._next_seq(group, True)
         for op, peer, shape in messages:
             self._append_message(op, peer, seq, "scheduled", shape, group)

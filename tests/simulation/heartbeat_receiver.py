@@ -20,8 +20,8 @@ class HeartbeatReceiver(HttpReceiver):
     def __init__(self) -> None:
         super().__init__()
         self.heartbeats: list[dict[str, Any]] = []
-        self.commands: list[dict[str, Any]] = []  # of the next reply
-        self.resync = False  # in the next reply
+        self.commands: list[dict[str, Any]] = []  # sent with the next reply
+        self.resync = False  # whether the next reply requests everything
         self.status = 200
         self.retry_after = 0
         self.interval_s = 0.1

@@ -36,7 +36,7 @@ class ModelAgent:
 
     host: str
     id: str
-    send_at: float  # of the next heartbeat
+    send_at: float  # the time of the next heartbeat
     number: int = 0
     full: bool = True
     reply_deadline: float = 0.0
@@ -56,7 +56,7 @@ class ModelRings:
 
     job: ModelJob
     run: str  # distinguishes the processes of several runs
-    ring_calls: int | None = None  # of a stream that a ring has room for
+    ring_calls: int | None = None  # the calls of a stream that a ring has room for
     _uids: dict[tuple[int, ModelStream], int] = field(default_factory=dict)
 
     def get_process_key(self, rank: ModelRank) -> str:
@@ -207,8 +207,8 @@ class ModelCluster:
     deliveries: Mapping[tuple[str, int], HeartbeatDelivery] = field(default_factory=dict)
     restarts: tuple[float, ...] = ()
     run: str = "1"  # distinguishes the processes of several runs
-    silent_hosts: tuple[str, ...] = ()  # whose agents send nothing from now on
-    # For which a host without requests may omit the positions of ranks that make progress.
+    silent_hosts: tuple[str, ...] = ()  # the agents of these send nothing from now on
+    # A host without requests may omit the positions of ranks that make progress for so long.
     details_s: float | None = None
     # Calls of a stream that a ring has room for; whether the agents keep those that they have read.
     ring_calls: int | None = None
@@ -414,7 +414,7 @@ class ModelCluster:
         agent.send_at = min(agent.send_at, self.job.now + EAGER_INTERVAL_S)
 
     def _ingest_heartbeat(self, beat: heartbeat.Heartbeat) -> heartbeat.HeartbeatReply:
-        """As the server does it, in `hangwatch.server.monitor.watch`."""
+        """Applies a heartbeat as `hangwatch.server.monitor.watch` does."""
         known = beat.agent in self.known_agents
         self.known_agents.add(beat.agent)
         complete = self.fleet.apply_heartbeat(beat, self.now)

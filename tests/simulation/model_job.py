@@ -100,7 +100,7 @@ def make_signature(
     reduce_op: str | None = None,
     root: int | None = None,
 ) -> Signature:
-    """As the recorder makes it for this operation."""
+    """The signature that the recorder makes for this operation."""
     made = Signature(
         op=op,
         shapes=((numel,),) if op != "barrier" else (),
@@ -417,9 +417,7 @@ class ModelJob:
                 self.end_process(rank, EndProcess(signal=int(signal.SIGTERM)))
 
     def find_needed_ranks(self) -> dict[int, tuple[set[int], bool]]:
-        """For each rank whose thread is blocked: the ranks it waits for, and whether any single one of
-        them is sufficient.
-        """
+        """The ranks that each blocked rank waits for, and whether any one of them is sufficient."""
         return {
             r.number: self._completion.find_unmet_ranks(r.number, *r.blocked_call)
             for r in self.ranks.values()

@@ -30,7 +30,7 @@ IMMEDIATE_KINDS = frozenset(
         VerdictKind.CONCURRENT_USE,
     }
 )
-# At first no rank waits because of these.
+# No rank waits because of these at first.
 HARMLESS_KINDS = frozenset({VerdictKind.CONCURRENT_USE, VerdictKind.GROUP_MISMATCH})
 
 

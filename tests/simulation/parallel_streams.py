@@ -182,7 +182,7 @@ def list_group_faults(run: JobRun, now: float) -> list[SimulatedFault]:
 
 
 def count_groups_created(run: JobRun, now: float) -> int:
-    """By each rank: all ranks create one more group at each fault of groups."""
+    """The number of groups of each rank: all create one more at each fault of groups."""
     return GROUPS_CREATED + len(list_group_faults(run, now))
 
 

@@ -151,7 +151,7 @@ def _count_tensor_calls(position: float) -> int:
 
 
 def _count_calls(position: float, step_calls: int) -> int:
-    """Those before the exchange of gradients, evenly spaced."""
+    """The number of calls before the exchange of gradients, which are evenly spaced."""
     done_part = min(1.0, position % 1.0 / EXCHANGE_FROM + _ROUNDING)
     return step_calls * int(position) + int(step_calls * done_part)
 

@@ -229,7 +229,7 @@ class ScriptedJob:
         self, rank: int, op: str = "init_process_group", *, done: bool = True, ranks: tuple[int, ...] | None = None,
         world: int | None = None, nth: int = 1,
     ) -> None:  # fmt: skip
-        """In the ``nth`` world of that size, which has the first ranks."""
+        """The rank sets up the ``nth`` world of that size, which has the first ranks."""
         size = self.world_size if world is None else world
         members = Group(
             name="setup",

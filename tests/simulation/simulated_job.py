@@ -33,7 +33,8 @@ class SimulatedJob:
     """
 
     ranks: int
-    groups: Callable[[int], list[SimulatedGroup]] | None = None  # of a rank; else one of all ranks
+    # The groups of a rank; None: one group of all ranks.
+    groups: Callable[[int], list[SimulatedGroup]] | None = None
     ranks_per_host: int = 8
     name: str = "run7"
     host: str = "node{}"  # formatted with the host's index
@@ -41,7 +42,7 @@ class SimulatedJob:
     op: str = "all_reduce"
     phase: str | None = None
     late_frame: Frame = LATE_FRAME
-    exception: ExceptionInfo | None = None  # with which late ranks end; None: they stay alive
+    exception: ExceptionInfo | None = None  # late ranks end with it; None: they stay alive
     late_ranks: set[int] = field(default_factory=set)
     late_since: float = field(default_factory=time.monotonic)
     started_at: float = field(default_factory=time.monotonic)

@@ -28,7 +28,7 @@ START_METHOD = os.environ.get("START_METHOD", "fork")
 
 
 class TestDistributed(TestDistBackend, DistributedTest._DistTestBase):
-    """As in torch's own `test_distributed_spawn.py`: the main process starts a process per rank."""
+    """The main process starts a process per rank, as in torch's own `test_distributed_spawn.py`."""
 
     exit_codes: list[int | None]
 

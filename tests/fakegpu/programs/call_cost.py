@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 STATUS_READINGS, DUMP_READINGS = 100, 5
-GROUPS = 8  # whose counters are read
+GROUPS = 8  # the counters of these are read
 
 
 def time_turns(turns: int, calls: int) -> list[float]:

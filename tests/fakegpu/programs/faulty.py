@@ -59,7 +59,7 @@ def report_later() -> None:
         status["last_entries"] = states[-4:]
         Path(f"{target}.{RANK}.json").write_text(json.dumps(status, indent=1))
         if os.environ.get("FAKEGPU_EXIT_AFTER_REPORT") == "1":
-            time.sleep(2)  # until the others have written theirs
+            time.sleep(2)  # the others have time to write theirs
             os._exit(0)
 
     threading.Thread(target=report, daemon=True).start()

@@ -19,7 +19,7 @@ WIDTH = 256
 
 
 class Model(nn.Module):
-    """Its buffer is broadcast in each forward, by the main thread; autograd's thread reduces gradients."""
+    """The main thread broadcasts a buffer in each forward, autograd's thread reduces gradients."""
 
     def __init__(self) -> None:
         super().__init__()

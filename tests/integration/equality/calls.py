@@ -112,7 +112,7 @@ WARNING_CALLS = {
 
 @register_aspect
 def shown_warnings():
-    """Their texts, and the lines to which they point."""
+    """The texts of warnings, and the lines to which they point."""
     report = {}
     for name, call in WARNING_CALLS.items():
         with warnings.catch_warnings(record=True) as caught:

@@ -119,7 +119,7 @@ def dynamo_graphs_of_many_shapes():
 
 @register_aspect
 def dynamo_without_breaks():
-    """With fullgraph, and with a stance that permits no recompilation."""
+    """Compilation with fullgraph, and with a stance that permits no recompilation."""
     report = run_compiled(communicate_functionally, [torch.ones(4)], fullgraph=True)
     compiled = torch.compile(gather_after_break, backend="eager")
     for n in range(2, 6):
@@ -243,7 +243,7 @@ FAKE_CALLS = {
 
 @register_aspect
 def fake_tensors():
-    """On rank 0 alone: nothing is communicated."""
+    """Calls with fake tensors on rank 0 alone: nothing is communicated."""
     report = {}
     if dist.get_rank() != 0:
         return report
@@ -269,7 +269,7 @@ def fake_tensors():
 
 @register_aspect
 def meta_tensors():
-    """On rank 1 alone."""
+    """Calls with meta tensors on rank 1 alone."""
     report = {}
     if dist.get_rank() != 1:
         return report

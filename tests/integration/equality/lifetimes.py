@@ -221,14 +221,14 @@ def reset_peak():
 
 
 def read_memory(name):
-    """In MB."""
+    """The value in MB."""
     with open("/proc/self/status") as file:
         line = next(line for line in file if line.startswith(name + ":"))
     return int(line.split()[1]) / 1024
 
 
 def find_peak(function):
-    """By how many MB the memory grew at most: the least of several runs, since the backend's own threads
+    """The largest growth of memory in MB, the least of several runs: the backend's own threads
     may be late.
     """
     function()

@@ -31,8 +31,8 @@ def describe_tensor(tensor):
 
 
 def describe_exception(error):
-    """Its type, text and traceback: functions and files, from the outermost. Functions of ours that
-    call torch's are in it, where they are Python.
+    """The type, text and traceback of an exception: functions and files, from the outermost. It has
+    functions of ours that call torch's, where they are Python.
     """
     frames, traceback = [], error.__traceback__
     while traceback is not None:

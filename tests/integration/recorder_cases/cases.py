@@ -269,7 +269,7 @@ def define_unknown_operators():
 
 @register_case
 def unknown_operators():
-    """In the order of the group's other calls, with shapes that legally differ between ranks."""
+    """Unknown operators between other calls, with shapes that legally differ between ranks."""
     c10d, group = torch.ops.c10d, dist.group.WORLD.boxed()
     mine = torch.ones(1 + dist.get_rank(), 2)
 
@@ -491,7 +491,7 @@ def describe_ring(reader, setup_before, streams_before):
 
 
 def list_setup_calls(reader, snapshot):
-    """By the number of the stream, and of the call in it."""
+    """The set-up calls by the number of the stream and of the call in it."""
     now = time.monotonic_ns()
     return {
         (s.uid, c.seq): c.signature.op

@@ -349,7 +349,7 @@ def test_bundle_with_too_many_values_is_skipped(tmp_path: Path) -> None:
 
 
 def make_deep_pickle(data: object) -> bytes:
-    """Of data that is nested deeper than Python's own pickler goes."""
+    """A pickle of data that is nested deeper than Python's own pickler goes."""
     made, tasks = bytearray(b"\x80\x02"), [("put", data)]
     numbers: dict[int, int] = {}
     while tasks:

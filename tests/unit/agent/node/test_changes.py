@@ -174,7 +174,7 @@ class DetectingHost:
         self.schedule, self.ranks = ReportSchedule(0), ranks
 
     def detect_changes(self, *ranks: WatchedProcess) -> float | None:
-        """In how many seconds the next heartbeat is due if it was brought forward."""
+        """The seconds until the next heartbeat, if it was brought forward."""
         self.ranks = ranks or self.ranks
         due_ns = self.schedule.next_ns
         self.schedule.apply_scan(self.ranks, 0, has_urgent_changes=False)

@@ -30,7 +30,7 @@ def read_stacks(ring: RingWriter) -> str:
 
 
 class Activations:
-    """As large as a job's."""
+    """An object as large as a job's activations."""
 
 
 def test_stacks_are_written_once_for_each_request(ring: RingWriter) -> None:

@@ -45,7 +45,7 @@ class RecordedStream:
         return state
 
     def poll(self) -> None:
-        """As the recorder's thread does."""
+        """Polls as the recorder's thread does."""
         self.stream.update_ring(0)
         self.ring.write_pulse(self.ring.written_count)
 

@@ -107,7 +107,7 @@ def test_hostile_reply_is_bounded(send_reply: Callable[[socket.socket], None]) -
 
 
 def wait_for_outcome(uplink: Uplink) -> HeartbeatOutcome:
-    """As the node agent's loop does it."""
+    """Waits as the node agent's loop does."""
     until = time.monotonic() + 30
     while time.monotonic() < until:
         outcome = uplink.take_outcome(0.05)

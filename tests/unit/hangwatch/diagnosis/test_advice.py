@@ -388,7 +388,7 @@ def sample_thread(
 
 
 def make_sampled_hang(main: ThreadStack, *others: list[ThreadStack]) -> ScriptedJob:
-    """As `make_hang`, with one sample per second."""
+    """The hang of `make_hang`, with one sample per second."""
     job = make_hang(main, *(other[0] for other in others))
     for n in range(1, max(map(len, others))):
         job.advance_time(1)

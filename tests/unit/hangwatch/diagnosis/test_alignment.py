@@ -235,7 +235,7 @@ def test_calls_are_fetched_only_after_a_long_wait() -> None:
     job = job_with_skipped_call()
     job.advance_time(2)
     job.send_heartbeats()
-    # Until then only the hash of the newest call that all have made is requested.
+    # Only the hash of the newest call that all have made is requested before.
     requests = [r for r in job.run_diagnosis().requests if not r.stacks]
     assert [(r.from_seq, r.to_seq) for r in requests] == [(29, 29)]
 

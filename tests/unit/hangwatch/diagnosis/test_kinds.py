@@ -47,7 +47,7 @@ def test_kind_has_a_rule_that_makes_it(kind: VerdictKind) -> None:
 
 
 def iter_verdict_arguments() -> Iterator[tuple[str, dict[str, str]]]:
-    """Of each place where a rule makes a verdict: its module, and the source of each argument."""
+    """The module and the source of each argument, for each place where a rule makes a verdict."""
     for path in sorted(RULES_FOLDER.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "Verdict":
@@ -73,9 +73,7 @@ def test_every_verdict_has_the_severity_of_its_kind() -> None:
 
 @pytest.mark.parametrize("kind", list(VerdictKind))
 def test_real_verdict_shows_a_summary_and_advice(kind: VerdictKind) -> None:
-    """In the example of the documentation: a head line, the summary and, after an empty line, the
-    advice.
-    """
+    """The documented example has a head line, the summary and, after an empty line, the advice."""
     example = (PROJECT / "docs" / "examples" / f"{kind.value}.txt").read_text(encoding="utf-8")
     summary, advice = example.split("\n\n")[:2]
     assert len(summary.splitlines()) > 1

@@ -136,7 +136,7 @@ def test_complete_member_behind_is_missing_and_the_other_is_not() -> None:
 
 
 def test_rank_with_lost_calls_that_waits_names_nobody_by_count() -> None:
-    """Its newest call seems to be one in which all others have been."""
+    """The newest call of the rank seems to be one in which all others have been."""
     job = make_job_with_loss()
     job.add_group("pair", (1, 2))
     job.make_calls(group="pair")
@@ -169,7 +169,7 @@ def test_end_of_a_rank_with_lost_calls_is_certain(end: str) -> None:
 
 
 def test_cycle_through_a_stream_with_losses_is_no_deadlock() -> None:
-    """By counts, rank 0 waits in one group for rank 1, which waits in the other for rank 0."""
+    """By the counts, rank 0 waits in one group for rank 1, which waits in the other for it."""
     job = ScriptedJob(2)
     job.add_group("other", (0, 1))
     job.make_calls()

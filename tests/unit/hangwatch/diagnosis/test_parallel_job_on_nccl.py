@@ -30,7 +30,7 @@ from tests.simulation.simulated_host import SimulatedHost
 STALL_AFTER_S, INTERVAL_S = 20.0, 1.0
 FAULT_AFTER_S = 40.5  # early in a step: the hosts have queued little of it
 SHAPE = JobShape(pipeline=4, data=3, backend="nccl")
-CULPRIT = 41  # of the second stage of the second replica
+CULPRIT = 41  # a rank of the second stage of the second replica
 REPLICA = set(range(32, 64))  # the ranks of its replica
 
 

@@ -1,5 +1,5 @@
-"""For any job and any order of heartbeats: the planted fault is named and nothing else, and a healthy
-job opens no incident.
+"""Any job, with heartbeats in any order, opens an incident for its planted fault and no other one.
+A healthy job opens none.
 
 ``HANGWATCH_EXAMPLES=2000 pytest tests/unit/hangwatch/diagnosis/test_properties.py`` tries thousands of
 jobs.
@@ -325,7 +325,7 @@ def run_and_diagnose(
 def run_until_settled(
     world: ModelCluster, on_verdicts: Callable[[list[Verdict]], None], max_time_s: float = 120.0
 ) -> None:
-    """Until nothing more happens."""
+    """Runs the job until its state can no longer change."""
     while not world.job.is_settled() and world.job.now < max_time_s:
         run_and_diagnose(world, 0.5, on_verdicts)
     assert world.job.now < max_time_s
@@ -481,7 +481,7 @@ _ENDING_FAULTS = ("is killed", "raises")
 @st.composite
 def draw_faulty_plans(draw: st.DrawFn) -> tuple[JobPlan, PlannedFault]:
     plan = draw(draw_plans())
-    # For a receive from any source it is unknown which of several absent senders it needs.
+    # A receive from any source does not show which of several absent senders it needs.
     plan = replace(plan, operations=tuple(h for h in plan.operations if not h.any_source))
     assume(plan.operations)
     how = draw(st.sampled_from(tuple(_EXPECTED_KINDS)))

@@ -49,7 +49,7 @@ class Cluster:
         self.job.send_heartbeats()
 
     def write_files(self, files: Mapping[str, object], *hosts: int) -> None:
-        """On these hosts; on all if none is given."""
+        """Writes the files on these hosts, or on all if none is given."""
         for number in hosts or range(HOSTS):
             write_files(self.roots[number], files)
 
@@ -169,7 +169,7 @@ def test_xid_during_a_collective(cluster: Cluster) -> None:
 
 
 def test_gpu_that_stops_silently(cluster: Cluster) -> None:
-    """It is idle, and all others spin in NCCL's kernel."""
+    """The GPU is idle, and all others spin in NCCL's kernel."""
 
     def probe_gpu(host: Host) -> tuple[Observation, ...]:
         is_idle = host.sys.parent.name == "node2"

@@ -129,7 +129,7 @@ def test_hosts_ahead_do_not_hide_device_behind() -> None:
 
 
 def test_chain_across_groups_leads_to_device_that_has_not_begun() -> None:
-    """With timing: rank 7 has begun nothing, rank 6 waits for it in their pair."""
+    """Timing shows that rank 7 has begun nothing; rank 6 waits for it in their pair."""
     recorders = make_parallel_recorders(timed=True)
     for recorder in recorders:
         if recorder.rank == 7:

@@ -436,8 +436,8 @@ def test_healthy_job_with_a_missing_dump_has_no_verdict() -> None:
 
 
 def test_dumps_of_unfinished_calls_only() -> None:
-    """As ``dump_nccl_trace_json?onlyactive=true`` returns them: a rank that has completed all its
-    calls lists none, only their number.
+    """Dumps of ``dump_nccl_trace_json?onlyactive=true``: a rank that has completed all its calls
+    lists none, only their number.
     """
     recorders = make_healthy_dumps(3)
     for recorder in recorders[:2]:

@@ -1,4 +1,4 @@
-"""Without the `mcp` package, an extra, the remedy is said, and everything else works."""
+"""Where the `mcp` package, an extra, is missing, the remedy is printed and the rest works."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def test_parsing_a_document_gives_the_incident() -> None:
 
 
 def test_documents_of_older_releases_have_default_values() -> None:
-    """These have no site, divergence, resolution or recovery, and their calls fewer fields."""
+    """Old documents have no site, divergence, resolution or recovery, and fewer fields of calls."""
     call = {"ranks": [0], "seq": 7, "op": "all_reduce"}
     stack = {"ranks": [0], "source": "py-spy", "taken_at": "2026-01-01T00:00:00Z"}
     old = {

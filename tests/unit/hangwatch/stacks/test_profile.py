@@ -1,4 +1,4 @@
-"""From py-spy's samples to where the time went: read, packed, folded, drawn."""
+"""Profiles of py-spy's samples: read, packed, folded, drawn."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_last_calls_of_slow_job_are_kept() -> None:
 
 
 def test_more_calls_of_exited_process_are_kept() -> None:
-    """They cannot be requested any more."""
+    """Calls of an exited process can no longer be requested."""
     fleet = Fleet()
     calls = tuple(map(make_call, range(1, 21)))
     exited = make_heartbeat(1, 0, calls=calls, completed=20, ended=ExitInfo(exit_status=1))
@@ -86,7 +86,7 @@ def test_more_calls_of_exited_process_are_kept() -> None:
 
 
 def test_more_calls_of_uncounted_stream_are_kept() -> None:
-    """Its device may be in one of them."""
+    """The device of the stream may be in one of these calls."""
     fleet = Fleet()
     for number in range(1, 100):
         update = heartbeat.StreamUpdate(

@@ -23,7 +23,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_process_with_a_backlog_is_not_replaced() -> None:
-    """It passes on one heartbeat after another, and so does not come to the mark for long."""
+    """The process passes on one heartbeat after another, and does not reach the mark for long."""
 
     async def wait_with_backlog() -> None:
         ours, theirs = socket.socketpair()

@@ -25,7 +25,7 @@ SECOND_NS = 1_000_000_000
 
 
 class MeasuredRank:
-    """One that makes calls, and what its node agent has of it."""
+    """A rank that makes calls, and what its node agent knows of it."""
 
     def __init__(self, folder: Path, kind: str = "collective", ranks: str = "0-3") -> None:
         self.ring = RingWriter(folder / "a.ring", pid=os.getpid(), start_ticks=1)

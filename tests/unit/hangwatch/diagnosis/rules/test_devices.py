@@ -228,7 +228,7 @@ def test_chain_without_timing_names_all_that_may_be_stuck() -> None:
 
 
 def test_device_behind_its_peers_is_stuck_although_its_host_is_behind_too() -> None:
-    """Its host waits for its own device, before the call in which the others wait."""
+    """The host waits for its own device, before the call in which the others wait."""
     job = make_job(left=(0, 1), right=(2, 3))
     for rank in (0, 1, 3):
         job.make_call(rank, backend="nccl")

@@ -29,8 +29,8 @@ def make_frame(text: str) -> Frame:
 
 
 def job_with_absent_ranks(*texts: str, world: int = 0) -> ScriptedJob:
-    """Its last rank waits for all others since 10 s. Rank 0 works, the next ones were seen, idle,
-    in these lines.
+    """A job whose last rank has waited for all others for 10 s. Rank 0 works; the next ones were
+    sampled, idle, in these lines.
     """
     job = ScriptedJob(max(world, len(texts) + 2), limits=replace(LIMITS))
     job.send_heartbeats()
@@ -106,7 +106,7 @@ def test_rank_absent_after_late_one_arrived_gets_stall_limit_again() -> None:
 
 
 def test_late_one_that_arrived_just_now_counts_as_well() -> None:
-    """It does not count as waiting yet, but the others were seen while it worked."""
+    """The late rank does not count as waiting yet, but the others were sampled while it worked."""
     job = job_with_absent_ranks("store.wait(['turn1'])")
     job.make_call(0)
     job.advance_time(0.5)

@@ -8,7 +8,7 @@ from tests.simulation.scripted_job import ScriptedJob
 
 
 def make_job() -> ScriptedJob:
-    """On a backend like NCCL: every rank has made 14 calls."""
+    """A job on a backend like NCCL, in which every rank has made 14 calls."""
     job = ScriptedJob(4, reports_completion=False)
     for _ in range(7):
         job.make_calls("all_gather_into_tensor", done=False, blocking=None, backend="nccl")

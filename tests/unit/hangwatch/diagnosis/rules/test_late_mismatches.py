@@ -62,7 +62,7 @@ class LateMismatch:
     hangs: bool
     pauses: tuple[float, ...]
     hosts: int
-    ring_calls: int  # that a ring has room for
+    ring_calls: int  # the calls that a ring has room for
     is_logged: bool  # the node agent has read the calls that its ring no longer has
 
     def list_signatures(self, rank: int) -> list[Signature]:

@@ -270,7 +270,7 @@ def test_groups_of_one_member_each_are_no_mismatch() -> None:
 
 
 def test_groups_of_several_members_share_a_name() -> None:
-    """They meet under the same keys, as of ``new_subgroups(2, group=half)``."""
+    """The groups meet under the same keys, as those of ``new_subgroups(2, group=half)`` do."""
     job = ScriptedJob(8)
     for rank in range(8):
         job.make_setup_call(rank)

@@ -205,7 +205,7 @@ def test_asynchronous_call_does_not_block_progressing_rank() -> None:
 
 
 def test_listening_thread_blocks_no_rank() -> None:
-    """Its receive blocks, and the rank trains on beside it."""
+    """The receive of a thread blocks, and its rank continues to train."""
     job = ScriptedJob(2)
     job.send_heartbeats()
     job.make_p2p_call(1, StreamKind.RECV, 0, blocking=True)

@@ -151,8 +151,8 @@ def test_waits_do_not_grow_while_no_host_reports(job: ScriptedJob) -> None:
 
 
 def test_host_reconnecting_later_is_not_lost(job: ScriptedJob) -> None:
-    """They wait, legally, for a rank of it that is in a declared phase; the server was away for a
-    minute.
+    """The others wait, legally, for one of its ranks that is in a declared phase; the server was
+    away for a minute.
     """
     job.ranks[5].phase = "evaluate"
     job.make_calls(except_ranks=(5,), done=False)

@@ -28,7 +28,7 @@ def test_ranks_ended_after_network_error_blame_none() -> None:
 
 
 def test_end_of_a_long_stall_is_reported_immediately() -> None:
-    """Without recorded starts the stall itself is reported some seconds later."""
+    """The stall itself is reported some seconds later where starts are not recorded."""
     job = make_job()
     report_devices(job, dict.fromkeys(range(4), (4, None)))
     assert advance_seconds(job, STALL_AFTER_S + 2) == []
@@ -76,7 +76,7 @@ def test_abort_without_pending_work_is_a_death() -> None:
 
 
 def test_sudden_abort_of_one_rank_is_a_death() -> None:
-    """As on an error of its own device, soon after its last call."""
+    """The rank aborts soon after its last call, as on an error of its own device."""
     job = make_job()
     report_devices(job, dict.fromkeys(range(4), (4, 5)))
     (verdict,) = abort_ranks(job, 2)
