@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -106,32 +106,24 @@ class PerformanceTotals:
 
 def _is_plausible(part: heartbeat.StreamPerformance) -> bool:
     """Whether all numbers of a report, which may come from anywhere, are within the limits."""
-    return (
-        0 <= part.missed < MAX_REPORTED_NUMBER
-        and all(_is_plausible_total(total) for total in part.totals)
-        and all(_is_plausible_sample(sample) for sample in part.samples)
-    )
-
-
-def _is_plausible_total(total: heartbeat.CallTotals) -> bool:
-    return (
+    are_totals_plausible = all(
         0 <= total.size <= MAX_SIZE_CLASS
         and 0 <= total.calls < MAX_REPORTED_NUMBER
         and 0 <= total.bytes < MAX_REPORTED_NUMBER
         and 0 <= total.longest_us <= MAX_DURATION_US
         and are_valid_counts(total.latency)
+        for total in part.totals
     )
-
-
-def _is_plausible_sample(sample: heartbeat.CallSample) -> bool:
-    _, entered_us, since_previous_us, duration_us, _, size_class, size_bytes = sample
-    return (
+    are_samples_plausible = all(
         0 <= entered_us < MAX_REPORTED_NUMBER
         and -1 <= since_previous_us < MAX_REPORTED_NUMBER
         and -1 <= duration_us <= MAX_DURATION_US
         and 0 <= size_class <= MAX_SIZE_CLASS
         and -1 <= size_bytes < MAX_REPORTED_NUMBER
+        for _, entered_us, since_previous_us, duration_us, _, size_class, size_bytes in part.samples
     )
+    is_missed_plausible = 0 <= part.missed < MAX_REPORTED_NUMBER
+    return is_missed_plausible and are_totals_plausible and are_samples_plausible
 
 
 @dataclass(slots=True, kw_only=True)
@@ -326,7 +318,11 @@ class GroupTotals:
         self.arrivals.add_skew(skew)
         self._get_period(call.op, now).spread.add_duration(1e6 * skew.spread_s)
         row = self._get_size_class(call.op, call.size_class)
-        _add_waits(row, arrivals, skew)
+        # How long some of the members waited; the first, which waited longest, is one of them.
+        times = sorted(arrival.arrived_at for arrival in arrivals)
+        for arrived_at in times[:: max(1, len(times) // MAX_WAITS_PER_CALL)]:
+            waited_s = skew.last_arrival_at - arrived_at
+            row.wait.add_duration(1e6 * waited_s if waited_s > skew.error_s else 0.0)
         shortest_us = min(reported.duration_us for reported in call.arrivals.values())
         if call.op in MUTUAL_WAIT_OPS and shortest_us >= 0 and call.size_bytes > 0:
             # The shortest call is that of the last member to arrive, which did not wait.
@@ -345,15 +341,6 @@ class GroupTotals:
         if op not in self.histories and len(self.histories) >= MAX_HISTORIES:
             op = OTHER_OPS
         return self.histories.setdefault(op, PeriodHistory()).get_current(now)
-
-
-def _add_waits(row: SizeClassTotals, arrivals: Sequence[Arrival], skew: CallSkew) -> None:
-    """Adds how long some of the members waited; the first, which waited longest, is one of them."""
-    times = sorted(arrival.arrived_at for arrival in arrivals)
-    step = max(1, len(times) // MAX_WAITS_PER_CALL)
-    for arrived_at in times[::step]:
-        waited_s = skew.last_arrival_at - arrived_at
-        row.wait.add_duration(1e6 * waited_s if waited_s > skew.error_s else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

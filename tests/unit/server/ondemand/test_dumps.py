@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from hangwatch.model.ranks import ExitInfo, Frame, ThreadStack
 from hangwatch.protocol import heartbeat
+from hangwatch.report.documents import build_document
 from hangwatch.server.core.clock import Clock
 from hangwatch.server.ingest.command_queue import CommandQueue
-from hangwatch.server.ondemand.dumps import REPLY_TIMEOUT_S, DumpRegistry
+from hangwatch.server.ondemand.dumps import REPLY_TIMEOUT_S, Dump, DumpRegistry
 from tests.unit.server.attempts import make_attempt
 
 
@@ -38,6 +39,10 @@ def test_a_dump_ends_with_stacks_or_a_reason_for_each_rank() -> None:
     assert pending is not None
     assert pending.status == "pending"
     assert pending.ranks[0].stacks[0].frames[0].line == 3
+    document = Dump.model_validate(pending, from_attributes=True).model_dump(mode="json")
+    assert list(document) == ["id", "job", "attempt", "native", "status", "created_at", "ranks"]
+    assert [list(rank) for rank in document["ranks"]] == [["rank", "status", "error", "stacks"]] * 3
+    assert document["ranks"][0]["stacks"][0] == build_document(pending.ranks[0].stacks[0])
     expired = dumps.find_request(requested.id, 100.0 + REPLY_TIMEOUT_S + 1)
     assert expired is not None
     assert (
