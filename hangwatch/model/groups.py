@@ -64,6 +64,7 @@ class Group:
 
     @property
     def outside_labels(self) -> tuple[str, ...]:
+        """The descriptions of `outside_members`."""
         return tuple(member.label for member in self.outside_members)
 
     @property

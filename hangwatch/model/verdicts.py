@@ -37,6 +37,7 @@ class AlignedPair:
 
     @property
     def seqs(self) -> tuple[int | None, int | None]:
+        """The numbers of the calls."""
         first, second = self.calls
         return (
             None if first is None else first.seq,
@@ -65,6 +66,7 @@ class Divergence:
 
     @property
     def ranks_by_side(self) -> tuple[Side, ...]:
+        """``sides`` as documents have them."""
         return tuple(Side(ranks=ranks) for ranks in self.sides)
 
 
