@@ -251,7 +251,7 @@ def parse_description(data: dict[str, Any]) -> StreamDescription | None:
             peer=None if peer is None else int(peer),
             tag=None if tag is None else int(tag),
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
 
@@ -261,7 +261,7 @@ def parse_site(data: dict[str, Any] | None) -> Site | None:
         return None
     try:
         return Site(file=str(data["file"]), line=int(data["line"]), function=str(data["function"]))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
 
@@ -273,7 +273,7 @@ def parse_signature(data: dict[str, Any] | None) -> Signature:
         return Signature(op=UNKNOWN_OP)
     try:
         return decode_signature(data)
-    except (KeyError, TypeError, ValueError, IndexError):
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError):
         return Signature(op=UNKNOWN_OP)
 
 

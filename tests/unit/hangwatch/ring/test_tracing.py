@@ -170,6 +170,15 @@ def test_record_being_written_is_awaited(tmp_path: Path) -> None:
     assert (len(trace.calls), trace.next_index, trace.missed) == (2, 2, 0)
 
 
+def test_infinite_number_makes_a_signature_malformed(tmp_path: Path) -> None:
+    ring = TimedRing(tmp_path)
+    infinite = {"op": "all_reduce", "numel": float("inf")}  # JSON in Python has such numbers
+    ring.ops["all_reduce"] = ring.writer.intern_signature(infinite)
+    ring.record_call(1)
+    (traced,) = read_trace(ring.reader, 0, 5 * NS_PER_MS, is_last=True).calls
+    assert traced.call.signature == Signature(op="?")
+
+
 class TestTraceAnswers:
     """The replies of the node agent, on a ring of this process."""
 
