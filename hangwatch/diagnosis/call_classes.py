@@ -19,7 +19,12 @@ def classify_members(
     """
     ranks_by_hash: dict[int, list[int]] = {}
     unplaced: list[tuple[Hashes, list[int]]] = []
-    for history, ranks in _group_by_history(members):
+    # The different histories, each with its ranks. 100,000 members share a few dozen of them.
+    ranks_by_history: dict[int, tuple[Hashes, list[int]]] = {}
+    for rank, stream in members.items():
+        history = stream.reported_hashes
+        ranks_by_history.setdefault(id(history), (history, []))[1].append(rank)
+    for history, ranks in ranks_by_history.values():
         running_hash = dict(history).get(seq)
         if running_hash is not None:
             ranks_by_hash.setdefault(running_hash, []).extend(ranks)
@@ -32,17 +37,6 @@ def classify_members(
         ranks.sort()
     classes = sorted(ranks_by_hash.items(), key=lambda item: (-len(item[1]), item[1]))
     return classes, unclassified
-
-
-def _group_by_history(members: Mapping[int, CallStream]) -> Iterable[tuple[Hashes, list[int]]]:
-    """The different histories of running hashes, each with its ranks. 100,000 members share a few
-    dozen of them.
-    """
-    ranks_by_history: dict[int, tuple[Hashes, list[int]]] = {}
-    for rank, stream in members.items():
-        history = stream.reported_hashes
-        ranks_by_history.setdefault(id(history), (history, []))[1].append(rank)
-    return ranks_by_history.values()
 
 
 def _place_by_later_hash(

@@ -110,7 +110,15 @@ def _format_startup_advice(absent_processes: Mapping[int, Process | None]) -> st
     """Advice for all absent ranks; if their reasons differ, for the most basic reason."""
     not_reporting = tuple(rank for rank, p in absent_processes.items() if p is None)
     if not_reporting:
-        return _format_unknown_ranks_advice(not_reporting, len(absent_processes))
+        if len(not_reporting) < len(absent_processes):
+            subject = describe_ranks(not_reporting).capitalize()
+        else:
+            subject = "They" if len(absent_processes) > 1 else "It"
+        return (
+            f"{subject} never reported: check that as many processes were started as WORLD_SIZE says,"
+            " that every node started, and that every node can reach HANGWATCH_URL. The launcher's log"
+            " may say more."
+        )
     lifecycles = {p.lifecycle for p in absent_processes.values() if p is not None}
     if len(absent_processes) > 1:
         subject, run, have, possessive = "Their processes", "run", "have", "their"
@@ -131,18 +139,6 @@ def _format_startup_advice(absent_processes: Mapping[int, Process | None]) -> st
     return (
         f"{subject} {run} but {have} not called init_process_group: {stacks_show} what {they_do}"
         " instead."
-    )
-
-
-def _format_unknown_ranks_advice(not_reporting: tuple[int, ...], absent_count: int) -> str:
-    if len(not_reporting) < absent_count:
-        subject = describe_ranks(not_reporting).capitalize()
-    else:
-        subject = "They" if absent_count > 1 else "It"
-    return (
-        f"{subject} never reported: check that as many processes were started as WORLD_SIZE says,"
-        " that every node started, and that every node can reach HANGWATCH_URL. The launcher's log"
-        " may say more."
     )
 
 

@@ -359,7 +359,8 @@ def _make_call_mismatch(
     classes, unclassified = classify_members(members, seq)
     calls: list[CallClass] = []
     for _, ranks in classes if divergence.is_exact else ():
-        call = _find_call(members, ranks, seq)
+        known = (members[rank].calls.get(seq) for rank in ranks)
+        call = next((c for c in known if c is not None and c.signature.op != UNKNOWN_OP), None)
         if call is not None:
             calls.append(CallClass(ranks=tuple(ranks), call=call))
     any_stream = next(iter(members.values()))
@@ -427,14 +428,6 @@ def _knows_calls(stream: CallStream, window: CallWindow, last_equal: int) -> boo
     return bool(calls) and all(
         seq in calls and calls[seq].chain for seq in range(last_equal + 1, window.last + 1)
     )
-
-
-def _find_call(members: dict[int, CallStream], ranks: list[int], seq: int) -> Call | None:
-    for rank in ranks:
-        call = members[rank].calls.get(seq)
-        if call is not None and call.signature.op != UNKNOWN_OP:
-            return call
-    return None
 
 
 def _find_outliers(
@@ -559,27 +552,20 @@ def _compare_channel(
 def _compare_splits(context: DiagnosisContext, members: dict[int, CallStream]) -> None:
     """Compares what the members of a group send in all-to-all calls with what their receivers expect."""
     group = next(iter(members.values())).group
-    for seq, calls in sorted(_collect_uneven_calls(group, members).items()):
-        conflicts = list(_find_split_conflicts(group, calls))
-        if conflicts:
-            outliers, classes, summary = _summarize_conflicts(group, seq, calls, conflicts)
-            callers = {rank: members[rank] for rank in sorted(calls)}
-            _accuse_callers(context, callers, outliers, seq, ("splits",), classes, summary)
-            return
-
-
-def _collect_uneven_calls(
-    group: Group, members: dict[int, CallStream]
-) -> dict[int, dict[int, Call]]:
-    """The calls with split sizes, by number and rank."""
-    calls_by_seq: dict[int, dict[int, Call]] = {}
+    calls_by_seq: dict[int, dict[int, Call]] = {}  # those with split sizes
     for rank, stream in members.items():
         if not stream.calls or rank not in group.ranks:
             continue
         for seq, call in stream.calls.items():
             if call.signature.splits is not None and stream.is_counted(seq):
                 calls_by_seq.setdefault(seq, {})[rank] = call
-    return calls_by_seq
+    for seq, calls in sorted(calls_by_seq.items()):
+        conflicts = list(_find_split_conflicts(group, calls))
+        if conflicts:
+            outliers, classes, summary = _summarize_conflicts(group, seq, calls, conflicts)
+            callers = {rank: members[rank] for rank in sorted(calls)}
+            _accuse_callers(context, callers, outliers, seq, ("splits",), classes, summary)
+            return
 
 
 def _find_split_conflicts(group: Group, calls: dict[int, Call]) -> Iterator[SplitExchange]:

@@ -96,7 +96,12 @@ def _find_stuck_collectives(context: DiagnosisContext) -> Iterator[_StuckCall]:
     stuck_streams = context.graph.stuck_streams
     blocked = context.graph.find_waiters_of(stuck_streams).union(stuck_streams)
     blocked -= context.explained_ranks
-    for group_state, inside in _group_stuck_ranks(context):
+    ranks_by_group: dict[int, tuple[GroupState, list[int]]] = {}
+    for rank, stream in stuck_streams.items():
+        state = stream.group_state
+        if state is not None and stream.is_pending and rank not in context.explained_ranks:
+            ranks_by_group.setdefault(id(state), (state, []))[1].append(rank)
+    for group_state, inside in ranks_by_group.values():
         group_ranks = group_state.members[inside[0]].group.ranks
         if not blocked.issuperset(group_ranks):
             continue
@@ -117,18 +122,6 @@ def _find_stuck_collectives(context: DiagnosisContext) -> Iterator[_StuckCall]:
             summary=agreement.describe(unfinished, get_op_name(stream), inside[0], position),
             advice=format_lower_layers_advice(are_equal=agreement.is_known),
         )
-
-
-def _group_stuck_ranks(context: DiagnosisContext) -> Iterable[tuple[GroupState, list[int]]]:
-    """The ranks that are inside a stuck collective, by process group."""
-    ranks_by_group: dict[int, tuple[GroupState, list[int]]] = {}
-    for rank, stream in context.graph.stuck_streams.items():
-        group_state = stream.group_state
-        if group_state is None or not stream.is_pending or rank in context.explained_ranks:
-            continue
-        _, inside = ranks_by_group.setdefault(id(group_state), (group_state, []))
-        inside.append(rank)
-    return ranks_by_group.values()
 
 
 def _find_stuck_channels(context: DiagnosisContext) -> Iterator[_StuckCall]:
