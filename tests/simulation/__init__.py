@@ -9,5 +9,5 @@ A job for a test is one of these:
 - `simulated_job`: a small job that trains or hangs in real time, with any texts; `job_reporter` reports
   it over HTTP. For servers and pages.
 
-The node agent's own code composes the heartbeats of the first two.
+The node agent's own code composes the heartbeats of the first three.
 """

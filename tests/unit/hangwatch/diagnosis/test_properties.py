@@ -66,11 +66,6 @@ COLLECTIVES = (
     "gather",
     "reduce_scatter_tensor",
 )
-FULL_COLLECTIVES = (
-    "all_reduce",
-    "all_gather_into_tensor",
-    "reduce_scatter_tensor",
-)  # no rank leaves before all have entered
 SETUP_GROUP = Group(name="setup", desc="set-up", ranks=())
 
 
@@ -475,7 +470,6 @@ _EXPECTED_KINDS = {
         VerdictKind.MISSING_RANK,
     },  # as it comes: what follows it may fit by chance
 }
-_ENDING_FAULTS = ("is killed", "raises")
 
 
 @st.composite

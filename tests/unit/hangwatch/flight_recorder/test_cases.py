@@ -69,16 +69,6 @@ class FlightCase:
 
 
 SMALL_SHAPES: dict[str, Any] = {"inputs": [[4, 4]], "outputs": [[4, 4]]}
-PAIRED_OPS = [
-    "broadcast",
-    "reduce",
-    "all_gather",
-    "all_reduce",
-    "reduce_scatter",
-    "_all_gather_base",
-    "_reduce_scatter_base",
-    "all_to_all",
-]
 
 
 def make_uneven_shapes(
