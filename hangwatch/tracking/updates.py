@@ -299,12 +299,12 @@ def _apply_stream_update(
         stream.op = intern(op)
     if stream.first_unfinished > old_first_unfinished:
         stream.advanced_at = entered_at
-    # The completions in the first update of a stream may be old: the server may have started during
-    # a hang.
-    if is_known and completed is not None and completed > old_completed:
-        stream.last_completion_at = now
-        if stream.pending_at is not None or now - entered_at > MIN_WAIT_S:
-            _record_blocked_interval(process, stream, old_first_unfinished, now)
+    if completed is not None and completed > old_completed:
+        # The completions in the first update of a stream may be old: the server may have started during
+        # a hang.
+        if is_known:
+            stream.last_completion_at = now
+        _record_blocked_interval(process, stream, old_first_unfinished, now)
     stream.pending_at = None if pending_s is None else now - pending_s
     if stream.group_state is not None and (chain or checkpoints):
         pairs = checkpoints
@@ -368,12 +368,16 @@ def _record_blocked_interval(process: Process, stream: CallStream, seq: int, now
     Either it was reported as blocked in call ``seq``, or it may have been blocked in the newest
     call since the previous heartbeat, until it became active.
     """
+    if stream.pending_at is None and now - stream.entered_at <= MIN_WAIT_S:
+        return
     if seq in stream.calls and stream.pending_at is not None:
         process.open_calls.last_blocked = stream.pending_at, now
     elif stream.completed == stream.entered:
         began = max(process.reports.previously_seen_at, stream.entered_at)
         ended = min(process.activity.last_active_at, now)
-        if ended - began > MIN_WAIT_S and ended > process.open_calls.last_blocked[1]:
+        # Of the streams that may have blocked it until then, that of the last call did.
+        last_began, last_ended = process.open_calls.last_blocked
+        if ended - began > MIN_WAIT_S and (ended, began) > (last_ended, last_began):
             process.open_calls.last_blocked = began, ended
 
 

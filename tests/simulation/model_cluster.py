@@ -273,10 +273,14 @@ class ModelCluster:
         return diagnosis
 
     def _is_any_known_to_wait(self, attempt: Attempt) -> bool:
-        """Whether a rank was reported after it had waited for longer than ``stall_after_s``."""
+        """Whether a rank was reported after it had waited for longer than ``stall_after_s``, and its host
+        is not silent: then it is not known whether the rank still waits.
+        """
         for rank in self.job.ranks.values():
             process = attempt.processes.get(rank.number)
             if process is None or rank.blocked_call is None or not rank.is_running:
+                continue
+            if self.now - process.reports.last_seen_at >= self.limits.lost_after_s:
                 continue
             reported_at = process.reports.last_seen_at - self.clock_offset
             if reported_at - rank.blocked_since > self.limits.stall_after_s + _KNOWN_AFTER_S:

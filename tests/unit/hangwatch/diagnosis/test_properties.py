@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import pytest
 from hypothesis import HealthCheck, assume, event, given, note, seed, settings
 from hypothesis import strategies as st
 
@@ -385,10 +384,6 @@ def test_healthy_job_opens_no_alert(
     check_healthy_job(plan, fates, restarts, details_s)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="after its restart, a server does not know when a rank's last call completed",
-)
 def test_server_that_restarts_while_ranks_wait_opens_no_alert() -> None:
     """The others wait for rank 2 from the first second on. It is in a call that waits for rank 3 until
     second 6, and then computes for 4 seconds, in which the server restarts.
