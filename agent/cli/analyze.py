@@ -226,7 +226,7 @@ def read_evidence(
     execute code.
     """
     evidence = Evidence()
-    dump_paths: dict[int, Path] = {}  # by rank
+    dump_paths: dict[int, Path] = {}  # keys: ranks
     pool = InternPool()
     files = list(_list_files(paths))
     with _pause_gc():

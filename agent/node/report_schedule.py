@@ -70,7 +70,7 @@ class ReportSchedule:
         self._unsteady_ns = _NEVER_NS  # when it is due if the host does not remain steady
         self._next_early_ns = 0
         self._is_hastened = False  # the next heartbeat is sent immediately, and is urgent
-        # Two other reasons for which it is urgent, which do not hasten it.
+        # Two other reasons make it urgent, and do not hasten it.
         self._has_urgent_changes = False
         self._is_server_waiting = False
         # What the server knows of the changes below; None while heartbeats are frequent.

@@ -26,7 +26,9 @@ class ReportingAgent:
     last_seen_at: float = 0.0
     last_number: int = 0  # the number of its last heartbeat
     cost: heartbeat.AgentCost | None = None  # the last one reported
-    processes: dict[tuple[str, str], TrackedProcess] = field(default_factory=dict)  # by location
+    processes: dict[tuple[str, str], TrackedProcess] = field(
+        default_factory=dict
+    )  # keys: locations
     # The smallest difference seen between the time of receipt and the agent's clock, and when.
     _smallest_gap: tuple[float, float] | None = None
 

@@ -375,7 +375,7 @@ def _record_blocked_interval(process: Process, stream: CallStream, seq: int, now
     elif stream.completed == stream.entered:
         began = max(process.reports.previously_seen_at, stream.entered_at)
         ended = min(process.activity.last_active_at, now)
-        # Of the streams that may have blocked it until then, that of the last call did.
+        # Several streams may have blocked it until then: the one with the last call did.
         last_began, last_ended = process.open_calls.last_blocked
         if ended - began > MIN_WAIT_S and (ended, began) > (last_ended, last_began):
             process.open_calls.last_blocked = began, ended

@@ -55,7 +55,7 @@ class HeartbeatQueue:
 
     ingest: Callable[[heartbeat.Heartbeat, bool], heartbeat.HeartbeatReply]
     load: Load
-    sources: list[HeartbeatSource] = field(default_factory=list)  # those that run
+    sources: list[HeartbeatSource] = field(default_factory=list)  # the running ones
     _urgent: deque[_QueuedHeartbeat] = field(default_factory=deque)
     _usual: deque[_QueuedHeartbeat] = field(default_factory=deque)
     _usual_applied: int = 0

@@ -207,9 +207,12 @@ class WatchedProcess:
             is_exit_due = self.exit and not (self.acked and self.acked.includes_exit)
             if self.reader and is_exit_due:
                 last_calls = self.reader.read_last_calls(now_ns)
-            return updates.compose_update(
+            update, after = updates.compose_update(
                 view, self.acked, self.history, now_ns, fetch_calls, last_calls
             )
+            if update is not None:
+                self.history.composed_streams = after.streams
+            return update, after
         except Exception as error:  # the ring is corrupt: the next update leaves it out
             if self.ring is None:
                 raise

@@ -164,10 +164,10 @@ class UnackedHistory:
     check_history: CheckHistory = field(default_factory=CheckHistory)
     # The first retracted call of each stream that the server may know and does not know to be retracted.
     retractions: dict[int, Retraction] = field(default_factory=dict)
-    composed_streams: Mapping[int, AckedStream] = field(default_factory=dict)  # of the last update
-    _answered_seqs: dict[int, int] = field(
-        default_factory=dict
-    )  # the newest calls in replies, by uid
+    # What the server will know once it has the last update.
+    composed_streams: Mapping[int, AckedStream] = field(default_factory=dict)
+    # The newest call of each stream that a reply to a request had.
+    _answered_seqs: dict[int, int] = field(default_factory=dict)
     _retracted: frozenset[int] = frozenset()  # indices of records
     _retraction_count: int = 0
 

@@ -144,7 +144,6 @@ def compose_update(
         device_entries=device_entries,
         retractions={uid: retraction.number for uid, retraction in history.retractions.items()},
     )
-    history.composed_streams = after
     ring_fields = {} if view.snapshot is None else _read_ring_fields(view, view.snapshot, now_ns)
     update = ProcessUpdate(
         key=view.key,

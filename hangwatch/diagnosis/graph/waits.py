@@ -293,7 +293,7 @@ class WaitResolver:
             if behind.keys() - streams.keys() and group_state and has_completed_calls(group_state):
                 # Members without a stream took part in earlier calls, and are not recorded.
                 unknown = {*unknown, *(behind.keys() - streams.keys())}
-            # Those in the lowest call, and those whose position is unknown.
+            # The members in the lowest call, and the ones whose position is unknown.
             lowest = min(
                 (seq for member, seq in behind.items() if member not in unknown), default=0
             )

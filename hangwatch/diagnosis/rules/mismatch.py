@@ -552,7 +552,7 @@ def _compare_channel(
 def _compare_splits(context: DiagnosisContext, members: dict[int, CallStream]) -> None:
     """Compares what the members of a group send in all-to-all calls with what their receivers expect."""
     group = next(iter(members.values())).group
-    calls_by_seq: dict[int, dict[int, Call]] = {}  # those with split sizes
+    calls_by_seq: dict[int, dict[int, Call]] = {}  # calls with split sizes
     for rank, stream in members.items():
         if not stream.calls or rank not in group.ranks:
             continue
