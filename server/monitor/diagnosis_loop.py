@@ -22,6 +22,7 @@ from ..shared_state import SharedState
 from ..storage.persistence import PersistenceWorker
 from .cadence import DECIDING_FACTOR, MIN_PAUSE_S, ROUND_INTERVAL_S
 from .diagnoser import Diagnoser
+from .job_claims import JobClaims
 from .publisher import ChangePublisher
 
 FINISHED_ATTEMPTS_KEPT = 20
@@ -43,6 +44,7 @@ class DiagnosisLoop:
     publisher: ChangePublisher
     retention: Retention
     aborter: Aborter | None
+    job_claims: JobClaims | None  # None: no other server shares the database
     last_round_at: float = 0.0
     _garbage: GarbageScheduler = field(default_factory=GarbageScheduler)
 
@@ -63,6 +65,8 @@ class DiagnosisLoop:
         """Diagnoses each current attempt and reports all changes. A failure in one job or incident
         does not stop the others.
         """
+        if self.job_claims is not None:
+            await self.job_claims.confirm_jobs()
         shared, fleet, incidents = self.shared, self.shared.fleet, self.shared.incidents
         scheduler, isolate = self.diagnoser.report_scheduler, shared.failures.isolate
         now = shared.clock.monotonic()

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import sqlalchemy as sa
 
 from hangwatch.protocol.heartbeat import Heartbeat, get_family
+from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import FormerAttempt
 
 from ..core.events import wait_for_event
 from ..core.job_views import AttemptView
 from ..core.problems import Problem
 from ..shared_state import SharedState
-from ..storage.database import JobLocks
+from ..storage.database import SESSION_TIMEOUT_S, JobLocks
 from ..storage.persistence import PersistenceWorker
 from ..storage.store import JobHistory
-from .diagnosis_loop import Retention
 
 log = logging.getLogger("hangwatch")
 
@@ -32,6 +32,10 @@ PING_INTERVAL_S = 2.0  # well within the session's timeout
 RETRY_INTERVAL_S = 0.5  # the pause between two attempts to lock jobs
 RETRY_AFTER_S = 1
 NOT_HERE_STATUSES = (421, 503)  # another server has the job, or may have it
+# Locks that were seen to be held so long ago may have been lost since.
+CONFIRMED_S = SESSION_TIMEOUT_S - PING_INTERVAL_S
+CONFIRM_POLL_S = 0.05
+CONFIRM_WAIT_S = 5.0  # the longest delay of a diagnosis because of the database
 UNUSED_S = 60.0  # a job without processes is given up after this time
 
 
@@ -42,7 +46,7 @@ class JobClaims:
     shared: SharedState
     persistence: PersistenceWorker
     locks: JobLocks
-    retention: Retention
+    drop_attempt: Callable[[Attempt], None]
     _used_at: dict[str, float] = field(default_factory=dict)  # the time of a job's last heartbeat
     _held: set[str] = field(default_factory=set)
     _adopted: set[str] = field(default_factory=set)  # the held jobs whose history was loaded
@@ -50,6 +54,7 @@ class JobClaims:
     _wanted: set[str] = field(default_factory=set)  # the jobs refused since the last update
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _is_database_lost: bool = False
+    _confirmed_at: float = float("-inf")  # when the last request for the locks began
 
     def check_heartbeat(self, beat: Heartbeat) -> None:
         """Raises Problem 421 if another server has the job, and 503 until that is known. Node agents
@@ -75,6 +80,17 @@ class JobClaims:
             headers={"Retry-After": str(RETRY_AFTER_S)},
         )
 
+    async def confirm_jobs(self) -> None:
+        """Returns once it is known which jobs this server still has. If it was stopped for a while,
+        another server may have taken them over, and what this one knows of them is out of date.
+        """
+        give_up_at = self.shared.clock.monotonic() + CONFIRM_WAIT_S
+        while self._held and give_up_at > (now := self.shared.clock.monotonic()):
+            if now - self._confirmed_at < CONFIRMED_S:
+                return
+            self._wake.set()
+            await asyncio.sleep(CONFIRM_POLL_S)
+
     async def run(self) -> None:
         """Runs until it is cancelled."""
         try:
@@ -88,6 +104,7 @@ class JobClaims:
 
     async def _update_claims(self) -> None:
         wanted, self._wanted = self._wanted, set()
+        began_at = self.shared.clock.monotonic()
         try:
             locked = await asyncio.to_thread(self.locks.hold_locks, self._held | wanted)
             await self._apply_locks(wanted, locked)
@@ -102,6 +119,7 @@ class JobClaims:
             self._is_database_lost = True
             self._held |= wanted
             self._foreign -= wanted
+        self._confirmed_at = began_at
 
     async def _apply_locks(self, wanted: set[str], locked: set[str]) -> None:
         self._foreign = (self._foreign | self._held | wanted) - locked
@@ -138,7 +156,7 @@ class JobClaims:
         """
         for attempt in list(self.shared.fleet.attempts.values()):
             if get_family(attempt.job) == family:
-                self.retention.drop_attempt(attempt)
+                self.drop_attempt(attempt)
         for record in self.shared.incidents.records.values():
             if record.is_live and get_family(record.incident.job) == family:
                 record.is_own = False

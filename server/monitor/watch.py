@@ -65,15 +65,19 @@ class Watch:
             diagnoser=self.diagnoser,
             publisher=self.publisher,
         )
+        self.job_claims: JobClaims | None = None  # None: no other server shares the database
+        if (locks := store.job_locks) is not None:
+            self.job_claims = JobClaims(
+                shared=shared,
+                persistence=persistence,
+                locks=locks,
+                drop_attempt=retention.drop_attempt,
+            )
         self.loop = DiagnosisLoop(
             shared=shared,
             diagnoser=self.diagnoser,
             publisher=self.publisher,
             retention=retention,
             aborter=aborter,
+            job_claims=self.job_claims,
         )
-        self.job_claims: JobClaims | None = None  # None: no other server shares the database
-        if (locks := store.job_locks) is not None:
-            self.job_claims = JobClaims(
-                shared=shared, persistence=persistence, locks=locks, retention=retention
-            )

@@ -13,8 +13,13 @@ from hangwatch.protocol.heartbeat import Heartbeat, ProcessIdentity, ProcessUpda
 from hangwatch.server.alerting.message import Delivery
 from hangwatch.server.core.clock import Clock
 from hangwatch.server.core.problems import Problem
-from hangwatch.server.monitor.diagnosis_loop import Retention
-from hangwatch.server.monitor.job_claims import RETRY_INTERVAL_S, UNUSED_S, JobClaims
+from hangwatch.server.monitor.job_claims import (
+    CONFIRM_WAIT_S,
+    CONFIRMED_S,
+    RETRY_INTERVAL_S,
+    UNUSED_S,
+    JobClaims,
+)
 from hangwatch.server.shared_state import SharedState
 from hangwatch.server.storage.database import JobLocks
 from hangwatch.server.storage.persistence import PersistenceWorker
@@ -62,7 +67,7 @@ class Scene:
             shared=self.shared,
             persistence=cast(PersistenceWorker, FakePersistence(self.database)),
             locks=cast(JobLocks, self.database),
-            retention=cast(Retention, self),
+            drop_attempt=self.drop_attempt,
         )
 
     def drop_attempt(self, attempt: Attempt) -> None:
@@ -128,6 +133,45 @@ def test_lost_job_is_given_up(scene: Scene) -> None:
     scene.database.taken = {"run7"}  # the server's session had ended
     scene.update()
     assert scene.given_up == ["run7"] and scene.send() == 421
+
+
+def test_server_that_was_stopped_asks_for_its_jobs_before_it_diagnoses(scene: Scene) -> None:
+    scene.send()
+    scene.update()
+    assert scene.send() == 200
+
+    async def confirm() -> bool:
+        """Whether the diagnosis waits for the next request of the locks."""
+        confirming = asyncio.ensure_future(scene.claims.confirm_jobs())
+        await asyncio.sleep(0)
+        had_to_wait = not confirming.done()
+        await scene.claims._update_claims()
+        await confirming
+        return had_to_wait
+
+    assert not asyncio.run(confirm())
+    scene.now += CONFIRMED_S
+    scene.database.taken = {"run7"}
+    assert asyncio.run(confirm())
+    assert scene.given_up == ["run7"]
+    scene.now += CONFIRMED_S
+    assert not asyncio.run(confirm()), "it has no job"
+
+
+def test_diagnosis_does_not_wait_for_ever_for_the_database(scene: Scene) -> None:
+    scene.send()
+    scene.update()
+    scene.now += CONFIRMED_S
+
+    async def confirm() -> None:
+        confirming = asyncio.ensure_future(scene.claims.confirm_jobs())
+        await asyncio.sleep(0)
+        assert not confirming.done()
+        scene.now += CONFIRM_WAIT_S
+        await confirming
+
+    asyncio.run(confirm())
+    assert not scene.given_up
 
 
 def test_without_the_database_jobs_are_taken(scene: Scene, caplog: Any) -> None:
