@@ -190,7 +190,7 @@ STORE_KEY = ActivityKind(
     is_external=True,
     waits_for_rank=True,
 )
-_SLEEP = ActivityKind(
+SLEEP = ActivityKind(
     phrase="sleeps",
     advice="If it polls for something, that has not happened: check it, and limit the loop.",
     is_external=True,
@@ -267,7 +267,7 @@ TEXT_TABLE = [
         ),
     ),
     (r"\.\s*acquire\s*\(|\bwith\b.*(lock|mutex|sem)", LOCK),
-    (r"\bsleep\s*\(", _SLEEP),
+    (r"\bsleep\s*\(", SLEEP),
     (r"\.\s*to_here\s*\(|\brpc_sync\s*\(", _RPC_REPLY),
     (r"\.\s*wait\s*\(\s*\)", _FUTURE),  # Python's own waits are in `WAIT_TABLE`.
 ]

@@ -11,6 +11,7 @@ from hangwatch.model.limits import BUSY_WITHIN_S, MIN_SAMPLE_GAP_S
 from hangwatch.model.ranks import RECORDER_THREAD_NAME, ThreadStack
 from hangwatch.stacks.activities import (
     LOCK,
+    SLEEP,
     RequiredProgress,
     classify_activity,
     waits_for_external,
@@ -63,18 +64,29 @@ def _has_caller_used_cpu(process: Process) -> bool | None:
 
 
 def has_stack_changed(process: Process, since: float) -> bool:
-    """Whether a rank's calling thread was in different Python functions."""
-    function_lists: set[tuple[tuple[str, str], ...]] = set()
+    """Whether a rank's calling thread was in different Python functions. What a loop calls between two
+    sleeps does not count: such a loop polls.
+    """
+    stacks: set[tuple[tuple[str, str], ...]] = set()
+    polling: set[tuple[tuple[str, str], ...]] = set()  # stacks that end in a sleep
     for sample in list_samples_since(process, since):
         caller = sample.calling_thread
-        if caller is not None:
-            python_functions = (
-                (frame.file, frame.function)
-                for frame in caller.frames
-                if ".py" in frame.file or frame.file.startswith("<")
-            )
-            function_lists.add(tuple(python_functions))
-    return len(function_lists) > 1
+        if caller is None:
+            continue
+        functions = tuple(
+            (frame.file, frame.function)
+            for frame in reversed(caller.frames)
+            if ".py" in frame.file or frame.file.startswith("<")
+        )
+        stacks.add(functions)
+        if classify_activity(caller).waits is SLEEP:
+            polling.add(functions)
+    elsewhere = {
+        functions
+        for functions in stacks
+        if not any(functions[: len(loop)] == loop for loop in polling)
+    }
+    return len(elsewhere) + len(polling) > 1
 
 
 def list_other_threads(sample: StackSample) -> list[ThreadStack]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from hangwatch.diagnosis.rules import missing
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S, Limits
+from hangwatch.model.ranks import Frame
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS, GroupState
@@ -172,6 +174,34 @@ def test_a_pipeline_stage_that_stalls_is_found_through_point_to_point() -> None:
         (1,),
         (0, 2),
     )
+
+
+SLEEPING = make_frame("wait_for_data", text="time.sleep(0.2)")
+CHECKING = (make_frame("exists", "/usr/lib/python3.11/pathlib.py"), make_frame("wait_for_data"))
+READING = (make_frame("read", "/usr/lib/python3.11/gzip.py"), make_frame("load_batch"))
+
+
+@pytest.mark.parametrize(
+    ("stacks", "kind"),
+    [
+        (((SLEEPING,), CHECKING), VerdictKind.MISSING_RANK),
+        ((CHECKING, (SLEEPING,)), VerdictKind.MISSING_RANK),
+        ((CHECKING, READING), VerdictKind.SLOW_RANK),
+        (((SLEEPING,), READING), VerdictKind.SLOW_RANK),
+    ],
+)
+def test_loop_that_polls_makes_no_progress(
+    stacks: Sequence[tuple[Frame, ...]], kind: VerdictKind
+) -> None:
+    job = ScriptedJob(2)
+    job.send_heartbeats()
+    job.make_call(0)
+    for stack in stacks:
+        job.advance_time(6)
+        job.send_heartbeats()
+        job.report_stack(1, *stack, make_frame("main"))
+    (verdict,) = job.list_due_verdicts()
+    assert (verdict.kind, verdict.culprits) == (kind, (1,))
 
 
 def test_asynchronous_call_does_not_clear_culprit() -> None:
