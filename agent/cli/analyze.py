@@ -24,6 +24,7 @@ from typing import Any
 from hangwatch.flight_recorder import pickles
 from hangwatch.flight_recorder.analysis import OfflineDiagnosis, analyze_dumps
 from hangwatch.flight_recorder.calls import (
+    PARSE_ERRORS,
     FlightDump,
     FlightDumpError,
     InternPool,
@@ -40,15 +41,6 @@ from .errors import HANG, OK, CliError, UsageError
 from .terminal import detect_paint, print_message, print_result, show_progress
 
 _MAX_UNUSABLE_SHOWN = 8  # unusable files, with their reasons
-_DOCUMENT_ERRORS = (
-    AttributeError,
-    IndexError,
-    KeyError,
-    OverflowError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
 _RANK_SUFFIX = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle))?$")
 _ZIP_MAGIC = b"PK\x03\x04"
 _MAX_FILE_BYTES = 1 << 28  # the limit of a bundle, and of one document in it
@@ -80,7 +72,6 @@ def add_analyze_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="write the calls of a single bundle to DIR as Flight Recorder dumps",
     )
-    parser.set_defaults(run=run_analyze)
 
 
 def run_analyze(args: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -120,7 +111,8 @@ def diagnose_files(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[st
 def _diagnose_dumps(evidence: Evidence) -> OfflineDiagnosis:
     if not evidence.dumps:
         return OfflineDiagnosis(verdicts=(), missing_ranks=(), notes=())
-    return analyze_dumps(evidence.dumps, evidence.written_at)
+    written_at = {rank: path.stat().st_mtime for rank, path in evidence.dump_paths.items()}
+    return analyze_dumps(evidence.dumps, written_at)
 
 
 def _build_documents(evidence: Evidence, finding: OfflineDiagnosis) -> list[dict[str, Any]]:
@@ -139,7 +131,7 @@ def _format_incidents(
             yield ""
         try:
             yield from list(format_incident(document, _find_latest_time(document), colours))
-        except _DOCUMENT_ERRORS as error:
+        except PARSE_ERRORS as error:
             path = bundles[i].path if i < len(bundles) else "a verdict"
             raise FileError(
                 f"{path}: its incident is not one of the API's: {type(error).__name__}"
@@ -163,7 +155,7 @@ def _export_bundle(bundles: list[Bundle], folder: Path) -> None:
         )
     try:
         dumps, left_out = export_dumps(bundles[0].incident, bundles[0].ranks)
-    except _DOCUMENT_ERRORS as error:
+    except PARSE_ERRORS as error:
         raise FileError(
             f"{bundles[0].path}: its documents are not those of the API: {type(error).__name__}"
         ) from error
@@ -205,18 +197,16 @@ class Bundle:
 
 @dataclass(slots=True, kw_only=True)
 class Evidence:
-    """The content of all usable files. ``written_at`` is the time of each rank's dump, in seconds
-    since the epoch; ``unusable`` has a message for each file that cannot be used.
-    """
+    """The content of all usable files. ``unusable`` has a message for each other one."""
 
     bundles: list[Bundle] = field(default_factory=list)
     dumps: list[FlightDump] = field(default_factory=list)
-    written_at: dict[int, float] = field(default_factory=dict)
+    dump_paths: dict[int, Path] = field(default_factory=dict)  # by rank
     unusable: list[str] = field(default_factory=list)
 
 
 def read_evidence(
-    paths: Iterable[Path], progress: Callable[[int, int], None] = lambda done, of: None
+    paths: Iterable[Path], progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Evidence:
     """Reads all evidence in files and folders. In a folder, only bundles and files whose names end
     with a number are read.
@@ -226,7 +216,6 @@ def read_evidence(
     execute code.
     """
     evidence = Evidence()
-    dump_paths: dict[int, Path] = {}  # keys: ranks
     pool = InternPool()
     files = list(_list_files(paths))
     with _pause_gc():
@@ -242,15 +231,13 @@ def read_evidence(
             if isinstance(content, Bundle):
                 evidence.bundles.append(content)
                 continue
-            rank = content.rank
-            if rank in dump_paths:
+            if (other_path := evidence.dump_paths.get(content.rank)) is not None:
                 raise FileError(
-                    f"{dump_paths[rank]} and {path} are both of rank {rank}: analyze one run of a"
+                    f"{other_path} and {path} are both of rank {content.rank}: analyze one run of a"
                     " job at a time"
                 )
-            dump_paths[rank] = path
             evidence.dumps.append(content)
-            evidence.written_at[rank] = path.stat().st_mtime
+            evidence.dump_paths[content.rank] = path
     progress(len(files), len(files))
     evidence.dumps.sort(key=lambda dump: dump.rank)
     if not evidence.bundles and not evidence.dumps:
@@ -308,7 +295,7 @@ def _read_file(path: Path, pool: InternPool) -> Bundle | FlightDump:
         raise _UnusableFileError("its name must end with its rank, as nccl_trace_rank_3 does")
     if data[:64].lstrip()[:1] in (b"{", b"["):
         try:
-            content = load_json(data)
+            content = _load_json(data)
         except (ValueError, RecursionError) as error:
             raise _UnusableFileError(f"it is cut off, or not JSON: {error}") from error
     else:
@@ -316,7 +303,7 @@ def _read_file(path: Path, pool: InternPool) -> Bundle | FlightDump:
     return parse_dump(int(number[1]), content, pool)
 
 
-def load_json(data: bytes) -> object:
+def _load_json(data: bytes) -> object:
     """Raises ValueError if it is not JSON, or has so many values that they would not fit into
     memory, and RecursionError if it is nested too deeply.
     """
@@ -361,4 +348,4 @@ def _read_member(archive: zipfile.ZipFile, name: str) -> object:
         data = file.read(_MAX_FILE_BYTES + 1)
     if len(data) > _MAX_FILE_BYTES:
         raise ValueError(f"{name} in it is larger than {_MAX_FILE_BYTES >> 20} MiB")
-    return load_json(data)
+    return _load_json(data)

@@ -11,8 +11,8 @@ import argparse
 from hangwatch.model.ranks import parse_rank_ranges
 
 DEFAULT_URL = "http://127.0.0.1:8642"
-MAX_LISTED_RANKS = 65_536
-_MAX_DIGITS = 9
+_MAX_LISTED_RANKS = 65_536
+_MAX_NUMBER = 999_999_999
 
 
 def add_query_options(parser: argparse.ArgumentParser) -> None:
@@ -41,20 +41,18 @@ def parse_ranks(text: str) -> list[int]:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     for first, last in ranges:
-        if last - first + len(ranks) >= MAX_LISTED_RANKS:
+        if last - first + len(ranks) >= _MAX_LISTED_RANKS:
             raise argparse.ArgumentTypeError(
-                f"more than {MAX_LISTED_RANKS} ranks: select fewer of them"
+                f"more than {_MAX_LISTED_RANKS} ranks: select fewer of them"
             )
         ranks.update(range(first, last + 1))
     return sorted(ranks)
 
 
-def parse_positive(text: str) -> int:
-    if not is_number(text) or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} should be a whole number above 0")
+def parse_positive(
+    text: str, maximum: int = _MAX_NUMBER, expected: str = "a whole number above 0"
+) -> int:
+    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(_MAX_NUMBER))
+    if not is_number or not 1 <= int(text) <= maximum:
+        raise argparse.ArgumentTypeError(f"{text!r} should be {expected}")
     return int(text)
-
-
-def is_number(text: str) -> bool:
-    """Whether it is a whole number of at most nine digits."""
-    return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS

@@ -15,14 +15,17 @@ from urllib.parse import urljoin, urlsplit
 
 import httpx
 
+from hangwatch.report.text import abbreviate_list
+
 from ..transport.client import ServerTarget, TargetError, parse_targets
 from .arguments import DEFAULT_URL
 from .errors import CliError, NotFoundError, RefusedError, UnreachableError, UsageError
 
-TIMEOUT_S = 10.0
-STREAM_TIMEOUT_S = 30.0  # the server sends something on a stream more often than that
+_TIMEOUT_S = 10.0
+_STREAM_TIMEOUT_S = 30.0  # the server sends something on a stream more often than that
 _PROBE_TIMEOUT_S = 2.0
 _MAX_PAGES = 1000  # protects against a server whose list never ends
+_MAX_JOBS_NAMED = 8  # in a message
 
 
 def parse_address(url: str | None, token: str | None, env: Mapping[str, str]) -> ServerTarget:
@@ -47,11 +50,11 @@ def parse_address(url: str | None, token: str | None, env: Mapping[str, str]) ->
     return replace(chosen, token=token) if token else chosen
 
 
-@contextlib.contextmanager
-def open_client(args: argparse.Namespace, env: Mapping[str, str]) -> Iterator[Client]:
+def open_client(
+    args: argparse.Namespace, env: Mapping[str, str]
+) -> contextlib.AbstractContextManager[Client]:
     """A client for the address in ``args.url``, ``args.token`` and the environment."""
-    with contextlib.closing(Client(parse_address(args.url, args.token, env))) as client:
-        yield client
+    return contextlib.closing(Client(parse_address(args.url, args.token, env)))
 
 
 class Client:
@@ -63,7 +66,7 @@ class Client:
         self._http = httpx.Client(
             base_url=f"{server}/api/v1/",
             headers={"Accept": "application/json", **server.auth_headers},
-            timeout=TIMEOUT_S,
+            timeout=_TIMEOUT_S,
             trust_env=False,  # the environment's proxy leads out of the cluster
         )
 
@@ -77,7 +80,7 @@ class Client:
 
     def post(self, path: str, **body: object) -> dict[str, Any]:
         """The document in the response; fields of the body that are None are left out."""
-        fields = {name: value for name, value in body.items() if value is not None}
+        fields = {k: v for k, v in body.items() if v is not None}
         return self._request_document("POST", path, json=fields)
 
     def download_file(self, path: str) -> bytes:
@@ -89,7 +92,7 @@ class Client:
         params: dict[str, Any] = {k: v for k, v in query.items() if v is not None}
         headers = {"Accept": "text/event-stream"}
         stream = self._http.stream(
-            "GET", path, params=params, headers=headers, timeout=STREAM_TIMEOUT_S
+            "GET", path, params=params, headers=headers, timeout=_STREAM_TIMEOUT_S
         )
         kind = ""
         with self._translate_errors(), stream as response:
@@ -116,6 +119,15 @@ class Client:
             page = self._request_document(
                 "GET", f"{origin.scheme}://{origin.netloc}{next_url.path}?{next_url.query}"
             )
+
+    def check_job(self, job: str) -> None:
+        """Raises NotFoundError, which lists the known jobs, for an unknown one."""
+        names = {str(known.get("job", "?")) for known in self.iter_items("jobs")}
+        if not names:
+            raise NotFoundError(f"no job {job!r} has reported; none has so far")
+        if job not in names:
+            known = abbreviate_list(sorted(names), _MAX_JOBS_NAMED)
+            raise NotFoundError(f"no job {job!r} has reported; known: {known}")
 
     def _request_document(self, method: str, url: str, **options: Any) -> dict[str, Any]:
         response = self._send_request(method, url, **options)
@@ -145,7 +157,7 @@ class Client:
             yield
         except httpx.TimeoutException:
             raise UnreachableError(
-                f"no answer from {self.server} within {TIMEOUT_S:.0f} s: is its host up, and"
+                f"no answer from {self.server} within {_TIMEOUT_S:.0f} s: is its host up, and"
                 " does its firewall accept connections from this host?"
             ) from None
         except httpx.TransportError as error:
@@ -155,27 +167,25 @@ class Client:
             ) from None
 
     def _build_error(self, response: httpx.Response) -> CliError:
-        try:
+        detail, status = "", response.status_code
+        with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError, AttributeError):
             document = response.json()
             detail = str(document.get("detail") or document.get("title") or "")
-        except (json.JSONDecodeError, UnicodeDecodeError, AttributeError):
-            detail = ""
-        if response.status_code in (401, 403) and self.server.token:
+        if status in (401, 403) and self.server.token:
             return RefusedError(
                 f"{self.server} refuses the token: compare it with the HANGWATCH_URL line that"
                 " the server printed when it started"
             )
-        if response.status_code in (401, 403):
+        if status in (401, 403):
             return RefusedError(
                 f"{self.server} requires a token: give --token, HANGWATCH_TOKEN, or the URL as"
                 " http://:TOKEN@host:port"
             )
-        if response.status_code == 404 and detail:
+        if status == 404 and detail:
             return NotFoundError(detail)
-        if response.status_code == 404 or response.is_redirect:
+        if status == 404 or response.is_redirect:
             return self._build_address_error()
-        text = f"{self.server} answers {response.status_code}"
-        return CliError(f"{text}: {detail}" if detail else text)
+        return CliError(f"{self.server} answers {status}{f': {detail}' if detail else ''}")
 
     def _build_address_error(self) -> CliError:
         return CliError(

@@ -1,8 +1,10 @@
 """The `hangwatch` command: runs the command that was typed and returns its exit code. Every
 expected error ends here, as one message on stderr.
 
-A command's arguments are declared in the module that runs it, by ``add_NAME_arguments``. Only the
-module of the command that was typed is imported, so `hangwatch --help` loads no HTTP client.
+The module of a command NAME has ``add_NAME_arguments``, which declares its arguments, and
+``run_NAME``, which takes the parsed arguments and the environment, returns the exit code, and raises
+`CliError`. Only the module of the command that was typed is imported, so `hangwatch --help` loads no
+HTTP client.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _COMMANDS = {
         "demo.command",
         "show on this machine what a verdict looks like, in under a minute",
     ),
-    "status": ("commands.status", "every job on one line, with its open incidents"),
+    "status": ("commands.incidents", "every job on one line, with its open incidents"),
     "incidents": ("commands.incidents", "the incidents, newest first"),
     "show": ("commands.incidents", "one incident: the verdict, the calls, the stacks"),
     "report": (
@@ -85,11 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser(words: Collection[str] | None = None) -> argparse.ArgumentParser:
-    """The parser of ``words``. Only the commands among them get their arguments; None
-    stands for all commands.
-
-    The parsed arguments have ``run``, which takes them and the environment, returns the exit code,
-    and raises `CliError`.
+    """The parser of ``words``. Only the commands among them get their arguments; None stands for
+    all commands. The parsed arguments have the command's function as ``run``.
     """
     parser = argparse.ArgumentParser(
         prog="hangwatch",
@@ -105,6 +104,6 @@ def build_parser(words: Collection[str] | None = None) -> argparse.ArgumentParse
         command_parser = parsers.add_parser(name, help=help_line)
         if words is None or name in words:
             module = importlib.import_module(f".{module_name}", __package__)
-            add_arguments = getattr(module, f"add_{name}_arguments")
-            add_arguments(command_parser)
+            getattr(module, f"add_{name}_arguments")(command_parser)
+            command_parser.set_defaults(run=getattr(module, f"run_{name}"))
     return parser

@@ -13,9 +13,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any
 
-from hangwatch.report.text import PLAIN_PAINT, Paint, clean_text
+from hangwatch.report.text import Paint, clean_text
 
 from .errors import OK, NotFoundError, UnreachableError
 
@@ -27,16 +27,10 @@ _REFRESH_S = 1.0
 _CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
 
-def detect_paint(env: Mapping[str, str], stream: TextIO | None = None) -> Paint:
+def detect_paint(env: Mapping[str, str]) -> Paint:
     """Colour on a terminal only, unless NO_COLOR (no-color.org) is set or the terminal is dumb."""
-    output = sys.stdout if stream is None else stream
     is_plain = bool(env.get("NO_COLOR")) or env.get("TERM") == "dumb"
-    return Paint(colour=output.isatty() and not is_plain)
-
-
-def choose_paint(args: argparse.Namespace, env: Mapping[str, str]) -> Paint:
-    """No colour with ``--json``, else the result of `detect_paint`."""
-    return PLAIN_PAINT if args.json else detect_paint(env)
+    return Paint(colour=sys.stdout.isatty() and not is_plain)
 
 
 def print_lines(lines: Iterable[str]) -> None:
@@ -45,16 +39,9 @@ def print_lines(lines: Iterable[str]) -> None:
         print(line)
 
 
-def print_json(document: Any) -> None:
-    print(json.dumps(document, indent=2))
-
-
 def print_result(args: argparse.Namespace, document: Any, lines: Iterable[str]) -> None:
     """Prints the document with ``--json``, else the lines."""
-    if args.json:
-        print_json(document)
-    else:
-        print_lines(lines)
+    print_lines([json.dumps(document, indent=2)] if args.json else lines)
 
 
 def print_message(message: str) -> None:
@@ -73,20 +60,17 @@ def show_progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """Provides a function that shows the progress, (done, total), on a terminal if there are many
     items. It is erased at the end of the block.
     """
-    is_shown = False
+    is_terminal = sys.stderr.isatty()
 
     def update_progress(done: int, total: int) -> None:
-        nonlocal is_shown
-        if total < _MIN_PROGRESS_ITEMS or not sys.stderr.isatty():
-            return
-        if done % _PROGRESS_STEP == 0 or done == total:
+        is_due = done % _PROGRESS_STEP == 0 or done == total
+        if is_terminal and is_due and total >= _MIN_PROGRESS_ITEMS:
             replace_line(f"hangwatch: {label}: {done} of {total}")
-            is_shown = True
 
     try:
         yield update_progress
     finally:
-        if is_shown:
+        if is_terminal:
             replace_line("")
 
 
@@ -115,14 +99,17 @@ def page_lines(lines: Iterable[str], env: Mapping[str, str]) -> None:
             pager.wait()
 
 
-def watch_view(print_view: Callable[[], int], paint: Paint) -> int:
-    """Prints the view each second until Ctrl-C, and returns its last exit code. A server that
-    cannot be reached, and something that does not exist yet, are waited for.
+def watch_view(args: argparse.Namespace, print_view: Callable[[], int], paint: Paint) -> int:
+    """Prints the view and returns its exit code; with ``--watch``, prints it each second until
+    Ctrl-C. A server that cannot be reached, and something that does not exist yet, are then waited
+    for.
     """
+    if not args.watch:
+        return print_view()
     code = OK
     try:
         while True:
-            if paint.colour:
+            if paint.colour and not args.json:
                 print(_CLEAR_SCREEN, end="")
             try:
                 code = print_view()

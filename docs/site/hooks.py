@@ -18,7 +18,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from hangwatch.agent.cli.commands.mcp import ANALYZE_DUMPS
+from hangwatch.agent.cli.commands.mcp import analyze_dumps
 from hangwatch.agent.cli.main import build_parser as build_client_parser
 from hangwatch.mcp.tools import TOOLS
 from hangwatch.model.kinds import KINDS, Abort, VerdictKind
@@ -120,7 +120,7 @@ def list_tools() -> Iterator[str]:
     """The tools of the Model Context Protocol."""
     yield "| tool | arguments | does |"
     yield "|---|---|---|"
-    for tool in (*TOOLS, ANALYZE_DUMPS):
+    for tool in (*TOOLS, analyze_dumps):
         arguments = [f"`{name}`" for name in tool.properties]
         yield f"| `{tool.name}` | {', '.join(arguments)} | {tool.description} |"
 

@@ -25,11 +25,9 @@ from hangwatch.diagnosis.rules.devices import describe_stuck_devices, format_stu
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S, Limits
-from hangwatch.model.ranks import format_ranks
 from hangwatch.model.verdicts import Verdict
-from hangwatch.report.text import format_age
+from hangwatch.report.text import format_age, name_ranks
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.call_stream import CallStream
 
 from .attempts import build_job
 from .calls import ARRIVALS_ONLY_BACKEND, FlightDump
@@ -54,7 +52,7 @@ class OfflineDiagnosis:
 
 
 def analyze_dumps(
-    dumps: Sequence[FlightDump], written_at: Mapping[int, float] | None = None, name: str = "dump"
+    dumps: Sequence[FlightDump], written_at: Mapping[int, float] | None = None
 ) -> OfflineDiagnosis:
     """The diagnosis of the job that wrote the dumps, one from each rank.
 
@@ -62,10 +60,10 @@ def analyze_dumps(
     ranks may be left out.
     """
     dumps_by_rank = {dump.rank: dump for dump in dumps}
-    job = build_job(dumps_by_rank, name)
+    job = build_job(dumps_by_rank)
     missing_ranks = tuple(sorted(job.attempt.processes.keys() - dumps_by_rank.keys()))
     candidates = [
-        _adapt_verdict(dumps_by_rank, job, verdict)
+        _adapt_verdict(job, verdict)
         for verdict in diagnose(job.attempt, NOW_S, Limits()).verdicts
         if verdict.is_confirmed
     ]
@@ -104,11 +102,12 @@ def _diagnose_undelivered(attempt: Attempt) -> list[Verdict]:
     """One verdict for all sends and receives that are pending, if nothing else explains them: both
     ends have made their calls, so the cause is in the network or the devices.
     """
-    pending: list[tuple[int, CallStream]] = []
-    for rank, process in attempt.processes.items():
-        for stream in process.streams.values():
-            if stream.peer is not None and stream.is_pending:
-                pending.append((rank, stream))
+    pending = [
+        (rank, stream)
+        for rank, process in attempt.processes.items()
+        for stream in process.streams.values()
+        if stream.peer is not None and stream.is_pending
+    ]
     if not pending:
         return []
     rank, first = pending[0]
@@ -119,7 +118,6 @@ def _diagnose_undelivered(attempt: Attempt) -> list[Verdict]:
         is_receive=first.kind is StreamKind.RECV,
     )
     position = describe_position(first.group, first.entered)
-    more_calls = format_more_calls(len(pending) - 1)
     verdict = Verdict(
         kind=VerdictKind.NO_PROGRESS,
         severity=KINDS[VerdictKind.NO_PROGRESS].severity,
@@ -127,18 +125,17 @@ def _diagnose_undelivered(attempt: Attempt) -> list[Verdict]:
         waiting=tuple(sorted({rank for rank, _ in pending})),
         group=first.group,
         seq=first.entered,
-        summary=f"{sentence} ({position}){more_calls}",
+        summary=f"{sentence} ({position}){format_more_calls(len(pending) - 1)}",
         advice=format_lower_layers_advice(are_equal=False),
     )
     return [verdict]
 
 
-def _adapt_verdict(dumps: Mapping[int, FlightDump], job: OfflineJob, verdict: Verdict) -> Verdict:
-    """The verdict without claims that the dumps do not support."""
+def _adapt_verdict(job: OfflineJob, verdict: Verdict) -> Verdict:
     if verdict.kind is VerdictKind.MISMATCH and verdict.group is not None:
         return _blame_invalid_calls(job, verdict)
     if verdict.kind is VerdictKind.MISSING_RANK:
-        culprits = _find_proven_culprits(dumps, job, verdict)
+        culprits = _find_proven_culprits(job, verdict)
         have_queued: set[int] = set()
         group, seq = verdict.group, verdict.seq
         is_collective = all(call_class.call.peer is None for call_class in verdict.calls)
@@ -147,11 +144,11 @@ def _adapt_verdict(dumps: Mapping[int, FlightDump], job: OfflineJob, verdict: Ve
             counts = job.queued_counts.get(group.key, {})
             have_queued = {rank for rank in culprits if counts.get(rank, 0) >= seq}
         if have_queued and len(have_queued) == len(culprits):
-            return _blame_devices(dumps, verdict, culprits)
+            return _blame_devices(job, verdict, culprits)
         culprits = tuple(rank for rank in culprits if rank not in have_queued)
         if culprits:
-            return _name_proven_culprits(dumps, verdict, culprits)
-        return _withdraw_culprits(dumps, verdict)
+            return _name_proven_culprits(job, verdict, culprits)
+        return _withdraw_culprits(job, verdict)
     return verdict
 
 
@@ -178,35 +175,25 @@ def _blame_invalid_calls(job: OfflineJob, verdict: Verdict) -> Verdict:
     )
 
 
-def _find_proven_culprits(
-    dumps: Mapping[int, FlightDump], job: OfflineJob, verdict: Verdict
-) -> tuple[int, ...]:
+def _find_proven_culprits(job: OfflineJob, verdict: Verdict) -> tuple[int, ...]:
     """The culprits that are known not to have entered the call; of the others it is unknown."""
-    culprits = tuple(
-        rank
-        for rank in verdict.culprits
-        if rank not in dumps or not dumps[rank].pending_messages_lost
-    )
+    unknown_ranks = {rank for rank, dump in job.dumps.items() if dump.pending_messages_lost}
+    culprits = tuple(rank for rank in verdict.culprits if rank not in unknown_ranks)
     if any(call_class.call.peer is not None for call_class in verdict.calls):
-        return tuple(rank for rank in culprits if rank in dumps)
-    proven = {
-        wait.on_rank
-        for wait in verdict.waits
-        if wait.group not in job.assumed_groups.get(wait.on_rank, ())
-    }
+        return tuple(rank for rank in culprits if rank in job.dumps)
+    awaited = {(wait.on_rank, wait.group) for wait in verdict.waits}
     group = verdict.group
     if group is not None:  # the verdict has only some of the waits
-        for rank in group.ranks:
-            if group.name not in job.assumed_groups.get(rank, ()):
-                proven.add(rank)
-    return tuple(rank for rank in culprits if rank in proven or rank not in job.assumed_groups)
+        awaited |= {(rank, group.name) for rank in group.ranks}
+    assumed = job.assumed_groups
+    proven = {rank for rank, name in awaited if name not in assumed.get(rank, ())}
+    return tuple(rank for rank in culprits if rank in proven or rank not in assumed)
 
 
-def _blame_devices(
-    dumps: Mapping[int, FlightDump], verdict: Verdict, culprits: tuple[int, ...]
-) -> Verdict:
+def _blame_devices(job: OfflineJob, verdict: Verdict, culprits: tuple[int, ...]) -> Verdict:
     assert verdict.group is not None and verdict.seq is not None
-    records_starts = all(dumps[rank].reports_starts for rank in culprits if rank in dumps)
+    dumps = [job.dumps[rank] for rank in culprits if rank in job.dumps]
+    records_starts = all(dump.reports_starts for dump in dumps)
     return replace(
         verdict,
         kind=VerdictKind.DEVICE_STUCK,
@@ -226,13 +213,11 @@ def _blame_devices(
     )
 
 
-def _name_proven_culprits(
-    dumps: Mapping[int, FlightDump], verdict: Verdict, culprits: tuple[int, ...]
-) -> Verdict:
+def _name_proven_culprits(job: OfflineJob, verdict: Verdict, culprits: tuple[int, ...]) -> Verdict:
     assert verdict.group is not None and verdict.seq is not None
     point_to_point = (c.ranks[0] for c in verdict.calls if c.call.peer is not None)
     advice = "The dump does not show what it did after that."
-    last_records = {rank: dumps[rank].last_record for rank in culprits if rank in dumps}
+    last_records = {rank: job.dumps[rank].last_record for rank in culprits if rank in job.dumps}
     recorded = [(rank, record) for rank, record in last_records.items() if record is not None]
     last_calls = "; ".join(
         f"rank {rank} was last seen in {record.signature.op} at {record.site}"
@@ -258,10 +243,9 @@ def _name_proven_culprits(
     )
 
 
-def _withdraw_culprits(dumps: Mapping[int, FlightDump], verdict: Verdict) -> Verdict:
-    """The verdict on ranks that wait for others about which nothing is known."""
+def _withdraw_culprits(job: OfflineJob, verdict: Verdict) -> Verdict:
     waits = "waits" if len(verdict.waiting) == 1 else "wait"
-    has_dump = not dumps.keys().isdisjoint(verdict.culprits)
+    has_dump = not job.dumps.keys().isdisjoint(verdict.culprits)
     gap = "no record of that time" if has_dump else "no dump"
     return replace(
         verdict,
@@ -279,30 +263,25 @@ def _withdraw_culprits(dumps: Mapping[int, FlightDump], verdict: Verdict) -> Ver
 
 
 def _get_op_name(verdict: Verdict) -> str:
-    if not verdict.calls:
-        return "a collective"
-    return verdict.calls[0].call.signature.op
+    return verdict.calls[0].call.signature.op if verdict.calls else "a collective"
 
 
 def _describe_gaps(dumps: Sequence[FlightDump], missing_ranks: Sequence[int]) -> Iterable[str]:
-    """The gaps in the dumps, one sentence for each."""
     if missing_ranks:
-        plural = "s" if len(missing_ranks) > 1 else ""
         yield (
-            f"no dump of rank{plural} {format_ranks(missing_ranks)}: that is missing evidence, not"
-            " a sign of death"
+            f"no dump of {name_ranks(missing_ranks)}: that is missing evidence, not a sign of death"
         )
-    if any(ARRIVALS_ONLY_BACKEND in dump.backends.values() for dump in dumps):
+    backends = {calls.backend for dump in dumps for calls in dump.groups.values()}
+    if ARRIVALS_ONLY_BACKEND in backends:
         yield (
             "gloo's recorder records neither point-to-point calls nor the completion of calls: only"
             " which rank entered which collective is known"
         )
     yield from _describe_stale_dumps(dumps)
-    empty = [dump.rank for dump in dumps if not dump.group_instances]
+    empty = [dump.rank for dump in dumps if not dump.groups]
     if empty:
         noun, verb = ("dumps", "contain") if len(empty) > 1 else ("dump", "contains")
-        plural = "s" if len(empty) > 1 else ""
-        yield f"the {noun} of rank{plural} {format_ranks(empty)} {verb} no calls"
+        yield f"the {noun} of {name_ranks(empty)} {verb} no calls"
 
 
 def _describe_stale_dumps(dumps: Sequence[FlightDump]) -> Iterable[str]:

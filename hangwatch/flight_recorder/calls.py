@@ -43,15 +43,8 @@ ARRIVALS_ONLY_BACKEND = "gloo"
 SUPPORTED_MAJOR = "2"
 MAX_ENTRIES = 1 << 20
 _MAX_FRAMES = 512
-_PARSE_ERRORS = (
-    KeyError,
-    TypeError,
-    ValueError,
-    IndexError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)
+# The errors of code that reads malformed data.
+PARSE_ERRORS = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 # Limits of `find_unfinished_calls`.
 _MAX_SEARCHED_ENTRIES = 1 << 17
 _MAX_GROUPS = 16
@@ -94,7 +87,6 @@ class EntryReader:
 
     def __init__(self, pool: InternPool) -> None:
         self._pool = pool
-        self._frames: dict[int, Frame] = {}
         self._sites: dict[tuple[int, ...], Site | None] = {}
 
     def read_call(self, parts: list[FlightEntry], may_be_truncated: bool) -> list[FlightRecord]:
@@ -110,45 +102,31 @@ class EntryReader:
         never_submitted = (
             end is None and len(parts) > 1 and parts[0].backend in COALESCED_END_BACKENDS
         )
-        return [
-            self._build_record(
-                record_parts,
-                (end or record_parts[-1]).fields,
-                may_be_truncated=may_be_truncated and end is not None,
-                never_submitted=never_submitted,
+        records: list[FlightRecord] = []
+        for record_parts in parts_by_record:
+            first, last = record_parts[0], record_parts[-1]
+            signature, sizes = self._intern_signature(record_parts)
+            fields = (end or last).fields
+            frames = last.fields.get("frames") or first.fields.get("frames") or ()
+            peer = None
+            if first.is_p2p and (channel := PEER_PATTERN.match(first.name)):
+                peer = -1 if channel["other"] == "?" else int(channel["other"])
+            records.append(
+                FlightRecord(
+                    record_id=last.record_id,
+                    seq=first.seq,
+                    signature=signature,
+                    sizes=sizes,
+                    peer=peer,
+                    started=fields.get("state") in ("started", "completed"),
+                    completed=fields.get("state") == "completed",
+                    retired=bool(fields.get("retired")),
+                    may_be_truncated=may_be_truncated and end is not None,
+                    never_submitted=never_submitted,
+                    site=self._find_site(frames) if frames else None,
+                )
             )
-            for record_parts in parts_by_record
-        ]
-
-    def _build_record(
-        self,
-        parts: list[FlightEntry],
-        state_fields: Mapping[str, Any],
-        *,
-        may_be_truncated: bool,
-        never_submitted: bool,
-    ) -> FlightRecord:
-        first, last = parts[0], parts[-1]
-        signature, sizes = self._intern_signature(parts)
-        state = state_fields.get("state")
-        frames = last.fields.get("frames") or first.fields.get("frames") or ()
-        channel = PEER_PATTERN.match(first.name) if first.is_p2p else None
-        peer = None
-        if channel is not None:
-            peer = -1 if channel["other"] == "?" else int(channel["other"])
-        return FlightRecord(
-            record_id=last.record_id,
-            seq=first.seq,
-            signature=signature,
-            sizes=sizes,
-            peer=peer,
-            started=state in ("started", "completed"),
-            completed=state == "completed",
-            retired=bool(state_fields.get("retired")),
-            may_be_truncated=may_be_truncated,
-            never_submitted=never_submitted,
-            site=self._find_site(frames) if frames else None,
-        )
+        return records
 
     def _intern_signature(self, parts: list[FlightEntry]) -> tuple[Signature, TensorSizes]:
         names = tuple(part.name for part in parts)
@@ -168,15 +146,16 @@ class EntryReader:
         # A dump has each frame as one object, which exists at least as long as this reader.
         key = tuple(map(id, frames))
         if key not in self._sites:
-            for fields in frames:
-                if id(fields) not in self._frames:
-                    self._frames[id(fields)] = Frame(
-                        function=parse_text(fields["name"]),
-                        file=parse_text(fields["filename"]),
-                        line=parse_int(fields["line"]),
-                    )
+            stack = [
+                Frame(
+                    function=parse_text(fields["name"]),
+                    file=parse_text(fields["filename"]),
+                    line=parse_int(fields["line"]),
+                )
+                for fields in frames
+            ]
+            frame = find_innermost_user_frame(stack)
             site = None
-            frame = find_innermost_user_frame([self._frames[number] for number in key])
             if frame is not None:
                 site = Site(file=frame.file, line=frame.line, function=frame.function)
                 site = self._pool.sites.setdefault(site, site)
@@ -188,42 +167,43 @@ class FlightDumpError(ValueError):
     """The data is not a Flight Recorder dump."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlightDump:
-    """One rank's recorder: its process groups, and the calls that its ring held.
+@dataclass(slots=True, kw_only=True)
+class GroupCalls:
+    """One process group in one rank's dump: the calls that the ring held."""
 
-    ``groups`` has the members of process groups by name, as far as they are recorded. ``calls`` are
-    the collectives of each group ordered by number, ``p2p_calls`` its sends and receives ordered by
-    record.
-    """
-
-    rank: int
-    version: str
-    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    descriptions: Mapping[str, str] = field(default_factory=dict)
-    calls: Mapping[GroupInstance, Sequence[FlightRecord]] = field(default_factory=dict)
-    p2p_calls: Mapping[GroupInstance, Sequence[FlightRecord]] = field(default_factory=dict)
-    backends: Mapping[GroupInstance, str] = field(default_factory=dict)
-    # The keys are the names of groups of which the recorder counts nothing but collectives.
-    statuses: Mapping[str, DeviceCounters] = field(default_factory=dict)
-    wrapped: bool = False  # older records were overwritten, or left out
-    pending_messages_lost: bool = False  # some pending sends or receives were overwritten
-    # The times of the first and the last call, in seconds since the epoch; 0 if unknown.
-    call_time_range: tuple[float, float] = (0.0, 0.0)
-    # The recorder records when the device starts a call, so that "scheduled" means not started.
-    reports_starts: bool = False
+    desc: str
+    index: int  # as in `GroupInstance`
+    backend: str = ""
+    collectives: dict[int, FlightRecord] = field(default_factory=dict)  # ordered by number
+    messages: list[FlightRecord] = field(default_factory=list)  # sends and receives as recorded
+    has_messages: bool = False  # also if the ring has lost all of them
 
     @property
-    def group_instances(self) -> set[GroupInstance]:
-        return {*self.calls, *self.p2p_calls}
+    def records(self) -> list[FlightRecord]:
+        return [*self.collectives.values(), *self.messages]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlightDump:
+    """One rank's recorder: its process groups, and the calls that its ring held."""
+
+    rank: int
+    groups: Mapping[GroupInstance, GroupCalls]  # those that made calls
+    members: Mapping[str, tuple[int, ...]]  # by the group's name, as far as they are recorded
+    # The keys are the names of groups of which the recorder counts nothing but collectives.
+    statuses: Mapping[str, DeviceCounters]
+    wrapped: bool  # older records were overwritten, or left out
+    pending_messages_lost: bool  # some pending sends or receives were overwritten
+    # The times of the first and the last call, in seconds since the epoch; 0 if unknown.
+    call_time_range: tuple[float, float]
+    # The recorder records when the device starts a call, so that "scheduled" means not started.
+    reports_starts: bool
 
     @property
     def last_record(self) -> FlightRecord | None:
         """The newest record; None if there is none."""
-        newest = (
-            records[-1] for records in (*self.calls.values(), *self.p2p_calls.values()) if records
-        )
-        return max(newest, key=lambda record: record.record_id, default=None)
+        records = (record for group in self.groups.values() for record in group.records)
+        return max(records, key=lambda record: record.record_id, default=None)
 
 
 def parse_dump(rank: int, data: object, pool: InternPool | None = None) -> FlightDump:
@@ -240,7 +220,7 @@ def parse_dump(rank: int, data: object, pool: InternPool | None = None) -> Fligh
         return _parse_fields(rank, data, pool or InternPool())
     except FlightDumpError:
         raise
-    except _PARSE_ERRORS as error:
+    except PARSE_ERRORS as error:
         reason = f"{type(error).__name__}: {error}"[:200]
         raise FlightDumpError(
             f"its entries are not those of a Flight Recorder dump: {reason}"
@@ -261,44 +241,46 @@ def _parse_fields(rank: int, data: Mapping[str, object], pool: InternPool) -> Fl
     entries.sort(key=lambda entry: entry.record_id)
     # A record is missing where the numbers do not run from 0 to the last one.
     wrapped = not entries or entries[0].record_id > 0 or entries[-1].record_id >= len(entries)
+    descriptions = {entry.group: entry.description for entry in entries}
+    groups: dict[GroupInstance, GroupCalls] = {}
     # The recorder's numbers of the groups that had a name one after another, by name.
     pg_ids_by_name: dict[str, list[str | None]] = {}
     parts_by_call: dict[tuple[GroupInstance, bool, int], list[FlightEntry]] = {}
     for entry in entries:
-        pg_ids = pg_ids_by_name.setdefault(entry.group, [])
+        name, pg_ids = entry.group, pg_ids_by_name.setdefault(entry.group, [])
         if entry.pg_id not in pg_ids:
+            groups[name, len(pg_ids)] = GroupCalls(desc=descriptions[name], index=len(pg_ids))
             pg_ids.append(entry.pg_id)
-        instance = (entry.group, pg_ids.index(entry.pg_id))
+        instance = (name, pg_ids.index(entry.pg_id))
         parts_by_call.setdefault((instance, entry.is_p2p, entry.seq), []).append(entry)
     oldest_parts = next(iter(parts_by_call.values()), [])
-    calls: dict[GroupInstance, list[FlightRecord]] = {}
-    p2p_calls: dict[GroupInstance, list[FlightRecord]] = {}
     reader = EntryReader(pool)
-    for (instance, is_p2p, _), parts in parts_by_call.items():
-        may_be_truncated = wrapped and parts is oldest_parts
-        records = reader.read_call(parts, may_be_truncated)
-        (p2p_calls if is_p2p else calls).setdefault(instance, []).extend(records)
-    for records in calls.values():
-        records.sort(key=lambda record: record.seq)
-    # A recorder that was reset numbers its records from 0 again, but not the calls.
-    for records in (*calls.values(), *p2p_calls.values()):
-        if records and min(record.seq for record in records) > 1:
-            wrapped = True
-    groups, descriptions = parse_groups(
-        data.get("pg_config") or {}, {entry.group: entry.description for entry in entries}
+    for (instance, is_p2p, seq), parts in parts_by_call.items():
+        group = groups[instance]
+        group.backend = parts[0].backend
+        records = reader.read_call(parts, may_be_truncated=wrapped and parts is oldest_parts)
+        if is_p2p:
+            group.has_messages = True
+            group.messages += records
+        else:
+            group.collectives[seq] = records[0]
+    for group in groups.values():
+        group.collectives = dict(sorted(group.collectives.items()))
+        # A recorder that was reset numbers its records from 0 again, but not the calls.
+        for seqs in (group.collectives, [record.seq for record in group.messages]):
+            wrapped |= min(seqs, default=1) > 1
+    members = parse_groups(
+        data.get("pg_config") or {},
+        default_names=[name for name, desc in descriptions.items() if desc == "default_pg"],
     )
     times_ns = [entry.created_ns for entry in entries]
     return FlightDump(
         rank=rank,
-        version=version,
         groups=groups,
-        descriptions=descriptions,
-        calls=calls,
-        p2p_calls=p2p_calls,
-        backends={instance: parts[0].backend for (instance, _, _), parts in parts_by_call.items()},
+        members=members,
         statuses=parse_statuses(
             status,
-            groups,
+            members,
             names_by_pg_id={
                 pg_ids[-1]: name
                 for name, pg_ids in pg_ids_by_name.items()

@@ -61,12 +61,12 @@ def read_signature(
     names: Sequence[str], tensors: Sequence[TensorFields]
 ) -> tuple[Signature, TensorSizes]:
     """The signature of a call whose parts have these ``names`` and together these tensors."""
-    inputs = tuple(_parse_shape(shape) for part in tensors for shape in part[0])
-    outputs = tuple(_parse_shape(shape) for part in tensors for shape in part[1])
+    inputs = tuple(tuple(map(parse_int, shape)) for part in tensors for shape in part[0])
+    outputs = tuple(tuple(map(parse_int, shape)) for part in tensors for shape in part[1])
     dtype_names = {parse_text(name) for part in tensors for name in (*part[2], *part[3])}
     dtypes = {DTYPE_NAMES.get(name, name.lower()) for name in dtype_names}
     op = _resolve_op(names)
-    specs = [_find_spec(part) for part in op.split("+")]
+    specs = [FLIGHT_OPERATIONS.get(part, _UNKNOWN_OPERATOR) for part in op.split("+")]
     # The arguments that must be equal and that the recorder records. Coalesced calls are compared
     # only if none has a list of tensors or is point-to-point.
     must_match = MustMatch.DTYPE | MustMatch.SHAPE
@@ -75,26 +75,23 @@ def read_signature(
     elif not all(map(_has_even_shapes, specs)):
         must_match = MustMatch.NOTHING
     shapes = _select_shapes(specs, inputs, outputs)
-    splits = None
-    if specs[0].split_args and len(inputs) > 1:
-        splits = (tuple(map(math.prod, inputs)), tuple(map(math.prod, outputs)))
+    shape_elements = tuple(map(math.prod, shapes))
+    input_elements = tuple(map(math.prod, inputs))
+    output_elements = tuple(map(math.prod, outputs))
+    has_splits = specs[0].split_args and len(inputs) > 1
     signature = Signature(
         op=op,
         shapes=shapes or outputs,
         dtype="/".join(sorted(dtypes - _NO_DTYPES)) or None,
-        numel=_count_elements(shapes),
-        splits=splits,
+        numel=sum(shape_elements),
+        splits=(input_elements, output_elements) if has_splits else None,
     )
     sizes = TensorSizes(
         tensors=(len(inputs), len(outputs)),
-        elements=(_count_elements(inputs), _count_elements(outputs)),
+        elements=(sum(input_elements), sum(output_elements)),
         is_single_call=len(names) == 1,
     )
-    return with_agreement_hash(signature, must_match, tuple(map(math.prod, shapes))), sizes
-
-
-def _find_spec(op: str) -> OperatorSpec:
-    return FLIGHT_OPERATIONS.get(op, _UNKNOWN_OPERATOR)
+    return with_agreement_hash(signature, must_match, shape_elements), sizes
 
 
 def _has_even_shapes(spec: OperatorSpec) -> bool:
@@ -114,11 +111,11 @@ def _select_shapes(specs: Sequence[OperatorSpec], inputs: Shapes, outputs: Shape
         return outputs
     if spec.list_side is None:
         return inputs
+    listed, single = (inputs, outputs) if spec.list_side is ListSide.INPUTS else (outputs, inputs)
     if not spec.compares_shapes:  # only the root has the list
-        return outputs if spec.list_side is ListSide.INPUTS else inputs
-    if spec.list_side is ListSide.OUTPUTS:
-        return outputs if _has_uneven_shapes(outputs) else both
-    return inputs if _has_uneven_shapes(inputs) else both
+        return single
+    has_uneven_shapes = len(set(map(math.prod, listed))) > 1
+    return listed if has_uneven_shapes else both
 
 
 def _resolve_op(names: Sequence[str]) -> str:
@@ -135,32 +132,20 @@ def is_invalid_call(op: str, sizes: TensorSizes, member_count: int) -> bool:
     """Whether the sizes of the inputs and outputs contradict each other, whatever the other members
     called.
     """
-    spec = _find_spec(op)
+    spec = FLIGHT_OPERATIONS.get(op, _UNKNOWN_OPERATOR)
     input_count, output_count = sizes.tensors
     sent, received = sizes.elements
     if not sizes.is_single_call or not (input_count and output_count):
         return False
-    if spec.compares_shapes and spec.list_side is ListSide.OUTPUTS and output_count > 1:
-        return output_count != member_count
-    if spec.compares_shapes and spec.list_side is ListSide.INPUTS and input_count > 1:
-        return input_count != member_count
+    if spec.compares_shapes and spec.list_side is not None:
+        listed_count = input_count if spec.list_side is ListSide.INPUTS else output_count
+        if listed_count > 1:
+            return listed_count != member_count
     if spec.output_scale is OutputScale.TIMES_MEMBERS:
         return received != sent * member_count
     if spec.output_scale is OutputScale.PER_MEMBER:
         return sent != received * member_count
     return spec.output_scale is OutputScale.SAME and sent != received
-
-
-def _parse_shape(shape: Iterable[object]) -> tuple[int, ...]:
-    return tuple(map(parse_int, shape))
-
-
-def _count_elements(shapes: Iterable[tuple[int, ...]]) -> int:
-    return sum(map(math.prod, shapes))
-
-
-def _has_uneven_shapes(shapes: Shapes) -> bool:
-    return len(set(map(math.prod, shapes))) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,37 +223,25 @@ def _as_tuple(dtypes: str | Sequence[str]) -> tuple[str, ...]:
     return (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
 
 
-def parse_groups(
-    config: Any, call_descriptions: Mapping[str, str]
-) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """The members of the groups in ``pg_config``, and the descriptions of all groups."""
+def parse_groups(config: Any, default_names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """The members of the groups in ``pg_config``, by name. The default group may have several
+    names, one after another.
+    """
     groups: dict[str, tuple[int, ...]] = {}
-    descriptions = dict(call_descriptions)
     for key, fields in config.items():
-        name = parse_text(key)
-        members = _parse_members(fields["ranks"])
-        if not members:
+        name, value = parse_text(key), fields["ranks"]
+        ranks = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(ranks, (list, tuple)) or not 0 < len(ranks) <= MAX_DUMP_RANKS:
             continue
+        members = tuple(map(parse_int, ranks))
+        has_duplicates = len(set(members)) < len(members)
+        if has_duplicates or any(not 0 <= rank < MAX_DUMP_RANKS for rank in members):
+            raise ValueError("the members of a group are not valid ranks")
         if name:
             groups[name] = members
-            descriptions.setdefault(name, parse_text(fields.get("desc", "")))
-            continue
-        # gloo's table has a single entry without a name, for the default group.
-        for group_name, description in call_descriptions.items():
-            if description == "default_pg":
-                groups.setdefault(group_name, members)
-    return groups, descriptions
-
-
-def _parse_members(value: object) -> tuple[int, ...]:
-    ranks = json.loads(value) if isinstance(value, str) else value
-    if not isinstance(ranks, (list, tuple)) or len(ranks) > MAX_DUMP_RANKS:
-        return ()
-    members = tuple(map(parse_int, ranks))
-    has_duplicates = len(set(members)) < len(members)
-    if has_duplicates or any(not 0 <= rank < MAX_DUMP_RANKS for rank in members):
-        raise ValueError("the members of a group are not valid ranks")
-    return members
+        else:  # gloo's table has a single entry without a name, for the default group
+            groups = dict.fromkeys(default_names, members) | groups
+    return groups
 
 
 def parse_statuses(
@@ -294,30 +267,28 @@ def parse_statuses(
 
 def _match_status_to_groups(
     status: Any, groups: Mapping[str, object], names_by_pg_id: Mapping[str, str]
-) -> dict[str, str]:
+) -> Mapping[str, str]:
     """The groups' names by the recorder's numbers, which ``pg_status`` uses.
 
     Names and numbers both increase with each group that is made, and a group is in both tables once
     it has been used: if the tables have the same length, they correspond in this order. The default
     group, number 0 on every rank and named "0", may be in ``pg_config`` before it is used.
     """
-    numbers = sorted(map(parse_text, status), key=_make_numeric_key)
-    names = sorted(map(parse_text, groups), key=_make_numeric_key)
+    numbers, names = (
+        # Decimal numbers by value, without their conversion.
+        sorted(map(parse_text, table), key=lambda text: (len(text), text))
+        for table in (status, groups)
+    )
     if "0" not in numbers and "0" in names:
         names.remove("0")
     can_pair = len(names) == 1 or all(map(str.isdecimal, names))
     if len(numbers) != len(names) or not can_pair:
-        return dict(names_by_pg_id)
+        return names_by_pg_id
     paired = dict(zip(numbers, names, strict=True))
     for number, name in names_by_pg_id.items():
         if paired.get(number, name) != name:
-            return dict(names_by_pg_id)
+            return names_by_pg_id
     return {**names_by_pg_id, **paired}
-
-
-def _make_numeric_key(text: str) -> tuple[int, str]:
-    """Sorts decimal numbers by value, without their conversion."""
-    return len(text), text
 
 
 def parse_int(value: object) -> int:

@@ -85,14 +85,12 @@ def _select_calls(
     """
     about = incident.get("group") or {}
     is_about_group = (group["name"], group["ranks"]) == (about.get("name"), about.get("ranks"))
-    collectives: list[Mapping[str, Any]] = []
+    calls: Sequence[Mapping[str, Any]] = ()
     # The calls of a deadlock are of several groups.
     if is_about_group and incident.get("kind") != "deadlock":
-        for call in incident.get("calls") or ():
-            if call.get("peer") is None:
-                collectives.append(call)
-            else:
-                omitted_ops.add(str(call["op"]))
+        calls = incident.get("calls") or ()
+    omitted_ops.update(str(call["op"]) for call in calls if call.get("peer") is not None)
+    collectives = [call for call in calls if call.get("peer") is None]
     calls_by_seq = {call["seq"]: call for call in collectives if rank["rank"] in call["ranks"]}
     if calls_by_seq:
         return calls_by_seq
@@ -114,8 +112,7 @@ def _build_entry(
     dtype = str(call.get("dtype") or "")
     recorder_dtype = _RECORDER_DTYPES.get(dtype, dtype)
     frames: list[dict[str, Any]] = []
-    site = call.get("site")
-    if site:
+    if site := call.get("site"):
         frames = [{"name": site["function"], "filename": site["file"], "line": site["line"]}]
     return {
         "record_id": record_id,

@@ -18,7 +18,7 @@ import io
 import pickle
 import pickletools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 MAX_PICKLE_BYTES = 1 << 27  # a dump of 100,000 calls with their stacks takes about 40 MB
@@ -142,11 +142,12 @@ def _build_refusal(
         return NotPlainError("it cannot be read as a pickle: it is cut off")
     if not data.startswith(b"\x80") and not data.endswith(b"."):
         return NotPlainError("it is neither a pickle nor JSON")
-    if operation in _IMPORT_OPCODES:
-        names = data[at + 1 : at + 203].split(b"\n")[:2]
-        return HostileError(_format_refusal(f"import {_join_names(*names)}"))
-    if operation == b"\x93":
-        return HostileError(_format_refusal(f"import {_join_names(*last_strings)}"))
+    if operation in (*_IMPORT_OPCODES, b"\x93"):
+        names: Sequence[bytes] = last_strings
+        if operation in _IMPORT_OPCODES:
+            names = data[at + 1 : at + 203].split(b"\n")[:2]
+        imported = b".".join(names).decode("utf-8", "replace")
+        return HostileError(_format_refusal(f"import {imported}"))
     if operation in _CALL_OPCODES:
         return HostileError(_format_refusal("call or build an object"))
     if operation in _EXTERNAL_OPCODES:
@@ -159,10 +160,6 @@ def _build_refusal(
     if any(_find_run_end(run, rest + added, 0) for added in (bytes(9), b"\n")):
         return NotPlainError("it cannot be read as a pickle: it is cut off")
     return NotPlainError(f"it cannot be read as a pickle of plain data: byte {at} is {operation!r}")
-
-
-def _join_names(*names: bytes) -> str:
-    return ".".join(name.decode("utf-8", "replace") for name in names)
 
 
 def _format_refusal(action: str) -> str:
@@ -220,7 +217,9 @@ def _count_values(value: object) -> int:
     while pending:
         container = pending[-1]
         if id(container) not in counts:
-            items = _list_items(container)
+            items: Collection[object] = container if isinstance(container, _CONTAINERS) else ()
+            if isinstance(container, dict):
+                items = [*container, *container.values()]
             inner = [item for item in items if isinstance(item, _CONTAINERS)]
             unknown = [item for item in inner if id(item) not in counts]
             if unknown:
@@ -234,9 +233,3 @@ def _count_values(value: object) -> int:
             counts[id(container)] = 1 + leaves + sum(counts[id(item)] for item in inner)
         pending.pop()
     return counts[id(value)]
-
-
-def _list_items(container: object) -> Collection[object]:
-    if isinstance(container, dict):
-        return [*container, *container.values()]
-    return container if isinstance(container, _CONTAINERS) else ()

@@ -7,6 +7,7 @@ under the key ``quoted``.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,9 +17,8 @@ from typing import Any
 from hangwatch.diagnosis.messages import MAX_MESSAGE_LENGTH
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.ranks import iter_runs
-from hangwatch.report.terminal import format_aligned_call, merge_waits
+from hangwatch.report.terminal import format_aligned_row, is_library_frame, merge_waits
 from hangwatch.report.text import Document, clean_text, format_site, group_name, truncate_end
-from hangwatch.stacks.frames import is_library
 
 Answer = dict[str, Any]
 
@@ -32,27 +32,10 @@ _MAX_RUNS = 12  # runs of consecutive ranks
 # One word, such as an operation, a path or a host: it is too short to be an instruction.
 _WORD = re.compile(r"[\w.:/@<>\[\]=+-]{1,80}")
 # The keys of the API's documents whose values a job chooses.
-_CHOSEN_KEYS = frozenset(
-    [
-        "job",
-        "name",
-        "desc",
-        "op",
-        "file",
-        "function",
-        "text",
-        "thread",
-        "host",
-        "type",
-        "message",
-        "detail",
-        "about",
-        "now",
-        "phase",
-        "error",
-        "reason",
-    ]
-)
+_CHOSEN_KEYS = {
+    "job", "name", "desc", "op", "file", "function", "text", "thread", "host", "type", "message", "detail", "about", "now",
+    "phase", "error", "reason",
+}  # fmt: skip
 # The most items of each list.
 _MAX_CALLS = 6
 _MAX_PROCESSES = 6
@@ -108,8 +91,9 @@ def _find_longest_list(answer: Answer) -> tuple[str, list[Any] | None]:
     return best[1], best[2]
 
 
-def drop_empty(answer: Answer) -> Answer:
-    return {key: value for key, value in answer.items() if value not in (None, "", [], {})}
+def build_answer(**members: Any) -> Answer:
+    """The members that are not empty."""
+    return {key: value for key, value in members.items() if value not in (None, "", [], {})}
 
 
 def _copy_members(document: Document, *keys: str) -> Answer:
@@ -190,49 +174,47 @@ def _iter_chosen(value: Any, key: str = "") -> Iterator[str]:
 def summarize_incident(incident: Document) -> Answer:
     """An incident as an item of a list."""
     quoter = SentenceQuoter(incident)
-    answer = {
-        "incident_id": incident.get("id"),
-        "job": quote_text(incident.get("job", "?")),
+    return build_answer(
+        incident_id=incident.get("id"),
+        job=quote_text(incident.get("job", "?")),
         **_copy_members(incident, "kind", "severity", "status", "opened_at"),
-        "summary": quoter.replace_quotes(incident.get("summary", "")),
-        "culprits": shorten_ranks(incident.get("culprits") or []),
-        "quotes": quoter.list_quotes(),
-    }
-    return drop_empty(answer)
+        summary=quoter.replace_quotes(incident.get("summary", "")),
+        culprits=shorten_ranks(incident.get("culprits") or []),
+        quotes=quoter.list_quotes(),
+    )
 
 
 def explain_incident(incident: Document) -> Answer:
     """The answer that says which rank, call and line hang, why, and what to do next."""
     quoter = SentenceQuoter(incident)
+    meaning = ""
+    with contextlib.suppress(ValueError):  # a newer server's kind
+        meaning = KINDS[VerdictKind(str(incident.get("kind")))].meaning
     waiting = incident.get("waiting") or []
-    group = incident.get("group") or {}
-    answer = {
-        "incident_id": incident.get("id"),
-        "job": quote_text(incident.get("job", "?")),
+    group_answer = None
+    if group := incident.get("group"):
+        ranks = group.get("ranks") or []
+        name = quote_text(group_name(group.get("name", ""), group.get("desc")))
+        group_answer = build_answer(name=name, size=len(ranks), ranks=shorten_ranks(ranks))
+    return build_answer(
+        incident_id=incident.get("id"),
+        job=quote_text(incident.get("job", "?")),
         **_copy_members(incident, "attempt", "kind"),
-        "kind_means": _find_meaning(incident.get("kind")),
+        kind_means=meaning,
         **_copy_members(incident, "severity", "status", "onset_at", "resolved_at", "resolution"),
-        "summary": quoter.replace_quotes(incident.get("summary", "")),
-        "what_next": quoter.replace_quotes(incident.get("advice", "")),
-        "culprits": shorten_ranks(incident.get("culprits") or []) or "none",
-        "waiting": shorten_ranks(waiting),
-        "waiting_count": len(waiting),
-        "group": drop_empty(
-            {
-                "name": quote_text(group_name(group.get("name", ""), group.get("desc"))),
-                "size": len(group.get("ranks") or []),
-                "ranks": shorten_ranks(group.get("ranks") or []),
-            }
-        )
-        if group
-        else None,
-        "call_number": incident.get("seq"),
-        "differing_arguments": list(incident.get("fields") or []),
-        "line": _find_line(incident),
-        "calls": [describe_call(call) for call in (incident.get("calls") or [])[:_MAX_CALLS]],
-        "processes": list(_iter_processes(incident)),
-        "culprit_stack": next(map(describe_stack, _iter_culprit_stacks(incident)), None),
-        "hardware": [
+        summary=quoter.replace_quotes(incident.get("summary", "")),
+        what_next=quoter.replace_quotes(incident.get("advice", "")),
+        culprits=shorten_ranks(incident.get("culprits") or []) or "none",
+        waiting=shorten_ranks(waiting),
+        waiting_count=len(waiting),
+        group=group_answer,
+        call_number=incident.get("seq"),
+        differing_arguments=list(incident.get("fields") or []),
+        line=_find_line(incident),
+        calls=[describe_call(call) for call in (incident.get("calls") or [])[:_MAX_CALLS]],
+        processes=list(_iter_processes(incident)),
+        culprit_stack=next(map(describe_stack, _iter_culprit_stacks(incident)), None),
+        hardware=[
             {
                 key: quote_text(entry[key]) if isinstance(entry[key], str) else entry[key]
                 for key in ("host", "source", "about", "what", "before", "now", "weight")
@@ -240,17 +222,9 @@ def explain_incident(incident: Document) -> Answer:
             }
             for entry in (incident.get("hardware") or [])[:_MAX_HARDWARE]
         ],
-        "more": list(_iter_more(incident)),
-        "quotes": quoter.list_quotes(),
-    }
-    return drop_empty(answer)
-
-
-def _find_meaning(kind: object) -> str:
-    try:
-        return KINDS[VerdictKind(str(kind))].meaning
-    except ValueError:  # a newer server's kind
-        return ""
+        more=list(_iter_more(incident)),
+        quotes=quoter.list_quotes(),
+    )
 
 
 def _find_line(incident: Document) -> Any:
@@ -260,7 +234,7 @@ def _find_line(incident: Document) -> Any:
         return quote_text(format_site(site))
     for stack in _iter_culprit_stacks(incident):
         for frame in stack.get("frames") or []:
-            if not is_library(str(frame.get("file", ""))):
+            if not is_library_frame(frame):
                 return quote_text(_format_frame(frame))
     return None
 
@@ -275,21 +249,19 @@ def _iter_culprit_stacks(incident: Document) -> Iterator[Document]:
 def describe_stack(stack: Document) -> Answer:
     """A stack of an incident, innermost frame first; runs of library frames are shortened."""
     frames = list(_fold_frames(stack.get("frames") or []))
-    return drop_empty(
-        {
-            "ranks": shorten_ranks(stack.get("ranks") or []),
-            "thread": quote_text(stack["thread"]) if stack.get("thread") else None,
-            "taken_at": stack.get("taken_at"),
-            "frames": quote_lines(frames[:_MAX_FRAMES]) if frames else None,
-            "error": quote_text(stack["error"]) if stack.get("error") else None,
-        }
+    return build_answer(
+        ranks=shorten_ranks(stack.get("ranks") or []),
+        thread=quote_text(stack["thread"]) if stack.get("thread") else None,
+        taken_at=stack.get("taken_at"),
+        frames=quote_lines(frames[:_MAX_FRAMES]) if frames else None,
+        error=quote_text(stack["error"]) if stack.get("error") else None,
     )
 
 
 def _fold_frames(frames: Iterable[Document]) -> Iterator[str]:
     run = 0
     for frame in frames:
-        run = run + 1 if is_library(str(frame.get("file", ""))) else 0
+        run = run + 1 if is_library_frame(frame) else 0
         if run <= _MAX_LIBRARY_FRAMES:
             yield _format_frame(frame)
         elif run == _MAX_LIBRARY_FRAMES + 1:
@@ -302,31 +274,28 @@ def _format_frame(frame: Document) -> str:
 
 
 def describe_call(call: Document) -> Answer:
-    answer = {
-        "ranks": shorten_ranks(call.get("ranks") or []),
-        "op": quote_text(call.get("op", "?")),
+    return build_answer(
+        ranks=shorten_ranks(call.get("ranks") or []),
+        op=quote_text(call.get("op", "?")),
         **_copy_members(call, "shapes", "dtype", "reduce_op", "root", "peer", "splits"),
-        "detail": quote_text(call["detail"]) if call.get("detail") else None,
-        "at": quote_text(format_site(call["site"])) if call.get("site") else None,
-    }
-    return drop_empty(answer)
+        detail=quote_text(call["detail"]) if call.get("detail") else None,
+        at=quote_text(format_site(call["site"])) if call.get("site") else None,
+    )
 
 
 def _iter_processes(incident: Document) -> Iterator[Answer]:
     for process in (incident.get("processes") or [])[:_MAX_PROCESSES]:
-        exception = process.get("exception") or {}
-        yield drop_empty(
-            {
-                "rank": process.get("rank"),
-                "host": quote_text(process["host"]) if process.get("host") else None,
-                **_copy_members(process, "pid", "state", "exit_status", "signal"),
-                "exception": {
-                    "type": quote_text(exception.get("type", "?")),
-                    "message": quote_line(exception.get("message", "")),
-                }
-                if exception
-                else None,
+        exception_answer = None
+        if exception := process.get("exception"):
+            exception_answer = {
+                "type": quote_text(exception.get("type", "?")),
+                "message": quote_line(exception.get("message", "")),
             }
+        yield build_answer(
+            rank=process.get("rank"),
+            host=quote_text(process["host"]) if process.get("host") else None,
+            **_copy_members(process, "pid", "state", "exit_status", "signal"),
+            exception=exception_answer,
         )
 
 
@@ -347,18 +316,16 @@ def describe_job(job: Document) -> Answer:
     """A job of `GET /api/v1/jobs`."""
     quoter = SentenceQuoter(job)
     states = {str(state): count for state, count in (job.get("states") or {}).items() if count}
-    return drop_empty(
-        {
-            "job": quote_text(job.get("job", "?")),
-            "attempt": job.get("attempt"),
-            "state": job.get("state"),
-            "summary": quoter.replace_quotes(job.get("summary", "")),
-            "ranks": job.get("world_size"),
-            "ranks_by_state": states,
-            "hosts": len(job.get("hosts") or []),
-            **_copy_members(job, "open_incidents", "step", "steps_per_s", "last_seen_s"),
-            "quotes": quoter.list_quotes(),
-        }
+    return build_answer(
+        job=quote_text(job.get("job", "?")),
+        attempt=job.get("attempt"),
+        state=job.get("state"),
+        summary=quoter.replace_quotes(job.get("summary", "")),
+        ranks=job.get("world_size"),
+        ranks_by_state=states,
+        hosts=len(job.get("hosts") or []),
+        **_copy_members(job, "open_incidents", "step", "steps_per_s", "last_seen_s"),
+        quotes=quoter.list_quotes(),
     )
 
 
@@ -369,16 +336,14 @@ def describe_ranks(ranks: Iterable[Document]) -> Answer:
         by_state.setdefault(str(rank.get("state")), []).append(rank)
     return {
         "ranks": [
-            drop_empty(
-                {
-                    "state": state,
-                    "ranks": shorten_ranks(r.get("rank", -1) for r in found),
-                    "count": len(found),
-                    "longest_wait_s": max((r.get("waiting_s") or 0.0 for r in found), default=0.0),
-                    "phases": [
-                        quote_text(p) for p in sorted({r["phase"] for r in found if r.get("phase")})
-                    ][:_MAX_PHASES],
-                }
+            build_answer(
+                state=state,
+                ranks=shorten_ranks(r.get("rank", -1) for r in found),
+                count=len(found),
+                longest_wait_s=max((r.get("waiting_s") or 0.0 for r in found), default=0.0),
+                phases=[
+                    quote_text(p) for p in sorted({r["phase"] for r in found if r.get("phase")})
+                ][:_MAX_PHASES],
             )
             for state, found in sorted(by_state.items())
         ]
@@ -395,39 +360,34 @@ def _describe_group_performance(document: Document) -> Answer:
     group = document.get("group") or {}
     straggler = document.get("straggler") or {}
     arrivals = document.get("arrivals") or {}
-    answer = {
-        "job": quote_text(document.get("job", "?")),
-        "group": quote_text(group_name(group.get("name", "?"), group.get("desc"))),
-        "ranks": shorten_ranks(group.get("ranks") or []),
-        "straggler": quoter.replace_quotes(straggler.get("summary", "")),
-        "calls": [
-            _describe_calls(call) for call in (document.get("calls") or [])[:_MAX_OPERATIONS]
-        ],
-        "last_to_arrive": [
+    return build_answer(
+        job=quote_text(document.get("job", "?")),
+        group=quote_text(group_name(group.get("name", "?"), group.get("desc"))),
+        ranks=shorten_ranks(group.get("ranks") or []),
+        straggler=quoter.replace_quotes(straggler.get("summary", "")),
+        calls=[_describe_calls(call) for call in (document.get("calls") or [])[:_MAX_OPERATIONS]],
+        last_to_arrive=[
             {
                 "ranks": shorten_ranks(late.get("ranks") or []),
                 **_copy_members(late, "share", "lag_s"),
             }
             for late in (arrivals.get("last") or [])[:_MAX_LATE]
         ],
-        "quotes": quoter.list_quotes(),
-    }
-    return drop_empty(answer)
+        quotes=quoter.list_quotes(),
+    )
 
 
 def _describe_calls(calls: Document) -> Answer:
     latency: dict[str, Any] = calls.get("latency") or {}
     wait: dict[str, Any] = calls.get("wait") or {}
-    return drop_empty(
-        {
-            "op": quote_text(calls.get("op", "?")),
-            "size_from_bytes": calls.get("size_from"),
-            "calls": calls.get("calls"),
-            "latency_p50_s": latency.get("p50_s"),
-            "latency_p95_s": latency.get("p95_s"),
-            "wait_p50_s": wait.get("p50_s"),
-            "busbw_gbs": calls.get("busbw_gbs"),
-        }
+    return build_answer(
+        op=quote_text(calls.get("op", "?")),
+        size_from_bytes=calls.get("size_from"),
+        calls=calls.get("calls"),
+        latency_p50_s=latency.get("p50_s"),
+        latency_p95_s=latency.get("p95_s"),
+        wait_p50_s=wait.get("p50_s"),
+        busbw_gbs=calls.get("busbw_gbs"),
     )
 
 
@@ -463,23 +423,17 @@ def describe_calls(incident: Document) -> Answer:
     divergence = incident.get("divergence")
     if not divergence:
         return answer
-    answer["sides"] = [
-        shorten_ranks(side.get("ranks") or []) for side in divergence.get("sides") or []
-    ]
-    answer["first_difference"] = divergence.get("since_seq")
-    rows = divergence.get("rows") or []
-    answer["rows"] = []
-    for row in rows[-_MAX_ROWS:]:
-        calls = row.get("calls") or []
-        cells = [
-            "-" if call is None else f"{seq} {format_aligned_call(call)}"
-            for seq, call in zip(row.get("seq") or [], calls, strict=False)
-        ]
-        differs = any(call is None or call.get("raised") for call in calls)
-        answer["rows"].append(
-            {"calls": quote_lines(cells), **({"differs": True} if differs else {})}
-        )
-    return drop_empty(answer)
+    rows: list[Answer] = []
+    for row in (divergence.get("rows") or [])[-_MAX_ROWS:]:
+        cells, differs = format_aligned_row(row)
+        rows.append(build_answer(calls=quote_lines(cells), differs=differs or None))
+    sides = divergence.get("sides") or []
+    return build_answer(
+        **answer,
+        sides=[shorten_ranks(side.get("ranks") or []) for side in sides],
+        first_difference=divergence.get("since_seq"),
+        rows=rows,
+    )
 
 
 def describe_stacks(incident: Document, is_wanted: Callable[[int], bool] | None) -> Answer:
@@ -500,11 +454,9 @@ def describe_stacks(incident: Document, is_wanted: Callable[[int], bool] | None)
 
 def describe_analysis(verdicts: Sequence[Document], notes: Sequence[str]) -> Answer:
     """The verdicts from dumps or bundles, and ``notes`` on files and ranks that were left out."""
-    return drop_empty(
-        {
-            "verdicts": [explain_incident(verdict) for verdict in verdicts[:_MAX_VERDICTS]],
-            "answer": "" if verdicts else "no hang: all calls that can be compared agree",
-            "verdicts_not_shown": max(0, len(verdicts) - _MAX_VERDICTS) or None,
-            "notes": quote_lines(notes[:_MAX_NOTES]) if notes else None,
-        }
+    return build_answer(
+        verdicts=[explain_incident(verdict) for verdict in verdicts[:_MAX_VERDICTS]],
+        answer="" if verdicts else "no hang: all calls that can be compared agree",
+        verdicts_not_shown=max(0, len(verdicts) - _MAX_VERDICTS) or None,
+        notes=quote_lines(notes[:_MAX_NOTES]) if notes else None,
     )

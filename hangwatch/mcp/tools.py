@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -16,6 +16,7 @@ from .answers import Answer
 # Returns the document of ``GET /api/v1/PATH`` with these parameters. Raises ToolError.
 Fetch = Callable[[str, Mapping[str, object]], Awaitable[Document]]
 Arguments = Mapping[str, Any]
+ToolFunction = Callable[[Fetch, Arguments], Awaitable[Answer]]
 
 INSTRUCTIONS = (
     "hangwatch watches distributed PyTorch jobs and names the rank, the call and the line that hang"
@@ -36,15 +37,15 @@ class Tool:
 
     name: str
     description: str
-    run: Callable[[Fetch, Arguments], Awaitable[Answer]]
-    properties: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    required: Sequence[str] = ()
+    run: ToolFunction
+    properties: Mapping[str, Mapping[str, Any]]
+    required: Sequence[str]
 
     @property
     def input_schema(self) -> dict[str, Any]:
         return {
             "type": "object",
-            "properties": {name: dict(schema) for name, schema in self.properties.items()},
+            "properties": dict(self.properties),
             "required": list(self.required),
             "additionalProperties": False,
         }
@@ -63,16 +64,31 @@ class Tool:
                 raise ToolError(f"the argument {name!r} of {self.name} must be a {kind.__name__}")
 
 
+def make_tool(
+    description: str, *required: str, **properties: Mapping[str, Any]
+) -> Callable[[ToolFunction], Tool]:
+    """Makes a function the tool of the same name."""
+    return lambda run: Tool(
+        name=run.__name__,
+        description=description,
+        run=run,
+        properties=properties,
+        required=required,
+    )
+
+
 _JOB = {"type": "string", "description": "only this job; may be omitted"}
 _INCIDENT = {"type": "string", "description": "the incident_id of another answer"}
+_STATUS = {"type": "string", "enum": ["open", "resolved"], "description": "only these"}
+_RANKS = {"type": "string", "description": "only these, such as 0,3-5"}
 
 
-async def _list_jobs(fetch: Fetch, arguments: Arguments) -> Answer:
-    page = await fetch("jobs", {"limit": _MAX_LISTED})
-    return {"jobs": [answers.describe_job(job) for job in page.get("items") or []]}
-
-
-async def _explain_hang(fetch: Fetch, arguments: Arguments) -> Answer:
+@make_tool(
+    "Why a job hangs now: which rank, which call, which line, why, and what to do next. The first"
+    " tool to call; without a hang it says what the job is doing.",
+    job=_JOB,
+)
+async def explain_hang(fetch: Fetch, arguments: Arguments) -> Answer:
     job = arguments.get("job")
     page = await fetch("incidents", {"job": job, "status": "open", "limit": _MAX_LISTED})
     incidents = list(page.get("items") or [])
@@ -91,33 +107,52 @@ async def _explain_hang(fetch: Fetch, arguments: Arguments) -> Answer:
     return {**answer, "other_open_incidents": others} if others else answer
 
 
-async def _list_incidents(fetch: Fetch, arguments: Arguments) -> Answer:
-    query = {
-        "job": arguments.get("job"),
-        "status": arguments.get("status"),
-        "limit": _MAX_LISTED,
-    }
-    page = await fetch("incidents", query)
-    items = page.get("items") or []
-    return {"incidents": [answers.summarize_incident(incident) for incident in items]}
-
-
 async def _fetch_incident(fetch: Fetch, incident_id: object) -> Document:
     return await fetch(f"incidents/{quote(str(incident_id), safe='')}", {})
 
 
-def _describe_fetched(
-    describe: Callable[[Document], Answer],
-) -> Callable[[Fetch, Arguments], Awaitable[Answer]]:
-    """A tool's function that fetches an incident and describes it."""
-
-    async def run(fetch: Fetch, arguments: Arguments) -> Answer:
-        return describe(await _fetch_incident(fetch, arguments["incident_id"]))
-
-    return run
+@make_tool("The jobs that report, each with its state in a sentence and its ranks by state.")
+async def list_jobs(fetch: Fetch, arguments: Arguments) -> Answer:
+    page = await fetch("jobs", {"limit": _MAX_LISTED})
+    return {"jobs": [answers.describe_job(job) for job in page.get("items") or []]}
 
 
-async def _get_stacks(fetch: Fetch, arguments: Arguments) -> Answer:
+@make_tool(
+    "The ranks of a job by state: waiting, stalled, dead, …, and how long they wait.", job=_JOB
+)
+async def list_ranks(fetch: Fetch, arguments: Arguments) -> Answer:
+    query = {"job": arguments.get("job"), "members": "false", "limit": _MAX_RANKS_READ}
+    page = await fetch("ranks", query)
+    answer = answers.describe_ranks(page.get("items") or [])
+    if page.get("next"):
+        answer["ranks_read"] = f"the first {_MAX_RANKS_READ}; list_jobs counts all of them by state"
+    return answer
+
+
+@make_tool("Open and earlier incidents, newest first.", job=_JOB, status=_STATUS)
+async def list_incidents(fetch: Fetch, arguments: Arguments) -> Answer:
+    job, status = arguments.get("job"), arguments.get("status")
+    page = await fetch("incidents", {"job": job, "status": status, "limit": _MAX_LISTED})
+    items = page.get("items") or []
+    return {"incidents": [answers.summarize_incident(incident) for incident in items]}
+
+
+@make_tool(
+    "One incident in full: its verdict, line, calls, processes, culprit's stack.",
+    "incident_id",
+    incident_id=_INCIDENT,
+)
+async def get_incident(fetch: Fetch, arguments: Arguments) -> Answer:
+    return answers.explain_incident(await _fetch_incident(fetch, arguments["incident_id"]))
+
+
+@make_tool(
+    "Stacks of ranks as of an incident, innermost frame first; the culprits' first.",
+    "incident_id",
+    incident_id=_INCIDENT,
+    ranks=_RANKS,
+)
+async def get_stacks(fetch: Fetch, arguments: Arguments) -> Answer:
     ranks = parse_ranks(arguments["ranks"]) if arguments.get("ranks") else None
     incident = await _fetch_incident(fetch, arguments["incident_id"])
     return answers.describe_stacks(incident, ranks)
@@ -134,88 +169,39 @@ def parse_ranks(text: str) -> Callable[[int], bool]:
     return lambda rank: any(first <= rank <= last for first, last in ranges)
 
 
-async def _list_ranks(fetch: Fetch, arguments: Arguments) -> Answer:
-    query = {"job": arguments.get("job"), "members": "false", "limit": _MAX_RANKS_READ}
-    page = await fetch("ranks", query)
-    answer = answers.describe_ranks(page.get("items") or [])
-    if page.get("next"):
-        answer["ranks_read"] = f"the first {_MAX_RANKS_READ}; list_jobs counts all of them by state"
-    return answer
+@make_tool(
+    "Which ranks wait for which, in which call of which process group.",
+    "incident_id",
+    incident_id=_INCIDENT,
+)
+async def get_wait_graph(fetch: Fetch, arguments: Arguments) -> Answer:
+    return answers.describe_waits(await _fetch_incident(fetch, arguments["incident_id"]))
 
 
-async def _get_performance(fetch: Fetch, arguments: Arguments) -> Answer:
+@make_tool(
+    "The calls that differ between ranks, with their lines, and the last calls of both sides"
+    " aligned: shows a call that one side skipped, added or made in another order.",
+    "incident_id",
+    incident_id=_INCIDENT,
+)
+async def get_calls(fetch: Fetch, arguments: Arguments) -> Answer:
+    return answers.describe_calls(await _fetch_incident(fetch, arguments["incident_id"]))
+
+
+@make_tool("How fast collectives are, and which ranks the others wait for.", job=_JOB)
+async def get_performance(fetch: Fetch, arguments: Arguments) -> Answer:
     page = await fetch("performance", {"job": arguments.get("job"), "limit": _MAX_LISTED})
     return answers.describe_performance(page.get("items") or [])
 
 
 TOOLS = (
-    Tool(
-        name="explain_hang",
-        description=(
-            "Why a job hangs now: which rank, which call, which line, why, and what to do next. The"
-            " first tool to call; without a hang it says what the job is doing."
-        ),
-        properties={"job": _JOB},
-        run=_explain_hang,
-    ),
-    Tool(
-        name="list_jobs",
-        description="The jobs that report, each with its state in a sentence and its ranks by state.",
-        run=_list_jobs,
-    ),
-    Tool(
-        name="list_ranks",
-        description="The ranks of a job by state: waiting, stalled, dead, …, and how long they wait.",
-        properties={"job": _JOB},
-        run=_list_ranks,
-    ),
-    Tool(
-        name="list_incidents",
-        description="Open and earlier incidents, newest first.",
-        properties={
-            "job": _JOB,
-            "status": {"type": "string", "enum": ["open", "resolved"], "description": "only these"},
-        },
-        run=_list_incidents,
-    ),
-    Tool(
-        name="get_incident",
-        description="One incident in full: its verdict, line, calls, processes, culprit's stack.",
-        properties={"incident_id": _INCIDENT},
-        required=("incident_id",),
-        run=_describe_fetched(answers.explain_incident),
-    ),
-    Tool(
-        name="get_stacks",
-        description="Stacks of ranks as of an incident, innermost frame first; the culprits' first.",
-        properties={
-            "incident_id": _INCIDENT,
-            "ranks": {"type": "string", "description": "only these, such as 0,3-5"},
-        },
-        required=("incident_id",),
-        run=_get_stacks,
-    ),
-    Tool(
-        name="get_wait_graph",
-        description="Which ranks wait for which, in which call of which process group.",
-        properties={"incident_id": _INCIDENT},
-        required=("incident_id",),
-        run=_describe_fetched(answers.describe_waits),
-    ),
-    Tool(
-        name="get_calls",
-        description=(
-            "The calls that differ between ranks, with their lines, and the last calls of both sides"
-            " aligned: shows a call that one side skipped, added or made in another order."
-        ),
-        properties={"incident_id": _INCIDENT},
-        required=("incident_id",),
-        run=_describe_fetched(answers.describe_calls),
-    ),
-    Tool(
-        name="get_performance",
-        description="How fast collectives are, and which ranks the others wait for.",
-        properties={"job": _JOB},
-        run=_get_performance,
-    ),
+    explain_hang,
+    list_jobs,
+    list_ranks,
+    list_incidents,
+    get_incident,
+    get_stacks,
+    get_wait_graph,
+    get_calls,
+    get_performance,
 )

@@ -176,9 +176,9 @@ def list_members(cls: Any) -> tuple[DocumentMember, ...]:
     """The members of the documents of a dataclass, in their order."""
     if cls not in _listed_members:
         members: dict[str, DocumentMember] = {}
-        entries = _MEMBERS.get(cls) or [field.name for field in dataclasses.fields(cls)]
-        for member in (member for entry in entries for member in _iter_members(cls, entry)):
-            members.setdefault(member.key, member)
+        for entry in _MEMBERS.get(cls) or [field.name for field in dataclasses.fields(cls)]:
+            for member in _iter_members(cls, entry):
+                members.setdefault(member.key, member)
         _listed_members[cls] = tuple(members.values())
     return _listed_members[cls]
 

@@ -94,7 +94,6 @@ def format_job_status(job: JobFacts) -> tuple[str, str]:
 
 
 def _format_healthy_status(job: JobFacts) -> tuple[str, str]:
-    """The status if no rank is known to wait."""
     last_seen = format_age(job.last_seen_s)
     facts = [f"{job.reported} of {job.expected} ranks report, the last {last_seen} ago"]
     if job.steps_per_s is not None:

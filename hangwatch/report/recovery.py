@@ -7,7 +7,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 
-from .text import Document, clean_text, name_ranks
+from .text import Document, abbreviate_list, clean_text, name_ranks
 
 _MAX_PIDS_SHOWN = 4
 
@@ -42,9 +42,11 @@ def format_recovery(document: Document) -> str:
     if state == "withheld":
         return f"No rank is ended: {clean_text(recovery.get('why') or '?')}."
     has_result = any(abort.get("result") in ("ended", "failed") for abort in aborts)
+    number, limit = clean_text(recovery.get("number", "?")), clean_text(recovery.get("limit", "?"))
+    count = f"{number} of at most {limit} such incidents of this job"
     if state == "done" or has_result:
         outcomes = "; ".join(format_outcomes(aborts))
-        return f"{_capitalize(outcomes)} ({_format_count(recovery)})."
+        return f"{outcomes[:1].upper()}{outcomes[1:]} ({count})."
     if state not in ("planned", "announced", "ordered"):
         return ""
     if document.get("status") != "open":
@@ -56,18 +58,9 @@ def format_recovery(document: Document) -> str:
     if state == "planned":
         return (
             f"Unless the job moves, {name_ranks(ranks)} {be} to be ended at"
-            f" {format_clock(recovery.get('due_at'))} at the earliest ({_format_count(recovery)})."
+            f" {format_clock(recovery.get('due_at'))} at the earliest ({count})."
         )
-    return f"{_capitalize(name_ranks(ranks))} {be} being ended ({_format_count(recovery)})."
-
-
-def _format_count(recovery: Document) -> str:
-    number, limit = recovery.get("number", "?"), recovery.get("limit", "?")
-    return f"{clean_text(number)} of at most {clean_text(limit)} such incidents of this job"
-
-
-def _capitalize(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}"
+    return f"{name_ranks(ranks).capitalize()} {be} being ended ({count})."
 
 
 def format_outcomes(aborts: Sequence[Document]) -> Iterator[str]:
@@ -81,21 +74,18 @@ def format_outcomes(aborts: Sequence[Document]) -> Iterator[str]:
         outcome = (str(abort.get("result")), detail)
         ranks_by_outcome.setdefault(outcome, []).append(abort.get("rank", -1))
     for (result, detail), ranks in ranks_by_outcome.items():
-        yield _format_outcome(result, detail, ranks)
-
-
-def _format_outcome(result: str, detail: str, ranks: list[int]) -> str:
-    names, is_one = name_ranks(ranks), len(ranks) == 1
-    was = "was" if is_one else "were"
-    if result == "ended":
-        return f"{names} {was} ended by {detail}"
-    if result == "gone":
-        return f"{names} had ended before"
-    if result == "left":
-        return f"{names} {was} not ended, as the job moved or did not report"
-    if result == "failed":
-        return f"{names} could not be ended: {detail}"
-    return f"{names} {'is' if is_one else 'are'} being ended"
+        names = name_ranks(ranks)
+        be, was = ("is", "was") if len(ranks) == 1 else ("are", "were")
+        if result == "ended":
+            yield f"{names} {was} ended by {detail}"
+        elif result == "gone":
+            yield f"{names} had ended before"
+        elif result == "left":
+            yield f"{names} {was} not ended, as the job moved or did not report"
+        elif result == "failed":
+            yield f"{names} could not be ended: {detail}"
+        else:
+            yield f"{names} {be} being ended"
 
 
 def iter_recovery_events(document: Document) -> Iterator[tuple[str, str]]:
@@ -118,18 +108,9 @@ def iter_recovery_events(document: Document) -> Iterator[tuple[str, str]]:
         time = abort.get("ended_at") or recovery.get("done_at") or abort.get("ordered_at")
         aborts_by_time.setdefault(str(time), []).append(abort)
     for time, aborts in aborts_by_time.items():
-        yield time, f"{'; '.join(format_outcomes(aborts))} ({_format_pids(aborts)})"
-
-
-def _format_pids(aborts: Sequence[Document]) -> str:
-    """``pid 4711 on node1, pid 4712 on node1``."""
-    pids: list[str] = []
-    for abort in aborts[:_MAX_PIDS_SHOWN]:
-        pid, host = clean_text(abort.get("pid", "?")), clean_text(abort.get("host", "?"))
-        pids.append(f"pid {pid} on {host}")
-    hidden_count = len(aborts) - len(pids)
-    more = f" and {hidden_count} more" if hidden_count else ""
-    return f"{', '.join(pids)}{more}"
+        pids = [f"pid {abort.get('pid', '?')} on {abort.get('host', '?')}" for abort in aborts]
+        shown = abbreviate_list(pids, _MAX_PIDS_SHOWN)
+        yield time, f"{'; '.join(format_outcomes(aborts))} ({shown})"
 
 
 def format_clock(stamp: object) -> str:

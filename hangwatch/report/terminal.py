@@ -6,6 +6,7 @@ removes what could control a terminal. Documents are read leniently, since the s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
@@ -21,6 +22,7 @@ from .text import (
     TERMINAL_COLUMNS,
     Document,
     Paint,
+    abbreviate_list,
     clean_text,
     format_age,
     format_line,
@@ -46,17 +48,8 @@ RESOLUTIONS = {
 _KINDS_WITHOUT_SITE = select_kinds(lambda spec: not spec.has_culprit_line)
 _MAX_COLUMNS = 3  # classes shown side by side
 _LABEL_WIDTH = 11
-# The names of a call's arguments in ``fields``, and their keys in a call's document.
-_CALL_ROWS = {
-    "op": "op",
-    "shape": "shapes",
-    "dtype": "dtype",
-    "reduce_op": "reduce_op",
-    "root": "root",
-    "peer": "peer",
-    "splits": "splits",
-    "detail": "detail",
-}
+# The names of a call's arguments in ``fields``; a call's document has "shapes" instead of "shape".
+_CALL_ROWS = ("op", "shape", "dtype", "reduce_op", "root", "peer", "splits", "detail")
 _FUNCTION_WIDTH = 26  # columns for a function's name
 _MAX_FLIGHT_CALLS_SHOWN = 3
 _MAX_LIBRARY_RUN = 3  # longer runs of library frames are folded
@@ -175,20 +168,14 @@ def format_headline(document: Document, now: datetime, paint: Paint = PLAIN_PAIN
     if document.get("attempt"):
         parts.append(f"attempt {clean_text(document['attempt'])}")
     parts.append(_format_status(document, now))
-    if not is_open:
-        colour = paint.as_success
-    elif severity == "alert":
-        colour = paint.as_error
-    else:
-        colour = paint.as_warning
+    label = severity.upper()
+    headline = paint.by_severity(label, severity) if is_open else paint.as_success(label)
     text = f"  {' · '.join(parts)}"
     name = clean_text(document.get("id", ""))
-    fits = len(severity) + len(text) + 2 + len(name) <= TERMINAL_COLUMNS
-    headline = colour(severity.upper()) + text
-    if name and fits:
-        yield f"{headline}  {paint.dim(name)}"
+    if name and len(f"{label}{text}  {name}") <= TERMINAL_COLUMNS:
+        yield f"{headline}{text}  {paint.dim(name)}"
         return
-    yield headline
+    yield f"{headline}{text}"
     if name:
         yield paint.dim(name)
 
@@ -236,7 +223,8 @@ def _format_call_table(
     width = (TERMINAL_COLUMNS - 2 - _LABEL_WIDTH) // len(classes) - 2
     titles = [_pad_text(name_ranks(c.get("ranks") or []), width) for c in classes]
     yield _format_row("", "", [paint.bold(title) for title in titles])
-    for name, key in _CALL_ROWS.items():
+    for name in _CALL_ROWS:
+        key = "shapes" if name == "shape" else name
         values = [_format_value(c.get(key)) for c in classes]
         if not any(values):
             continue
@@ -268,32 +256,34 @@ def format_divergence(document: Document, paint: Paint = PLAIN_PAINT) -> Iterato
     for row in divergence.get("rows") or []:
         if row.get("omitted"):
             yield paint.dim(f"  … {clean_text(row['omitted'])} more that agree")
-        yield _format_aligned_row(row, width, paint)
+        texts, differs = format_aligned_row(row)
+        cells = [_pad_text(text, width) for text in texts]
+        if differs:
+            cells = [paint.as_error(cell) for cell in cells]
+        yield f"{'≠' if differs else ' '} {'  '.join(cells)}".rstrip()
 
 
-def _format_aligned_row(row: Document, width: int, paint: Paint) -> str:
-    cells = []
+def format_aligned_row(row: Document) -> tuple[list[str], bool]:
+    """The calls of both sides, such as ``812 all_reduce train.py:41 [64]``, and whether only one
+    side made the call.
+    """
+    cells: list[str] = []
     differs = False
     for seq, call in zip(row.get("seq") or [], row.get("calls") or [], strict=False):
-        differs |= call is None or bool(call.get("raised"))
-        text = "-" if call is None else f"{clean_text(seq)} {format_aligned_call(call)}"
-        cells.append(_pad_text(text, width))
-    if differs:
-        cells = [paint.as_error(cell) for cell in cells]
-    return f"{'≠' if differs else ' '} {'  '.join(cells)}".rstrip()
-
-
-def format_aligned_call(call: Document) -> str:
-    """``all_reduce train.py:41 [64]``."""
-    site = call.get("site")
-    at = format_line(site) if site else ""
-    parts = (
-        clean_text(call.get("op", "?")),
-        "raised" if call.get("raised") else "",
-        at,
-        _format_value(call.get("shapes")),
-    )
-    return " ".join(part for part in parts if part)
+        if call is None:
+            cells.append("-")
+            differs = True
+            continue
+        differs |= bool(call.get("raised"))
+        parts = (
+            clean_text(seq),
+            clean_text(call.get("op", "?")),
+            "raised" if call.get("raised") else "",
+            format_line(call["site"]) if call.get("site") else "",
+            _format_value(call.get("shapes")),
+        )
+        cells.append(" ".join(part for part in parts if part))
+    return cells, differs
 
 
 def _format_row(mark: str, name: str, cells: Sequence[str]) -> str:
@@ -331,22 +321,26 @@ def merge_waits(document: Document) -> list[tuple[tuple[int, str, int], set[int]
     """The awaited rank, the group's name to show and the number of each awaited call, with the
     ranks that wait there; sorted.
     """
-    group = document.get("group") or {}
-    named = {clean_text(group.get("name")): group_name(group.get("name"), group.get("desc"))}
     waiters: dict[tuple[int, str, int], set[int]] = {}
     for wait in document.get("waits") or []:
         call = (wait.get("for", -1), clean_text(wait.get("group", "")), wait.get("seq", 0))
         waiters.setdefault(call, set()).add(wait.get("rank", -1))
     return [
-        ((awaited, named.get(name, name), seq), ranks)
+        ((awaited, _show_group(document, name), seq), ranks)
         for (awaited, name, seq), ranks in sorted(waiters.items())
     ]
 
 
+def _show_group(document: Document, name: str) -> str:
+    """The name to show of the group with this name: a description is only known of the incident's."""
+    group = document.get("group") or {}
+    if name == clean_text(group.get("name")):
+        return group_name(group.get("name"), group.get("desc"))
+    return name
+
+
 def format_devices(document: Document) -> Iterator[str]:
     """The devices' progress: one line for all ranks of a group in the same position."""
-    group = document.get("group") or {}
-    named = {clean_text(group.get("name")): group_name(group.get("name"), group.get("desc"))}
     ranks_by_position: dict[tuple[str, int, int, int], set[int]] = {}
     for device in document.get("device") or []:
         started = device.get("started")
@@ -361,7 +355,7 @@ def format_devices(document: Document) -> Iterator[str]:
         begun = "" if started < 0 else f"begun {started} and "
         yield from wrap_text(
             f"{name_ranks(ranks)}: the device has {begun}completed {max(0, completed)} of"
-            f" {max(0, enqueued)} queued collectives of group {named.get(name, name)}"
+            f" {max(0, enqueued)} queued collectives of group {_show_group(document, name)}"
         )
 
 
@@ -448,8 +442,8 @@ def _is_library_thread(entry: Document) -> bool:
     """
     if entry.get("error") or entry.get("thread") in (None, "MainThread"):
         return False
-    files = [str(frame.get("file", "")) for frame in entry.get("frames") or []]
-    return bool(files) and all(map(is_library, files))
+    frames = entry.get("frames") or []
+    return bool(frames) and all(map(is_library_frame, frames))
 
 
 def format_stack(
@@ -468,8 +462,9 @@ def format_stack(
     if entry.get("error"):
         for line in wrap_text(entry["error"], indent="  ! "):
             yield paint.as_warning(line)
-    for run in _split_frame_runs(entry.get("frames") or []):
-        if _is_library_frame(run[0]):
+    for in_library, frames in itertools.groupby(entry.get("frames") or [], is_library_frame):
+        run = list(frames)
+        if in_library:
             shown = run if full or len(run) <= _MAX_LIBRARY_RUN else run[:1]
             for frame in shown:
                 yield paint.dim(_format_frame(frame, "  "))
@@ -482,7 +477,7 @@ def format_stack(
                 yield truncate_end(f"      {clean_text(frame['text']).strip()}", TERMINAL_COLUMNS)
 
 
-def _is_library_frame(frame: Document) -> bool:
+def is_library_frame(frame: Document) -> bool:
     return is_library(str(frame.get("file", "")))
 
 
@@ -502,18 +497,6 @@ def merge_equal_stacks(entries: Iterable[Document]) -> list[dict[str, Any]]:
         else:
             merged[key] = {**entry, "ranks": ranks}
     return list(merged.values())
-
-
-def _split_frame_runs(frames: Sequence[Document]) -> Iterator[list[Document]]:
-    """Runs of consecutive frames that are all of libraries or all of the user's code."""
-    run: list[Document] = []
-    for frame in frames:
-        if run and _is_library_frame(run[0]) != _is_library_frame(frame):
-            yield run
-            run = []
-        run.append(frame)
-    if run:
-        yield run
 
 
 def _format_frame(frame: Document, mark: str) -> str:
@@ -547,15 +530,9 @@ def format_hardware(document: Document) -> Iterator[str]:
     """
     for item in document.get("hardware") or []:
         entry = parse_document(HostObservation, item)
-        text = f"{entry.host}: {describe_observation(entry.observation)}"
-        yield from wrap_text(clean_text(text))
+        yield from wrap_text(f"{entry.host}: {describe_observation(entry.observation)}")
     for gap in document.get("hardware_missing") or []:
-        hosts = ", ".join(clean_text(host) for host in (gap.get("hosts") or [])[:_MAX_HOSTS_NAMED])
-        more = len(gap.get("hosts") or []) - _MAX_HOSTS_NAMED
-        others = f" and {more} more" if more > 0 else ""
+        hosts = abbreviate_list(gap.get("hosts") or [], _MAX_HOSTS_NAMED)
         yield from wrap_text(
-            clean_text(
-                f"not read on {hosts}{others}: {gap.get('source')}, {gap.get('reason')};"
-                f" {gap.get('remedy')}"
-            )
+            f"not read on {hosts}: {gap.get('source')}, {gap.get('reason')}; {gap.get('remedy')}"
         )

@@ -51,6 +51,9 @@ class Paint:
     def as_success(self, text: str) -> str:
         return self._apply_style("32", text)
 
+    def by_severity(self, text: str, severity: object) -> str:
+        return self.as_error(text) if severity == "alert" else self.as_warning(text)
+
 
 PLAIN_PAINT = Paint()
 
@@ -115,6 +118,12 @@ def name_ranks(ranks: Iterable[int]) -> str:
     """``rank 1`` or ``ranks 0, 2-3``."""
     listed = sorted(set(ranks))
     return f"rank{'' if len(listed) == 1 else 's'} {format_ranks(listed) if listed else 'none'}"
+
+
+def abbreviate_list(items: Sequence[object], limit: int) -> str:
+    """``a, b and 3 more``: the first ``limit`` items, and how many others there are."""
+    text = ", ".join(map(clean_text, items[:limit]))
+    return f"{text} and {len(items) - limit} more" if len(items) > limit else text
 
 
 def group_name(name: object, desc: object = None) -> str:

@@ -15,7 +15,6 @@ from ..arguments import add_query_options, parse_positive, parse_ranks
 from ..client import open_client
 from ..errors import ERROR, OK, NotFoundError
 from ..terminal import detect_paint, print_message, print_result
-from .status import check_job
 
 _POLL_S = 0.2
 _TIMEOUT_S, _NATIVE_TIMEOUT_S = 15, 60
@@ -35,7 +34,6 @@ def add_dump_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long to wait for the stacks (default: 15, native 60)",
     )
-    parser.set_defaults(run=run_dump)
 
 
 def run_dump(args: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -48,7 +46,7 @@ def run_dump(args: argparse.Namespace, env: Mapping[str, str]) -> int:
             )
         except NotFoundError:
             if args.job is not None:
-                check_job(client, args.job)
+                client.check_job(args.job)
             raise
         deadline = time.monotonic() + timeout_s
         while document.get("status") == "pending" and time.monotonic() < deadline:

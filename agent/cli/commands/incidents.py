@@ -1,37 +1,141 @@
-"""`hangwatch incidents` lists incidents, `hangwatch show` prints one of them, and `hangwatch
-report` saves one as an HTML file, for a ticket or a colleague.
+"""What the server knows: `hangwatch status` prints every job on one line, with its open incidents,
+`hangwatch incidents` lists incidents, `hangwatch show` prints one of them, and `hangwatch report`
+saves one as an HTML file, for a ticket or a colleague.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import sys
-from collections.abc import Mapping
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.report.terminal import format_incident
+from hangwatch.report.terminal import format_incident, format_summary
+from hangwatch.report.text import (
+    TERMINAL_COLUMNS,
+    Document,
+    Paint,
+    abbreviate_list,
+    clean_text,
+    format_age,
+    seconds_since,
+    truncate_end,
+    wrap_text,
+)
 
 from ..arguments import add_query_options, parse_positive
 from ..client import Client, open_client
-from ..errors import OK, CliError, NotFoundError, UsageError
-from ..terminal import (
-    choose_paint,
-    detect_paint,
-    page_lines,
-    print_json,
-    print_message,
-    print_result,
-    watch_view,
-)
-from .status import abbreviate_list, check_job, format_incidents
+from ..errors import HANG, OK, CliError, NotFoundError, UsageError
+from ..terminal import detect_paint, page_lines, print_message, print_result, watch_view
 
+_MIN_ID_WIDTH = 10
+_MAX_IDS_NAMED = 8  # in a message
 _MAX_PAGE_SIZE = 100  # the API's limit
 _STDOUT = "-"
+
+
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    add_query_options(parser)
+    parser.add_argument("--watch", action="store_true", help="refresh every second, until Ctrl-C")
+
+
+def run_status(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    """Returns `HANG` while an alert is open. Raises CliError."""
+    paint = detect_paint(env)
+    with open_client(args, env) as client:
+
+        def print_status() -> int:
+            jobs = list(client.iter_items("jobs"))
+            incidents = list(client.iter_items("incidents", job=args.job, status="open"))
+            if args.job is not None:
+                jobs = [job for job in jobs if job.get("job") == args.job]
+                if not jobs and not incidents:
+                    client.check_job(args.job)
+            lines = format_status(jobs, incidents, client.server_time, paint)
+            print_result(args, {"jobs": jobs, "incidents": incidents}, lines)
+            if not jobs and not args.json:
+                print_message(
+                    f"no job has reported to {client.server}: start one with"
+                    f" HANGWATCH_URL={client.server} torchrun …"
+                )
+            has_alert = any(incident.get("severity") == "alert" for incident in incidents)
+            return HANG if has_alert else OK
+
+        return watch_view(args, print_status, paint)
+
+
+def format_status(
+    jobs: Sequence[Document], incidents: Sequence[Document], now: datetime, paint: Paint
+) -> Iterator[str]:
+    """A line for each job, followed by its open incidents; then the open incidents of jobs or
+    attempts that are not among ``jobs``.
+    """
+    remaining = list(incidents)
+    for job in jobs:
+        yield from _format_job(job, paint)
+        key = (job.get("job"), job.get("attempt"))
+        job_incidents = [i for i in remaining if (i.get("job"), i.get("attempt")) == key]
+        remaining = [i for i in remaining if (i.get("job"), i.get("attempt")) != key]
+        for incident in job_incidents:
+            yield from _format_open_incident(incident, now, paint)
+        if not job_incidents or job.get("state") in ("lost", "failed", "finished"):
+            yield from wrap_text(job.get("summary"), "  ")
+    if remaining:
+        yield "Still open, of earlier jobs or attempts:"
+    for incident in remaining:
+        yield from _format_open_incident(incident, now, paint)
+
+
+def _format_job(job: Document, paint: Paint) -> Iterator[str]:
+    """Name, state and facts of a job: on one line if they fit."""
+    state = clean_text(job.get("state", "?"))
+    name = clean_text(job.get("job", "?"))
+    if job.get("attempt"):
+        name += f" (attempt {clean_text(job['attempt'])})"
+    facts = " · ".join(_list_job_facts(job))
+    if state in ("stalled", "failed", "lost"):
+        coloured_state = paint.as_error(state)
+    elif state in ("running", "finished"):
+        coloured_state = paint.as_success(state)
+    else:
+        coloured_state = paint.as_warning(state)
+    if len(f"{name}  {state}  {facts}") <= TERMINAL_COLUMNS:
+        yield f"{paint.bold(name)}  {coloured_state}  {facts}"
+        return
+    name = truncate_end(name, TERMINAL_COLUMNS - len(state) - 2)
+    yield f"{paint.bold(name)}  {coloured_state}"
+    yield from wrap_text(facts, "  ")
+
+
+def _list_job_facts(job: Document) -> list[str]:
+    states = job.get("states") or {}
+    counts = [f"{count} {clean_text(state)}" for state, count in states.items() if count]
+    world_size = job.get("world_size", 0)
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    facts = [f"{ranks}: {', '.join(counts) or 'none has reported'}"]
+    if job.get("step") is not None:
+        facts.append(f"step {clean_text(job['step'])}")
+    if job.get("last_seen_s") is not None:
+        facts.append(f"seen {format_age(float(job['last_seen_s']))} ago")
+    return facts
+
+
+def _format_open_incident(incident: Document, now: datetime, paint: Paint) -> Iterator[str]:
+    severity = clean_text(incident.get("severity", "alert"))
+    mark = paint.by_severity(severity.upper(), severity)
+    line = f"  {mark}  {clean_text(incident.get('kind', '?'))}"
+    onset_s = seconds_since(incident.get("onset_at"), now)
+    if onset_s is not None:
+        line += f"  for {format_age(onset_s)}"
+    incident_id = clean_text(incident.get("id", ""))
+    yield f"{line}  {paint.dim(incident_id)}"
+    yield from wrap_text(format_summary(incident), "    ")
 
 
 def add_incidents_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +154,6 @@ def add_incidents_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="at most N incidents (default: 20)",
     )
-    parser.set_defaults(run=run_incidents)
 
 
 def run_incidents(args: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -60,9 +163,9 @@ def run_incidents(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         page_size = min(args.limit, _MAX_PAGE_SIZE) if args.kind is None else None
         items = client.iter_items("incidents", job=args.job, status=args.status, limit=page_size)
         matching = (item for item in items if args.kind in (None, item.get("kind")))
-        incidents = list(islice(matching, args.limit))
+        incidents = list(itertools.islice(matching, args.limit))
         if args.job is not None and not incidents:
-            check_job(client, args.job)
+            client.check_job(args.job)
     if incidents or args.json:
         lines = format_incidents(incidents, client.server_time, detect_paint(env))
         print_result(args, {"items": incidents, "next": None}, lines)
@@ -70,6 +173,34 @@ def run_incidents(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         has_filter = args.job or args.status or args.kind
         print_message("no incident matches" if has_filter else "no incident")
     return OK
+
+
+def format_incidents(documents: Sequence[Document], now: datetime, paint: Paint) -> Iterator[str]:
+    """A table, with each incident's summary under its row."""
+    ids = [clean_text(incident.get("id", "?")) for incident in documents]
+    id_width = find_unique_prefix_width(ids)
+    job_width = max(10, TERMINAL_COLUMNS - id_width - 38)
+    yield paint.dim(f"{'ID':{id_width}}  {'STATUS':8}  {'AGE':>7}  {'KIND':15}  JOB")
+    for incident_id, incident in zip(ids, documents, strict=True):
+        status = f"{clean_text(incident.get('status', '?')):8}"
+        if incident.get("status") == "open":
+            status = paint.by_severity(status, incident.get("severity"))
+        opened_s = seconds_since(incident.get("opened_at"), now)
+        age = "?" if opened_s is None else format_age(opened_s)
+        kind = clean_text(incident.get("kind", "?"))
+        job = truncate_end(clean_text(incident.get("job", "?")), job_width)
+        yield f"{incident_id[:id_width]:{id_width}}  {status}  {age:>7}  {kind:15}  {job}"
+        yield from wrap_text(incident.get("summary"), "  ")
+
+
+def find_unique_prefix_width(ids: Iterable[str]) -> int:
+    """The number of leading characters by which all these ids differ."""
+    distinct_ids = set(ids)
+    longest = max(map(len, distinct_ids), default=_MIN_ID_WIDTH)
+    for width in range(_MIN_ID_WIDTH, longest):
+        if len({name[:width] for name in distinct_ids}) == len(distinct_ids):
+            return width
+    return longest
 
 
 def add_show_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +215,6 @@ def add_show_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-pager", action="store_true", help="print all at once, not through PAGER or less"
     )
-    parser.set_defaults(run=run_show)
 
 
 def _add_id(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +228,7 @@ def _add_id(parser: argparse.ArgumentParser) -> None:
 
 def run_show(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Prints one incident in full. Raises CliError."""
-    paint = choose_paint(args, env)
+    paint = detect_paint(env)
     with open_client(args, env) as client:
 
         def print_incident() -> int:
@@ -110,7 +240,7 @@ def run_show(args: argparse.Namespace, env: Mapping[str, str]) -> int:
                 page_lines(lines, env)
             return OK
 
-        return watch_view(print_incident, paint) if args.watch else print_incident()
+        return watch_view(args, print_incident, paint)
 
 
 def find_incident(client: Client, id_prefix: str | None, job: str | None) -> dict[str, Any]:
@@ -124,11 +254,11 @@ def find_incident(client: Client, id_prefix: str | None, job: str | None) -> dic
             return _fetch_incident(client, str(newest["id"]))
         if job is None:
             raise NotFoundError("there is no incident")
-        check_job(client, job)
+        client.check_job(job)
         raise NotFoundError(f"there is no incident of job {job}")
     with contextlib.suppress(NotFoundError):  # then it may be a prefix
         return _fetch_incident(client, id_prefix)
-    ids = [str(incident["id"]) for incident in client.iter_items("incidents", job=job)]
+    ids = (str(incident["id"]) for incident in client.iter_items("incidents", job=job))
     matches = [name for name in ids if name.upper().startswith(id_prefix.upper())]
     if not matches:
         raise NotFoundError(
@@ -137,7 +267,8 @@ def find_incident(client: Client, id_prefix: str | None, job: str | None) -> dic
         )
     if len(matches) > 1:
         raise UsageError(
-            f"{id_prefix!r} begins the ids of {len(matches)} incidents: {abbreviate_list(matches)}"
+            f"{id_prefix!r} begins the ids of {len(matches)} incidents:"
+            f" {abbreviate_list(matches, _MAX_IDS_NAMED)}"
         )
     return _fetch_incident(client, matches[0])
 
@@ -156,7 +287,6 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the file or its folder; - for stdout (default: hangwatch-ID.html)",
     )
-    parser.set_defaults(run=run_report)
 
 
 def run_report(args: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -174,9 +304,7 @@ def run_report(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         path.write_bytes(page)
     except OSError as error:
         raise CliError(f"cannot write {path}: {error.strerror}") from None
-    if args.json:
-        print_json({"id": incident_id, "path": str(path)})
-    else:
-        print(path)
+    print_result(args, {"id": incident_id, "path": str(path)}, [str(path)])
+    if not args.json:
         print_message(f"{len(page) / 1e3:.0f} kB; open it in a browser, or attach it to a ticket")
     return OK

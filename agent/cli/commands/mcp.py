@@ -6,10 +6,9 @@ import argparse
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from hangwatch.mcp.answers import Answer, describe_analysis
-from hangwatch.mcp.tools import TOOLS, Arguments, Fetch, Tool, ToolError
+from hangwatch.mcp.tools import TOOLS, Arguments, Fetch, ToolError, make_tool
 from hangwatch.report.text import Document
 
 from ..analyze import diagnose_files
@@ -28,7 +27,6 @@ def add_mcp_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Example: claude mcp add hangwatch -- hangwatch mcp --url http://master:8642"
     add_server_options(parser)
     add_format_option(parser)
-    parser.set_defaults(run=run_mcp)
 
 
 def run_mcp(args: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -44,7 +42,13 @@ def run_mcp(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         ) from None
 
     async def serve(client: Client) -> None:
-        service = build_service((*TOOLS, ANALYZE_DUMPS), make_fetch(client))
+        async def fetch(path: str, query: Mapping[str, object]) -> Document:
+            try:
+                return await asyncio.to_thread(client.get, path, **query)
+            except CliError as error:
+                raise ToolError(str(error)) from None
+
+        service = build_service((*TOOLS, analyze_dumps), fetch)
         async with stdio_server() as (read_stream, write_stream):
             await service.run(read_stream, write_stream, service.create_initialization_options())
 
@@ -54,39 +58,23 @@ def run_mcp(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     return OK
 
 
-def make_fetch(client: Client) -> Fetch:
-    """A function that reads documents from a server, in a thread since it blocks."""
-
-    async def fetch(path: str, query: Mapping[str, object]) -> Document:
-        try:
-            return await asyncio.to_thread(client.get, path, **query)
-        except CliError as error:
-            raise ToolError(str(error)) from None
-
-    return fetch
+_PATHS = {
+    "type": "array",
+    "items": {"type": "string"},
+    "description": "dumps whose names end with their rank, bundles, or folders of these",
+}
 
 
-async def _analyze_dumps(_: Fetch, arguments: Arguments) -> Answer:
+@make_tool(
+    "The diagnosis from files on this machine, without a server: Flight Recorder dumps of the ranks,"
+    " or a bundle that hangwatch wrote.",
+    "paths",
+    paths=_PATHS,
+)
+async def analyze_dumps(_: Fetch, arguments: Arguments) -> Answer:
     paths = [Path(str(path)) for path in arguments["paths"]]
     try:
         documents, notes = await asyncio.to_thread(diagnose_files, paths)
     except CliError as error:
         raise ToolError(str(error)) from None
     return describe_analysis(documents, notes)
-
-
-_PATHS: dict[str, Any] = {
-    "type": "array",
-    "items": {"type": "string"},
-    "description": "dumps whose names end with their rank, bundles, or folders of these",
-}
-ANALYZE_DUMPS = Tool(
-    name="analyze_dumps",
-    description=(
-        "The diagnosis from files on this machine, without a server: Flight Recorder dumps of the"
-        " ranks, or a bundle that hangwatch wrote."
-    ),
-    properties={"paths": _PATHS},
-    required=("paths",),
-    run=_analyze_dumps,
-)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from hangwatch.performance.distributions import format_bandwidth, format_size
 from hangwatch.performance.stragglers import format_duration
@@ -32,7 +32,6 @@ _MAX_PERIODS = 34  # the width of a sparkline
 
 def add_perf_arguments(parser: argparse.ArgumentParser) -> None:
     add_query_options(parser)
-    parser.set_defaults(run=run_perf)
 
 
 def run_perf(args: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -84,7 +83,6 @@ def _format_stragglers(groups: Sequence[Document], paint: Paint) -> Iterator[str
 
 
 def _format_group(group: Document, paint: Paint) -> Iterator[str]:
-    """A table of the group's calls by operation and size, then the arrivals of its ranks."""
     identity = group["group"]
     name = group_name(identity["name"], identity.get("desc"))
     backend = clean_text(identity.get("backend", ""))
@@ -111,21 +109,15 @@ def _format_call_row(call: Document) -> str:
     size = format_size(call["size_from"]) if call["size_from"] else "-"
     latency = call.get("latency") or {}
     wait = call.get("wait") or {}
-    p50 = _format_time(latency.get("p50_s"))
-    p95 = _format_time(latency.get("p95_s"))
-    waited = _format_time(wait.get("p50_s"))
+    times_s = (latency.get("p50_s"), latency.get("p95_s"), wait.get("p50_s"))
+    p50, p95, waited = ("-" if time_s is None else format_duration(time_s) for time_s in times_s)
     bandwidth = "-"
     if call.get("busbw_gbs") is not None:
         bandwidth = format_bandwidth(call["busbw_gbs"])
     return f"  {op:22} {size:>7} {call['calls']:>8} {p50:>7} {p95:>7} {waited:>7} {bandwidth:>10}"
 
 
-def _format_time(duration_s: float | None) -> str:
-    return "-" if duration_s is None else format_duration(duration_s)
-
-
 def _format_arrivals(group: Document) -> Iterator[str]:
-    """The spread of the ranks' arrivals at the group's calls, and the ranks that arrive last."""
     arrivals = group["arrivals"]
     spread = arrivals.get("spread")
     if not spread:
@@ -163,16 +155,14 @@ def _format_series(group: Document) -> Iterator[str]:
                 yield f"  {op:18} {name + ' p95':11} {draw_sparkline(values)} to {largest}"
 
 
-def draw_sparkline(values: Iterable[float | None]) -> str:
+def draw_sparkline(values: Sequence[float | None]) -> str:
     """Bars from 0 to the largest value; a blank for None.
 
     >>> draw_sparkline([0.0, None, 0.5, 1.0])
     '▁ ▅█'
     """
-    points = list(values)
-    largest = max((value for value in points if value is not None), default=0.0) or 1.0
-    bars: list[str] = []
-    for value in points:
-        level = 0 if value is None else min(7, int(8 * value / largest))
-        bars.append(" " if value is None else _BARS[level])
-    return "".join(bars)
+    largest = max((value for value in values if value is not None), default=0.0) or 1.0
+    bars = ""
+    for value in values:
+        bars += " " if value is None else _BARS[min(7, int(8 * value / largest))]
+    return bars

@@ -31,7 +31,7 @@ from hangwatch.report.text import (
     wrap_text,
 )
 
-from ..arguments import add_query_options, is_number, parse_ranks
+from ..arguments import add_query_options, parse_positive, parse_ranks
 from ..client import Client, open_client
 from ..errors import ERROR, OK, CliError, UsageError
 from ..terminal import detect_paint, print_message, print_result, replace_line
@@ -56,14 +56,18 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=lambda text: _parse_whole_number(text, MAX_RECORDING_S, "seconds"),
+        type=lambda text: parse_positive(
+            text, MAX_RECORDING_S, f"a whole number of seconds, 1 to {MAX_RECORDING_S}"
+        ),
         default=10,
         metavar="N",
         help=f"duration, 1 to {MAX_RECORDING_S} (default: 10)",
     )
     parser.add_argument(
         "--rate",
-        type=lambda text: _parse_whole_number(text, MAX_RECORDING_HZ, "samples a second"),
+        type=lambda text: parse_positive(
+            text, MAX_RECORDING_HZ, f"a whole number of samples a second, 1 to {MAX_RECORDING_HZ}"
+        ),
         default=100,
         metavar="HZ",
         help=f"samples a second, 1 to {MAX_RECORDING_HZ} (default: 100)",
@@ -85,15 +89,6 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="the folder for the two files (default: the current one)",
     )
-    parser.set_defaults(run=run_record)
-
-
-def _parse_whole_number(text: str, maximum: int, unit: str) -> int:
-    if not is_number(text) or not 1 <= int(text) <= maximum:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} should be a whole number of {unit}, 1 to {maximum}"
-        )
-    return int(text)
 
 
 def run_record(args: argparse.Namespace, env: Mapping[str, str]) -> int:

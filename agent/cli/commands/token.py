@@ -27,10 +27,9 @@ def add_token_arguments(parser: argparse.ArgumentParser) -> None:
         "--token",
         help="the server's token (default: the one in HANGWATCH_URL, else HANGWATCH_TOKEN)",
     )
-    parser.set_defaults(run=print_job_token)
 
 
-def print_job_token(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def run_token(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Raises UsageError if the server's token is not given."""
     token = args.token or parse_address(None, None, env).token
     if not token:

@@ -14,7 +14,6 @@ from datetime import datetime
 from typing import Any
 
 from hangwatch.report.text import (
-    PLAIN_PAINT,
     Paint,
     clean_text,
     format_line,
@@ -29,7 +28,6 @@ from ..terminal import detect_paint, print_lines, print_message
 
 MAX_TRACED_RANKS = 64
 _MAX_TRACE_S = 86_400
-_VALUE_FIELDS = ("mean", "min", "max", "norm")
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +54,6 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="stop after N seconds (default: at Ctrl-C)",
     )
-    parser.set_defaults(run=run_trace)
 
 
 def _parse_seconds(text: str) -> float:
@@ -156,10 +153,10 @@ class _TraceOutput:
             print(json.dumps({"type": "counts", **summary}), flush=True)
         else:
             print_lines(self._format_counts())
-        if self.reason in ("ended", "closed"):
-            print_message(
-                "the processes have ended" if self.reason == "ended" else "the server stops"
-            )
+        if self.reason == "ended":
+            print_message("the processes have ended")
+        elif self.reason == "closed":
+            print_message("the server stops")
         if not self.call_counts:
             calls = f"{self.args.op} calls" if self.args.op else "calls"
             message = f"{name_ranks(self.args.rank)} made no {calls}"
@@ -192,9 +189,10 @@ class _TraceOutput:
             yield self.colours.as_warning(f"{self.missed_count:>9,}  not shown")
 
 
-def format_call(document: Mapping[str, Any], paint: Paint = PLAIN_PAINT) -> Iterator[str]:
+def format_call(document: Mapping[str, Any], paint: Paint) -> Iterator[str]:
     """A line such as ``12:00:01.123  rank 0  all_reduce [64] float32 sum  default_pg 812
-    train.py:41 in step  ≤ 1.2 ms``, and a second one if the call has values.
+    train.py:41 in step  ≤ 1.2 ms``, and a second one such as ``mean 0.5  min 0  max 1  norm 8  all
+    finite`` if the call has values.
     """
     group, site, within_s = document.get("group"), document.get("site"), document.get("within_s")
     latency = paint.as_warning("unfinished") if document.get("pending") else ""
@@ -214,9 +212,15 @@ def format_call(document: Mapping[str, Any], paint: Paint = PLAIN_PAINT) -> Iter
         latency,
     )
     yield "  ".join(column for column in columns if column)
-    values = document.get("values")
-    if values:
-        yield f"    {_format_values(values, paint)}"
+    if values := document.get("values"):
+        numbers = {name: values.get(name) for name in ("mean", "min", "max", "norm")}
+        parts = [f"{k} -" if v is None else f"{k} {v:.6g}" for k, v in numbers.items()]
+        nonfinite_count = int(values.get("nonfinite") or 0)
+        if nonfinite_count:
+            parts.append(paint.as_error(f"{nonfinite_count} NaN or infinite"))
+        else:
+            parts.append("all finite")
+        yield f"    {'  '.join(parts)}"
 
 
 def _format_arguments(document: Mapping[str, Any], paint: Paint) -> str:
@@ -232,20 +236,6 @@ def _format_arguments(document: Mapping[str, Any], paint: Paint) -> str:
     if document.get("async"):
         words.append("async")
     return " ".join(word for word in words if word)
-
-
-def _format_values(values: Mapping[str, Any], paint: Paint) -> str:
-    """``mean 0.5  min 0  max 1  norm 8  all finite``."""
-    columns: list[str] = []
-    for name in _VALUE_FIELDS:
-        value = values.get(name)
-        columns.append(f"{name} -" if value is None else f"{name} {value:.6g}")
-    nonfinite_count = int(values.get("nonfinite") or 0)
-    if nonfinite_count:
-        columns.append(paint.as_error(f"{nonfinite_count} NaN or infinite"))
-    else:
-        columns.append("all finite")
-    return "  ".join(columns)
 
 
 def _format_time(stamp: object) -> str:

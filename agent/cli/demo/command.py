@@ -42,14 +42,8 @@ VERDICT_TIMEOUT_S = 30.0
 STACK_TIMEOUT_S = 8.0
 TERMINATION_S = 3.0
 REQUIRED_MODULES = (
-    "torch",
-    "numpy",
-    "fastapi",
-    "uvicorn",
-    "pydantic_settings",
-    "jinja2",
-    "sqlalchemy",
-)
+    "torch", "numpy", "fastapi", "uvicorn", "pydantic_settings", "jinja2", "sqlalchemy",
+)  # fmt: skip
 PLANTED_MARK = "# planted"
 _POLL_S = 0.1
 _MAX_OUTPUT_LINES = 12  # lines in a message
@@ -68,7 +62,6 @@ def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep", action="store_true", help="leave the server and the hung job running until Ctrl-C"
     )
-    parser.set_defaults(run=run_demo)
 
 
 class DemoError(CliError):
@@ -84,16 +77,16 @@ def run_demo(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         raise DemoError(f"the demo needs {', '.join(missing)}: pip install 'hangwatch[demo]'")
     # SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, so that the demo cleans up.
     with _handle_signals(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP):
-        demo = _DemoRun(args, env)
-        with contextlib.closing(demo):
+        with contextlib.closing(DemoSandbox(env)) as sandbox:
+            demo = _DemoRun(args, env, sandbox)
             code = demo.run_stages()
-        if args.keep:
-            demo.print_message("everything has ended and is cleaned up")
-        else:
-            demo.print_message(
-                "everything has ended and is cleaned up; the dashboard was"
-                f" {demo.incident_url} (`hangwatch demo --keep` leaves it running)"
+        message = "everything has ended and is cleaned up"
+        if not args.keep:
+            message += (
+                f"; the dashboard was {demo.incident_url} (`hangwatch demo --keep` leaves it"
+                " running)"
             )
+        demo.print_message(message)
     return code
 
 
@@ -113,20 +106,20 @@ def _handle_signals(
 class _DemoRun:
     """The stages of a demo: the server, the job, its hang, the verdict."""
 
-    def __init__(self, args: argparse.Namespace, env: Mapping[str, str]) -> None:
-        self._args, self._env = args, env
+    def __init__(
+        self, args: argparse.Namespace, env: Mapping[str, str], sandbox: DemoSandbox
+    ) -> None:
+        self._args, self._env, self._sandbox = args, env, sandbox
         self._started_at = time.monotonic()
         self.incident_url = ""  # the dashboard's page of the incident
-        self._sandbox = DemoSandbox(env)
-
-    def close(self) -> None:
-        # A second Ctrl-C must not interrupt the clean-up, which takes a few seconds at most.
-        with _handle_signals(signal.SIG_IGN, signal.SIGINT):
-            self._sandbox.close()
 
     def run_stages(self) -> int:
         url = self._start_server()
-        script, line = self._copy_script()
+        # The training script is copied out of site-packages, where it would count as a library's.
+        source = Path(__file__).with_name("job.py").read_text(encoding="utf-8").splitlines()
+        line = next(n for n, text in enumerate(source, start=1) if PLANTED_MARK in text)
+        script = self._sandbox.folder / "train.py"
+        script.write_text("\n".join(source), encoding="utf-8")
         launcher = self._start_job(url, script)
         with contextlib.closing(Client(parse_address(url, None, {}))) as client:
             self._watch_training(launcher)
@@ -137,8 +130,7 @@ class _DemoRun:
             self.incident_url = f"{client.server}/incidents/{incident['id']}"
         sys.stdout.flush()  # before the messages that follow, if both are sent to one pipe
         if not self._args.json:
-            source = script.read_text(encoding="utf-8").splitlines()[line - 1]
-            code = source.strip().partition("  #")[0]
+            code = source[line - 1].strip().partition("  #")[0]
             outcome, request = ("right", "") if is_correct else ("wrong", "; please report this")
             self.print_message(
                 f"{outcome}: the planted line is {script.name}:{line}, `{code}`, on rank"
@@ -157,7 +149,6 @@ class _DemoRun:
         print_message(f"[{time.monotonic() - self._started_at:4.1f} s] {message}")
 
     def _start_server(self) -> str:
-        """Starts the server on a free port and returns its address."""
         data = str(self._sandbox.folder / "data")
         options = ["--port", "0", "--data-dir", data, "--stall-after", str(STALL_AFTER_S)]
         # The process runs in the demo's own folder, in which no file can shadow a module.
@@ -166,7 +157,7 @@ class _DemoRun:
         )
         deadline = time.monotonic() + SERVER_TIMEOUT_S
         while time.monotonic() < deadline and server.poll() is None:
-            for line in self._sandbox.read_output("server.out").splitlines():
+            for line in self._sandbox.read_lines("server.out"):
                 if not line.startswith("HANGWATCH_URL="):
                     continue
                 url = line.partition("=")[2].strip()
@@ -180,17 +171,6 @@ class _DemoRun:
                     return url
             time.sleep(_POLL_S)
         raise self._build_error("the server did not start", "server.err")
-
-    def _copy_script(self) -> tuple[Path, int]:
-        """Copies the training script out of site-packages, where it would count as a library's
-        code. Returns its path and the number of the planted line.
-        """
-        source = Path(__file__).with_name("job.py").read_text(encoding="utf-8")
-        script = self._sandbox.folder / "train.py"
-        script.write_text(source, encoding="utf-8")
-        return script, next(
-            n for n, line in enumerate(source.splitlines(), start=1) if PLANTED_MARK in line
-        )
 
     def _start_job(self, url: str, script: Path) -> subprocess.Popen[bytes]:
         options = ["--standalone", "--nproc-per-node", str(WORLD_SIZE)]
@@ -210,11 +190,8 @@ class _DemoRun:
         last, since = "", time.monotonic()
         while time.monotonic() < deadline:
             self._check_launcher(launcher)
-            steps = [
-                line
-                for line in self._sandbox.read_output("job.out").splitlines()
-                if line.startswith("step ")
-            ]
+            lines = self._sandbox.read_lines("job.out")
+            steps = [line for line in lines if line.startswith("step ")]
             if steps and steps[-1] != last:
                 if not last or len(steps) % 4 == 0:
                     self.print_message(f"training: {clean_text(steps[-1])}")
@@ -233,14 +210,11 @@ class _DemoRun:
         deadline, incident = time.monotonic() + VERDICT_TIMEOUT_S, None
         while time.monotonic() < deadline:
             self._check_launcher(launcher)
-            alerts = [
-                i
-                for i in client.iter_items("incidents", job=JOB_NAME)
-                if i.get("severity") == "alert"
-            ]
-            if alerts and incident is None:
-                deadline = time.monotonic() + STACK_TIMEOUT_S
+            incidents = client.iter_items("incidents", job=JOB_NAME)
+            alerts = [item for item in incidents if item.get("severity") == "alert"]
             if alerts:
+                if incident is None:
+                    deadline = time.monotonic() + STACK_TIMEOUT_S
                 incident = client.get(f"incidents/{alerts[-1]['id']}")
                 if has_culprit_stack(incident):
                     return incident
@@ -257,7 +231,7 @@ class _DemoRun:
 
     def _build_error(self, problem: str, output: str = "job.err") -> DemoError:
         """The error with the last lines of a process's output."""
-        last_lines = self._sandbox.read_output(output).splitlines()[-_MAX_OUTPUT_LINES:]
+        last_lines = self._sandbox.read_lines(output)[-_MAX_OUTPUT_LINES:]
         shown = [f"  {clean_text(line)}" for line in last_lines] or ["  (no output)"]
         return DemoError("\n".join([problem, *shown]))
 
@@ -302,26 +276,26 @@ class DemoSandbox:
         self._started.append(started)
         return started
 
-    def read_output(self, name: str) -> str:
-        with contextlib.suppress(FileNotFoundError):  # the process has not started yet
-            return (self.folder / name).read_text(errors="replace")
-        return ""
+    def read_lines(self, name: str) -> list[str]:
+        """The lines of a file in the folder; none before it exists."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.folder / name).read_text(errors="replace").splitlines()
+        return []
 
     def close(self) -> None:
         """Ends every process: by SIGTERM, and after `TERMINATION_S` seconds by SIGKILL."""
-        self._signal_processes(signal.SIGTERM)
-        kill_at = time.monotonic() + TERMINATION_S
-        deadline = kill_at + TERMINATION_S
-        while self.find_processes() and time.monotonic() < deadline:
-            if time.monotonic() > kill_at:
-                # Repeated, because a process may have forked in between.
-                self._signal_processes(signal.SIGKILL)
-            self._reap_processes()
-            time.sleep(0.05)
-        self._reap_processes()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        # A second Ctrl-C must not interrupt the clean-up, which takes a few seconds at most.
+        with _handle_signals(signal.SIG_IGN, signal.SIGINT):
+            self._signal_processes(signal.SIGTERM)
+            kill_at = time.monotonic() + TERMINATION_S
+            while self._find_processes() and time.monotonic() < kill_at + TERMINATION_S:
+                if time.monotonic() > kill_at:
+                    # Repeated, because a process may have forked in between.
+                    self._signal_processes(signal.SIGKILL)
+                time.sleep(0.05)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
-    def find_processes(self) -> list[int]:
+    def _find_processes(self) -> list[int]:
         """All processes that have the mark. Process groups would not do: the ranks are in sessions
         of their own, and the node agent is not a child of the demo.
         """
@@ -333,31 +307,25 @@ class DemoSandbox:
                     environ = read_environ(int(path.name))
                     if environ.get(MARK_VARIABLE) == self._mark:
                         found.append(int(path.name))
+        for process in self._started:
+            process.poll()  # no ended process is left as a zombie
         return found
 
     def _signal_processes(self, number: signal.Signals) -> None:
-        for pid in self.find_processes():
+        for pid in self._find_processes():
             with contextlib.suppress(ProcessLookupError):  # the process has exited meanwhile
                 os.kill(pid, number)
-
-    def _reap_processes(self) -> None:
-        for process in self._started:
-            process.poll()
 
 
 def names_planted_line(document: Mapping[str, Any], file: str, line: int) -> bool:
     """Whether an incident blames the planted rank alone and has the planted line: its site, or a
     frame of its stacks.
     """
-    culprits = document.get("culprits")
-    frames = [
-        f
-        for s in document.get("stacks") or []
-        if s.get("ranks") == [CULPRIT_RANK]
-        for f in s.get("frames") or []
-    ]
-    places = [*frames, document.get("site") or {}]
-    return culprits == [CULPRIT_RANK] and any(
+    places = [document.get("site") or {}]
+    for stack in document.get("stacks") or []:
+        if stack.get("ranks") == [CULPRIT_RANK]:
+            places += stack.get("frames") or []
+    return document.get("culprits") == [CULPRIT_RANK] and any(
         Path(str(p.get("file", ""))).name == file and p.get("line") == line for p in places
     )
 

@@ -29,7 +29,6 @@ _SERVER_TIMEOUT_S = 5.0
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_options(parser)
     add_format_option(parser)
-    parser.set_defaults(run=run_doctor)
 
 
 def run_doctor(args: argparse.Namespace, env: Mapping[str, str]) -> int:

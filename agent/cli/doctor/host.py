@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hangwatch.model.hardware import Observation, UnavailableSource, find_known_problems
+from hangwatch.report.text import abbreviate_list
 from hangwatch.ring.layout import DeviceStatusState
 
 from ...environment import run_dir
@@ -81,9 +82,7 @@ def judge_source(
             return report_warning(title, detail, unavailable.remedy)
         return report_success(title, detail)  # nothing is wrong with a host that has none
     parts = list(dict.fromkeys(observation.about for observation in observations))
-    shown = ", ".join(parts[:_MAX_PARTS_SHOWN])
-    more = f" and {len(parts) - _MAX_PARTS_SHOWN} more" if len(parts) > _MAX_PARTS_SHOWN else ""
-    return report_success(title, f"{shown}{more}" if parts else "readable")
+    return report_success(title, abbreviate_list(parts, _MAX_PARTS_SHOWN) or "readable")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 
+import pytest
+
 from hangwatch.agent.cli.terminal import detect_paint
 
 
@@ -12,8 +14,10 @@ class FakeTerminal(io.StringIO):
         return True
 
 
-def test_colour_only_on_supporting_terminals() -> None:
-    assert detect_paint({}, FakeTerminal()).colour
-    assert not detect_paint({}, io.StringIO()).colour
-    assert not detect_paint({"NO_COLOR": "1"}, FakeTerminal()).colour
-    assert not detect_paint({"TERM": "dumb"}, FakeTerminal()).colour
+def test_colour_only_on_supporting_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    assert not detect_paint({}).colour
+    monkeypatch.setattr("sys.stdout", FakeTerminal())
+    assert detect_paint({}).colour
+    assert not detect_paint({"NO_COLOR": "1"}).colour
+    assert not detect_paint({"TERM": "dumb"}).colour

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import Any
 
-from hangwatch.agent.cli.commands import status
+from hangwatch.agent.cli.commands import incidents
 from hangwatch.report.text import PLAIN_PAINT, TERMINAL_COLUMNS
 
 NOW = datetime(2026, 11, 21, 9, 1, tzinfo=timezone.utc)
@@ -38,7 +38,7 @@ JOB_DOCUMENT = {
 
 def test_status_is_a_line_for_each_job_with_its_incidents() -> None:
     text = list(
-        status.format_status(
+        incidents.format_status(
             [JOB_DOCUMENT, JOB_DOCUMENT | {"job": "run8", "state": "running", "step": 12}],
             [make_incident("01JA")],
             NOW,
@@ -55,7 +55,7 @@ def test_status_is_a_line_for_each_job_with_its_incidents() -> None:
 
 def test_status_keeps_incidents_of_earlier_attempts() -> None:
     text = list(
-        status.format_status(
+        incidents.format_status(
             [JOB_DOCUMENT | {"attempt": 1}], [make_incident("01JA", attempt=0)], NOW, PLAIN_PAINT
         )
     )
@@ -67,7 +67,7 @@ def test_status_keeps_incidents_of_earlier_attempts() -> None:
 def test_incidents_table_has_typable_ids() -> None:
     ids = ["01JABCDEFGHJKLMNPQRSTVWXYZ", "01JABCDEFGHJKLMNPQRSTVWXY0", "01JZBCDEFGHJKLMNPQRSTVWXYZ"]
     text = list(
-        status.format_incidents(
+        incidents.format_incidents(
             [make_incident(name, job="j" * 99) for name in ids], NOW, PLAIN_PAINT
         )
     )
@@ -78,7 +78,7 @@ def test_incidents_table_has_typable_ids() -> None:
 
 
 def test_shortest_unique_id_prefix() -> None:
-    assert status.find_unique_prefix_width(["01JABCDEFGHJKA", "01JABCDEFGHJKB"]) == 14
-    assert status.find_unique_prefix_width(["01JABCDEFGHJKA", "02JABCDEFGHJKB"]) == 10
-    assert status.find_unique_prefix_width(["ab"]) == 2
-    assert status.find_unique_prefix_width([]) == 10
+    assert incidents.find_unique_prefix_width(["01JABCDEFGHJKA", "01JABCDEFGHJKB"]) == 14
+    assert incidents.find_unique_prefix_width(["01JABCDEFGHJKA", "02JABCDEFGHJKB"]) == 10
+    assert incidents.find_unique_prefix_width(["ab"]) == 2
+    assert incidents.find_unique_prefix_width([]) == 10
