@@ -34,9 +34,7 @@ def format_process_key(pid: int, start_ticks: int) -> str:
 
 
 def read_start_ticks(pid: int, proc: str = "/proc") -> int:
-    """The start of a process, in clock ticks since boot (proc(5): field 22 of stat). Raises OSError
-    if it is gone.
-    """
+    """The start of a process, in clock ticks since boot (proc(5): stat). Raises OSError."""
     with open(f"{proc}/{pid}/stat", "rb") as f:
         return int(f.read().rpartition(b")")[2].split()[19])
 
@@ -56,7 +54,6 @@ def ensure_run_dir(url: str) -> Path:
             _check_root(root)
             for folder in (path.parent, path):
                 make_private_folder(folder)
-                _close_to_others(folder)
                 check_owner(folder)
             probe = path / f".probe-{os.getpid()}"
             probe.touch()
@@ -88,24 +85,6 @@ def make_private_folder(folder: Path) -> None:
     except FileExistsError:
         if not folder.is_dir():
             raise
-
-
-def _close_to_others(folder: Path) -> None:
-    """Makes a folder of this user private. Earlier releases left some that a group can write,
-    depending on the umask. What other users put into it stays, and is an error.
-
-    Raises OSError if it belongs to another user or holds something that does.
-    """
-    status = os.lstat(folder)
-    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-    if not is_own or not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return
-    folder.chmod(0o700)
-    with os.scandir(folder) as entries:
-        owners = {entry.path: entry.stat(follow_symlinks=False).st_uid for entry in entries}
-    for path, owner in owners.items():
-        if owner != os.getuid():
-            raise PermissionError(f"{path} belongs to another user: remove {folder}")
 
 
 def check_owner(folder: Path) -> None:
