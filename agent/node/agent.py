@@ -11,14 +11,13 @@ from pathlib import Path
 
 from hangwatch.protocol import codec
 from hangwatch.protocol.commands import Command
-from hangwatch.protocol.heartbeat import HeartbeatReply
+from hangwatch.protocol.heartbeat import Heartbeat, HeartbeatReply
 
 from ..transport.client import ServerTarget
-from .composer import HeartbeatComposer, InFlightHeartbeat
+from .composer import HeartbeatComposer
 from .discovery.watched import list_live_pids
 from .discovery.watchlist import Watchlist
 from .hardware.monitor import HardwareMonitor
-from .report_schedule import ReportSchedule
 from .reporting.uplink import HeartbeatOutcome, OutageTracker, Outbox, Uplink
 from .requests.builder import RecorderBuilder
 from .requests.commands import (
@@ -28,7 +27,7 @@ from .requests.commands import (
     find_faulthandler_registration,
 )
 from .requests.live import LiveRequests
-from .scanner import ProcessScanner
+from .schedule import ProcessScanner, ReportSchedule
 from .stacks.pyspy import PySpy
 from .stacks.sampler import SampleResult, StackSampler
 from .system.runtime import AgentLog, AgentTiming, WakeupSelector
@@ -39,9 +38,7 @@ _SCAN_ALIGNMENT_NS = 50_000_000
 
 
 class NodeAgent:
-    """Watches one run dir. Everything happens in the thread that calls `run_loop`; other threads
-    only wake it.
-    """
+    """Watches one run dir in the thread that calls `run_loop`; other threads only wake it."""
 
     def __init__(
         self,
@@ -54,13 +51,11 @@ class NodeAgent:
         early_pidfds: dict[str, int],
         owner: str,
     ) -> None:
-        """``early_pidfds``: pidfds, by process key, that were opened before the agent was ready to
-        watch; it closes them.
-        """
+        """``early_pidfds``: pidfds that are open already, by process key; it closes them."""
         self._log = log
         self._timing = timing
         self._wakeup = WakeupSelector()
-        self._uplink = Uplink(targets, self._wakeup.wake, warn=log.warning)
+        self._uplink = Uplink(targets, self._wakeup.wake, warn_once=log.warn_once)
         self._live_requests = LiveRequests(pyspy, self._wakeup.wake)
         self._sampler = StackSampler(
             pyspy, self._wakeup.wake, self._live_requests.recording_worker.preempt_recording
@@ -91,7 +86,7 @@ class NodeAgent:
             log,
         )
         self._outage = OutageTracker(folder, log, timing.user_notice_after_s)
-        self._in_flight: InFlightHeartbeat | None = None
+        self._in_flight: Heartbeat | None = None
         self._schedule = ReportSchedule(now_ns)
         self.is_stop_requested = False
 
@@ -191,19 +186,19 @@ class NodeAgent:
             now_ns + int(self._timing.heartbeat_interval_s * 1e9),
         )
         self._uplink.post_heartbeat(
-            codec.encode_message(self._in_flight.heartbeat),
+            codec.encode_message(self._in_flight),
             urgent=is_urgent,
             patient=self._schedule.is_infrequent,
         )
 
     def _handle_outcome(self, outcome: HeartbeatOutcome, now_ns: int) -> None:
-        flight, self._in_flight = self._in_flight, None
-        assert flight is not None
+        heartbeat, self._in_flight = self._in_flight, None
+        assert heartbeat is not None
         if outcome.reply is not None:
             self._outage.record_success(str(self._uplink.target))
-            self._composer.mark_extras_delivered(flight)
+            self._composer.mark_extras_delivered(heartbeat)
             self._composer.apply_outcome(outcome, now_ns)
-            self._apply_reply(flight, outcome.reply, now_ns)
+            self._apply_reply(outcome.reply, now_ns)
             return
         retry_s = self._outage.record_failure(outcome, now_ns)
         self._schedule.delay(now_ns + int(retry_s * 1e9))
@@ -211,11 +206,11 @@ class NodeAgent:
             return
         # The same heartbeat would be refused again: the next one omits the extras of this one, and
         # the one after that omits everything in it.
-        self._composer.mark_extras_delivered(flight)
+        self._composer.mark_extras_delivered(heartbeat)
         if self._outage.is_refused_repeatedly:
-            self._composer.mark_acked(flight, now_ns)
+            self._composer.mark_acked(now_ns)
 
-    def _apply_reply(self, flight: InFlightHeartbeat, reply: HeartbeatReply, now_ns: int) -> None:
+    def _apply_reply(self, reply: HeartbeatReply, now_ns: int) -> None:
         self._schedule.apply_reply(
             reply, self._watchlist.watched.values(), now_ns, is_steady=self._scanner.is_steady
         )
@@ -225,7 +220,7 @@ class NodeAgent:
                 self._schedule.bring_forward(now_ns)
             self._composer.request_full()
         else:
-            self._composer.mark_acked(flight, now_ns)
+            self._composer.mark_acked(now_ns)
         self._command_poll.permit(reply.poll_s, self._uplink.target)
         for command in reply.commands:
             self._execute_command(command, now_ns)
@@ -258,10 +253,10 @@ class NodeAgent:
                 self._handle_outcome(outcome, time.monotonic_ns())
         self._collect_results()
         if not self._uplink.is_busy:
-            flight = self._composer.compose_heartbeat(time.monotonic_ns(), is_last=True)
-            self._uplink.post_heartbeat(codec.encode_message(flight.heartbeat), urgent=True)
+            heartbeat = self._composer.compose_heartbeat(time.monotonic_ns(), is_last=True)
+            self._uplink.post_heartbeat(codec.encode_message(heartbeat), urgent=True)
             outcome = self._uplink.take_outcome(timeout_s)
             if outcome is not None and outcome.reply is not None:
-                self._composer.mark_acked(flight, time.monotonic_ns())
+                self._composer.mark_acked(time.monotonic_ns())
         if not self._watchlist.has_alive:
             self._watchlist.remove_ended_files()

@@ -6,12 +6,10 @@ import contextlib
 import os
 import resource
 import secrets
-from dataclasses import dataclass
 
 from hangwatch.protocol.heartbeat import AgentCost, Heartbeat, ProcessUpdate
 
 from .discovery.watchlist import Watchlist
-from .reporting.acked import AckedState
 from .reporting.calls import PerformanceReporter
 from .reporting.updates import is_progressing, make_terse_update
 from .reporting.uplink import HeartbeatOutcome, Outbox
@@ -19,16 +17,6 @@ from .requests.live import LiveRequests
 
 COST_INTERVAL_HEARTBEATS = 20
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InFlightHeartbeat:
-    """A heartbeat that was handed to the uplink, and what the server will know of each process once
-    it has acknowledged it, by process key.
-    """
-
-    heartbeat: Heartbeat
-    acked_states: dict[str, AckedState | None]
 
 
 class HeartbeatComposer:
@@ -55,30 +43,30 @@ class HeartbeatComposer:
         # The server knows nothing yet, so the next heartbeat holds everything.
         self.is_full_due = True
 
-    def compose_heartbeat(self, now_ns: int, *, is_last: bool = False) -> InFlightHeartbeat:
+    def compose_heartbeat(self, now_ns: int, *, is_last: bool = False) -> Heartbeat:
         self._number += 1
         watched = self._watchlist.watched
         gone = list(self._watchlist.finished_keys)
         if is_last:
             gone += [key for key, process in watched.items() if process.exit is not None]
         updates: dict[str, ProcessUpdate | None] = {}
-        acked_states: dict[str, AckedState | None] = {}
         for key, process in watched.items():
             process.is_paused = self._live_requests.recording_worker.is_pausing(key)
-            updates[key], acked_states[key] = process.compose_update(now_ns)
-        is_brief = False
-        if updates and not self.is_full_due and not gone and now_ns < self._terse_until_ns:
+            updates[key] = process.compose_update(now_ns)
+        may_be_brief = not self.is_full_due and not gone and now_ns < self._terse_until_ns
+        is_brief = bool(updates) and may_be_brief
+        if is_brief:
             is_brief = all(
-                is_progressing(process.snapshot, process.acked, updates[key], acked_states[key])
+                is_progressing(process.snapshot, process.acked, updates[key], process.composed)
                 for key, process in watched.items()
             )
         if is_brief:
             for key, process in watched.items():
-                updates[key], acked_states[key] = make_terse_update(
-                    process.snapshot, process.acked, updates[key], acked_states[key]
+                updates[key], process.composed = make_terse_update(
+                    process.snapshot, process.acked, updates[key], process.composed
                 )
         tallies = {key: process.tally for key, process in watched.items()}
-        heartbeat = Heartbeat(
+        return Heartbeat(
             host=self._host,
             agent=self.agent_id,
             owner=self._owner,
@@ -95,12 +83,9 @@ class HeartbeatComposer:
             cost=self._measure_cost() if self._number % COST_INTERVAL_HEARTBEATS == 1 else None,
             performance=self._performance_reporter.next_report(now_ns, tallies, flush=is_last),
         )
-        return InFlightHeartbeat(heartbeat=heartbeat, acked_states=acked_states)
 
     def _measure_cost(self) -> AgentCost:
-        """What the node agent costs its host: CPU time, including that of helper processes, and
-        resident memory (proc(5)).
-        """
+        """CPU time, with that of helper processes, and resident memory (proc(5))."""
         cpu_s = 0.0
         for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
             usage = resource.getrusage(who)
@@ -116,24 +101,19 @@ class HeartbeatComposer:
         )
 
     def apply_outcome(self, outcome: HeartbeatOutcome, now_ns: int) -> None:
-        """Applies what a reply sets for later heartbeats: how long positions may be left out, and
-        the server's clock.
-        """
+        """Applies how long positions may be left out, and the server's clock."""
         self._performance_reporter.apply_outcome(outcome)
         if outcome.reply is not None:
             self._terse_until_ns = now_ns + int((outcome.reply.details_s or 0.0) * 1e9)
 
-    def mark_acked(self, flight: InFlightHeartbeat, now_ns: int) -> None:
-        """The server knows what this heartbeat reported of processes."""
+    def mark_acked(self, now_ns: int) -> None:
+        """The server knows what the last heartbeat reported of processes."""
         self.is_full_due = False
-        for key, acked in flight.acked_states.items():
-            process = self._watchlist.watched.get(key)
-            if process is not None:
-                process.mark_acked(acked, now_ns)
+        for process in self._watchlist.watched.values():
+            process.mark_acked(now_ns)
 
-    def mark_extras_delivered(self, flight: InFlightHeartbeat) -> None:
+    def mark_extras_delivered(self, heartbeat: Heartbeat) -> None:
         """The server has everything else of this heartbeat, or will never accept it."""
-        heartbeat = flight.heartbeat
         self._outbox.mark_delivered(heartbeat)
         self._live_requests.mark_delivered(heartbeat)
         self._performance_reporter.mark_delivered(heartbeat.performance)

@@ -109,9 +109,7 @@ def _run_agent(folder: Path, url: str, linger_s: float) -> int:
 
 
 def open_rank_pidfds(folder: Path) -> dict[str, int]:
-    """Pidfds of the ranks that have a ring, by process key: a job may fail and be reaped before the
-    rest of the agent is loaded.
-    """
+    """Pidfds of the ranks with a ring, by process key: they may be reaped while the agent loads."""
     from .discovery import rings
 
     pidfds: dict[str, int] = {}

@@ -18,7 +18,6 @@ import json
 import math
 import select
 import socket
-import ssl
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,18 +38,8 @@ class TransportError(Exception):
     """There is no complete reply. The cause is the error below HTTP, if there was one."""
 
 
-class UntrustedServerError(TransportError):
-    """Another user of this machine listens at the server's address, and nothing was sent to it."""
-
-
 class NewConnectionError(TransportError):
-    """The request was not sent: it is confidential, and the server has not proven itself on this
-    connection.
-    """
-
-
-class ReplyLimitError(TransportError):
-    """The reply is larger than allowed, could be once it is decoded, or was not complete in time."""
+    """A confidential request was not sent: the server has not proven itself on this connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +79,9 @@ class SignedClient:
         self._deadline = math.inf  # the current request's; -inf if it was ended
         self._idle_since = math.inf
         self._socket: socket.socket | None = None  # the current request's
-        if parts.scheme == "https":
-            self._connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                target.host, target.port, timeout=timeout_s, context=ssl.create_default_context()
-            )
-        else:
-            self._connection = http.client.HTTPConnection(
-                target.host, target.port, timeout=timeout_s
-            )
+        is_encrypted = parts.scheme == "https"
+        connect = http.client.HTTPSConnection if is_encrypted else http.client.HTTPConnection
+        self._connection = connect(target.host, target.port, timeout=timeout_s)
 
     def close(self) -> None:
         self._connection.close()
@@ -136,45 +120,40 @@ class SignedClient:
         timeout_s: float,
         is_confidential: bool,
     ) -> Reply:
-        """Raises TransportError; NewConnectionError instead of sending a confidential request to a
-        server that is not known.
-        """
+        """Raises TransportError, NewConnectionError if a confidential request was not sent."""
         if is_confidential and not self.is_server_known:
             raise NewConnectionError("the server is not known")
-        sent_headers = dict(headers)
-        credential = None if "Authorization" in headers else self._credential
-        signed = None if credential is None else credential.sign_request(body)
-        if signed is not None:
-            sent_headers["Authorization"] = signed.header
+        signed = None
+        if self._credential is not None and "Authorization" not in headers:
+            signed = self._credential.sign_request(body)
+            headers = {**headers, "Authorization": signed.header}
         self._deadline = time.monotonic() + DEADLINE_FACTOR * timeout_s
         is_complete = False
         try:
             self._socket = self._open_connection(is_confidential)
             self._socket.settimeout(timeout_s)
             self._connection.request(
-                method, self._path_prefix + path, body=body or None, headers=sent_headers
+                method, self._path_prefix + path, body=body or None, headers=headers
             )
             reply = self._read_reply(self._connection.getresponse())
             is_complete = True
         except (OSError, UnicodeError, http.client.HTTPException) as error:
             if self._deadline == -math.inf:
-                raise ReplyLimitError("the reply was not complete in time") from None
+                raise TransportError("the reply was not complete in time") from None
             raise TransportError(str(error) or type(error).__name__) from error
         finally:
             self._deadline, self._socket = math.inf, None
             self._idle_since = time.monotonic()
             if not is_complete:
                 self._connection.close()
-        if credential is not None and signed is not None:
+        if self._credential is not None and signed is not None:
             proof = reply.get_header(PROOF_HEADER)
-            self.is_server_known |= credential.verify_proof(signed, reply.body, proof)
+            self.is_server_known |= self._credential.verify_proof(signed, reply.body, proof)
         return reply
 
     def enforce_deadline(self) -> None:
-        """Ends a request that takes too long; called from another thread.
-
-        A socket's timeout limits each pause of the server only, so that a reply of one byte a
-        second may last for ever.
+        """Ends a request that takes too long; called from another thread. A socket's timeout limits
+        each pause of the server only: a reply of one byte a second may last for ever.
         """
         if time.monotonic() >= self._deadline:
             self.abort()
@@ -187,9 +166,7 @@ class SignedClient:
                 current.shutdown(socket.SHUT_RDWR)
 
     def _open_connection(self, is_confidential: bool) -> socket.socket:
-        """The socket of the open connection, or of a new one if the server has closed it or soon
-        would. Raises UntrustedServerError or NewConnectionError if the request must not be sent there.
-        """
+        """The open connection's socket; a new one's if the server has closed it or soon would."""
         opened: socket.socket | None = self._connection.sock
         if opened is not None and time.monotonic() - self._idle_since <= KEEP_ALIVE_S:
             poll = select.poll()
@@ -202,7 +179,7 @@ class SignedClient:
         assert opened is not None
         self.is_server_known = is_trusted_peer(opened, self._timeout_s)
         if not self.is_server_known and is_loopback_peer(opened) and self._credential is None:
-            raise UntrustedServerError(
+            raise TransportError(
                 "a process of another user listens there, and nothing is sent to it: start"
                 " hangwatch-server as the user of the job, or give it a token with --token"
             )
@@ -213,10 +190,10 @@ class SignedClient:
     def _read_reply(self, response: http.client.HTTPResponse) -> Reply:
         coding = response.headers.get("content-encoding", "identity")
         if coding != "identity":
-            raise ReplyLimitError(f"a reply encoded as {coding[:20]!r}, which was not requested")
+            raise TransportError(f"a reply encoded as {coding[:20]!r}, which was not requested")
         body = response.read(MAX_REPLY_BYTES + 1)
         if len(body) > MAX_REPLY_BYTES:
-            raise ReplyLimitError(f"a reply of more than {MAX_REPLY_BYTES >> 20} MiB")
+            raise TransportError(f"a reply of more than {MAX_REPLY_BYTES >> 20} MiB")
         if response.length or self._deadline == -math.inf:
             raise http.client.IncompleteRead(body, response.length)
         headers = {name.lower(): value for name, value in response.headers.items()}
@@ -235,18 +212,14 @@ class TargetError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTarget:
-    """The server's address. ``base_url`` has no credentials and no trailing slash, and keeps a path
-    prefix.
-    """
+    """``base_url`` has no credentials and no trailing slash, and keeps a path prefix."""
 
     base_url: str
     token: str = field(default="", repr=False)
 
     @classmethod
     def from_url(cls, url: str, token: str = "") -> ServerTarget:
-        """A token in the URL (``http://:TOKEN@host``) takes precedence over ``token``. Raises
-        TargetError.
-        """
+        """A token in the URL (``http://:TOKEN@host``) precedes ``token``. Raises TargetError."""
         try:
             parts = urlsplit(url.strip())
             port = parts.port

@@ -60,9 +60,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStats:
-    """Statistics of the finite values in one call's tensors. None where the statistic itself is not
-    finite.
-    """
+    """Statistics of the finite values in a call's tensors; None where the result is not finite."""
 
     mean: float | None = None
     min: float | None = None
@@ -121,22 +119,14 @@ class RecordingReply:
 
 
 def decode_tensor_stats(data: Mapping[str, Any] | None) -> TensorStats | None:
-    """Decodes a recorder's ``{"mean", "min", "max", "norm", "nonfinite"}``; None for None.
-
-    Non-finite numbers become None, since JSON cannot represent them. Raises TypeError or ValueError
-    for malformed data.
+    """Decodes a recorder's statistics; None for None. Non-finite numbers become None, since JSON
+    cannot represent them. Raises TypeError or ValueError for malformed data.
     """
     if data is None:
         return None
-
-    def finite_or_none(name: str) -> float | None:
-        value = data.get(name)
-        return None if value is None or not math.isfinite(value) else float(value)
-
-    return TensorStats(
-        mean=finite_or_none("mean"),
-        min=finite_or_none("min"),
-        max=finite_or_none("max"),
-        norm=finite_or_none("norm"),
-        nonfinite=int(data.get("nonfinite", 0)),
-    )
+    finite = {
+        name: float(data[name])
+        for name in ("mean", "min", "max", "norm")
+        if name in data and math.isfinite(data[name])
+    }
+    return TensorStats(**finite, nonfinite=int(data.get("nonfinite", 0)))

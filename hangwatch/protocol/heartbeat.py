@@ -11,7 +11,7 @@ fast as one with slots, see `server.ingest.heartbeat_checks`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hangwatch.model.calls import Call, Hash64, StreamKind
@@ -43,7 +43,7 @@ class ProcessIdentity:
     python: str = ""
     torch: str = ""
     program: str = ""  # the script, as started
-    started_s: float = 0.0  # age of the process
+    started_s: float = field(default=0.0, compare=False)  # age of the process
     master: str = ""  # MASTER_ADDR:MASTER_PORT, its rendezvous address
     on_hang: str = ""  # HANGWATCH_ON_HANG in its environment; see `allows_abort`
     unrecorded: str = ""  # why its calls cannot be recorded, with the remedy; empty if they can
@@ -137,7 +137,7 @@ class ProcessUpdate:
     raised_s: float = 0.0
     dropped: int = 0  # calls and streams that were not recorded, and whose place is not known
     faults: tuple[str, ...] = ()
-    opened: int = 0  # streams that it ever opened; 0: its recorder is older and does not say
+    opened: int = 0  # streams that it ever opened
     # (uid, first uncertain call, number of the `hangwatch.model.calls.LossReason`) of each stream that
     # misses a call, sent once.
     losses: tuple[tuple[int, int, int], ...] = ()
@@ -187,9 +187,7 @@ class CallsReply:
 
 @dataclass(frozen=True, kw_only=True)
 class AbortReply:
-    """The outcome of an abort command. ``signal`` is the signal that was sent; if none was sent,
-    ``ended`` or ``error`` gives the reason.
-    """
+    """The outcome of an abort. Without a ``signal``, ``ended`` or ``error`` gives the reason."""
 
     key: str
     request: str
@@ -284,10 +282,8 @@ class Heartbeat:
 
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatReply:
-    interval_s: float = (
-        0.5  # the time until the next heartbeat, by which the server spreads its load
-    )
-    # The interval while the host is steady (see `hangwatch.agent.node.report_schedule`). The
+    interval_s: float = 0.5  # until the next heartbeat, by which the server spreads its load
+    # The interval while the host is steady (see `hangwatch.agent.node.schedule`). The
     # agent reports immediately when it stops being steady. None: use `interval_s`.
     steady_s: float | None = None
     # The agent must report rare changes within this time; None: with the next regular heartbeat.

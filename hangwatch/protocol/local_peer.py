@@ -50,9 +50,7 @@ def find_peer_uid(connection: Any, accept_timeout_s: float = 0.0) -> int | None:
 
 
 def is_loopback_peer(connection: Any) -> bool:
-    """Whether the other end of a connected TCP socket has a loopback address. Raises OSError if it is
-    not connected.
-    """
+    """Whether the peer of a connected TCP socket has a loopback address. Raises OSError."""
     return ipaddress.ip_address(connection.getpeername()[0].partition("%")[0]).is_loopback
 
 
@@ -64,9 +62,7 @@ def is_trusted_peer(connection: Any, accept_timeout_s: float = 0.0) -> bool:
 def _request_owner(
     family: int, local: tuple[Any, ...], remote: tuple[Any, ...]
 ) -> tuple[int, bool] | None:
-    """The user id of the established connection with these addresses, of which at most one exists,
-    and whether a process has it, as the kernel answers.
-    """
+    """The user of the established connection with these addresses, and whether a process has it."""
     addresses = b"".join(
         socket.inet_pton(family, address[0].partition("%")[0]).ljust(16, b"\0")
         for address in (local, remote)

@@ -16,10 +16,8 @@ from .reader import RingReader
 
 @dataclass(frozen=True, slots=True)
 class CheckEntry:
-    """One entry of the check table, with its fields in their order there.
-
-    ``first`` is the first sequence number of the run of non-finite calls that it belongs to,
-    ``rounds`` the length of that run in training rounds.
+    """One entry, with its fields in their order there. ``first`` is the first call of the run of
+    non-finite calls that it belongs to, ``rounds`` the length of that run in training rounds.
     """
 
     entered_ns: int
@@ -62,11 +60,9 @@ def read_check_entries(reader: RingReader, from_index: int = 0) -> tuple[list[Ch
 
 
 def read_check_values(reader: RingReader) -> dict[tuple[int, int], dict[str, float]]:
-    """Statistics of the sampled calls, by (stream uid, sequence number): mean, min, max and norm of
-    the finite elements, and the number of non-finite ones.
-
-    They describe the rank's input, or the result where the rank has no input, as in a broadcast
-    from another rank. Reads the whole table, which takes one or two milliseconds.
+    """Mean, min, max and norm of the finite elements and the number of non-finite ones, by (stream
+    uid, seq), of sampled calls: of the rank's input, or of the result where it has none. Reads the
+    whole table, which takes one or two milliseconds.
     """
     values: dict[tuple[int, int], dict[str, float]] = {}
     for entry in read_check_entries(reader)[0]:

@@ -39,8 +39,7 @@ stream's position and newest record.
 
 Device table (DEVICE_STRUCT.size bytes per slot, DEVICE_SLOTS slots): how far the device has come in
 the collectives of a stream's group, by the counters that the backend keeps (see
-`hangwatch.model.verdicts`). Slots are used in order; unused ones, and all of an older writer, are
-zero::
+`hangwatch.model.verdicts`). Slots are used in order; unused ones are zero::
 
     u64 lock
     u32 stream uid, u32 1 if the backend records starts, else 0

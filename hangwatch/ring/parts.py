@@ -15,35 +15,16 @@ from typing import Any
 from hangwatch.model.calls import UNKNOWN_OP, Signature, Site, StreamKind, decode_signature
 from hangwatch.model.groups import DeviceCounters, Group, unpack_ranks
 
-from .layout import (
-    CHECK_STRUCT,
-    DEVICE_OFFSET,
-    DEVICE_SLOTS,
-    DEVICE_STRUCT,
-    HEADER_SIZE,
-    INTERNED_SIZE,
-    INTERNED_STRUCT,
-    LAYOUT_VERSION,
-    LIVE_OFFSET,
-    LIVE_STRUCT,
-    LOSS_STRUCT,
-    MAGIC,
-    MAX_FILE_BYTES,
-    NOTE_STRUCT,
-    RECORD_STRUCT,
-    STREAM_STRUCT,
-    TABLES_STRUCT,
-    LiveWord,
-    RingError,
-)
+from . import layout
+from .layout import RECORD_STRUCT, LiveWord, RingError
 
 # A part that keeps changing is read at most this many times.
 READ_ATTEMPTS = 8
 
 Record = tuple[int, ...]  # unpacked with `RECORD_STRUCT`
 # Indices of the fields of a record.
-STAMP, ENTERED_NS, SEQ, CHAIN, COMPLETED, UID, SIGNATURE = 0, 1, 3, 4, 5, 7, 8
-THREAD, FLAGS = 10, 11
+STAMP, ENTERED_NS, DONE_NS, SEQ, CHAIN, COMPLETED = range(6)
+UID, SIGNATURE, THREAD, FLAGS = 7, 8, 10, 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,33 +58,31 @@ class RingParts:
     """A mapped ring whose header is valid."""
 
     def __init__(self, data: Any) -> None:
-        """``data`` is any bytes-like object that supports slicing. Raises RingError if its header
-        is invalid.
-        """
+        """``data`` is bytes-like, and can be sliced. Raises RingError if its header is invalid."""
         self.data = data
         # The lock of each note when it was last read, and its content, by the offset of the note.
         self._notes: dict[int, tuple[int, dict[str, Any]]] = {}
         size = len(data)
-        if size < HEADER_SIZE:
-            raise RingError(f"truncated: {size} bytes, and the header alone takes {HEADER_SIZE}")
-        magic, version, header, file_size, *rest = TABLES_STRUCT.unpack_from(data, 0)
-        if magic != MAGIC:
+        if size < layout.HEADER_SIZE:
+            header_size = layout.HEADER_SIZE
+            raise RingError(f"truncated: {size} bytes, and the header alone takes {header_size}")
+        magic, version, header, file_size, *rest = layout.TABLES_STRUCT.unpack_from(data, 0)
+        if magic != layout.MAGIC:
             raise RingError(f"not a ring: it begins with {bytes(magic)!r}")
-        if version != LAYOUT_VERSION or header != HEADER_SIZE:
+        if version != layout.LAYOUT_VERSION or header != layout.HEADER_SIZE:
             raise RingError(
-                f"written in layout {version}, and this hangwatch reads {LAYOUT_VERSION}: install"
-                " one version on the whole node"
+                f"written in layout {version}, and this hangwatch reads {layout.LAYOUT_VERSION}:"
+                " install one version on the whole node"
             )
-        if file_size > MAX_FILE_BYTES or file_size > size:
+        if file_size > layout.MAX_FILE_BYTES or file_size > size:
             raise RingError(f"truncated: {size} bytes of {file_size}")
         tables = [Table(rest[i], rest[i + 1]) for i in range(0, 10, 2)]
         tables.append(Table(self.read_live_word(LiveWord.LOSSES), tables[0].count))
-        strides = (
-            STREAM_STRUCT.size, RECORD_STRUCT.size, INTERNED_SIZE, INTERNED_SIZE, 1, LOSS_STRUCT.size
-        )  # fmt: skip
+        entry_sizes = (layout.INTERNED_SIZE, layout.INTERNED_SIZE, 1, layout.LOSS_STRUCT.size)
+        strides = (layout.STREAM_STRUCT.size, RECORD_STRUCT.size, *entry_sizes)
         for table, stride in zip(tables, strides, strict=True):
             end = table.offset + table.count * stride
-            if table.offset < HEADER_SIZE or table.count < 1 or end > file_size:
+            if table.offset < layout.HEADER_SIZE or table.count < 1 or end > file_size:
                 raise RingError(
                     f"corrupt: a table of {table.count} x {stride} bytes at {table.offset} lies"
                     " outside the file"
@@ -112,27 +91,27 @@ class RingParts:
         self.pid, _, self.start_ticks = rest[10:13]
         # The check table is behind the heap; without checks it has no entries.
         checks_offset = self.heap.offset + self.heap.count
-        self.checks = Table(checks_offset, (file_size - checks_offset) // CHECK_STRUCT.size)
+        self.checks = Table(checks_offset, (file_size - checks_offset) // layout.CHECK_STRUCT.size)
 
     def read_live_words(self) -> tuple[int, ...]:
         """All live words, by their index. Each is from a moment of its own."""
-        return LIVE_STRUCT.unpack_from(self.data, LIVE_OFFSET)
+        return layout.LIVE_STRUCT.unpack_from(self.data, layout.LIVE_OFFSET)
 
     def read_live_word(self, word: LiveWord) -> int:
-        offset = LIVE_OFFSET + 8 * word
+        offset = layout.LIVE_OFFSET + 8 * word
         return int.from_bytes(self.data[offset : offset + 8], "little")
 
     def read_note(self, offset: int, max_size: int) -> dict[str, Any] | None:
         """A part of the header that is guarded by a lock; None if absent or unreadable."""
         for _ in range(READ_ATTEMPTS):
-            lock, length = NOTE_STRUCT.unpack_from(self.data, offset)
-            if lock % 2 or not length or length > max_size - NOTE_STRUCT.size:
+            lock, length = layout.NOTE_STRUCT.unpack_from(self.data, offset)
+            if lock % 2 or not length or length > max_size - layout.NOTE_STRUCT.size:
                 continue
             cached = self._notes.get(offset)
             if cached is not None and cached[0] == lock:
                 return cached[1]
-            raw = self._copy_bytes(offset + NOTE_STRUCT.size, length)
-            if NOTE_STRUCT.unpack_from(self.data, offset)[0] == lock:
+            raw = self._copy_bytes(offset + layout.NOTE_STRUCT.size, length)
+            if layout.NOTE_STRUCT.unpack_from(self.data, offset)[0] == lock:
                 content = parse_object(raw)
                 if content is not None:
                     self._notes[offset] = lock, content
@@ -150,21 +129,21 @@ class RingParts:
         """The record with this index was written, or is being written. It may have been overwritten."""
         return self.read_stamp(self.records, RECORD_STRUCT, index) > index
 
-    def read_stamp(self, table: Table, layout: struct.Struct, index: int) -> int:
+    def read_stamp(self, table: Table, entry_struct: struct.Struct, index: int) -> int:
         """Index + 1 of the record, or the entry of the check table, in the slot of ``index``."""
-        offset = table.offset + (index % table.count) * layout.size
+        offset = table.offset + (index % table.count) * entry_struct.size
         return int.from_bytes(self.data[offset : offset + 8], "little")
 
     def read_stamped(
-        self, table: Table, layout: struct.Struct, index: int
+        self, table: Table, entry_struct: struct.Struct, index: int
     ) -> tuple[Any, ...] | None:
-        """A record or an entry of the check table; None while it is being written and after it was
-        overwritten.
-        """
-        values = layout.unpack_from(self.data, table.offset + (index % table.count) * layout.size)
-        is_whole = values[0] == index + 1 and values[-1] == values[0] & 0xFFFFFFFF
+        """A record or a check entry; None while it is being written and once it is overwritten."""
+        offset = table.offset + (index % table.count) * entry_struct.size
+        values = entry_struct.unpack_from(self.data, offset)
+        if values[0] != index + 1 or values[-1] != values[0] & 0xFFFFFFFF:
+            return None
         # Read the stamp again: the slot may have been reused meanwhile.
-        return values if is_whole and self.read_stamp(table, layout, index) == index + 1 else None
+        return values if self.read_stamp(table, entry_struct, index) == index + 1 else None
 
     def read_record(self, index: int) -> Record | None:
         """One record; None while it is being written and after it was overwritten."""
@@ -179,10 +158,8 @@ class RingParts:
         while first < end:
             slot = first % self.records.count
             count = min(end - first, self.records.count - slot)
-            offset, size = (
-                self.records.offset + slot * RECORD_STRUCT.size,
-                count * RECORD_STRUCT.size,
-            )
+            offset = self.records.offset + slot * RECORD_STRUCT.size
+            size = count * RECORD_STRUCT.size
             raw = self._copy_bytes(offset, size)
             if self._copy_bytes(offset, size) == raw:
                 records += [
@@ -197,13 +174,13 @@ class RingParts:
 
     def read_interned(self, table: Table, number: int) -> dict[str, Any] | None:
         """An entry of the signature or site table; None if it was overwritten."""
-        offset = table.offset + (number % table.count) * INTERNED_SIZE
-        slot_number, length = INTERNED_STRUCT.unpack_from(self.data, offset)
-        if slot_number != number or length > INTERNED_SIZE - INTERNED_STRUCT.size:
+        offset = table.offset + (number % table.count) * layout.INTERNED_SIZE
+        slot_number, length = layout.INTERNED_STRUCT.unpack_from(self.data, offset)
+        if slot_number != number or length > layout.INTERNED_SIZE - layout.INTERNED_STRUCT.size:
             return None
-        raw = self._copy_bytes(offset + INTERNED_STRUCT.size, length)
+        raw = self._copy_bytes(offset + layout.INTERNED_STRUCT.size, length)
         # Read the number again: the slot may have been reused meanwhile.
-        if INTERNED_STRUCT.unpack_from(self.data, offset)[0] != number:
+        if layout.INTERNED_STRUCT.unpack_from(self.data, offset)[0] != number:
             return None
         return parse_object(raw)
 
@@ -266,9 +243,7 @@ def parse_site(data: dict[str, Any] | None) -> Site | None:
 
 
 def parse_signature(data: dict[str, Any] | None) -> Signature:
-    """A signature. A lost or malformed one becomes operation "?", which never counts as
-    different.
-    """
+    """A lost or malformed signature becomes operation "?", which never counts as different."""
     if not data:
         return Signature(op=UNKNOWN_OP)
     try:
@@ -278,18 +253,16 @@ def parse_signature(data: dict[str, Any] | None) -> Signature:
 
 
 def read_device_entries(data: Any) -> tuple[DeviceEntry, ...]:
-    """All entries of a mapped ring, in the order in which they were first written. An entry that
-    is being written is left out.
-    """
+    """The entries in a mapped ring, in the order of their creation, without those being written."""
     entries: list[DeviceEntry] = []
-    for slot in range(DEVICE_SLOTS):
-        offset = DEVICE_OFFSET + slot * DEVICE_STRUCT.size
+    for slot in range(layout.DEVICE_SLOTS):
+        offset = layout.DEVICE_OFFSET + slot * layout.DEVICE_STRUCT.size
         for _ in range(READ_ATTEMPTS):
-            values = DEVICE_STRUCT.unpack_from(data, offset)
+            values = layout.DEVICE_STRUCT.unpack_from(data, offset)
             lock, uid, records_starts, enqueued, started, completed, read_ns = values
             if not lock:  # slots are used in order
                 return tuple(entries)
-            if lock % 2 == 0 and DEVICE_STRUCT.unpack_from(data, offset) == values:
+            if lock % 2 == 0 and layout.DEVICE_STRUCT.unpack_from(data, offset) == values:
                 entry = DeviceEntry(
                     uid=uid,
                     enqueued=enqueued,

@@ -6,51 +6,17 @@ from the records written since.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, TypeVar
 
 from hangwatch.model.calls import Call, Loss, LossReason, Signature, Site
 
-from .layout import (
-    EXCEPTION_OFFSET,
-    FAULTS_OFFSET,
-    IDENTITY_OFFSET,
-    IDENTITY_SIZE,
-    LOSS_STRUCT,
-    NOTE_SIZE,
-    STREAM_STRUCT,
-    UNKNOWN_COMPLETED,
-    DeviceStatusState,
-    LiveWord,
-    RecordFlag,
-    RingError,
-    unpack_loss,
-)
-from .parts import (
-    CHAIN,
-    COMPLETED,
-    ENTERED_NS,
-    FLAGS,
-    READ_ATTEMPTS,
-    SEQ,
-    SIGNATURE,
-    STAMP,
-    THREAD,
-    UID,
-    DeviceEntry,
-    Record,
-    RingParts,
-    StreamDescription,
-    Table,
-    compute_age_s,
-    parse_description,
-    parse_signature,
-    parse_site,
-    read_device_entries,
-)
-from .snapshot import Caller, RecordEntry, RingDelta, RingSnapshot, StreamState, StreamStates
+from . import layout, parts
+from .layout import DeviceStatusState, LiveWord, RecordFlag, RingError, unpack_loss
+from .parts import CHAIN, COMPLETED, ENTERED_NS, FLAGS, SEQ, SIGNATURE, STAMP, THREAD, UID, Record
 
 # Plain integers, because the & operator of an enum is slow.
 _BLOCKING = int(RecordFlag.BLOCKING)
@@ -63,6 +29,8 @@ _RETRACTED = int(RecordFlag.RETRACTED)
 # its newest call is that old: by then the call has been reported as one that may be unfinished.
 DORMANT_AFTER_S = 10.0
 _CHUNK_SLOTS = 16
+_CHUNK_SLOT_BYTES = _CHUNK_SLOTS * layout.STREAM_STRUCT.size
+_CHUNK_LOSS_BYTES = _CHUNK_SLOTS * layout.LOSS_STRUCT.size
 # The last records that are read again, since a call may be retracted after it was read.
 _RETRACTION_WINDOW = 64
 _MAX_KNOWN = 1024  # signatures and sites each; beyond that, all are parsed again
@@ -70,29 +38,206 @@ _MAX_KNOWN = 1024  # signatures and sites each; beyond that, all are parsed agai
 Interned = TypeVar("Interned")
 
 
-@dataclass(slots=True)
-class _Chunk:
-    """Adjacent slots. ``dormant`` has their streams if all are dormant, as long as ``content`` stays the
-    same.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamState(parts.StreamDescription):
+    """The position of one stream. Times are ages in seconds."""
+
+    uid: int
+    entered: int
+    completed: int | None
+    chain: int
+    entered_s: float
+    pending_s: float | None
+    loss: Loss | None = None
+    read_ns: int = 0  # when it was read; 0: at the time of its snapshot
+
+    def get_entered_ns(self, now_ns: int) -> float:
+        """The time at which its newest call was entered; ``now_ns`` is the time of its snapshot."""
+        return (self.read_ns or now_ns) - self.entered_s * 1e9
+
+    def update_ages(self, now_ns: int) -> StreamState:
+        """The state with its ages at a later time."""
+        age_s = (now_ns - self.read_ns) / 1e9 if self.read_ns else 0.0
+        if age_s <= 0.0:
+            return self
+        pending_s = None if self.pending_s is None else self.pending_s + age_s
+        return replace(self, entered_s=self.entered_s + age_s, pending_s=pending_s, read_ns=now_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStates:
+    """The streams of a ring. ``dormant`` ones have no unfinished call, and their ages are those of the
+    time at which each was read. ``dormant_chunks`` has the same streams, in parts that each stay the
+    same object as long as none of its streams changes.
     """
 
-    content: tuple[bytes, bytes] = (b"", b"")
+    active: tuple[StreamState, ...]
+    dormant: tuple[StreamState, ...]
+    dormant_chunks: tuple[tuple[StreamState, ...], ...]
+    torn_count: int  # streams left out because they kept changing or are invalid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingSnapshot:
+    """The content of a ring at one moment, without its calls. Times are ages in seconds."""
+
+    identity: dict[str, Any]
+    lifecycle: int
+    step: int | None
+    pulse_s: float
+    phase: str | None
+    phase_s: float
+    phase_limit_s: float | None
+    dropped: int
+    errors: int
+    streams: tuple[StreamState, ...]  # the dormant ones come last
+    exception: dict[str, Any] | None = None
+    faults: tuple[str, ...] = ()
+    device_status: DeviceStatusState = DeviceStatusState.UNKNOWN
+    device_entries: tuple[parts.DeviceEntry, ...] = ()
+    dormant_streams: tuple[StreamState, ...] = ()  # see `StreamStates`
+    dormant_chunks: tuple[tuple[StreamState, ...], ...] = ()
+    read_ns: int = 0
+    opened: int = 0  # streams ever opened
+    torn_parts: int = 0  # parts left out because they kept changing while they were read
+
+    @property
+    def active_streams(self) -> tuple[StreamState, ...]:
+        """The streams that are not dormant."""
+        return self.streams[: len(self.streams) - len(self.dormant_streams)]
+
+    def get_newest_call_s(self) -> float:
+        """The age of the newest call; infinite if there is none."""
+        now_ns = self.read_ns
+        entered_ns = [state.get_entered_ns(now_ns) for state in self.streams if state.entered]
+        return (now_ns - max(entered_ns, default=-inf)) / 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """A thread that makes calls."""
+
+    thread: int  # the operating system's id
+    uids: tuple[int, ...]  # the streams whose newest call it made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingDelta:
+    """The calls recorded since an earlier read. Dictionaries are keyed by stream uid."""
+
+    next_index: int  # index of the record at which the next read starts
+    chains: dict[int, dict[int, int]]  # running hash after each call, oldest first
+    newest_ops: dict[int, str]  # operation of the newest call
+    # Sequence number of the first call with `RecordFlag.SHARED`.
+    first_concurrent: dict[int, int] = field(default_factory=dict)
+    records: tuple[Record, ...] = ()
+    # The (uid, seq) of retracted calls among these records and some before them, by the index of the
+    # record. These calls are in none of the fields above.
+    retracted: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RecordEntry:
+    """One decoded record."""
+
+    uid: int
+    entered_ns: int
+    # Calls of its stream that were complete when it was entered; None if not observable.
+    completed: int | None
+    call: Call
+    # An upper bound of the call's duration in seconds, see `hangwatch.ring.tracing`; None if it may
+    # be unfinished.
+    within_s: float | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the call is known to be unfinished."""
+        return self.within_s is None and self.completed is not None
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Adjacent slots. ``dormant`` has their streams if all are, while ``content`` is the same."""
+
+    content: tuple[bytes, bytes] = (b"", b"")  # of the slots and of their losses
     dormant: tuple[StreamState, ...] | None = None
 
 
-class StreamTable(RingParts):
-    """A ring with the positions of its streams. Descriptions are cached, because uids are not reused,
-    and so are the states of dormant streams: a process may have thousands of channels, of which it
-    uses a few.
+class RingReader(parts.RingParts):
+    """Reads a mapped ring. Invalid parts are omitted and counted; an invalid header or a missing
+    identity raises RingError.
+
+    ``data`` is any bytes-like object that supports slicing, usually an mmap. Descriptions, signatures
+    and sites are cached, because uids and numbers are not reused, and so are the states of dormant
+    streams: a process may have thousands of channels, of which it uses a few.
     """
 
     def __init__(self, data: Any) -> None:
         super().__init__(data)
-        self._descriptions_by_uid: dict[int, StreamDescription] = {}
+        self._descriptions_by_uid: dict[int, parts.StreamDescription] = {}
         self._chunks: list[_Chunk] = []
         self._chunks_by_uid: dict[int, int] = {}
         self._dormant: tuple[StreamState, ...] = ()
         self._dormant_chunks: tuple[tuple[StreamState, ...], ...] = ()
+        self._known_signatures: dict[int, Signature] = {}
+        self._known_sites: dict[int, Site | None] = {}
+
+    @property
+    def record_capacity(self) -> int:
+        """The number of records that the ring can hold."""
+        return self.records.count
+
+    def read_snapshot(self, now_ns: int) -> RingSnapshot:
+        """Reads everything but the calls. Raises RingError if the identity cannot be read."""
+        identity = self.read_note(layout.IDENTITY_OFFSET, layout.IDENTITY_SIZE)
+        if identity is None:
+            raise RingError("no identity in it: its process is still creating it, or died doing so")
+        written = self.count_records()
+        words = self.read_live_words()
+        streams = self.read_streams(written, now_ns)
+        faults = self.read_note(layout.FAULTS_OFFSET, layout.NOTE_SIZE) or {}
+        device_status, device_entries = self._read_devices(words)
+        phase_number = words[LiveWord.PHASE]  # The phase's name is interned like a site.
+        phase = self.read_interned(self.sites, phase_number) if phase_number else None
+        step, phase_limit_ns = words[LiveWord.STEP], words[LiveWord.PHASE_LIMIT_NS]
+        return RingSnapshot(
+            identity=identity,
+            lifecycle=words[LiveWord.LIFECYCLE],
+            step=step - 1 if step else None,
+            pulse_s=parts.compute_age_s(now_ns, words[LiveWord.PULSE_NS]),
+            phase=str(phase.get("phase")) if phase else None,
+            phase_s=parts.compute_age_s(now_ns, words[LiveWord.PHASE_NS]),
+            phase_limit_s=phase_limit_ns / 1e9 if phase_limit_ns else None,
+            dropped=words[LiveWord.DROPPED],
+            errors=words[LiveWord.ERRORS],
+            streams=streams.active + streams.dormant,
+            dormant_streams=streams.dormant,
+            dormant_chunks=streams.dormant_chunks,
+            exception=self.read_note(layout.EXCEPTION_OFFSET, layout.NOTE_SIZE),
+            faults=tuple(str(line) for line in faults.get("lines", ())),
+            device_status=device_status,
+            device_entries=device_entries,
+            read_ns=now_ns,
+            opened=words[LiveWord.OPENED],
+            torn_parts=streams.torn_count,
+        )
+
+    def read_positions(
+        self, now_ns: int
+    ) -> tuple[Sequence[StreamState], tuple[parts.DeviceEntry, ...]]:
+        """The positions of all streams, and of their devices: a part of what a snapshot has."""
+        streams = self.read_streams(self.count_records(), now_ns)
+        return streams.active + streams.dormant, self._read_devices(self.read_live_words())[1]
+
+    def _read_devices(
+        self, words: tuple[int, ...]
+    ) -> tuple[DeviceStatusState, tuple[parts.DeviceEntry, ...]]:
+        try:
+            status = DeviceStatusState(words[LiveWord.DEVICE_STATUS])
+        except ValueError:  # The writer is newer.
+            status = DeviceStatusState.UNKNOWN
+        is_reported = status is DeviceStatusState.REPORTED
+        return status, parts.read_device_entries(self.data) if is_reported else ()
 
     def read_streams(self, written: int, now_ns: int) -> StreamStates:
         """All streams. ``written`` is the number of records written so far."""
@@ -104,13 +249,19 @@ class StreamTable(RingParts):
             if not record[FLAGS] & _RETRACTED
         }
         slot_count = min(self.read_live_word(LiveWord.SEQUENCES), self.streams.count)
-        contents = self._copy_chunks(slot_count)
-        self._chunks += [_Chunk() for _ in range(len(contents) - len(self._chunks))]
+        slots = self._copy_bytes(self.streams.offset, slot_count * layout.STREAM_STRUCT.size)
+        losses = self._copy_bytes(self.losses.offset, slot_count * layout.LOSS_STRUCT.size)
+        chunk_count = -(-slot_count // _CHUNK_SLOTS)
+        self._chunks += [_Chunk() for _ in range(chunk_count - len(self._chunks))]
         called = {self._chunks_by_uid.get(uid) for uid in newest_records}
         active: list[StreamState] = []
         torn_count = 0
         has_changed = False
-        for number, (chunk, content) in enumerate(zip(self._chunks, contents, strict=False)):
+        for number, chunk in enumerate(self._chunks[:chunk_count]):
+            content = (
+                slots[number * _CHUNK_SLOT_BYTES : (number + 1) * _CHUNK_SLOT_BYTES],
+                losses[number * _CHUNK_LOSS_BYTES : (number + 1) * _CHUNK_LOSS_BYTES],
+            )
             if chunk.dormant is not None and chunk.content == content and number not in called:
                 continue
             states: list[StreamState] = []
@@ -130,23 +281,9 @@ class StreamTable(RingParts):
                 active += states
         if has_changed:
             self._dormant_chunks = tuple([chunk.dormant or () for chunk in self._chunks])
-            self._dormant = tuple(chain.from_iterable(self._dormant_chunks))
+            self._dormant = tuple(itertools.chain.from_iterable(self._dormant_chunks))
             self._forget_closed_streams(active)
         return StreamStates(tuple(active), self._dormant, self._dormant_chunks, torn_count)
-
-    def _copy_chunks(self, slot_count: int) -> list[tuple[bytes, bytes]]:
-        """The bytes of the slots and of their losses, by chunk."""
-        slots = self._copy_bytes(self.streams.offset, slot_count * STREAM_STRUCT.size)
-        losses = self._copy_bytes(self.losses.offset, slot_count * LOSS_STRUCT.size)
-        slot_bytes = _CHUNK_SLOTS * STREAM_STRUCT.size
-        loss_bytes = _CHUNK_SLOTS * LOSS_STRUCT.size
-        return [
-            (
-                slots[number * slot_bytes : (number + 1) * slot_bytes],
-                losses[number * loss_bytes : (number + 1) * loss_bytes],
-            )
-            for number in range(-(-slot_count // _CHUNK_SLOTS))
-        ]
 
     def _forget_closed_streams(self, active: list[StreamState]) -> None:
         """Drops what is cached of closed streams, once that is about half."""
@@ -161,10 +298,10 @@ class StreamTable(RingParts):
         self, slot: int, newest_records: dict[int, Record], now_ns: int
     ) -> StreamState | int:
         """One stream; otherwise the number of torn parts: 1 if it is torn, 0 if the slot is free."""
-        data, offset = self.data, self.streams.offset + slot * STREAM_STRUCT.size
-        for _ in range(READ_ATTEMPTS):
-            values = STREAM_STRUCT.unpack_from(data, offset)
-            if STREAM_STRUCT.unpack_from(data, offset) != values:
+        data, offset = self.data, self.streams.offset + slot * layout.STREAM_STRUCT.size
+        for _ in range(parts.READ_ATTEMPTS):
+            values = layout.STREAM_STRUCT.unpack_from(data, offset)
+            if layout.STREAM_STRUCT.unpack_from(data, offset) != values:
                 continue
             uid, length, heap_offset = values[5:]
             if not uid:
@@ -172,137 +309,48 @@ class StreamTable(RingParts):
             description = self._descriptions_by_uid.get(uid)
             if description is None:
                 document = self.read_heap(heap_offset, length)
-                description = parse_description(document) if document else None
+                description = parts.parse_description(document) if document else None
                 if description is None:
                     return 1
                 self._descriptions_by_uid[uid] = description
-            loss_offset = self.losses.offset + slot * LOSS_STRUCT.size
-            from_seq, reason = unpack_loss(*LOSS_STRUCT.unpack_from(data, loss_offset))
-            loss = Loss(from_seq, LossReason.from_number(reason)) if from_seq else None
-            if STREAM_STRUCT.unpack_from(data, offset)[5] != uid:
-                continue  # Another stream has taken the slot.
-            return _make_state(uid, description, values, newest_records.get(uid), loss, now_ns)
-        return 1
-
-
-def _make_state(
-    uid: int,
-    description: StreamDescription,
-    values: tuple[int, ...],
-    newest: Record | None,
-    loss: Loss | None,
-    now_ns: int,
-) -> StreamState:
-    """``values`` is the stream's slot, ``newest`` its newest record since the slot was updated."""
-    completed, pending_ns, entered, chain, entered_ns = values[:5]
-    if newest is not None and newest[SEQ] > entered:
-        entered_ns, entered, chain = newest[ENTERED_NS], newest[SEQ], newest[CHAIN]
-        if completed != UNKNOWN_COMPLETED:
-            completed = max(completed, min(newest[COMPLETED], entered))
-    is_pending = completed != UNKNOWN_COMPLETED and completed < entered
-    oldest_ns = entered_ns if completed + 1 == entered or not pending_ns else pending_ns
-    return StreamState(
-        uid=uid,
-        kind=description.kind,
-        group=description.group,
-        peer=description.peer,
-        tag=description.tag,
-        entered=entered,
-        completed=None if completed == UNKNOWN_COMPLETED else min(completed, entered),
-        chain=chain,
-        entered_s=compute_age_s(now_ns, entered_ns),
-        pending_s=compute_age_s(now_ns, oldest_ns) if is_pending else None,
-        loss=loss,
-        read_ns=now_ns,
-    )
-
-
-def _is_dormant(state: StreamState) -> bool:
-    if state.completed is not None or not state.entered:
-        return state.pending_s is None
-    return state.entered_s >= DORMANT_AFTER_S
-
-
-class RingReader(StreamTable):
-    """Reads a mapped ring. Invalid parts are omitted and counted; an invalid header or a missing
-    identity raises RingError.
-
-    ``data`` is any bytes-like object that supports slicing, usually an mmap. Signatures and sites
-    are cached: their numbers are not reused.
-    """
-
-    def __init__(self, data: Any) -> None:
-        super().__init__(data)
-        self._known_signatures: dict[int, Signature] = {}
-        self._known_sites: dict[int, Site | None] = {}
-
-    @property
-    def record_capacity(self) -> int:
-        """The number of records that the ring can hold."""
-        return self.records.count
-
-    def read_snapshot(self, now_ns: int) -> RingSnapshot:
-        """Reads everything but the calls. Raises RingError if the identity cannot be read."""
-        identity = self.read_note(IDENTITY_OFFSET, IDENTITY_SIZE)
-        if identity is None:
-            raise RingError("no identity in it: its process is still creating it, or died doing so")
-        written = self.count_records()
-        words = self.read_live_words()
-        streams = self.read_streams(written, now_ns)
-        faults = self.read_note(FAULTS_OFFSET, NOTE_SIZE) or {}
-        device_status, device_entries = self._read_devices(words)
-        phase_number = words[LiveWord.PHASE]  # The phase's name is interned like a site.
-        phase = self.read_interned(self.sites, phase_number) if phase_number else None
-        step, phase_limit_ns = words[LiveWord.STEP], words[LiveWord.PHASE_LIMIT_NS]
-        return RingSnapshot(
-            pid=self.pid,
-            start_ticks=self.start_ticks,
-            identity=identity,
-            lifecycle=words[LiveWord.LIFECYCLE],
-            step=step - 1 if step else None,
-            pulse_s=compute_age_s(now_ns, words[LiveWord.PULSE_NS]),
-            phase=str(phase.get("phase")) if phase else None,
-            phase_s=compute_age_s(now_ns, words[LiveWord.PHASE_NS]),
-            phase_limit_s=phase_limit_ns / 1e9 if phase_limit_ns else None,
-            record_count=written,
-            dropped=words[LiveWord.DROPPED],
-            errors=words[LiveWord.ERRORS],
-            is_disabled=bool(words[LiveWord.OFF]),
-            streams=streams.active + streams.dormant,
-            dormant_streams=streams.dormant,
-            dormant_chunks=streams.dormant_chunks,
-            exception=self.read_note(EXCEPTION_OFFSET, NOTE_SIZE),
-            faults=tuple(str(line) for line in faults.get("lines", ())),
-            device_status=device_status,
-            device_entries=device_entries,
+            loss_offset = self.losses.offset + slot * layout.LOSS_STRUCT.size
+            from_seq, reason = unpack_loss(*layout.LOSS_STRUCT.unpack_from(data, loss_offset))
+            if layout.STREAM_STRUCT.unpack_from(data, offset)[5] == uid:
+                break  # Otherwise another stream has taken the slot.
+        else:
+            return 1
+        completed, pending_ns, entered, chain, entered_ns = values[:5]
+        newest = newest_records.get(uid)
+        if newest is not None and newest[SEQ] > entered:
+            entered_ns, entered, chain = newest[ENTERED_NS], newest[SEQ], newest[CHAIN]
+            if completed != layout.UNKNOWN_COMPLETED:
+                completed = max(completed, min(newest[COMPLETED], entered))
+        is_pending = completed != layout.UNKNOWN_COMPLETED and completed < entered
+        oldest_ns = entered_ns if completed + 1 == entered or not pending_ns else pending_ns
+        return StreamState(
+            uid=uid,
+            kind=description.kind,
+            group=description.group,
+            peer=description.peer,
+            tag=description.tag,
+            entered=entered,
+            completed=None if completed == layout.UNKNOWN_COMPLETED else min(completed, entered),
+            chain=chain,
+            entered_s=parts.compute_age_s(now_ns, entered_ns),
+            pending_s=parts.compute_age_s(now_ns, oldest_ns) if is_pending else None,
+            loss=Loss(from_seq, LossReason.from_number(reason)) if from_seq else None,
             read_ns=now_ns,
-            opened=words[LiveWord.OPENED],
-            torn_parts=streams.torn_count,
         )
-
-    def read_positions(self, now_ns: int) -> tuple[Sequence[StreamState], tuple[DeviceEntry, ...]]:
-        """The positions of all streams, and of their devices: a part of what a snapshot has."""
-        streams = self.read_streams(self.count_records(), now_ns)
-        return streams.active + streams.dormant, self._read_devices(self.read_live_words())[1]
-
-    def _read_devices(
-        self, words: tuple[int, ...]
-    ) -> tuple[DeviceStatusState, tuple[DeviceEntry, ...]]:
-        try:
-            status = DeviceStatusState(words[LiveWord.DEVICE_STATUS])
-        except ValueError:  # The writer is newer.
-            status = DeviceStatusState.UNKNOWN
-        is_reported = status is DeviceStatusState.REPORTED
-        return status, read_device_entries(self.data) if is_reported else ()
 
     def read_signature(self, number: int) -> Signature:
         """The signature with the number that a record refers to; operation "?" if it is lost."""
-        return self._read_known(self._known_signatures, self.signatures, number, parse_signature)
+        known = self._known_signatures
+        return self._read_known(known, self.signatures, number, parts.parse_signature)
 
     def _read_known(
         self,
         known: dict[int, Interned],
-        table: Table,
+        table: parts.Table,
         number: int,
         parse: Callable[[dict[str, Any] | None], Interned],
     ) -> Interned:
@@ -321,7 +369,7 @@ class RingReader(StreamTable):
         """A call, from the numbers of its signature and site and the remaining fields of `Call`."""
         known_site = None
         if site:
-            known_site = self._read_known(self._known_sites, self.sites, site, parse_site)
+            known_site = self._read_known(self._known_sites, self.sites, site, parts.parse_site)
         return Call(seq=seq, signature=self.read_signature(signature), site=known_site, **fields)
 
     def read_calls(
@@ -362,9 +410,7 @@ class RingReader(StreamTable):
             calls[-1] = replace(calls[-1], preceded_by=retracted)
 
     def read_last_calls(self, now_ns: int, *, max_calls: int = 64) -> dict[int, list[Call]]:
-        """The last calls of each stream by uid, oldest first, in one pass. Used when a process has
-        exited.
-        """
+        """The last calls of each stream by uid, oldest first, in one pass: of an exited rank."""
         calls_by_uid: dict[int, list[Call]] = {}
         for record in self._iter_newest_first():
             calls = calls_by_uid.setdefault(record[UID], [])
@@ -403,9 +449,7 @@ class RingReader(StreamTable):
                 yield record
 
     def read_delta(self, from_index: int) -> RingDelta:
-        """The calls of all streams in the records from ``from_index`` on that are still in the
-        ring, in one pass.
-        """
+        """The calls of all streams in the records from ``from_index`` on, in one pass."""
         written = self.count_records()
         from_index = max(0, from_index)
         first_index = max(0, from_index - _RETRACTION_WINDOW)
@@ -437,24 +481,14 @@ class RingReader(StreamTable):
             retracted=retracted,
         )
 
-    def read_entries(self, from_index: int, now_ns: int) -> tuple[int, list[RecordEntry | None]]:
-        """The records from ``from_index`` on that are still in the ring, oldest first, preceded by
-        the index of the first of them.
-
-        None stands for a record that is being written or was overwritten while it was read.
-        """
-        written = self.count_records()
-        first = max(from_index, written - self.record_capacity, 0)
-        entries: list[RecordEntry | None] = []
-        for index in range(first, written):
-            record = self.read_record(index)
-            if record is None:
-                entries.append(None)
-                continue
-            completed = None if record[COMPLETED] == UNKNOWN_COMPLETED else record[COMPLETED]
-            call = self._decode_record(record, now_ns)
-            entries.append(RecordEntry(record[UID], record[ENTERED_NS], completed, call))
-        return first, entries
+    def read_entry(self, index: int, now_ns: int) -> RecordEntry | None:
+        """One decoded record; None while it is being written and once it is overwritten."""
+        record = self.read_record(index)
+        if record is None:
+            return None
+        completed = None if record[COMPLETED] == layout.UNKNOWN_COMPLETED else record[COMPLETED]
+        call = self._decode_record(record, now_ns)
+        return RecordEntry(record[UID], record[ENTERED_NS], completed, call)
 
     def _decode_record(self, record: Record, now_ns: int) -> Call:
         _, entered_ns, done_ns, seq, chain, _, _, _, signature, site, thread, flags, *_ = record
@@ -468,9 +502,15 @@ class RingReader(StreamTable):
             signature,
             site,
             chain=chain,
-            entered_s=compute_age_s(now_ns, entered_ns),
+            entered_s=parts.compute_age_s(now_ns, entered_ns),
             duration_s=max(0, done_ns - entered_ns) / 1e9 if done_ns else None,
             blocking=blocking,
             thread=thread,
             raised=bool(flags & _RAISED),
         )
+
+
+def _is_dormant(state: StreamState) -> bool:
+    if state.completed is not None or not state.entered:
+        return state.pending_s is None
+    return state.entered_s >= DORMANT_AFTER_S

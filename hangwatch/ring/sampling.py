@@ -7,7 +7,7 @@ imports no reader.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hangwatch.model.calls import CHAIN_BASE, UINT64_MASK
 
@@ -34,23 +34,23 @@ def check_level(seq: int) -> int:
 
 
 def min_check_level(every: int, size_bytes: int, large_bytes: int) -> int:
-    """The lowest level to check, so that one in ``every`` calls is checked; calls of more than
-    ``large_bytes`` are checked proportionally less often.
-
-    Both factors are rounded up to powers of two.
+    """The lowest level to check, so that one in ``every`` calls is checked, and calls of more than
+    ``large_bytes`` proportionally less often. Both factors are rounded up to powers of two.
     """
     size_factor = max(1, -(-size_bytes // large_bytes))
     return (every - 1).bit_length() + (size_factor - 1).bit_length()
 
 
-def sample_calls(seqs: Sequence[int], max_calls: int) -> list[int]:
+def sample_calls(
+    seqs: Sequence[int], max_calls: int, get_level: Callable[[int], int] = sampling_level
+) -> list[int]:
     """At most ``max_calls`` of the calls: all those of the lowest level that allows it or above.
     The selections of different ranks overlap.
     """
     level = 0
     while len(seqs) > max_calls:
         level += 1
-        seqs = [seq for seq in seqs if sampling_level(seq) >= level]
+        seqs = [seq for seq in seqs if get_level(seq) >= level]
     return list(seqs)
 
 
@@ -58,9 +58,5 @@ def thin_checks(seqs: list[int], max_calls: int) -> set[int]:
     """At most ``max_calls`` of the checked calls, those of the highest levels, so that the
     selections of different ranks overlap.
     """
-    by_level = sorted(seqs, key=check_level, reverse=True)
-    if len(by_level) <= max_calls:
-        return set(by_level)
-    first_omitted = check_level(by_level[max_calls])
-    kept = {seq for seq in by_level if check_level(seq) > first_omitted}
-    return kept or set(by_level[:max_calls])
+    kept = sample_calls(seqs, max_calls, check_level)
+    return set(kept or sorted(seqs, key=check_level, reverse=True)[:max_calls])

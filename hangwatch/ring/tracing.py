@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .reader import RingReader
-from .snapshot import RecordEntry
+from .reader import RecordEntry, RingReader
 
 # An unfinished call is held back for this long, so that it can be reported with its duration.
 HOLD_S = 1.0
@@ -39,7 +38,9 @@ def read_trace(
     its duration. It does not if the next read is the last (``is_last``) or the ring is close to
     overwriting unread records.
     """
-    first, entries = reader.read_entries(from_index, now_ns)
+    written = reader.count_records()
+    first = max(from_index, written - reader.record_capacity, 0)
+    entries = [reader.read_entry(index, now_ns) for index in range(first, written)]
     _bound_durations(entries)
     calls: list[RecordEntry] = []
     other_ops: set[str] = set()

@@ -64,8 +64,8 @@ class SimulatedHosts:
                 self.post_heartbeat(host)
 
     def post_heartbeat(self, host: int) -> None:
-        flight = self._hosts[host].compose_heartbeat(time.monotonic())
-        body = json.dumps(encode_message(flight.heartbeat)).encode()
+        heartbeat = self._hosts[host].compose_heartbeat(time.monotonic())
+        body = json.dumps(encode_message(heartbeat)).encode()
         try:
             status, reply = send_request(self._connect(host), HEARTBEAT, body)
         except OSError:
@@ -73,7 +73,9 @@ class SimulatedHosts:
             self.reconnected += 1
             return
         if status == 200:
-            self._hosts[host].apply_reply(flight, decode_reply(json.loads(reply)), time.monotonic())
+            self._hosts[host].apply_reply(
+                heartbeat, decode_reply(json.loads(reply)), time.monotonic()
+            )
 
     def _connect(self, host: int) -> socket.socket:
         connection = self.connections[host]

@@ -138,7 +138,7 @@ def test_heartbeats_estimate_clocks_within_milliseconds(measured_jobs: MeasuredJ
             )
             reporter.apply_outcome(outcome)
             assert outcome.reply is not None
-            low, high = reporter.clock_bounds_s or (1.0, 0.0)
+            low, high = reporter.clock_offset.bounds or (1.0, 0.0)
             assert low <= 0 <= high
     finally:
         uplink.close()

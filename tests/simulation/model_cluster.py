@@ -19,7 +19,7 @@ from hangwatch.model.calls import Call
 from hangwatch.model.limits import Limits
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.commands import Command, CommandKind
-from hangwatch.ring.snapshot import RingDelta, RingSnapshot, StreamState
+from hangwatch.ring.reader import RingDelta, RingSnapshot, StreamState
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
@@ -107,8 +107,6 @@ class ModelRings:
             exception = encode_exception(rank.exception, rank.exception_at)
         return make_snapshot(
             *(self._make_stream_state(rank, stream) for stream in rank.calls),
-            pid=rank.number + 1,
-            start_ticks=int(self.run),
             lifecycle=int(rank.lifecycle),
             pulse_s=now - self._get_last_pulse(rank) + 0.01,
             phase=phase,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.groups import Group, unpack_ranks
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.ring.snapshot import StreamState
+from hangwatch.ring.reader import StreamState
 
 from .parallel_job import (
     NEIGHBOURS_WAIT_AFTER_S,

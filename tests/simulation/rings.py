@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from hangwatch.model.ranks import ExceptionInfo, Lifecycle
-from hangwatch.ring.snapshot import RingSnapshot, StreamState
+from hangwatch.ring.reader import RingSnapshot, StreamState
 
 
 def make_snapshot(*streams: StreamState, **fields: Any) -> RingSnapshot:
-    """The ring of process 7, which is initialised, with ``fields`` changed."""
+    """The ring of a process that is initialised, with ``fields`` changed."""
     defaults: dict[str, Any] = {
-        "pid": 7,
-        "start_ticks": 70,
         "identity": {},
         "lifecycle": int(Lifecycle.INITIALISED),
         "step": None,
@@ -20,10 +18,8 @@ def make_snapshot(*streams: StreamState, **fields: Any) -> RingSnapshot:
         "phase": None,
         "phase_s": 0.0,
         "phase_limit_s": None,
-        "record_count": 1,
         "dropped": 0,
         "errors": 0,
-        "is_disabled": False,
     }
     return RingSnapshot(streams=streams, **{**defaults, **fields})
 

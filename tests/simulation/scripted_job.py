@@ -30,7 +30,7 @@ from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Frame, Lifecycle, Thr
 from hangwatch.model.verdicts import Verdict
 from hangwatch.protocol import heartbeat as wire
 from hangwatch.ring.parts import DeviceEntry
-from hangwatch.ring.snapshot import RingDelta, StreamState
+from hangwatch.ring.reader import RingDelta, StreamState
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from hangwatch.agent.node.composer import HeartbeatComposer, InFlightHeartbeat
+from hangwatch.agent.node.composer import HeartbeatComposer
 from hangwatch.agent.node.discovery.watched import WatchedProcess
 from hangwatch.agent.node.discovery.watchlist import Watchlist
-from hangwatch.agent.node.report_schedule import ReportSchedule
 from hangwatch.agent.node.reporting import updates
 from hangwatch.agent.node.reporting.acked import AckedState
 from hangwatch.agent.node.reporting.uplink import HeartbeatOutcome, Outbox
 from hangwatch.agent.node.requests.live import LiveRequests
+from hangwatch.agent.node.schedule import ReportSchedule
 from hangwatch.agent.node.stacks.pyspy import PySpy
 from hangwatch.agent.node.system.processes import PROC_ROOT, CpuActivity
 from hangwatch.agent.node.system.runtime import AgentLog, AgentTiming
@@ -27,6 +27,7 @@ from hangwatch.protocol.commands import Command, CommandKind
 from hangwatch.protocol.heartbeat import (
     CallsReply,
     HardwareReply,
+    Heartbeat,
     HeartbeatReply,
     ProcessIdentity,
     ProcessUpdate,
@@ -99,13 +100,15 @@ class SimulatedProcess(WatchedProcess):
         self._composed: tuple[ProcessUpdate | None, AckedState] | None = None
         self._targets = map_stream_targets(run.shape, rank)
 
-    def compose_update(self, now_ns: int) -> tuple[ProcessUpdate | None, AckedState | None]:
+    def compose_update(self, now_ns: int) -> ProcessUpdate | None:
         assert self.identity is not None
         if self.twin is not None and self.twin._composed is not None:
             update, after = self.twin._composed
             if update is None:
-                return None, self.acked
-            return replace(update, key=self.key), replace(after, identity=self.identity)
+                self.composed = self.acked
+                return None
+            self.composed = replace(after, identity=self.identity)
+            return replace(update, key=self.key)
         if self.acked is None:
             started_s = round(max(0.0, now_ns / 1e9 - self._get_run().started_at), 2)
             self.identity = replace(self.identity, started_s=started_s)
@@ -117,7 +120,8 @@ class SimulatedProcess(WatchedProcess):
         self._composed = updates.compose_update(
             view, self.acked, self.history, now_ns, fetch_calls, {}
         )
-        return self._composed
+        update, self.composed = self._composed
+        return update
 
     def is_acked_like(self, other: SimulatedProcess) -> bool:
         """Whether the server knows the same of both, but for their identities."""
@@ -265,13 +269,13 @@ class SimulatedHost:
         first = self.number * TENSOR_PARALLEL_SIZE
         return range(first, first + TENSOR_PARALLEL_SIZE)
 
-    def compose_heartbeat(self, now: float) -> InFlightHeartbeat:
+    def compose_heartbeat(self, now: float) -> Heartbeat:
         self._read_processes(now)
         now_ns = int(now * 1e9)
-        flight = self.composer.compose_heartbeat(now_ns)
+        heartbeat = self.composer.compose_heartbeat(now_ns)
         next_ns = now_ns + int(AgentTiming().heartbeat_interval_s * 1e9)
         self.is_urgent = self.schedule.start_report(self._processes.values(), next_ns)
-        return flight
+        return heartbeat
 
     def scan_processes(self, now: float) -> None:
         """Brings the next heartbeat forward if there is a change to report."""
@@ -292,10 +296,10 @@ class SimulatedHost:
             if not is_singled_out:
                 first = first or process
 
-    def apply_reply(self, flight: InFlightHeartbeat, reply: HeartbeatReply, now: float) -> None:
+    def apply_reply(self, heartbeat: Heartbeat, reply: HeartbeatReply, now: float) -> None:
         """Applies the reply to a heartbeat, as `NodeAgent` does."""
         now_ns = int(now * 1e9)
-        self.composer.mark_extras_delivered(flight)
+        self.composer.mark_extras_delivered(heartbeat)
         outcome = HeartbeatOutcome(reply=reply)
         self.composer.apply_outcome(outcome, now_ns)
         self.schedule.apply_reply(reply, self._processes.values(), now_ns, is_steady=False)
@@ -304,7 +308,7 @@ class SimulatedHost:
                 self.schedule.bring_forward(now_ns)
             self.composer.request_full()
         else:
-            self.composer.mark_acked(flight, now_ns)
+            self.composer.mark_acked(now_ns)
 
     def execute_command(self, command: Command, now: float) -> None:
         """Has the reply sent with the next heartbeat, immediately."""

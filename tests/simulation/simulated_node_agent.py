@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
-from hangwatch.agent.node.composer import InFlightHeartbeat
 from hangwatch.agent.node.reporting.uplink import (
     PATIENT_READ_TIMEOUT_S,
     draw_backoff_s,
@@ -20,7 +19,7 @@ from hangwatch.agent.node.reporting.uplink import (
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.protocol.codec import decode_reply, encode_message
 from hangwatch.protocol.commands import Command, CommandKind
-from hangwatch.protocol.heartbeat import HeartbeatReply
+from hangwatch.protocol.heartbeat import Heartbeat, HeartbeatReply
 
 from .parallel_job import NEIGHBOURS_WAIT_AFTER_S, SimulatedFault
 from .simulated_host import SimulatedHost
@@ -71,7 +70,7 @@ class SimulatedNodeAgent(asyncio.Protocol):
         self._failures = 0  # in a row
         self._sent_at = 0.0
         self._is_busy = False  # connecting, or a heartbeat is in flight
-        self._in_flight: InFlightHeartbeat | None = None
+        self._in_flight: Heartbeat | None = None
         self._received = b""
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
@@ -155,7 +154,7 @@ class SimulatedNodeAgent(asyncio.Protocol):
         counts, loop = self.pool.counts, self.pool.loop
         counts.lags.append(max(0.0, loop.time() - self.host.schedule.next_ns / 1e9))
         self._in_flight = self.host.compose_heartbeat(loop.time())
-        document = encode_message(self._in_flight.heartbeat)
+        document = encode_message(self._in_flight)
         body, headers = encode_body(document, urgent=self.host.is_urgent)
         headers |= {"Host": "localhost", "Content-Length": str(len(body))}
         lines = [_REQUEST_LINE, *(f"{name}: {value}" for name, value in headers.items())]
@@ -176,11 +175,11 @@ class SimulatedNodeAgent(asyncio.Protocol):
         self.delay_heartbeat(retry_after_s + draw_backoff_s(self._failures))
 
     def _handle_reply(self, reply: HeartbeatReply) -> None:
-        flight, self._in_flight = self._in_flight, None
-        if flight is None:  # of the node agent of the attempt before
+        heartbeat, self._in_flight = self._in_flight, None
+        if heartbeat is None:  # of the node agent of the attempt before
             return self._continue()
         now = time.monotonic()
-        self.host.apply_reply(flight, reply, now)
+        self.host.apply_reply(heartbeat, reply, now)
         self._failures = 0
         self.pool.counts.resyncs += reply.resync
         self.pool.counts.interval_s = reply.interval_s

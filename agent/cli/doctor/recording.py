@@ -237,7 +237,7 @@ def check_recordings(url: str) -> Iterator[Finding]:
 def check_ring(file: RingFile) -> Iterator[Finding]:
     """Raises OSError or RingError if the ring cannot be read."""
     _, reader = file.open_reader()
-    snapshot = file.read_snapshot(reader, time.monotonic_ns())
+    snapshot = reader.read_snapshot(time.monotonic_ns())
     problems: list[str] = []
     losses = [(stream, stream.loss) for stream in snapshot.streams if stream.loss is not None]
     if losses:
@@ -254,6 +254,6 @@ def check_ring(file: RingFile) -> Iterator[Finding]:
         faults = f" ({'; '.join(snapshot.faults)})" if snapshot.faults else ""
         yield report_warning(
             "recording",
-            f"{rank}, pid {snapshot.pid}: {'; '.join(problems)}{faults}",
+            f"{rank}, pid {file.pid}: {'; '.join(problems)}{faults}",
             "nothing is concluded by counting these calls; stacks and exits still are",
         )

@@ -19,7 +19,6 @@ from pathlib import Path
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.ring.layout import RingError
 from hangwatch.ring.reader import RingReader
-from hangwatch.ring.snapshot import RingSnapshot
 
 from ...environment import run_dir
 from ..system import processes
@@ -51,8 +50,8 @@ class RingFile:
         return self.path.with_suffix(run_dir.STACKS_SUFFIX)
 
     def open_reader(self) -> tuple[int, RingReader]:
-        """The inode of the file, and a reader of its read-only mapping. Raises RingError if it is
-        not a ring, OSError if it cannot be read.
+        """The file's inode, and a reader of its read-only mapping. Raises OSError if it cannot be read,
+        RingError if it is not a ring, or that of another process.
         """
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -64,7 +63,11 @@ class RingFile:
             raise RingError(f"cannot be mapped: {error}") from error
         finally:
             os.close(fd)
-        return status.st_ino, RingReader(mapped)
+        reader = RingReader(mapped)
+        if (reader.pid, reader.start_ticks) != (self.pid, self.start_ticks):
+            writer = run_dir.format_process_key(reader.pid, reader.start_ticks)
+            raise RingError(f"foreign: it was written by process {writer}")
+        return status.st_ino, reader
 
     def refresh_reader(self, inode: int, reader: RingReader | None) -> tuple[int, RingReader]:
         """The given reader of the file with this inode, or one of the file that has the name now, and
@@ -82,16 +85,6 @@ class RingFile:
             raise RingError("truncated: it became shorter while its process lives")
         return inode, reader
 
-    def read_snapshot(self, reader: RingReader, now_ns: int) -> RingSnapshot:
-        """Raises RingError if there is nothing to read, or if another process wrote the ring."""
-        snapshot = reader.read_snapshot(now_ns)
-        if (snapshot.pid, snapshot.start_ticks) != (self.pid, self.start_ticks):
-            raise RingError(
-                "foreign: it was written by process"
-                f" {run_dir.format_process_key(snapshot.pid, snapshot.start_ticks)}"
-            )
-        return snapshot
-
     def remove_files(self) -> None:
         for path in (self.path, self.stacks_path, self.path.with_suffix(run_dir.THREADS_SUFFIX)):
             # The file was removed already, or the disk is read-only: then the next agent tries again.
@@ -100,9 +93,7 @@ class RingFile:
 
 
 def find_ring_files(folder: Path) -> tuple[list[RingFile], list[str]]:
-    """The ring files in a folder, oldest process first, and the names that match no process. Raises
-    OSError if the folder is gone.
-    """
+    """The ring files in a folder, oldest process first, and names of no process. Raises OSError."""
     files: list[RingFile] = []
     foreign_names: list[str] = []
     for name in os.listdir(folder):

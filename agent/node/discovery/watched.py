@@ -5,6 +5,7 @@ rank without a ring is read from /proc, and so is the reason why its calls are n
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -16,8 +17,7 @@ from hangwatch.model.ranks import ExitInfo, Lifecycle
 from hangwatch.protocol.heartbeat import ProcessIdentity, ProcessUpdate
 from hangwatch.ring import checks
 from hangwatch.ring.layout import RingError
-from hangwatch.ring.reader import RingReader
-from hangwatch.ring.snapshot import RingSnapshot
+from hangwatch.ring.reader import RingReader, RingSnapshot
 
 from ...environment import identity, run_dir
 from ...environment.identity import LaunchInfo
@@ -64,6 +64,7 @@ class WatchedProcess:
     call_log: CallLog = field(default_factory=CallLog)
     tally: ProcessTally = field(default_factory=ProcessTally)
     acked: AckedState | None = None
+    composed: AckedState | None = None  # what the server will know once it has the last update
     exit_acked_ns: int = 0  # when the server acknowledged its exit
     flight_reader: FlightFileReader | None = None
     is_paused: bool = False  # our own recording pauses it again and again
@@ -81,9 +82,7 @@ class WatchedProcess:
         return self.faults.get("ring", "")
 
     def read_state(self, now_ns: int) -> None:
-        """Reads the ring and /proc. If something cannot be read, its last state is kept and the
-        reason becomes a fault.
-        """
+        """Reads the ring and /proc. What is unreadable keeps its last state, and is a fault."""
         if self.ring is not None:
             self._read_ring(self.ring, now_ns)
         if self.identity is None and (self.ring is None or self.ring_problem):
@@ -102,11 +101,11 @@ class WatchedProcess:
     def _read_ring(self, ring: RingFile, now_ns: int) -> None:
         try:
             self.ring_inode, self.reader = ring.refresh_reader(self.ring_inode, self.reader)
-            snapshot = ring.read_snapshot(self.reader, now_ns)
+            snapshot = self.reader.read_snapshot(now_ns)
             delta = self.reader.read_delta(self.history.cursor)
-            if self.history.has_fresh_retraction(delta):
-                # The call may have been in progress when the snapshot was taken.
-                snapshot = ring.read_snapshot(self.reader, now_ns)
+            if any(index >= self.history.cursor for index in delta.retracted):
+                # A retracted call may have been in progress when the snapshot was taken.
+                snapshot = self.reader.read_snapshot(now_ns)
             for uid, seq in self.history.add_delta(delta):
                 self.call_log.remove_call(uid, seq)
             self.history.check_history.read_entries(self.reader, now_ns)
@@ -114,9 +113,7 @@ class WatchedProcess:
                 recorded = parse_identity(
                     snapshot.identity, pid=self.pid, start_ticks=self.start_ticks
                 )
-                if recorded is not None and not (
-                    self.identity and updates.is_same_identity(recorded, self.identity)
-                ):
+                if recorded is not None and recorded != self.identity:
                     self.identity = recorded
         except Exception as error:  # a corrupt ring must not keep the other ranks from being read
             self._record_unreadable(ring, error, now_ns)
@@ -189,35 +186,33 @@ class WatchedProcess:
         acked_key = self.acked.status_key if self.acked is not None else ()
         return reader is not None and reader.has_unsent_file(acked_key)
 
-    def compose_update(self, now_ns: int) -> tuple[ProcessUpdate | None, AckedState | None]:
-        """The update that is due, if any, and what the server will know once it has acknowledged it."""
+    def compose_update(self, now_ns: int) -> ProcessUpdate | None:
+        """The update that is due, if any."""
+        self.composed = self.acked
         if self.identity is None:
-            return None, self.acked
+            return None
         if self.acked is None or self.acked.identity is not self.identity:
             # The identity will be sent, with the age of the process as of now.
             age_s = processes.measure_age_s(self.start_ticks, self.proc)
             self.identity = replace(self.identity, started_s=age_s)
         view = self._make_view(self.identity, now_ns)
-
-        def fetch_calls(uid: int, from_seq: int, max_calls: int) -> list[Call]:
-            return self.read_calls(now_ns, uid, from_seq, max_calls)
-
+        fetch_calls = functools.partial(self.read_calls, now_ns)
         try:
             last_calls: dict[int, list[Call]] = {}
             is_exit_due = self.exit and not (self.acked and self.acked.includes_exit)
             if self.reader and is_exit_due:
                 last_calls = self.reader.read_last_calls(now_ns)
-            update, after = updates.compose_update(
+            update, self.composed = updates.compose_update(
                 view, self.acked, self.history, now_ns, fetch_calls, last_calls
             )
             if update is not None:
-                self.history.composed_streams = after.streams
-            return update, after
+                self.history.composed_streams = self.composed.streams
+            return update
         except Exception as error:  # the ring is corrupt: the next update leaves it out
             if self.ring is None:
                 raise
             self._record_unreadable(self.ring, error, now_ns)
-            return None, self.acked
+            return None
 
     def _make_view(self, identity: ProcessIdentity, now_ns: int) -> updates.ProcessView:
         state = self.activity.state
@@ -237,9 +232,7 @@ class WatchedProcess:
         )
 
     def read_calls(self, now_ns: int, uid: int, from_seq: int, max_calls: int) -> list[Call]:
-        """The newest calls of one stream from number ``from_seq`` on, oldest first. Calls that the ring
-        no longer has are among them where they are known.
-        """
+        """The newest calls of a stream from ``from_seq`` on, oldest first, as far as known."""
         if self.reader is None:
             return []
         try:
@@ -253,9 +246,8 @@ class WatchedProcess:
     def read_window(
         self, now_ns: int, uid: int, first: int, last: int, step: int = 1
     ) -> list[Call]:
-        """The calls of one stream from number ``first`` to ``last`` at multiples of ``step``, oldest
-        first: those that are still in the ring, and older ones that were read from it or are in its
-        check table.
+        """The calls of one stream from ``first`` to ``last`` at multiples of ``step``, oldest
+        first: those in the ring, those in its check table, and older ones that were read from it.
         """
         reader = self.reader
         if reader is None:
@@ -266,29 +258,26 @@ class WatchedProcess:
             for call in checks.read_checked_calls(reader, uid, now_ns, from_seq=first):
                 if call.seq <= last and call.seq % step == 0:
                     found[call.seq] = call
-            in_ring = reader.read_calls(
-                uid,
-                now_ns,
-                max_calls=reader.record_capacity,
-                from_seq=first,
-                to_seq=last,
-                step=step,
-            )
-            found.update((call.seq, call) for call in in_ring)
+            max_calls = reader.record_capacity
+            for call in reader.read_calls(
+                uid, now_ns, max_calls=max_calls, from_seq=first, to_seq=last, step=step
+            ):
+                found[call.seq] = call
         except Exception:  # the ring is corrupt: `read_state` reports it
             return []
         return [found[seq] for seq in sorted(found)]
 
-    def mark_acked(self, acked: AckedState | None, now_ns: int) -> None:
-        self.acked = acked
-        if acked is not None:
-            self.history.mark_acked(acked)
-            if acked.includes_exit and not self.exit_acked_ns:
+    def mark_acked(self, now_ns: int) -> None:
+        """The server has the last update."""
+        self.acked = self.composed
+        if self.acked is not None:
+            self.history.mark_acked(self.acked)
+            if self.acked.includes_exit and not self.exit_acked_ns:
                 self.exit_acked_ns = now_ns
 
     def reset_acked(self) -> None:
         """The server has lost everything that it knew about this process."""
-        self.acked = None
+        self.acked = self.composed = None
         self.history.rewind_cursor()
 
     def close(self) -> None:
@@ -336,9 +325,7 @@ def read_identity(
     launch: identity.LaunchInfo | None = None,
     proc: str = processes.PROC_ROOT,
 ) -> ProcessIdentity | None:
-    """The identity of a process from its launcher's environment variables, unless ``launch`` says what
-    they mean; None if it is not a rank.
-    """
+    """The identity of a process by its environment, or by ``launch``; None if it is not a rank."""
     try:
         if launch is None:
             launch = identity.parse_environ(processes.read_environ(pid, proc))
@@ -362,9 +349,7 @@ def read_identity(
 
 
 def find_unrecorded_reason(pid: int, watched_s: float, proc: str = processes.PROC_ROOT) -> str:
-    """Why the calls of a rank are not recorded, with the remedy; empty if it may still be starting.
-    ``watched_s``: how long it has been watched.
-    """
+    """Why a rank is not recorded, with the remedy; empty if it may still be starting."""
     try:
         environ = processes.read_environ(pid, proc)
         if not environ.get("HANGWATCH_URL"):

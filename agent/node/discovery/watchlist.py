@@ -11,7 +11,7 @@ import contextlib
 import os
 import selectors
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -197,9 +197,7 @@ class Watchlist:
             self._selector.register(process.pidfd, selectors.EVENT_READ, process.key)
 
     def _record_ranks(self) -> None:
-        """Records which ranks were seen, and drops wrappers: the shells that were taken for ranks which
-        now have a ring of their own.
-        """
+        """Records which ranks were seen, and drops the shells around ranks that have a ring."""
         ranks: dict[str, tuple[str, int, int]] = {}  # keys: process keys
         for key, process in self.watched.items():
             if (known := process.identity) is not None:
@@ -243,16 +241,9 @@ class _Launcher:
     known: ProcessIdentity
     numbers_tasks: bool  # mpirun or srun, whose tasks are the ranks
 
-    @property
-    def key(self) -> tuple[int, bool, str, int, int]:
-        known = self.known
-        return (self.pid, self.numbers_tasks, known.job, known.restart, known.world_size)
-
 
 class SiblingFinder:
-    """Finds the siblings of recorded ranks. Keeps the launcher of each rank, since to find it takes
-    several readings of environments, which do not change.
-    """
+    """Finds the siblings of recorded ranks. It keeps the launchers, which are expensive to find."""
 
     def __init__(self, proc: str = processes.PROC_ROOT) -> None:
         self._proc = proc
@@ -263,9 +254,7 @@ class SiblingFinder:
         recorded: Mapping[int, ProcessIdentity],
         known_ranks: Collection[tuple[str, int, int]],
     ) -> list[SiblingRank]:
-        """Ranks that the launchers of these recorded processes started, other than these processes
-        and the ``known_ranks`` (job, restart, rank).
-        """
+        """The ranks that their launchers started besides ``known_ranks`` (job, restart, rank)."""
         seen_ranks = set(known_ranks)
         ranks: list[SiblingRank] = []
         for launcher in self._find_launchers(recorded):
@@ -292,13 +281,16 @@ class SiblingFinder:
         a rank are left out: they are recorded as another job than their environment says.
         """
         launchers: dict[tuple[int, str, int], _Launcher] = {}
+        distinct: dict[Hashable, _Launcher] = {}
         for pid, known in recorded.items():
             key = (pid, known.job, known.rank)
             found = self._launchers.get(key) or find_launcher(pid, known, self._proc)
             if found is not None:
                 launchers[key] = found
+                job = (known.job, known.restart, known.world_size)
+                distinct[found.pid, found.numbers_tasks, job] = found
         self._launchers = launchers
-        return list({found.key: found for found in launchers.values()}.values())
+        return list(distinct.values())
 
 
 def find_launcher(
@@ -326,9 +318,7 @@ def find_launcher(
 def _read_launch(
     pid: int, known: ProcessIdentity, from_task: bool, proc: str
 ) -> identity.LaunchInfo | None:
-    """The launcher's variables of a process; None if they do not make it a rank of the same job as
-    ``known``, or if it is gone or another user's.
-    """
+    """The launcher's variables of a process; None if they do not make it a rank of this job."""
     try:
         environ = processes.read_environ(pid, proc)
     except OSError:

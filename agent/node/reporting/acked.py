@@ -15,9 +15,8 @@ from hangwatch.ring import checks
 from hangwatch.ring.checks import CheckEntry
 from hangwatch.ring.layout import CheckFlag
 from hangwatch.ring.parts import THREAD, DeviceEntry
-from hangwatch.ring.reader import RingReader
+from hangwatch.ring.reader import RingDelta, RingReader, StreamState
 from hangwatch.ring.sampling import thin_checks
-from hangwatch.ring.snapshot import RingDelta, StreamState
 
 _MAX_CHAIN_HASHES = 256  # unacknowledged running hashes of a stream
 _MAX_PENDING_ENTRIES = 2048  # unacknowledged entries of the check table
@@ -38,12 +37,20 @@ class AckedStream(NamedTuple):
     lost_from_seq: int = 0  # see `Loss`; 0: no call was lost
 
 
+class Retraction(NamedTuple):
+    """The first call of a stream that may have been reported before its recorder took it back."""
+
+    seq: int
+    record_index: int  # the newest retracted record of the stream
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AckedState:
     """What the server has acknowledged of one process."""
 
     identity: ProcessIdentity | None = None
-    status_key: tuple[Any, ...] = ()
+    status_key: tuple[Any, ...] = ()  # see `updates`; its first member is the exit
+    step: int | None = None
     reported_at_ns: int = 0
     last_alive_ns: int = 0  # the latest sign of life that was reported
     streams: Mapping[int, AckedStream] = field(default_factory=dict)
@@ -51,8 +58,8 @@ class AckedState:
     dormant_chunks: tuple[tuple[StreamState, ...], ...] = ()
     check_entries: int = 0  # entries of the check table
     device_entries: Mapping[int, DeviceEntry] = field(default_factory=dict)  # keys: stream uids
-    # The retractions that were reported last, by stream uid: see `Retraction.number`.
-    retractions: Mapping[int, int] = field(default_factory=dict)
+    # The retractions that were reported last, by stream uid
+    retractions: Mapping[int, Retraction] = field(default_factory=dict)
 
     @property
     def includes_exit(self) -> bool:
@@ -85,9 +92,7 @@ class CheckHistory:
             self._pending.append((self._entry_count, entry, call))
 
     def build_update_fields(self, after_entry: int, now_ns: int) -> tuple[dict[str, Any], int]:
-        """Fields of a `heartbeat.ProcessUpdate` for the entries after ``after_entry`` (none if
-        there is no such entry), and the last entry that they include.
-        """
+        """Fields of a `ProcessUpdate` for the entries after ``after_entry``, and the last one."""
         nonfinite: list[NonfiniteReport] = []
         checksum_entries: dict[int, list[CheckEntry]] = defaultdict(list)
         last_entry = after_entry
@@ -99,7 +104,19 @@ class CheckHistory:
             elif len(nonfinite) == _MAX_NONFINITE_PER_HEARTBEAT:
                 break
             else:
-                nonfinite.append(_make_nonfinite_report(entry, call, now_ns))
+                report = NonfiniteReport(
+                    uid=entry.uid,
+                    seq=entry.seq,
+                    nan=entry.nan,
+                    inf=entry.inf,
+                    output=bool(entry.flags & CheckFlag.OUTPUT),
+                    scaled=bool(entry.flags & CheckFlag.SCALED),
+                    first=entry.first,
+                    rounds=entry.rounds,
+                    at_s=round(max(0, now_ns - entry.entered_ns) / 1e9, 4),
+                    call=call,
+                )
+                nonfinite.append(report)
             last_entry = number
         if last_entry == after_entry:
             return {}, after_entry
@@ -126,29 +143,6 @@ class CheckHistory:
         self._pending.clear()
 
 
-def _make_nonfinite_report(entry: CheckEntry, call: Call, now_ns: int) -> NonfiniteReport:
-    return NonfiniteReport(
-        uid=entry.uid,
-        seq=entry.seq,
-        nan=entry.nan,
-        inf=entry.inf,
-        output=bool(entry.flags & CheckFlag.OUTPUT),
-        scaled=bool(entry.flags & CheckFlag.SCALED),
-        first=entry.first,
-        rounds=entry.rounds,
-        at_s=round(max(0, now_ns - entry.entered_ns) / 1e9, 4),
-        call=call,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Retraction:
-    """A call that may have been reported before its recorder took it back."""
-
-    seq: int
-    number: int  # counts the retractions of a process
-
-
 @dataclass(slots=True)
 class UnackedHistory:
     """What was read from a ring's records. Running hashes, by stream and sequence number, are kept
@@ -169,23 +163,14 @@ class UnackedHistory:
     # The newest call of each stream that a reply to a request had.
     _answered_seqs: dict[int, int] = field(default_factory=dict)
     _retracted: frozenset[int] = frozenset()  # indices of records
-    _retraction_count: int = 0
-
-    def has_fresh_retraction(self, delta: RingDelta) -> bool:
-        """Whether a call was retracted whose record was not read before."""
-        return any(index >= self.cursor for index in delta.retracted)
 
     def add_delta(self, delta: RingDelta) -> list[tuple[int, int]]:
-        """Adds what was read. Returns the uid and the number of each call that was read earlier and
-        retracted since.
-        """
-        late = [
-            call
-            for index, call in delta.retracted.items()
-            if index < self.cursor and index not in self._retracted
-        ]
-        for uid, seq in late:
-            self._retract_call(uid, seq)
+        """Adds what was read. Returns (uid, seq) of the calls read earlier and retracted since."""
+        late: list[tuple[int, int]] = []
+        for index, (uid, seq) in delta.retracted.items():
+            if index < self.cursor and index not in self._retracted:
+                late.append((uid, seq))
+                self._retract_call(uid, Retraction(seq, index))
         self._retracted = frozenset(delta.retracted)
         self.cursor = delta.next_index
         self.newest_ops.update(delta.newest_ops)
@@ -202,7 +187,8 @@ class UnackedHistory:
             self.chains[uid] = chains
         return late
 
-    def _retract_call(self, uid: int, seq: int) -> None:
+    def _retract_call(self, uid: int, retraction: Retraction) -> None:
+        seq = retraction.seq
         if uid in self.chains:
             self.chains[uid] = {key: chain for key, chain in self.chains[uid].items() if key < seq}
         if self.first_concurrent.get(uid) == seq:
@@ -210,10 +196,8 @@ class UnackedHistory:
         composed = self.composed_streams.get(uid)
         reported_seq = max(composed.entered if composed else 0, self._answered_seqs.get(uid, 0))
         if reported_seq >= seq:
-            self._retraction_count += 1
-            pending = self.retractions.get(uid)
-            first_seq = min(seq, pending.seq) if pending is not None else seq
-            self.retractions[uid] = Retraction(first_seq, self._retraction_count)
+            first_seq = min(seq, self.retractions.get(uid, retraction).seq)
+            self.retractions[uid] = retraction._replace(seq=first_seq)
 
     def add_reply(self, uid: int, calls: Sequence[Call]) -> None:
         """Notes that the server is sent these calls, oldest first."""
@@ -221,8 +205,8 @@ class UnackedHistory:
             self._answered_seqs[uid] = max(calls[-1].seq, self._answered_seqs.get(uid, 0))
 
     def mark_acked(self, acked: AckedState) -> None:
-        for uid, number in acked.retractions.items():
-            if uid in self.retractions and self.retractions[uid].number == number:
+        for uid, retraction in acked.retractions.items():
+            if self.retractions.get(uid) == retraction:
                 del self.retractions[uid]
                 self._answered_seqs.pop(uid, None)
         self.check_history.mark_acked(acked.check_entries)

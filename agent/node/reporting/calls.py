@@ -8,6 +8,7 @@ which a quick job makes in a second, and a difference between ranks may be found
 from __future__ import annotations
 
 import struct
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,17 +24,16 @@ from hangwatch.performance.distributions import (
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.heartbeat import ClockOffset
 from hangwatch.ring.layout import RecordFlag
-from hangwatch.ring.parts import Record
-from hangwatch.ring.reader import RingReader
+from hangwatch.ring.parts import DONE_NS, FLAGS, SEQ, STAMP, UID, Record
+from hangwatch.ring.reader import RingReader, StreamState
 from hangwatch.ring.sampling import MIN_TIMED_LEVEL, sample_calls, sampling_level
-from hangwatch.ring.snapshot import StreamState
 
 from .uplink import HeartbeatOutcome
 
 # (members of a group at most, calls of the group that are compared in one report)
 SAMPLES_BY_GROUP_SIZE = ((64, 16), (512, 8), (1 << 20, 2))
 
-_MAX_ARRIVALS = 64  # more arrivals of a stream are thinned
+_MAX_SAMPLES = 64  # more samples of a stream are thinned
 _MAX_UNFINISHED_CALLS = 1024  # timed calls of a process that have not completed
 _MAX_CALL_SHAPES = 4096
 _MIN_STREAMS_DROPPED = 256  # closed streams that are dropped together
@@ -42,9 +42,6 @@ _MIN_STREAMS_DROPPED = 256  # closed streams that are dropped together
 # after this time.
 _MAX_LATER_CALLS = 64
 _MAX_DURATION_WAIT_NS = 5_000_000_000
-
-# Positions of the fields in a record
-_ENTERED, _COMPLETED, _SEQ, _BYTES, _UID, _SIGNATURE, _FLAGS = 1, 2, 3, 6, 7, 8, 11
 
 # Flags are plain integers here, since `&` of an enum is slow.
 _TIMED_FLAG = int(RecordFlag.TIMED)
@@ -83,43 +80,29 @@ class _SizeClassTotals:
 
 
 @dataclass(slots=True)
-class _CallArrival:
-    """A rank's arrival at a call that is compared between ranks. Nanoseconds; -1: unknown."""
-
-    entered_ns: int
-    since_previous_ns: int  # since the previous call of the stream was entered
-    shape: _CallShape
-    took_ns: int = -1
-
-
-@dataclass(slots=True)
 class _StreamTally:
     """The calls of one stream since the last report."""
 
     samples_per_report: int  # calls that are compared in a report; 0: none, as it has no peers
     member_count: int
-    last_seq: int = 0  # the newest call that was read
+    last_seq: int  # the newest call that was read
     last_ns: int = 0  # when it was entered
     missed_count: int = 0
     timed_ops: set[str] = field(default_factory=set)  # a call of each has a known duration
-    totals_by_class: dict[tuple[str, int], _SizeClassTotals] = field(default_factory=dict)
-    arrivals: dict[int, _CallArrival] = field(default_factory=dict)  # keys: seq
-    thinning_level: int = 0  # arrivals of a lower sampling level are not kept
+    totals_by_class: dict[tuple[str, int], _SizeClassTotals] = field(
+        default_factory=lambda: defaultdict(_SizeClassTotals)
+    )
+    samples: dict[int, heartbeat.CallSample] = field(default_factory=dict)  # keys: seq
+    thinning_level: int = 0  # samples of a lower sampling level are not kept
 
-    def get_totals(self, shape: _CallShape) -> _SizeClassTotals:
-        totals = self.totals_by_class.get(shape.totals_key)
-        if totals is None:
-            totals = self.totals_by_class[shape.totals_key] = _SizeClassTotals()
-        return totals
-
-    def add_arrival(self, seq: int, arrival: _CallArrival) -> None:
-        """Keeps an arrival, and thins out all of them if they are too many."""
-        self.arrivals[seq] = arrival
-        while len(self.arrivals) > _MAX_ARRIVALS:
+    def add_sample(self, sample: heartbeat.CallSample) -> None:
+        """Keeps a sample, and thins out all of them if they are too many."""
+        self.samples[sample[0]] = sample
+        while len(self.samples) > _MAX_SAMPLES:
             self.thinning_level += 1
-            for kept_seq in list(self.arrivals):
-                if sampling_level(kept_seq) < self.thinning_level:
-                    del self.arrivals[kept_seq]
+            for seq in list(self.samples):
+                if sampling_level(seq) < self.thinning_level:
+                    del self.samples[seq]
 
 
 @dataclass(slots=True)
@@ -134,17 +117,17 @@ class ProcessTally:
     _unfinished: dict[int, tuple[int, int, int, _CallShape]] = field(default_factory=dict)
 
     def add_records(
-        self, records: Iterable[tuple[int, ...]], states: Sequence[StreamState], reader: RingReader
+        self, records: Iterable[Record], states: Sequence[StreamState], reader: RingReader
     ) -> None:
         """Adds the records that were written since the last time; others are skipped."""
         self._recheck_unfinished(reader)
-        new_records = [record for record in records if record[0] > self._record_cursor]
+        new_records = [record for record in records if record[STAMP] > self._record_cursor]
         if not new_records:
             return
-        self._record_cursor = new_records[-1][0]
+        self._record_cursor = new_records[-1][STAMP]
         states_by_uid: dict[int, StreamState] | None = None
         for record in new_records:
-            uid = record[_UID]
+            uid = record[UID]
             stream = self._streams.get(uid)
             if stream is None:
                 if states_by_uid is None:
@@ -153,8 +136,18 @@ class ProcessTally:
                 state = states_by_uid.get(uid)
                 if state is None or state.loss is not None or state.kind is StreamKind.SETUP:
                     continue
-                stream = self._streams[uid] = _make_stream_tally(state, record[_SEQ])
+                stream = self._streams[uid] = _make_stream_tally(state, record[SEQ])
             self._add_record(record, stream, reader)
+
+    def _recheck_unfinished(self, reader: RingReader) -> None:
+        """Reads timed calls again that had not completed when they were read."""
+        for index, (uid, seq, entered_ns, shape) in list(self._unfinished.items()):
+            record = reader.read_record(index)
+            if record is None:
+                del self._unfinished[index]
+            elif record[FLAGS] & _TIMED_FLAG and record[DONE_NS]:
+                del self._unfinished[index]
+                self._record_duration(record, uid, seq, entered_ns, shape)
 
     def _forget_closed_streams(self, states_by_uid: Mapping[int, StreamState]) -> None:
         """Drops the streams that are closed and reported, once there are many."""
@@ -168,30 +161,59 @@ class ProcessTally:
                 index: call for index, call in self._unfinished.items() if call[0] in self._streams
             }
 
-    def _add_record(
-        self, record: tuple[int, ...], stream: _StreamTally, reader: RingReader
-    ) -> None:
-        seq = record[_SEQ]
-        entered_ns = record[_ENTERED]
-        since_previous_ns = -1
+    def _add_record(self, record: Record, stream: _StreamTally, reader: RingReader) -> None:
+        _, entered_ns, _, seq, _, _, size, uid, signature, *_ = record
+        since_previous_us = -1
         expected_seq = stream.last_seq + 1
         if seq > expected_seq:
             stream.missed_count += seq - expected_seq
         elif seq == expected_seq and stream.last_ns:
-            since_previous_ns = max(-1, entered_ns - stream.last_ns)
-        if seq >= expected_seq:
-            stream.last_seq = seq
+            since_previous_us = max(-1, (entered_ns - stream.last_ns) // 1000)
+        stream.last_seq = max(stream.last_seq, seq)
         stream.last_ns = entered_ns
-        shape = self._find_shape(record, stream, reader)
-        totals = stream.get_totals(shape)
+        shape = self._find_shape(stream.member_count, signature, size, reader)
+        totals = stream.totals_by_class[shape.totals_key]
         totals.call_count += 1
         totals.total_bytes += shape.size_bytes
         level = sampling_level(seq)
         is_sampled = stream.samples_per_report and level >= stream.thinning_level
         if is_sampled and shape.op in MUTUAL_WAIT_OPS:
-            stream.add_arrival(seq, _CallArrival(entered_ns, since_previous_ns, shape))
+            common_bytes = shape.size_bytes if shape.is_even else -1
+            stream.add_sample(
+                (seq, entered_ns // 1000, since_previous_us, -1, *shape.totals_key, common_bytes)
+            )
         if level >= MIN_TIMED_LEVEL:
-            self._record_duration(record, record[_UID], seq, entered_ns, shape)
+            self._record_duration(record, uid, seq, entered_ns, shape)
+
+    def _find_shape(
+        self, member_count: int, signature_number: int, recorded_bytes: int, reader: RingReader
+    ) -> _CallShape:
+        key = (member_count, signature_number, recorded_bytes)
+        shape = self._shapes.get(key)
+        if shape is None:
+            if len(self._shapes) >= _MAX_CALL_SHAPES:
+                self._shapes.clear()
+            signature = reader.read_signature(signature_number)
+            size_bytes = full_size(signature.op, recorded_bytes, member_count)
+            totals_key = signature.op, size_class(size_bytes)
+            shape = _CallShape(signature.op, size_bytes, is_even_split(signature), totals_key)
+            self._shapes[key] = shape
+        return shape
+
+    def _record_duration(
+        self, record: Record, uid: int, seq: int, entered_ns: int, shape: _CallShape
+    ) -> None:
+        if not (record[FLAGS] & _TIMED_FLAG and record[DONE_NS]):
+            if len(self._unfinished) < _MAX_UNFINISHED_CALLS and not record[FLAGS] & _RAISED_FLAG:
+                self._unfinished[record[STAMP] - 1] = uid, seq, entered_ns, shape
+            return
+        stream = self._streams[uid]
+        took_ns = min(max(0, record[DONE_NS] - entered_ns), int(MAX_DURATION_US * 1000))
+        stream.timed_ops.add(shape.op)
+        stream.totals_by_class[shape.totals_key].latency.add_duration(took_ns / 1000)
+        if seq in stream.samples:
+            sample = stream.samples[seq]
+            stream.samples[seq] = (*sample[:3], took_ns // 1000, *sample[4:])
 
     def build_report(self, key: str) -> list[heartbeat.StreamPerformance]:
         """Everything since the last report, by stream; the next report starts from zero."""
@@ -199,22 +221,31 @@ class ProcessTally:
         for uid, stream in self._streams.items():
             if not stream.totals_by_class:
                 continue
+            totals = [
+                heartbeat.CallTotals(
+                    op=op,
+                    size=size,
+                    calls=kept.call_count,
+                    bytes=kept.total_bytes,
+                    latency=tuple(kept.latency.counts.items()),
+                    longest_us=round(kept.latency.longest_us),
+                )
+                for (op, size), kept in stream.totals_by_class.items()
+            ]
             part = heartbeat.StreamPerformance(
                 key=key,
                 uid=uid,
-                totals=_pack_totals(stream),
-                samples=self._select_samples(uid, stream),
+                totals=tuple(totals),
+                samples=self._take_samples(uid, stream),
                 missed=stream.missed_count,
             )
             parts.append(part)
-            stream.totals_by_class = {}
+            stream.totals_by_class.clear()
             stream.missed_count = 0
         return parts
 
-    def _select_samples(self, uid: int, stream: _StreamTally) -> tuple[heartbeat.CallSample, ...]:
-        """Chooses the calls to compare, and drops those that were not chosen. Calls from the first
-        one on whose duration may still become known are kept for the next report.
-        """
+    def _take_samples(self, uid: int, stream: _StreamTally) -> tuple[heartbeat.CallSample, ...]:
+        """Takes the samples up to the first one whose duration may still become known."""
         end_seq = stream.last_seq + 1
         for call_uid, seq, entered_ns, shape in self._unfinished.values():
             if call_uid != uid or shape.op not in stream.timed_ops or seq >= end_seq:
@@ -222,116 +253,37 @@ class ProcessTally:
             is_recent = stream.last_seq - seq < _MAX_LATER_CALLS
             if is_recent and stream.last_ns - entered_ns < _MAX_DURATION_WAIT_NS:
                 end_seq = seq
-        ready = sorted(seq for seq in stream.arrivals if seq < end_seq)
-        samples: list[heartbeat.CallSample] = []
-        for seq in sample_calls(ready, stream.samples_per_report):
-            samples.append(_pack_sample(seq, stream.arrivals[seq]))
-        for seq in ready:
-            del stream.arrivals[seq]
+        ready = {seq: stream.samples.pop(seq) for seq in sorted(stream.samples) if seq < end_seq}
         stream.thinning_level = 0
-        return tuple(samples)
-
-    def _recheck_unfinished(self, reader: RingReader) -> None:
-        """Reads timed calls again that had not completed when they were read."""
-        for index, (uid, seq, entered_ns, shape) in list(self._unfinished.items()):
-            record = reader.read_record(index)
-            if record is None:
-                del self._unfinished[index]
-            elif record[_FLAGS] & _TIMED_FLAG and record[_COMPLETED]:
-                del self._unfinished[index]
-                self._record_duration(record, uid, seq, entered_ns, shape)
-
-    def _record_duration(
-        self, record: tuple[int, ...], uid: int, seq: int, entered_ns: int, shape: _CallShape
-    ) -> None:
-        stream = self._streams[uid]
-        if not (record[_FLAGS] & _TIMED_FLAG and record[_COMPLETED]):
-            if len(self._unfinished) < _MAX_UNFINISHED_CALLS and not record[_FLAGS] & _RAISED_FLAG:
-                self._unfinished[record[0] - 1] = uid, seq, entered_ns, shape
-            return
-        took_ns = min(max(0, record[_COMPLETED] - entered_ns), int(MAX_DURATION_US * 1000))
-        stream.timed_ops.add(shape.op)
-        stream.get_totals(shape).latency.add_duration(took_ns / 1000)
-        if seq in stream.arrivals:
-            stream.arrivals[seq].took_ns = took_ns
-
-    def _find_shape(
-        self, record: tuple[int, ...], stream: _StreamTally, reader: RingReader
-    ) -> _CallShape:
-        key = (stream.member_count, record[_SIGNATURE], record[_BYTES])
-        shape = self._shapes.get(key)
-        if shape is None:
-            if len(self._shapes) >= _MAX_CALL_SHAPES:
-                self._shapes.clear()
-            signature = reader.read_signature(record[_SIGNATURE])
-            op = signature.op
-            size_bytes = full_size(op, record[_BYTES], stream.member_count)
-            totals_key = op, size_class(size_bytes)
-            shape = _CallShape(op, size_bytes, is_even_split(signature), totals_key)
-            self._shapes[key] = shape
-        return shape
+        return tuple([ready[seq] for seq in sample_calls(list(ready), stream.samples_per_report)])
 
 
 def _make_stream_tally(state: StreamState, first_seq: int) -> _StreamTally:
     member_count = max(1, len(state.group.ranks))
     samples_per_report = 0
     if state.kind is StreamKind.COLLECTIVE and member_count > 1:
-        counts = [count for members, count in SAMPLES_BY_GROUP_SIZE if member_count <= members]
-        samples_per_report = counts[0]
-    return _StreamTally(
-        samples_per_report=samples_per_report, member_count=member_count, last_seq=first_seq - 1
-    )
-
-
-def _pack_totals(stream: _StreamTally) -> tuple[heartbeat.CallTotals, ...]:
-    packed: list[heartbeat.CallTotals] = []
-    for (op, size), totals in stream.totals_by_class.items():
-        packed.append(
-            heartbeat.CallTotals(
-                op=op,
-                size=size,
-                calls=totals.call_count,
-                bytes=totals.total_bytes,
-                latency=tuple(totals.latency.counts.items()),
-                longest_us=round(totals.latency.longest_us),
-            )
+        samples_per_report = next(
+            count for members, count in SAMPLES_BY_GROUP_SIZE if member_count <= members
         )
-    return tuple(packed)
-
-
-def _pack_sample(seq: int, arrival: _CallArrival) -> heartbeat.CallSample:
-    shape = arrival.shape
-    return (
-        seq,
-        arrival.entered_ns // 1000,
-        _to_us(arrival.since_previous_ns),
-        _to_us(arrival.took_ns),
-        *shape.totals_key,
-        shape.size_bytes if shape.is_even else -1,
-    )
-
-
-def _to_us(duration_ns: int) -> int:
-    return -1 if duration_ns < 0 else duration_ns // 1000
+    return _StreamTally(samples_per_report, member_count, last_seq=first_seq - 1)
 
 
 @dataclass(slots=True)
 class PerformanceReporter:
     """Makes reports in sequence. Each report is repeated until it is acknowledged."""
 
+    # The bounds of how far the server's clock is ahead of this host's
+    clock_offset: ClockOffset = field(default_factory=ClockOffset)
     _report_number: int = 0
     _unacked_report: heartbeat.PerformanceReport | None = None
     _backlog: list[heartbeat.StreamPerformance] = field(default_factory=list)
     _next_report_ns: int = 0
     _report_interval_s: float = REPORT_INTERVAL_S
-    _clock_offset: ClockOffset = field(default_factory=ClockOffset)
 
     def next_report(
         self, now_ns: int, tallies: Mapping[str, ProcessTally], *, flush: bool = False
     ) -> heartbeat.PerformanceReport | None:
-        """The report for this heartbeat, if any: the unacknowledged one, unchanged, or a new one if
-        it is due.
-        """
+        """The report for this heartbeat: the unacknowledged one, or a new one if it is due."""
         if self._unacked_report is not None:
             return self._unacked_report
         if now_ns < self._next_report_ns and not flush:
@@ -345,36 +297,27 @@ class PerformanceReporter:
             parts = self._backlog[:MAX_STREAMS_PER_REPORT]
             self._backlog = self._backlog[MAX_STREAMS_PER_REPORT:]
             self._unacked_report = heartbeat.PerformanceReport(
-                number=self._report_number, clock=self.clock_bounds_s, streams=tuple(parts)
+                number=self._report_number, clock=self.clock_offset.bounds, streams=tuple(parts)
             )
         return self._unacked_report
 
-    @property
-    def clock_bounds_s(self) -> tuple[float, float] | None:
-        """The bounds, in seconds, of how far the server's clock is ahead of this host's; None
-        before the first reply.
-        """
-        return self._clock_offset.bounds
-
     def mark_delivered(self, report: heartbeat.PerformanceReport | None) -> None:
         """The server has the report, or will never accept it."""
-        if report is None or self._unacked_report is None:
-            return
-        if report.number == self._unacked_report.number:
+        if report is self._unacked_report:
             self._unacked_report = None
 
     def apply_outcome(self, outcome: HeartbeatOutcome) -> None:
         """Updates the offset of the server's clock, and the interval between reports."""
-        if outcome.reply is None:
+        reply = outcome.reply
+        if reply is None:
             return
         self._report_interval_s = REPORT_INTERVAL_S
-        if outcome.reply.interval_s > USUAL_HEARTBEAT_INTERVAL_S:
-            slow_interval_s = HEARTBEATS_PER_REPORT * outcome.reply.interval_s
-            self._report_interval_s = max(REPORT_INTERVAL_S, slow_interval_s)
-        if outcome.reply.clock_s is not None and outcome.answered_s:
-            self._clock_offset.add_exchange(
-                outcome.sent_s, outcome.reply.clock_s, outcome.answered_s
+        if reply.interval_s > USUAL_HEARTBEAT_INTERVAL_S:
+            self._report_interval_s = max(
+                REPORT_INTERVAL_S, HEARTBEATS_PER_REPORT * reply.interval_s
             )
+        if reply.clock_s is not None and outcome.answered_s:
+            self.clock_offset.add_exchange(outcome.sent_s, reply.clock_s, outcome.answered_s)
 
 
 @dataclass(slots=True)
@@ -392,9 +335,7 @@ class CallLog:
         pack = _ENTRY.pack
         packed: list[bytes] = []
         for record in records:
-            (index, entered_ns, _, seq, chain, _, _, uid, signature, site, thread, flags, *_) = (
-                record
-            )
+            index, entered_ns, _, seq, chain, _, _, uid, signature, site, thread, flags, *_ = record
             if index > self._last_index:
                 self._last_index = index
                 packed.append(pack(seq, chain, entered_ns, uid, signature, site, thread, flags))
@@ -413,23 +354,21 @@ class CallLog:
                 return
 
     def list_calls(
-        self, reader: RingReader, now_ns: int, uid: int, first: int, last: int, step: int = 1
+        self, reader: RingReader, now_ns: int, uid: int, first: int, last: int, step: int
     ) -> list[Call]:
-        """The calls of one stream from number ``first`` to ``last`` at multiples of ``step``.
-        ``reader`` has their signatures and sites.
-        """
-        return [
-            reader.make_call(
-                seq,
-                signature,
-                site,
-                chain=chain,
-                entered_s=max(0, now_ns - entered_ns) / 1e9,
-                thread=thread,
-                raised=bool(flags & _RAISED_FLAG),
-            )
-            for seq, chain, entered_ns, entry_uid, signature, site, thread, flags in (
-                _ENTRY.iter_unpack(self._entries)
-            )
-            if entry_uid == uid and first <= seq <= last and seq % step == 0
-        ]
+        """The calls of one stream from number ``first`` to ``last`` at multiples of ``step``."""
+        calls: list[Call] = []
+        for entry in _ENTRY.iter_unpack(self._entries):
+            seq, chain, entered_ns, entry_uid, signature, site, thread, flags = entry
+            if entry_uid == uid and first <= seq <= last and seq % step == 0:
+                call = reader.make_call(
+                    seq,
+                    signature,
+                    site,
+                    chain=chain,
+                    entered_s=max(0, now_ns - entered_ns) / 1e9,
+                    thread=thread,
+                    raised=bool(flags & _RAISED_FLAG),
+                )
+                calls.append(call)
+        return calls

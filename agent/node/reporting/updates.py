@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from hangwatch.model.calls import Call, Site, StreamKind
+from hangwatch.model.calls import Call, StreamKind
 from hangwatch.model.groups import pack_ranks
 from hangwatch.model.incidents import FlightFile
 from hangwatch.model.limits import FROZEN_AFTER_S
@@ -32,8 +32,8 @@ from hangwatch.protocol.heartbeat import (
     StreamUpdate,
 )
 from hangwatch.ring.layout import DeviceStatusState
-from hangwatch.ring.parts import DeviceEntry
-from hangwatch.ring.snapshot import RingSnapshot, StreamState
+from hangwatch.ring.parts import DeviceEntry, parse_site
+from hangwatch.ring.reader import RingSnapshot, StreamState
 
 from .acked import AckedState, AckedStream, UnackedHistory
 
@@ -46,11 +46,9 @@ MAX_CLOSED_REPORTED = 4096  # streams in one heartbeat
 # matters to the diagnosis.
 CONFIRM_INTERVAL_S = 2.0
 _BUFFER_ENTRIES = 2000  # the default where torch has it on
-_STEP_INDEX = 4  # where a status key has the step
 
-FetchCalls = Callable[
-    [int, int, int], "list[Call]"
-]  # (uid, from_seq, max_calls): calls, oldest first
+# (uid, from_seq, max_calls): calls, oldest first
+FetchCalls = Callable[[int, int, int], list[Call]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +67,22 @@ class ProcessView:
     flight_file: FlightFile | None = None
 
 
+# A ring that cannot be read has no streams, which does not mean that they were closed.
+_NO_RING = RingSnapshot(
+    identity={},
+    lifecycle=0,
+    step=None,
+    pulse_s=0.0,
+    phase=None,
+    phase_s=0.0,
+    phase_limit_s=None,
+    dropped=0,
+    errors=0,
+    streams=(),
+    torn_parts=1,
+)
+
+
 def compose_update(
     view: ProcessView,
     acked: AckedState | None,
@@ -82,11 +96,12 @@ def compose_update(
     ``last_calls`` are the last calls of every stream of a process that has exited.
     """
     before = acked or AckedState()
+    ring = view.snapshot or _NO_RING
     streams: list[StreamUpdate] = []
     losses: list[tuple[int, int, int]] = []
     after = dict(before.streams)
     is_ending = view.exit is not None and not before.includes_exit
-    for state in _list_unreported_streams(view.snapshot, before, now_ns, is_ending=is_ending):
+    for state in _list_unreported_streams(ring, before, now_ns, is_ending=is_ending):
         ending = last_calls.get(state.uid, []) if is_ending else None
         acked_stream = before.streams.get(state.uid)
         if acked_stream is not None and state.uid in history.retractions:
@@ -104,135 +119,102 @@ def compose_update(
         known_from_seq = acked_stream.lost_from_seq if acked_stream is not None else 0
         if state.loss is not None and state.loss.from_seq != known_from_seq:
             losses.append((state.uid, state.loss.from_seq, int(state.loss.reason)))
-    closed = _find_closed_streams(view.snapshot, after)
+    closed = _find_closed_streams(ring, after)
     for uid in closed:
         del after[uid]
-    device, device_entries = _compose_device_statuses(view.snapshot, before.device_entries, now_ns)
-    status_key = _make_status_key(view, now_ns)
-    silent_s = view.idle_s
-    if view.snapshot is not None and view.snapshot.pulse_s:
-        silent_s = min(silent_s, view.snapshot.pulse_s)
+    device_entries = _find_due_device_entries(ring, before.device_entries)
+    status_key = _make_status_key(view, ring, now_ns)
+    # The recorder has not run yet if its pulse is 0.
+    silent_s = min(view.idle_s, ring.pulse_s) if ring.pulse_s else view.idle_s
     alive_ns = now_ns - int(1e9 * silent_s)
     is_pulse_due = (
         alive_ns > before.last_alive_ns + 1_000_000
         and now_ns - before.reported_at_ns >= PULSE_REFRESH_S * 1e9
     )
-    is_known = before.identity is not None and is_same_identity(view.identity, before.identity)
+    is_known = view.identity == before.identity
     check_fields, check_entries = history.check_history.build_update_fields(
         before.check_entries, now_ns
     )
-    if (
-        is_known
-        and not check_fields
-        and not streams
-        and not losses
-        and not history.retractions
-        and not closed
-        and not device
-        and status_key == before.status_key
-        and not (is_pulse_due and view.exit is None)
-    ):
+    is_changed = not is_known or (status_key, ring.step) != (before.status_key, before.step)
+    has_additions = any(
+        (check_fields, streams, losses, history.retractions, closed, device_entries)
+    )
+    if not is_changed and not has_additions and not (is_pulse_due and view.exit is None):
         return None, before
     after_ack = AckedState(
         identity=view.identity,
         status_key=status_key,
+        step=ring.step,
         reported_at_ns=now_ns,
         last_alive_ns=alive_ns,
         streams=after,
-        dormant_chunks=view.snapshot.dormant_chunks if view.snapshot else (),
+        dormant_chunks=ring.dormant_chunks,
         check_entries=check_entries,
-        device_entries=device_entries,
-        retractions={uid: retraction.number for uid, retraction in history.retractions.items()},
+        device_entries={**before.device_entries, **device_entries},
+        retractions=dict(history.retractions),
     )
-    ring_fields = {} if view.snapshot is None else _read_ring_fields(view, view.snapshot, now_ns)
+    raised = parse_exception(ring.exception)
+    raised_ns = ring.exception.get("at_ns") if raised is not None and ring.exception else None
     update = ProcessUpdate(
         key=view.key,
         identity=None if is_known else view.identity,
+        lifecycle=ring.lifecycle,
+        step=ring.step,
+        phase=ring.phase,
+        phase_s=ring.phase_s if ring.phase else 0.0,
+        phase_limit_s=ring.phase_limit_s,
+        pulse_s=round(ring.pulse_s, 4) or None,
         state=view.state,
         idle_s=round(view.idle_s, 3),
         cpu_s=view.cpu_s,
         ended=view.exit,
         ended_s=view.exit_age_s,
-        faults=view.faults + (view.snapshot.faults if view.snapshot else ()),
+        raised=raised,
+        raised_s=max(0, now_ns - raised_ns) / 1e9 if isinstance(raised_ns, int) else 0.0,
+        dropped=ring.dropped,
+        faults=view.faults + ring.faults,
+        opened=ring.opened,
         flight_file=view.flight_file,
         streams=tuple(streams),
         losses=tuple(losses),
         retractions=tuple((uid, call.seq) for uid, call in history.retractions.items()),
         closed=closed,
-        device=device,
-        **ring_fields,
+        device=tuple([_make_device_status(e, now_ns) for e in device_entries.values()]),
+        device_setting=find_missing_setting(ring.device_status, view.identity.torch),
         **check_fields,
     )
     return update, after_ack
 
 
 def _list_unreported_streams(
-    snapshot: RingSnapshot | None, before: AckedState, now_ns: int, *, is_ending: bool
+    ring: RingSnapshot, before: AckedState, now_ns: int, *, is_ending: bool
 ) -> Iterable[StreamState]:
-    """The streams that may have something to report. Dormant ones are reported once, and again when the
-    process ends.
-    """
-    if snapshot is None:
-        return ()
+    """The active streams, and dormant ones once and when the process ends."""
     reported = () if is_ending else before.dormant_chunks
     dormant: list[StreamState] = []
-    for chunk, reported_chunk in zip_longest(snapshot.dormant_chunks, reported):
+    for chunk, reported_chunk in zip_longest(ring.dormant_chunks, reported):
         if chunk is not reported_chunk and chunk is not None:
             dormant += [state.update_ages(now_ns) for state in chunk]
-    return (*snapshot.active_streams, *dormant)
+    return (*ring.active_streams, *dormant)
 
 
-def _find_closed_streams(
-    snapshot: RingSnapshot | None, known: Mapping[int, AckedStream]
-) -> tuple[int, ...]:
+def _find_closed_streams(ring: RingSnapshot, known: Mapping[int, AckedStream]) -> tuple[int, ...]:
     """The known streams that the ring no longer has."""
-    if snapshot is None or snapshot.torn_parts or len(known) == len(snapshot.streams):
+    if ring.torn_parts or len(known) == len(ring.streams):
         return ()
-    uids = {state.uid for state in snapshot.streams}
+    uids = {state.uid for state in ring.streams}
     return tuple([uid for uid in known if uid not in uids][:MAX_CLOSED_REPORTED])
 
 
-def _make_status_key(view: ProcessView, now_ns: int) -> tuple[Any, ...]:
-    """What is reported as soon as it changes. Running and sleeping count as the same state, since
-    they alternate all the time.
-    """
-    ring = view.snapshot
+def _make_status_key(view: ProcessView, ring: RingSnapshot, now_ns: int) -> tuple[Any, ...]:
+    """What is reported when it changes, besides the step. R counts as S, since they alternate."""
     state = "S" if view.state in "RSI" else view.state
-    if ring is None:
-        return (view.exit, state, view.faults, view.flight_file)
     began_ms = round((now_ns / 1e9 - ring.phase_s) * 1e3) if ring.phase else 0
     exception = None if ring.exception is None else str(ring.exception)
     return (
-        view.exit, state, view.faults, ring.lifecycle, ring.step, ring.phase, began_ms, ring.phase_limit_s,
-        ring.dropped, ring.faults, exception, view.flight_file,
+        view.exit, state, view.faults, ring is _NO_RING, ring.lifecycle, ring.phase, began_ms,
+        ring.phase_limit_s, ring.dropped, ring.faults, exception, view.flight_file,
     )  # fmt: skip
-
-
-def _read_ring_fields(view: ProcessView, ring: RingSnapshot, now_ns: int) -> dict[str, Any]:
-    """The fields of an update that the rank wrote into its ring, without its streams."""
-    raised = parse_exception(ring.exception)
-    raised_ns = (ring.exception or {}).get("at_ns")
-    raised_s = 0.0
-    if raised is not None and isinstance(raised_ns, int):
-        raised_s = max(0, now_ns - raised_ns) / 1e9
-    return {
-        "lifecycle": ring.lifecycle,
-        "step": ring.step,
-        "phase": ring.phase,
-        "phase_s": ring.phase_s if ring.phase else 0.0,
-        "phase_limit_s": ring.phase_limit_s,
-        "pulse_s": round(ring.pulse_s, 4) or None,  # 0: its recorder has not run yet
-        "raised": raised,
-        "raised_s": raised_s,
-        "dropped": ring.dropped,
-        "opened": ring.opened,
-        "device_setting": find_missing_setting(ring.device_status, view.identity.torch),
-    }
-
-
-def is_same_identity(one: ProcessIdentity, other: ProcessIdentity) -> bool:
-    """Equal except for the age, which always differs."""
-    return one is other or replace(one, started_s=0.0) == replace(other, started_s=0.0)
 
 
 def select_checkpoints(
@@ -264,16 +246,13 @@ def _compose_stream_update(
     # the next update.
     upto = min(state.entered, max(chains, default=0))
     after = max(before.last_checked_seq, min(chains, default=1) - 1)
-    blocked_calls, last_blocked_seq = (
-        (last_calls, state.entered)
-        if last_calls is not None
-        else _find_blocked_calls(state, before, fetch_calls)
-    )
-    shared = (
-        ()
-        if before.is_concurrency_reported
-        else _find_concurrent_calls(state, history, fetch_calls)
-    )
+    if last_calls is not None:
+        blocked_calls, last_blocked_seq = last_calls, state.entered
+    else:
+        blocked_calls, last_blocked_seq = _find_blocked_calls(state, before, fetch_calls)
+    shared: tuple[Call, ...] = ()
+    if not before.is_concurrency_reported:
+        shared = _find_concurrent_calls(state, history, fetch_calls)
     is_compared = state.peer is None  # point-to-point calls differ between ranks
     after_ack = AckedStream(
         entered=state.entered,
@@ -307,32 +286,24 @@ def _compose_stream_update(
 def _find_concurrent_calls(
     state: StreamState, history: UnackedHistory, fetch_calls: FetchCalls
 ) -> tuple[Call, ...]:
-    """The last call of the one thread and the first concurrent call of the other; empty if no two
-    threads made calls at the same time.
-    """
+    """The last call of one thread and the first concurrent one of another; empty if none is."""
     seq = history.first_concurrent.get(state.uid)
     if seq is None:
         return ()
-    calls = [
-        call
-        for call in fetch_calls(state.uid, max(1, seq - MAX_BLOCKED_CALLS), history.cursor)
-        if call.seq <= seq
-    ]
-    if not calls or calls[-1].seq != seq:
+    calls = fetch_calls(state.uid, max(1, seq - MAX_BLOCKED_CALLS), history.cursor)
+    concurrent = next((call for call in calls if call.seq == seq), None)
+    if concurrent is None:
         return ()
-    concurrent = calls[-1]
-    others = [call for call in calls if call.thread != concurrent.thread]
+    others = [call for call in calls if call.seq < seq and call.thread != concurrent.thread]
     return (others[-1], concurrent) if others else ()
 
 
 def _find_blocked_calls(
     state: StreamState, before: AckedStream, fetch_calls: FetchCalls
 ) -> tuple[list[Call], int]:
-    """The oldest calls of a blocked stream that were not reported yet; the newest call if
-    completion is unknown.
-
-    Also returns the last sequence number that was searched: calls that the ring has lost are not
-    searched again.
+    """The oldest calls of a blocked stream that were not reported yet (the newest one if completion
+    is unknown), and the last call that was searched: those that the ring has lost are searched
+    once.
     """
     if not is_blocked(state):
         return [], before.last_blocked_seq
@@ -373,41 +344,30 @@ def _make_stream_identity(state: StreamState) -> StreamIdentity:
     )
 
 
-def _compose_device_statuses(
-    snapshot: RingSnapshot | None, reported: Mapping[int, DeviceEntry], now_ns: int
-) -> tuple[tuple[DeviceStatus, ...], Mapping[int, DeviceEntry]]:
-    """The counters to report, and the entries that the server will then know, by stream uid.
+def _find_due_device_entries(
+    ring: RingSnapshot, reported: Mapping[int, DeviceEntry]
+) -> dict[int, DeviceEntry]:
+    """The counters to report, by stream uid. ``reported`` are those that the server knows."""
+    due: dict[int, DeviceEntry] = {}
+    uids = {state.uid for state in ring.streams} if ring.device_entries else set()
+    for entry in ring.device_entries:
+        known = reported.get(entry.uid)
+        is_due = known is None or entry.counters != known.counters
+        if known is not None and entry.is_behind_host:
+            is_due |= entry.read_ns - known.read_ns >= CONFIRM_INTERVAL_S * 1e9
+        if is_due and entry.uid in uids:
+            due[entry.uid] = entry
+    return due
 
-    ``reported`` are the entries that the server knows.
-    """
-    if snapshot is None or not snapshot.device_entries:
-        return (), reported
-    uids = {state.uid for state in snapshot.streams}
-    due = {
-        entry.uid: entry
-        for entry in snapshot.device_entries
-        if entry.uid in uids and _is_due(entry, reported.get(entry.uid))
-    }
-    if not due:
-        return (), reported
-    statuses = tuple(
-        DeviceStatus(
-            uid=entry.uid,
-            enqueued=entry.enqueued,
-            started=entry.started,
-            completed=entry.completed,
-            read_s=round(max(0, now_ns - entry.read_ns) / 1e9, 3),
-        )
-        for entry in due.values()
+
+def _make_device_status(entry: DeviceEntry, now_ns: int) -> DeviceStatus:
+    return DeviceStatus(
+        uid=entry.uid,
+        enqueued=entry.enqueued,
+        started=entry.started,
+        completed=entry.completed,
+        read_s=round(max(0, now_ns - entry.read_ns) / 1e9, 3),
     )
-    return statuses, {**reported, **due}
-
-
-def _is_due(entry: DeviceEntry, reported: DeviceEntry | None) -> bool:
-    if reported is None or entry.counters != reported.counters:
-        return True
-    age_ns = entry.read_ns - reported.read_ns
-    return entry.is_behind_host and age_ns >= CONFIRM_INTERVAL_S * 1e9
 
 
 def find_missing_setting(state: DeviceStatusState, torch_version: str) -> str:
@@ -430,29 +390,19 @@ def find_missing_setting(state: DeviceStatusState, torch_version: str) -> str:
     return ""
 
 
-def parse_exception(data: Mapping[str, Any] | None) -> ExceptionInfo | None:
+def parse_exception(data: dict[str, Any] | None) -> ExceptionInfo | None:
     """The exception that ended a rank; None if there is none, or it is malformed."""
     if not data or not data.get("type"):
         return None
-    site = None
-    if data.get("file"):
-        try:
-            site = Site(
-                file=str(data["file"]),
-                line=int(data.get("line", 0)),
-                function=str(data.get("function", "?")),
-            )
-        except (TypeError, ValueError):
-            site = None
-    return ExceptionInfo(type=str(data["type"]), message=str(data.get("message", "")), site=site)
+    return ExceptionInfo(
+        type=str(data["type"]), message=str(data.get("message", "")), site=parse_site(data)
+    )
 
 
 def parse_identity(
     data: Mapping[str, Any], *, pid: int, start_ticks: int
 ) -> ProcessIdentity | None:
-    """The identity in a ring, without the process's age; None while the process does not know its
-    rank. Raises ValueError if it is malformed.
-    """
+    """The identity in a ring, without age; None while the rank is unknown. Raises ValueError."""
     if data.get("rank") is None:
         return None
     try:
@@ -489,20 +439,22 @@ def is_progressing(
     """
     if snapshot is None or before is None or after is None:
         return False
-    if update is not None and _has_more_than_positions(update):
-        return False
-    if _drop_step(after.status_key) != _drop_step(before.status_key):
-        return False
-    if snapshot.pulse_s >= FROZEN_AFTER_S:
+    if update is not None:
+        if update.identity is not None or update.ended is not None or update.state not in "RSI":
+            return False
+        if update.checksums or update.nonfinite or update.losses or update.retractions:
+            return False
+        for part in update.streams:
+            if part.identity is not None or part.shared:
+                return False
+            if part.calls and part.completed is not None:
+                return False
+    if after.status_key != before.status_key or snapshot.pulse_s >= FROZEN_AFTER_S:
         return False
     for state in snapshot.active_streams:
         if state.completed is not None and is_blocked(state):
             return False
     return snapshot.get_newest_call_s() <= PROGRESS_WINDOW_S
-
-
-def _drop_step(status_key: tuple[Any, ...]) -> tuple[Any, ...]:
-    return status_key[:_STEP_INDEX] + status_key[_STEP_INDEX + 1 :]
 
 
 def make_terse_update(
@@ -511,9 +463,7 @@ def make_terse_update(
     update: ProcessUpdate | None,
     after: AckedState | None,
 ) -> tuple[ProcessUpdate | None, AckedState | None]:
-    """The terse update of a rank that makes progress, if any, and what the server will know after
-    it.
-    """
+    """The terse update, if any, of a rank that progresses, and what the server knows after it."""
     if snapshot is None or before is None or update is None or after is None:
         return None, before
     reported_uids: set[int] = set()
@@ -527,21 +477,6 @@ def make_terse_update(
     parts = [part for part in update.streams if part.uid in reported_uids]
     if not parts:
         return None, before
-    streams = dict(before.streams)
-    for part in parts:
-        streams[part.uid] = after.streams[part.uid]
+    reported = {part.uid: after.streams[part.uid] for part in parts}
     terse_update = ProcessUpdate(key=update.key, streams=tuple(parts))
-    return terse_update, replace(before, streams=streams)
-
-
-def _has_more_than_positions(update: ProcessUpdate) -> bool:
-    if update.identity is not None or update.ended is not None:
-        return True
-    if update.state not in "RSI" or update.checksums or update.nonfinite:
-        return True
-    if update.losses or update.retractions:
-        return True
-    return any(
-        part.identity is not None or part.shared or (part.calls and part.completed is not None)
-        for part in update.streams
-    )
+    return terse_update, replace(before, streams={**before.streams, **reported})

@@ -12,7 +12,6 @@ import gzip
 import json
 import queue
 import random
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +34,7 @@ from hangwatch.protocol.heartbeat import (
 
 from ...environment import run_dir
 from ...transport.client import Reply, ServerTarget, SignedClient, TransportError, order_targets
-from ..system.runtime import AgentLog
+from ..system.runtime import AgentLog, OrderWorker
 
 HEARTBEAT_PATH = "/api/v1/heartbeats"
 # Fields that hold stacks, call sites or arguments of calls.
@@ -60,7 +59,6 @@ class HeartbeatOutcome:
     is_refused: bool = False  # the server would refuse the same heartbeat again
     is_misdirected: bool = False  # another server may take it
     retry_after_s: float = 0.0  # the backoff that the server requests
-    body_bytes: int = 0
     # When it was sent and answered, on this host's monotonic clock.
     sent_s: float = 0.0
     answered_s: float = 0.0
@@ -75,7 +73,7 @@ def draw_backoff_s(failures: int, draw: Callable[[float, float], float] = random
     return draw(0.0, min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(failures, 16)))
 
 
-class Uplink:
+class Uplink(OrderWorker[Callable[[], HeartbeatOutcome], HeartbeatOutcome]):
     """A thread that posts heartbeats, one at a time."""
 
     def __init__(
@@ -83,33 +81,26 @@ class Uplink:
         targets: Sequence[ServerTarget],
         wake: Callable[[], None],
         timeout_s: float = REQUEST_TIMEOUT_S,
-        warn: Callable[[str], None] = lambda _: None,
+        warn_once: Callable[[str], None] = lambda _: None,
     ) -> None:
+        super().__init__("uplink", wake, max_waiting=1)
         self.target = targets[0]  # the server that gets the heartbeats
         self.is_busy = False
         self._targets = tuple(targets)
         self._is_ordered = len(self._targets) == 1
         self._timeout_s = timeout_s
         self._client = SignedClient(self.target, timeout_s)
-        self._warn = warn
-        self._has_reported_unknown = False
-        self._wake = wake
-        self._orders: queue.SimpleQueue[Callable[[], HeartbeatOutcome] | None] = queue.SimpleQueue()
-        self._outcomes: queue.SimpleQueue[HeartbeatOutcome] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run_worker, name="uplink", daemon=True)
-        self._thread.start()
+        self._warn_once = warn_once
 
     def post_heartbeat(
         self, heartbeat: Any, *, urgent: bool = False, patient: bool = False
     ) -> None:
         """Queues one JSON-ready heartbeat; `is_busy` until `take_outcome` has returned its outcome.
-
-        Args:
-            urgent: requests that the server handles it before others.
-            patient: waits longer for the reply.
+        The server handles an ``urgent`` one before others; a ``patient`` one waits longer for the
+        reply.
         """
         self.is_busy = True
-        self._orders.put(
+        self.submit_order(
             functools.partial(self.send_heartbeat, heartbeat, urgent=urgent, patient=patient)
         )
 
@@ -117,34 +108,28 @@ class Uplink:
         """The outcome of the posted heartbeat; None while there is none."""
         self._client.enforce_deadline()
         try:
-            outcome = self._outcomes.get(block=bool(wait_s), timeout=wait_s)
+            outcome = self._results.get(block=bool(wait_s), timeout=wait_s)
         except queue.Empty:
             return None
         self.is_busy = False
         return outcome
 
     def close(self) -> None:
-        self._orders.put(None)
-        self._thread.join(1.0)
+        """Closes the connection, unless a heartbeat is being sent."""
+        if not self.is_busy:
+            self._client.close()
 
-    def _run_worker(self) -> None:
-        while (send := self._orders.get()) is not None:
-            try:
-                outcome = send()
-            except Exception as error:  # the agent's loop waits for an outcome in any case
-                outcome = HeartbeatOutcome(
-                    problem=f"{type(error).__name__}: {error}", is_refused=True
-                )
-            self._outcomes.put(outcome)
-            self._wake()
-        self._client.close()
+    def execute_order(self, order: Callable[[], HeartbeatOutcome]) -> None:
+        try:
+            outcome = order()
+        except Exception as error:  # the agent's loop waits for an outcome in any case
+            outcome = HeartbeatOutcome(problem=f"{type(error).__name__}: {error}", is_refused=True)
+        self.publish_result(outcome)
 
     def send_heartbeat(
         self, heartbeat: Any, *, urgent: bool = False, patient: bool = False
     ) -> HeartbeatOutcome:
-        """Posts one heartbeat and waits for the reply. Tries one server after the other until one takes
-        it.
-        """
+        """Posts one heartbeat and waits for the reply; tries the servers until one takes it."""
         self._order_targets(heartbeat)
         for _ in self._targets:
             outcome = self._send_to_target(heartbeat, urgent=urgent, patient=patient)
@@ -172,8 +157,6 @@ class Uplink:
 
     def _send_to_target(self, heartbeat: Any, *, urgent: bool, patient: bool) -> HeartbeatOutcome:
         body, headers = encode_body(heartbeat, urgent=urgent)
-        is_confidential = not CONFIDENTIAL_FIELDS.isdisjoint(heartbeat)
-        read_timeout_s = PATIENT_READ_TIMEOUT_S if patient else None
         sent_s = time.monotonic()
         try:
             response = self._client.send_request(
@@ -181,18 +164,21 @@ class Uplink:
                 HEARTBEAT_PATH,
                 body,
                 headers,
-                read_timeout_s=read_timeout_s,
-                is_confidential=is_confidential,
+                read_timeout_s=PATIENT_READ_TIMEOUT_S if patient else None,
+                is_confidential=not CONFIDENTIAL_FIELDS.isdisjoint(heartbeat),
             )
         except TransportError as error:
-            return HeartbeatOutcome(
-                problem=f"no answer from {self.target}: {error}",
-                is_misdirected=True,
-                body_bytes=len(body),
-            )
+            problem = f"no answer from {self.target}: {error}"
+            return HeartbeatOutcome(problem=problem, is_misdirected=True)
         answered_s = time.monotonic()
-        if response.status // 100 != 2:
-            return self._make_error_outcome(response, len(body))
+        status = response.status
+        if status // 100 != 2:
+            return HeartbeatOutcome(
+                problem=explain_status(status, str(self.target), read_problem_detail(response)),
+                is_refused=status in (400, 413, 422),
+                is_misdirected=status == HTTPStatus.MISDIRECTED_REQUEST,
+                retry_after_s=parse_retry_after_s(response.get_header("Retry-After")),
+            )
         try:
             reply = decode_reply(response.parse_json())
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -200,33 +186,13 @@ class Uplink:
             return HeartbeatOutcome(problem=problem)
         if reply.commands and not self._client.is_server_known:
             reply = replace(reply, commands=())
-            self._report_unknown_server()
-        return HeartbeatOutcome(
-            reply=reply,
-            body_bytes=len(body),
-            sent_s=sent_s,
-            answered_s=answered_s,
-        )
-
-    def _report_unknown_server(self) -> None:
-        if not self._has_reported_unknown:
-            self._has_reported_unknown = True
             why = (
                 "did not prove that it knows the token"
                 if self.target.token
                 else "has no token to prove that it is the job's"
             )
-            self._warn(f"the orders of {self.target} are ignored: it {why}")
-
-    def _make_error_outcome(self, response: Reply, body_bytes: int) -> HeartbeatOutcome:
-        status = response.status
-        return HeartbeatOutcome(
-            problem=explain_status(status, str(self.target), read_problem_detail(response)),
-            is_refused=status in (400, 413, 422),
-            is_misdirected=status == HTTPStatus.MISDIRECTED_REQUEST,
-            retry_after_s=parse_retry_after_s(response.get_header("Retry-After")),
-            body_bytes=body_bytes,
-        )
+            self._warn_once(f"the orders of {self.target} are ignored: it {why}")
+        return HeartbeatOutcome(reply=reply, sent_s=sent_s, answered_s=answered_s)
 
 
 def encode_body(heartbeat: Any, *, urgent: bool) -> tuple[bytes, dict[str, str]]:
@@ -319,9 +285,7 @@ class OutageTracker:
                 self._notice_path.unlink()
 
     def write_user_notice(self, now_ns: int) -> None:
-        """Writes a line for a rank to print, once the server has been away for a while: the ranks
-        have the user's terminal.
-        """
+        """Writes a line that a rank prints for the user, once the server is away for a while."""
         if self._is_user_notified or not self._began_ns:
             return
         if now_ns - self._began_ns < self._notice_after_ns:
@@ -338,7 +302,7 @@ class OutageTracker:
 
 
 _Reply = StackReply | CallsReply | HardwareReply | AbortReply
-# The fields of a heartbeat that carry them.
+# The fields of a heartbeat that carry them
 _FIELDS: dict[type[_Reply], str] = {
     StackReply: "samples",
     CallsReply: "calls",
@@ -354,10 +318,8 @@ class Outbox:
         self.dropped_count = 0
         # The replies with the times at which they were taken, by field of the heartbeat.
         self._replies: dict[str, deque[tuple[_Reply, int]]] = {
-            "samples": deque(maxlen=max_replies),
-            "calls": deque(maxlen=max_replies),
-            "hardware": deque(maxlen=MAX_HARDWARE_REPLIES),
-            "aborts": deque(maxlen=max_replies),
+            name: deque(maxlen=MAX_HARDWARE_REPLIES if name == "hardware" else max_replies)
+            for name in _FIELDS.values()
         }
 
     def __bool__(self) -> bool:

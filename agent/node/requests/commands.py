@@ -23,7 +23,7 @@ from hangwatch.protocol.heartbeat import (
     HardwareReply,
     StackReply,
 )
-from hangwatch.ring.snapshot import Caller
+from hangwatch.ring.reader import Caller
 
 from ...transport.client import ServerTarget, SignedClient, TransportError
 from ..discovery.watched import MAX_SEQ, WatchedProcess, list_live_pids

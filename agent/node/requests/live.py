@@ -18,7 +18,7 @@ from hangwatch.protocol.commands import (
     decode_tensor_stats,
 )
 from hangwatch.ring import checks
-from hangwatch.ring.snapshot import RecordEntry
+from hangwatch.ring.reader import RecordEntry
 from hangwatch.ring.tracing import read_trace
 
 from ..discovery.watched import WatchedProcess

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hangwatch.model.ranks import Frame, ThreadStack
 from hangwatch.protocol.heartbeat import StackReply
-from hangwatch.ring.snapshot import Caller
+from hangwatch.ring.reader import Caller
 from hangwatch.stacks.activities import classify_activity, find_calling_thread
 from hangwatch.stacks.frames import find_innermost_user_frame, is_user_frame, runs_user_code
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from hangwatch.agent.node.discovery.watched import WatchedProcess
-from hangwatch.agent.node.report_schedule import ReportSchedule, find_changes
+from hangwatch.agent.node.schedule import ReportSchedule, find_changes
 from hangwatch.agent.node.system.processes import CpuActivity
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol.heartbeat import HeartbeatReply, ProcessIdentity
-from hangwatch.ring.snapshot import StreamState
+from hangwatch.ring.reader import StreamState
 from tests.simulation.rings import make_snapshot
 
 WORLD = Group(name="0", desc="default_pg", ranks=(0, 1))
@@ -37,7 +37,7 @@ def make_watched_rank(
     op: str = "all_reduce",
 ) -> WatchedProcess:
     states = streams or (make_waiting_state(None),)
-    snapshot = make_snapshot(*states, pid=number, start_ticks=1, pulse_s=pulse_s)
+    snapshot = make_snapshot(*states, pulse_s=pulse_s)
     made = WatchedProcess(
         pid=number,
         start_ticks=1,

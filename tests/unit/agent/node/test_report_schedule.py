@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hangwatch.agent.node.report_schedule import EARLY_INTERVAL_NS, ReportSchedule
+from hangwatch.agent.node.schedule import EARLY_INTERVAL_NS, ReportSchedule
 from hangwatch.protocol.heartbeat import HeartbeatReply
 
 SECOND_NS = 1_000_000_000

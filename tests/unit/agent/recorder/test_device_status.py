@@ -24,8 +24,7 @@ from hangwatch.agent.recorder.device import (
 from hangwatch.agent.recorder.recorder import Recorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.ring.layout import DeviceStatusState
-from hangwatch.ring.reader import RingReader
-from hangwatch.ring.snapshot import RingSnapshot
+from hangwatch.ring.reader import RingReader, RingSnapshot
 
 SECOND_NS = 1_000_000_000
 POLL_NS = SECOND_NS // 10

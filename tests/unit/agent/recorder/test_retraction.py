@@ -17,8 +17,7 @@ from hangwatch.agent.recorder.calls import FailureOutcome, FailureRule, judge_fa
 from hangwatch.agent.recorder.streams import CompletionMode, EnteredCall, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Loss, LossReason, Signature, encode_signature
-from hangwatch.ring.reader import RingReader
-from hangwatch.ring.snapshot import StreamState
+from hangwatch.ring.reader import RingReader, StreamState
 
 
 class RecordedStream:

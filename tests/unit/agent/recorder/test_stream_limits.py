@@ -14,8 +14,7 @@ from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import LossReason, StreamKind
 from hangwatch.ring.layout import CHECKS_OFFSET, HEAP_SIZE, INITIAL_SIZE, STREAM_SLOTS
-from hangwatch.ring.reader import DORMANT_AFTER_S, RingReader
-from hangwatch.ring.snapshot import RingSnapshot
+from hangwatch.ring.reader import DORMANT_AFTER_S, RingReader, RingSnapshot
 
 SECOND_NS = 1_000_000_000
 

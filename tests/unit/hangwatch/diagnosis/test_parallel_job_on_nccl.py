@@ -74,10 +74,10 @@ class _Job:
         for number, request in enumerate(self._requests):
             if request.rank in host.ranks:
                 host.execute_command(self._make_command(request, number), now)
-        flight = host.compose_heartbeat(now)
-        body = json.dumps(encode_message(flight.heartbeat)).encode()
+        composed = host.compose_heartbeat(now)
+        body = json.dumps(encode_message(composed)).encode()
         self._fleet.apply_heartbeat(decode_heartbeat(body), now)
-        host.apply_reply(flight, HeartbeatReply(), now)
+        host.apply_reply(composed, HeartbeatReply(), now)
 
     def _make_command(self, request: EvidenceRequest, number: int) -> Command:
         attempt = self._fleet.latest_attempt(self.run.name)

@@ -66,7 +66,7 @@ def watch_ring(ring: rings.RingFile) -> WatchedProcess:
 def test_valid_ring(tmp_path: Path) -> None:
     w = watch_ring(make_ring(tmp_path))
     try:
-        update, _ = w.compose_update(time.monotonic_ns())
+        update = w.compose_update(time.monotonic_ns())
         assert update is not None and update.identity is not None
         assert (update.identity.rank, update.step, update.faults) == (1, 4, ("something",))
         assert update.raised is not None and update.raised.type == "KeyError"
@@ -101,7 +101,7 @@ def test_corrupt_rings(tmp_path: Path) -> None:
         began = time.monotonic()
         w = watch_ring(ring)
         try:
-            update, _ = w.compose_update(time.monotonic_ns())
+            update = w.compose_update(time.monotonic_ns())
             assert w.ring_problem or (
                 update is not None and codec.encode_message(update)["key"] == ring.key
             )

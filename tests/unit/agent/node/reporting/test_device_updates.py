@@ -13,7 +13,7 @@ from hangwatch.model.groups import Group
 from hangwatch.protocol.heartbeat import DeviceStatus, ProcessIdentity, ProcessUpdate
 from hangwatch.ring.layout import DeviceStatusState
 from hangwatch.ring.parts import DeviceEntry
-from hangwatch.ring.snapshot import StreamState
+from hangwatch.ring.reader import StreamState
 from tests.simulation.rings import make_snapshot
 
 SECOND_NS = 1_000_000_000

@@ -14,7 +14,6 @@ import pytest
 from hangwatch.agent.environment import run_dir
 from hangwatch.agent.node.discovery import rings
 from hangwatch.agent.node.discovery.watched import watch_process
-from hangwatch.agent.node.reporting.acked import AckedState
 from hangwatch.agent.recorder.streams import CompletionMode, EnteredCall, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature, encode_signature
@@ -58,16 +57,16 @@ class ReportedRank:
     def read_ring(self) -> None:
         self.watched.read_state(time.monotonic_ns())
 
-    def send_report(self) -> AckedState | None:
-        """Reads the ring and reports it; what is returned is to be acknowledged."""
+    def send_report(self) -> None:
+        """Reads the ring and reports it, which is to be acknowledged."""
         self.read_ring()
-        update, after = self.watched.compose_update(time.monotonic_ns())
+        update = self.watched.compose_update(time.monotonic_ns())
         if update is not None:
             self._send(update)
-        return after
 
     def report(self) -> None:
-        self.watched.mark_acked(self.send_report(), time.monotonic_ns())
+        self.send_report()
+        self.watched.mark_acked(time.monotonic_ns())
 
     def answer_request(self, last: int) -> None:
         calls = self.watched.read_window(time.monotonic_ns(), UID, 1, last)
@@ -132,10 +131,10 @@ def raise_after_report(rank: ReportedRank) -> None:
 
 def raise_before_acknowledgement(rank: ReportedRank) -> None:
     call = rank.enter_call("gather")
-    after = rank.send_report()
+    rank.send_report()
     rank.stream.retract_call(call)
     rank.read_ring()
-    rank.watched.mark_acked(after, time.monotonic_ns())
+    rank.watched.mark_acked(time.monotonic_ns())
 
 
 def raise_after_lost_report(rank: ReportedRank) -> None:
@@ -149,10 +148,10 @@ def raise_twice(rank: ReportedRank) -> None:
     """The script tries again, while it is being reported that the first try was retracted."""
     raise_after_report(rank)
     call = rank.enter_call("gather")
-    after = rank.send_report()
+    rank.send_report()
     rank.stream.retract_call(call)
     rank.read_ring()
-    rank.watched.mark_acked(after, time.monotonic_ns())
+    rank.watched.mark_acked(time.monotonic_ns())
 
 
 def raise_after_reply(rank: ReportedRank) -> None:
@@ -220,7 +219,7 @@ def test_call_that_was_only_read_is_not_reported_as_retracted(raising: ReportedR
     raise_after_reading(raising)
     raising.make_calls("barrier")
     raising.read_ring()
-    update, _ = raising.watched.compose_update(time.monotonic_ns())
+    update = raising.watched.compose_update(time.monotonic_ns())
     assert update is not None
     assert update.retractions == ()
 

@@ -18,7 +18,7 @@ from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol.heartbeat import ProcessIdentity, ProcessUpdate
-from hangwatch.ring.snapshot import StreamState
+from hangwatch.ring.reader import StreamState
 from tests.simulation.rings import make_snapshot
 
 SECOND_NS = 1_000_000_000

@@ -27,7 +27,7 @@ from hangwatch.protocol.heartbeat import (
     ProcessUpdate,
     StackReply,
 )
-from hangwatch.ring.snapshot import RingDelta, StreamState
+from hangwatch.ring.reader import RingDelta, StreamState
 from tests.simulation.rings import make_snapshot
 
 SECOND_NS = 1_000_000_000

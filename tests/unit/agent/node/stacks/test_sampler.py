@@ -10,8 +10,7 @@ from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.ranks import Frame, ThreadStack
 from hangwatch.ring.layout import RECORD_SLOTS, RecordFlag
-from hangwatch.ring.reader import RingReader
-from hangwatch.ring.snapshot import Caller
+from hangwatch.ring.reader import Caller, RingReader
 
 _USER = Frame(function="step", file="/home/me/train.py", line=3)
 _WAIT = Frame(function="wait", file="/usr/lib/python3.11/threading.py", line=3)

@@ -1,5 +1,5 @@
-"""When a host reports: at the interval that the server sets, and immediately when its set of blocked
-ranks or one of its processes changes.
+"""When a host is scanned, and when it reports: at the interval that the server sets, and immediately
+when its set of blocked ranks or one of its processes changes.
 
 A steady host, whose ranks make calls or compute and none of which has been in a call for long, is
 read and reported less often, since reading and reporting twice a second takes a node agent twice the
@@ -18,24 +18,31 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.limits import FROZEN_AFTER_S, MIN_WAIT_S, NOT_RUNNING_STATES
 from hangwatch.protocol.heartbeat import HeartbeatReply
 from hangwatch.ring.layout import LiveWord, RingError
 from hangwatch.ring.parts import DeviceEntry
-from hangwatch.ring.reader import RingReader
-from hangwatch.ring.snapshot import StreamState
+from hangwatch.ring.reader import StreamState
 
 from .discovery.watched import FLOOD_DIVISOR, WatchedProcess
+from .discovery.watchlist import Watchlist
 from .reporting.updates import BLOCKED_AFTER_S
+from .requests.builder import RecorderBuilder
+from .requests.commands import make_sample_order
+from .stacks.sampler import StackSampler
+from .system.runtime import AgentTiming
 
 # Heartbeats that are sent early, because a rank is in a call for long, have this distance at least.
 EARLY_INTERVAL_NS = 1_000_000_000
 SETTLE_NS = 2_000_000_000  # how long a host must be quiet before it counts as steady
 _MAX_PULSE_AGE_NS = 1_000_000_000  # the recorder's thread runs ten times a second
+_STEADY_SCAN_INTERVAL_NS = 250_000_000  # between two scans of a steady host
+_MAX_READING_AGE_NS = 150_000_000  # a more recent reading is sent as it is
 _NEVER_NS = 1 << 63
 # A change to any of these is reported immediately.
 _get_reported_words = operator.itemgetter(
@@ -51,8 +58,7 @@ _get_reported_words = operator.itemgetter(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _GroupCreation:
+class _GroupCreation(NamedTuple):
     """A process has created this many groups in one world."""
 
     process_key: str
@@ -61,9 +67,7 @@ class _GroupCreation:
 
 
 class ReportSchedule:
-    """When the next heartbeat is due, and whether the server should handle it before others. Times
-    are nanoseconds on the monotonic clock.
-    """
+    """When the next heartbeat is due, and whether it is urgent, in monotonic nanoseconds."""
 
     def __init__(self, now_ns: int) -> None:
         self.next_ns = now_ns
@@ -86,9 +90,7 @@ class ReportSchedule:
         return (may_hasten and self._is_hastened) or now_ns >= self.next_ns
 
     def hasten(self) -> None:
-        """The next heartbeat is sent immediately: a process has ended, or the reply to a request is
-        ready.
-        """
+        """The next heartbeat is sent immediately: a process has ended, or a reply is ready."""
         self._is_hastened = True
 
     def delay(self, until_ns: int) -> None:
@@ -102,9 +104,7 @@ class ReportSchedule:
     def apply_scan(
         self, watched: Iterable[WatchedProcess], now_ns: int, *, has_urgent_changes: bool
     ) -> None:
-        """Brings the next heartbeat forward if a scan of a host that is not steady found something to
-        report.
-        """
+        """Brings the next heartbeat forward if an unsteady host has something to report."""
         self.bring_forward(self._unsteady_ns)
         if self._reported_changes is None:
             if has_urgent_changes and now_ns >= self._next_early_ns:
@@ -155,43 +155,37 @@ class ReportSchedule:
 
 def find_changes(watched: Iterable[WatchedProcess]) -> frozenset[Hashable]:
     """Everything that is worth an early report at this moment, whether or not it was reported. Pure."""
-    alive = [process for process in watched if process.exit is None and process.snapshot]
     changes: set[Hashable] = set()
+    alive_count = 0
+    # The processes in which a call has been blocked for long, with the stream of the oldest one
     blocked: list[tuple[WatchedProcess, StreamState]] = []
-    for process in alive:
-        changes.update(_iter_process_changes(process))
-        stream = _find_longest_blocked_stream(process)
-        if stream is not None:
-            blocked.append((process, stream))
-    changes.update(_find_partial_wait(blocked, len(alive)))
-    changes.update(_find_complete_waits(blocked, len(alive)))
-    return frozenset(changes)
-
-
-def _iter_process_changes(process: WatchedProcess) -> Iterator[Hashable]:
-    assert process.snapshot is not None
-    state = process.activity.state
-    if state in NOT_RUNNING_STATES and not process.is_paused:
-        yield process.key, "state", state
-    if process.snapshot.pulse_s >= FROZEN_AFTER_S:
-        yield process.key, "pulse"
-    for stream in process.snapshot.streams:
-        if stream.kind is StreamKind.SETUP:  # rare
-            yield _GroupCreation(process.key, stream.uid, stream.entered)
-    for uid in process.history.first_concurrent:
-        yield process.key, "shared", uid
-
-
-def _find_partial_wait(
-    blocked: list[tuple[WatchedProcess, StreamState]], alive_count: int
-) -> list[Hashable]:
-    """The calls that block ranks, as one change, unless the same operation blocks all ranks."""
+    for process in watched:
+        ring = process.snapshot
+        if process.exit is not None or ring is None:
+            continue
+        alive_count += 1
+        state = process.activity.state
+        if state in NOT_RUNNING_STATES and not process.is_paused:
+            changes.add((process.key, "state", state))
+        if ring.pulse_s >= FROZEN_AFTER_S:
+            changes.add((process.key, "pulse"))
+        for stream in ring.streams:
+            if stream.kind is StreamKind.SETUP:  # rare
+                changes.add(_GroupCreation(process.key, stream.uid, stream.entered))
+        for uid in process.history.first_concurrent:
+            changes.add((process.key, "shared", uid))
+        pending = [s for s in ring.active_streams if (s.pending_s or 0.0) >= MIN_WAIT_S]
+        if pending:
+            blocked.append((process, max(pending, key=lambda stream: stream.pending_s or 0.0)))
     calls = tuple(
         (process.key, process.history.newest_ops.get(stream.uid, ""), stream.uid, stream.entered)
         for process, stream in blocked
     )
     ops = {op for _, op, _, _ in calls}
-    return [calls] if calls and (len(calls) < alive_count or len(ops) > 1) else []
+    if calls and (len(calls) < alive_count or len(ops) > 1):  # else one operation blocks all ranks
+        changes.add(calls)
+    changes.update(_find_complete_waits(blocked, alive_count))
+    return frozenset(changes)
 
 
 def _find_complete_waits(
@@ -210,20 +204,6 @@ def _find_complete_waits(
     return [call for call, ranks in blocked_ranks.items() if ranks.issuperset(call[1])]
 
 
-def _find_longest_blocked_stream(process: WatchedProcess) -> StreamState | None:
-    """The stream whose unfinished call has blocked the rank the longest, if that is long enough."""
-    assert process.snapshot is not None
-    longest: StreamState | None = None
-    longest_s = MIN_WAIT_S
-    for stream in process.snapshot.active_streams:
-        pending_s = stream.pending_s
-        if pending_s is None or pending_s < longest_s:
-            continue
-        if longest is None or pending_s > longest_s:
-            longest, longest_s = stream, pending_s
-    return longest
-
-
 @dataclass(slots=True)
 class _ProcessSample:
     """The last sample of a process."""
@@ -237,12 +217,10 @@ class _ProcessSample:
 
 @dataclass(slots=True)
 class SteadinessCheck:
-    """Whether the host is steady, by its last samples. ``next_block_ns`` is when a rank will have been
-    in a call for long, as far as that is known.
-    """
+    """Whether the host is steady, by its last samples."""
 
     is_steady: bool = False
-    next_block_ns: int = _NEVER_NS
+    next_block_ns: int = _NEVER_NS  # when a rank will have been in a call for long, if known
     _quiet_since_ns: int = 0  # 0: the last samples were not all quiet
     _samples: dict[str, _ProcessSample] = field(default_factory=dict)  # keys: process keys
 
@@ -277,11 +255,16 @@ class SteadinessCheck:
 
 
 def _find_end_of_quiet(process: WatchedProcess, sample: _ProcessSample, now_ns: int) -> int:
-    """When there will be something to report about a process, as far as that is known; not later
-    than ``now_ns`` if there is something already. Updates ``sample``.
-    """
-    reader = _find_intact_reader(process)
-    if process.exit is not None or reader is None or process.pidfd is None or process.is_paused:
+    """When a process will have something to report, as far as known; ``now_ns`` at most: it has."""
+    if process.exit is not None or process.pidfd is None or process.is_paused:
+        return now_ns
+    if process.ring is None or process.reader is None:
+        return now_ns
+    try:
+        inode, reader = process.ring.refresh_reader(process.ring_inode, process.reader)
+    except (OSError, RingError):  # its file was truncated
+        return now_ns
+    if inode != process.ring_inode:  # its file was replaced
         return now_ns
     words = reader.read_live_words()
     reported_words = _get_reported_words(words)
@@ -307,17 +290,6 @@ def _find_end_of_quiet(process: WatchedProcess, sample: _ProcessSample, now_ns: 
     return now_ns + int((BLOCKED_AFTER_S - max(ages_s)) * 1e9)
 
 
-def _find_intact_reader(process: WatchedProcess) -> RingReader | None:
-    """The ring's reader; None if its file was replaced or truncated."""
-    if process.ring is None or process.reader is None:
-        return None
-    try:
-        inode, reader = process.ring.refresh_reader(process.ring_inode, process.reader)
-    except (OSError, RingError):
-        return None
-    return reader if inode == process.ring_inode else None
-
-
 def list_unfinished_ages(
     streams: Iterable[StreamState], devices: Iterable[DeviceEntry], now_ns: int
 ) -> list[float]:
@@ -333,3 +305,89 @@ def list_unfinished_ages(
         if completed_ns.get(newest.uid, 0) < entered_ns:
             ages_s.append((now_ns - entered_ns) / 1e9)
     return ages_s
+
+
+class ProcessScanner:
+    """Reads all processes at intervals, and checks once for each whether py-spy can sample it."""
+
+    def __init__(
+        self,
+        watchlist: Watchlist,
+        sampler: StackSampler,
+        recorder_builder: RecorderBuilder,
+        timing: AgentTiming,
+        now_ns: int,
+    ) -> None:
+        self._watchlist = watchlist
+        self._sampler = sampler
+        self._recorder_builder = recorder_builder
+        self._timing = timing
+        self.next_scan_ns = now_ns
+        self._last_read_ns = 0
+        self._last_discovery_ns = now_ns
+        self._last_alive_ns = now_ns
+        self._had_live_process = False
+        self._steadiness = SteadinessCheck()
+        self._next_read_ns = now_ns
+        self.is_steady = False  # the result of the last scan; see `SteadinessCheck`
+        self.has_urgent_changes = False  # the last scan found something to report immediately
+
+    def scan_processes(self, now_ns: int, *, must_read: bool = False) -> bool:
+        """Returns True if a process has ended. ``must_read``: a heartbeat will report them now."""
+        discovered = self._watchlist.scan_processes(now_ns)
+        watched = self._watchlist.watched.values()
+        self.has_urgent_changes = self._steadiness.sample_processes(watched, now_ns)
+        self.is_steady = self._steadiness.is_steady and not discovered
+        is_due = must_read or self.has_urgent_changes or self._steadiness.is_reading_due
+        has_ended = False
+        if is_due or discovered or (not self.is_steady and now_ns >= self._next_read_ns):
+            has_ended = self._read_processes(now_ns, discovered)
+        steady_scan_ns = now_ns + _STEADY_SCAN_INTERVAL_NS
+        self.next_scan_ns = min(
+            steady_scan_ns if self.is_steady else self._next_read_ns,
+            self._steadiness.next_block_ns,
+        )
+        if self._watchlist.has_alive:
+            self._last_alive_ns = now_ns
+            self._had_live_process = True
+        return has_ended
+
+    def _read_processes(self, now_ns: int, discovered: list[WatchedProcess]) -> bool:
+        has_ended = any(process.exit is not None for process in discovered)
+        has_ended |= self._watchlist.read_processes(now_ns)
+        self._last_read_ns = now_ns
+        if discovered:
+            self._last_discovery_ns = now_ns
+        interval_s = self._timing.scan_interval_s
+        is_starting = now_ns - self._last_discovery_ns < self._timing.startup_window_s * 1e9
+        if is_starting or any(process.is_flooded for process in self._watchlist.watched.values()):
+            interval_s = self._timing.fast_scan_interval_s
+        self._next_read_ns = now_ns + int(interval_s * 1e9)
+        self._watchlist.clean_up(now_ns)
+        for process in self._watchlist.watched.values():
+            if process.snapshot is None:
+                continue
+            is_known = process.exit is None and process.identity is not None
+            if is_known and not process.is_pyspy_probed:
+                process.is_pyspy_probed = self._sampler.submit_order(make_sample_order(process))
+            self._recorder_builder.update_build(process.snapshot.identity)
+        return has_ended
+
+    def is_reading_old(self, now_ns: int) -> bool:
+        """The last reading is too old to be sent."""
+        return now_ns - self._last_read_ns > _MAX_READING_AGE_NS
+
+    def discard_reading(self) -> None:
+        """Makes the last reading count as too old."""
+        self._last_read_ns = 0
+
+    def idle_s(self, now_ns: int) -> float:
+        """How long no process has been alive."""
+        return (now_ns - self._last_alive_ns) / 1e9
+
+    @property
+    def linger_s(self) -> float:
+        """How long to stay without a live process."""
+        if self._had_live_process or self._watchlist.watched:
+            return self._timing.linger_s
+        return self._timing.first_process_timeout_s
