@@ -5,7 +5,7 @@ for each other; of each, the ranks are named that cause the deadlock.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 
 from hangwatch.model.calls import StreamKind
@@ -28,7 +28,7 @@ from ..graph.edges import BlockedCall, WaitEdge, get_op_name, group_by_awaited
 from ..graph.graph import WaitGraph
 from ..graph.progress import get_calling_thread_since, has_working_thread
 from ..messages import describe_deadlock, describe_position, format_deadlock_advice
-from .chain_ends import get_unable_kind
+from .absence import get_unable_kind
 
 _MAX_CALLS_SHOWN = 16
 _MAX_STACK_REQUESTS = 16
@@ -51,16 +51,16 @@ def diagnose_deadlocks(context: DiagnosisContext) -> None:
 
 
 def _diagnose_cycle(context: DiagnosisContext, component: set[int], waiters: set[int]) -> None:
-    core = find_deadlock_core(context.graph, component)
-    culprits = tuple(sorted(core.ranks))
+    core, cycle, common_ranks = find_deadlock_core(context.graph, component)
+    culprits = tuple(sorted(core))
     blocked_calls = [blocked for rank in culprits for blocked in context.graph.blocked_calls[rank]]
     began_at = max(blocked.began_at for blocked in blocked_calls)
-    waiting = (component | waiters) - core.ranks
+    waiting = (component | waiters) - core
     processes = context.attempt.processes
     # Their waiting is a guess, or another of their threads was seen working.
     uncertain = {
         rank
-        for rank in core.ranks
+        for rank in core
         if rank in context.graph.uncertain_ranks
         or (rank in processes and has_working_thread(processes[rank], began_at))
     }
@@ -69,36 +69,35 @@ def _diagnose_cycle(context: DiagnosisContext, component: set[int], waiters: set
     calls: list[CallClass] = []
     for rank in culprits[:_MAX_CALLS_SHOWN]:
         calls += get_newest_call(context.graph.blocked_calls[rank][0].stream, rank)
-    first_edge = core.cycle[0]
-    cycle_waits = [(edge.wait, get_op_name(edge.stream)) for edge in core.cycle]
+    cycle_waits = [(edge.wait, get_op_name(edge.stream)) for edge in cycle]
     verdict = Verdict(
         kind=VerdictKind.DEADLOCK,
         severity=KINDS[VerdictKind.DEADLOCK].severity,
         culprits=culprits,
         waiting=tuple(sorted(waiting)),
-        group=first_edge.group,
-        seq=first_edge.seq,
+        group=cycle[0].group,
+        seq=cycle[0].seq,
         calls=tuple(calls),
-        waits=select_waits(context, core.ranks | waiting, core.cycle),
+        waits=select_waits(context, core | waiting, cycle),
         began_at=began_at,
         is_confirmed=_is_confirmed(context, core, uncertain, began_at),
         summary=describe_deadlock(culprits, cycle_waits),
-        advice=format_deadlock_advice(tuple(sorted(core.common_ranks)), culprits),
+        advice=format_deadlock_advice(tuple(sorted(common_ranks)), culprits),
     )
     context.accuse(_add_tag_mismatch(context, verdict, blocked_calls))
-    context.deadlocked_ranks |= core.ranks | waiting
+    context.deadlocked_ranks |= core | waiting
     request_stacks(context, culprits, waiting, began_at)
 
 
 def _is_confirmed(
-    context: DiagnosisContext, core: DeadlockCore, uncertain: set[int], began_at: float
+    context: DiagnosisContext, core: set[int], uncertain: set[int], began_at: float
 ) -> bool:
     # Devices may execute calls of different groups at the same time, and so in another order.
-    if uncertain or not core.ranks.isdisjoint(context.graph.held_up_ranks):
-        known_until = min(get_state_known_until(context, rank) for rank in core.ranks)
+    if uncertain or not core.isdisjoint(context.graph.held_up_ranks):
+        known_until = min(get_state_known_until(context, rank) for rank in core)
         return known_until - began_at >= context.limits.stall_after_s
     # Once the requested stacks have arrived, a thread working beside the waiting one would have been seen.
-    sampled = iter_alive(context, sorted(core.ranks)[:MAX_CULPRIT_STACKS])
+    sampled = iter_alive(context, sorted(core)[:MAX_CULPRIT_STACKS])
     are_sampled = all(get_calling_thread_since(process, began_at) for process in sampled)
     needed_waits = 3 if are_sampled else 4
     return context.now - began_at >= needed_waits * MIN_WAIT_S
@@ -129,34 +128,31 @@ def _add_tag_mismatch(
     blocking_streams = {id(blocked.stream) for blocked in blocked_calls}
     receives = [blocked for blocked in blocked_calls if blocked.stream.kind is StreamKind.RECV]
     for edge in (blocked.make_edge(rank) for blocked in receives for rank in blocked.awaited):
-        sends = _list_sends_to_receiver(context, edge)
+        process = context.attempt.processes.get(edge.wait.on_rank)
+        sends = [
+            stream
+            for stream in (process.streams.values() if process is not None else ())
+            if stream.kind is StreamKind.SEND
+            and stream.peer == edge.wait.rank
+            and stream.group.key == edge.group.key
+        ]
         # A stream in which the sender is blocked counts more than one that is older.
         sends.sort(key=lambda stream: (id(stream) not in blocking_streams, stream.entered_at))
         for sending in sends:
             receive_count = sending.other_end.entered if sending.other_end is not None else 0
             if sending.tag != edge.stream.tag and sending.entered > receive_count:
                 is_blocking = id(sending) in blocking_streams
-                return _explain_by_tags(context, verdict, edge, sending, is_blocking)
+                was_awaited_tag_sent = any(s.tag == edge.stream.tag and s.entered for s in sends)
+                return _explain_by_tags(verdict, edge, sending, is_blocking, was_awaited_tag_sent)
     return verdict
 
 
-def _list_sends_to_receiver(context: DiagnosisContext, edge: WaitEdge) -> list[CallStream]:
-    process = context.attempt.processes.get(edge.wait.on_rank)
-    return [
-        stream
-        for stream in (process.streams.values() if process is not None else ())
-        if stream.kind is StreamKind.SEND
-        and stream.peer == edge.wait.rank
-        and stream.group.key == edge.group.key
-    ]
-
-
 def _explain_by_tags(
-    context: DiagnosisContext,
     verdict: Verdict,
     edge: WaitEdge,
     sending: CallStream,
     is_blocking: bool,
+    was_awaited_tag_sent: bool,
 ) -> Verdict:
     receiving, receiver, sender = edge.stream, edge.wait.rank, edge.wait.on_rank
     # The message names no call number, since those of a channel are not those of the group.
@@ -166,20 +162,13 @@ def _explain_by_tags(
         f" ({describe_position(receiving.group, None)})"
     )
     was_sent_tag_received = sending.other_end is not None and sending.other_end.entered > 0
-    was_awaited_tag_sent = any(
-        stream.tag == receiving.tag and stream.entered
-        for stream in _list_sends_to_receiver(context, edge)
-    )
     if was_sent_tag_received or was_awaited_tag_sent:
-        were_both_used = was_sent_tag_received and was_awaited_tag_sent
-        return replace(
-            verdict,
-            differing_fields=("tag",),
-            summary=f"{verdict.summary}; {description}",
-            advice=REORDERED_TAGS_ADVICE
-            if were_both_used
-            else format_new_tag_advice(receiving.tag if was_sent_tag_received else sending.tag),
-        )
+        advice = REORDERED_TAGS_ADVICE
+        if not (was_sent_tag_received and was_awaited_tag_sent):
+            new_tag = receiving.tag if was_sent_tag_received else sending.tag
+            advice = format_new_tag_advice(new_tag)
+        summary = f"{verdict.summary}; {description}"
+        return replace(verdict, differing_fields=("tag",), summary=summary, advice=advice)
     culprits = tuple(sorted((receiver, sender)))
     waiting = {*verdict.culprits, *verdict.waiting} - set(culprits)
     return replace(
@@ -202,17 +191,6 @@ def format_new_tag_advice(new_tag: int | None) -> str:
         f"The two ranks have not used tag {new_tag} before, unlike the other one: either it is wrong,"
         " or one of them uses its tags in a different order."
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeadlockCore:
-    """The ``ranks`` of a component to name, a shortest ``cycle`` of waits among them, and the ranks that
-    are on every cycle.
-    """
-
-    ranks: set[int]
-    cycle: list[WaitEdge]
-    common_ranks: set[int]
 
 
 def find_blocked_ranks(graph: WaitGraph) -> set[int]:
@@ -252,9 +230,7 @@ def find_blocked_ranks(graph: WaitGraph) -> set[int]:
 def find_cycle_components(
     graph: WaitGraph, blocked: set[int]
 ) -> Iterator[tuple[set[int], set[int]]]:
-    """Sets of ranks that wait for each other and for no other rank of ``blocked``, each with the
-    ranks that wait for it.
-    """
+    """Sets of ranks that wait for each other and no other of ``blocked``, with those that wait for them."""
     remaining = set(blocked)
     while remaining:
         rank = min(remaining)
@@ -269,20 +245,19 @@ def find_cycle_components(
         remaining -= component | waiters
 
 
-def find_deadlock_core(graph: WaitGraph, component: set[int]) -> DeadlockCore:
-    """The ranks that cause the deadlock of a component.
+def find_deadlock_core(
+    graph: WaitGraph, component: set[int]
+) -> tuple[set[int], list[WaitEdge], set[int]]:
+    """The ranks that cause the deadlock of a component, a shortest cycle of waits among them, and the
+    ranks that are on every cycle.
 
-    A rank without which there would be no cycle is one of them. A rank that waits for it is on a
-    cycle with it if it waits for all others, as in a barrier; of these, the ranks that have waited
-    longest, in the same call, are named as well. If no rank is on all cycles, all are named.
+    A rank without which there would be no cycle is a cause. A rank that waits for it is on a cycle with
+    it if it waits for all others, as in a barrier; of these, the ranks that have waited longest, in the
+    same call, are causes as well. If no rank is on all cycles, all ranks are.
     """
     cycle = _find_shortest_cycle(graph, component)
-    common_ranks: set[int] = set()
-    for edge in cycle:
-        if _is_acyclic(graph, component - {edge.wait.rank}):
-            common_ranks.add(edge.wait.rank)
-    if not common_ranks:
-        return DeadlockCore(ranks=component, cycle=cycle, common_ranks=common_ranks)
+    cycle_ranks = [edge.wait.rank for edge in cycle]
+    common_ranks = {rank for rank in cycle_ranks if _is_acyclic(graph, component - {rank})}
     # The waiter groups that wait for any of these, with their ranks of the component only.
     by_awaited, all_groups = graph.index.groups_by_awaited, graph.iter_waiter_groups()
     indices = {index for rank in common_ranks for index in by_awaited.get(rank, ())}
@@ -295,10 +270,8 @@ def find_deadlock_core(graph: WaitGraph, component: set[int]) -> DeadlockCore:
         ranks = common_ranks | {blocked.rank for blocked in waiter_group}
         if not _is_acyclic(graph, ranks):
             ranks &= _find_awaited_ranks(graph, common_ranks, ranks)
-            return DeadlockCore(
-                ranks=ranks, cycle=_find_shortest_cycle(graph, ranks), common_ranks=common_ranks
-            )
-    return DeadlockCore(ranks=component, cycle=cycle, common_ranks=common_ranks)
+            return ranks, _find_shortest_cycle(graph, ranks), common_ranks
+    return component, cycle, common_ranks
 
 
 def _find_awaited_ranks(graph: WaitGraph, ranks: Collection[int], within: set[int]) -> set[int]:

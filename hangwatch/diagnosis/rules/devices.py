@@ -21,10 +21,7 @@ from hangwatch.stacks.frames import waits_for_work
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
 
-from ..context import (
-    DiagnosisContext,
-    request_stacks,
-)
+from ..context import DiagnosisContext, request_stacks
 from ..graph.devices import DeviceGraph, DeviceGroup, get_still_until
 from ..graph.edges import get_op_name
 from ..graph.progress import get_calling_thread_since, is_process_waiting
@@ -36,10 +33,8 @@ from ..messages import (
     format_lower_layers_advice,
     format_waiter_count,
 )
-from .absence import make_absence_verdict
-from .agreement import check_agreement
-from .chain_ends import is_in_phase, is_working
-from .progress import make_no_progress_verdict
+from .absence import is_in_phase, is_working, make_absence_verdict
+from .progress import check_agreement, make_no_progress_verdict
 
 _MAX_WAITS_SHOWN = 64
 
@@ -82,9 +77,7 @@ def _get_suspicious_age_s(
 
 
 def _diagnose_cycle(context: DiagnosisContext, devices: DeviceGraph) -> None:
-    """One verdict for devices that wait for each other, in calls that their hosts queued in a
-    different order.
-    """
+    """One verdict for devices that wait for each other, as their hosts queued calls in different orders."""
     waiting = devices.find_waiters_of(devices.cycle)
     involved = devices.cycle | waiting
     age_s = _get_suspicious_age_s(context, devices, involved, involved)
@@ -134,9 +127,8 @@ def _diagnose_stuck_devices(context: DiagnosisContext, devices: DeviceGraph) -> 
         return
     first = min(culprits)
     group = devices.fronts[first][0]
-    members = context.streams_by_group.get(group.streams[first].group.key, {})
     # Where the calls differ, devices that lag are no culprits.
-    agreement = check_agreement(context, members, group.ranks, group.get_seq(first))
+    agreement = check_agreement(context, group.streams[first].group, group.get_seq(first))
     due_after_s = context.limits.stall_after_s
     if agreement.may_become_known:
         due_after_s += MAX_EVIDENCE_WAIT_S
@@ -261,24 +253,25 @@ def make_stalled_verdict(
     first = group.ranks[0]
     stream = group.streams[first]
     seq = group.get_seq(first)
-    position = describe_position(stream.group, seq)
-    members = context.streams_by_group.get(stream.group.key, {})
-    agreement = check_agreement(context, members, group.ranks, seq)
-    return Verdict(
-        kind=VerdictKind.NO_PROGRESS,
-        severity=KINDS[VerdictKind.NO_PROGRESS].severity,
-        culprits=(),
-        waiting=tuple(sorted(waiting)),
-        group=stream.group,
-        seq=seq,
-        calls=group.get_call(first),
-        began_at=devices.get_unchanged_since(group.ranks),
-        is_confirmed=due,
-        summary=agreement.describe("none finishes", group.get_op(first), first, position),
-        advice=format_stalled_device_advice(
-            records_starts=group.records_starts, are_equal=agreement.is_known
-        ),
+    agreement = check_agreement(context, stream.group, seq)
+    if group.records_starts and agreement.is_known:
+        advice = (
+            "Every device has begun the call, so check the network between them and its drivers."
+        )
+    else:
+        advice = format_lower_layers_advice(are_equal=agreement.is_known)
+        if not group.records_starts:
+            advice = f"{advice} A device may be stuck before the call: {_TIMING_HINT}"
+    verdict = make_no_progress_verdict(
+        stream,
+        first,
+        waiting,
+        devices.get_unchanged_since(group.ranks),
+        due=due,
+        summary=agreement.describe("none finishes", group.get_op(first), first),
+        advice=advice,
     )
+    return replace(verdict, seq=seq, calls=group.get_call(first))
 
 
 def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
@@ -295,7 +288,12 @@ def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
         return
     waiting.sort(key=lambda process: process.rank)
     began_at = max(map(_get_advanced_at, attempt.processes.values()))
-    age_s = min(map(_get_known_until, waiting)) - began_at
+    # The time until which no rank is known to have made a further call, and no device progress.
+    known_until = [
+        get_still_until(process) if _has_unfinished_count(process) else process.reports.last_seen_at
+        for process in waiting
+    ]
+    age_s = min(known_until) - began_at
     if age_s < context.limits.suspicion_delay_s:
         return
     ranks = tuple(process.rank for process in waiting)
@@ -370,13 +368,6 @@ def _has_unfinished_count(process: Process) -> bool:
     return any(device.completed != device.enqueued for device in devices if device is not None)
 
 
-def _get_known_until(process: Process) -> float:
-    """The time until which a rank is known to have made no further call, and its device no progress."""
-    if _has_unfinished_count(process):
-        return get_still_until(process)
-    return process.reports.last_seen_at
-
-
 def _is_seen_waiting(process: Process, since: float) -> bool | None:
     """Whether a stack shows that a rank's host waits; None if there is no evidence. Without counters, only
     a host that is still inside torch.distributed is known to wait for its call.
@@ -433,13 +424,3 @@ def format_stuck_device_advice(ranks: tuple[int, ...], *, records_starts: bool) 
     if records_starts or len(ranks) == 1:
         return advice
     return f"{advice} Any of them may be the one that is stuck: {_TIMING_HINT}"
-
-
-def format_stalled_device_advice(*, records_starts: bool, are_equal: bool) -> str:
-    """The advice; ``are_equal`` says that the calls of all members were compared."""
-    if records_starts and are_equal:
-        return "Every device has begun the call, so check the network between them and its drivers."
-    advice = format_lower_layers_advice(are_equal=are_equal)
-    if records_starts:
-        return advice
-    return f"{advice} A device may be stuck before the call: {_TIMING_HINT}"

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from hangwatch.model.calls import UNKNOWN_OP, Call, Signature, Site, StreamKind
 from hangwatch.model.groups import Group, GroupKey
@@ -30,16 +31,11 @@ from hangwatch.tracking.process import Process
 
 from ..alignment import MAX_WINDOW_CALLS
 from ..call_classes import HashClass, classify_members
-from ..context import (
-    DiagnosisContext,
-    EvidenceRequest,
-    get_last_seen_at,
-    select_waits,
-)
+from ..context import DiagnosisContext, EvidenceRequest, get_last_seen_at, select_waits
 from ..graph.devices import get_first_unfinished
 from ..graph.waits import get_new_group_ranks
 from ..messages import describe_mismatch, describe_position, describe_ranks
-from .failures import get_failure_time, has_failed_exit, was_terminated
+from .ended import get_failure_time, has_failed_exit, was_terminated
 
 # A rank that fails within this many calls, and `FAILED_SOON_S`, after a mismatched call that completed
 # is taken to have failed because of it.
@@ -70,8 +66,8 @@ _FIELD_READERS: dict[str, Callable[[Signature], object]] = {
 
 def diagnose_call_mismatches(context: DiagnosisContext) -> None:
     """One verdict for each group whose members made different calls at the same position."""
-    mismatches = find_call_mismatches(context.streams_by_group, context.attempt.diverged_groups)
-    for mismatch in mismatches:
+    diverged_groups = context.attempt.diverged_groups
+    for mismatch in find_call_mismatches(context.streams_by_group, diverged_groups):
         _diagnose_call_mismatch(context, mismatch)
 
 
@@ -104,7 +100,6 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
         }
         waiting = (delayed | context.graph.find_waiters_of(delayed | outliers)) - outliers
     kind = VerdictKind.GROUP_MISMATCH if is_setup else VerdictKind.MISMATCH
-    entry_times = [members[rank].entered_at for rank in mismatch.reported_ranks]
     is_complete = not mismatch.calls_to_fetch and not _is_majority_undecided(context, mismatch)
     verdict = Verdict(
         kind=kind,
@@ -116,7 +111,7 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
         differing_fields=mismatch.differing_fields,
         calls=mismatch.calls,
         waits=select_waits(context, waiting),
-        began_at=min(entry_times, default=context.now),
+        began_at=min(members[rank].entered_at for rank in mismatch.reported_ranks),
         is_confirmed=is_complete or _is_evidence_overdue(context, mismatch),
         summary=describe_mismatch(
             mismatch.outliers,
@@ -164,9 +159,7 @@ def _may_be_inside(stream: CallStream, seq: int) -> bool:
 
 
 def _is_harmless(context: DiagnosisContext, mismatch: CallMismatch) -> bool:
-    """Whether all members got past the mismatch: then it delays no rank, and a later hang has its
-    own cause.
-    """
+    """Whether all members got past the mismatch, so that a later hang has a cause of its own."""
     members = mismatch.members
     for seq in {s.first_unfinished for s in members.values() if s.is_pending}:
         calls = [stream.calls.get(seq) for stream in members.values()]
@@ -187,8 +180,8 @@ def _is_harmless(context: DiagnosisContext, mismatch: CallMismatch) -> bool:
 
 def _is_evidence_overdue(context: DiagnosisContext, mismatch: CallMismatch) -> bool:
     """Whether the verdict has waited long enough for what is missing: then what is certain is reported."""
-    report_times = [get_last_seen_at(context, rank) for rank in mismatch.reported_ranks]
-    if context.now - max(report_times, default=context.now) > MAX_EVIDENCE_WAIT_S:
+    last_report_at = max(get_last_seen_at(context, rank) for rank in mismatch.reported_ranks)
+    if context.now - last_report_at > MAX_EVIDENCE_WAIT_S:
         return True
     state = mismatch.members[mismatch.reported_ranks[0]].group_state
     if state is None or not state.diverged:
@@ -207,10 +200,7 @@ def _is_evidence_overdue(context: DiagnosisContext, mismatch: CallMismatch) -> b
 
 def _find_site_of(calls: Iterable[CallClass], ranks: Iterable[int]) -> Site | None:
     """The call site of the first class of calls that only ``ranks`` made."""
-    for call_class in calls:
-        if set(call_class.ranks).issubset(ranks):
-            return call_class.call.site
-    return None
+    return next((c.call.site for c in calls if set(c.ranks).issubset(ranks)), None)
 
 
 def _was_group_made_elsewhere(context: DiagnosisContext, mismatch: CallMismatch) -> bool:
@@ -249,9 +239,7 @@ def _failed_at_call(process: Process, stream: CallStream, seq: int) -> bool:
 
 
 def _is_majority_undecided(context: DiagnosisContext, mismatch: CallMismatch) -> bool:
-    """Whether members that have not made the call yet, and may be about to, decide which side is
-    the minority.
-    """
+    """Whether members that may be about to make the call decide which side is the minority."""
     reported_ranks = mismatch.reported_ranks
     group_size = len(mismatch.group.ranks)
     largest_class = max(map(len, mismatch.classes))
@@ -339,43 +327,34 @@ def find_call_mismatches(
     streams_by_group: dict[GroupKey, dict[int, CallStream]], diverged_groups: Collection[GroupKey]
 ) -> list[CallMismatch]:
     """The first difference in each group that has one: only ``diverged_groups`` can."""
-    if not diverged_groups:
-        return []
     mismatches: list[CallMismatch] = []
     for key, members in streams_by_group.items():
         divergence = find_divergence(members) if key in diverged_groups else None
-        if divergence is not None:
-            mismatches.append(_make_call_mismatch(key, members, divergence, streams_by_group))
+        if divergence is None:
+            continue
+        seq = divergence.first_different
+        classes, unclassified = classify_members(members, seq)
+        calls: list[CallClass] = []
+        for _, ranks in classes if divergence.is_exact else ():
+            known = (members[rank].calls.get(seq) for rank in ranks)
+            call = next((c for c in known if c is not None and c.signature.op != UNKNOWN_OP), None)
+            if call is not None:
+                calls.append(CallClass(ranks=tuple(ranks), call=call))
+        any_stream = next(iter(members.values()))
+        mismatch = CallMismatch(
+            group=any_stream.group,
+            kind=any_stream.kind,
+            members=members,
+            seq=seq,
+            last_equal=divergence.last_equal,
+            classes=tuple(tuple(ranks) for _, ranks in classes),
+            outliers=_find_outliers(key, seq, classes, streams_by_group),
+            calls=tuple(calls),
+            differing_fields=_compare_fields([c.call.signature for c in calls]),
+            calls_to_fetch=_list_calls_to_fetch(members, divergence, classes, unclassified),
+        )
+        mismatches.append(mismatch)
     return mismatches
-
-
-def _make_call_mismatch(
-    key: GroupKey,
-    members: dict[int, CallStream],
-    divergence: DivergenceBounds,
-    streams_by_group: dict[GroupKey, dict[int, CallStream]],
-) -> CallMismatch:
-    seq = divergence.first_different
-    classes, unclassified = classify_members(members, seq)
-    calls: list[CallClass] = []
-    for _, ranks in classes if divergence.is_exact else ():
-        known = (members[rank].calls.get(seq) for rank in ranks)
-        call = next((c for c in known if c is not None and c.signature.op != UNKNOWN_OP), None)
-        if call is not None:
-            calls.append(CallClass(ranks=tuple(ranks), call=call))
-    any_stream = next(iter(members.values()))
-    return CallMismatch(
-        group=any_stream.group,
-        kind=any_stream.kind,
-        members=members,
-        seq=seq,
-        last_equal=divergence.last_equal,
-        classes=tuple(tuple(ranks) for _, ranks in classes),
-        outliers=_find_outliers(key, seq, classes, streams_by_group),
-        calls=tuple(calls),
-        differing_fields=_compare_fields([c.call.signature for c in calls]),
-        calls_to_fetch=_list_calls_to_fetch(members, divergence, classes, unclassified),
-    )
 
 
 def _list_calls_to_fetch(
@@ -395,9 +374,9 @@ def _list_calls_to_fetch(
         # calls of the first are lost.
         if any(_knows_calls(members[rank], window, divergence.last_equal) for rank in ranks):
             continue
-        answered = [rank for rank in ranks if members[rank].has_answered(window)]
-        if len(answered) < _MAX_ANSWERS_PER_CLASS:
-            to_fetch += [(rank, window) for rank in ranks if rank not in answered][:1]
+        unanswered = [rank for rank in ranks if not members[rank].has_answered(window)]
+        if len(ranks) - len(unanswered) < _MAX_ANSWERS_PER_CLASS:
+            to_fetch += [(rank, window) for rank in unanswered[:1]]
     at_seq = CallWindow(seq, seq)
     for rank in unclassified:
         if not members[rank].has_answered(at_seq):
@@ -417,9 +396,7 @@ def choose_window(divergence: DivergenceBounds) -> CallWindow:
 
 
 def _knows_calls(stream: CallStream, window: CallWindow, last_equal: int) -> bool:
-    """Whether the calls of a window that came after call ``last_equal`` are known; of a sparse window,
-    whether their hashes are.
-    """
+    """Whether a window's calls after ``last_equal`` are known; of a sparse window, their hashes."""
     if window.step > 1:
         first = -(-window.first // window.step) * window.step
         hashes = stream.hashes_by_seq
@@ -436,47 +413,27 @@ def _find_outliers(
     classes: list[HashClass],
     streams_by_group: dict[GroupKey, dict[int, CallStream]],
 ) -> tuple[int, ...]:
-    """All ranks but the majority. On a tie, similar groups decide, such as the other
-    tensor-parallel groups; if they do not, all ranks.
+    """All ranks but the majority. On a tie, similar groups decide, such as the other tensor-parallel
+    groups: each of them counts for the classes whose hash one of its members has. If they do not, all
+    ranks.
     """
     majority_hash: int | None = classes[0][0]
-    if len(classes) > 1 and len(classes[0][1]) == len(classes[1][1]):
-        votes = _count_similar_groups(key, seq, classes, streams_by_group)
-        ranked = sorted(votes, key=lambda running_hash: -votes[running_hash])
-        majority_hash = ranked[0]
-        if votes[ranked[0]] == votes[ranked[1]]:
-            majority_hash = None
-    outliers: list[int] = []
-    for running_hash, ranks in classes:
-        if running_hash != majority_hash:
-            outliers += ranks
-    return tuple(sorted(outliers))
-
-
-def _count_similar_groups(
-    key: GroupKey,
-    seq: int,
-    classes: list[HashClass],
-    streams_by_group: dict[GroupKey, dict[int, CallStream]],
-) -> dict[int, int]:
-    """The number of similar groups in which a member has the hash of a class, by hash."""
-    votes = {running_hash: 0 for running_hash, _ in classes}
-    generation, _, ranks, world_size = key
-    for other_key, members in streams_by_group.items():
-        other_generation, _, other_ranks, other_world_size = other_key
-        is_similar = (
-            (other_generation, other_world_size) == (generation, world_size)
-            and len(other_ranks) == len(ranks)
-            and other_key != key
-        )
-        if not is_similar:
-            continue
-        reported: set[int] = set()
-        for history in list_histories(members.values()):
-            reported.update(value for at, value in history if at == seq)
-        for running_hash in reported & votes.keys():
-            votes[running_hash] += 1
-    return votes
+    if len(classes[0][1]) == len(classes[1][1]):
+        votes = {running_hash: 0 for running_hash, _ in classes}
+        for other_key, members in streams_by_group.items():
+            generation, _, ranks, world_size = other_key
+            is_same_world = (generation, world_size) == (key[0], key[3])
+            if not is_same_world or len(ranks) != len(key[2]) or other_key == key:
+                continue
+            reported: set[int] = set()
+            for history in list_histories(members.values()):
+                reported.update(value for at, value in history if at == seq)
+            for running_hash in reported & votes.keys():
+                votes[running_hash] += 1
+        first, second, *_ = sorted(votes, key=lambda running_hash: -votes[running_hash])
+        majority_hash = first if votes[first] > votes[second] else None
+    minorities = [class_ranks for value, class_ranks in classes if value != majority_hash]
+    return tuple(sorted(chain.from_iterable(minorities)))
 
 
 def _compare_fields(signatures: list[Signature]) -> tuple[str, ...]:
@@ -498,30 +455,12 @@ def _compare_fields(signatures: list[Signature]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitExchange:
-    """What one rank of an all-to-all sends to another one, and what the receiver expects from it,
-    in elements.
-    """
+    """What a rank of an all-to-all sends to another one and what that expects, in elements."""
 
     sender: int
     receiver: int
     sent: float
     expected: float
-
-    def describe(self, outliers: Collection[int]) -> str:
-        """The clause that the sizes do not fit, starting with the outlier."""
-        if self.receiver in outliers:
-            return (
-                f"rank {self.receiver} expects {_format_elements(self.expected)} from rank"
-                f" {self.sender}, which sends {self.sent:.12g}"
-            )
-        return (
-            f"rank {self.sender} sends {_format_elements(self.sent)} to rank {self.receiver}, which"
-            f" expects {self.expected:.12g}"
-        )
-
-
-def _format_elements(count: float) -> str:
-    return f"{count:.12g} element{'s' if count != 1 else ''}"
 
 
 def _compare_channel(
@@ -562,9 +501,7 @@ def _compare_splits(context: DiagnosisContext, members: dict[int, CallStream]) -
     for seq, calls in sorted(calls_by_seq.items()):
         conflicts = list(_find_split_conflicts(group, calls))
         if conflicts:
-            outliers, classes, summary = _summarize_conflicts(group, seq, calls, conflicts)
-            callers = {rank: members[rank] for rank in sorted(calls)}
-            _accuse_callers(context, callers, outliers, seq, ("splits",), classes, summary)
+            _accuse_split_outliers(context, members, seq, calls, conflicts)
             return
 
 
@@ -579,38 +516,46 @@ def _find_split_conflicts(group: Group, calls: dict[int, Call]) -> Iterator[Spli
                 yield SplitExchange(sender=sender, receiver=receiver, sent=sent, expected=expected)
 
 
-def _summarize_conflicts(
-    group: Group, seq: int, calls: dict[int, Call], conflicts: list[SplitExchange]
-) -> tuple[tuple[int, ...], tuple[CallClass, ...], str]:
-    """The ranks with the most conflicts, the calls to show, and the summary. It describes the first of
-    these conflicts in which both sizes are known.
-    """
+def _accuse_split_outliers(
+    context: DiagnosisContext,
+    members: dict[int, CallStream],
+    seq: int,
+    calls: dict[int, Call],
+    conflicts: list[SplitExchange],
+) -> None:
+    """Accuses the ranks with the most conflicts; the summary has the first with known sizes."""
     counts: Counter[int] = Counter()
     for conflict in conflicts:
         counts.update((conflict.sender, conflict.receiver))
     most = max(counts.values())
     outliers = tuple(sorted(rank for rank, count in counts.items() if count == most))
+    known = [conflict for conflict in conflicts if min(conflict.sent, conflict.expected) >= 0]
     exchange = next(
-        (
-            conflict
-            for conflict in conflicts
-            if (conflict.sender in outliers or conflict.receiver in outliers)
-            and min(conflict.sent, conflict.expected) >= 0
-        ),
+        (c for c in known if not {c.sender, c.receiver}.isdisjoint(outliers)),
         None,
     )
     shown_first = outliers[:_MAX_OUTLIERS_FIRST]
     if exchange is not None:
         shown_first += (exchange.sender, exchange.receiver)
     classes = _group_by_splits(calls, shown_first, outliers)
+    callers = {rank: members[rank] for rank in sorted(calls)}
+    group = next(iter(members.values())).group
     if exchange is None:
         summary = describe_mismatch(outliers, classes, ("splits",), group, seq)
     else:
-        op = classes[0].call.signature.op
-        summary = f"{exchange.describe(outliers)} ({op}, {describe_position(group, seq)})"
+        position = describe_position(group, seq)
+        sender, receiver = f"rank {exchange.sender}", f"rank {exchange.receiver}"
+        sent, expected = f"{exchange.sent:.12g}", f"{exchange.expected:.12g}"
+        if exchange.receiver in outliers:
+            noun = "element" if exchange.expected == 1 else "elements"
+            clause = f"{receiver} expects {expected} {noun} from {sender}, which sends {sent}"
+        else:
+            noun = "element" if exchange.sent == 1 else "elements"
+            clause = f"{sender} sends {sent} {noun} to {receiver}, which expects {expected}"
+        summary = f"{clause} ({classes[0].call.signature.op}, {position})"
         if not {exchange.sender, exchange.receiver}.issuperset(outliers):
             summary += f"; the sizes of {describe_ranks(outliers)} have the most conflicts"
-    return outliers, classes, summary
+    _accuse_callers(context, callers, outliers, seq, ("splits",), classes, summary)
 
 
 def _group_by_splits(

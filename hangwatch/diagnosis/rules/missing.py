@@ -6,12 +6,12 @@ ranks that are not recorded. Whether they made the call is not known.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.model.limits import MIN_WAIT_S, SECOND_SAMPLE_S
+from hangwatch.model.limits import MIN_WAIT_S, REPORT_JITTER_S, SECOND_SAMPLE_S
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
 from hangwatch.tracking.process import FreezeReason, Process
@@ -26,21 +26,18 @@ from ..context import (
     iter_alive,
     request_stacks,
 )
-from ..graph.edges import WaitEdge
+from ..graph.edges import BlockedCall, WaitEdge
 from ..graph.progress import find_working_threads, is_waiting_for_rank, needs_another_sample
 from ..graph.waits import is_not_initialized, shows_all_members
 from ..messages import Messages, describe_not_entered, describe_ranks, format_waiter_count
-from .absence import make_absence_verdict
-from .chain_ends import (
+from .absence import (
     KIND_PRECEDENCE,
-    LongestWaits,
-    collect_longest_waits,
     get_unable_kind,
     is_in_phase,
     is_working,
+    make_absence_verdict,
 )
 
-_ABSENT_KINDS = (VerdictKind.MISSING_RANK, VerdictKind.SLOW_RANK)
 _SIMULTANEOUS_SHARE = 0.9  # culprits are awaited for at least this share of the longest wait
 
 _OUTSIDE_ADVICE = (
@@ -57,8 +54,7 @@ _UNWATCHED_ADVICE = (
 def diagnose_chain_ends(context: DiagnosisContext) -> None:
     """One verdict for each set of chain ends that delay some rank in common."""
     graph = context.graph
-    chain_ends = graph.find_chain_ends() - graph.stuck_streams.keys() - graph.uncounted_waits.keys()
-    chain_ends -= graph.unrecorded_waits.keys()
+    chain_ends = graph.find_chain_ends() - graph.get_waiting_ranks()
     if len(chain_ends) > MAX_URGENT_SUSPECTS:
         groups = graph.iter_waiter_groups()
         since = min([b.began_at for group in groups for b in group], default=context.now)
@@ -93,6 +89,78 @@ def _find_unable_ranks(context: DiagnosisContext, ranks: Collection[int]) -> set
     }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LongestWaits:
+    """The longest waits for one rank. Ranks with the same waiters share one object."""
+
+    blocked_calls: list[BlockedCall]
+    began_at: float
+    last_began_at: float  # when the last of all waiting ranks entered its call
+    # The time until which each wait is known to last, and when it began.
+    known_intervals: list[tuple[float, float]]
+    longest_s: float  # the longest known duration
+
+
+def collect_longest_waits(
+    context: DiagnosisContext, chain_ends: set[int]
+) -> dict[int, LongestWaits]:
+    """The longest waits for each chain end, except those for which only deadlocked ranks wait."""
+    # The longest waits of each waiter group, and when the last of all its waits began.
+    waiter_groups: list[tuple[list[BlockedCall], float]] = []
+    groups_by_end: dict[int, list[int]] = {}  # indices in `waiter_groups`
+    for blocked_calls in context.graph.iter_waiter_groups():
+        awaited_ends = chain_ends.intersection(blocked_calls[0].awaited)
+        if not awaited_ends:
+            continue
+        waiter_group = _select_longest(context, blocked_calls)
+        if waiter_group is None:
+            continue
+        for rank in awaited_ends:
+            groups_by_end.setdefault(rank, []).append(len(waiter_groups))
+        waiter_groups.append(waiter_group)
+    waits_by_indices: dict[tuple[int, ...], LongestWaits] = {}
+    waits_by_end: dict[int, LongestWaits] = {}
+    for rank, indices in groups_by_end.items():
+        waits = waits_by_indices.get(tuple(indices))
+        if waits is None:
+            longest = [blocked for index in indices for blocked in waiter_groups[index][0]]
+            intervals = [(get_state_known_until(context, b.rank), b.began_at) for b in longest]
+            waits = waits_by_indices[tuple(indices)] = LongestWaits(
+                blocked_calls=longest,
+                began_at=min(blocked.began_at for blocked in longest),
+                last_began_at=max(waiter_groups[index][1] for index in indices),
+                known_intervals=intervals,
+                longest_s=max(until - began_at for until, began_at in intervals),
+            )
+        waits_by_end[rank] = waits
+    return waits_by_end
+
+
+def _select_longest(
+    context: DiagnosisContext, blocked_calls: Iterable[BlockedCall]
+) -> tuple[list[BlockedCall], float] | None:
+    """The waits that may be the longest: each other one began later and is known for no longer. With it,
+    when the last of all waits began. None if all of the ranks are deadlocked.
+    """
+    # The waits by when they began: sorting 100,000 pairs would block all threads for too long.
+    longest_by_start: dict[float, tuple[float, BlockedCall]] = {}
+    for blocked in blocked_calls:
+        if blocked.rank in context.deadlocked_ranks:
+            continue
+        known_until = get_state_known_until(context, blocked.rank)
+        former = longest_by_start.get(blocked.began_at)
+        if former is None or known_until > former[0]:
+            longest_by_start[blocked.began_at] = known_until, blocked
+    longest: list[BlockedCall] = []
+    latest_known_until = float("-inf")
+    for began_at in sorted(longest_by_start):
+        known_until, blocked = longest_by_start[began_at]
+        if known_until > latest_known_until:
+            longest.append(blocked)
+            latest_known_until = known_until
+    return (longest, max(longest_by_start)) if longest else None
+
+
 @dataclass(slots=True)
 class _ChainEnds:
     """The ends of wait chains that delay the same ``victims``."""
@@ -116,7 +184,7 @@ class _ChainEnds:
             if not ends:
                 return
         outside = [rank for rank in ends if rank < 0]
-        if outside and len(outside) == len(ends):
+        if len(outside) == len(ends):
             self._accuse_outside_members(outside)
             return
         context.explained_ranks.update(outside)
@@ -128,7 +196,8 @@ class _ChainEnds:
         ends = [rank for rank in ends if rank not in unwatched]
         kinds = self._classify_ends(ends)
         # The ranks that are alive in their own code.
-        absent = {rank for rank, kind in kinds.items() if kind in _ABSENT_KINDS}
+        absent_kinds = (VerdictKind.MISSING_RANK, VerdictKind.SLOW_RANK)
+        absent = {rank for rank, kind in kinds.items() if kind in absent_kinds}
         self.possible_victims = self._find_possible_victims(absent)
         spared = set()
         if self.possible_victims and any(map(self._is_working, absent - self.possible_victims)):
@@ -156,31 +225,38 @@ class _ChainEnds:
         are kept: only they delay the waiting ranks.
         """
         kinds = {rank: self._classify_end(rank) for rank in ends}
-        alternatives = {
+        alternatives = [
             rank
             for rank in ends
             if all(blocked.any_suffices for blocked in self.waits_by_end[rank].blocked_calls)
-        }
-        precedences = [KIND_PRECEDENCE.index(kinds[rank]) for rank in alternatives]
-        closest = max(precedences, default=0)
-        return {
-            rank: kind
-            for rank, kind in kinds.items()
-            if rank not in alternatives or KIND_PRECEDENCE.index(kind) == closest
-        }
+        ]
+        precedences = {rank: KIND_PRECEDENCE.index(kinds[rank]) for rank in alternatives}
+        closest = max(precedences.values(), default=0)
+        for rank in alternatives:
+            if precedences[rank] < closest:
+                del kinds[rank]
+        return kinds
 
     def _classify_end(self, rank: int) -> VerdictKind:
         context, waits = self.context, self.waits_by_end[rank]
+        blocked_calls = waits.blocked_calls
         process = context.attempt.processes.get(rank)
         unable_kind = get_unable_kind(context, rank)
         if unable_kind is not None:
             return unable_kind
         if rank in context.graph.silent_ranks:
             return VerdictKind.LOST_NODE
-        # Declared calls need no init_process_group, and a rank of another world can still make them.
-        if process is None or (is_not_initialized(process) and not waits.all_declared):
+        # Calls that `hangwatch.collective` declares, or of groups that the world does not number, need
+        # no init_process_group, and a rank of another world can still make them.
+        if process is None or (
+            is_not_initialized(process)
+            and not all(b.stream.group.is_declared or b.stream.group.foreign for b in blocked_calls)
+        ):
             return VerdictKind.STARTUP_STALL
-        is_first_setup_awaited = any(blocked.awaited[rank] == 1 for blocked in waits.setup_calls)
+        is_first_setup_awaited = any(
+            blocked.stream.kind is StreamKind.SETUP and blocked.awaited[rank] == 1
+            for blocked in blocked_calls
+        )
         if is_first_setup_awaited and not any(
             stream.kind is StreamKind.SETUP for stream in process.streams.values()
         ):
@@ -208,38 +284,26 @@ class _ChainEnds:
             if process.samples and not is_in_phase(self.context, process):
                 began_at = self.waits_by_end[rank].began_at
                 waits_for_rank[rank] = is_waiting_for_rank(process, began_at)
-        if True not in waits_for_rank.values():
-            return set()
-        victims = set()
-        for rank in absent:
-            waits = waits_for_rank.get(rank)
-            if waits is None:
-                waits = not self._is_working(rank)
-            if waits:
-                victims.add(rank)
-        return victims
+        victims = {rank for rank, waits in waits_for_rank.items() if waits}
+        if not victims:
+            return victims
+        unknown = [rank for rank in absent if waits_for_rank.get(rank) is None]
+        return victims.union(rank for rank in unknown if not self._is_working(rank))
 
     def _get_age_s(self, rank: int) -> float:
-        """How long other ranks are known to have waited for the rank, without the time in which it was,
-        or may have been, blocked itself.
-        """
+        """How long ranks are known to have waited for this one while it was not blocked itself."""
         context, waits = self.context, self.waits_by_end[rank]
         process = context.attempt.processes.get(rank)
-        if rank in context.graph.newly_released_ranks:
-            return 0.0
-        if process is not None and self._has_stale_completions(process):
+        has_stale_completions = process is not None and self._has_stale_completions(process)
+        if rank in context.graph.newly_released_ranks or has_stale_completions:
             return 0.0
         known_until = context.now
         if rank not in context.graph.silent_ranks:
             known_until = get_state_known_until(context, rank)
-        if known_until <= waits.began_at:
-            return 0.0
         # The last rank to arrive may have delayed the others, if they waited for it as well.
         freed_at = self._get_last_entered_at(waits) if rank in self.possible_victims else 0.0
         earliest = self._get_accountable_since(rank, freed_at)
-        blocked_from, blocked_until = (
-            process.blocked_interval if process is not None else (0.0, 0.0)
-        )
+        blocked_from, blocked_until = (0.0, 0.0) if process is None else process.blocked_interval
         longest_s = 0.0
         for wait_known_until, began_at in waits.known_intervals:
             first = max(earliest, began_at)
@@ -281,8 +345,22 @@ class _ChainEnds:
             return began_at
         return max(began_at, self.context.attempt.opened_at)
 
-    def _find_longest_awaited(self, ranks: Collection[int]) -> int:
-        return min(ranks, key=lambda rank: self.waits_by_end[rank].began_at)
+    def _find_first_edge(self, ranks: Collection[int]) -> WaitEdge:
+        """The wait for the longest awaited of the ranks that began first. If several waits of its group
+        began within the error of the reported times, it is the one in the call with the lowest number:
+        the later calls are missing for the same reason.
+        """
+        awaited = min(ranks, key=lambda rank: self.waits_by_end[rank].began_at)
+        blocked_calls = self.waits_by_end[awaited].blocked_calls
+        first = min(blocked_calls, key=lambda blocked: blocked.began_at)
+        simultaneous = [
+            blocked
+            for blocked in blocked_calls
+            if blocked.began_at - first.began_at <= REPORT_JITTER_S
+            and blocked.stream.group is first.stream.group
+        ]
+        oldest = min(simultaneous, key=lambda b: (b.awaited[awaited], b.began_at))
+        return oldest.make_edge(awaited)
 
     def _accuse_first_kind(self, ranks_by_kind: dict[VerdictKind, list[int]]) -> None:
         """Accuses the ranks of the kind that comes first, without those that were only just missed."""
@@ -293,15 +371,15 @@ class _ChainEnds:
         age_s = max(ages_s.values())
         if kind not in (VerdictKind.EXITED_RANK, VerdictKind.FROZEN_RANK):
             threshold_s = min(age_s, context.limits.stall_after_s) * _SIMULTANEOUS_SHARE
-            ranks = [rank for rank in ranks if ages_s[rank] >= threshold_s] or ranks
+            ranks = [rank for rank in ranks if ages_s[rank] >= threshold_s]
         began_at = min(
             self._get_accountable_since(rank, self.waits_by_end[rank].began_at) for rank in ranks
         )
-        first = self._find_longest_awaited(ranks)
+        edge = self._find_first_edge(ranks)
         devices = context.graph.get_devices()
-        # Hosts run ahead of their devices: what these wait for comes first.
-        device_edge = None if devices is None else devices.find_longest_wait((first,))
-        edge = device_edge or self.waits_by_end[first].make_first_edge(first)
+        if devices is not None:
+            # Hosts run ahead of their devices: what these wait for comes first.
+            edge = devices.find_longest_wait((edge.wait.on_rank,)) or edge
         victims = self.victims
         if kind is VerdictKind.LOST_NODE:
             ranks = find_silent_node_mates(context, ranks)
@@ -309,13 +387,10 @@ class _ChainEnds:
         culprits = tuple(sorted(ranks))
         waiting = (victims | context.find_waiting_devices(culprits)).difference(culprits)
         alive = list(iter_alive(context, culprits))
-        first_process = context.attempt.processes.get(culprits[0])
-        is_stopped = (
-            kind is VerdictKind.FROZEN_RANK
-            and first_process is not None
-            and first_process.freeze_reason(context.now) is FreezeReason.STOPPED
-        )
-        is_immediate = kind is VerdictKind.EXITED_RANK or is_stopped
+        is_immediate = kind is VerdictKind.EXITED_RANK
+        if kind is VerdictKind.FROZEN_RANK:
+            process = context.attempt.processes[culprits[0]]
+            is_immediate = process.freeze_reason(context.now) is FreezeReason.STOPPED
         limit_s = context.limits.stall_after_s
         if is_immediate:
             limit_s = max(context.limits.settle_s, MIN_WAIT_S)
@@ -364,13 +439,16 @@ class _ChainEnds:
         own_victims = {rank for rank in self.victims if rank >= 0}
         is_long = max(map(self._get_age_s, ranks)) >= context.limits.slow_limit_s
         kind = VerdictKind.MISSING_RANK if is_long else VerdictKind.SLOW_RANK
-        first = self._find_longest_awaited(ranks)
-        edge = self.waits_by_end[first].make_first_edge(first)
+        edge = self._find_first_edge(ranks)
         calls = find_missing_call(context, edge, own_victims)
-        inside = calls[0].ranks if calls else ()
-        position = (edge.op, edge.group, edge.seq)
         summary = describe_not_entered(
-            ranks, *position, len(own_victims), edge.rank_at_other_end, inside
+            ranks,
+            edge.op,
+            edge.group,
+            edge.seq,
+            len(own_victims),
+            edge.rank_at_other_end,
+            ranks_inside=calls[0].ranks if calls else (),
         )
         self._accuse_no_rank(kind, ranks, own_victims, edge, (summary, _OUTSIDE_ADVICE))
 
@@ -400,8 +478,7 @@ class _ChainEnds:
 
     def _accuse_unwatched_ranks(self, ranks: tuple[int, ...]) -> None:
         """Adds a warning at first, as for a late start: the unwatched ranks may be at work."""
-        first = self._find_longest_awaited(ranks)
-        edge = self.waits_by_end[first].make_first_edge(first)
+        edge = self._find_first_edge(ranks)
         are, they = ("are", "they") if len(ranks) > 1 else ("is", "it")
         summary = (
             f"{format_waiter_count(len(self.victims))} in {edge.op} for {describe_ranks(ranks)}, which"
@@ -427,7 +504,7 @@ class _ChainEnds:
         """Opens a verdict without culprits on the waits for ``ends``, of which little is known."""
         context = self.context
         is_due = max(map(self._get_age_s, ends)) >= context.limits.stall_after_s
-        began_at = self.waits_by_end[self._find_longest_awaited(ends)].began_at
+        began_at = self.waits_by_end[edge.wait.on_rank].began_at
         verdict = make_absence_verdict(
             context, kind, (), victims, edge, began_at, due=is_due, messages=messages
         )

@@ -14,11 +14,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from hangwatch.model.calls import StreamKind
+from hangwatch.model.groups import Group
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS, CallStream, CallWindow, GroupState
 
+from ..call_classes import classify_members
 from ..context import (
     DiagnosisContext,
     EvidenceRequest,
@@ -34,24 +36,72 @@ from ..messages import (
     format_lower_layers_advice,
     format_more_calls,
 )
-from .agreement import check_agreement
 
 DIFFERENT_MASTERS_ADVICE = "MASTER_ADDR and MASTER_PORT must be the same on every rank."
+_MAX_REQUESTED_RANKS = 8  # later hashes show to which side the other ranks belong
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallAgreement:
+    """What is known of whether all members of ``group`` made the same call ``seq``."""
+
+    group: Group
+    seq: int
+    is_known: bool  # the running hashes of all members are equal there
+    is_different: bool  # some of them are known to differ
+    may_become_known: bool  # hashes were requested and have not arrived
+
+    def describe(self, ending: str, op: str, caller: int) -> str:
+        """The clause that all ranks entered the call, and what came of it. It says that this was the
+        same call only if that is known. ``op`` is what ``caller`` called.
+        """
+        count, position = len(self.group.ranks), describe_position(self.group, self.seq)
+        if self.is_known:
+            return f"all {count} ranks made the same call and {ending}: {op} ({position})"
+        if self.is_different:
+            doubt = "their calls have not been the same since an earlier one"
+        elif self.may_become_known:
+            doubt = "whether they made the same call is not known yet"
+        else:
+            doubt = "whether they made the same call is not known"
+        entered = f"all {count} ranks entered call {self.seq} and {ending}"
+        return f"{entered}: {op} on rank {caller} ({position}); {doubt}"
+
+
+def check_agreement(context: DiagnosisContext, group: Group, seq: int) -> CallAgreement:
+    """Compares call ``seq`` of the members, and requests what is missing for that."""
+    members = context.streams_by_group.get(group.key, {})
+    streams = {rank: members[rank] for rank in group.ranks if rank in members}
+    classes, unclassified = classify_members(streams, seq)
+    classified_count = sum(len(class_ranks) for _, class_ranks in classes)
+    window = CallWindow(seq, seq)
+    missing = [
+        rank
+        for rank in unclassified
+        if context.attempt.processes[rank].is_alive and not streams[rank].has_answered(window)
+    ]
+    for rank in missing[:_MAX_REQUESTED_RANKS]:
+        context.requests.append(EvidenceRequest.for_calls(rank, streams[rank], window))
+    return CallAgreement(
+        group=group,
+        seq=seq,
+        is_known=len(classes) == 1 and classified_count == len(group.ranks),
+        is_different=len(classes) > 1,
+        may_become_known=bool(missing),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StuckCall:
-    """The newest call of ``stream``, which all ``members`` have made and the ranks ``inside`` have
-    not completed. ``waiting`` are the members and the ranks that wait for those inside.
+    """The newest call of ``stream``, which all its members, or both of its ends, have made and the
+    ranks ``inside`` have not completed.
     """
 
     stream: CallStream
     inside: list[int]
-    members: Iterable[int]
-    waiting: list[int]
     began_at: float
     summary: str
-    advice: str
+    are_equal: bool  # the calls of all members are known to be equal
 
 
 def diagnose_no_progress(context: DiagnosisContext) -> None:
@@ -60,33 +110,45 @@ def diagnose_no_progress(context: DiagnosisContext) -> None:
     Ranks that cannot find each other in init_process_group are the exception: each of these calls
     has a verdict of its own.
     """
-    delay_s = context.limits.suspicion_delay_s
-    candidates = [*_find_stuck_collectives(context), *_find_stuck_channels(context)]
-    stuck_calls = [c for c in candidates if _get_stuck_age_s(context, c) >= delay_s]
-    for stuck in stuck_calls:
-        request_stacks(context, (), set(stuck.waiting), stuck.began_at)
-    # Some backends never report that an asynchronous call is complete.
-    certain = [
-        stuck for stuck in stuck_calls if not context.graph.uncertain_ranks.issuperset(stuck.inside)
-    ]
-    communication: list[_StuckCall] = []
-    for stuck in certain:
-        if stuck.stream.kind is StreamKind.SETUP:
-            verdict = _make_stuck_verdict(context, [stuck])
-            context.accuse(_compare_master_addresses(context, verdict))
-        else:
-            communication.append(stuck)
+    setup: list[Verdict] = []
+    communication: list[Verdict] = []
+    for stuck in [*_find_stuck_collectives(context), *_find_stuck_channels(context)]:
+        stream, inside = stuck.stream, stuck.inside
+        members = stream.group.ranks if stream.peer is None else inside
+        # The state of the ranks that wait for these may be known for less long.
+        known_until = min(get_state_known_until(context, rank) for rank in members)
+        age_s = known_until - stuck.began_at
+        if age_s < context.limits.suspicion_delay_s:
+            continue
+        waiting = {*members, *context.graph.find_waiters_of(inside)} - context.explained_ranks
+        request_stacks(context, (), waiting, stuck.began_at)
+        if context.graph.uncertain_ranks.issuperset(inside):
+            continue  # some backends never report that an asynchronous call is complete
+        verdict = make_no_progress_verdict(
+            stream,
+            inside[0],
+            waiting,
+            stuck.began_at,
+            due=age_s >= context.limits.stall_after_s,
+            summary=stuck.summary,
+            advice=format_lower_layers_advice(are_equal=stuck.are_equal),
+        )
+        verdicts = setup if stream.kind is StreamKind.SETUP else communication
+        verdicts.append(verdict)
+    for verdict in setup:
+        context.accuse(_compare_master_addresses(context, verdict))
     if communication:
-        communication.sort(key=lambda stuck: (-len(stuck.waiting), stuck.waiting))
-        context.accuse(_make_stuck_verdict(context, communication))
-
-
-def _get_stuck_age_s(context: DiagnosisContext, stuck: _StuckCall) -> float:
-    """The time for which the call is known to be stuck. Only its members count: the state of the other
-    waiting ranks may be known for less long.
-    """
-    known_until = min(get_state_known_until(context, rank) for rank in stuck.members)
-    return known_until - stuck.began_at
+        communication.sort(key=lambda verdict: (-len(verdict.waiting), verdict.waiting))
+        first = communication[0]
+        all_waiting = {rank for verdict in communication for rank in verdict.waiting}
+        merged = replace(
+            first,
+            waiting=tuple(sorted(all_waiting)),
+            began_at=min(verdict.began_at for verdict in communication),
+            is_confirmed=any(verdict.is_confirmed for verdict in communication),
+            summary=f"{first.summary}{format_more_calls(len(communication) - 1)}",
+        )
+        context.accuse(merged)
 
 
 def _find_stuck_collectives(context: DiagnosisContext) -> Iterator[_StuckCall]:
@@ -101,26 +163,22 @@ def _find_stuck_collectives(context: DiagnosisContext) -> Iterator[_StuckCall]:
         state = stream.group_state
         if state is not None and stream.is_pending and rank not in context.explained_ranks:
             ranks_by_group.setdefault(id(state), (state, []))[1].append(rank)
-    for group_state, inside in ranks_by_group.values():
-        group_ranks = group_state.members[inside[0]].group.ranks
+    for state, inside in ranks_by_group.values():
+        stream = state.members[inside[0]]
+        group_ranks = stream.group.ranks
         if not blocked.issuperset(group_ranks):
             continue
-        stream = group_state.members[inside[0]]
         if len(inside) == len(group_ranks):
             unfinished = "none finishes"
         else:
             unfinished = f"{describe_ranks(tuple(sorted(inside)))} cannot finish it"
-        waiting = {*group_ranks, *context.graph.find_waiters_of(inside)}
-        agreement = check_agreement(context, group_state.members, group_ranks, stream.entered)
-        position = describe_position(stream.group, stream.entered)
+        agreement = check_agreement(context, stream.group, stream.entered)
         yield _StuckCall(
             stream=stream,
             inside=inside,
-            members=group_ranks,
-            waiting=sorted(waiting - context.explained_ranks),
-            began_at=max(group_state.members[rank].entered_at for rank in group_ranks),
-            summary=agreement.describe(unfinished, get_op_name(stream), inside[0], position),
-            advice=format_lower_layers_advice(are_equal=agreement.is_known),
+            began_at=max(state.members[rank].entered_at for rank in group_ranks),
+            summary=agreement.describe(unfinished, get_op_name(stream), inside[0]),
+            are_equal=agreement.is_known,
         )
 
 
@@ -130,7 +188,6 @@ def _find_stuck_channels(context: DiagnosisContext) -> Iterator[_StuckCall]:
         peer = stream.peer
         if peer is None or rank in context.explained_ranks or not stream.is_pending:
             continue
-        waiting = {rank, *context.graph.find_waiters_of([rank])}
         # The peer may have made its call only just now.
         peer_advanced_at = context.attempt.processes[peer].last_advanced_at
         message = describe_unfinished_message(
@@ -139,27 +196,10 @@ def _find_stuck_channels(context: DiagnosisContext) -> Iterator[_StuckCall]:
         yield _StuckCall(
             stream=stream,
             inside=[rank],
-            members=[rank],
-            waiting=sorted(waiting - context.explained_ranks),
             began_at=max(stream.entered_at, peer_advanced_at),
             summary=f"{message} ({describe_position(stream.group, stream.entered)})",
-            advice=format_lower_layers_advice(are_equal=False),
+            are_equal=False,
         )
-
-
-def _make_stuck_verdict(context: DiagnosisContext, stuck_calls: list[_StuckCall]) -> Verdict:
-    """The verdict on all of the calls: it describes the first one and counts the others."""
-    first = stuck_calls[0]
-    age_s = max(_get_stuck_age_s(context, stuck) for stuck in stuck_calls)
-    return make_no_progress_verdict(
-        first.stream,
-        first.inside[0],
-        {rank for stuck in stuck_calls for rank in stuck.waiting},
-        min(stuck.began_at for stuck in stuck_calls),
-        due=age_s >= context.limits.stall_after_s,
-        summary=f"{first.summary}{format_more_calls(len(stuck_calls) - 1)}",
-        advice=first.advice,
-    )
 
 
 def make_no_progress_verdict(
@@ -199,11 +239,9 @@ def _compare_master_addresses(context: DiagnosisContext, verdict: Verdict) -> Ve
     majority, *minorities = sorted(ranks_by_address.items(), key=lambda item: -len(item[1]))
     if not minorities:
         return verdict
-    is_tie = len(minorities[0][1]) == len(majority[1])
-    if is_tie:
-        culprits = verdict.waiting
-    else:
-        culprits = tuple(sorted(rank for _, ranks in minorities for rank in ranks))
+    culprits = verdict.waiting
+    if len(majority[1]) > len(minorities[0][1]):
+        culprits = tuple(rank for rank in verdict.waiting if rank not in majority[1])
     return replace(
         verdict,
         kind=VerdictKind.STARTUP_STALL,
@@ -235,16 +273,21 @@ def _request_call(context: DiagnosisContext, rank: int, stream: CallStream, seq:
         context.requests.append(EvidenceRequest.for_calls(rank, stream, window))
 
 
+def _request_arguments(context: DiagnosisContext, rank: int, stream: CallStream, seq: int) -> None:
+    """Requests a call that the rank has made, if it is not known and has the same number on other ranks."""
+    if stream.entered >= seq and seq not in stream.calls and stream.is_counted(seq):
+        _request_call(context, rank, stream, seq)
+
+
 def _request_call_before(context: DiagnosisContext, blocked: BlockedCall, rank: int) -> None:
-    """Requests the call of a blocked rank at the position of the last call of the awaited ``rank``, if it
-    is not known.
-    """
+    """Requests a blocked rank's call at the number of the last call of the awaited ``rank``."""
     stream = blocked.stream
     if stream.kind is not StreamKind.COLLECTIVE or context.now - blocked.began_at < MIN_WAIT_S:
         return
-    if stream.group_state is not None and stream.group_state.diverged:
+    state = stream.group_state
+    if state is None or state.diverged:
         return  # the search for the first difference requests what is needed
-    awaited = context.streams_by_group.get(stream.group.key, {}).get(rank)
+    awaited = state.members.get(rank)
     if awaited is None:
         return
     seq = awaited.entered
@@ -259,30 +302,21 @@ def _request_stuck_calls(context: DiagnosisContext) -> None:
     stuck_ranks = graph.stuck_streams.keys() | graph.released_ranks
     if len(stuck_ranks) > MAX_URGENT_SUSPECTS:
         return
-    stuck_groups: dict[int, tuple[GroupState, int]] = {}
+    stuck_groups: dict[int, tuple[Group, int]] = {}
     for rank in sorted(stuck_ranks):
         for stream in context.attempt.processes[rank].open_calls.unfinished_streams:
             if context.now - stream.entered_at < MIN_WAIT_S:
                 continue
             state = stream.group_state
-            if state is None:
-                _request_other_end(context, stream)
-            elif graph.stuck_streams.get(rank) is stream and not state.diverged:
-                stuck_groups[id(state)] = state, stream.entered
-    for state, seq in stuck_groups.values():
-        check_agreement(context, state.members, state.key[2], seq)
-
-
-def _request_other_end(context: DiagnosisContext, stream: CallStream) -> None:
-    """Requests the send that a receive waits for, or the receive of a send."""
-    other_end = stream.other_end
-    seq = stream.first_unfinished
-    if other_end is None or stream.peer is None or seq not in stream.calls:
-        return
-    if not (stream.is_counted(seq) and other_end.is_counted(seq)):
-        return
-    if other_end.entered >= seq and seq not in other_end.calls:
-        _request_call(context, stream.peer, other_end, seq)
+            if state is not None:
+                if graph.stuck_streams.get(rank) is stream and not state.diverged:
+                    stuck_groups[id(state)] = stream.group, stream.entered
+            elif stream.other_end is not None and stream.peer is not None:
+                seq = stream.first_unfinished
+                if seq in stream.calls and stream.is_counted(seq):
+                    _request_arguments(context, stream.peer, stream.other_end, seq)
+    for group, seq in stuck_groups.values():
+        check_agreement(context, group, seq)
 
 
 def _request_split_sizes(context: DiagnosisContext) -> None:
@@ -298,9 +332,7 @@ def _request_split_sizes(context: DiagnosisContext) -> None:
         }
         for seq in sorted(blocked_seqs):
             for rank, stream in members.items():
-                is_known = seq in stream.calls or not stream.is_counted(seq)
-                if stream.entered >= seq and not is_known:
-                    _request_call(context, rank, stream, seq)
+                _request_arguments(context, rank, stream, seq)
 
 
 def sample_busy_ranks(context: DiagnosisContext) -> None:

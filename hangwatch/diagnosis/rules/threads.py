@@ -11,7 +11,6 @@ from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.limits import QUIET_AFTER_S
 from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.stacks.frames import waits_for_communication
-from hangwatch.tracking.call_stream import CallStream
 
 from ..context import DiagnosisContext, EvidenceRequest
 from ..graph.edges import BlockedCall, group_by_awaited
@@ -77,18 +76,15 @@ def _is_thread_waiting(context: DiagnosisContext, blocked: BlockedCall) -> bool:
     """Whether a stack shows the wait, in another thread than the one of the newest call. The Works
     of some backends never report that they are complete.
     """
-    for sample in context.attempt.processes[blocked.rank].samples:
-        if sample.taken_at < blocked.began_at:
-            continue
-        caller = sample.find_caller(blocked.stream)
-        if (
-            caller is not None
-            and caller.call_recency
-            and blocked.stream.uid in caller.called_uids
-            and waits_for_communication(caller)
-        ):
-            return True
-    return False
+    samples = context.attempt.processes[blocked.rank].samples
+    callers = [s.find_caller(blocked.stream) for s in samples if s.taken_at >= blocked.began_at]
+    return any(
+        caller is not None
+        and caller.call_recency
+        and blocked.stream.uid in caller.called_uids
+        and waits_for_communication(caller)
+        for caller in callers
+    )
 
 
 def diagnose_concurrent_use(context: DiagnosisContext) -> None:
@@ -102,42 +98,38 @@ def diagnose_concurrent_use(context: DiagnosisContext) -> None:
             for rank, stream in members.items()
             if stream.concurrent_calls and stream.kind is StreamKind.COLLECTIVE
         }
-        if shared:
-            context.accuse(_make_concurrent_use_verdict(members, shared), explains=None)
-
-
-def _make_concurrent_use_verdict(
-    members: dict[int, CallStream], shared: dict[int, CallStream]
-) -> Verdict:
-    """``shared`` are the members whose streams have concurrent calls."""
-    culprits = set(shared)
-    for rank, stream in members.items():
-        if len({call.thread for call in stream.calls.values() if call.thread}) > 1:
-            culprits.add(rank)
-    first_rank = min(shared, key=lambda rank: (shared[rank].concurrent_at, rank))
-    stream = shared[first_rank]
-    calls = stream.concurrent_calls
-    newest_call = calls[-1]
-    lines = dict.fromkeys(format_line(c.site) for c in calls if c.site is not None)
-    places = f", at {' and '.join(lines)}" if lines else ""
-    return Verdict(
-        kind=VerdictKind.CONCURRENT_USE,
-        severity=KINDS[VerdictKind.CONCURRENT_USE].severity,
-        culprits=tuple(sorted(culprits)),
-        waiting=(),
-        group=stream.group,
-        seq=newest_call.seq,
-        calls=tuple(CallClass(ranks=(first_rank,), call=call) for call in calls),
-        began_at=stream.concurrent_at,
-        summary=(
-            f"two threads of {describe_ranks(tuple(sorted(culprits)))} make calls on one"
-            f" group at the same time{places}"
-            f" ({describe_position(stream.group, newest_call.seq)})"
-        ),
-        advice=(
-            "Give each thread its own process group (new_group), or let one thread make all calls:"
-            " the order of calls from two threads is a matter of chance, and if it differs between"
-            " ranks, they mismatch or hang."
-        ),
-        site=newest_call.site,
-    )
+        if not shared:
+            continue
+        several_callers = {
+            rank
+            for rank, stream in members.items()
+            if len({call.thread for call in stream.calls.values() if call.thread}) > 1
+        }
+        culprits = tuple(sorted(several_callers.union(shared)))
+        first_rank = min(shared, key=lambda rank: (shared[rank].concurrent_at, rank))
+        stream = shared[first_rank]
+        calls = stream.concurrent_calls
+        newest_call = calls[-1]
+        lines = dict.fromkeys(format_line(c.site) for c in calls if c.site is not None)
+        places = f", at {' and '.join(lines)}" if lines else ""
+        verdict = Verdict(
+            kind=VerdictKind.CONCURRENT_USE,
+            severity=KINDS[VerdictKind.CONCURRENT_USE].severity,
+            culprits=culprits,
+            waiting=(),
+            group=stream.group,
+            seq=newest_call.seq,
+            calls=tuple(CallClass(ranks=(first_rank,), call=call) for call in calls),
+            began_at=stream.concurrent_at,
+            summary=(
+                f"two threads of {describe_ranks(culprits)} make calls on one group at the same"
+                f" time{places} ({describe_position(stream.group, newest_call.seq)})"
+            ),
+            advice=(
+                "Give each thread its own process group (new_group), or let one thread make all"
+                " calls: the order of calls from two threads is a matter of chance, and if it"
+                " differs between ranks, they mismatch or hang."
+            ),
+            site=newest_call.site,
+        )
+        context.accuse(verdict, explains=None)

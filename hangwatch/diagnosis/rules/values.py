@@ -4,6 +4,8 @@ of a group and are not. The opt-in checks of the recorder find them.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from hangwatch.model.calls import Call
 from hangwatch.model.groups import Group
 from hangwatch.model.kinds import KINDS, VerdictKind
@@ -17,11 +19,7 @@ from hangwatch.model.operators import OPERATIONS
 from hangwatch.model.ranks import format_ranks
 from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.tracking.call_stream import CallWindow
-from hangwatch.tracking.checks import (
-    ChecksumComparison,
-    NonfiniteCall,
-    ReplicaChecksums,
-)
+from hangwatch.tracking.checks import ChecksumComparison, NonfiniteCall
 
 from ..context import DiagnosisContext, EvidenceRequest
 from ..messages import Messages, describe_position, describe_ranks, format_call
@@ -36,19 +34,50 @@ def diagnose_nonfinite(context: DiagnosisContext) -> None:
     """One warning for a job: on the first call that carried NaN or Inf, and the ranks whose input had
     them. Ranks that received them from that call are not culprits.
     """
-    checks = context.attempt.checks
+    checks, rounds_affected = context.attempt.checks, 0
     if checks.unscaled.is_ongoing(context.now) and checks.unscaled.calls:
-        first = _find_first_call(list(checks.unscaled.calls.values()))
-        _add_nonfinite_verdict(context, first, rounds_affected=0)
+        first = _find_first_call(checks.unscaled.calls.values())
     elif checks.persistent.is_ongoing(context.now) and checks.persistent.calls:
-        persistent = _find_first_call(list(checks.persistent.calls.values()))
+        persistent = _find_first_call(checks.persistent.calls.values())
         # The call was reported as part of a streak, of which the first call counts.
         start = (persistent.group.key, persistent.first_report.first, persistent.channel)
         first = checks.scaled.calls.get(start, persistent)
-        _add_nonfinite_verdict(context, first, rounds_affected=persistent.first_report.rounds)
+        rounds_affected = persistent.first_report.rounds
+    else:
+        return
+    call = first.first_report.call
+    culprits = tuple(sorted(first.input_ranks))
+    ranks = culprits or tuple(sorted(first.output_ranks))
+    # A live rank that has reported since then has reported any earlier NaN or Inf as well.
+    reported_by = first.reported_at + REPORT_MARGIN_S
+    is_confirmed = context.now - first.reported_at > MAX_NONFINITE_WAIT_S or all(
+        process.reports.last_seen_at >= reported_by
+        for process in context.attempt.processes.values()
+        if process.is_alive
+    )
+    summary, advice = _describe_nonfinite(first, culprits)
+    if rounds_affected:
+        summary += f"; none of the last {rounds_affected} rounds of training was free of them"
+        advice += " Loss scaling skips every step for as long as this continues."
+    verdict = Verdict(
+        kind=VerdictKind.NONFINITE,
+        severity=KINDS[VerdictKind.NONFINITE].severity,
+        culprits=culprits,
+        waiting=(),
+        group=first.group,
+        seq=first.seq,
+        differing_fields=("input" if culprits else "output",),
+        calls=(CallClass(ranks=ranks, call=call),) if call is not None else (),
+        began_at=first.entered_at,
+        is_confirmed=is_confirmed,
+        summary=summary,
+        advice=advice,
+        site=call.site if call is not None else None,
+    )
+    context.accuse(verdict, explains=None)
 
 
-def _find_first_call(calls: list[NonfiniteCall]) -> NonfiniteCall:
+def _find_first_call(calls: Collection[NonfiniteCall]) -> NonfiniteCall:
     """The earliest call by the clock; within its group the calls' numbers are more reliable."""
     earliest = min(calls, key=lambda call: call.entered_at)
     in_same_stream = [
@@ -57,45 +86,6 @@ def _find_first_call(calls: list[NonfiniteCall]) -> NonfiniteCall:
         if (call.group.key, call.channel) == (earliest.group.key, earliest.channel)
     ]
     return min(in_same_stream, key=lambda call: call.seq)
-
-
-def _add_nonfinite_verdict(
-    context: DiagnosisContext, nonfinite_call: NonfiniteCall, rounds_affected: int
-) -> None:
-    call = nonfinite_call.first_report.call
-    culprits = tuple(sorted(nonfinite_call.input_ranks))
-    summary, advice = _describe_nonfinite(nonfinite_call, culprits)
-    if rounds_affected:
-        summary += f"; none of the last {rounds_affected} rounds of training was free of them"
-        advice += " Loss scaling skips every step for as long as this continues."
-    ranks = culprits or tuple(sorted(nonfinite_call.output_ranks))
-    waited_s = context.now - nonfinite_call.reported_at
-    verdict = Verdict(
-        kind=VerdictKind.NONFINITE,
-        severity=KINDS[VerdictKind.NONFINITE].severity,
-        culprits=culprits,
-        waiting=(),
-        group=nonfinite_call.group,
-        seq=nonfinite_call.seq,
-        differing_fields=("input" if culprits else "output",),
-        calls=(CallClass(ranks=ranks, call=call),) if call is not None else (),
-        began_at=nonfinite_call.entered_at,
-        is_confirmed=waited_s > MAX_NONFINITE_WAIT_S or _have_all_reported(context, nonfinite_call),
-        summary=summary,
-        advice=advice,
-        site=call.site if call is not None else None,
-    )
-    context.accuse(verdict, explains=None)
-
-
-def _have_all_reported(context: DiagnosisContext, nonfinite_call: NonfiniteCall) -> bool:
-    """Whether every live rank has reported since, and with it any earlier NaN or Inf."""
-    reported_by = nonfinite_call.reported_at + REPORT_MARGIN_S
-    return all(
-        process.reports.last_seen_at >= reported_by
-        for process in context.attempt.processes.values()
-        if process.is_alive
-    )
 
 
 def _describe_nonfinite(nonfinite_call: NonfiniteCall, culprits: tuple[int, ...]) -> Messages:
@@ -131,22 +121,20 @@ def _describe_nonfinite(nonfinite_call: NonfiniteCall, culprits: tuple[int, ...]
 
 
 def diagnose_replica_divergence(context: DiagnosisContext) -> None:
-    """One warning for each group, for the first call whose result is known to differ, by the checksums
-    of sampled calls.
-    """
+    """One warning for each group: on the first sampled call whose checksums are known to differ."""
     for checksums in context.attempt.checks.iter_differing():
         members = context.streams_by_group.get(checksums.group.key, {})
         # The calls of two threads have no common order on all ranks, so they cannot be compared.
         if any(stream.concurrent_calls for stream in members.values()):
             continue
         first = checksums.differing[min(checksums.differing)]
-        context.accuse(_make_replica_verdict(context, checksums, first), explains=None)
+        context.accuse(_make_replica_verdict(context, checksums.group, first), explains=None)
 
 
 def _make_replica_verdict(
-    context: DiagnosisContext, checksums: ReplicaChecksums, comparison: ChecksumComparison
+    context: DiagnosisContext, group: Group, comparison: ChecksumComparison
 ) -> Verdict:
-    group, seq = checksums.group, comparison.seq
+    seq = comparison.seq
     sides = [tuple(sorted(ranks)) for ranks in comparison.ranks_by_checksum.values()]
     sides.sort(key=lambda ranks: (-len(ranks), ranks))
     classes: list[CallClass] = []
@@ -160,6 +148,15 @@ def _make_replica_verdict(
     waited_s = context.now - comparison.differs_at
     have_all_reported = sum(map(len, sides)) == len(group.ranks)
     has_all_calls = len(classes) == len(sides)
+    op = format_call(outlier_call)
+    if correct is None:
+        all_ranks = " and ".join(format_ranks(side) for side in sides[:_MAX_SIDES_SHOWN])
+        difference = f"ranks {all_ranks} got different results from {op}"
+        hosts = "hosts"
+    else:
+        subject = describe_ranks(outliers)
+        difference = f"{subject} got a different result from {op} than {describe_ranks(correct)}"
+        hosts = f"host of {subject}"
     return Verdict(
         kind=VerdictKind.REPLICA_DIVERGENCE,
         severity=KINDS[VerdictKind.REPLICA_DIVERGENCE].severity,
@@ -171,11 +168,13 @@ def _make_replica_verdict(
         began_at=comparison.differs_at,
         is_confirmed=(have_all_reported or waited_s > MAX_REPLICA_WAIT_S)
         and (has_all_calls or waited_s > MAX_EVIDENCE_WAIT_S),
-        summary=(
-            f"{_describe_difference(sides, correct, outliers, outlier_call)}"
-            f" ({describe_position(group, seq)})"
+        summary=f"{difference} ({describe_position(group, seq)})",
+        advice=(
+            "The bytes of what they received from the same call differ. Possible causes: output"
+            " tensors that share memory, memory, a network or a device that corrupts data, or a"
+            " backend that is wrong or never wrote this buffer. The replicas are no longer equal:"
+            f" test the {hosts}, and continue from an earlier checkpoint."
         ),
-        advice=_format_advice(outliers, is_certain=correct is not None),
         site=outlier_call.site if outlier_call is not None else None,
     )
 
@@ -202,33 +201,9 @@ def _find_correct_side(group: Group, sides: list[_Side], call: Call | None) -> _
         return sides[0]
     if call is None:
         return None
-    spec = OPERATIONS.get(call.signature.op)
-    root = call.signature.root
-    if spec is None or not spec.root_is_source or root is None:
+    spec, root = OPERATIONS.get(call.signature.op), call.signature.root
+    if spec is None or not spec.root_is_source:
         return None
-    if not 0 <= root < len(group.ranks):
+    if root is None or not 0 <= root < len(group.ranks):
         return None
     return next((side for side in sides if group.ranks[root] in side), None)
-
-
-def _describe_difference(
-    sides: list[_Side], correct: _Side | None, outliers: tuple[int, ...], call: Call | None
-) -> str:
-    op = format_call(call)
-    if correct is None:
-        all_ranks = " and ".join(format_ranks(side) for side in sides[:_MAX_SIDES_SHOWN])
-        return f"ranks {all_ranks} got different results from {op}"
-    return (
-        f"{describe_ranks(outliers)} got a different result from {op} than"
-        f" {describe_ranks(correct)}"
-    )
-
-
-def _format_advice(outliers: tuple[int, ...], is_certain: bool) -> str:
-    hosts = f"host of {describe_ranks(outliers)}" if is_certain else "hosts"
-    return (
-        "The bytes of what they received from the same call differ. Possible causes: output tensors"
-        " that share memory, memory, a network or a device that corrupts data, or a backend that is"
-        " wrong or never wrote this buffer. The replicas are no longer equal: test the"
-        f" {hosts}, and continue from an earlier checkpoint."
-    )

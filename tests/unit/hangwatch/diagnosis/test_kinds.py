@@ -11,8 +11,7 @@ import pytest
 
 import hangwatch.diagnosis
 from hangwatch.diagnosis.engine import RULES
-from hangwatch.diagnosis.rules.absence import MESSAGE_MAKERS
-from hangwatch.diagnosis.rules.chain_ends import KIND_PRECEDENCE
+from hangwatch.diagnosis.rules.absence import KIND_PRECEDENCE, MESSAGE_MAKERS
 from hangwatch.model.kinds import KINDS, StackAdvice, VerdictKind
 
 PROJECT = Path(__file__).parents[4]
