@@ -23,11 +23,10 @@ from hangwatch.report.text import clean_text
 
 from .alerting.alerter import send_test_messages
 from .app import build_app
-from .command_line import TEST_ALERT_FLAG, SettingsError, load_settings
 from .core import limits, load
 from .core.load import ThrottledListener
 from .http.connections import HttpServer
-from .settings import Settings
+from .settings import TEST_ALERT_FLAG, Settings, SettingsError, load_settings
 from .storage.database import StoreError
 from .storage.store import Store
 
@@ -42,9 +41,7 @@ MIN_TOKEN_LENGTH = 16  # characters
 
 
 class _PlainFormatter(logging.Formatter):
-    """A formatter that cleans each line: messages quote jobs, which must not control the operator's
-    terminal.
-    """
+    """Cleans each line: a job that is quoted must not control the operator's terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(map(clean_text, super().format(record).splitlines()))
@@ -104,9 +101,10 @@ def _serve(settings: Settings) -> int:
     with listen(settings.host, settings.port) as listening:
         store = Store(settings.data_dir, _reveal_secret(settings.database), settings.name)
         token = _reveal_secret(settings.token)
-        if token is None and not _is_loopback(listening):
+        address, port = listening.getsockname()[:2]
+        if token is None and not (address.startswith("127.") or address == "::1"):
             token = kept_token(settings.data_dir)
-        base_url = _find_base_url(settings, listening.getsockname()[1])
+        base_url = _find_base_url(settings, port)
         app, state = build_app(settings, store=store, base_url=base_url, token=token)
         announce(settings, base_url, token)
         server = HttpServer(
@@ -143,9 +141,7 @@ def _check_certificate(settings: Settings) -> None:
 
 
 def _allow_connections() -> None:
-    """Raises the limit of open files to the hard limit: a large job has more hosts than the usual
-    1024.
-    """
+    """Raises the limit of open files: a large job has more hosts than the usual 1024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # the limit stays as it is
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -227,11 +223,6 @@ def announce(settings: Settings, base_url: str, token: str | None) -> None:
     elif token is not None:
         shown = f":{quote(token, safe='')}@"
     print(f"HANGWATCH_URL={base_url.replace('://', '://' + shown)}", flush=True)
-
-
-def _is_loopback(listening: socket.socket) -> bool:
-    address = str(listening.getsockname()[0])
-    return address.startswith("127.") or address == "::1"
 
 
 def _find_base_url(settings: Settings, port: int) -> str:

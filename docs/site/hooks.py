@@ -23,10 +23,9 @@ from hangwatch.agent.cli.main import build_parser as build_client_parser
 from hangwatch.mcp.tools import TOOLS
 from hangwatch.model.kinds import KINDS, Abort, VerdictKind
 from hangwatch.server.app import build_app
-from hangwatch.server.command_line import build_parser as build_server_parser
-from hangwatch.server.command_line import format_flag
 from hangwatch.server.core.limits import LIMITS
-from hangwatch.server.settings import Settings
+from hangwatch.server.settings import Settings, format_flag
+from hangwatch.server.settings import build_parser as build_server_parser
 from hangwatch.server.storage.store import Store
 
 PROJECT = Path(__file__).resolve().parents[2]

@@ -87,7 +87,7 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
         verdict = add_divergence(context, verdict)
         verdict = add_stack_advice(context, verdict)
         verdict = add_hardware_advice(context, verdict)
-        if attempt.has_foreign_groups:
+        if attempt.foreign_states:
             verdict = drop_outside_members(verdict)
         verdicts.append(add_loss_notes(context, verdict))
     diagnosis = Diagnosis(

@@ -11,6 +11,7 @@ from operator import attrgetter
 from hangwatch.model.calls import LossReason
 from hangwatch.model.groups import Group, OutsideMember
 from hangwatch.model.verdicts import Verdict
+from hangwatch.report.job_status import UnexplainedWait
 from hangwatch.stacks.frames import find_user_site
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
@@ -27,22 +28,6 @@ from .messages import describe_position, describe_rank, describe_ranks, join_not
 
 _MAX_AWAITED_SHOWN = 3
 _MAX_NOTES = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnexplainedWait:
-    """The longest wait that no confirmed verdict covers.
-
-    ``began_at`` is a time of the server's monotonic clock. ``rank_count`` ranks wait as long as
-    `--stall-after`. ``description`` says who waits for whom and where the awaited ranks are, ``reason``
-    why nothing is concluded. ``ranks_to_dump`` are the ranks whose stacks would show more.
-    """
-
-    began_at: float
-    rank_count: int
-    description: str
-    reason: str
-    ranks_to_dump: tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)

@@ -15,14 +15,19 @@ FAILED_DIAGNOSIS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WaitFacts:
-    """A wait that no verdict explains; see `hangwatch.diagnosis.UnexplainedWait`."""
+class UnexplainedWait:
+    """The longest wait that no confirmed verdict covers.
 
+    ``began_at`` is a time of the server's monotonic clock. ``rank_count`` ranks wait as long as
+    `--stall-after`. ``description`` says who waits for whom and where the awaited ranks are, ``reason``
+    why nothing is concluded. ``ranks_to_dump`` are the ranks whose stacks would show more.
+    """
+
+    began_at: float
     rank_count: int
-    waited_s: float
     description: str
     reason: str
-    ranks_to_dump: Sequence[int]
+    ranks_to_dump: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +44,8 @@ class JobFacts:
     step: int | None = None
     steps_per_s: float | None = None
     stall_after_s: float
-    wait: WaitFacts | None = None
+    wait: UnexplainedWait | None = None
+    waited_s: float = 0.0  # since that wait began
     silent_s: float | None = None  # the time without calls, if it is longer than a stall
     # The setting with which torch would count how far devices have come; empty if it does.
     device_setting: str = ""
@@ -66,7 +72,7 @@ def format_job_status(job: JobFacts) -> tuple[str, str]:
         count, wait = job.wait.rank_count, job.wait
         have_waited = f"{count} ranks have waited" if count > 1 else "1 rank has waited"
         return (
-            f"Unclear: {have_waited} for up to {format_age(wait.waited_s)}, {wait.description}."
+            f"Unclear: {have_waited} for up to {format_age(job.waited_s)}, {wait.description}."
             f" Nothing is concluded: {wait.reason}.",
             f"`hangwatch dump {','.join(map(str, wait.ranks_to_dump))}` shows the current stacks.",
         )

@@ -61,7 +61,6 @@ class HostHardware:
 
 
 def _limit_texts(message: _Message) -> _Message:
-    """The message with all of its texts shortened to the limit."""
     texts: dict[str, Any] = {
         name: value[:MAX_TEXT_CHARS] for name, value in vars(message).items() if type(value) is str
     }
@@ -124,7 +123,7 @@ class Attempt:
     _alive_rank: int = 0
     _group_states: dict[GroupKey, GroupState] = field(default_factory=dict)
     # The states of foreign groups, which are among the former.
-    _foreign_states: dict[GroupKey, GroupState] = field(default_factory=dict)
+    foreign_states: dict[GroupKey, GroupState] = field(default_factory=dict)
     _histories: HashHistories = field(default_factory=HashHistories)
     _member_count: int = 0  # the members of all its different groups together
     # All attempts share the foreign groups.
@@ -185,31 +184,26 @@ class Attempt:
         """The members of its world and all its different groups, which determine its size in memory."""
         return self.world_size + self._member_count
 
-    def join_foreign_group(self, process: Process, identity: heartbeat.StreamIdentity) -> Group:
-        """Makes a process a member of a foreign group, and returns the group."""
-        group = self.foreign_groups.join_group(self, process, identity)
-        key = _make_identity_key(identity)
-        if key not in self._groups_by_identity:
-            self._groups_by_identity[key] = None
-            self._member_count += len(group.numbers)
-        return group
-
-    def intern_group(self, identity: heartbeat.StreamIdentity) -> Group:
-        """Returns one shared `Group` object for all members that report the same group."""
+    def join_group(self, process: Process, identity: heartbeat.StreamIdentity) -> Group:
+        """Makes a process a member of a group. Returns one shared object for all members that report
+        the same group, unless it is a foreign one.
+        """
         key = _make_identity_key(identity)
         group = self._groups_by_identity.get(key)
-        if group is None:
-            members = unpack_ranks(identity.ranks)
+        if identity.foreign:
+            group = self.foreign_groups.join_group(self, process, identity)
+        elif group is None:
             group = Group(
                 name=identity.name,
                 desc=identity.desc,
-                ranks=members,
+                ranks=unpack_ranks(identity.ranks),
                 backend=identity.backend,
                 generation=identity.generation,
                 world_size=identity.world,
             )
-            self._groups_by_identity[key] = group
-            self._member_count += len(members)
+        if key not in self._groups_by_identity:
+            self._groups_by_identity[key] = None if identity.foreign else group
+            self._member_count += len(group.ranks)
         return group
 
     def intern_call(self, call: Call) -> Call:
@@ -250,7 +244,7 @@ class Attempt:
                 state = self._group_states[key] = GroupState(key=key)
                 self.streams_by_group[key] = state.members
                 if stream.group.foreign:
-                    self._foreign_states[key] = state
+                    self.foreign_states[key] = state
             state.members[process.rank] = stream
             stream.group_state = state
             state.has_losses |= stream.loss is not None
@@ -264,17 +258,12 @@ class Attempt:
         if has_moved:
             self._add_to_state(process, stream)
 
-    @property
-    def has_foreign_groups(self) -> bool:
-        """Whether some of its processes are members of a group that has numbers of its own."""
-        return bool(self._foreign_states)
-
     def list_outside_waits(self) -> list[tuple[int, CallStream, GroupState]]:
         """The processes of other attempts that are blocked in a call of a foreign group, with their
         stream and the state that this attempt has of the group.
         """
         waits = []
-        for state in self._foreign_states.values():
+        for state in self.foreign_states.values():
             for outside, stream in state.outside.items():
                 member = self.foreign_groups.find_outside(outside)
                 if member is not None and member.process.is_alive and member.process.is_blocked:
@@ -323,7 +312,7 @@ class Attempt:
 
     def _drop_group_state(self, state: GroupState) -> None:
         self._group_states.pop(state.key, None)
-        self._foreign_states.pop(state.key, None)
+        self.foreign_states.pop(state.key, None)
         self.streams_by_group.pop(state.key, None)
         self.diverged_groups.discard(state.key)
         self.uneven_groups.pop(state.key, None)
@@ -370,13 +359,11 @@ class Attempt:
             self.world_size = max(self._sizes)
 
     def _count_identity(self, identity: heartbeat.ProcessIdentity, change: int) -> None:
+        self._sizes[identity.world_size] += change
         if is_known_address(identity.master):
             self.addresses[identity.master] += change
-            if self.addresses[identity.master] <= 0:
-                del self.addresses[identity.master]
-        self._sizes[identity.world_size] += change
-        if self._sizes[identity.world_size] <= 0:
-            del self._sizes[identity.world_size]
+        if change < 0:  # a unary plus leaves out those with a count of 0
+            self._sizes, self.addresses = +self._sizes, +self.addresses
 
     def _remove_from_state(self, rank: int, state: GroupState) -> None:
         if rank in state.members:  # Two streams of a process can belong to the same group.
@@ -385,9 +372,7 @@ class Attempt:
             self._drop_group_state(state)
 
     def update_suspects(self, process: Process) -> None:
-        """Updates `suspects`, `unable_ranks` and `ended_ranks` after a heartbeat of the process was
-        applied.
-        """
+        """Updates `suspects`, `unable_ranks` and `ended_ranks` after a heartbeat of the process."""
         rank = process.identity.rank
         if self.processes.get(rank) is not process:
             return
@@ -404,13 +389,6 @@ class Attempt:
         else:
             self.suspects.discard(rank)
 
-    def waits_on(self, rank: int, peer: int) -> bool:
-        """Whether a suspected rank has an unfinished send to ``peer`` or receive from it."""
-        process = self.processes.get(rank) if rank in self.suspects else None
-        return process is not None and any(
-            s.peer == peer for s in process.open_calls.unfinished_streams
-        )
-
     def track_calls(self, process: Process, stream: CallStream, calls: Iterable[Call]) -> None:
         """Records which rank or group has calls to compare with others: sends and split sizes."""
         state = stream.group_state
@@ -418,16 +396,11 @@ class Attempt:
             is_holder = self.processes.get(process.rank) is process
             if stream.kind is StreamKind.SEND and is_holder:
                 self.sender_ranks.add(process.rank)
-        elif not state.has_uneven_splits and any(
-            call.signature.splits is not None for call in calls
-        ):
-            state.has_uneven_splits = True
+        elif any(call.signature.splits is not None for call in calls):
             self.uneven_groups[state.key] = None
 
     def record_loss(self, process: Process, stream: CallStream, loss: Loss) -> None:
-        """Records that the numbers of a stream's calls are not certain from a call on. What was
-        concluded from them is revoked.
-        """
+        """Records from which call on a stream's numbers are uncertain, and revokes conclusions."""
         if stream.loss is not None and stream.loss.from_seq <= loss.from_seq:
             return
         stream.loss = loss
@@ -531,9 +504,7 @@ def find_first_conflict(members: dict[int, CallStream]) -> int:
 
 
 def find_divergence(members: dict[int, CallStream]) -> DivergenceBounds | None:
-    """The calls between which the members began to differ, by their running hashes; None if these do
-    not differ anywhere.
-    """
+    """The calls between which the members' running hashes began to differ; None if they do not."""
     seq = find_first_conflict(members)
     if not seq:
         return None

@@ -187,9 +187,7 @@ class CallStream:
 
     @property
     def is_device_still(self) -> bool:
-        """Whether two readings at least `MIN_WAIT_S` apart show that the device has not advanced,
-        although it has collectives to complete.
-        """
+        """Whether the device has collectives to complete, and advanced in none for `MIN_WAIT_S`."""
         device = self.device
         return (
             device is not None
@@ -253,9 +251,7 @@ class GroupState:
     latest_match: Hashes = ()
     passed_by_all: int = 0  # every member is known to have entered this many calls
     laggard: CallStream | None = None  # the member that had entered no more than that
-    # The flags below repeat what the attempt keeps by group key: hashing a key takes time
-    # proportional to the group's size.
-    diverged: bool = False
+    diverged: bool = False  # its key is in `Attempt.diverged_groups`
     diverged_at: float = 0.0
     # The calls at which members began to differ, as far as is known.
     divergence: DivergenceBounds | None = None
@@ -264,7 +260,6 @@ class GroupState:
     diverged_seq: int = 0
     # The member whose calls were requested, by its hash at `diverged_seq`.
     streams_by_side: dict[int, CallStream] = field(default_factory=dict)
-    has_uneven_splits: bool = False
     closed_count: int = 0  # members whose stream is closed
     has_losses: bool = False  # some member's calls are not completely recorded
 

@@ -1,4 +1,4 @@
-"""The state of all known jobs, updated by heartbeats that may arrive in any order.
+"""The state of all known jobs and node agents, updated by heartbeats that may arrive in any order.
 
 The time is passed in, in seconds on the caller's monotonic clock. A new process joins its job's latest
 attempt, a new attempt, or another world that runs beside it under the same name.
@@ -6,24 +6,25 @@ attempt, a new attempt, or another world that runs beside it under the same name
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hangwatch.model.ranks import AttemptKey, Lifecycle
 from hangwatch.protocol import heartbeat
+from hangwatch.protocol.heartbeat import MAX_CLOCK_DRIFT
 
-from .agents import AgentRegistry
 from .attempt import Attempt, HostHardware, is_known_address
 from .foreign_groups import ForeignGroups, disconnect_channel
-from .process import Process, ReportTimes
+from .process import Process, ReportTimes, StackSample
 from .updates import (
     TrackedProcess,
-    add_sample,
     apply_calls_reply,
     apply_process_update,
     apply_terse_update,
 )
 
+SAMPLES_KEPT_PER_PROCESS = 4
 FORMER_ATTEMPTS_KEPT = 1000  # one per job
 FORGOTTEN_PROCESSES_KEPT = 1 << 17  # dropped processes that heartbeats may still mention
 # An attempt whose node agents are silent for longer may have been replaced by another one.
@@ -33,8 +34,82 @@ MAX_WORLDS = 32
 # Another node agent may report a process after its own has sent no heartbeat for this long: node
 # agents of large jobs report every 20 to 30 seconds.
 OWNER_SILENT_S = 45.0
+SILENT_AFTER_S = 60.0  # an agent without a heartbeat for so long no longer counts towards the load
+# Node agents give a heartbeat up much earlier, so a larger gap is a jump of the agent's clock.
+MAX_DELAY_S = 120.0
 
 ProcessLocation = tuple[str, str]  # (host, process key)
+
+
+@dataclass(slots=True)
+class ReportingAgent:
+    """A node agent with the processes that it reports."""
+
+    last_seen_at: float = 0.0
+    last_number: int = 0  # the number of its last heartbeat
+    is_awaited: bool = False  # the server has requested that its next heartbeat is urgent
+    cost: heartbeat.AgentCost | None = None  # the last one reported
+    processes: dict[ProcessLocation, TrackedProcess] = field(default_factory=dict)
+    # The smallest difference seen between the time of receipt and the agent's clock, and when.
+    _smallest_gap: tuple[float, float] | None = None
+
+    def estimate_sent_at(self, beat: heartbeat.Heartbeat, received_at: float) -> float:
+        """When a heartbeat was sent, on the server's clock.
+
+        The agent's fastest heartbeat so far is taken to have had no delay; any larger gap between
+        the clocks, beyond their possible drift, is the delay of this one. After a jump of the agent's
+        clock, as when its machine was suspended, this starts again.
+        """
+        if beat.sent_s is None:
+            return received_at
+        gap = received_at - beat.sent_s
+        smallest, updated_at = self._smallest_gap or (gap, received_at)
+        if abs(gap - smallest) > MAX_DELAY_S:
+            smallest = gap
+        smallest = min(gap, smallest + MAX_CLOCK_DRIFT * (received_at - updated_at))
+        self._smallest_gap = smallest, received_at
+        return beat.sent_s + smallest
+
+
+class AgentRegistry(OrderedDict[str, ReportingAgent]):
+    """Node agents by id, ordered by their last heartbeat."""
+
+    cpu_s: float = 0.0  # that all agents have used, also those that have left
+    _silent_count: int = 0
+
+    @property
+    def reporting_count(self) -> int:
+        """The number of agents that are not silent."""
+        return len(self) - self._silent_count
+
+    def record_heartbeat(self, beat: heartbeat.Heartbeat, now: float) -> ReportingAgent:
+        """Records that an agent reported, and returns it."""
+        agent = self.get(beat.agent)
+        if agent is None:
+            agent = self[beat.agent] = ReportingAgent()
+        else:
+            self.move_to_end(beat.agent)
+        agent.last_seen_at = now
+        if beat.cost is not None:
+            self.cpu_s += max(0.0, beat.cost.cpu_s - (agent.cost.cpu_s if agent.cost else 0.0))
+            agent.cost = beat.cost
+        return agent
+
+    def update_silent(self, now: float) -> list[tuple[str, float]]:
+        """Counts the silent agents. Returns their ids and for how many seconds they are silent."""
+        silent: list[tuple[str, float]] = []
+        for agent_id, agent in self.items():
+            silent_s = now - agent.last_seen_at
+            if silent_s <= SILENT_AFTER_S:
+                break  # all further agents reported later
+            silent.append((agent_id, silent_s))
+        self._silent_count = len(silent)
+        return silent
+
+    def forget_silent(self, agent_id: str) -> None:
+        """Drops an agent that `update_silent` returned, but not its processes."""
+        del self[agent_id]
+        self._silent_count -= 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +198,8 @@ class Fleet:
         """Applies the evidence that was requested."""
         for sample in beat.samples:
             if (tracked := self.processes.get((beat.host, sample.key))) is not None:
-                add_sample(tracked.process, sample, now)
+                samples = (*tracked.process.samples, StackSample.from_reply(sample, now))
+                tracked.process.samples = samples[-SAMPLES_KEPT_PER_PROCESS:]
         for reply in beat.calls:
             if (tracked := self.processes.get((beat.host, reply.key))) is not None:
                 apply_calls_reply(tracked, reply)
@@ -183,20 +259,17 @@ class Fleet:
             self._drop_process(attempt.processes.popitem()[1])
         if attempt.processes:
             return True
-        former_processes = [t.process for t in self.processes.values() if t.attempt is attempt]
-        for former in former_processes:
+        for former in [t.process for t in self.processes.values() if t.attempt is attempt]:
             self._drop_process(former)
         while len(self._forgotten_processes) > FORGOTTEN_PROCESSES_KEPT:
             del self._forgotten_processes[next(iter(self._forgotten_processes))]
         return False
 
     def _drop_process(self, process: Process) -> None:
-        location = (process.host, process.key)
-        self._leave_agent(process)
-        self.processes.pop(location, None)
+        self._unregister_process(process)
         self.foreign_groups.leave_groups(process)
         if process.is_alive:
-            self._forgotten_processes[location] = None
+            self._forgotten_processes[process.host, process.key] = None
         for stream in process.streams.values():
             disconnect_channel(stream)
             if stream.group_state is not None:
@@ -233,9 +306,7 @@ class Fleet:
         process = tracked.process
         if process.agent != beat.agent:
             self._leave_agent(process)
-            agent = self.agents.get(beat.agent)
-            assert agent is not None  # `apply_heartbeat` has recorded it
-            agent.processes[location] = tracked
+            self.agents[beat.agent].processes[location] = tracked
             process.agent = beat.agent
             process.owner = get_owner(beat)
             tracked.attempt.owners.add(process.owner)
@@ -244,6 +315,10 @@ class Fleet:
     def _leave_agent(self, process: Process) -> None:
         if (agent := self.agents.get(process.agent)) is not None:
             agent.processes.pop((process.host, process.key), None)
+
+    def _unregister_process(self, process: Process) -> None:
+        self._leave_agent(process)
+        self.processes.pop((process.host, process.key), None)
 
     def _register_process(
         self,
@@ -266,11 +341,11 @@ class Fleet:
             or (holder is not None and is_owned_by_other(holder, beat, now))
             or not accepts_process(attempt, host, identity, started_at)
         ):
-            former = self.former_attempts.pop(job, None) if attempt is None else None
+            last = attempt or self.former_attempts.pop(job, None)
             attempt = Attempt(
                 job=job,
                 reported_job=identity.job,
-                number=choose_attempt_number(attempt, former, identity, started_at),
+                number=choose_attempt_number(last, identity, started_at),
                 restart=identity.restart,
                 opened_at=now,
                 foreign_groups=self.foreign_groups,
@@ -310,17 +385,14 @@ class Fleet:
         return sorted(latest.values(), key=lambda attempt: (attempt.job != job, attempt.opened_at))
 
     def _release_members(self, worlds: list[Attempt], address: str, job: str) -> None:
-        """Drops the processes of a world that were taken for late ranks of another, to register them
-        again.
-        """
+        """Drops a world's processes that were taken for late ranks of another, to register them."""
         for attempt in worlds:
             if attempt.job == job or address not in attempt.addresses:
                 continue
             for rank, process in list(attempt.processes.items()):
                 if process.identity.master == address:
                     attempt.assign_rank(None, rank)
-                    self._leave_agent(process)
-                    self.processes.pop((process.host, process.key), None)
+                    self._unregister_process(process)
             attempt.shrink_world()
 
 
@@ -399,9 +471,7 @@ def _is_held_by_other_world(attempt: Attempt, identity: heartbeat.ProcessIdentit
 
 
 def _may_be_replaced(attempt: Attempt, identity: heartbeat.ProcessIdentity, now: float) -> bool:
-    """Whether a process of another world may be the first of a later attempt, or the attempt has no
-    world yet.
-    """
+    """Whether a process of another world may begin a later attempt, or the attempt has no world."""
     return (
         bool(attempt.ended_ranks)
         or attempt.is_finished
@@ -431,23 +501,19 @@ def accepts_process(
 
 
 def choose_attempt_number(
-    latest: Attempt | None,
-    former: FormerAttempt | None,
-    identity: heartbeat.ProcessIdentity,
-    started_at: float,
+    last: Attempt | FormerAttempt | None, identity: heartbeat.ProcessIdentity, started_at: float
 ) -> int:
-    """The number for a new `Attempt` object of a process that the latest attempt does not accept.
+    """The number for a new `Attempt` object of a process that the job's last attempt does not accept.
 
     It is the number of the attempt known before the server was restarted, if the process belongs to
     that one; else the next free number.
     """
-    if latest is not None:
-        return max(identity.restart, latest.number + 1)
-    if former is None:
+    if last is None:
         return identity.restart
     continues_former = (
-        not former.is_finished
-        and identity.restart == former.restart
-        and started_at <= former.last_seen_at
+        isinstance(last, FormerAttempt)
+        and not last.is_finished
+        and identity.restart == last.restart
+        and started_at <= last.last_seen_at
     )
-    return former.number if continues_former else max(identity.restart, former.number + 1)
+    return last.number if continues_former else max(identity.restart, last.number + 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from hangwatch.model.calls import StreamKind
@@ -103,27 +103,21 @@ class ForeignGroups:
             part = " set-up"
         elif identity.backend == DECLARED_BACKEND:
             part = " declared"
-        return self._make_view(
-            group,
-            attempt,
-            process,
-            Group(
-                name=identity.name,
-                desc=identity.desc,
-                ranks=(),
-                backend=identity.backend,
-                generation=0,
-                foreign=key,
-                part=part,
-                numbers=group.numbers,
-            ),
+        reported = Group(
+            name=identity.name,
+            desc=identity.desc,
+            ranks=(),
+            backend=identity.backend,
+            generation=0,
+            foreign=key,
+            part=part,
+            numbers=group.numbers,
         )
+        return self._make_view(group, attempt, process, reported)
 
     def leave_groups(self, process: Process) -> None:
         """Forgets a process that no longer holds its rank."""
         keys = {s.group.foreign for s in process.streams.values() if s.group.foreign}
-        if not keys:
-            return
         for key in keys:
             group = self._groups_by_identity.get(key)
             if group is None:
@@ -133,9 +127,11 @@ class ForeignGroups:
                 if not claims:
                     del group.claims[number]
             self._changed[key] = None
-        former = {v for v, member in self._members_by_value.items() if member.process is process}
-        for value in former:
-            del self._members_by_value[value]
+        self._members_by_value = {
+            value: member
+            for value, member in self._members_by_value.items()
+            if member.process is not process
+        }
 
     def mark_changed(self, process: Process) -> None:
         """Marks the groups of a process to be connected again, because it has exited."""
@@ -145,15 +141,12 @@ class ForeignGroups:
 
     def connect_members(self) -> None:
         """Brings all groups up to date that have changed since the last time."""
-        while self._changed:
-            key = next(iter(self._changed))
-            del self._changed[key]
+        changed, self._changed = self._changed, {}
+        for key in changed:
             group = self._groups_by_identity.get(key)
-            if group is None:
-                continue
-            if group.claims:
+            if group is not None and group.claims:
                 self._connect_group(group)
-            else:
+            elif group is not None:
                 del self._groups_by_identity[key]
 
     def find_outside(self, rank: int) -> Member | None:
@@ -177,25 +170,19 @@ class ForeignGroups:
         self._connect_streams(group)
 
     def _connect_streams(self, group: _ForeignGroup) -> None:
-        """Shows each attempt the streams of the members that are no ranks of it, and connects the ends
-        of point-to-point channels.
-        """
+        """Shows each attempt the streams of outside members, and connects the ends of channels."""
         states: dict[int, tuple[MemberAttempt, GroupState]] = {}
         channels: dict[tuple[StreamKind, int, int, int | None], CallStream] = {}
-        current = {
-            (number, id(member.process))
-            for number in group.claims
-            if (member := group.find_member(number)) is not None
-        }
         streams: list[tuple[Member, CallStream]] = []
         for number, claims in group.claims.items():
+            current = group.find_member(number)
             for member in claims:
                 for stream in member.process.streams.values():
                     if stream.group.foreign != group.identity:
                         continue
                     if stream.group_state is not None:
                         states[id(stream.group_state)] = member.attempt, stream.group_state
-                    if (number, id(member.process)) not in current or group.is_contested:
+                    if member is not current or group.is_contested:
                         continue
                     streams.append((member, stream))
                     if stream.member_peer is not None:
@@ -210,10 +197,9 @@ class ForeignGroups:
                 and stream.group.key == state.key
             }
         for (kind, number, peer, tag), stream in channels.items():
-            if kind is StreamKind.SEND:
-                other = channels.get((StreamKind.RECV, peer, number, tag))
-                if other is not None:
-                    connect_ends(stream, other)
+            other = channels.get((StreamKind.RECV, peer, number, tag))
+            if kind is StreamKind.SEND and other is not None:
+                connect_ends(stream, other)
 
     def _make_view(
         self, group: _ForeignGroup, attempt: MemberAttempt, process: Process, reported: Group
@@ -234,16 +220,9 @@ class ForeignGroups:
                 label = f"member {number} of {reported.title} (whose process is not known)"
                 ranks.append(self._get_outside((group.identity, number), label))
         part = reported.part.partition("@")[0]
-        return Group(
-            name=reported.name,
-            desc=reported.desc,
-            ranks=RankTuple(ranks),
-            backend=reported.backend,
-            generation=0,
-            foreign=group.identity,
-            part=f"{part}@{process.rank}" if group.is_contested else part,
-            numbers=group.numbers,
-        )
+        if group.is_contested:
+            part = f"{part}@{process.rank}"
+        return replace(reported, ranks=RankTuple(ranks), part=part)
 
     def _get_outside_process(self, member: Member) -> OutsideMember:
         process, attempt = member.process, member.attempt

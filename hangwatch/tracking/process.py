@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.incidents import FlightFile
-from hangwatch.model.limits import FROZEN_AFTER_S, MIN_WAIT_S, NOT_RUNNING_STATES
+from hangwatch.model.limits import FROZEN_AFTER_S, MIN_WAIT_S, NOT_RUNNING_STATES, STOPPED_STATES
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle, ThreadStack
 from hangwatch.protocol import heartbeat
 from hangwatch.stacks.activities import find_calling_thread, find_thread_without_calls
@@ -63,27 +63,12 @@ class ProcessActivity:
 
     state: str = "?"  # one letter, as in /proc/PID/stat
     state_since: float = 0.0
-    pulse_at: float | None = None  # when the recorder's thread last ran Python
+    # When the recorder's thread last ran Python. It runs ten times a second, and the node agent
+    # reports its last run every second.
+    pulse_at: float | None = None
     # The time at which the main thread or that of the newest call last used a CPU or was ready to run.
     last_active_at: float = 0.0
     cpu_s: float = 0.0
-
-    def find_kernel_reason(self, now: float) -> FreezeReason | None:
-        """Why the kernel does not let the process run, if that has lasted too long to be chance."""
-        if self.state not in NOT_RUNNING_STATES:
-            return None
-        duration = now - self.state_since
-        if self.state != "D" and duration >= STOPPED_AFTER_S:
-            return FreezeReason.STOPPED
-        if self.state == "D" and duration >= FROZEN_AFTER_S:
-            return FreezeReason.UNINTERRUPTIBLE
-        return None
-
-    def has_lost_pulse(self, now: float) -> bool:
-        """Whether the recorder's thread, which runs ten times a second, has not run for too long.
-        The node agent reports its last run every second.
-        """
-        return self.pulse_at is not None and now - self.pulse_at >= FROZEN_AFTER_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +185,7 @@ class Process:
     channels: dict[ChannelKey, list[CallStream]] = field(default_factory=dict)
     added_streams: int = 0  # the number of streams that were ever reported
     has_lost_ring: bool = False  # calls could not be read for a time
-    opened_streams: int = 0  # the number that its recorder opened; 0 if it does not say
+    opened_streams: int = 0  # the number that its recorder opened
     newest_call_at: float = 0.0  # when it last entered a call
     open_calls: OpenCalls = field(default_factory=OpenCalls)
     samples: tuple[StackSample, ...] = ()  # newest last
@@ -216,9 +201,7 @@ class Process:
 
     @property
     def misses_streams(self) -> bool:
-        """Whether it may have made calls in streams that are not known. Otherwise, it has made no call
-        in a group without a stream.
-        """
+        """Whether it may have made calls in streams, and so in groups, that are not known."""
         if self.recorder.dropped > 0 or self.has_lost_ring:
             return True
         return self.opened_streams > self.added_streams
@@ -329,7 +312,6 @@ class Process:
             or activity.state in NOT_RUNNING_STATES
         ):
             return True
-        # `has_lost_pulse` would take longer, and this runs for every process of every heartbeat.
         pulse_at = activity.pulse_at
         return pulse_at is not None and self.reports.last_seen_at - pulse_at >= FROZEN_AFTER_S
 
@@ -362,11 +344,13 @@ class Process:
 
         Without current heartbeats, the answer is that of the last report.
         """
-        last_seen_at = self.reports.last_seen_at
-        reason = self.activity.find_kernel_reason(min(now, last_seen_at))
-        if reason is not None:
-            return reason
-        runs_python = self.is_alive and self.lifecycle < Lifecycle.EXITING
-        if runs_python and self.activity.has_lost_pulse(last_seen_at):
-            return FreezeReason.GIL_HELD
-        return None
+        activity, last_seen_at = self.activity, self.reports.last_seen_at
+        state_s = min(now, last_seen_at) - activity.state_since
+        if activity.state in STOPPED_STATES and state_s >= STOPPED_AFTER_S:
+            return FreezeReason.STOPPED
+        if activity.state == "D" and state_s >= FROZEN_AFTER_S:
+            return FreezeReason.UNINTERRUPTIBLE
+        pulse_at, runs_python = activity.pulse_at, self.lifecycle < Lifecycle.EXITING
+        if pulse_at is None or self.exit is not None or not runs_python:
+            return None
+        return FreezeReason.GIL_HELD if last_seen_at - pulse_at >= FROZEN_AFTER_S else None

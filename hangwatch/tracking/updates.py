@@ -34,10 +34,7 @@ from .process import (
     Process,
     ProcessActivity,
     RecorderHealth,
-    StackSample,
 )
-
-SAMPLES_KEPT_PER_PROCESS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +55,14 @@ class TrackedProcess:
 
     @property
     def has_mutual_wait(self) -> bool:
-        """Whether it has an unfinished call with a suspected peer that waits for it."""
-        return any(
-            stream.peer is not None and self.attempt.waits_on(stream.peer, self.process.rank)
-            for stream in self.process.open_calls.unfinished_streams
-        )
+        """Whether it has an unfinished send or receive with a suspected peer that has one with it."""
+        attempt, rank = self.attempt, self.process.rank
+        for stream in self.process.open_calls.unfinished_streams:
+            if stream.peer in attempt.suspects:
+                peer = attempt.processes.get(stream.peer)
+                if peer and any(s.peer == rank for s in peer.open_calls.unfinished_streams):
+                    return True
+        return False
 
     @property
     def is_urgent(self) -> bool:
@@ -118,7 +118,8 @@ def apply_process_update(
     """Applies a full update; False if it mentions a stream that is unknown."""
     process, attempt = tracked.process, tracked.attempt
     if update.identity is not None:
-        attempt.replace_identity(process, _share_texts(update.identity))
+        _intern_texts(update.identity)
+        attempt.replace_identity(process, update.identity)
     process.reports.last_seen_at = process.reports.updated_at = now
     if attempt.last_seen_at != now:
         attempt.mark_seen(now)
@@ -164,13 +165,10 @@ def apply_process_update(
     return all_known
 
 
-def _share_texts(identity: heartbeat.ProcessIdentity) -> heartbeat.ProcessIdentity:
-    """Returns ``identity`` with texts that other processes share. Nearly all processes of a job have the
-    same.
-    """
+def _intern_texts(identity: heartbeat.ProcessIdentity) -> None:
+    """Makes processes share their texts: nearly all processes of a job have the same."""
     for name in ("job", "python", "torch", "program", "master"):
         object.__setattr__(identity, name, intern(getattr(identity, name)))
-    return identity
 
 
 def apply_terse_update(
@@ -230,30 +228,14 @@ def _apply_ending(tracked: TrackedProcess, update: heartbeat.ProcessUpdate, now:
         process.flight_file = update.flight_file
 
 
-def add_sample(process: Process, reply: heartbeat.StackReply, now: float) -> None:
-    """Adds the stacks that a node agent took; only the newest samples are kept."""
-    sample = StackSample.from_reply(reply, now)
-    process.samples = (*process.samples, sample)[-SAMPLES_KEPT_PER_PROCESS:]
-
-
 def apply_calls_reply(tracked: TrackedProcess, reply: heartbeat.CallsReply) -> None:
     """Records calls that were requested from the node agent."""
     stream = tracked.process.streams.get(reply.uid)
     if stream is None:
         return
-    stream.add_answer(_get_answered_window(reply))
+    stream.add_answer(CallWindow(reply.from_seq, reply.to_seq, max(1, reply.step)))
     record_calls(tracked.attempt, tracked.process, stream, reply.calls)
     tracked.process.refresh_streams()
-
-
-def _get_answered_window(reply: heartbeat.CallsReply) -> CallWindow:
-    """The window that a reply covers. Node agents of earlier versions do not say, and send all calls
-    from some number on.
-    """
-    if reply.to_seq:
-        return CallWindow(reply.from_seq, reply.to_seq, reply.step)
-    seqs = [call.seq for call in reply.calls]
-    return CallWindow(min(seqs, default=0), max(seqs, default=0))
 
 
 def _apply_stream_update(
@@ -288,8 +270,13 @@ def _apply_stream_update(
         stream = _open_stream(attempt, process, uid, identity, losses.get(uid))
     entered_at = now - entered_s
     old_first_unfinished, old_completed = stream.first_unfinished, stream.completed or 0
-    if stream.peer is not None and entered > stream.entered:
-        _record_growth(attempt, stream, now)
+    peer = stream.peer
+    if (
+        entered > stream.entered
+        and peer in attempt.suspects
+        and stream.last_growth[1] <= attempt.processes[peer].reports.last_seen_at
+    ):
+        stream.last_growth = stream.entered, now
     stream.entered = entered
     # The two numbers are usually equal: as one object they take half the memory.
     stream.completed = entered if completed == entered else completed
@@ -333,13 +320,10 @@ def _open_stream(
     identity: heartbeat.StreamIdentity,
     loss: Loss | None,
 ) -> CallStream:
+    group = attempt.join_group(process, identity)
     peer, member_peer = identity.peer, None
-    if not identity.foreign:
-        group = attempt.intern_group(identity)
-    else:
-        group = attempt.join_foreign_group(process, identity)
-        if peer is not None and peer >= 0:
-            member_peer, peer = peer, group.ranks[peer] if peer < len(group.ranks) else -1
+    if identity.foreign and peer is not None and peer >= 0:
+        member_peer, peer = peer, group.ranks[peer] if peer < len(group.ranks) else -1
     stream = CallStream(
         uid=uid,
         kind=identity.kind,
@@ -351,15 +335,6 @@ def _open_stream(
     )
     attempt.add_stream(process, stream)
     return stream
-
-
-def _record_growth(attempt: Attempt, stream: CallStream, now: float) -> None:
-    """Records that a channel has more calls than before, if its peer is blocked."""
-    peer = stream.peer
-    if peer in attempt.suspects and (
-        stream.last_growth[1] <= attempt.processes[peer].reports.last_seen_at
-    ):
-        stream.last_growth = stream.entered, now
 
 
 def _record_blocked_interval(process: Process, stream: CallStream, seq: int, now: float) -> None:
@@ -444,9 +419,7 @@ def apply_device_statuses(
 
 
 def _update_message_mark(process: Process, read_at: float) -> None:
-    """Renews `Process.message_mark` if the host has queued a message since then, or if the counters
-    were not read since then.
-    """
+    """Renews `Process.message_mark` after a new message, or if the counters were not read since."""
     message_at = 0.0
     for stream in process.streams.values():
         if stream.peer is not None and stream.completed is None and stream.entered:

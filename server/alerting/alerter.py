@@ -27,7 +27,7 @@ from hangwatch.report.text import (
 )
 
 from ..incidents.records import IncidentRecord
-from .message import AlertChannel, AlertChannelError, AlertMessage, Delivery
+from .channels import AlertChannel, AlertChannelError, AlertMessage
 
 OPENED, REMINDER, RESOLVED = "opened", "reminder", "resolved"
 PLANNED = "planned"  # ranks may be ended, which was not known when the incident opened
@@ -43,6 +43,15 @@ FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 60.0
 RETRY_LIMIT_S = 3600.0  # the age at which a message is given up
 MAX_QUEUED_MESSAGES = 500  # the messages that wait for one channel
 CLOSE_TIMEOUT_S = 1.0  # the time for messages that are being sent when the server stops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """An alert that a channel has not accepted yet, as the database keeps it."""
+
+    incident: str
+    event: str
+    channel: str  # the channel's key
 
 
 @dataclass(slots=True, kw_only=True)

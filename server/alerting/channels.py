@@ -1,5 +1,6 @@
-"""The alert channels: signed webhooks, commands, Slack, Teams, PagerDuty and Opsgenie, and every
-service that apprise supports. Each sends one message or raises an error that gives the reason.
+"""Alert channels, and the messages that they send. There are signed webhooks, commands, Slack, Teams,
+PagerDuty and Opsgenie, and every service that apprise supports. Each sends one message or raises an
+error that gives the reason.
 
 Slack and Teams get cards, in which everything that the job wrote is plain text, so that it can
 neither mention people nor make links: https://docs.slack.dev/reference/block-kit,
@@ -12,7 +13,9 @@ https://docs.opsgenie.com/docs/alert-api
 
 from __future__ import annotations
 
+import abc
 import base64
+import hashlib
 import hmac
 import json
 import logging
@@ -22,15 +25,16 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
+import httpx
+
 from hangwatch.report.text import format_site, name_ranks, truncate_end
 
-from .message import AlertChannel, AlertChannelError, AlertMessage, post_content
-
+POST_TIMEOUT_S = 10.0  # the time for the whole request
 COMMAND_TIMEOUT_S = 30.0
 _SECRET_PREFIX = "whsec_"
 
@@ -48,10 +52,7 @@ _SLACK_TRANSIENT_ERRORS = frozenset(
 # Limits of Slack, in characters.
 _MAX_HEADER, _MAX_SECTION, _MAX_FIELD = 150, 2900, 300
 _ADAPTIVE_CARD = "application/vnd.microsoft.card.adaptive"
-_TITLE_COLOURS = {
-    "resolved": "Good",
-    "test": "Accent",
-}  # Teams' colours; other titles are Attention
+_TITLE_COLOURS = {"resolved": "Good", "test": "Accent"}  # Teams' colours; others are Attention
 _LINK_LABEL = "Open the incident"
 _ICONS = {"resolved": "✅", "test": "🧪"}
 
@@ -62,6 +63,90 @@ _PAGER_URL = re.compile(
     r"(?P<service>pagerduty|opsgenie)://(?P<key>[\w-]{16,})/?(?:\?region=(?P<region>us|eu))?"
 )
 _MAX_SUMMARY, _MAX_ALERT, _MAX_DESCRIPTION = 1024, 130, 10_000  # characters
+
+
+class AlertChannelError(Exception):
+    """A message was not accepted. ``final``: a retry would fail too."""
+
+    def __init__(self, reason: str, *, final: bool = False) -> None:
+        super().__init__(reason)
+        self.final = final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlertMessage:
+    """One alert. Its ``id`` is the same each time it is sent, so that receivers can drop repeats."""
+
+    id: str
+    event: str  # opened, reminder, planned, aborting, aborted, resolved, test
+    title: str
+    advice: str
+    body: dict[str, Any]  # the incident, for programs
+
+    @property
+    def url(self) -> str:
+        """The page of the incident."""
+        return str(self.body["url"])
+
+    @property
+    def text(self) -> str:
+        """The text after the title."""
+        return f"{self.advice}\n{self.url}" if self.advice else self.url
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The whole message, for programs."""
+        return {"event": self.event, "text": f"{self.title}\n{self.text}", **self.body}
+
+    @property
+    def incident_id(self) -> str:
+        """The same for all messages on one incident."""
+        return str(self.body["id"])
+
+    @property
+    def is_test(self) -> bool:
+        """Whether it is a test, which must not page anyone."""
+        return self.event == "test"
+
+
+class AlertChannel(abc.ABC):
+    """A receiver of alerts. Its ``name`` can be shown to users, as it contains no secret."""
+
+    __slots__ = ()
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str: ...
+
+    @property
+    @abc.abstractmethod
+    def address(self) -> str:
+        """The URL or the command in the settings, which may contain secrets."""
+
+    @property
+    def key(self) -> str:
+        """The channel's name in the database, which contains no secret."""
+        return hashlib.sha256(self.address.encode()).hexdigest()[:16]
+
+    @abc.abstractmethod
+    def send_message(self, message: AlertMessage) -> None:
+        """Sends one message, in the caller's thread. Raises AlertChannelError."""
+
+
+def post_content(
+    url: str, *, headers: Mapping[str, str] | None = None, **content: Any
+) -> httpx.Response:
+    """Posts ``json`` or ``content``. Raises AlertChannelError, without the URL, if it is not accepted."""
+    try:
+        response = httpx.post(
+            url, headers=headers, timeout=POST_TIMEOUT_S, verify=url.startswith("https:"), **content
+        )
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise AlertChannelError(f"{type(error).__name__}: {error}") from None
+    if not response.is_success:
+        final = response.is_client_error and response.status_code not in (408, 425, 429)
+        raise AlertChannelError(f"it answered {response.status_code}", final=final)
+    return response
 
 
 def make_channels(
@@ -199,9 +284,7 @@ def _load_apprise() -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandChannel(AlertChannel):
-    """A program of the operator. It gets the message as JSON on stdin and the text in
-    HANGWATCH_TEXT.
-    """
+    """A program of the operator, which gets JSON on stdin and the text in HANGWATCH_TEXT."""
 
     address: str = field(repr=False)  # its command line
     timeout_s: float = COMMAND_TIMEOUT_S

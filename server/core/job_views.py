@@ -144,9 +144,7 @@ class ResultCache:
     _results: dict[Hashable, tuple[Any, float]] = field(default_factory=dict)
 
     def get_or_compute(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """The result for ``key``, computed again if the last one is too old. An exception of
-        ``compute`` is not kept.
-        """
+        """The result for ``key``, computed again if it is too old. Exceptions are not kept."""
         started_at = self.clock()
         cached, expires_at = self._results.get(key, (None, started_at))
         if started_at < expires_at:

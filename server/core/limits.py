@@ -113,9 +113,7 @@ LIMITS = tuple(value for value in list(globals().values()) if isinstance(value, 
 
 
 def is_large(ranks: int) -> bool:
-    """Whether an attempt or a group has so many ranks that all of them are read in a thread, and less
-    often.
-    """
+    """Whether an attempt or a group has so many ranks that a thread reads them, less often."""
     return ranks >= LARGE_RANKS
 
 

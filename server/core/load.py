@@ -36,9 +36,7 @@ STEADY_AFTER_S = 30.0  # the state is steady after this time without new process
 
 @dataclass(slots=True)
 class Load:
-    """The event loop's lateness, which measures all of the server's work except queued heartbeats,
-    and how long these wait.
-    """
+    """The lateness of the event loop, without queued heartbeats, and how long these wait."""
 
     late_s: float = 0.0
     waited_s: float = 0.0  # the time from arrival to application of a heartbeat that is not urgent

@@ -29,9 +29,7 @@ class FailureLog:
 
     @contextlib.contextmanager
     def isolate(self, work: str) -> Iterator[None]:
-        """Counts an exception of the ``with`` block instead of raising it. The first one of each
-        kind of ``work`` is logged.
-        """
+        """Counts an exception of the ``with`` block, and logs the first for each ``work``."""
         try:
             yield
         except Exception:
@@ -52,16 +50,12 @@ class _Part:
 
 @dataclass(slots=True)
 class TaskSupervisor:
-    """Runs functions that are expected to run until they are cancelled. Everything runs on the event
-    loop's thread.
-    """
+    """Runs functions that should run until they are cancelled, on the event loop's thread."""
 
     _parts: dict[str, _Part] = field(default_factory=dict)
 
     def start_task(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
-        """Runs ``run`` until `stop_tasks`, again and again if it fails or returns; ``name`` is shown
-        to operators.
-        """
+        """Runs ``run`` again and again until `stop_tasks`; ``name`` is shown to operators."""
         task = asyncio.create_task(self._run_forever(name, run), name=name)
         self._parts[name] = _Part(task=task)
 

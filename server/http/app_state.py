@@ -89,15 +89,16 @@ class AppState:
         """The state of each rank; in a large attempt, that of the last round of diagnosis, which
         was at most a few seconds ago.
         """
-        states = self.watch.publisher.rank_states.get(attempt.key)
-        if states is not None and is_large(attempt.rank_count):
-            return states
+        published = self.watch.publisher.attempts.get(attempt.key)
+        if published is not None and published.rank_states and is_large(attempt.rank_count):
+            return published.rank_states
         records = self.shared.incidents.list_open(attempt)
         lost_after_s = self.watch.report_scheduler.lost_after_s
         return compute_states(attempt, records, self.now(), lost_after_s)
 
     def describe_job(self, attempt: Attempt) -> JobView:
-        view = self.watch.publisher.large_jobs.get(attempt.key)
+        published = self.watch.publisher.attempts.get(attempt.key)
+        view = None if published is None else published.large_job
         if view is None:
             counts = Counter(self.get_rank_states(attempt).values())
             records = self.shared.incidents.list_open(attempt)
@@ -106,9 +107,8 @@ class AppState:
 
     def add_summary(self, attempt: Attempt, job: JobView) -> JobView:
         """The view with the job's pace, and its condition in one sentence."""
-        pace = self.watch.publisher.paces.get(attempt.key)
-        rate = None if pace is None or pace.steps_per_s is None else round(pace.steps_per_s, 3)
-        paced = replace(job, steps_per_s=rate)
+        pace = self.get_pace(attempt)
+        paced = replace(job, steps_per_s=None if pace is None else round(pace, 3))
         opened = views.sort_by_severity(self.shared.incidents.list_open(attempt))
         if opened and job.state not in ("lost", "failed", "finished"):
             summary = views.format_verdict(opened[0])
@@ -116,15 +116,21 @@ class AppState:
             summary, _ = self.describe_status(attempt, paced)
         return replace(paced, summary=summary)
 
+    def get_pace(self, attempt: Attempt) -> float | None:
+        """The training steps per second; None while too little is known."""
+        published = self.watch.publisher.attempts.get(attempt.key)
+        return None if published is None else published.pace.steps_per_s
+
     def describe_status(self, attempt: Attempt, job: JobView) -> tuple[str, str]:
         """The status of a job without an open incident, and advice."""
-        if attempt.key in self.watch.diagnoser.failed_attempts:
+        last = self.watch.diagnoser.diagnosed.get(attempt.key)
+        if last is not None and last.has_failed:
             return FAILED_DIAGNOSIS
         return describe_job_status(
             attempt,
             job,
             self.settings.stall_after,
-            self.watch.diagnoser.unexplained_waits.get(attempt.key),
+            None if last is None else last.unexplained_wait,
             self.now(),
         )
 

@@ -31,7 +31,7 @@ from ..ingest.heartbeat_checks import BodyVolume, check_job, check_memory, parse
 from ..ingest.heartbeat_queue import DecodeHeartbeat
 from ..ingest.worker_frames import WorkerFrame
 from ..monitor.cadence import POLL_S
-from ..monitor.job_claims import NOT_HERE_STATUSES
+from ..monitor.job_claims import JobClaims
 from ..monitor.watch import Watch
 from .access import PEER_UID, AgentGrant, Authenticator
 from .app_state import AppState
@@ -41,6 +41,7 @@ PATH = "/api/v1/heartbeats"
 PROOF_PATH = "/api/v1/proof"
 _PART_BYTES = 1 << 20  # decompressed at a time
 _SIZE_REMEDY = "send the heartbeat in parts"
+_NOT_HERE_STATUSES = (421, 503)  # another server has the job, or may have it
 _HEADERS = [
     (name.lower().encode(), value.encode())
     for name, value in {"Content-Type": "application/json", **SECURITY_HEADERS}.items()
@@ -317,10 +318,24 @@ def _prepare_heartbeat(
             beat, watch.shared.fleet, beat.agent in watch.shared.agents, len(watch.shared.agents)
         )
         if watch.job_claims is not None:
-            watch.job_claims.check_heartbeat(beat)
+            check_claims(watch.job_claims, beat)
         return beat
 
     return decode_heartbeat
+
+
+def check_claims(claims: JobClaims, beat: heartbeat.Heartbeat) -> None:
+    """Raises Problem 421 if another server has the job of a heartbeat, and 503 until that is known."""
+    elsewhere = claims.find_elsewhere(beat)
+    if elsewhere is None:
+        return
+    if elsewhere.is_certain:
+        raise Problem(421, f"another server of this database has job {elsewhere.job!r}")
+    raise Problem(
+        503,
+        "the database is being asked which server has the job",
+        headers={"Retry-After": "1"},
+    )
 
 
 def _encode_reply(reply: heartbeat.HeartbeatReply) -> bytes:
@@ -329,7 +344,7 @@ def _encode_reply(reply: heartbeat.HeartbeatReply) -> bytes:
 
 def _count_refusal(watch: Watch, problem: Problem) -> None:
     """Counts a heartbeat that is not applied because of what it contains."""
-    if problem.status in NOT_HERE_STATUSES:
+    if problem.status in _NOT_HERE_STATUSES:
         return
     watch.shared.counters.malformed += 1
     watch.shared.counters.refusals_by_limit.update(problem.limits)

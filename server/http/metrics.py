@@ -148,9 +148,8 @@ def _collect_progress(state: AppState, jobs: LabelledAttempts) -> Iterator[Metri
         if job != OTHERS:
             if reached := [p.step for p in processes if p.step is not None]:
                 steps[job] = min(reached)
-            pace = state.watch.publisher.paces.get(attempt.key)
-            if pace is not None and pace.steps_per_s is not None:
-                paces[job] = pace.steps_per_s
+            if (pace := state.get_pace(attempt)) is not None:
+                paces[job] = pace
     yield make_metric("hangwatch_ranks", ranks, JOB, "state")
     yield make_metric("hangwatch_job_step", steps, JOB)
     yield make_metric("hangwatch_job_steps_per_second", paces, JOB)

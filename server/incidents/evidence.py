@@ -151,9 +151,19 @@ def collect_stacks(
     culprits = list(_find_callers(attempt, verdict.culprits, verdict.group, since))
     victims = _find_callers(attempt, verdict.waiting, verdict.group, since)
     stacks = _merge_calling_stacks(culprits, convert_date)
-    if len(verdict.culprits) <= MAX_DETAILED_CULPRITS:
-        for found in culprits:
-            stacks += _collect_other_threads(found, convert_date)
+    detailed = culprits if len(verdict.culprits) <= MAX_DETAILED_CULPRITS else []
+    for found in detailed:
+        others = [
+            thread
+            for thread in found.sample.threads
+            if thread is not found.thread and thread.thread != RECORDER_THREAD_NAME
+        ]
+        # First the child processes that the rank waits for, then its own thread that holds the GIL.
+        others.sort(key=lambda thread: (thread.pid is None, not thread.holds_gil))
+        stacks += [
+            make_stack([found.rank], found.sample, thread, convert_date)
+            for thread in others[:MAX_THREADS_SHOWN]
+        ]
     return stacks + _merge_calling_stacks(victims, convert_date)
 
 
@@ -171,22 +181,6 @@ def _find_callers(
         if recent:
             sample = next((s for s in reversed(recent) if s.threads), recent[-1])
             yield _Caller(rank, sample, process.find_caller(sample, group, since))
-
-
-def _collect_other_threads(found: _Caller, convert_date: DateConverter) -> list[MergedStack]:
-    """The stacks of the child processes that a rank waits for, then of its own other threads: first
-    of the one that holds the GIL.
-    """
-    others = [
-        thread
-        for thread in found.sample.threads
-        if thread is not found.thread and thread.thread != RECORDER_THREAD_NAME
-    ]
-    others.sort(key=lambda thread: (thread.pid is None, not thread.holds_gil))
-    return [
-        make_stack([found.rank], found.sample, thread, convert_date)
-        for thread in others[:MAX_THREADS_SHOWN]
-    ]
 
 
 def _merge_calling_stacks(
@@ -232,32 +226,30 @@ def collect_device_positions(attempt: Attempt, verdict: Verdict) -> tuple[Device
     If these are too many, the culprits and the members that have completed least are shown.
     """
     culprits = frozenset(verdict.culprits)
-    shown = heapq.nsmallest(
-        MAX_POSITIONS_SHOWN,
-        _iter_positions(attempt, verdict),
-        key=lambda p: (p.rank not in culprits, p.completed, p.rank, p.group),
-    )
-    return tuple(sorted(shown, key=lambda p: (p.group, p.rank not in culprits, p.rank)))
-
-
-def _iter_positions(attempt: Attempt, verdict: Verdict) -> Iterator[DevicePosition]:
     names = {wait.group for wait in verdict.waits}
     if verdict.group is not None:
         names.add(verdict.group.name)
-    for (_, name, _, _), members in attempt.streams_by_group.items():
-        if name not in names:
-            continue
-        for rank, stream in members.items():
-            if (device := stream.device) is not None:
-                yield DevicePosition(
-                    rank=rank,
-                    group=name,
-                    enqueued=device.enqueued,
-                    started=device.started,
-                    completed=device.completed,
-                    source=device.source,
-                    age_s=round(max(0.0, attempt.last_seen_at - device.read_at), 3),
-                )
+    positions = (
+        DevicePosition(
+            rank=rank,
+            group=name,
+            enqueued=device.enqueued,
+            started=device.started,
+            completed=device.completed,
+            source=device.source,
+            age_s=round(max(0.0, attempt.last_seen_at - device.read_at), 3),
+        )
+        for (_, name, _, _), members in attempt.streams_by_group.items()
+        if name in names
+        for rank, stream in members.items()
+        if (device := stream.device) is not None
+    )
+    shown = heapq.nsmallest(
+        MAX_POSITIONS_SHOWN,
+        positions,
+        key=lambda p: (p.rank not in culprits, p.completed, p.rank, p.group),
+    )
+    return tuple(sorted(shown, key=lambda p: (p.group, p.rank not in culprits, p.rank)))
 
 
 def keep_known_positions(

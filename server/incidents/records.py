@@ -26,9 +26,7 @@ class AlertSummary:
 
 @dataclass(slots=True, kw_only=True)
 class IncidentRecord:
-    """An incident, and what only the server keeps about it. Times in seconds are the monotonic
-    clock's.
-    """
+    """An incident, and what only the server keeps about it. Times in seconds are monotonic."""
 
     incident: Incident
     # The HOST/PROCESS of each rank distinguishes a rerun of a job from the same run.
@@ -59,9 +57,7 @@ class IncidentRecord:
 
     @property
     def is_aborted(self) -> bool:
-        """Whether ranks were ended for it, or are about to be. What happens to the job from then on
-        is a consequence of that.
-        """
+        """Whether ranks were or will be ended for it, which explains all that happens since."""
         recovery = self.incident.recovery
         if recovery is None or recovery.announced_at is None:
             return False

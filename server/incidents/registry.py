@@ -75,9 +75,7 @@ class IncidentRegistry:
             }
 
     def load_records(self, records: Iterable[IncidentRecord]) -> None:
-        """Adds the incidents of an earlier server, or of another one. Their onset and opening
-        precede the start of this server.
-        """
+        """Adds incidents of an earlier or another server, which precede the start of this one."""
         loaded = list(records)
         for record in loaded:
             record.is_restored = True
@@ -207,9 +205,7 @@ class IncidentRegistry:
         verdicts: Sequence[Verdict],
         now: float,
     ) -> list[Verdict]:
-        """Refines each open incident by the verdict that fits it best. Returns the verdicts that
-        concern no open incident.
-        """
+        """Refines each open incident by the verdict that fits best. Returns the other verdicts."""
         unmatched = list(verdicts)
         all_related = []
         for record in records:
@@ -465,9 +461,7 @@ def summarize_alerts(
 
 
 def has_reported_since(record: IncidentRecord, attempt: Attempt) -> bool:
-    """Whether a rank of the incident was reported since the last verdict on it. Otherwise the absence
-    of a verdict means nothing.
-    """
+    """Whether a rank of the incident was reported since its last verdict, as an absence needs."""
     if attempt.last_seen_at < record.last_seen_at:
         return False
     incident = record.incident
@@ -477,9 +471,7 @@ def has_reported_since(record: IncidentRecord, attempt: Attempt) -> bool:
 
 
 def has_made_progress(record: IncidentRecord, attempt: Attempt, now: float) -> bool:
-    """Whether the verdict is absent because the job made progress, and not because it ended or does
-    not report.
-    """
+    """Whether the verdict is absent because the job made progress, not because it ended."""
     incident = record.incident
     if KINDS[incident.kind].is_call_error and not incident.waiting:
         return False  # no rank was blocked by the incident, so progress does not refute it

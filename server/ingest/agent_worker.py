@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from hangwatch.tracking.agents import AgentRegistry
+from hangwatch.tracking.fleet import AgentRegistry
 
 from ..core import limits
 from ..core.events import wait_for_event

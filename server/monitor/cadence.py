@@ -30,7 +30,6 @@ from dataclasses import dataclass, field, replace
 from hangwatch.diagnosis import Diagnosis, EvidenceRequest, choose_window
 from hangwatch.model.kinds import select_kinds
 from hangwatch.model.limits import Limits
-from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol.commands import Command
 from hangwatch.protocol.heartbeat import HeartbeatReply
 from hangwatch.tracking.attempt import Attempt
@@ -90,9 +89,7 @@ def find_interval_s(hosts: int, late_s: float = 0.0, least_s: float = MIN_INTERV
 
 
 def find_slot_wait_s(agent: str, interval_s: float, now: float) -> float:
-    """Seconds until a host's own slot in each interval. Without slots, hosts that waited together
-    would report together from then on.
-    """
+    """Seconds until a host's own slot in each interval, so that hosts do not report together."""
     if interval_s < SLOTS_FROM_INTERVAL_S:
         return interval_s
     until_s = _until_own_time_s(agent, interval_s, now)
@@ -101,9 +98,7 @@ def find_slot_wait_s(agent: str, interval_s: float, now: float) -> float:
 
 
 def find_terse_time_s(agent: str, interval_s: float, now: float) -> float | None:
-    """Seconds for which a host may omit the position of ranks that make progress; None if it should
-    send it with each heartbeat.
-    """
+    """Seconds for which a host may omit positions of ranks that make progress; None for none."""
     if interval_s < SLOTS_FROM_INTERVAL_S:
         return None
     return _until_own_time_s(agent, FULL_UPDATE_INTERVALS * interval_s, now)
@@ -122,8 +117,6 @@ class ReportScheduler:
     shared: SharedState
     configured_limits: Limits
     suspected: dict[str, float] = field(default_factory=dict)  # the suspected agents, until when
-    # The agents whose next heartbeat is urgent because this scheduler requested that.
-    _awaited: set[str] = field(default_factory=set)
     # The numbers of suspected agents (True) and others (False) that report sooner in this round. The
     # limits are separate because half of all hosts may be urgent while a hang resolves.
     _pressing_counts: Counter[bool] = field(default_factory=Counter)
@@ -186,10 +179,7 @@ class ReportScheduler:
         else:
             is_awaited = False
             details_s, steady_s = find_terse_time_s(agent, usual_s, now), self.steady_s
-        if is_awaited:
-            self._awaited.add(agent)
-        else:
-            self._awaited.discard(agent)
+        shared.agents[agent].is_awaited = is_awaited
         has_slots = usual_s >= SLOTS_FROM_INTERVAL_S
         return HeartbeatReply(
             interval_s=interval_s,
@@ -205,7 +195,8 @@ class ReportScheduler:
 
     def record_heartbeat(self, agent: str, urgent: bool, now: float) -> None:
         """Records a heartbeat. One that is urgent although that was not requested has changes."""
-        if urgent and agent not in self._awaited and len(self.suspected) < MAX_SUSPECTED_AGENTS:
+        is_awaited = self.shared.agents[agent].is_awaited
+        if urgent and not is_awaited and len(self.suspected) < MAX_SUSPECTED_AGENTS:
             self.suspect_agents([agent], now)
 
     def suspect_agents(self, agents: Iterable[str], now: float) -> None:
@@ -233,90 +224,57 @@ class ReportScheduler:
         self._pressing_counts.clear()
         self.suspected = {agent: until for agent, until in self.suspected.items() if until > now}
 
-    def forget_agent(self, agent: str) -> None:
-        self._awaited.discard(agent)
-
-
-@dataclass(slots=True)
-class _AttemptBackoff:
-    """The backoff of one attempt."""
-
-    diagnosis_until: float = 0.0  # no diagnosis before this time
-    changes_until: float = 0.0  # no diagnosis of urgent changes before this time
-    changed_at: float = float("-inf")  # the beginning of the last diagnosis of urgent changes
-    states_until: float = 0.0  # no report of rank states before this time
-
 
 @dataclass(slots=True)
 class DiagnosisBackoff:
-    """Decides when a large attempt may be diagnosed again; a small one has no backoff. All times are
-    seconds on the monotonic clock.
-    """
+    """Decides when a large attempt may be diagnosed again. Times are seconds, monotonic."""
 
-    stall_after: float
-    _by_attempt: dict[AttemptKey, _AttemptBackoff] = field(default_factory=dict)
+    attempt: Attempt
+    stall_after_s: float
+    _until: float = 0.0  # no diagnosis before this time
+    _changes_until: float = 0.0  # no diagnosis of urgent changes before this time
+    _changed_at: float = float("-inf")  # the beginning of the last diagnosis of urgent changes
 
-    def skips_diagnosis(self, attempt: Attempt, now: float) -> bool:
+    def skips_diagnosis(self, now: float) -> bool:
         """True if the attempt must not be diagnosed yet."""
-        backoff = self._get_backoff(attempt)
-        return now < (
-            backoff.changes_until if attempt.has_urgent_changes else backoff.diagnosis_until
-        )
+        return now < (self._changes_until if self.attempt.has_urgent_changes else self._until)
 
-    def record_changes(self, attempt: Attempt, now: float) -> None:
+    def record_changes(self, now: float) -> None:
         """Records that a diagnosis begins after urgent changes."""
-        self._get_backoff(attempt).changed_at = now
-
-    def skips_states(self, attempt: Attempt, now: float) -> bool:
-        """True if the states of the attempt's ranks must not be reported yet."""
-        return now < self._get_backoff(attempt).states_until
+        self._changed_at = now
 
     def record_diagnosis(
-        self, attempt: Attempt, diagnosis: Diagnosis, spent: float, waited_s: float, now: float
+        self, diagnosis: Diagnosis, spent_s: float, waited_s: float, now: float
     ) -> None:
-        """Records a diagnosis that took ``spent`` CPU seconds. The oldest queued heartbeat has
-        waited for ``waited_s``.
-        """
-        if not is_large(attempt.rank_count):
+        """Records what a diagnosis took, and how long the oldest queued heartbeat has waited."""
+        if not is_large(self.attempt.rank_count):
             return
-        backoff = self._get_backoff(attempt)
         unconfirmed = [v for v in diagnosis.verdicts if not v.is_confirmed]
-        due_at = min((v.began_at + self.stall_after for v in unconfirmed), default=float("inf"))
-        backoff.changes_until = now + DECIDING_FACTOR * spent
+        self._changes_until = now + DECIDING_FACTOR * spent_s
         if any(v.kind in _EARLY_KINDS for v in unconfirmed):
-            backoff.diagnosis_until = backoff.changes_until
+            self._until = self._changes_until
         else:
-            pause_s = max(USUAL_FACTOR * spent, MAX_PAUSE_S)
-            if self._awaits_evidence(attempt, diagnosis, now):
-                pause_s = DECIDING_FACTOR * spent
+            pause_s = max(USUAL_FACTOR * spent_s, MAX_PAUSE_S)
+            if self._awaits_reports(diagnosis, now):
+                pause_s = DECIDING_FACTOR * spent_s
             pause_s *= 1 + waited_s / BACKLOG_STEP_S
-            backoff.diagnosis_until = now + min(pause_s, MAX_FACTOR * spent)
+            self._until = now + min(pause_s, MAX_FACTOR * spent_s)
+        due_at = min((v.began_at + self.stall_after_s for v in unconfirmed), default=now)
         if due_at > now:
-            backoff.diagnosis_until = min(backoff.diagnosis_until, due_at)
+            self._until = min(self._until, due_at)
 
-    def _awaits_evidence(self, attempt: Attempt, diagnosis: Diagnosis, now: float) -> bool:
+    def _awaits_reports(self, diagnosis: Diagnosis, now: float) -> bool:
         """Whether the reports of the next seconds may decide a verdict."""
-        if now - self._get_backoff(attempt).changed_at < RECENT_CHANGES_S:
+        if now - self._changed_at < RECENT_CHANGES_S:
             # A verdict on what has just begun has probably taken the changes into account.
             return not any(
                 verdict.is_confirmed and now - verdict.began_at < FRESH_VERDICT_S
                 for verdict in diagnosis.verdicts
             )
-        if now - attempt.newest_call_at < STILL_AFTER_S:
+        if now - self.attempt.newest_call_at < STILL_AFTER_S:
             return False
         for verdict in diagnosis.verdicts:
-            due_s = now - verdict.began_at - self.stall_after
+            due_s = now - verdict.began_at - self.stall_after_s
             if due_s >= 0.0 and (not verdict.is_confirmed or due_s < FRESH_VERDICT_S):
                 return True
         return False
-
-    def record_states_report(self, attempt: Attempt, spent: float, now: float) -> None:
-        """Records a report of rank states that took ``spent`` CPU seconds."""
-        if is_large(attempt.rank_count):
-            self._get_backoff(attempt).states_until = now + STATES_FACTOR * spent
-
-    def forget_attempt(self, key: AttemptKey) -> None:
-        self._by_attempt.pop(key, None)
-
-    def _get_backoff(self, attempt: Attempt) -> _AttemptBackoff:
-        return self._by_attempt.setdefault(attempt.key, _AttemptBackoff())

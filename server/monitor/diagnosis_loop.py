@@ -25,6 +25,9 @@ from .diagnoser import Diagnoser
 from .job_claims import JobClaims
 from .publisher import ChangePublisher
 
+# A finished attempt is still diagnosed for this long after its last heartbeat: other hosts may report
+# late.
+DIAGNOSED_AFTER_END_S = 10.0
 FINISHED_ATTEMPTS_KEPT = 20
 FINISHED_KEPT_S = 3600.0
 # The processes of all finished attempts together that have a successor.
@@ -35,9 +38,7 @@ PROCESSES_DROPPED_PER_STEP = 10  # a step takes this many processes of a large a
 
 @dataclass(slots=True, kw_only=True)
 class DiagnosisLoop:
-    """The rounds of the diagnosis, on the event loop's thread; `AttemptReader` reads large attempts in
-    another.
-    """
+    """The rounds of the diagnosis, on the event loop's thread; `Diagnoser` may use another."""
 
     shared: SharedState
     diagnoser: Diagnoser
@@ -50,21 +51,19 @@ class DiagnosisLoop:
 
     async def run(self) -> None:
         """Runs rounds until the task is cancelled."""
-        reader, has_changes = self.diagnoser.reader, self.shared.has_changes
+        diagnoser, has_changes = self.diagnoser, self.shared.has_changes
         while True:
             started_at = time.perf_counter()
-            reader.large_attempts_s = 0.0
+            diagnoser.large_attempts_s = 0.0
             await self.run_round()
-            spent_s = time.perf_counter() - started_at - reader.large_attempts_s
+            spent_s = time.perf_counter() - started_at - diagnoser.large_attempts_s
             has_changes.clear()
             if await wait_for_event(ROUND_INTERVAL_S, has_changes):
                 # However many hosts report, most of the time is left for their heartbeats.
                 await asyncio.sleep(max(MIN_PAUSE_S, DECIDING_FACTOR * spent_s))
 
     async def run_round(self) -> None:
-        """Diagnoses each current attempt and reports all changes. A failure in one job or incident
-        does not stop the others.
-        """
+        """Diagnoses the current attempts and reports all changes, whatever fails in one of them."""
         if self.job_claims is not None:
             await self.job_claims.confirm_jobs()
         shared, fleet, incidents = self.shared, self.shared.fleet, self.shared.incidents
@@ -74,7 +73,8 @@ class DiagnosisLoop:
         current_keys = {attempt.key for attempt in current}
         for attempt in current:
             with isolate(f"the incidents of job {attempt.job}"):
-                if self.diagnoser.is_due(attempt, now):
+                silent_s = now - attempt.last_seen_at
+                if not attempt.is_finished or silent_s < DIAGNOSED_AFTER_END_S:
                     await self.diagnoser.diagnose_attempt(attempt)
                     incidents.resolve_earlier_attempts(attempt, now, current_keys)
         now = shared.clock.monotonic()
@@ -92,7 +92,6 @@ class DiagnosisLoop:
             shared.commands.drop_expired(now, scheduler.max_gap_s)
             self.retention.drop_expired(now)
             self._garbage.update(len(fleet.processes), now)
-            self.retention.start_dropping_processes()
         with isolate("scheduling reports"):
             scheduler.start_round(now)
         self.last_round_at = now
@@ -111,11 +110,11 @@ class Retention:
     _silence_check_due_at: float = float("-inf")
 
     def drop_expired(self, now: float) -> None:
-        """Drops old attempts, and from time to time silent agents whose ranks have all exited, or
-        that are silent for very long.
-        """
+        """Drops old attempts, and silent agents that are silent for long or have no live rank."""
         for attempt in self._find_expired(now):
             self.drop_attempt(attempt)
+        if self._large_dropped and (self._dropping is None or self._dropping.done()):
+            self._dropping = asyncio.create_task(self._drop_processes())
         if now < self._silence_check_due_at:
             return
         self._silence_check_due_at = now + SILENCE_CHECK_INTERVAL_S
@@ -126,7 +125,6 @@ class Retention:
             if silent_s > FINISHED_KEPT_S or has_finished:
                 shared.agents.forget_silent(agent_id)
                 shared.performance.forget_agent(agent_id)
-                self.diagnoser.report_scheduler.forget_agent(agent_id)
 
     def drop_attempt(self, attempt: Attempt) -> None:
         fleet = self.shared.fleet
@@ -135,15 +133,10 @@ class Retention:
             self._large_dropped.append(attempt)
         else:
             fleet.drop_processes(attempt, len(attempt.processes))
-        self.publisher.forget_attempt(attempt)
-        self.diagnoser.forget_attempt(attempt.key)
+        self.publisher.attempts.pop(attempt.key, None)
+        self.diagnoser.diagnosed.pop(attempt.key, None)
         self.shared.performance.attempts.pop(attempt.key, None)
         self.persistence.forget_attempt(attempt.key)
-
-    def start_dropping_processes(self) -> None:
-        """Starts to free the processes of dropped large attempts in the background."""
-        if self._large_dropped and (self._dropping is None or self._dropping.done()):
-            self._dropping = asyncio.create_task(self._drop_processes())
 
     def _find_expired(self, now: float) -> list[Attempt]:
         # The keys are sorted by job and number, so that each job's last number remains.
@@ -169,7 +162,7 @@ class Retention:
         return expired
 
     async def _drop_processes(self) -> None:
-        """Frees memory in small steps: for a large attempt that takes a second in all."""
+        """Frees the memory of dropped large attempts in small steps: each takes a second in all."""
         while self._large_dropped:
             slice_ends_at = time.perf_counter() + SLICE_S
             while self.shared.fleet.drop_processes(

@@ -24,8 +24,8 @@ class HeartbeatApplier:
     def apply_heartbeat(
         self, beat: heartbeat.Heartbeat, urgent: bool = False
     ) -> heartbeat.HeartbeatReply:
-        shared, counters = self.shared, self.shared.counters
-        now = shared.clock.monotonic()
+        shared, scheduler = self.shared, self.report_scheduler
+        counters, now = shared.counters, shared.clock.monotonic()
         counters.heartbeats += 1
         if counters.heartbeats % load.COLLECT_EVERY_HEARTBEATS == 0:
             load.collect_new_objects()
@@ -39,36 +39,28 @@ class HeartbeatApplier:
         self._apply_replies(beat, now)
         if beat.processes or beat.samples or beat.calls or beat.hardware or beat.aborts:
             shared.has_changes.set()
-        return self._build_reply(beat, urgent, needs_resync, now)
+        if beat.processes:
+            scheduler.request_urgent_evidence(beat.agent, now)
+        scheduler.record_heartbeat(beat.agent, urgent, now)
+        commands = shared.commands.take_unsent(beat.agent)
+        commands += shared.traces.build_commands(beat.agent, now)
+        return scheduler.make_reply(beat.agent, now, commands=commands, needs_resync=needs_resync)
 
     def refuse_heartbeat(self, agent_id: str | None) -> None:
-        """Counts a heartbeat that was refused because of the load: its agent is alive all the same,
-        and its ranks are not lost.
-        """
+        """Counts a heartbeat refused because of the load. Its agent and ranks are not lost."""
         self.shared.counters.refused += 1
         if agent_id is not None:
             self.shared.fleet.mark_refused(agent_id, self.shared.clock.monotonic())
 
     def _apply_replies(self, beat: heartbeat.Heartbeat, now: float) -> None:
         """Applies the replies to earlier commands."""
+        shared = self.shared
         answered = {sample.request for sample in beat.samples}
-        answered.update(calls.request for calls in beat.calls)
+        answered.update(reply.request for reply in beat.calls)
         answered.update(reply.request for reply in beat.hardware)
-        self.shared.commands.mark_answered(beat.agent, answered)
-        self.shared.dumps.apply_samples(beat.samples, now)
-        self.shared.recordings.apply_replies(beat.recordings, now)
-        self.shared.traces.apply_heartbeat(beat, now)
+        shared.commands.mark_answered(beat.agent, answered)
+        shared.dumps.apply_samples(beat.samples, now)
+        shared.recordings.apply_replies(beat.recordings, now)
+        shared.traces.apply_heartbeat(beat, now)
         if beat.aborts and self.aborter is not None:
             self.aborter.orders.apply_replies(beat.aborts)
-
-    def _build_reply(
-        self, beat: heartbeat.Heartbeat, urgent: bool, needs_resync: bool, now: float
-    ) -> heartbeat.HeartbeatReply:
-        if beat.processes:
-            self.report_scheduler.request_urgent_evidence(beat.agent, now)
-        self.report_scheduler.record_heartbeat(beat.agent, urgent, now)
-        commands = self.shared.commands.take_unsent(beat.agent)
-        commands += self.shared.traces.build_commands(beat.agent, now)
-        return self.report_scheduler.make_reply(
-            beat.agent, now, commands=commands, needs_resync=needs_resync
-        )

@@ -20,23 +20,27 @@ from hangwatch.tracking.fleet import FormerAttempt
 
 from ..core.events import wait_for_event
 from ..core.job_views import AttemptView
-from ..core.problems import Problem
 from ..shared_state import SharedState
 from ..storage.database import SESSION_TIMEOUT_S, JobLocks
 from ..storage.persistence import PersistenceWorker
-from ..storage.store import JobHistory
 
 log = logging.getLogger("hangwatch")
 
 PING_INTERVAL_S = 2.0  # well within the session's timeout
 RETRY_INTERVAL_S = 0.5  # the pause between two attempts to lock jobs
-RETRY_AFTER_S = 1
-NOT_HERE_STATUSES = (421, 503)  # another server has the job, or may have it
 # Locks that were seen to be held so long ago may have been lost since.
 CONFIRMED_S = SESSION_TIMEOUT_S - PING_INTERVAL_S
 CONFIRM_POLL_S = 0.05
 CONFIRM_WAIT_S = 5.0  # the longest delay of a diagnosis because of the database
 UNUSED_S = 60.0  # a job without processes is given up after this time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobElsewhere:
+    """A job that another server has, or may have until that is known."""
+
+    job: str
+    is_certain: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,29 +60,23 @@ class JobClaims:
     _is_database_lost: bool = False
     _confirmed_at: float = float("-inf")  # when the last request for the locks began
 
-    def check_heartbeat(self, beat: Heartbeat) -> None:
-        """Raises Problem 421 if another server has the job, and 503 until that is known. Node agents
-        that know only one server are not refused.
+    def find_elsewhere(self, beat: Heartbeat) -> JobElsewhere | None:
+        """The job of a heartbeat that this server may not apply. Node agents that know only one
+        server are not refused.
         """
         if beat.servers < 2:
-            return
+            return None
         named = {update.identity.job for update in beat.processes if update.identity is not None}
         jobs = sorted(map(get_family, named or self.shared.fleet.list_jobs(beat.agent)))
         if not jobs:
-            return
+            return None
         job = jobs[0]  # all other jobs of the host follow it
         self._used_at[job] = self.shared.clock.monotonic()
         if job in self._held:
-            return
+            return None
         self._wanted.add(job)
         self._wake.set()
-        if job in self._foreign:
-            raise Problem(421, f"another server of this database has job {job!r}")
-        raise Problem(
-            503,
-            "the database is being asked which server has the job",
-            headers={"Retry-After": str(RETRY_AFTER_S)},
-        )
+        return JobElsewhere(job=job, is_certain=job in self._foreign)
 
     async def confirm_jobs(self) -> None:
         """Returns once it is known which jobs this server still has. If it was stopped for a while,
@@ -129,7 +127,14 @@ class JobClaims:
         self._held &= locked
         self._adopted &= locked
         for job in locked - self._adopted:
-            self._adopt_job(await asyncio.to_thread(self.persistence.store.adopt_job, job))
+            # From here on, it continues as after a restart of the server that had the job.
+            history = await asyncio.to_thread(self.persistence.store.adopt_job, job)
+            incidents, fleet = self.shared.incidents, self.shared.fleet
+            incidents.load_records(history.incidents)
+            incidents.changed.update(record.incident.id for record in history.incidents)
+            self.persistence.resume_deliveries(history.deliveries)
+            unknown = [a for a in history.attempts if fleet.latest_attempt(a.job) is None]
+            restore_former_attempts(self.shared, unknown)
             self._adopted.add(job)
             self._held.add(job)
         running = {get_family(key.job) for key in self.shared.fleet.attempts}
@@ -141,14 +146,6 @@ class JobClaims:
             del self._used_at[job]
             for jobs in (self._held, self._adopted, self._foreign):
                 jobs.discard(job)
-
-    def _adopt_job(self, history: JobHistory) -> None:
-        """Continues with a job as after a restart of the server that had it."""
-        self.shared.incidents.load_records(history.incidents)
-        self.shared.incidents.changed.update(record.incident.id for record in history.incidents)
-        self.persistence.resume_deliveries(history.deliveries)
-        unknown = [a for a in history.attempts if self.shared.fleet.latest_attempt(a.job) is None]
-        restore_former_attempts(self.shared, unknown)
 
     def _give_up_job(self, family: str) -> None:
         """Forgets the ranks of a job that this server has lost, for example because it was stopped.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from hangwatch.diagnosis import UnexplainedWait
 from hangwatch.diagnosis.graph.progress import is_process_waiting
 from hangwatch.diagnosis.messages import join_notes
 from hangwatch.diagnosis.unexplained import describe_losses
@@ -19,7 +18,7 @@ from hangwatch.model.ranks import Frame, Lifecycle, RankState
 from hangwatch.model.verdicts import DeviceProgress
 from hangwatch.report import terminal
 from hangwatch.report.documents import build_optional_document
-from hangwatch.report.job_status import JobFacts, WaitFacts, format_job_status
+from hangwatch.report.job_status import JobFacts, UnexplainedWait, format_job_status
 from hangwatch.stacks.frames import is_library
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
@@ -139,30 +138,27 @@ def describe_group(attempt: Attempt, key: GroupKey) -> GroupView:
 
 def list_groups(attempt: Attempt, rank: int | None = None) -> list[GroupKey]:
     """All process groups, or those of one rank."""
-    groups = (
-        (key, next(iter(members.values()))) for key, members in attempt.streams_by_group.items()
-    )
-    return [
-        key
-        for key, first in groups
-        if first.kind is StreamKind.COLLECTIVE and (rank is None or rank in first.group.ranks)
-    ]
+    keys = []
+    for key, members in attempt.streams_by_group.items():
+        first = next(iter(members.values()))
+        if first.kind is StreamKind.COLLECTIVE and (rank is None or rank in first.group.ranks):
+            keys.append(key)
+    return keys
 
 
 def describe_job(
-    attempt: Attempt, counts: Counter[RankState], records: Iterable[IncidentRecord], now: float
+    attempt: Attempt, counts: Counter[RankState], records: Sequence[IncidentRecord], now: float
 ) -> JobView:
-    """A job with the number of its ranks in each state, ``counts``."""
-    open_records = list(records)
+    """A job with the number of its ranks in each state, ``counts``, and its open ``records``."""
     return JobView(
         job=attempt.job,
         attempt=attempt.number,
-        state=_compute_job_state(attempt, counts, open_records),
+        state=_compute_job_state(attempt, counts, records),
         world_size=attempt.world_size,
         reported_ranks=len(attempt.processes),
         hosts=sorted({p.host for p in attempt.processes.values()}),
         states=dict(counts),
-        open_incidents=len(open_records),
+        open_incidents=len(records),
         step=min((p.step for p in attempt.processes.values() if p.step is not None), default=None),
         age_s=round(max(0.0, now - attempt.opened_at), 3),
         last_seen_s=round(max(0.0, now - attempt.last_seen_at), 3),
@@ -247,15 +243,8 @@ def describe_job_status(
         step=job.step,
         steps_per_s=job.steps_per_s,
         stall_after_s=stall_after_s,
-        wait=None
-        if wait is None
-        else WaitFacts(
-            rank_count=wait.rank_count,
-            waited_s=now - wait.began_at,
-            description=wait.description,
-            reason=wait.reason,
-            ranks_to_dump=wait.ranks_to_dump,
-        ),
+        wait=wait,
+        waited_s=0.0 if wait is None else now - wait.began_at,
         silent_s=silent_s if is_silent else None,
         device_setting=next((p.device_setting for p in searched if p.device_setting), ""),
     )
@@ -267,9 +256,7 @@ def describe_job_status(
 
 
 def _find_first_absent(attempt: Attempt) -> list[int]:
-    """The first ranks that have not reported, of maybe 100,000: `MAX_ABSENT_RUNS` runs of consecutive
-    ranks and the start of one more.
-    """
+    """The first ranks that have not reported: `MAX_ABSENT_RUNS` runs, and the start of one more."""
     absent: list[int] = []
     remaining_runs = MAX_ABSENT_RUNS
     for rank in range(min(attempt.world_size, MAX_RANKS_SHOWN)):

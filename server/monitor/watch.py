@@ -7,8 +7,8 @@ from ..recovery.aborter import Aborter, AbortOrders
 from ..settings import Settings
 from ..shared_state import SharedState
 from ..storage.persistence import PersistenceWorker
-from .cadence import DiagnosisBackoff, ReportScheduler
-from .diagnoser import AttemptReader, Diagnoser
+from .cadence import ReportScheduler
+from .diagnoser import Diagnoser
 from .diagnosis_loop import DiagnosisLoop, Retention
 from .heartbeat_applier import HeartbeatApplier
 from .job_claims import JobClaims, restore_former_attempts
@@ -38,25 +38,18 @@ class Watch:
                 persistence=persistence,
             )
         self.heartbeats = HeartbeatApplier(
-            shared=shared,
-            aborter=aborter,
-            report_scheduler=self.report_scheduler,
+            shared=shared, aborter=aborter, report_scheduler=self.report_scheduler
         )
         self.heartbeat_queue = HeartbeatQueue(self.heartbeats.apply_heartbeat, shared.load)
-        reader = AttemptReader(self.heartbeat_queue)
-        backoff = DiagnosisBackoff(settings.stall_after)
         self.diagnoser = Diagnoser(
             shared=shared,
             report_scheduler=self.report_scheduler,
-            backoff=backoff,
-            reader=reader,
+            heartbeat_queue=self.heartbeat_queue,
         )
         self.publisher = ChangePublisher(
             shared=shared,
             persistence=persistence,
-            report_scheduler=self.report_scheduler,
-            backoff=backoff,
-            reader=reader,
+            diagnoser=self.diagnoser,
             repeat_after_s=settings.repeat_interval,
         )
         retention = Retention(

@@ -62,9 +62,7 @@ class Aborter:
     _is_failing: bool = False  # the last read of the database failed
 
     async def advance_recoveries(self, recent_s: float) -> None:
-        """Runs one round over the incidents that may need a recovery. Reports older than
-        ``recent_s`` are ignored.
-        """
+        """Runs one round over all incidents. Reports older than ``recent_s`` are ignored."""
         attempts, records = self.shared.fleet.attempts, self.shared.incidents.records
         for record in records.values():
             attempt = attempts.get(record.attempt_key)
@@ -130,9 +128,7 @@ class Aborter:
             self.orders.withdraw(record)
 
     def _has_concurrent_recovery(self, record: IncidentRecord) -> bool:
-        """Whether ranks of the same attempt are being ended for another incident, which may
-        resolve this one too.
-        """
+        """Whether ranks are being ended for another incident, which may resolve this one too."""
         return any(
             _get_state(other) == "ordered" or (_get_state(other) == "announced" and other.is_open)
             for other in self.shared.incidents.records.values()
@@ -181,9 +177,7 @@ class Aborter:
             self.persistence.queue_alert(record, PLANNED)
 
     def _end_ranks(self, record: IncidentRecord, attempt: Attempt, decision: Decision) -> None:
-        """Takes the next step of a due recovery: it is announced first, and ordered after the
-        announcement was written.
-        """
+        """Takes the next step of a due recovery. It is ordered once its announcement is written."""
         recovery, now = record.recovery, self.shared.clock.monotonic()
         extends_to_job = recovery.scope == "culprits" and decision.scope == "job"
         is_extended = recovery.state == "done" and extends_to_job
@@ -262,17 +256,10 @@ class _AbortOrder:
     agent: str  # the node agent that has the command
     ordered_at: float
 
-    def is_fulfilled(self, attempt: Attempt) -> bool:
-        """The process has exited, or another one has its rank."""
-        process = attempt.processes.get(self.process.rank)
-        return process is None or process.key != self.process.key or process.exit is not None
-
 
 @dataclass(slots=True, kw_only=True)
 class AbortOrders:
-    """The orders to node agents that were queued or sent, until their result is known. Times are the
-    monotonic clock's.
-    """
+    """The orders to node agents until their result is known. Times are the monotonic clock's."""
 
     shared: SharedState
     _orders: dict[str, _AbortOrder] = field(default_factory=dict)  # the keys are commands' ids
@@ -291,9 +278,7 @@ class AbortOrders:
         return {order.process.rank for _, order in self._list_orders(record)}
 
     def withdraw(self, record: IncidentRecord) -> None:
-        """Withdraws the orders that were not sent yet: the job makes progress, or is no longer
-        reported.
-        """
+        """Withdraws the orders that were not sent: the job makes progress, or is not reported."""
         for command_id, order in self._list_orders(record):
             if self.shared.commands.withdraw_command(order.agent, command_id):
                 del self._orders[command_id]
@@ -303,10 +288,10 @@ class AbortOrders:
         """Records the results that a node agent reports."""
         for reply in replies:
             order = self._orders.pop(reply.request, None)
-            record = (
-                self.shared.incidents.records.get(order.incident) if order is not None else None
-            )
-            if order is None or record is None:
+            if order is None:
+                continue
+            record = self.shared.incidents.records.get(order.incident)
+            if record is None:
                 continue
             if reply.error is not None:
                 self._record_failure(record, order, reply.error, reply.signal)
@@ -322,12 +307,14 @@ class AbortOrders:
     def collect_results(self, record: IncidentRecord, attempt: Attempt, now: float) -> None:
         """Records results without a reply: exits of ordered ranks, and orders that expired."""
         for command_id, order in self._list_orders(record):
-            is_fulfilled = order.is_fulfilled(attempt)
+            process = attempt.processes.get(order.process.rank)
+            is_running = (
+                process is not None and process.key == order.process.key and process.exit is None
+            )
             # The agent's reply may still arrive after an exit.
-            limit_s = REPLY_DELAY_LIMIT_S if is_fulfilled else REQUEST_EXPIRES_S
-            if now - order.ordered_at > limit_s:
+            if now - order.ordered_at > (REQUEST_EXPIRES_S if is_running else REPLY_DELAY_LIMIT_S):
                 del self._orders[command_id]
-                if not is_fulfilled:
+                if is_running:
                     self._record_failure(record, order, explain_silence(REQUEST_EXPIRES_S))
         ordered_ranks = self.list_ordered_ranks(record)
         for abort in record.recovery.aborts:

@@ -37,9 +37,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """An open incident, and everything else that the decision depends on. Times are the monotonic
-    clock's.
-    """
+    """An open incident, and all else that the decision depends on. Times are monotonic."""
 
     incident: Incident
     alerts: AlertSummary | None  # the alerts of the last diagnosis
@@ -61,9 +59,7 @@ class Step(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """``ranks`` are to be ended at ``due_at`` or later. If ``scope`` is "job", they are all ranks of
-    the job that can be reached.
-    """
+    """``ranks`` are to be ended from ``due_at`` on: all that can be, if ``scope`` is "job"."""
 
     step: Step
     ranks: tuple[int, ...] = ()
@@ -119,9 +115,7 @@ def _choose_ranks(
 
 
 def _are_culprits_blocked(facts: Facts, ranks: tuple[int, ...]) -> bool:
-    """Whether the culprits themselves hang: in a cycle of waits, or in a mismatch without a
-    minority.
-    """
+    """Whether the culprits hang themselves: in a cycle of waits, or a mismatch without minority."""
     spec = KINDS[facts.incident.kind]
     return spec.blocks_culprits or (
         spec.role is Role.ROOT

@@ -50,9 +50,7 @@ class StoreError(Exception):
 
 
 def lock_data_dir(data_dir: Path) -> IO[str]:
-    """Creates the data folder and locks it against a second server. The lock ends with the process.
-    Raises StoreError.
-    """
+    """Creates the data folder, and locks it for this process. Raises StoreError."""
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = (data_dir / LOCK_FILE).open("a")
@@ -153,7 +151,7 @@ class JobLocks:
         try:
             return self._lock_jobs(jobs)
         except sa.exc.SQLAlchemyError:
-            self.close()
+            self.close()  # the session was lost: a second try begins a new one
         try:
             return self._lock_jobs(jobs)
         except sa.exc.SQLAlchemyError:
@@ -178,22 +176,18 @@ class JobLocks:
             self._connection = None
 
     def _lock_jobs(self, jobs: Collection[str]) -> set[str]:
-        connection = self._connect()
-        connection.execute(sa.select(1))
-        for job in sorted(set(jobs) - self._locked):
-            lock = sa.select(sa.func.pg_try_advisory_lock(_LOCK_CLASS, _number_job(job)))
-            if connection.execute(lock).scalar():
-                self._locked.add(job)
-        return self._locked.intersection(jobs)
-
-    def _connect(self) -> sa.Connection:
         if self._connection is None:
             engine = self._engine.execution_options(isolation_level="AUTOCOMMIT")
             self._connection = engine.connect()
             for name, value in _SESSION_SETTINGS.items():
                 with contextlib.suppress(sa.exc.SQLAlchemyError):  # an older PostgreSQL
                     self._connection.execute(sa.select(sa.func.set_config(name, value, False)))
-        return self._connection
+        self._connection.execute(sa.select(1))
+        for job in sorted(set(jobs) - self._locked):
+            lock = sa.select(sa.func.pg_try_advisory_lock(_LOCK_CLASS, _number_job(job)))
+            if self._connection.execute(lock).scalar():
+                self._locked.add(job)
+        return self._locked.intersection(jobs)
 
 
 def _number_job(job: str) -> int:

@@ -19,8 +19,7 @@ import sqlalchemy as sa
 from hangwatch.model.incidents import Incident
 from hangwatch.model.ranks import AttemptKey
 
-from ..alerting.alerter import Alerter
-from ..alerting.message import Delivery
+from ..alerting.alerter import Alerter, Delivery
 from ..core.events import wait_for_event
 from ..core.job_views import AttemptView
 from ..incidents.records import IncidentRecord

@@ -21,7 +21,7 @@ from hangwatch.model.incidents import Incident
 from hangwatch.model.kinds import Severity
 from hangwatch.report.documents import build_document, parse_document
 
-from ..alerting.message import Delivery
+from ..alerting.alerter import Delivery
 from ..core.job_views import AttemptView
 from ..incidents.records import IncidentRecord
 from ..incidents.registry import MAX_RECORDS_KEPT
@@ -130,9 +130,7 @@ class Store:
     def load_other_servers(
         self, known_revisions: Mapping[str, int]
     ) -> list[tuple[IncidentRecord, int]]:
-        """The newest incidents of other servers, with their revisions, unless ``known_revisions``
-        has the current one.
-        """
+        """The newest incidents of other servers and their revisions, unless these are known."""
         newest = (
             sa.select(INCIDENTS.c.id, INCIDENTS.c.revision)
             .where(INCIDENTS.c.server != self._server)
@@ -186,9 +184,7 @@ class Store:
         return {row.id for row in self._read_rows(since)}
 
     def adopt_job(self, job: str) -> JobHistory:
-        """Makes this server the owner of what other servers knew of a job, and of the jobs that
-        were started in it.
-        """
+        """Makes this server the owner of a job, and of the jobs that were started in it."""
         with self._engine.begin() as db:
             incidents = db.execute(
                 sa.update(INCIDENTS)
@@ -322,13 +318,7 @@ def format_timestamp(moment: datetime) -> str:
 def make_incident_row(record: IncidentRecord) -> Row:
     """The row of a record as it is now, for a later `Store.save_changes` in another thread."""
     incident = record.incident
-    kept: _ServerState = {
-        "members": record.members,
-        "alerted_severity": record.alerted_severity,
-        "alerted_at": record.alerted_at,
-        "reminders": record.reminders,
-        "is_resolution_announced": record.is_resolution_announced,
-    }
+    kept = {name: getattr(record, name) for name in _ServerState.__annotations__}
     body = msgspec.json.encode(build_document(incident)).decode()
     server_state = msgspec.json.encode(kept).decode()
     return {

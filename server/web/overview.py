@@ -62,7 +62,9 @@ def _build_overview(state: AppState, attempt: Attempt) -> AttemptOverview:
     shown_records = records or (
         state.shared.incidents.list_ended_with(attempt) if attempt.is_finished else []
     )
-    states = state.watch.publisher.rank_states.get(attempt.key) or state.get_rank_states(attempt)
+    published = state.watch.publisher.attempts.get(attempt.key)
+    last_states = {} if published is None else published.rank_states
+    states = last_states or state.get_rank_states(attempt)
     counts = Counter(states.values())
     job = state.add_summary(attempt, views.describe_job(attempt, counts, records, state.now()))
     culprits = frozenset(rank for record in shown_records for rank in record.incident.culprits)

@@ -13,8 +13,7 @@ import pytest
 
 from hangwatch.agent.cli.main import build_parser
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.server.command_line import format_flag
-from hangwatch.server.settings import Settings
+from hangwatch.server.settings import Settings, format_flag
 from tests.verdict_examples import build_kind_table
 
 PROJECT = Path(__file__).parents[3]

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.server.command_line import (
+from hangwatch.server.main import kept_token
+from hangwatch.server.recovery.policy import Rules
+from hangwatch.server.settings import (
+    Settings,
     SettingsError,
     build_parser,
     format_flag,
     load_settings,
 )
-from hangwatch.server.main import kept_token
-from hangwatch.server.recovery.policy import Rules
-from hangwatch.server.settings import Settings
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from hangwatch.tracking.call_stream import (
     FINISHED_CALLS_KEPT,
     LAST_CALLS_KEPT,
     SMALL_JOB_RANKS,
+    CallWindow,
 )
 from hangwatch.tracking.fleet import Fleet
 
@@ -148,8 +149,9 @@ def test_all_unfinished_calls_are_kept() -> None:
 def test_requested_calls_are_kept_with_later_ones() -> None:
     fleet = Fleet()
     fleet.apply_heartbeat(make_heartbeat(1, 0, calls=(make_call(100),)), 1.0)
+    calls = tuple(map(make_call, range(1, 101)))
     reply = heartbeat.CallsReply(
-        key="0-0", request="r", uid=1, calls=tuple(map(make_call, range(1, 101)))
+        key="0-0", request="r", uid=1, calls=calls, from_seq=1, to_seq=100
     )
     fleet.apply_heartbeat(heartbeat.Heartbeat(host="n0", agent="a0", number=2, calls=(reply,)), 2.0)
     for number in range(3, 103):
@@ -159,6 +161,17 @@ def test_requested_calls_are_kept_with_later_ones() -> None:
     stream = get_only_attempt(fleet).processes[0].streams[1]
     assert sorted(stream.calls) == list(range(1, 201))
     assert len(stream.calls) < CALLS_KEPT
+
+
+def test_answered_window_without_a_step_is_one_of_all_calls() -> None:
+    fleet = Fleet()
+    fleet.apply_heartbeat(make_heartbeat(1, 0, calls=(make_call(100),)), 1.0)
+    reply = heartbeat.CallsReply(
+        key="0-0", request="r", uid=1, calls=(make_call(7),), from_seq=7, to_seq=7, step=0
+    )
+    fleet.apply_heartbeat(heartbeat.Heartbeat(host="n0", agent="a0", number=2, calls=(reply,)), 2.0)
+    stream = get_only_attempt(fleet).processes[0].streams[1]
+    assert stream.has_answered(CallWindow(7, 7))
 
 
 def test_common_parts_of_calls_are_shared() -> None:

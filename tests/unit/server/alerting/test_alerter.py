@@ -29,21 +29,19 @@ from hangwatch.server.alerting.alerter import (
     OPENED,
     RESOLVED,
     Alerter,
+    Delivery,
     compose_message,
     take_due_event,
 )
 from hangwatch.server.alerting.channels import (
+    AlertChannel,
+    AlertChannelError,
+    AlertMessage,
     AppriseService,
     CommandChannel,
     SlackWebhook,
     Webhook,
     make_channels,
-)
-from hangwatch.server.alerting.message import (
-    AlertChannel,
-    AlertChannelError,
-    AlertMessage,
-    Delivery,
 )
 from hangwatch.server.incidents.records import IncidentRecord
 from tests.harness.processes import clean_environment

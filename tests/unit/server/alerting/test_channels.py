@@ -14,6 +14,8 @@ import pytest
 
 from hangwatch.server.alerting.alerter import OPENED, RESOLVED, compose_message
 from hangwatch.server.alerting.channels import (
+    AlertChannelError,
+    AlertMessage,
     AppriseService,
     Opsgenie,
     PagerDuty,
@@ -24,7 +26,6 @@ from hangwatch.server.alerting.channels import (
     build_teams_message,
     make_channels,
 )
-from hangwatch.server.alerting.message import AlertChannelError, AlertMessage
 from tests.simulation.http_receiver import (
     HttpReceiver,
     HttpReply,

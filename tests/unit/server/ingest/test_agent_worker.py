@@ -13,7 +13,7 @@ from hangwatch.server.ingest import agent_worker
 from hangwatch.server.ingest.agent_worker import AgentWorker
 from hangwatch.server.ingest.heartbeat_queue import HeartbeatQueue
 from hangwatch.server.ingest.worker_frames import FrameType, encode_frame
-from hangwatch.tracking.agents import AgentRegistry
+from hangwatch.tracking.fleet import AgentRegistry
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from hangwatch.server.http.app_state import AppState
 from hangwatch.server.monitor import diagnoser
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
-from hangwatch.tracking.agents import ReportingAgent
+from hangwatch.tracking.fleet import ReportingAgent
 from tests.simulation.simulated_job import make_hung_job
 from tests.simulation.waiting import wait_until
 
@@ -65,7 +65,7 @@ def test_failed_diagnosis_of_one_job_does_not_stop_the_others(
 
     def is_diagnosed() -> bool:
         asyncio.run(state.watch.loop.run_round())
-        return bad.key not in state.watch.diagnoser.failed_attempts
+        return not state.watch.diagnoser.diagnosed[bad.key].has_failed
 
     assert wait_until(is_diagnosed, 30.0)
     assert {record.incident.job for record in state.shared.incidents.records.values()} == {

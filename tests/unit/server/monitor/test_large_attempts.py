@@ -21,7 +21,7 @@ from hangwatch.server.app import build_app
 from hangwatch.server.core import events, limits
 from hangwatch.server.http.app_state import AppState
 from hangwatch.server.incidents.records import IncidentRecord
-from hangwatch.server.monitor import cadence, diagnoser, diagnosis_loop, views
+from hangwatch.server.monitor import cadence, diagnoser, diagnosis_loop, publisher, views
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 from hangwatch.tracking.call_stream import CallStream
@@ -81,7 +81,7 @@ def test_heartbeats_are_queued_during_large_diagnosis(state: AppState) -> None:
         nonlocal loop
         loop = asyncio.get_running_loop()
         before = attempt.last_seen_at
-        last_seen_at, _ = await state.watch.loop.diagnoser.reader.run(attempt, time_reading)
+        last_seen_at, _ = await state.watch.diagnoser.read_attempt(attempt, time_reading)
         assert last_seen_at == before, "nothing changed meanwhile"
         assert [(await answer).resync for answer in answers] == [False, False]
         return attempt.last_seen_at
@@ -97,6 +97,21 @@ def test_large_attempt_round_updates_states_and_job(state: AppState) -> None:
     assert state.describe_job(attempt).reported_ranks == 16
     assert set(state.get_rank_states(attempt)) == set(range(16))
     assert state.shared.failures.count == 0
+
+
+@pytest.mark.parametrize(("large_ranks", "are_updated"), [(8, False), (1000, True)])
+def test_states_of_large_attempt_are_updated_rarely(
+    state: AppState, monkeypatch: pytest.MonkeyPatch, large_ranks: int, are_updated: bool
+) -> None:
+    monkeypatch.setattr(limits, "LARGE_RANKS", large_ranks)
+    monkeypatch.setattr(publisher, "STATES_FACTOR", 1e9)
+    state.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
+    asyncio.run(state.watch.loop.run_round())
+    (published,) = state.watch.publisher.attempts.values()
+    states = published.rank_states
+    state.watch.heartbeats.apply_heartbeat(make_heartbeat(2, ended=ExitInfo(signal=15)))
+    asyncio.run(state.watch.loop.run_round())
+    assert (published.rank_states != states) == are_updated
 
 
 def test_only_host_with_stopped_process_is_polled_soon(
@@ -237,7 +252,10 @@ def test_diverging_calls_are_requested_before_full_diagnosis(
     made = {"0-0": Call(seq=5, signature=Signature(op="all_reduce", agree=1), chain=55)}
     made["1-0"] = Call(seq=5, signature=Signature(op="broadcast", agree=2), chain=56)
     calls = tuple(
-        heartbeat.CallsReply(key=c.key, request=c.id, uid=1, calls=(made[c.key],)) for c in commands
+        heartbeat.CallsReply(
+            key=c.key, request=c.id, uid=1, calls=(made[c.key],), from_seq=5, to_seq=5
+        )
+        for c in commands
     )
     send_heartbeat(2, calls=calls)
     asyncio.run(state.watch.loop.run_round())

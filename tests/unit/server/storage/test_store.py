@@ -16,7 +16,7 @@ from alembic.runtime.migration import MigrationContext
 
 from hangwatch.model.incidents import Incident
 from hangwatch.model.kinds import Severity, VerdictKind
-from hangwatch.server.alerting.message import Delivery
+from hangwatch.server.alerting.alerter import Delivery
 from hangwatch.server.core.job_views import AttemptView
 from hangwatch.server.incidents.records import IncidentRecord
 from hangwatch.server.storage.database import DATABASE_FILE, StoreError
