@@ -108,10 +108,19 @@ def _serve(settings: Settings) -> int:
         app, state = build_app(settings, store=store, base_url=base_url, token=token)
         announce(settings, base_url, token)
         server = HttpServer(
-            state, app, loop="asyncio", backlog=BACKLOG, log_config=None, access_log=False,
-            timeout_graceful_shutdown=SHUTDOWN_GRACE_S, timeout_keep_alive=limits.KEEP_ALIVE_S, server_header=False, proxy_headers=False,
-            ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
-        )  # fmt: skip
+            state,
+            app,
+            loop="asyncio",
+            backlog=BACKLOG,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
+            timeout_keep_alive=limits.KEEP_ALIVE_S,
+            server_header=False,
+            proxy_headers=False,
+            ssl_certfile=settings.tls_cert,
+            ssl_keyfile=settings.tls_key,
+        )
         # uvicorn raises the signal again after it has stopped; with these handlers the exit is
         # normal.
         for number in (signal.SIGINT, signal.SIGTERM):

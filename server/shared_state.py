@@ -16,8 +16,7 @@ from .core.clock import Clock, ulid
 from .core.events import EventLog
 from .core.load import Load
 from .core.supervision import Counters, FailureLog
-from .incidents.records import IncidentRecord
-from .incidents.registry import IncidentRegistry
+from .incidents.registry import IncidentRecord, IncidentRegistry
 from .ingest.command_queue import CommandQueue
 from .ondemand.dumps import DumpRegistry
 from .ondemand.recordings import RecordingRegistry

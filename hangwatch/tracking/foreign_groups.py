@@ -118,6 +118,8 @@ class ForeignGroups:
     def leave_groups(self, process: Process) -> None:
         """Forgets a process that no longer holds its rank."""
         keys = {s.group.foreign for s in process.streams.values() if s.group.foreign}
+        if not keys:
+            return
         for key in keys:
             group = self._groups_by_identity.get(key)
             if group is None:

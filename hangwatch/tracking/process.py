@@ -350,7 +350,8 @@ class Process:
             return FreezeReason.STOPPED
         if activity.state == "D" and state_s >= FROZEN_AFTER_S:
             return FreezeReason.UNINTERRUPTIBLE
-        pulse_at, runs_python = activity.pulse_at, self.lifecycle < Lifecycle.EXITING
-        if pulse_at is None or self.exit is not None or not runs_python:
-            return None
-        return FreezeReason.GIL_HELD if last_seen_at - pulse_at >= FROZEN_AFTER_S else None
+        runs_python = self.is_alive and self.lifecycle < Lifecycle.EXITING
+        pulse_at = activity.pulse_at
+        if runs_python and pulse_at is not None and last_seen_at - pulse_at >= FROZEN_AFTER_S:
+            return FreezeReason.GIL_HELD
+        return None

@@ -26,7 +26,7 @@ from hangwatch.report.text import (
     truncate_end,
 )
 
-from ..incidents.records import IncidentRecord
+from ..incidents.registry import IncidentRecord
 from .channels import AlertChannel, AlertChannelError, AlertMessage
 
 OPENED, REMINDER, RESOLVED = "opened", "reminder", "resolved"

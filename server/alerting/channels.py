@@ -306,9 +306,15 @@ class CommandChannel(AlertChannel):
         }
         try:
             done = subprocess.run(
-                shlex.split(self.address), input=json.dumps(message.document), env=environment, capture_output=True, text=True, errors="replace",
-                timeout=self.timeout_s, check=False,
-            )  # fmt: skip
+                shlex.split(self.address),
+                input=json.dumps(message.document),
+                env=environment,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=self.timeout_s,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             raise AlertChannelError(f"it ran longer than {self.timeout_s:g} s") from None
         except OSError as error:

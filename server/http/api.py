@@ -29,7 +29,7 @@ from hangwatch.tracking.attempt import Attempt
 from ..core.job_views import AttemptView, GroupView, JobView, RankView
 from ..core.problems import Problem
 from ..core.schema import ApiModel, describe_document
-from ..incidents.records import IncidentRecord
+from ..incidents.registry import IncidentRecord
 from ..monitor import views
 from . import stream
 from .app_state import AppState

@@ -14,7 +14,7 @@ from ..core.job_views import JobView, ResultCache
 from ..core.limits import is_large
 from ..core.problems import Problem
 from ..core.supervision import TaskSupervisor
-from ..incidents.records import IncidentRecord
+from ..incidents.registry import IncidentRecord
 from ..ingest.agent_worker import AgentWorker
 from ..monitor import views
 from ..monitor.views import compute_states, describe_job_status

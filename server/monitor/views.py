@@ -33,8 +33,7 @@ from ..core.job_views import (
     RankGroupView,
     RankView,
 )
-from ..incidents.records import IncidentRecord
-from ..incidents.registry import is_hang
+from ..incidents.registry import IncidentRecord, is_hang
 
 MAX_RANKS_SHOWN = 1 << 20  # the limit if a larger world size was reported
 MAX_ABSENT_RUNS = 20  # runs of consecutive ranks

@@ -28,7 +28,7 @@ from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
 
 from ..alerting.alerter import ABORTED, ABORTING, PLANNED
-from ..incidents.records import IncidentRecord
+from ..incidents.registry import IncidentRecord
 from ..ingest.command_queue import REQUEST_EXPIRES_S
 from ..shared_state import SharedState
 from ..storage.persistence import PersistenceWorker

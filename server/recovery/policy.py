@@ -17,7 +17,7 @@ from hangwatch.protocol.commands import allows_abort
 from hangwatch.report.recovery import explain_limit, explain_refusal
 from hangwatch.tracking.process import Process
 
-from ..incidents.records import AlertSummary
+from ..incidents.registry import AlertSummary
 
 # Ranks are ended by default for kinds that, as far as is known, never resolve by themselves. Others
 # may: a stopped rank may be under a debugger or suspended; missing ranks may still start; a silent
@@ -115,7 +115,7 @@ def _choose_ranks(
 
 
 def _are_culprits_blocked(facts: Facts, ranks: tuple[int, ...]) -> bool:
-    """Whether the culprits hang themselves: in a cycle of waits, or a mismatch without minority."""
+    """Whether the culprits are blocked too: in a cycle, or in a mismatch without a minority."""
     spec = KINDS[facts.incident.kind]
     return spec.blocks_culprits or (
         spec.role is Role.ROOT

@@ -22,7 +22,7 @@ from hangwatch.model.ranks import AttemptKey
 from ..alerting.alerter import Alerter, Delivery
 from ..core.events import wait_for_event
 from ..core.job_views import AttemptView
-from ..incidents.records import IncidentRecord
+from ..incidents.registry import IncidentRecord
 from ..shared_state import SharedState
 from .store import Row, Store, make_attempt_row, make_incident_row
 

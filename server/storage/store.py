@@ -23,8 +23,7 @@ from hangwatch.report.documents import build_document, parse_document
 
 from ..alerting.alerter import Delivery
 from ..core.job_views import AttemptView
-from ..incidents.records import IncidentRecord
-from ..incidents.registry import MAX_RECORDS_KEPT
+from ..incidents.registry import MAX_RECORDS_KEPT, IncidentRecord
 from .database import JobLocks, lock_data_dir, migrate, open_postgres, open_sqlite
 
 log = logging.getLogger("hangwatch")

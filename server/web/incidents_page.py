@@ -15,7 +15,7 @@ from hangwatch.report.documents import build_document
 from ..http.api import PageOf100, make_incidents_response
 from ..http.app_state import AppState
 from ..http.rendering import make_json_response, wants_json
-from ..incidents.records import IncidentRecord
+from ..incidents.registry import IncidentRecord
 from .incident_page import build_page_values
 from .serving import PageNumber, TextQuery, serve_page, slice_page
 

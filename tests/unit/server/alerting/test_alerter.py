@@ -43,7 +43,7 @@ from hangwatch.server.alerting.channels import (
     Webhook,
     make_channels,
 )
-from hangwatch.server.incidents.records import IncidentRecord
+from hangwatch.server.incidents.registry import IncidentRecord
 from tests.harness.processes import clean_environment
 from tests.simulation.http_receiver import WebhookReceiver
 from tests.simulation.waiting import wait_until

@@ -16,13 +16,13 @@ from hangwatch.model.verdicts import CallClass, Verdict, Wait
 from hangwatch.protocol import heartbeat
 from hangwatch.report.documents import build_document
 from hangwatch.server.core.clock import Clock, ulid
-from hangwatch.server.incidents.records import IncidentRecord
 from hangwatch.server.incidents.registry import (
     AFTER_RESTART_ABSENT_S,
     EVIDENCE_WINDOW_S,
     JOB_END_GRACE_S,
     NOT_REPORTING_LIMIT_S,
     VERDICT_ABSENT_S,
+    IncidentRecord,
     IncidentRegistry,
 )
 from hangwatch.tracking.attempt import Attempt

@@ -20,7 +20,7 @@ from hangwatch.protocol.commands import CommandKind
 from hangwatch.server.app import build_app
 from hangwatch.server.core import events, limits
 from hangwatch.server.http.app_state import AppState
-from hangwatch.server.incidents.records import IncidentRecord
+from hangwatch.server.incidents.registry import IncidentRecord
 from hangwatch.server.monitor import cadence, diagnoser, diagnosis_loop, publisher, views
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store

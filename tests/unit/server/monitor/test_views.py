@@ -10,7 +10,7 @@ from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import AttemptKey, ExitInfo, Lifecycle, RankState
 from hangwatch.protocol import heartbeat
-from hangwatch.server.incidents.records import IncidentRecord
+from hangwatch.server.incidents.registry import IncidentRecord
 from hangwatch.server.monitor import views
 from hangwatch.server.monitor.views import compute_states, describe_job_status
 from hangwatch.tracking.fleet import Fleet

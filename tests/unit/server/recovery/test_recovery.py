@@ -26,7 +26,7 @@ from hangwatch.report.documents import build_document
 from hangwatch.report.recovery import format_recovery, iter_recovery_events
 from hangwatch.server.app import build_app
 from hangwatch.server.core.clock import Clock
-from hangwatch.server.incidents.records import AlertSummary, IncidentRecord
+from hangwatch.server.incidents.registry import AlertSummary, IncidentRecord
 from hangwatch.server.recovery.policy import (
     Decision,
     Facts,

@@ -18,7 +18,7 @@ from hangwatch.model.incidents import Incident
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.server.alerting.alerter import Delivery
 from hangwatch.server.core.job_views import AttemptView
-from hangwatch.server.incidents.records import IncidentRecord
+from hangwatch.server.incidents.registry import IncidentRecord
 from hangwatch.server.storage.database import DATABASE_FILE, StoreError
 from hangwatch.server.storage.store import METADATA, Store, make_attempt_row, make_incident_row
 from tests.harness.postgres import clear_database
