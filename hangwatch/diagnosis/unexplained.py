@@ -187,7 +187,7 @@ def describe_losses(
 
 def _format_fault(process: Process) -> str:
     """The first message of the rank's recorder, if it has any, in parentheses."""
-    faults = process.recorder.faults
+    faults = process.recorder_faults
     return f" ({faults[0]})" if faults else ""
 
 

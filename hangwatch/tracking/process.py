@@ -102,17 +102,6 @@ class MessageMark:
     enqueued: Mapping[int, int]  # the counters by stream uid; empty: they were not read since
 
 
-@dataclass(frozen=True, slots=True)
-class RecorderHealth:
-    """What the recorder in a process failed to record. Immutable, so that processes share one."""
-
-    dropped: int = 0  # calls and streams that were not recorded, and whose place is not known
-    faults: tuple[str, ...] = ()  # messages about its own errors
-
-
-_HEALTHY_RECORDER = RecorderHealth()
-
-
 @dataclass(slots=True, kw_only=True)
 class StackSample:
     """The stacks of a process at one moment."""
@@ -168,7 +157,8 @@ class Process:
     lifecycle: Lifecycle = Lifecycle.ALIVE
     step: int | None = None
     phase: Phase | None = None
-    recorder: RecorderHealth = _HEALTHY_RECORDER
+    dropped_records: int = 0  # calls and streams that were not recorded, and whose place is not known
+    recorder_faults: tuple[str, ...] = ()  # the recorder's messages about its own errors
     overflows: int = 0  # calls with non-finite values under loss scaling
     exit: ExitInfo | None = None
     exited_at: float | None = None
@@ -202,7 +192,7 @@ class Process:
     @property
     def misses_streams(self) -> bool:
         """Whether it may have made calls in streams, and so in groups, that are not known."""
-        if self.recorder.dropped > 0 or self.has_lost_ring:
+        if self.dropped_records > 0 or self.has_lost_ring:
             return True
         return self.opened_streams > self.added_streams
 

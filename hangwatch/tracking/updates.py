@@ -27,14 +27,7 @@ from .call_stream import (
     CallWindow,
     DivergenceBounds,
 )
-from .process import (
-    IDLE_AFTER_S,
-    MessageMark,
-    Phase,
-    Process,
-    ProcessActivity,
-    RecorderHealth,
-)
+from .process import IDLE_AFTER_S, MessageMark, Phase, Process
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +126,15 @@ def apply_process_update(
         )
     else:
         process.phase = None
-    _apply_activity(process.activity, update, now)
+    activity = process.activity
+    activity.pulse_at = None if update.pulse_s is None else now - update.pulse_s
+    if activity.state != update.state:
+        activity.state, activity.state_since = update.state, now
+    activity.last_active_at = now - update.idle_s
+    activity.cpu_s = update.cpu_s
     if update.ended is not None or update.raised is not None or update.flight_file is not None:
         _apply_ending(tracked, update, now)
-    health = process.recorder
-    if update.dropped != health.dropped or update.faults != health.faults:
-        process.recorder = RecorderHealth(update.dropped, update.faults)
+    process.dropped_records, process.recorder_faults = update.dropped, update.faults
     process.device_setting = update.device_setting
     is_without_ring = update.lifecycle == Lifecycle.ALIVE and update.ended is None
     if is_without_ring and process.streams and process.is_alive:
@@ -206,14 +202,6 @@ def _apply_streams(tracked: TrackedProcess, update: heartbeat.ProcessUpdate, now
     for stream_update in update.streams:
         all_known &= _apply_stream_update(attempt, process, stream_update, losses, now)
     return all_known
-
-
-def _apply_activity(activity: ProcessActivity, update: heartbeat.ProcessUpdate, now: float) -> None:
-    activity.pulse_at = None if update.pulse_s is None else now - update.pulse_s
-    if activity.state != update.state:
-        activity.state, activity.state_since = update.state, now
-    activity.last_active_at = now - update.idle_s
-    activity.cpu_s = update.cpu_s
 
 
 def _apply_ending(tracked: TrackedProcess, update: heartbeat.ProcessUpdate, now: float) -> None:

@@ -143,7 +143,7 @@ def _collect_progress(state: AppState, jobs: LabelledAttempts) -> Iterator[Metri
             for s in p.streams.values()
             if s.kind is StreamKind.COLLECTIVE
         )
-        dropped[job] += sum(p.recorder.dropped for p in processes)
+        dropped[job] += sum(p.dropped_records for p in processes)
         overflows[job] += sum(p.overflows for p in processes)
         if job != OTHERS:
             if reached := [p.step for p in processes if p.step is not None]:

@@ -74,7 +74,7 @@ def describe_rank(
         step=process.step,
         last_seen_s=round(max(0.0, now - process.reports.agent_seen_at), 3),
         waiting_s=None if waiting_s is None else round(waiting_s, 3),
-        unrecorded=process.recorder.dropped,
+        unrecorded=process.dropped_records,
         groups=[
             RankGroupView(
                 name=s.group.name,
