@@ -165,11 +165,8 @@ class CheckResults:
         for report in update.nonfinite:
             if (stream := process.streams.get(report.uid)) is None:
                 continue
-            if not report.scaled:
-                streaks = [self.unscaled]
-            elif report.rounds >= PERSISTENT_ROUNDS:
-                streaks = [self.scaled, self.persistent]
-            else:
-                streaks = [self.scaled]
+            streaks = [self.scaled if report.scaled else self.unscaled]
+            if report.scaled and report.rounds >= PERSISTENT_ROUNDS:
+                streaks.append(self.persistent)
             for streak in streaks:
                 streak.record_nonfinite(stream, rank, report, now)

@@ -76,10 +76,11 @@ class Diagnoser:
             attempt.has_urgent_changes = False
             last.backoff.record_changes(shared.clock.monotonic())
         known_incidents = set(shared.incidents.records)
-        last.has_failed = True
+        has_failed = True
         with shared.failures.isolate(f"the diagnosis of job {attempt.job}"):
             await self._run_diagnosis(attempt, last)
-            last.has_failed = False
+            has_failed = False
+        last.has_failed = has_failed
         shared.counters.diagnoses += 1
         shared.counters.opened += len(set(shared.incidents.records) - known_incidents)
 

@@ -122,17 +122,11 @@ class PersistenceWorker:
         for record in records.values():
             with self.shared.failures.isolate(f"storing incident {record.incident.id}"):
                 incidents.append(make_incident_row(record))
-        write = asyncio.to_thread(
-            self._write_rows,
-            incidents,
-            list(attempts.values()),
-            [
-                due
-                for incident, event in alerts
-                for due in self.alerter.list_deliveries(incident, event)
-            ],
-        )
-        writing = asyncio.ensure_future(write)
+        deliveries: list[Delivery] = []
+        for incident, event in alerts:
+            deliveries += self.alerter.list_deliveries(incident, event)
+        rows = incidents, list(attempts.values()), deliveries
+        writing = asyncio.ensure_future(asyncio.to_thread(self._write_rows, *rows))
         await asyncio.wait({writing}, timeout=ALERT_DELAY_LIMIT_S if alerts else None)
         for incident, event in alerts:
             with self.shared.failures.isolate(f"the alert of incident {incident.id}"):

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from hangwatch.diagnosis import Diagnosis
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.kinds import VerdictKind
+from hangwatch.model.limits import Limits
 from hangwatch.model.ranks import AttemptKey, ExitInfo, RankState
 from hangwatch.protocol import codec, heartbeat
 from hangwatch.protocol.commands import CommandKind
@@ -24,6 +26,7 @@ from hangwatch.server.incidents.registry import IncidentRecord
 from hangwatch.server.monitor import cadence, diagnoser, diagnosis_loop, publisher, views
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
+from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 from tests.unit.incident_documents import make_incident as build_incident
 
@@ -88,6 +91,22 @@ def test_heartbeats_are_queued_during_large_diagnosis(state: AppState) -> None:
 
     assert asyncio.run(time_diagnosis()) > 0
     assert state.shared.counters.heartbeats == 3
+
+
+def test_job_is_not_shown_as_failing_while_it_is_diagnosed(
+    state: AppState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
+    shown: list[bool] = []
+
+    def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
+        shown.append(state.watch.diagnoser.diagnosed[attempt.key].has_failed)
+        return Diagnosis()
+
+    monkeypatch.setattr(diagnoser, "is_quiet", lambda attempt: False)
+    monkeypatch.setattr(diagnoser, "diagnose", diagnose)
+    asyncio.run(state.watch.loop.run_round())
+    assert shown == [False]
 
 
 def test_large_attempt_round_updates_states_and_job(state: AppState) -> None:
