@@ -150,9 +150,7 @@ def test_requested_calls_are_kept_with_later_ones() -> None:
     fleet = Fleet()
     fleet.apply_heartbeat(make_heartbeat(1, 0, calls=(make_call(100),)), 1.0)
     calls = tuple(map(make_call, range(1, 101)))
-    reply = heartbeat.CallsReply(
-        key="0-0", request="r", uid=1, calls=calls, from_seq=1, to_seq=100
-    )
+    reply = heartbeat.CallsReply(key="0-0", request="r", uid=1, calls=calls, from_seq=1, to_seq=100)
     fleet.apply_heartbeat(heartbeat.Heartbeat(host="n0", agent="a0", number=2, calls=(reply,)), 2.0)
     for number in range(3, 103):
         fleet.apply_heartbeat(
