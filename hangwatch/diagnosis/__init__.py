@@ -12,12 +12,10 @@ from __future__ import annotations
 from .context import EvidenceRequest, is_quiet
 from .engine import Diagnosis, diagnose
 from .rules.mismatch import choose_window, find_call_mismatches
-from .unexplained import UnexplainedWait
 
 __all__ = [
     "Diagnosis",
     "EvidenceRequest",
-    "UnexplainedWait",
     "choose_window",
     "diagnose",
     "find_call_mismatches",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from hangwatch.model.limits import Limits
 from hangwatch.model.verdicts import Verdict
+from hangwatch.report.job_status import UnexplainedWait
 from hangwatch.tracking.attempt import Attempt
 
 from .advice import add_stack_advice
@@ -29,12 +30,7 @@ from .rules.missing import diagnose_chain_ends, drop_outside_members
 from .rules.progress import diagnose_no_progress, request_last_calls, sample_busy_ranks
 from .rules.threads import diagnose_concurrent_use, diagnose_thread_waits
 from .rules.values import diagnose_nonfinite, diagnose_replica_divergence
-from .unexplained import (
-    UnexplainedWait,
-    add_loss_notes,
-    find_unexplained_wait,
-    request_uncounted_stacks,
-)
+from .unexplained import add_loss_notes, find_unexplained_wait, request_uncounted_stacks
 
 # The order matters: what a definite cause explains is not diagnosed again. A mismatch comes before
 # the deaths that it leads to, and a death before the waits for the dead rank.

@@ -157,9 +157,7 @@ class Process:
     lifecycle: Lifecycle = Lifecycle.ALIVE
     step: int | None = None
     phase: Phase | None = None
-    dropped_records: int = (
-        0  # calls and streams that were not recorded, and whose place is not known
-    )
+    dropped_records: int = 0  # calls and streams that were lost and whose place is not known
     recorder_faults: tuple[str, ...] = ()  # the recorder's messages about its own errors
     overflows: int = 0  # calls with non-finite values under loss scaling
     exit: ExitInfo | None = None

@@ -14,13 +14,13 @@ from typing import TypeVar
 from hangwatch.diagnosis import (
     Diagnosis,
     EvidenceRequest,
-    UnexplainedWait,
     diagnose,
     find_call_mismatches,
     is_quiet,
 )
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.model.verdicts import Verdict
+from hangwatch.report.job_status import UnexplainedWait
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
 

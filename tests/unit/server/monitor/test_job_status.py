@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from hangwatch.diagnosis import UnexplainedWait
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.protocol import heartbeat
+from hangwatch.report.job_status import UnexplainedWait
 from hangwatch.server.monitor import views
 from hangwatch.server.monitor.views import compute_states, describe_job_status
 from hangwatch.tracking.fleet import Fleet

@@ -237,8 +237,8 @@ def test_memory_is_bounded() -> None:
         identity = heartbeat.StreamIdentity(
             kind=StreamKind.COLLECTIVE, name=f"g{n}", desc="", ranks="0-1"
         )
-        group = job.latest_attempt.join_group(job.latest_attempt.processes[0], identity)
-        job.totals.get_job(job.latest_attempt).get_group(group)
+        joined = job.latest_attempt.join_group(job.latest_attempt.processes[0], identity)
+        job.totals.get_job(job.latest_attempt).get_group(joined)
     assert len(job.totals.get_job(job.latest_attempt).groups) == MAX_GROUPS
 
 
