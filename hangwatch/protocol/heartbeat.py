@@ -181,7 +181,7 @@ class CallsReply:
     uid: int
     calls: tuple[Call, ...] = ()
     from_seq: int = 0
-    to_seq: int = 0  # 0: of an agent that only knows requests for the newest calls
+    to_seq: int = 0
     step: int = 1
 
 
