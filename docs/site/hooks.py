@@ -30,6 +30,7 @@ from hangwatch.server.storage.store import Store
 
 PROJECT = Path(__file__).resolve().parents[2]
 EXAMPLES_DIR = PROJECT / "docs" / "examples"
+REMEDIES_DIR = PROJECT / "docs" / "remedies"
 PLACEHOLDER = re.compile(r"^<!-- generated: (\S+) -->$", re.MULTILINE)
 COPIED_PAGES = {
     "changelog.md": "CHANGELOG.md",
@@ -186,7 +187,7 @@ def list_kind_facts(kind: VerdictKind) -> Iterator[str]:
     yield ""
     yield "**What to do.**"
     yield ""
-    yield spec.remedy
+    yield (REMEDIES_DIR / f"{kind.value}.md").read_text(encoding="utf-8").rstrip()
 
 
 PARTS: dict[str, Callable[[], Iterator[str]]] = {

@@ -5,12 +5,12 @@ child processes that it waits for.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hangwatch.model.kinds import KINDS, KindSpec, Severity, StackAdvice, VerdictKind
 from hangwatch.model.ranks import Lifecycle, ThreadStack
 from hangwatch.model.verdicts import Verdict
-from hangwatch.stacks.activities import INTERPRETER_EXIT, Activity, classify_activity
+from hangwatch.stacks.activities import INTERPRETER_EXIT, SLEEP, Activity, classify_activity
 from hangwatch.stacks.frames import find_innermost_user_frame, runs_user_code
 from hangwatch.tracking.process import Process, StackSample
 
@@ -19,7 +19,6 @@ from .graph.progress import find_working_threads, list_other_threads
 from .messages import PHASE_HINT, describe_blocking_thread
 
 _SLOW_NOT_STUCK_ADVICE = f"That makes progress: slow rather than stuck. {PHASE_HINT}"
-_SLEEP_PHRASE = "sleeps"
 
 
 def add_stack_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
@@ -43,8 +42,7 @@ def _make_stack_advice(context: DiagnosisContext, verdict: Verdict, process: Pro
     predicate = ""
     if sample is not None:
         thread = find_blocking_thread(context, process, sample, verdict.group, verdict.began_at)
-        culprit = _SampledCulprit(process, sample, thread, working_threads)
-        predicate = _describe_activity(culprit, spec)
+        predicate = _describe_activity(spec, process, sample, thread, working_threads)
     has_destroyed_groups = process.lifecycle is Lifecycle.DESTROYED
     if verdict.kind is VerdictKind.EXITED_RANK and has_destroyed_groups:
         predicate = "called destroy_process_group while others still communicated."
@@ -65,36 +63,32 @@ def _is_slow(spec: KindSpec) -> bool:
     return spec.severity is Severity.WARNING
 
 
-@dataclass(frozen=True, slots=True)
-class _SampledCulprit:
-    process: Process
-    sample: StackSample
-    thread: ThreadStack | None  # the thread that keeps the rank from its call
-    working_threads: Collection[ThreadStack]  # the threads that do what it waits for
-
-
-def _describe_activity(culprit: _SampledCulprit, spec: KindSpec) -> str:
-    """A predicate such as ``waits for a lock at interpreter exit: its thread ... . Look for ...``;
-    empty if the stack shows nothing.
+def _describe_activity(
+    spec: KindSpec,
+    process: Process,
+    sample: StackSample,
+    thread: ThreadStack | None,
+    working_threads: Collection[ThreadStack],
+) -> str:
+    """A predicate such as ``waits for a lock at interpreter exit: its thread ... . Look for ...`` on the
+    thread that keeps the rank from its call; empty if the stack shows nothing.
     """
-    process, is_slow = culprit.process, _is_slow(spec)
-    activity = classify_activity(culprit.thread)
+    is_slow = _is_slow(spec)
+    activity = classify_activity(thread)
     # A frozen rank does not sleep, whatever its line shows; a sleep is normal in a declared phase.
     may_sleep = spec.ignores_sleep or (is_slow and process.phase is not None)
-    is_sleeping = activity.waits is not None and activity.waits.phrase == _SLEEP_PHRASE
-    if may_sleep and is_sleeping:
+    if may_sleep and activity.waits is SLEEP:
         activity = replace(activity, waits=None)
     if activity.inside is None and process.lifecycle is Lifecycle.EXITING:
         activity = replace(activity, inside=INTERPRETER_EXIT)
     if not activity:
         return ""
-    blocking_child = ""
-    if culprit.thread is culprit.sample.calling_thread:
-        blocking_child = _describe_blocking_child(activity, culprit)
-    text = f"{activity}{blocking_child}."
+    text = f"{activity}."
+    if thread is sample.calling_thread:
+        text = f"{activity}{_describe_blocking_child(activity, sample, working_threads)}."
     # Work that makes progress needs no advice. The general advice for slow ranks already mentions
     # `hangwatch.phase`.
-    is_progress_known = is_slow and len(culprit.working_threads) > 0
+    is_progress_known = is_slow and len(working_threads) > 0
     if activity.advice and not is_progress_known:
         text += f" {activity.advice}"
     if activity.may_take_long and not is_slow:
@@ -102,21 +96,20 @@ def _describe_activity(culprit: _SampledCulprit, spec: KindSpec) -> str:
     return text
 
 
-def _describe_blocking_child(activity: Activity, culprit: _SampledCulprit) -> str:
-    """The child process or the thread that it waits for: one that works if there is one, else the
-    first one in the user's code.
-    """
-    waits, working_threads = activity.waits, culprit.working_threads
+def _describe_blocking_child(
+    activity: Activity, sample: StackSample, working_threads: Collection[ThreadStack]
+) -> str:
+    """What it waits for: a child process or thread that works, else the first in user code."""
+    waits = activity.waits
     if waits is None:
         return ""
     candidates = [
         thread
-        for thread in list_other_threads(culprit.sample)
+        for thread in list_other_threads(sample)
         if waits.may_wait_for(thread) or (waits.waits_for_child and thread.pid is not None)
     ]
     candidates.sort(key=lambda t: (t not in working_threads, not waits.may_wait_for(t)))
-    in_user_code = (t for t in candidates if runs_user_code(t))
-    blocking = next(in_user_code, None)
+    blocking = next(filter(runs_user_code, candidates), None)
     if blocking is None or (working_threads and blocking not in working_threads):
         children = [thread for thread in candidates if thread.pid is not None]
         return f": its {children[0].thread}" if children else ""

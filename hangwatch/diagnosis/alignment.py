@@ -33,9 +33,7 @@ def make_call_key(call: Call) -> _CallKey:
 
 
 def select_window(calls: Mapping[int, Call], seq: int) -> list[Call]:
-    """The known calls around ``seq`` without a gap, oldest first, with those that raised an exception
-    before they communicated.
-    """
+    """The known calls around ``seq`` without a gap, oldest first, each after its `preceded_by`."""
     if seq not in calls:
         return []
     last = seq
@@ -55,9 +53,7 @@ def select_window(calls: Mapping[int, Call], seq: int) -> list[Call]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alignment:
-    """The pairs in the order of calls. ``is_certain`` is False if another alignment, with another
-    shift at the end, is as good.
-    """
+    """Pairs in the order of calls; uncertain if one with another shift at the end is as good."""
 
     pairs: tuple[CallPair, ...]
     is_certain: bool
@@ -127,9 +123,7 @@ def _find_best_ends(
 def _compute_scores(
     left: tuple[_CallKey, ...], right: tuple[_CallKey, ...]
 ) -> list[dict[int, int]]:
-    """Computes the best score of the first i calls of the left side and the first j of the right one,
-    for all i and j within the band.
-    """
+    """The best score of the first i left and j right calls, for all i and j within the band."""
     best: list[dict[int, int]] = [{0: 0}]
     for j in range(1, min(len(right), _BAND_CALLS) + 1):
         best[0][j] = best[0][j - 1] + _GAP_SCORE

@@ -14,9 +14,7 @@ HashClass = tuple[int, list[int]]  # a running hash, and the ranks that have it
 def classify_members(
     members: Mapping[int, CallStream], seq: int
 ) -> tuple[list[HashClass], list[int]]:
-    """The classes of members with equal hashes, and the members past ``seq`` whose class is
-    unknown.
-    """
+    """The classes of members with equal hashes, and the members past ``seq`` of unknown class."""
     ranks_by_hash: dict[int, list[int]] = {}
     unplaced: list[tuple[Hashes, list[int]]] = []
     # The different histories, each with its ranks. 100,000 members share a few dozen of them.
@@ -45,9 +43,7 @@ def _place_by_later_hash(
     ranks_by_hash: dict[int, list[int]],
     unplaced: Iterable[tuple[Hashes, list[int]]],
 ) -> list[int]:
-    """Adds members without a hash at ``seq`` to the class with which they share a later hash. Returns the
-    ranks that share none.
-    """
+    """Adds members to the class that has a later hash of theirs. Returns those that share none."""
     classes_by_later_hash: dict[tuple[int, int], int] = {}
     for running_hash, ranks in ranks_by_hash.items():
         for history in list_histories(members[rank] for rank in ranks):

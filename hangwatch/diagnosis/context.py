@@ -116,7 +116,7 @@ class DiagnosisContext:
 
     def find_waiting_devices(self, culprits: Iterable[int]) -> set[int]:
         """The unexplained ranks whose devices wait for the culprits: so do their hosts, sooner or later."""
-        devices = self.graph.get_devices()
+        devices = self.graph.devices
         return (
             set() if devices is None else devices.find_waiters_of(culprits) - self.explained_ranks
         )
@@ -313,9 +313,7 @@ def was_ended_by_watchdog(process: Process) -> bool:
 
 
 def has_peer_error(process: Process) -> bool:
-    """Whether the process ended because a peer was absent or disappeared, by its exception or because
-    its watchdog ended it.
-    """
+    """Whether its exception, or its end by its watchdog, shows that a peer was absent or left."""
     if was_ended_by_watchdog(process):
         return True
     exception = process.exception

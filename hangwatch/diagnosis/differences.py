@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hangwatch.model.calls import Call
-from hangwatch.model.groups import Group
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
-from hangwatch.model.verdicts import AlignedPair, CallClass, Divergence, Verdict
+from hangwatch.model.verdicts import AlignedPair, CallClass, Divergence, Side, Verdict
 from hangwatch.tracking.call_stream import CallStream, CallWindow
-from hangwatch.tracking.process import Process
 
 from .alignment import (
     MAX_WINDOW_CALLS,
@@ -34,6 +32,10 @@ from .messages import (
 )
 
 RankSides = tuple[tuple[int, ...], tuple[int, ...]]  # the others, the culprits
+# A predicate that follows the culprits' name, empty if nothing is certain, and the first call that only
+# one side made, if that is known.
+_Explanation = tuple[str, int | None]
+
 _MAX_REQUESTED_RANKS = 16  # ranks ahead of the others whose calls are requested
 # A script may repeat this many calls, as when it tries a step again.
 _MAX_REPEAT_DISTANCE = 8
@@ -47,20 +49,8 @@ _SWALLOWED_EXCEPTION_ADVICE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Explanation:
-    """``note`` is a predicate that follows the culprits' name, empty if nothing is certain;
-    ``since_seq`` is the first call that only one side made, if that is known.
-    """
-
-    note: str = ""
-    since_seq: int | None = None
-
-
 def add_divergence(context: DiagnosisContext, verdict: Verdict) -> Verdict:
-    """The verdict with its divergence, if the calls of its group diverge. Requests the calls that
-    are needed to show it.
-    """
+    """The verdict with its divergence, if any. Requests the calls that are needed to show it."""
     group, seq = verdict.group, verdict.seq
     # The `seq` of a send or a receive counts the calls of a channel.
     is_point_to_point = any(c.call.peer is not None for c in verdict.calls)
@@ -69,15 +59,14 @@ def add_divergence(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     is_due = verdict.is_confirmed or KINDS[verdict.kind].is_call_error
     if not is_due and context.now - verdict.began_at < context.limits.suspicion_delay_s:
         return verdict
-    members = context.streams_by_group.get(group.key, {})
+    comparison = _Comparison(context, context.streams_by_group.get(group.key, {}), seq)
     if verdict.kind is VerdictKind.NO_PROGRESS:
-        verdict = _blame_swallowed_exception(context, verdict, members, seq)
-    sides = _split_sides(verdict, members)
+        verdict = comparison.blame_swallowed_exception(verdict)
+    sides = comparison.split_sides(verdict)
     spec = KINDS[verdict.kind]
     if not spec.compares_calls or sides is None:
         return verdict
-    left = _get_side_calls(context, members, sides[0], seq)
-    right = _get_side_calls(context, members, sides[1], seq)
+    left, right = comparison.get_calls(sides[0]), comparison.get_calls(sides[1])
     if not left or not right:
         return verdict
     right_is_short = not spec.is_call_error or _ended_loop_early(left, right, seq)
@@ -89,125 +78,148 @@ def add_divergence(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     reference = "the others"
     if is_tie or len(group.ranks) == 2:
         reference = describe_ranks(sides[0])
-    verb = "have been" if len(sides[1]) > 1 else "has been"
+    verb, pronoun = ("have been", "they") if len(sides[1]) > 1 else ("has been", "it")
     if lone_exceptions:
-        explanation = _explain_exceptions(
-            context, members, sides[1], lone_exceptions, reference, verb
-        )
-        verdict = _add_raised_call(verdict, sides[1], lone_exceptions[0][1])
+        raised_call = lone_exceptions[0][1]
+        is_shown = any(call_class.call.raised for call_class in verdict.calls)
+        if verdict.kind is VerdictKind.MISMATCH and not is_shown:
+            calls = (*verdict.calls, CallClass(ranks=sides[1], call=raised_call))
+            verdict = replace(verdict, calls=calls, site=raised_call.site)
+        behind = f"{verb} {_count_calls(len(lone_exceptions))} behind {reference}"
+        note, since_seq = comparison.explain_exception(sides[1], raised_call, behind)
     else:
-        explanation = _explain_alignment(alignment, reference, verb)
-        if not explanation.note and verdict.kind is VerdictKind.MISMATCH:
-            explanation = _explain_omission(left, right, seq)
-    return _attach_divergence(verdict, group, alignment, sides, explanation)
-
-
-def _attach_divergence(
-    verdict: Verdict,
-    group: Group,
-    alignment: Alignment,
-    sides: RankSides,
-    explanation: _Explanation,
-) -> Verdict:
-    """The verdict with the aligned calls, and with the explanation in its summary."""
-    note, culprits = explanation.note, describe_ranks(sides[1])
+        note, since_seq = _explain_alignment(alignment, reference, verb)
+        if not note and verdict.kind is VerdictKind.MISMATCH:
+            note, since_seq = _explain_omission(left, right, seq)
+    culprits = describe_ranks(sides[1])
     if note:
-        is_tie = not set(sides[0]).isdisjoint(verdict.culprits)
+        subject = pronoun  # the summary is about these ranks only
         if "splits" in verdict.differing_fields or is_tie:
             subject = culprits
-        else:  # the summary is about these ranks only
-            subject = "they" if len(sides[1]) > 1 else "it"
         verdict = replace(verdict, summary=f"{verdict.summary}; {subject} {note}")
     divergence = Divergence(
         group=group,
-        sides=sides,
+        sides=tuple(Side(ranks=ranks) for ranks in sides),
         rows=select_rows(alignment.pairs),
-        since_seq=explanation.since_seq,
+        since_seq=since_seq,
         note=f"{culprits} {note}" if note else "",
     )
     return replace(verdict, divergence=divergence)
 
 
-def _blame_swallowed_exception(
-    context: DiagnosisContext, verdict: Verdict, members: dict[int, CallStream], seq: int
-) -> Verdict:
-    """The verdict, or a mismatch if ranks that are ahead of a call that does not complete never took part
-    in it, because a call of theirs before it raised an exception.
-    """
-    waiting = [rank for rank in verdict.waiting if rank in members]
-    ahead = [rank for rank in waiting if members[rank].entered > seq][:_MAX_REQUESTED_RANKS]
-    inside = tuple(rank for rank in waiting if members[rank].entered == seq)
-    if not ahead or not inside:
-        return verdict
-    inside_calls = _get_side_calls(context, members, inside, seq)
-    if not inside_calls:
-        return verdict
-    exceptions: dict[int, tuple[Call, Call]] = {}
-    for rank in ahead:
-        calls = _get_side_calls(context, members, (rank,), seq)
-        lone_exceptions = find_lone_exceptions(align_calls(inside_calls, calls).pairs)
-        if lone_exceptions:
-            exceptions[rank] = lone_exceptions[0]
-    if not exceptions:
-        return verdict
-    inside_call, raised_call = next(iter(exceptions.values()))
-    culprits = tuple(sorted(exceptions))
-    waiter_count = format_waiter_count(len(inside))
-    position = describe_position(verdict.group, seq)
-    return replace(
-        verdict,
-        kind=VerdictKind.MISMATCH,
-        culprits=culprits,
-        waiting=tuple(rank for rank in verdict.waiting if rank not in exceptions),
-        calls=(
-            CallClass(ranks=inside, call=inside_call),
-            CallClass(ranks=culprits, call=raised_call),
-        ),
-        summary=(
-            f"{waiter_count} in {inside_call.signature.op} ({position}) for"
-            f" {describe_ranks(culprits)}"
-        ),
-        advice=_SWALLOWED_EXCEPTION_ADVICE,
-        site=raised_call.site,
-    )
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """The calls of a group's members up to call ``seq``, which a verdict is about."""
 
+    context: DiagnosisContext
+    members: dict[int, CallStream]
+    seq: int
 
-def _split_sides(verdict: Verdict, members: dict[int, CallStream]) -> RankSides | None:
-    """The others and the culprits. If all are culprits, the ranks of the first class of calls take
-    the place of the others.
-    """
-    culprits = tuple(rank for rank in verdict.culprits if rank in members)
-    classes = [call_class.ranks for call_class in verdict.calls]
-    others = next((ranks for ranks in classes if set(ranks).isdisjoint(culprits)), None)
-    if others is None and len(classes) > 1:
-        others, culprits = classes[0], classes[1]
-    known_others = tuple(rank for rank in others or () if rank in members)
-    return (known_others, culprits) if known_others and culprits else None
+    def split_sides(self, verdict: Verdict) -> RankSides | None:
+        """The others and the culprits; if all are culprits, the first class are the others."""
+        culprits = tuple(rank for rank in verdict.culprits if rank in self.members)
+        classes = [call_class.ranks for call_class in verdict.calls]
+        others = next((ranks for ranks in classes if set(ranks).isdisjoint(culprits)), None)
+        if others is None and len(classes) > 1:
+            others, culprits = classes[0], classes[1]
+        known_others = tuple(rank for rank in others or () if rank in self.members)
+        return (known_others, culprits) if known_others and culprits else None
 
+    def get_calls(self, ranks: tuple[int, ...]) -> list[Call]:
+        """The last calls of one rank for its side: of one whose calls were fetched, otherwise of the
+        first one that is alive, whose calls are requested.
+        """
+        alive = (process.rank for process in iter_alive(self.context, ranks))
+        rank = next(filter(self._has_sent_calls, ranks), None)
+        if rank is None:
+            rank = next(alive, ranks[0])
+        stream = self.members[rank]
+        last_seq = min(stream.entered, self.seq)
+        if not stream.is_counted(last_seq):
+            return []
+        if last_seq > 0 and not self._has_sent_calls(rank):
+            window = CallWindow(max(1, last_seq - MAX_WINDOW_CALLS + 1), last_seq)
+            self.context.requests.append(EvidenceRequest.for_calls(rank, stream, window))
+        return select_window(stream.calls, last_seq)
 
-def _get_side_calls(
-    context: DiagnosisContext, members: dict[int, CallStream], ranks: tuple[int, ...], seq: int
-) -> list[Call]:
-    """The last calls of one rank for its side: of one whose calls were fetched, otherwise of the
-    first one that is alive, whose calls are requested.
-    """
+    def _has_sent_calls(self, rank: int) -> bool:
+        last_seq = min(self.members[rank].entered, self.seq)
+        return last_seq > 0 and self.members[rank].has_answered(CallWindow(last_seq, last_seq))
 
-    def has_sent_calls(rank: int) -> bool:
-        last_seq = min(members[rank].entered, seq)
-        return last_seq > 0 and members[rank].has_answered(CallWindow(last_seq, last_seq))
+    def blame_swallowed_exception(self, verdict: Verdict) -> Verdict:
+        """The verdict, or a mismatch if ranks that are ahead of a call that does not complete never took
+        part in it, because a call of theirs before it raised an exception.
+        """
+        members = self.members
+        waiting = [rank for rank in verdict.waiting if rank in members]
+        ahead = [rank for rank in waiting if members[rank].entered > self.seq]
+        inside = tuple(rank for rank in waiting if members[rank].entered == self.seq)
+        inside_calls = self.get_calls(inside) if ahead and inside else []
+        if not inside_calls:
+            return verdict
+        exceptions: dict[int, tuple[Call, Call]] = {}
+        for rank in ahead[:_MAX_REQUESTED_RANKS]:
+            alignment = align_calls(inside_calls, self.get_calls((rank,)))
+            lone_exceptions = find_lone_exceptions(alignment.pairs)
+            if lone_exceptions:
+                exceptions[rank] = lone_exceptions[0]
+        if not exceptions:
+            return verdict
+        inside_call, raised_call = next(iter(exceptions.values()))
+        culprits = tuple(sorted(exceptions))
+        position = describe_position(verdict.group, self.seq)
+        return replace(
+            verdict,
+            kind=VerdictKind.MISMATCH,
+            culprits=culprits,
+            waiting=tuple(rank for rank in verdict.waiting if rank not in exceptions),
+            calls=(
+                CallClass(ranks=inside, call=inside_call),
+                CallClass(ranks=culprits, call=raised_call),
+            ),
+            summary=(
+                f"{format_waiter_count(len(inside))} in {inside_call.signature.op} ({position}) for"
+                f" {describe_ranks(culprits)}"
+            ),
+            advice=_SWALLOWED_EXCEPTION_ADVICE,
+            site=raised_call.site,
+        )
 
-    alive = (process.rank for process in iter_alive(context, ranks))
-    rank = next(filter(has_sent_calls, ranks), None)
-    if rank is None:
-        rank = next(alive, ranks[0])
-    stream = members[rank]
-    last_seq = min(stream.entered, seq)
-    if not stream.is_counted(last_seq):
-        return []
-    if last_seq > 0 and not has_sent_calls(rank):
-        window = CallWindow(max(1, last_seq - MAX_WINDOW_CALLS + 1), last_seq)
-        context.requests.append(EvidenceRequest.for_calls(rank, stream, window))
-    return select_window(stream.calls, last_seq)
+    def explain_exception(self, ranks: tuple[int, ...], call: Call, behind: str) -> _Explanation:
+        """A call that raised an exception on ``ranks`` only. Unless their scripts are known to have
+        continued, the exception may have ended them. ``behind`` says how many calls they are behind.
+        """
+        described = f"call {call.seq} ({format_call_short(call)})"
+        if all(self._continued_after(rank, call) for rank in ranks):
+            which = "which raised an exception there, after which its script continued"
+            return f"{behind} since {described}, {which}", call.seq
+        raised = "an exception"
+        process = self.context.attempt.processes.get(ranks[0])
+        exception = process.exception if process is not None else None
+        raised_at = exception.site if exception is not None else None
+        if (
+            exception is not None
+            and raised_at is not None
+            and call.site is not None
+            and (raised_at.file, raised_at.line) == (call.site.file, call.site.line)
+        ):
+            raised = format_exception(exception)
+        return f"failed in {described} with {raised}", call.seq
+
+    def _continued_after(self, rank: int, call: Call) -> bool:
+        """Whether the rank made another call after one that raised, or still runs long after it."""
+        process, stream = self.context.attempt.processes.get(rank), self.members[rank]
+        if stream.entered > call.seq:
+            return True
+        if process is None:
+            return False
+        if any(s.entered_at > stream.entered_at + MIN_WAIT_S for s in process.streams.values()):
+            return True
+        is_running = process.is_alive and process.lifecycle < Lifecycle.EXITING
+        if not is_running or process.exception is not None:
+            return False
+        last_call_at = max(stream.entered_at, stream.last_completion_at)
+        return process.reports.last_seen_at >= last_call_at + MIN_WAIT_S
 
 
 def _ended_loop_early(left: list[Call], right: list[Call], seq: int) -> bool:
@@ -221,83 +233,21 @@ def _ended_loop_early(left: list[Call], right: list[Call], seq: int) -> bool:
     return make_call_key(left_call) in keys_before and make_call_key(right_call) not in keys_before
 
 
-def _explain_exceptions(
-    context: DiagnosisContext,
-    members: dict[int, CallStream],
-    ranks: tuple[int, ...],
-    lone_exceptions: list[tuple[Call, Call]],
-    reference: str,
-    verb: str,
-) -> _Explanation:
-    """Calls that raised exceptions on ``ranks`` only. Unless their scripts are known to have
-    continued, the exception may have ended them.
-    """
-    first = lone_exceptions[0][1]
-    processes = context.attempt.processes
-    if all(_continued_after(processes.get(rank), members[rank], first) for rank in ranks):
-        note = (
-            f"{verb} {_count_calls(len(lone_exceptions))} behind {reference} since call {first.seq}"
-            f" ({format_call_short(first)}), which raised an exception there, after which its script"
-            " continued"
-        )
-        return _Explanation(note, first.seq)
-    process = processes.get(ranks[0])
-    exception = process.exception if process is not None else None
-    if exception is not None:
-        raised_at, called_at = exception.site, first.site
-        is_same_line = (
-            raised_at is not None
-            and called_at is not None
-            and (raised_at.file, raised_at.line) == (called_at.file, called_at.line)
-        )
-        if not is_same_line:
-            exception = None
-    raised = "an exception" if exception is None else format_exception(exception)
-    note = f"failed in call {first.seq} ({format_call_short(first)}) with {raised}"
-    return _Explanation(note, first.seq)
-
-
-def _continued_after(process: Process | None, stream: CallStream, call: Call) -> bool:
-    """Whether the rank made another call after one that raised, or still runs long after it."""
-    if stream.entered > call.seq:
-        return True
-    if process is None:
-        return False
-    if any(other.entered_at > stream.entered_at + MIN_WAIT_S for other in process.streams.values()):
-        return True
-    is_running = process.is_alive and process.lifecycle < Lifecycle.EXITING
-    if not is_running or process.exception is not None:
-        return False
-    last_call_at = max(stream.entered_at, stream.last_completion_at)
-    return process.reports.last_seen_at >= last_call_at + MIN_WAIT_S
-
-
-def _add_raised_call(verdict: Verdict, ranks: tuple[int, ...], raised_call: Call) -> Verdict:
-    """A mismatch with the call behind it, which raised an exception before it communicated."""
-    if verdict.kind is not VerdictKind.MISMATCH:
-        return verdict
-    if any(call_class.call.raised for call_class in verdict.calls):
-        return verdict
-    calls = (*verdict.calls, CallClass(ranks=ranks, call=raised_call))
-    return replace(verdict, calls=calls, site=raised_call.site)
-
-
 def _explain_alignment(alignment: Alignment, reference: str, verb: str) -> _Explanation:
     shift = find_shift(alignment)
     if shift is not None:
         is_exact = shift.first is not None and shift.first.seq == shift.last.seq
-        note = describe_shift(shift.count, shift.first, shift.last, reference, verb)
-        return _Explanation(note, shift.last.seq if is_exact else None)
+        return describe_shift(shift, reference, verb), shift.last.seq if is_exact else None
     swapped = find_swapped_calls(alignment)
-    if swapped is not None:
-        left, right = swapped
-        when = "earlier" if right.seq < left.seq else "later"
-        note = (
-            f"made {left.signature.op} {when} than {reference}: as call {right.seq}"
-            f" ({format_call_short(right)}) and not {left.seq}"
-        )
-        return _Explanation(note, min(left.seq, right.seq))
-    return _Explanation()
+    if swapped is None:
+        return "", None
+    left, right = swapped
+    when = "earlier" if right.seq < left.seq else "later"
+    note = (
+        f"made {left.signature.op} {when} than {reference}: as call {right.seq}"
+        f" ({format_call_short(right)}) and not {left.seq}"
+    )
+    return note, min(left.seq, right.seq)
 
 
 def _explain_omission(left: list[Call], right: list[Call], seq: int) -> _Explanation:
@@ -306,17 +256,16 @@ def _explain_omission(left: list[Call], right: list[Call], seq: int) -> _Explana
     """
     omitted = find_left_out_calls(left, right, seq)
     if not omitted:
-        return _Explanation()
-    max_distance = max(_MAX_REPEAT_DISTANCE, len(omitted))
-    repeated = find_repeated_call(right, seq, max_distance)
+        return "", None
     first = omitted[0]
     which = f"call {first.seq}"
     if len(omitted) > 1:
         which = f"{len(omitted)} calls from call {first.seq} on"
     note = f"skipped {which} ({format_call_short(first)})"
+    repeated = find_repeated_call(right, seq, max(_MAX_REPEAT_DISTANCE, len(omitted)))
     if repeated is None:
-        return _Explanation(note, first.seq)
-    return _Explanation(f"{note} or made call {repeated.seq} again")
+        return note, first.seq
+    return f"{note} or made call {repeated.seq} again", None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,9 +365,7 @@ def _move_later(longer: Sequence[Call], start: int, count: int) -> int:
 
 
 def find_lone_exceptions(pairs: Sequence[CallPair]) -> list[tuple[Call, Call]]:
-    """Calls that raised an exception on the right side and not on the left: they matched no call of
-    another rank, as if they had not been made.
-    """
+    """Calls that raised exceptions on the right side only: they matched no other rank's call."""
     return [
         (left, right)
         for left, right in pairs
@@ -480,9 +427,7 @@ def find_left_out_calls(left: Sequence[Call], right: Sequence[Call], seq: int) -
 
 
 def find_repeated_call(right: Sequence[Call], seq: int, max_distance: int) -> Call | None:
-    """The call that the right side may have repeated at ``seq``: the last equal one among the
-    ``max_distance`` calls before.
-    """
+    """The last of the ``max_distance`` calls before ``seq`` that equals the one made there."""
     repetition = _find_call(right, seq)
     if repetition is None:
         return None
@@ -512,18 +457,15 @@ def select_rows(pairs: Sequence[CallPair]) -> tuple[AlignedPair, ...]:
     return tuple(rows)
 
 
-def describe_shift(
-    count: int, first: Call | None, last: Call, reference_name: str, verb: str
-) -> str:
-    """How many calls the ranks are behind the reference (ahead of it if ``count`` is negative), and
-    since when. ``verb`` is ``has been`` or ``have been``.
-    """
+def describe_shift(shift: CallShift, reference: str, verb: str) -> str:
+    """How far the ranks are behind or ahead, and since when; ``verb`` is has been or have been."""
+    count, first, last = shift.count, shift.first, shift.last
     direction = "behind" if count > 0 else "ahead of"
-    shift = f"{verb} {_count_calls(abs(count))} {direction} {reference_name} since"
+    text = f"{verb} {_count_calls(abs(count))} {direction} {reference} since"
     if first is None:
-        return f"{shift} call {last.seq} or earlier"
+        return f"{text} call {last.seq} or earlier"
     if first.seq != last.seq:
-        return f"{shift} one of calls {first.seq}-{last.seq} ({format_call_short(first)})"
+        return f"{text} one of calls {first.seq}-{last.seq} ({format_call_short(first)})"
     pronoun = "they" if verb == "have been" else "it"
     if count > 1:
         which = f"the first that {pronoun} never made"
@@ -531,7 +473,7 @@ def describe_shift(
         which = f"which {pronoun} never made"
     else:
         which = "which the others never made"
-    return f"{shift} call {first.seq} ({format_call_short(first)}), {which}"
+    return f"{text} call {first.seq} ({format_call_short(first)}), {which}"
 
 
 def _count_calls(count: int) -> str:

@@ -5,7 +5,7 @@ what it may explain. It never makes a verdict.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from hangwatch.model.hardware import (
@@ -139,47 +139,19 @@ def _describe_faults(read: Sequence[InvolvedHost], verdict: Verdict, is_complete
     found = _group_observations(read, verdict, Weight.FAULT)
     if not found:
         return ""
-    if len(found) == 1 and is_complete:
-        return _describe_single_host(found, Weight.FAULT, len(read))
-    shown = [
-        f"{host} ({describe_observation(observations[0])})"
-        for host, observations in list(found.items())[:_MAX_HOSTS]
-    ]
-    others = _format_others(len(found) - len(shown))
-    return f"Faults of their hardware are reported by {', '.join(shown)}{others}."
-
-
-def _describe_hints(read: Sequence[InvolvedHost], verdict: Verdict, is_complete: bool) -> str:
-    """Describes the hints of a single host, since any job has hints of several. Where only one host is
-    concerned, it names the values that are abnormal by themselves.
-    """
-    found = _group_observations(read, verdict, Weight.HINT)
-    if len(read) == 1:
-        abnormal = {
-            name: [observation for observation in observations if observation.is_abnormal]
-            for name, observations in found.items()
-        }
-        found = {name: observations for name, observations in abnormal.items() if observations}
-    if len(found) == 1 and is_complete:
-        return _describe_single_host(found, Weight.HINT, len(read))
-    return ""
-
-
-def _describe_single_host(
-    found: Mapping[str, Sequence[Observation]], weight: Weight, host_count: int
-) -> str:
-    """Describes what one host alone reports, of ``host_count`` that are concerned."""
+    if len(found) > 1 or not is_complete:
+        shown = [
+            f"{host} ({describe_observation(observations[0])})"
+            for host, observations in list(found.items())[:_MAX_HOSTS]
+        ]
+        others = _format_others(len(found) - len(shown))
+        return f"Faults of their hardware are reported by {', '.join(shown)}{others}."
     ((host, observations),) = found.items()
-    clauses = _join_clauses(observations)
-    if weight is Weight.HINT:
-        start = f"Of {host_count} hosts, {host} alone" if host_count > 1 else host
-        return f"{start} reports this, which may contribute: {clauses}."
-    if host_count == 1:
-        text = f"{host} reports a fault of its hardware: {clauses}."
-    else:
+    text = f"{host} reports a fault of its hardware: {_join_clauses(observations)}."
+    if len(read) > 1:
         text = (
-            f"Of {host_count} hosts, {host} alone reports a fault of its hardware: {clauses}. That"
-            " this is the cause is inferred."
+            f"Of {len(read)} hosts, {host} alone reports a fault of its hardware:"
+            f" {_join_clauses(observations)}. That this is the cause is inferred."
         )
     remedies = [
         _REMEDIES[o.what].format(about=o.about) for o in observations if o.what in _REMEDIES
@@ -187,20 +159,33 @@ def _describe_single_host(
     return " ".join([text, *remedies[:1]])
 
 
+def _describe_hints(read: Sequence[InvolvedHost], verdict: Verdict, is_complete: bool) -> str:
+    """Describes the hints of a single host, since any job has hints of several. Where only one host is
+    concerned, it names the values that are abnormal by themselves.
+    """
+    found = _group_observations(read, verdict, Weight.HINT)
+    if len(found) != 1 or not is_complete:
+        return ""
+    ((host, observations),) = found.items()
+    subject = f"Of {len(read)} hosts, {host} alone"
+    if len(read) == 1:
+        subject = host
+        observations = [observation for observation in observations if observation.is_abnormal]
+    if not observations:
+        return ""
+    return f"{subject} reports this, which may contribute: {_join_clauses(observations)}."
+
+
 def _group_observations(
     read: Sequence[InvolvedHost], verdict: Verdict, weight: Weight
 ) -> dict[str, list[Observation]]:
-    return {
-        host.name: observations
-        for host in read
-        if (observations := list(_select_observations(host, verdict, weight)))
-    }
+    """The observations of each host that has any."""
+    selected = {host.name: list(_select_observations(host, verdict, weight)) for host in read}
+    return {name: observations for name, observations in selected.items() if observations}
 
 
 def _describe_idle_gpus(read: Sequence[InvolvedHost]) -> str:
-    """The GPUs that have not begun the call: a few that are idle where most spin, as NCCL's kernels do
-    while they wait.
-    """
+    """A few GPUs that are idle before the call where most spin, as NCCL's kernels do that wait."""
     idle, spinning = [], 0
     for host in read:
         for observation in host.observations:
@@ -274,9 +259,7 @@ def _select_observations(
 
 
 def _is_ordinary(observation: Observation) -> bool:
-    """Whether any job has such an observation: some packets are lost on any network, and a GPU whose rank
-    waits is idle or spins.
-    """
+    """Whether any job has it: some lost packets, and GPUs that idle or spin while a rank waits."""
     if observation.what in _WAITING_GPU:
         return True
     before, now = observation.before, observation.now

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from hangwatch.model.calls import Call, Signature, Site
 from hangwatch.model.groups import Group, OutsideMember
@@ -104,9 +104,7 @@ def format_waiter_count(count: int) -> str:
 
 
 def format_lower_layers_advice(*, are_equal: bool) -> str:
-    """The advice for calls that do not complete. ``are_equal`` says that the calls of all members were
-    compared.
-    """
+    """The advice for stuck calls; ``are_equal``: the calls of all members were compared."""
     if are_equal:
         return "The calls match, so check the network, the devices and their drivers."
     return "No difference between the calls is known: check the network, the devices and their drivers."
@@ -114,18 +112,14 @@ def format_lower_layers_advice(*, are_equal: bool) -> str:
 
 def describe_deadlock(ranks: tuple[int, ...], cycle: list[tuple[Wait, str]]) -> str:
     """The summary, with the first waits of the cycle and the operations that the waiting ranks are in."""
-    waits = [_describe_cycle_wait(wait, op) for wait, op in cycle[:_MAX_WAITS_SHOWN]]
+    other_ends = {"send": "the recv of ", "recv": "the send of "}
+    waits: list[str] = []
+    for wait, op in cycle[:_MAX_WAITS_SHOWN]:
+        awaited = f"{other_ends.get(op, '')}{describe_rank(wait.on_rank)}"
+        waits.append(f"{describe_rank(wait.rank)} waits for {awaited} in {op}")
     if len(cycle) > _MAX_WAITS_SHOWN:
         waits.append("and so on")
     return f"{describe_ranks(ranks)} wait for each other: {'; '.join(waits)}"
-
-
-def _describe_cycle_wait(wait: Wait, op: str) -> str:
-    other_ends = {"send": "recv", "recv": "send"}
-    if op in other_ends:
-        other_end = f"the {other_ends[op]} of {describe_rank(wait.on_rank)}"
-        return f"{describe_rank(wait.rank)} waits for {other_end} in {op}"
-    return f"{describe_rank(wait.rank)} waits for {describe_rank(wait.on_rank)} in {op}"
 
 
 def format_deadlock_advice(common_ranks: tuple[int, ...], component: Collection[int]) -> str:
@@ -210,10 +204,13 @@ def describe_mismatch(
     position = describe_position(group, seq)
     if not calls or (not other_calls and len(outlier_calls) < 2):
         return _describe_inexact_mismatch(outliers, group, position, seq, last_equal)
-    all_calls = [c.call for c in calls]
+    signatures = [c.call.signature for c in calls]
 
     def describe_class(call_class: CallClass) -> str:
-        call = _format_call_arguments(call_class.call, differing_fields, all_calls, group)
+        signature = call_class.call.signature
+        arguments = [_format_argument(signature, n, signatures, group) for n in differing_fields]
+        shown = ", ".join(filter(None, arguments))
+        call = f"{signature.op}({shown})" if shown else signature.op
         return f"{describe_ranks(call_class.ranks)} called {call}"
 
     if not other_calls:
@@ -227,9 +224,7 @@ def describe_mismatch(
 def _describe_inexact_mismatch(
     outliers: tuple[int, ...], group: Group, position: str, seq: int, last_equal: int
 ) -> str:
-    """The summary where the running hashes differ, and the first different call, or what it was, is not
-    known.
-    """
+    """The summary where hashes differ and the first different call, or its content, is unknown."""
     if len(outliers) == len(group.ranks):
         subject = f"the calls of {describe_ranks(outliers)} differ from each other"
     else:
@@ -243,21 +238,10 @@ def _describe_inexact_mismatch(
     )
 
 
-def _format_call_arguments(
-    call: Call, differing_fields: Sequence[str], all_calls: Sequence[Call], group: Group
-) -> str:
-    """The operation with the arguments that differ between ``all_calls``."""
-    all_signatures = [other.signature for other in all_calls]
-    arguments = [
-        _format_argument(call.signature, name, all_signatures, group) for name in differing_fields
-    ]
-    shown = [argument for argument in arguments if argument]
-    return f"{call.signature.op}({', '.join(shown)})" if shown else call.signature.op
-
-
 def _format_argument(
     signature: Signature, name: str, all_signatures: list[Signature], group: Group
 ) -> str:
+    """An argument that differs between the signatures."""
     if name == "shape":
         return _format_shape(signature, all_signatures)
     if name == "root":
@@ -272,9 +256,7 @@ def _format_argument(
 
 
 def _format_shape(signature: Signature, all_signatures: list[Signature]) -> str:
-    """The shape of a single tensor, or the length of a list and the first of its tensors whose size
-    differs between the calls.
-    """
+    """The shape of one tensor, or a list's length and its first tensor that differs in size."""
     if all(len(other.shapes) <= 1 for other in all_signatures):
         return "shape " + " ".join(str(list(shape)) for shape in signature.shapes)
     shapes, is_complete = _list_tensor_shapes(signature)

@@ -48,7 +48,7 @@ def find_unexplained_wait(context: DiagnosisContext) -> UnexplainedWait | None:
             explained.update(verdict.culprits, verdict.waiting)
     latest = context.now - context.limits.stall_after_s
     waits: list[BlockedCall | _Wait] = []
-    for group in context.graph.iter_waiter_groups():  # as many as 100,000 waits
+    for group in context.graph.waiter_groups:  # as many as 100,000 waits
         waits += [
             b for b in group if b.began_at <= latest and b.rank >= 0 and b.rank not in explained
         ]
@@ -69,7 +69,9 @@ def find_unexplained_wait(context: DiagnosisContext) -> UnexplainedWait | None:
     )
 
 
-def _iter_other_waits(context: DiagnosisContext, explained: Set[int]) -> Iterator[_Wait]:
+def _iter_other_waits(
+    context: DiagnosisContext, explained: Set[int]
+) -> Iterator[BlockedCall | _Wait]:
     """The waits of all ranks but the ``explained`` ones that the graph does not have as blocked calls,
     and those of devices. There may be 100,000.
     """
@@ -78,8 +80,7 @@ def _iter_other_waits(context: DiagnosisContext, explained: Set[int]) -> Iterato
         stream = graph.stuck_streams[rank]
         yield _Wait(rank, stream.entered_at, stream)
     for rank in graph.thread_waits.keys() - explained:
-        for blocked in graph.thread_waits[rank]:
-            yield _Wait(rank, blocked.began_at, blocked.stream, blocked.awaited)
+        yield from graph.thread_waits[rank]
     for rank in graph.uncounted_waits.keys() - explained:
         for blocked in graph.uncounted_waits[rank]:
             yield _Wait(rank, blocked.began_at, blocked.stream, may_await=tuple(blocked.awaited))
@@ -168,9 +169,7 @@ def describe_losses(
         ]
         if lossy and len(notes) < _MAX_NOTES:
             loss, lossy_group = min(lossy, key=lambda pair: pair[0].from_seq)
-            fault = ""
-            if loss.reason is LossReason.FAULT:
-                fault = _format_fault(process)
+            fault = _format_fault(process) if loss.reason is LossReason.FAULT else ""
             notes.append(
                 f"rank {rank}'s calls of {describe_position(lossy_group, None)} are not completely"
                 f" recorded since call {loss.from_seq}, because {loss.reason.description}{fault}"

@@ -178,9 +178,7 @@ def encode_signature(signature: Signature) -> dict[str, Any]:
 
 
 def decode_signature(data: dict[str, Any]) -> Signature:
-    """The inverse of `encode_signature`. Raises KeyError, TypeError, ValueError or IndexError for
-    malformed data.
-    """
+    """The inverse. Raises KeyError, TypeError, ValueError or IndexError for malformed data."""
     splits = data.get("splits")
     return Signature(
         op=str(data["op"]),

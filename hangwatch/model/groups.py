@@ -108,9 +108,7 @@ def pack_ranks(ranks: Sequence[int]) -> str:
 
 
 class RankTuple(tuple[int, ...]):
-    """The ranks of a group with a cached hash, so that looking up a group key does not take time
-    proportional to the group's size.
-    """
+    """A group's ranks with a cached hash: looking up the key of a large group takes no longer."""
 
     _hash: int | None = None
 
@@ -129,9 +127,7 @@ def count_ranks(text: str) -> int:
 
 
 def unpack_ranks(text: str, max_ranks: int = 1 << 20) -> tuple[int, ...]:
-    """The inverse of `pack_ranks`. Raises ValueError for malformed text and for more than
-    ``max_ranks`` ranks.
-    """
+    """The inverse of `pack_ranks`. Raises ValueError for malformed text or too many ranks."""
     count = count_ranks(text)
     if count > max_ranks:
         raise ValueError(f"more than {max_ranks} ranks")

@@ -1,6 +1,6 @@
 """The kinds of verdict and the properties of each kind: one `KindSpec` each, in `KINDS`.
 
-CONTRIBUTING.md says what else a new kind needs; its documentation follows from its `KindSpec`.
+CONTRIBUTING.md says what else a new kind needs.
 """
 
 from __future__ import annotations
@@ -69,12 +69,10 @@ class KindSpec:
     """What holds for every verdict of one kind."""
 
     meaning: str  # one sentence for the table of kinds
-    remedy: str  # advice for the documentation, in Markdown
-    severity: Severity
+    severity: Severity = Severity.ALERT
     timing: Timing
     role: Role
     abort: Abort
-    names_culprits: bool = True
     # The culprits themselves are blocked, even if no other rank waits for them. No rank is a
     # culprit of two verdicts of the kind.
     blocks_culprits: bool = False
@@ -115,27 +113,12 @@ class VerdictKind(str, enum.Enum):
     NONFINITE = "nonfinite"
 
 
-_ALERT, _WARNING = Severity.ALERT, Severity.WARNING
-
 KINDS: dict[VerdictKind, KindSpec] = {
     VerdictKind.MISMATCH: KindSpec(
         meaning=(
             "members of a group made different calls at the same position: operation, shape, dtype,"
             " reduce op, root, split sizes or tag"
         ),
-        remedy=(
-            "Compare the two lines that the verdict shows: every rank of a group must make "
-            "the same calls in the same order, with arguments that fit.\n\n"
-            "- `fields` in JSON, `≠` in the text: which arguments differ.\n"
-            "- Usual causes: a branch on the rank or on local data (logging, evaluation, an "
-            "early `continue`), a batch of another size, a layer that one rank skips, a "
-            "different dtype after loading a checkpoint.\n"
-            "- If the aligned calls show one that was skipped, look for the condition around "
-            "that line.\n"
-            "- Sizes within the lists of gather and scatter are recorded, but not compared "
-            "between the root and the others."
-        ),
-        severity=_ALERT,
         timing=Timing.IMMEDIATE,
         role=Role.ROOT,
         abort=Abort.BY_DEFAULT,
@@ -144,12 +127,6 @@ KINDS: dict[VerdictKind, KindSpec] = {
     ),
     VerdictKind.GROUP_MISMATCH: KindSpec(
         meaning="process groups were created in a different order or with different members",
-        remedy=(
-            "Create all process groups on every rank, in the same order and with the same "
-            "members, including groups that a rank does not belong to. Stacks cannot show "
-            "this fault: every rank is in `new_group`."
-        ),
-        severity=_ALERT,
         timing=Timing.IMMEDIATE,
         role=Role.ROOT,
         abort=Abort.BY_DEFAULT,
@@ -158,13 +135,6 @@ KINDS: dict[VerdictKind, KindSpec] = {
     ),
     VerdictKind.DEADLOCK: KindSpec(
         meaning="ranks wait for each other in a cycle, across groups or point-to-point",
-        remedy=(
-            "Look at the lines of the ranks on the cycle. One of them makes its calls in "
-            "another order than its peers: two groups entered in opposite order, two blocking "
-            "sends to each other, a receive that should come before a send. The advice names "
-            "the rank through which every cycle leads, where there is one."
-        ),
-        severity=_ALERT,
         timing=Timing.IMMEDIATE,
         role=Role.ROOT,
         abort=Abort.BY_DEFAULT,
@@ -173,14 +143,6 @@ KINDS: dict[VerdictKind, KindSpec] = {
     ),
     VerdictKind.DEAD_RANK: KindSpec(
         meaning="a process was ended by a signal, exited with a non-zero status, or vanished",
-        remedy=(
-            "Read the exception or the signal in the verdict: it is the first one. Errors "
-            'such as "Connection closed by peer" on other ranks are consequences.\n\n'
-            "- SIGKILL without an abort by hangwatch is often the kernel's out-of-memory "
-            "killer: check `dmesg` and the container's memory limit.\n"
-            "- SIGSEGV, SIGABRT or SIGBUS come from native code: enable core dumps."
-        ),
-        severity=_ALERT,
         timing=Timing.IMMEDIATE,
         role=Role.END,
         abort=Abort.BY_DEFAULT,
@@ -190,13 +152,6 @@ KINDS: dict[VerdictKind, KindSpec] = {
     ),
     VerdictKind.EXITED_RANK: KindSpec(
         meaning="a rank finished, or destroyed its process group, while others wait for it",
-        remedy=(
-            "Look for uneven data, a loop that ends early on one rank, or a `return` before "
-            "the last collective. The verdict shows the call that the rank never made. Uneven "
-            "inputs of DistributedDataParallel need `Join`, or the same number of batches on "
-            "each rank."
-        ),
-        severity=_ALERT,
         timing=Timing.IMMEDIATE,
         role=Role.END,
         abort=Abort.BY_DEFAULT,
@@ -210,14 +165,6 @@ KINDS: dict[VerdictKind, KindSpec] = {
             "a rank is alive but cannot run Python: stopped, in uninterruptible sleep, or native"
             " code holds the GIL"
         ),
-        remedy=(
-            "- *Stopped*: by a debugger, job control or SIGSTOP. `kill -CONT PID` resumes it.\n"
-            "- *Uninterruptible sleep*: the process waits in the kernel, usually for a file "
-            "system or a device. Check the mount and `dmesg` on that host.\n"
-            "- *The GIL is held in native code*: the stack shows which thread. `hangwatch "
-            "dump --native RANK` shows the C++ frames."
-        ),
-        severity=_ALERT,
         timing=Timing.IMMEDIATE_IF_STOPPED,
         role=Role.HANG,
         abort=Abort.ON_REQUEST,
@@ -229,12 +176,6 @@ KINDS: dict[VerdictKind, KindSpec] = {
     ),
     VerdictKind.LOST_NODE: KindSpec(
         meaning="the node agent of a host no longer reports, and other ranks wait for its ranks",
-        remedy=(
-            "Check whether the host is up, and its network. A host that only the server "
-            "cannot reach is not reported as long as its ranks still make progress with "
-            "others."
-        ),
-        severity=_ALERT,
         timing=Timing.AFTER_STALL,
         role=Role.END,
         abort=Abort.ON_REQUEST,
@@ -244,15 +185,6 @@ KINDS: dict[VerdictKind, KindSpec] = {
     ),
     VerdictKind.STARTUP_STALL: KindSpec(
         meaning="ranks never reached `init_process_group`, in which others wait",
-        remedy=(
-            "The verdict says which ranks are absent and, if their process is known, where "
-            "each one is. Check the launcher's log on that host, the rendezvous address and "
-            "port, slow imports or image pulls, and code before `init_process_group`.\n\n"
-            "A rank that takes part in the job and is not recorded, such as one without "
-            "`HANGWATCH_URL`, is said to be not watched. It may have made the call, so it is no "
-            "culprit; the advice says what it lacks."
-        ),
-        severity=_ALERT,
         timing=Timing.AFTER_STALL_THEN_ALERT,
         role=Role.HANG,
         abort=Abort.ON_REQUEST,
@@ -262,15 +194,6 @@ KINDS: dict[VerdictKind, KindSpec] = {
         meaning=(
             "ranks that are alive in their own code have not entered the call in which others wait"
         ),
-        remedy=(
-            "Look at the culprit's line, marked `>`. The advice says what it waits for: a "
-            "DataLoader worker (whose stack is shown too), a lock, a queue, a file, a "
-            "subprocess, a server; and inside what: a checkpoint, a compilation, an exception "
-            "handler, interpreter exit.\n\n"
-            "If the work is legitimate and long, declare it: `with "
-            'hangwatch.phase("evaluate", limit=1800):`.'
-        ),
-        severity=_ALERT,
         timing=Timing.AFTER_STALL,
         role=Role.HANG,
         abort=Abort.BY_DEFAULT,
@@ -283,14 +206,6 @@ KINDS: dict[VerdictKind, KindSpec] = {
             "every member's host made the call, and some members' devices have not reached it or"
             " fell behind the others': a kernel that never ends, a stream that waits"
         ),
-        remedy=(
-            "Every rank's host made its call, so look at what the culprit's device has to "
-            "do before it: a kernel that does not end, a stream that waits for an event, or a "
-            "GPU that failed (`nvidia-smi`, Xid messages in `dmesg`). With "
-            "`TORCH_NCCL_ENABLE_TIMING=1` exactly the stuck devices are named; without it, all that "
-            "may be."
-        ),
-        severity=_ALERT,
         timing=Timing.AFTER_STALL,
         role=Role.HANG,
         abort=Abort.BY_DEFAULT,
@@ -302,17 +217,9 @@ KINDS: dict[VerdictKind, KindSpec] = {
             "every member entered the call, none completes it, no difference between their calls is known,"
             " and no device is known to lag: network, device or driver"
         ),
-        remedy=(
-            "All members are in the call, so no code is at fault as far as is known; the summary says "
-            "whether their calls were compared and are the same. "
-            "Check the network between the hosts, the device and its driver. On NCCL jobs, "
-            "look at `NCCL_DEBUG=WARN` output and the fabric's counters."
-        ),
-        severity=_ALERT,
         timing=Timing.AFTER_STALL,
         role=Role.HANG,
         abort=Abort.BY_DEFAULT,
-        names_culprits=False,
         hardware=HardwareScope.ALL,
     ),
     VerdictKind.SLOW_RANK: KindSpec(
@@ -320,13 +227,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
             "as `missing_rank`, but the rank is working or in a declared phase; becomes a"
             " `missing_rank` alert at `--slow-limit`"
         ),
-        remedy=(
-            "Nothing needs to be done if the work is expected: it is a warning, and it "
-            "becomes a `missing_rank` alert at `--slow-limit` (360 seconds by default) or at "
-            "the limit of the declared phase. Declare long work with `hangwatch.phase`; "
-            "distribute it if others wait for it often (`hangwatch perf` shows how often)."
-        ),
-        severity=_WARNING,
+        severity=Severity.WARNING,
         timing=Timing.AFTER_STALL,
         role=Role.SLOWDOWN,
         abort=Abort.NEVER,
@@ -336,24 +237,14 @@ KINDS: dict[VerdictKind, KindSpec] = {
     ),
     VerdictKind.CONCURRENT_USE: KindSpec(
         meaning="two threads of a rank make calls on one group at the same time",
-        remedy=(
-            "Calls of one group from two threads can be in a different order on each rank, "
-            "which is a hang or wrong results sooner or later. Give each thread a group of "
-            "its own."
-        ),
-        severity=_WARNING,
+        severity=Severity.WARNING,
         timing=Timing.IMMEDIATE,
         role=Role.INDEPENDENT,
         abort=Abort.NEVER,
     ),
     VerdictKind.REPLICA_DIVERGENCE: KindSpec(
         meaning="results that must be equal differ (only with `HANGWATCH_CHECKS=replicas`)",
-        remedy=(
-            "Ranks hold different results where they must be equal, bit for bit. Stop the job "
-            "and restart from a checkpoint before the reported call. If the same host is "
-            "named again, test its memory and network card."
-        ),
-        severity=_WARNING,
+        severity=Severity.WARNING,
         timing=Timing.IMMEDIATE,
         role=Role.INDEPENDENT,
         abort=Abort.NEVER,
@@ -363,13 +254,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
             "NaN or Inf entered the job: the first call that carried any (only with"
             " `HANGWATCH_CHECKS=nonfinite`)"
         ),
-        remedy=(
-            "The named rank and call are where NaN or Inf first entered; ranks that received "
-            "it are not named. Check that rank's batch, and the loss at that step. Single "
-            "overflows under `GradScaler` are normal and are not reported; 24 rounds in a row "
-            "are."
-        ),
-        severity=_WARNING,
+        severity=Severity.WARNING,
         timing=Timing.IMMEDIATE,
         role=Role.INDEPENDENT,
         abort=Abort.NEVER,

@@ -39,9 +39,7 @@ UNTIMED_GRACE_S = REPORTED_WITHIN_S - REPORTING_S
 MAX_EVIDENCE_WAIT_S = 3.0  # calls and hashes that were requested
 MAX_NARROWING_S = 4.5  # the search for the first different call, while replies narrow it down
 MAX_REPLY_WAIT_S = 1.0  # the next of these replies
-MAX_REPORT_WAIT_S = (
-    15.0  # node agents of a large job, which report rarely and get requests only then
-)
+MAX_REPORT_WAIT_S = 15.0  # node agents of a large job report rarely, and get requests only then
 MAX_NONFINITE_WAIT_S = 8.0  # reports of NaN or Inf from other ranks
 MAX_REPLICA_WAIT_S = 2.0  # checksums of other members
 
@@ -49,9 +47,7 @@ MAX_REPLICA_WAIT_S = 2.0  # checksums of other members
 REPORT_JITTER_S = 0.25  # heartbeats that are delayed differently shift them
 REPORT_MARGIN_S = 0.3  # a report that comes so much later includes all that preceded the first one
 DETECTION_DELAY_S = 1.0  # a peer may notice a closed connection this long before an exit is seen
-PEER_ERROR_DELAY_S = (
-    2.0  # an error about a peer is sorted after other failures up to this much later
-)
+PEER_ERROR_DELAY_S = 2.0  # an error about a peer follows other failures up to this much later
 
 # Failures.
 FAILED_SOON_S = 5.0  # a failure this soon after a mismatched call is taken to be its consequence

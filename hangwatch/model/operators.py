@@ -89,20 +89,32 @@ class OperatorSpec:
     passes_one_tensor: bool = False
     is_generic: bool = False  # derived from the schema of an operator that has no entry here
     # What the checks of HANGWATCH_CHECKS need.
-    input_arg: str = ""  # what this rank contributes
+    other_input_arg: str = ""  # what this rank contributes, if that is not ``tensors_arg``
     replicated_arg: str = ""  # what must be equal on all members afterwards
     # What performance figures need.
     size_is_per_rank: bool = False  # ``tensors_arg`` holds one rank's part of the whole array
     bus_factor: BusFactor | None = None  # None: it moves no data
     # What the analysis of PyTorch's Flight Recorder dumps needs.
     flight_names: tuple[str, ...] = ()  # the names in dumps, apart from ``op``
-    analyzer_name: str = ""  # the name in PyTorch's own analyzer, which fails on unknown names
+    analyzer_alias: str = ""  # the name in PyTorch's own analyzer, if that is not ``op``
     list_side: ListSide | None = None
     output_scale: OutputScale | None = None  # None: it does not follow from the input
 
     @property
     def is_p2p(self) -> bool:
         return self.p2p_role is not None
+
+    @property
+    def input_arg(self) -> str:
+        """What this rank contributes; empty for a receive."""
+        if self.p2p_role is P2pRole.RECV:
+            return ""
+        return self.other_input_arg or self.tensors_arg
+
+    @property
+    def analyzer_name(self) -> str:
+        """The name in PyTorch's own analyzer, which fails on unknown ones, as of sends and receives."""
+        return "" if self.is_p2p else self.analyzer_alias or self.op
 
     @property
     def is_rooted(self) -> bool:
@@ -132,11 +144,9 @@ OPERATORS: dict[str, OperatorSpec] = {
         must_match=_SAME_REDUCTION,
         reduce_op_arg="reduce_op",
         passes_one_tensor=True,
-        input_arg="tensors",
         replicated_arg="tensors",
         bus_factor=BusFactor.TWICE_OTHERS_SHARE,
         flight_names=("ALLREDUCE_coalesced",),
-        analyzer_name="all_reduce",
         output_scale=OutputScale.SAME,
     ),
     "allreduce_coalesced_": OperatorSpec(
@@ -144,11 +154,10 @@ OPERATORS: dict[str, OperatorSpec] = {
         tensors_arg="tensors",
         must_match=_SAME_REDUCTION,
         reduce_op_arg="reduce_op",
-        input_arg="tensors",
         replicated_arg="tensors",
         bus_factor=BusFactor.TWICE_OTHERS_SHARE,
         flight_names=("allreduce_coalesced",),
-        analyzer_name="allreduce_coalesced",
+        analyzer_alias="allreduce_coalesced",
         output_scale=OutputScale.SAME,
     ),
     "reduce_": OperatorSpec(
@@ -158,10 +167,8 @@ OPERATORS: dict[str, OperatorSpec] = {
         reduce_op_arg="reduce_op",
         root_arg="root_rank",
         passes_one_tensor=True,
-        input_arg="tensors",
         bus_factor=BusFactor.ONE,
         flight_names=("_reduce_oop",),
-        analyzer_name="reduce",
     ),
     "broadcast_": OperatorSpec(
         op="broadcast",
@@ -170,11 +177,9 @@ OPERATORS: dict[str, OperatorSpec] = {
         root_arg="root_rank",
         root_is_source=True,
         passes_one_tensor=True,
-        input_arg="tensors",
         replicated_arg="tensors",
         bus_factor=BusFactor.ONE,
         flight_names=("_broadcast_oop", "BROADCAST_coalesced"),
-        analyzer_name="broadcast",
     ),
     # The list holds a tensor per member and is the same everywhere, even where the members' inputs
     # are uneven.
@@ -182,11 +187,10 @@ OPERATORS: dict[str, OperatorSpec] = {
         op="all_gather",
         tensors_arg="output_tensors",
         must_match=_SAME_DATA,
-        input_arg="input_tensors",
+        other_input_arg="input_tensors",
         replicated_arg="output_tensors",
         bus_factor=BusFactor.OTHERS_SHARE,
         flight_names=("ALLGATHER_coalesced",),
-        analyzer_name="all_gather",
         list_side=ListSide.OUTPUTS,
         output_scale=OutputScale.TIMES_MEMBERS,
     ),
@@ -195,34 +199,30 @@ OPERATORS: dict[str, OperatorSpec] = {
         tensors_arg="input_tensor",
         must_match=_SAME_DATA,
         passes_one_tensor=True,
-        input_arg="input_tensor",
         replicated_arg="output_tensor",
         size_is_per_rank=True,
         bus_factor=BusFactor.OTHERS_SHARE,
         flight_names=("_all_gather_base",),
-        analyzer_name="_all_gather_base",
+        analyzer_alias="_all_gather_base",
         output_scale=OutputScale.TIMES_MEMBERS,
     ),
     "allgather_coalesced_": OperatorSpec(
         op="all_gather_coalesced",
         tensors_arg="input_list",
         must_match=_SAME_DATA,
-        input_arg="input_list",
         replicated_arg="output_lists",
         size_is_per_rank=True,
         bus_factor=BusFactor.OTHERS_SHARE,
-        analyzer_name="all_gather_into_tensor_coalesced",
+        analyzer_alias="all_gather_into_tensor_coalesced",
         output_scale=OutputScale.TIMES_MEMBERS,
     ),
     "allgather_into_tensor_coalesced_": OperatorSpec(
         op="all_gather_into_tensor_coalesced",
         tensors_arg="inputs",
         must_match=_SAME_DATA,
-        input_arg="inputs",
         replicated_arg="outputs",
         size_is_per_rank=True,
         bus_factor=BusFactor.OTHERS_SHARE,
-        analyzer_name="all_gather_into_tensor_coalesced",
         output_scale=OutputScale.TIMES_MEMBERS,
     ),
     # Each member's output may differ in size; the list of inputs may not.
@@ -232,10 +232,8 @@ OPERATORS: dict[str, OperatorSpec] = {
         must_match=_SAME_REDUCTION,
         reduce_op_arg="reduce_op",
         silent_backends=_SILENT_BACKENDS,
-        input_arg="input_tensors",
         bus_factor=BusFactor.OTHERS_SHARE,
         flight_names=("REDUCE_SCATTER_coalesced",),
-        analyzer_name="reduce_scatter",
         list_side=ListSide.INPUTS,
         output_scale=OutputScale.PER_MEMBER,
     ),
@@ -246,10 +244,9 @@ OPERATORS: dict[str, OperatorSpec] = {
         reduce_op_arg="reduce_op",
         passes_one_tensor=True,
         silent_backends=_SILENT_BACKENDS,
-        input_arg="input_tensor",
         bus_factor=BusFactor.OTHERS_SHARE,
         flight_names=("_reduce_scatter_base",),
-        analyzer_name="_reduce_scatter_base",
+        analyzer_alias="_reduce_scatter_base",
         output_scale=OutputScale.PER_MEMBER,
     ),
     "reduce_scatter_tensor_coalesced_": OperatorSpec(
@@ -258,9 +255,7 @@ OPERATORS: dict[str, OperatorSpec] = {
         must_match=_SAME_REDUCTION,
         reduce_op_arg="reduce_op",
         silent_backends=_SILENT_BACKENDS,
-        input_arg="inputs",
         bus_factor=BusFactor.OTHERS_SHARE,
-        analyzer_name="reduce_scatter_tensor_coalesced",
         output_scale=OutputScale.PER_MEMBER,
     ),
     # Only the root has the list, and its entries may be uneven.
@@ -269,10 +264,8 @@ OPERATORS: dict[str, OperatorSpec] = {
         tensors_arg="input_tensors",
         must_match=MustMatch.DTYPE | MustMatch.ROOT,
         root_arg="root_rank",
-        input_arg="input_tensors",
         size_is_per_rank=True,
         bus_factor=BusFactor.OTHERS_SHARE,
-        analyzer_name="gather",
         list_side=ListSide.OUTPUTS,
     ),
     "scatter_": OperatorSpec(
@@ -280,10 +273,9 @@ OPERATORS: dict[str, OperatorSpec] = {
         tensors_arg="output_tensors",
         must_match=MustMatch.DTYPE | MustMatch.ROOT,
         root_arg="root_rank",
-        input_arg="input_tensors",
+        other_input_arg="input_tensors",
         size_is_per_rank=True,
         bus_factor=BusFactor.OTHERS_SHARE,
-        analyzer_name="scatter",
         list_side=ListSide.INPUTS,
     ),
     # Split sizes only need to agree pairwise, between each sender and receiver.
@@ -292,32 +284,28 @@ OPERATORS: dict[str, OperatorSpec] = {
         tensors_arg="input_tensors",
         must_match=MustMatch.DTYPE,
         split_args=("input_tensors", "output_tensors"),
-        input_arg="input_tensors",
         bus_factor=BusFactor.OTHERS_SHARE,
-        analyzer_name="all_to_all",
     ),
     "alltoall_base_": OperatorSpec(
         op="all_to_all_single",
         tensors_arg="input",
         must_match=MustMatch.DTYPE,
         split_args=("input_split_sizes", "output_split_sizes"),
-        input_arg="input",
         bus_factor=BusFactor.OTHERS_SHARE,
-        analyzer_name="all_to_all",
+        analyzer_alias="all_to_all",
     ),
     "barrier": OperatorSpec(
         op="barrier",
         tensors_arg="",
         must_match=MustMatch.NOTHING,
         flight_names=("all_reduce_barrier",),
-        analyzer_name="barrier",
     ),
     "monitored_barrier_": OperatorSpec(
         op="monitored_barrier",
         tensors_arg="",
         must_match=MustMatch.NOTHING,
         returns_work=False,
-        analyzer_name="barrier",
+        analyzer_alias="barrier",
     ),
     "send": OperatorSpec(
         op="send",
@@ -325,7 +313,6 @@ OPERATORS: dict[str, OperatorSpec] = {
         must_match=_SAME_DATA,
         p2p_role=P2pRole.SEND,
         peer_arg="dst",
-        input_arg="tensors",
         bus_factor=BusFactor.ONE,
     ),
     "recv_": OperatorSpec(

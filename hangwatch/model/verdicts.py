@@ -59,22 +59,15 @@ class Divergence:
     """
 
     group: Group
-    sides: tuple[tuple[int, ...], tuple[int, ...]]
-    rows: tuple[AlignedPair, ...]
     since_seq: int | None = None  # the first call that only one side made, if that is certain
     note: str = ""
-
-    @property
-    def ranks_by_side(self) -> tuple[Side, ...]:
-        """``sides`` as documents have them."""
-        return tuple(Side(ranks=ranks) for ranks in self.sides)
+    sides: tuple[Side, ...]
+    rows: tuple[AlignedPair, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A conclusion of the diagnosis. While ``is_confirmed`` is False it is only suspected, and
-    evidence is still being collected.
-    """
+    """A conclusion; unless ``is_confirmed``, a suspicion for which evidence is being collected."""
 
     kind: VerdictKind
     severity: Severity

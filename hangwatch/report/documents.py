@@ -27,7 +27,6 @@ from hangwatch.model.verdicts import (
     AlignedPair,
     CallClass,
     DevicePosition,
-    Divergence,
     Verdict,
     Wait,
 )
@@ -59,7 +58,6 @@ _MEMBERS: Mapping[type, tuple[str, ...]] = {
         *("call.signature.splits", "call.signature.detail", "call.site"),
     ),
     DevicePosition: ("rank", "group", "enqueued", "started", "completed", "source", "age_s"),
-    Divergence: ("group", "since_seq", "note", "sides=ranks_by_side", "rows"),
     AlignedPair: ("seq=seqs", "calls", "omitted"),
     Call: ("signature.*", "signature.detail", "raised", "site"),
     HostObservation: ("host", "observation.*"),
@@ -78,9 +76,6 @@ _DERIVED_FIELDS: Mapping[type, Mapping[str, Callable[[Document], Any]]] = {
             *(OutsideMember.create(-2 - n, x) for n, x in enumerate(document.get("outside") or ())),
         ),
         "foreign": lambda document: document["name"] if document.get("outside") else "",
-    },
-    Divergence: {
-        "sides": lambda document: tuple(tuple(side["ranks"]) for side in document["sides"])
     },
     AlignedPair: {
         "calls": lambda document: tuple(

@@ -5,18 +5,18 @@ Stacks, and the use of the CPU, show which of a rank's unfinished calls blocks i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import replace
+from math import inf
 
 from hangwatch.model.calls import StreamKind
-from hangwatch.model.groups import GroupKey
 from hangwatch.model.limits import MIN_WAIT_S, Limits
 from hangwatch.stacks.frames import waits_for_communication, waits_for_work
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream, GroupState
 from hangwatch.tracking.process import IDLE_AFTER_S, Process
 
-from .edges import BlockedCall
+from .edges import BlockedCall, QueuedCalls, WaitResolver
 from .graph import Silence, WaitGraph
 from .progress import (
     get_calling_thread_since,
@@ -24,7 +24,6 @@ from .progress import (
     is_process_waiting,
     is_wholly_blocked,
 )
-from .waits import QueuedCalls, WaitResolver
 
 
 def build_wait_graph(attempt: Attempt, now: float, limits: Limits) -> WaitGraph:
@@ -34,17 +33,13 @@ def build_wait_graph(attempt: Attempt, now: float, limits: Limits) -> WaitGraph:
     silent_ranks = find_silent_ranks(attempt, now, limits.lost_after_s)
     resolver = WaitResolver(attempt, now, silent_ranks)
     graph = WaitGraph(attempt, limits, resolver, silent_ranks)
-    builder = _GraphBuilder(attempt, graph, now, limits)
-    excluded = graph.resolver.unable_to_finish | silent_ranks.keys()
+    builder = _GraphBuilder(graph, now)
+    excluded = resolver.unable_to_finish | silent_ranks.keys()
     for rank, process in attempt.processes.items():
         reports = process.reports
         # The streams of such a process lag behind it.
         is_further = reports.last_progress_at > reports.last_seen_at
-        if is_further or not process.open_calls.unfinished_streams:
-            continue
-        if rank in excluded or builder.add_plain_wait(rank, process):
-            continue
-        if not builder.is_ahead_of_device(rank, process):
+        if process.open_calls.unfinished_streams and not is_further and rank not in excluded:
             builder.add_rank(rank, process)
     for rank, stream, state in attempt.list_outside_waits():
         builder.add_outside_wait(rank, stream, state)
@@ -55,13 +50,13 @@ def build_wait_graph(attempt: Attempt, now: float, limits: Limits) -> WaitGraph:
 
 
 class _GraphBuilder:
-    def __init__(self, attempt: Attempt, graph: WaitGraph, now: float, limits: Limits) -> None:
-        self._attempt = attempt
+    def __init__(self, graph: WaitGraph, now: float) -> None:
         self._graph = graph
+        self._attempt = attempt = graph.attempt
         self._resolver = graph.resolver
         self._queued_calls = QueuedCalls(attempt)
         self._before = now - MIN_WAIT_S  # waits that began later are left out
-        self._sample_after_s = limits.suspicion_delay_s
+        self._sample_after_s = graph.limits.suspicion_delay_s
         if self._resolver.unable_to_call:
             self._sample_after_s = MIN_WAIT_S
         # The groups with silent members, by the identities of their states.
@@ -71,29 +66,7 @@ class _GraphBuilder:
             for stream in attempt.processes[rank].streams.values()
         }
 
-    def add_plain_wait(self, rank: int, process: Process) -> bool:
-        """Adds the wait of a rank that is certainly blocked in one call, as nearly all of 100,000 ranks
-        that wait are. False if that is not the case: `add_rank` adds any wait.
-        """
-        blocked_streams = process.open_calls.blocked_streams
-        if len(blocked_streams) != 1 or process.samples:
-            return False
-        stream = blocked_streams[0]
-        if not process.newest_call_at <= stream.entered_at <= self._before:
-            return False
-        return self._add_certain_wait(rank, stream)
-
-    def _add_certain_wait(self, rank: int, stream: CallStream) -> bool:
-        """Adds the wait of a rank that is blocked in the newest call of this stream alone. False if it
-        waits for no rank.
-        """
-        awaited = self._resolver.find_awaited_ranks(rank, stream, True)
-        if not awaited:
-            return False
-        self._graph.blocked_calls[rank] = [BlockedCall(rank, stream, stream.entered_at, awaited)]
-        return True
-
-    def is_ahead_of_device(self, rank: int, process: Process) -> bool:
+    def _is_ahead_of_device(self, rank: int, process: Process) -> bool:
         """Whether a rank without a sample uses the CPU, and has made a call lately or none of its calls
         waits for another rank, as nearly all of 100,000 ranks on NCCL: it may wait for its device only.
         """
@@ -101,14 +74,13 @@ class _GraphBuilder:
         is_idle = reports.updated_at - process.activity.last_active_at >= IDLE_AFTER_S
         if is_idle or process.samples or process.open_calls.blocked_streams:
             return False
+        streams = process.open_calls.unfinished_streams
+        if any(stream.completed is not None for stream in streams):
+            return False
         if reports.last_seen_at - process.newest_call_at < self._sample_after_s:
-            return all(s.completed is None for s in process.open_calls.unfinished_streams)
-        for stream in process.open_calls.unfinished_streams:
-            if stream.completed is not None or not self._has_arrived_with_others(stream):
-                return False
-        return not any(
-            self._queued_calls.find_held_ranks(rank, stream)
-            for stream in process.open_calls.unfinished_streams
+            return True
+        return all(map(self._has_arrived_with_others, streams)) and not any(
+            self._queued_calls.find_held_ranks(rank, stream) for stream in streams
         )
 
     def _has_arrived_with_others(self, stream: CallStream) -> bool:
@@ -147,35 +119,47 @@ class _GraphBuilder:
 
     def add_rank(self, rank: int, process: Process) -> None:
         """Adds the waits of one rank."""
-        graph = self._graph
-        pending = find_blocked_streams(process, self._before)
-        if len(pending) == 1 and self._add_certain_wait(rank, next(iter(pending))):
-            return
-        is_certain, advanced_at = bool(pending), 0.0
-        if not is_certain:
+        blocked_streams = find_blocked_streams(process, self._before)
+        if len(blocked_streams) == 1:  # as in nearly all of 100,000 ranks that wait
+            stream = blocked_streams[0]
+            awaited = self._resolver.find_awaited_ranks(rank, stream, True)
+            if awaited:
+                blocked = BlockedCall(rank, stream, stream.entered_at, awaited)
+                self._graph.blocked_calls[rank] = [blocked]
+                return
+        if blocked_streams:
+            self._add_waits(process, blocked_streams, None)
+        elif not self._is_ahead_of_device(rank, process):
             # The calls may block only one of its threads. Or some call may be unfinished, and no call was
             # made for a while: a rank that makes further calls does not wait.
             self._add_thread_waits(rank, process)
             pending = list_old_unfinished(process, self._before)
-            if not pending:
-                return
-            advanced_at = process.last_advanced_at
-            if advanced_at > self._before:
-                return
-        blocked_calls, uncounted, stuck = self._find_waits(
-            process, pending, is_certain, advanced_at
-        )
+            advanced_at = process.last_advanced_at if pending else inf
+            if advanced_at <= self._before:
+                self._add_waits(process, pending, advanced_at)
+
+    def _add_waits(
+        self, process: Process, pending: list[CallStream], advanced_at: float | None
+    ) -> None:
+        """Adds the waits of a rank in some of the pending calls. It last made progress at ``advanced_at``; if
+        that is None, it is certainly blocked in these calls.
+        """
+        rank, graph = process.rank, self._graph
+        blocked_calls, uncounted, stuck = self._find_waits(process, pending, advanced_at)
         is_held_up = False
-        if not blocked_calls and not uncounted and not stuck and not is_certain:
+        if advanced_at is not None and not (blocked_calls or uncounted or stuck):
             blocked_calls = self._find_held_calls(rank, pending, advanced_at)
             is_held_up = bool(blocked_calls)
         is_waiting_somewhere = blocked_calls or uncounted or stuck
-        if not is_waiting_somewhere and all(s.peer is None for s in pending):
+        if not is_waiting_somewhere and all(stream.peer is None for stream in pending):
             return
-        if not is_certain:
+        if advanced_at is not None:
             is_waiting = is_process_waiting(process)
             if is_waiting is False:
-                self._record_unsampled(process, blocked_calls)
+                # Only a stack since then shows whether the rank waits for its device.
+                unsampled = [call for call in blocked_calls if call.stream.completed is None]
+                if unsampled and get_calling_thread_since(process, advanced_at) is None:
+                    graph.unsampled_waits[rank] = unsampled
                 return
             if is_waiting is None:
                 graph.uncertain_ranks.add(rank)
@@ -189,14 +173,6 @@ class _GraphBuilder:
             graph.stuck_streams[rank] = max(stuck, key=lambda s: s.entered_at)
         else:
             self._add_released(rank, pending)
-
-    def _record_unsampled(self, process: Process, blocked_calls: Collection[BlockedCall]) -> None:
-        """Records that a stack is needed to see whether the rank waits for its device."""
-        if process.samples and get_calling_thread_since(process, process.last_advanced_at):
-            return
-        calls = [call for call in blocked_calls if call.stream.completed is None]
-        if calls:
-            self._graph.unsampled_waits[process.rank] = calls
 
     def _add_thread_waits(self, rank: int, process: Process) -> None:
         """Adds the collectives that block one thread while another one made the newest call. A thread
@@ -213,22 +189,20 @@ class _GraphBuilder:
                 self._graph.thread_waits.setdefault(rank, []).append(blocked)
 
     def _find_waits(
-        self,
-        process: Process,
-        pending: Collection[CallStream],
-        is_certain: bool,
-        advanced_at: float,
+        self, process: Process, pending: list[CallStream], advanced_at: float | None
     ) -> tuple[list[BlockedCall], list[BlockedCall], list[CallStream]]:
         """The pending calls that some rank has not entered, those of which counts do not show it, and
         those that all have entered and that do not complete.
         """
-        rank = process.rank
+        rank, is_certain = process.rank, advanced_at is None
         blocked_calls: list[BlockedCall] = []
         uncounted_calls: list[BlockedCall] = []
         stuck: list[CallStream] = []
         for stream in pending:
             awaited = self._resolver.find_awaited_ranks(rank, stream, is_certain)
-            began_at = stream.entered_at if is_certain else max(stream.entered_at, advanced_at)
+            began_at = stream.entered_at
+            if advanced_at is not None:
+                began_at = max(began_at, advanced_at)
             if awaited:
                 blocked_calls.append(BlockedCall(rank, stream, began_at, awaited))
             elif uncounted := self._resolver.find_uncounted_ranks(rank, stream):
@@ -272,14 +246,12 @@ class _GraphBuilder:
         """
         graph = self._graph
         waiting = graph.blocked_calls.keys()
-        unfounded = graph.held_up_ranks
-        while unfounded:
-            # Not all ranks that any of its calls waits for wait themselves.
-            unfounded = {
-                rank
-                for rank in graph.held_up_ranks
-                if not any(waiting >= call.awaited.keys() for call in graph.blocked_calls[rank])
-            }
+        # In each of its calls, the rank waits for some rank that does not wait.
+        while unfounded := {
+            rank
+            for rank in graph.held_up_ranks
+            if not any(waiting >= call.awaited.keys() for call in graph.blocked_calls[rank])
+        }:
             graph.held_up_ranks -= unfounded
             for rank in unfounded:
                 del graph.blocked_calls[rank]
@@ -309,14 +281,11 @@ class _GraphBuilder:
         """
         graph = self._graph
         waiting = graph.get_waiting_ranks()
-        resolved: dict[int, list[BlockedCall]] = {}
-        for rank, calls in graph.uncounted_waits.items():
-            found = [new for call in calls if (new := self._resolve_wait(call, waiting))]
-            if found:
-                resolved[rank] = found
-        for rank, found in resolved.items():
-            del graph.uncounted_waits[rank]
-            graph.blocked_calls[rank] = found
+        for rank, calls in list(graph.uncounted_waits.items()):
+            resolved = filter(None, [self._resolve_wait(call, waiting) for call in calls])
+            if blocked_calls := list(resolved):
+                del graph.uncounted_waits[rank]
+                graph.blocked_calls[rank] = blocked_calls
 
     def _resolve_wait(self, blocked: BlockedCall, waiting: Collection[int]) -> BlockedCall | None:
         absent: dict[int, int] = {}
@@ -354,16 +323,18 @@ def is_waiting_on_channel(process: Process, stream: CallStream) -> bool:
     return all(other.peer != -1 for other in process.streams.values())
 
 
-def find_blocked_streams(process: Process, before: float) -> Collection[CallStream]:
+def find_blocked_streams(process: Process, before: float) -> list[CallStream]:
     """The calls in which the whole process is blocked, and not one thread while others continue."""
     blocked = [s for s in process.open_calls.blocked_streams if s.entered_at <= before]
     if not blocked:
-        return blocked
+        return []
     since = max([stream.entered_at for stream in blocked])
     if process.newest_call_at > since + MIN_WAIT_S:
         # Another thread made calls since; it may wait for this one now.
         return blocked if is_wholly_blocked(process, blocked) else []
-    return [] if has_continuing_caller(process, blocked, since) else blocked
+    # Few of 100,000 processes have samples.
+    is_continuing = process.samples and has_continuing_caller(process, blocked, since)
+    return [] if is_continuing else blocked
 
 
 def find_silent_ranks(attempt: Attempt, now: float, lost_after_s: float) -> dict[int, Silence]:
@@ -378,17 +349,13 @@ def find_silent_ranks(attempt: Attempt, now: float, lost_after_s: float) -> dict
     if not silent_since:
         return {}
     alive_at_by_agent: dict[str, float] = {}  # the ranks of a node agent share their node
-    signs = [
-        *_find_collective_signs(attempt.streams_by_group, silent_since),
-        *_find_receive_signs(attempt, silent_since),
-    ]
-    for rank, at in signs:
+    for rank, at in _find_signs_of_life(attempt, silent_since):
         agent = attempt.processes[rank].agent
         alive_at_by_agent[agent] = max(at, alive_at_by_agent.get(agent, at))
     silences: dict[int, Silence] = {}
     for rank, began_at in silent_since.items():
-        alive_at = alive_at_by_agent.get(attempt.processes[rank].agent, began_at)
-        last_alive_at = max(began_at, alive_at)
+        agent = attempt.processes[rank].agent
+        last_alive_at = max(began_at, alive_at_by_agent.get(agent, began_at))
         silences[rank] = Silence(
             began_at=began_at,
             last_alive_at=last_alive_at,
@@ -397,31 +364,23 @@ def find_silent_ranks(attempt: Attempt, now: float, lost_after_s: float) -> dict
     return silences
 
 
-def _find_collective_signs(
-    streams_by_group: Mapping[GroupKey, Mapping[int, CallStream]], silent: Mapping[int, float]
-) -> Iterator[tuple[int, float]]:
-    """All members of a group are alive at the time when other members complete its calls."""
-    for members in streams_by_group.values():
+def _find_signs_of_life(attempt: Attempt, silent: Collection[int]) -> Iterator[tuple[int, float]]:
+    """The silent ranks that other ranks show to be alive, with the times: all members of a group are when
+    others complete its calls, and a rank is when another one receives from it.
+    """
+    for members in attempt.streams_by_group.values():
         group_ranks = next(iter(members.values())).group.ranks
-        if silent.keys().isdisjoint(group_ranks):
+        silent_members = [rank for rank in group_ranks if rank in silent]
+        if not silent_members:
             continue
         advanced_at = [
             stream.advanced_at
             for rank, stream in members.items()
             if rank not in silent and stream.kind is StreamKind.COLLECTIVE
         ]
-        if not advanced_at:
-            continue
-        last_advanced_at = max(advanced_at)
-        for rank in group_ranks:
-            if rank in silent:
-                yield rank, last_advanced_at
-
-
-def _find_receive_signs(
-    attempt: Attempt, silent: Mapping[int, float]
-) -> Iterator[tuple[int, float]]:
-    """A rank is alive when another rank receives from it."""
+        alive_at = max(advanced_at, default=-inf)
+        for rank in silent_members:
+            yield rank, alive_at
     for rank, process in attempt.processes.items():
         if rank in silent:
             continue

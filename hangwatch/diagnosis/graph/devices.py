@@ -23,8 +23,7 @@ from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
 
 from ..call_classes import list_equal_callers
-from .edges import WaitEdge, WaiterIndex
-from .waits import can_communicate
+from .edges import WaitEdge, WaiterIndex, can_communicate, get_op_name
 
 _MAX_DISTINCT_COUNTS = 2
 
@@ -55,14 +54,10 @@ class DeviceGroup:
         return get_first_unfinished(self.streams[rank], self.members[rank])
 
     def get_op(self, rank: int) -> str:
-        stream = self.streams[rank]
-        call = stream.calls.get(self.get_seq(rank))
-        return call.signature.op if call is not None else stream.op or "a collective"
+        return get_op_name(self.streams[rank], self.get_seq(rank))
 
     def get_call(self, rank: int) -> tuple[CallClass, ...]:
-        """The first call that its device has not completed, if its arguments are known, with the ranks
-        that are known to have made it.
-        """
+        """The first call that its device has not completed, if known, with ranks that made it."""
         seq = self.get_seq(rank)
         call = self.streams[rank].calls.get(seq)
         if call is None:
@@ -74,14 +69,14 @@ class DeviceGroup:
         return Wait(rank=rank, on_rank=on_rank, group=name, seq=self.get_seq(rank))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class DeviceWait:
     """Devices in the same call of a group, and the members that have not come to it."""
 
     group: DeviceGroup
     call: int  # numbered by the backend's counters
-    waiters: frozenset[int]
-    awaited: frozenset[int]
+    waiters: set[int]
+    awaited: set[int]
 
 
 class DeviceGraph:
@@ -115,7 +110,7 @@ class DeviceGraph:
         for rank in sorted(ends):
             self._classify_end(rank, waiters)
         if self.waits and not ends:
-            self.cycle = _find_cycle_ranks(self.waits)
+            self.cycle = self._find_cycle(waiters)
         if not self.waits:
             self.stalled_groups = [group for group in groups if self._is_stalled(group)]
 
@@ -124,15 +119,23 @@ class DeviceGraph:
         for rank, progress in group.members.items():
             if self._is_inside(group, rank):
                 waiters_by_call.setdefault(progress.completed + 1, set()).add(rank)
-        waits = []
+        waits: list[DeviceWait] = []
         for call, waiters in waiters_by_call.items():
             awaited = {rank for rank in group.members if not self._may_have_come(group, rank, call)}
             if awaited:
-                wait = DeviceWait(
-                    group=group, call=call, waiters=frozenset(waiters), awaited=frozenset(awaited)
-                )
-                waits.append(wait)
+                waits.append(DeviceWait(group, call, waiters, awaited))
         return waits
+
+    def _find_cycle(self, waiters: set[int]) -> set[int]:
+        """The ``waiters`` that remain after all those for which no remaining one waits are left out."""
+        while True:
+            awaited: set[int] = set()
+            for wait in self.waits:
+                if not waiters.isdisjoint(wait.waiters):
+                    awaited |= wait.awaited
+            if waiters <= awaited:
+                return waiters
+            waiters = waiters & awaited
 
     def _is_inside(self, group: DeviceGroup, rank: int) -> bool:
         """Whether a rank's device is in a collective of the group, as far as is known."""
@@ -223,9 +226,7 @@ class DeviceGraph:
         return max([p.device_changed_at for p in self._select_processes(ranks)], default=0.0)
 
     def get_unchanged_s(self, ranks: Iterable[int]) -> float:
-        """How long no device is known to have begun or completed a call: until the oldest of the ranks'
-        last readings.
-        """
+        """How long no device began or completed a call, as of the oldest of the last readings."""
         ranks = list(ranks)
         known_until = min([p.device_read_at for p in self._select_processes(ranks)], default=0.0)
         return known_until - self.get_unchanged_since(ranks)
@@ -278,21 +279,6 @@ class DeviceGraph:
         return [self._processes[rank] for rank in ranks if rank in self._processes]
 
 
-def _find_cycle_ranks(waits: Sequence[DeviceWait]) -> set[int]:
-    """The ranks that remain after all those for which no remaining rank waits are left out."""
-    remaining: set[int] = set()
-    for wait in waits:
-        remaining |= wait.waiters
-    while True:
-        awaited: set[int] = set()
-        for wait in waits:
-            if not remaining.isdisjoint(wait.waiters):
-                awaited |= wait.awaited
-        if remaining <= awaited:
-            return remaining
-        remaining &= awaited
-
-
 def get_still_until(process: Process) -> float:
     """The time until which a host that waits for its device is known to have made no further call."""
     read_at = process.device_read_at
@@ -326,7 +312,7 @@ def build_device_graph(attempt: Attempt, ended: Collection[int] = ()) -> DeviceG
         )
         groups.append(group)
         for rank, progress in group.members.items():
-            if progress.completed < progress.enqueued:
+            if progress.is_behind_host:
                 # The groups are sorted by the first call that the device has not completed. If it is not
                 # recorded when that was made: of groups that are used in turn, the one with more
                 # uncompleted calls comes first; with as many, the one whose newest call is older.
@@ -338,13 +324,11 @@ def build_device_graph(attempt: Attempt, ended: Collection[int] = ()) -> DeviceG
                 if stream.pending_at is not None:
                     order = (stream.pending_at,)
                 pending.setdefault(rank, []).append((order, group))
-    if not groups:
-        return None
     fronts: dict[int, list[DeviceGroup]] = {}
     for rank, ordered in pending.items():
         ordered.sort(key=lambda item: item[0])
         fronts[rank] = [group for _, group in ordered]
-    return DeviceGraph(groups, fronts, processes)
+    return DeviceGraph(groups, fronts, processes) if groups else None
 
 
 def _level_stale_counters(
@@ -400,19 +384,15 @@ def _counts_messages(
 
     Where completion of messages is known, as in dumps, the counters were taken without them.
     """
-    if key not in attempt.message_groups:
-        return False
-    for rank in members:
-        for stream in attempt.processes[rank].streams.values():
-            if stream.peer is not None and stream.completed is None and stream.group.key == key:
-                return True
-    return False
+    return key in attempt.message_groups and any(
+        stream.peer is not None and stream.completed is None and stream.group.key == key
+        for rank in members
+        for stream in attempt.processes[rank].streams.values()
+    )
 
 
 def get_first_unfinished(stream: CallStream, progress: DeviceProgress) -> int:
-    """The sequence number of the first unfinished call. The backend may count fewer calls than the
-    recorder: a coalesced block counts once.
-    """
+    """The first unfinished call's number. The backend may count fewer: a coalesced block is one."""
     if stream.completed is not None:
         return stream.first_unfinished
     return max(stream.entered - (progress.enqueued - progress.completed) + 1, 1)

@@ -1,16 +1,25 @@
-"""The edges of the wait-for graph: calls in which ranks wait for others."""
+"""The edges of the wait-for graph: calls in which ranks wait for others, and for whom, by counts of calls
+and never by times.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from functools import cached_property
+from math import inf
 
-from hangwatch.model.groups import Group
+from hangwatch.model.calls import StreamKind
+from hangwatch.model.groups import Group, unpack_ranks
+from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Wait
-from hangwatch.tracking.call_stream import CallStream
+from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.call_stream import CallStream, GroupState
+from hangwatch.tracking.process import Process
 
-from .waits import receives_from_any
+_FULL_MESH_BACKEND = "gloo"  # a group exists only once all its members are connected
+_RANKS_PREFIX = "ranks="  # the start of the detail of a call that creates a group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,3 +113,413 @@ def get_op_name(stream: CallStream, seq: int | None = None) -> str:
     """The operation of call ``seq``, or of the newest call."""
     call = stream.calls.get(stream.entered if seq is None else seq)
     return call.signature.op if call is not None else stream.op or "a collective"
+
+
+def can_communicate(process: Process) -> bool:
+    """Whether a process may still make calls: it is alive and has not destroyed its groups."""
+    return process.is_alive and process.lifecycle < Lifecycle.DESTROYED
+
+
+def is_not_initialized(process: Process | None) -> bool:
+    """Whether a rank has not reached init_process_group, or not since it destroyed its groups."""
+    if process is None:
+        return True
+    has_no_groups = (
+        process.lifecycle <= Lifecycle.STARTING or process.lifecycle is Lifecycle.DESTROYED
+    )
+    return process.is_alive and has_no_groups
+
+
+def shows_all_members(attempt: Attempt, group_state: GroupState) -> bool:
+    """Whether the members of a group that report show that the others exist: all took part in a
+    collective, or had to connect before any of them could continue.
+    """
+    return has_completed_calls(group_state) or any(
+        _FULL_MESH_BACKEND in stream.group.backend
+        and stream.kind is StreamKind.COLLECTIVE
+        and attempt.processes[member].lifecycle is Lifecycle.INITIALISED
+        and not stream.group.foreign
+        for member, stream in group_state.members.items()
+    )
+
+
+def has_completed_calls(group_state: GroupState) -> bool:
+    """Whether a collective of the group is complete: all members took part in it."""
+    for stream in group_state.members.values():
+        if stream.kind is StreamKind.COLLECTIVE:
+            counter = stream if stream.device is None else stream.device
+            if (counter.completed or 0) > 0:
+                return True
+    return False
+
+
+def receives_from_any(stream: CallStream) -> bool:
+    """Whether the stream receives from any source."""
+    return stream.peer == -1 and stream.kind is StreamKind.RECV
+
+
+def get_new_group_ranks(stream: CallStream, seq: int = 0) -> tuple[int, ...] | None:
+    """The members of the group that call ``seq`` of a set-up stream creates (by default the newest one), if
+    the call records them: new_group blocks only its members. None for other streams.
+    """
+    call = stream.calls.get(seq or stream.entered) if stream.kind is StreamKind.SETUP else None
+    detail = call.signature.detail if call is not None else None
+    if detail is None or not detail.startswith(_RANKS_PREFIX):
+        return None
+    try:
+        return unpack_ranks(detail.removeprefix(_RANKS_PREFIX))
+    except ValueError:
+        return None
+
+
+class WaitResolver:
+    """Finds the awaited ranks of calls at one moment.
+
+    ``unable_to_finish`` are the ranks that cannot complete a call that they have entered,
+    ``unable_to_call`` those that will enter none, or do not report.
+    """
+
+    def __init__(self, attempt: Attempt, now: float, silent_ranks: Collection[int]) -> None:
+        self.unable_to_finish: set[int] = set()
+        self.unable_to_call = set(silent_ranks)
+        for rank in attempt.unable_ranks:
+            process = attempt.processes[rank]
+            if not process.is_alive or process.freeze_reason(now) is not None:
+                self.unable_to_finish.add(rank)
+            elif process.lifecycle >= Lifecycle.DESTROYED:
+                self.unable_to_call.add(rank)
+        self.unable_to_call |= self.unable_to_finish
+        self._attempt = attempt
+        self._silent_ranks = silent_ranks
+        # The lowest count of calls, and the members with it, by group.
+        self._last_members: dict[int, tuple[int, Mapping[int, int]]] = {}
+        # The key has the group, the members concerned if not all are, the call, whether the wait is
+        # certain, and whether the stream is counted. The state identifies the group, since the group's
+        # own key is as long as its list of members.
+        self._awaited_cache: dict[
+            tuple[int, tuple[int, ...] | None, int, bool, bool], Mapping[int, int]
+        ] = {}
+
+    def find_awaited_ranks(self, rank: int, stream: CallStream, certain: bool) -> Mapping[int, int]:
+        """The ranks without which a stream cannot continue, each with the number of its first call
+        that the rank has not entered.
+
+        A thread that is certainly blocked in the newest call needs all members that are behind.
+        Otherwise it may be in any unfinished call, and needs at least the members that are furthest
+        behind. Silent ranks may be anywhere: they are awaited if they were last seen behind, or if
+        no other rank is awaited. All ranks in the same call of a group share one mapping.
+
+        Ranks that `find_uncounted_ranks` returns are awaited only if they can enter no call.
+        """
+        if stream.kind not in (StreamKind.COLLECTIVE, StreamKind.SETUP):
+            return self._find_awaited_peers(rank, stream)
+        state = stream.group_state
+        if stream.kind is StreamKind.COLLECTIVE and state is not None and not certain:
+            is_known = len(state.members) == len(state.key[2]) and not state.has_losses
+            if is_known and not self._silent_ranks and not self.unable_to_finish:
+                return self._find_last_members(state, stream.entered)
+        concerned = get_new_group_ranks(stream)
+        is_counted = stream.loss is None
+        key = (id(state), concerned, stream.entered, certain, is_counted)
+        awaited = self._awaited_cache.get(key)
+        if awaited is None:
+            awaited = self._find_awaited_members(stream, concerned, certain)
+            self._awaited_cache[key] = awaited
+        if stream.group.foreign and rank in awaited:  # two members are threads of one process
+            return {member: seq for member, seq in awaited.items() if member != rank}
+        return awaited
+
+    def _find_last_members(self, state: GroupState, seq: int) -> Mapping[int, int]:
+        """The members that are furthest behind, if that is before call ``seq``: all that a call may wait
+        for. In a large group each host may have reported another position.
+        """
+        last_members = self._last_members.get(id(state))
+        if last_members is None:
+            lowest = min([member.entered for member in state.members.values()])
+            last = [rank for rank, member in state.members.items() if member.entered == lowest]
+            last_members = self._last_members[id(state)] = lowest, dict.fromkeys(last, lowest + 1)
+        lowest, awaited = last_members
+        return awaited if seq > lowest else {}
+
+    def _find_awaited_peers(self, rank: int, stream: CallStream) -> Mapping[int, int]:
+        """The other ends of a send or a receive."""
+        uncounted = self.find_uncounted_ranks(rank, stream)
+        if uncounted:
+            return dict.fromkeys(self.unable_to_call.intersection(uncounted), stream.entered)
+        if receives_from_any(stream):
+            return self._find_awaited_senders(rank, stream)
+        peer = stream.peer
+        if peer is None:
+            return {}
+        call_count = 0 if stream.other_end is None else stream.other_end.entered
+        if stream.kind is StreamKind.SEND:
+            call_count += self._count_any_source_receives(rank, stream, peer)
+        if call_count < stream.entered:
+            return {peer: call_count + 1}
+        return {peer: stream.entered} if peer in self._silent_ranks else {}
+
+    def _count_any_source_receives(self, rank: int, sending: CallStream, receiver: int) -> int:
+        """The receives from any source that are left for ``rank`` after others' completed sends."""
+        receives = self._find_channels(receiver, StreamKind.RECV, sending, -1)
+        receive_count = sum(stream.entered for stream in receives)
+        if not receive_count:
+            return 0
+        used_count = 0
+        for other in sending.group.ranks:
+            if other != rank:
+                sends = self._find_channels(other, sending.kind, sending, receiver)
+                used_count += sum(stream.completed or 0 for stream in sends)
+        return max(0, receive_count - used_count)
+
+    def _find_awaited_senders(self, rank: int, stream: CallStream) -> dict[int, int]:
+        """The ranks of which any one may send to this receiver; none if enough was sent."""
+        sent_counts: dict[int, int] = {}
+        received_count = 0  # the completed receives that name their source
+        for member in stream.group.ranks:
+            if member == rank:
+                continue
+            sends = self._find_channels(member, StreamKind.SEND, stream, rank)
+            receives = self._find_channels(rank, StreamKind.RECV, stream, member)
+            sent_counts[member] = sum(sending.entered for sending in sends)
+            received_count += sum(receiving.completed or 0 for receiving in receives)
+        if sum(sent_counts.values()) - received_count >= stream.entered:
+            return {}
+        processes = self._attempt.processes
+        able = {m for m in sent_counts if m not in processes or can_communicate(processes[m])}
+        return {member: sent_counts[member] + 1 for member in able or sent_counts}
+
+    def _find_channels(
+        self, rank: int, kind: StreamKind, reference: CallStream, peer: int
+    ) -> list[CallStream]:
+        """A rank's channels to or from ``peer`` with the group and tag of the reference."""
+        process = self._attempt.processes.get(rank)
+        return [
+            stream
+            for stream in (process.streams.values() if process is not None else ())
+            if stream.kind is kind
+            and stream.peer == peer
+            and stream.tag == reference.tag
+            and stream.group.key == reference.group.key
+        ]
+
+    def find_uncounted_ranks(self, rank: int, stream: CallStream) -> Collection[int]:
+        """The ranks for which a call of ``rank`` may wait and of which counts do not show whether it
+        does, because calls of theirs, or its own, are not completely recorded.
+        """
+        if stream.kind in (StreamKind.COLLECTIVE, StreamKind.SETUP):
+            uncounted = self._find_uncounted_members(stream, get_new_group_ranks(stream))
+            return [member for member in uncounted if member != rank]
+        if stream.peer is None:
+            return ()
+        if not receives_from_any(stream):
+            return (stream.peer,) if _is_channel_uncounted(self._attempt, stream) else ()
+        senders = [member for member in stream.group.ranks if member != rank]
+        if stream.loss is not None:
+            return senders
+        return [member for member in senders if self._may_miss_message(member, stream)]
+
+    def _find_uncounted_members(
+        self, stream: CallStream, concerned: tuple[int, ...] | None
+    ) -> Collection[int]:
+        members = stream.group.ranks if concerned is None else concerned
+        if stream.loss is not None:
+            return members
+        state = stream.group_state
+        if state is None:
+            return ()
+        incomplete_ranks = self._attempt.incomplete_ranks
+        if not (state.has_losses or state.outside or incomplete_ranks):
+            return ()
+        streams = state.all_members
+        without_stream = incomplete_ranks.difference(streams)
+        return [
+            member
+            for member in members
+            if member in without_stream or (member in streams and streams[member].loss is not None)
+        ]
+
+    def _may_miss_message(self, sender: int, receiving: CallStream) -> bool:
+        """Whether sends of a rank to this receiver, or receives from it, may not be recorded."""
+        if sender in self._attempt.incomplete_ranks:
+            return True
+        process = self._attempt.processes.get(sender)
+        return process is not None and any(
+            other.loss is not None and other.peer is not None
+            for other in process.streams.values()
+            if other.group.key == receiving.group.key
+        )
+
+    def _find_awaited_members(
+        self, stream: CallStream, concerned: tuple[int, ...] | None, certain: bool
+    ) -> Mapping[int, int]:
+        entered, state = stream.entered, stream.group_state
+        streams = state.all_members if state is not None else {}
+        members = stream.group.ranks if concerned is None else concerned
+        behind: dict[int, int] = {}
+        if concerned is None and len(streams) == len(members):
+            behind = {m: s.entered + 1 for m, s in streams.items() if s.entered < entered}
+        else:
+            for member in members:
+                count = streams[member].entered if member in streams else 0
+                if count < entered:
+                    behind[member] = count + 1
+        uncounted = self._find_uncounted_members(stream, concerned)
+        if uncounted:
+            kept = self.unable_to_call
+            if stream.loss is not None:
+                behind = dict.fromkeys(kept.intersection(members), entered)
+            for member in uncounted:
+                if member not in kept:
+                    behind.pop(member, None)
+                elif member not in self._silent_ranks:
+                    behind[member] = entered
+        if behind and not certain:
+            unknown: Collection[int] = self._silent_ranks
+            unrecorded = behind.keys() - streams.keys()
+            if unrecorded and state is not None and has_completed_calls(state):
+                # Members without a stream took part in earlier calls, which are not recorded.
+                unknown = {*unknown, *unrecorded}
+            # The members in the lowest call, and the ones whose position is unknown.
+            known_seqs = [seq for member, seq in behind.items() if member not in unknown]
+            lowest = min(known_seqs, default=0)
+            behind = {m: seq for m, seq in behind.items() if seq == lowest or m in unknown}
+        # Members that have entered the call but will never complete it.
+        awaited: dict[int, int] = {}
+        for member in _intersect_ranks(members, self._find_unable(state)):
+            if member in streams and streams[member].is_pending:
+                awaited[member] = entered
+        if not behind:
+            awaited.update(dict.fromkeys(_intersect_ranks(members, self._silent_ranks), entered))
+        awaited.update(behind)
+        return awaited
+
+    def _find_unable(self, state: GroupState | None) -> set[int]:
+        """`unable_to_finish`, and the members of a foreign group in other attempts that have exited."""
+        if state is None or not state.outside:
+            return self.unable_to_finish
+        members = {rank: self._attempt.foreign_groups.find_outside(rank) for rank in state.outside}
+        ended = {rank for rank, m in members.items() if m is not None and not m.process.is_alive}
+        return self.unable_to_finish | ended
+
+
+def _intersect_ranks(members: Iterable[int], few: Collection[int]) -> Iterable[int]:
+    return [member for member in members if member in few] if few else ()
+
+
+def _is_channel_uncounted(attempt: Attempt, stream: CallStream) -> bool:
+    """Whether a channel's ends cannot be compared, since calls of one are not all recorded."""
+    if stream.loss is not None:
+        return True
+    if stream.other_end is None:
+        return stream.peer in attempt.incomplete_ranks
+    return stream.other_end.loss is not None
+
+
+class QueuedCalls:
+    """The calls that devices cannot come to at one moment, because they are queued behind a message
+    without its other end; as far as the counts and times of calls show it.
+
+    Where a call only queues work for the device, as on NCCL, hosts continue after a send or a receive that
+    the peer has not met. A device executes its calls in the order in which its host made them, so those
+    after the message are held up as well: collectives that all hosts have made, and messages whose other
+    end is queued. Where the completion of calls is reported, as on gloo, none of this applies. Nor does
+    it to a message that the user's code started by ``isend`` or ``irecv``: until something waits for it,
+    calls on other communicators may overtake it.
+    """
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._held_members: dict[tuple[int, int], Mapping[int, int]] = {}
+
+    def find_held_ranks(self, rank: int, stream: CallStream) -> Mapping[int, int]:
+        """The other ranks that have made the newest call of ``stream`` and whose devices cannot come
+        to it, each with its sequence number. Ranks in the same collective share one mapping.
+        """
+        if stream.completed is not None or not stream.entered or not self._held_since:
+            return {}
+        if self._held_since.get(rank, inf) < stream.entered_at:
+            return {}  # the rank's own device does not come to this call: it waits in an earlier one
+        if stream.kind is not StreamKind.COLLECTIVE:
+            return self._select_held(rank, stream)
+        key = (id(stream.group_state), stream.entered)
+        held = self._held_members.get(key)
+        if held is None:
+            held = self._held_members[key] = self._select_held(rank, stream)
+        return held
+
+    @cached_property
+    def _held_since(self) -> dict[int, float]:
+        """When a rank's host made the first call that its device cannot come to or complete, by rank: calls
+        behind a message without its other end, and those that are held up by these.
+        """
+        held_since = self._find_unmet_messages() if self._attempt.message_groups else {}
+        searched_collectives: set[tuple[int, int]] = set()
+        to_search = list(held_since)
+        for rank in to_search:  # grows in the loop
+            for stream in self._attempt.processes[rank].streams.values():
+                is_queued = stream.entered > 0 and stream.completed is None
+                if not is_queued or stream.entered_at <= held_since[rank]:
+                    continue
+                if stream.kind is StreamKind.COLLECTIVE:
+                    collective = (id(stream.group_state), stream.entered)
+                    if collective in searched_collectives:
+                        continue
+                    searched_collectives.add(collective)
+                for partner, other in self._list_partners(rank, stream):
+                    if other.entered_at < held_since.get(partner, inf):
+                        held_since[partner] = other.entered_at
+                        to_search.append(partner)
+        return held_since
+
+    def _select_held(self, rank: int, stream: CallStream) -> dict[int, int]:
+        return {
+            partner: stream.entered
+            for partner, other in self._list_partners(rank, stream)
+            if self._held_since.get(partner, inf) < other.entered_at
+        }
+
+    def _find_unmet_messages(self) -> dict[int, float]:
+        """The time when a rank's host made the first message whose other end does not exist, by rank.
+        Only the time of the newest message of a channel is known.
+        """
+        messages: list[tuple[int, int, CallStream]] = []  # each with its rank and its receiver
+        any_receivers: set[tuple[int, int]] = set()
+        for rank, process in self._attempt.processes.items():
+            for stream in process.open_calls.unfinished_streams:
+                if stream.peer is None or stream.completed is not None:
+                    continue
+                if receives_from_any(stream):
+                    any_receivers.add((rank, id(stream.group)))
+                    continue
+                if _is_channel_uncounted(self._attempt, stream):
+                    continue
+                met_count = 0 if stream.other_end is None else stream.other_end.entered
+                if met_count < stream.entered:
+                    receiver = stream.peer if stream.kind is StreamKind.SEND else rank
+                    messages.append((rank, receiver, stream))
+        unmet: dict[int, float] = {}
+        for rank, receiver, stream in messages:
+            newest = stream.calls.get(stream.entered)
+            if (receiver, id(stream.group)) in any_receivers or newest is None:
+                continue
+            if newest.blocking is not False:
+                unmet[rank] = min(unmet.get(rank, inf), stream.entered_at)
+        return unmet
+
+    def _list_partners(self, rank: int, stream: CallStream) -> Iterator[tuple[int, CallStream]]:
+        """The other ranks whose newest call is the same, with their streams."""
+        if stream.kind is StreamKind.COLLECTIVE:
+            state = stream.group_state
+            for member, other in state.members.items() if state is not None else ():
+                is_same = other.entered == stream.entered and other.loss is None
+                if other is not stream and is_same and stream.loss is None:
+                    yield member, other
+            return
+        other_end = stream.other_end
+        if (
+            stream.peer is not None
+            and other_end is not None
+            and not _is_channel_uncounted(self._attempt, stream)
+            and other_end.entered == stream.entered
+        ):
+            yield stream.peer, other_end

@@ -13,19 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from hangwatch.model.limits import READING_DELAY_S, Limits
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 
 from .devices import DeviceGraph, build_device_graph
-from .edges import BlockedCall, WaitEdge, WaiterIndex, group_by_awaited
-from .waits import WaitResolver
+from .edges import BlockedCall, WaitEdge, WaiterIndex, WaitResolver, group_by_awaited
 
 _FREED_AT_A_TIME = 1000
 
 
-@dataclass(slots=True)
+@dataclass
 class WaitGraph:
     """The waits of an attempt at one moment.
 
@@ -59,15 +60,11 @@ class WaitGraph:
     # moment. The newly released have not reported since.
     released_ranks: set[int] = field(default_factory=set)
     newly_released_ranks: set[int] = field(default_factory=set)
-    _devices: DeviceGraph | None = None
-    _waiter_groups: list[list[BlockedCall]] | None = None
-    _index: WaiterIndex = field(default_factory=lambda: WaiterIndex(()))
 
-    def get_devices(self) -> DeviceGraph | None:
-        """How far the devices are; None where no backend reports it. Built at the first use."""
-        if self._devices is None and self.attempt.device_groups:
-            self._devices = build_device_graph(self.attempt)
-        return self._devices
+    @cached_property
+    def devices(self) -> DeviceGraph | None:
+        """How far the devices are; None where no backend reports it."""
+        return build_device_graph(self.attempt)
 
     def get_still_devices(self) -> DeviceGraph | None:
         """The graph of the devices, or None while each one is known to have made progress lately: then
@@ -77,34 +74,31 @@ class WaitGraph:
             return None
         limit_s = self.limits.suspicion_delay_s - 2 * READING_DELAY_S
         stills_s = [process.device_still_s for process in self.attempt.processes.values()]
-        return self.get_devices() if max(stills_s, default=0.0) >= limit_s else None
+        return self.devices if max(stills_s, default=0.0) >= limit_s else None
 
-    def iter_waiter_groups(self) -> list[list[BlockedCall]]:
+    @cached_property
+    def waiter_groups(self) -> list[list[BlockedCall]]:
         """All blocked calls, in groups that wait for the same ranks."""
-        if self._waiter_groups is None:
-            self._waiter_groups = group_by_awaited(self.blocked_calls.values())
-            self._index = WaiterIndex(
-                ({blocked.rank for blocked in group}, group[0].awaited)
-                for group in self._waiter_groups
-            )
-        return self._waiter_groups
+        return group_by_awaited(self.blocked_calls.values())
 
-    @property
+    @cached_property
     def index(self) -> WaiterIndex:
         """The ranks of each waiter group, and the waiter groups that wait for a rank."""
-        self.iter_waiter_groups()
-        return self._index
+        return WaiterIndex(
+            ({blocked.rank for blocked in group}, group[0].awaited) for group in self.waiter_groups
+        )
 
     def free_waits(self) -> None:
         """Ends the use of the graph. The waits of 100,000 ranks are freed in parts: all in one go would block the
         other threads for a tenth of a second.
         """
-        by_awaited = self._index.groups_by_awaited
-        by_rank: list[list[BlockedCall] | list[int]] = []
+        by_awaited = self.index.groups_by_awaited
+        by_rank: list[Any] = []
         for waits_by_rank in (self.blocked_calls, self.unsampled_waits, by_awaited):
             by_rank += waits_by_rank.values()
             waits_by_rank.clear()
-        for waits in (*(self._waiter_groups or ()), by_rank):
+        lists: list[list[Any]] = [*self.waiter_groups, by_rank]
+        for waits in lists:
             while waits:
                 del waits[-_FREED_AT_A_TIME:]
 
@@ -128,8 +122,8 @@ class WaitGraph:
 
     def iter_waits_for(self, rank: int) -> Iterator[BlockedCall]:
         """The waits for a rank, one of each waiter group: all of a group are in the same call."""
-        groups = self.iter_waiter_groups()
-        return (groups[index][0] for index in self._index.groups_by_awaited.get(rank, ()))
+        indices = self.index.groups_by_awaited.get(rank, ())
+        return (self.waiter_groups[index][0] for index in indices)
 
     def find_waiters_of(self, targets: Iterable[int], within: Set[int] | None = None) -> set[int]:
         """The ranks from which a chain of waits leads to any of ``targets``, without the targets.

@@ -45,22 +45,12 @@ def is_busy(process: Process) -> bool:
     """Whether a rank's calling thread uses the CPU, or needs one. Node agents report it of the main
     thread and the one of the newest call together; samples, of each thread.
     """
-    if process.reports.updated_at - process.activity.last_active_at >= BUSY_WITHIN_S:
-        return _has_caller_used_cpu(process) is True
-    return _has_caller_used_cpu(process) is not False
-
-
-def _has_caller_used_cpu(process: Process) -> bool | None:
-    """Whether a calling thread that is not the main thread used the CPU between the last samples;
-    None if there are none to compare, or it is the main thread.
-    """
     samples = [sample for sample in process.samples if sample.threads]
     before = _find_comparable_sample(samples)
-    caller = samples[-1].calling_thread if before is not None else None
+    caller = samples[-1].calling_thread if samples else None
     if before is None or caller is None or caller.main or caller.cpu_s is None:
-        return None
-    caller_before = next((t for t in before.threads if t.tid == caller.tid), None)
-    return _has_used_cpu(caller, caller_before, samples[-1].taken_at - before.taken_at)
+        return process.reports.updated_at - process.activity.last_active_at < BUSY_WITHIN_S
+    return _has_used_cpu(caller, before, samples[-1])
 
 
 def has_stack_changed(process: Process, since: float) -> bool:
@@ -90,9 +80,7 @@ def has_stack_changed(process: Process, since: float) -> bool:
 
 
 def list_other_threads(sample: StackSample) -> list[ThreadStack]:
-    """The threads of a rank except its calling thread and the recorder's, and the child processes
-    that the calling thread waits for.
-    """
+    """The threads but the calling one and the recorder's, and the children that it waits for."""
     caller = sample.calling_thread
     return [
         thread
@@ -112,21 +100,11 @@ def find_working_threads(process: Process, since: float) -> list[ThreadStack]:
         return []
     newest = samples[-1]
     required, awaited = _find_awaited_threads(newest)
-    threads_before = {(thread.pid, thread.tid): thread for thread in before.threads}
-    elapsed_s = newest.taken_at - before.taken_at
-    working = [
-        thread
-        for thread in awaited
-        if _has_used_cpu(thread, threads_before.get((thread.pid, thread.tid)), elapsed_s)
-    ]
-    children_before = {thread.pid for thread in before.threads if thread.pid is not None}
-    if children_before and not working:
+    working = [thread for thread in awaited if _has_used_cpu(thread, before, newest)]
+    pids_before = {thread.pid for thread in before.threads}
+    if not working and any(pids_before):
         # A rank that runs many short programs, each a different child than before, makes progress.
-        working = [
-            thread
-            for thread in awaited
-            if thread.pid is not None and thread.pid not in children_before
-        ]
+        working = [t for t in awaited if t.pid is not None and t.pid not in pids_before]
     if required is RequiredProgress.ALL and len(working) < len(awaited):
         return []
     return working
@@ -140,12 +118,15 @@ def _find_comparable_sample(samples: list[StackSample]) -> StackSample | None:
     return None
 
 
-def _has_used_cpu(now: ThreadStack, before: ThreadStack | None, elapsed_s: float) -> bool:
-    """Whether a thread used the CPU between the samples, or was ready to but did not get one."""
-    cpu_s, ready_s = now.cpu_s or 0.0, now.ready_s or 0.0
-    if before is not None:
-        cpu_s -= before.cpu_s or 0.0
-        ready_s -= before.ready_s or 0.0
+def _has_used_cpu(thread: ThreadStack, before: StackSample, newest: StackSample) -> bool:
+    """Whether a thread of the newest sample used the CPU since ``before``, or waited for one."""
+    cpu_s, ready_s = thread.cpu_s or 0.0, thread.ready_s or 0.0
+    for former in before.threads:
+        if (former.pid, former.tid) == (thread.pid, thread.tid):
+            cpu_s -= former.cpu_s or 0.0
+            ready_s -= former.ready_s or 0.0
+            break
+    elapsed_s = newest.taken_at - before.taken_at
     return cpu_s >= MIN_CPU_SHARE * elapsed_s or ready_s >= MIN_READY_SHARE * elapsed_s
 
 
@@ -179,9 +160,7 @@ def needs_another_sample(process: Process, since: float, beside_slow: bool) -> b
 
 
 def _find_awaited_threads(sample: StackSample) -> tuple[RequiredProgress, list[ThreadStack]]:
-    """The threads whose work can show that the calling thread's wait is not a hang, if their use of
-    the CPU is known.
-    """
+    """The threads whose use of the CPU can show that the calling thread's wait is no hang."""
     waits = classify_activity(sample.calling_thread).waits
     if waits is None or waits.required_progress is RequiredProgress.NONE:
         return RequiredProgress.NONE, []
@@ -219,16 +198,11 @@ def has_continuing_caller(
     sample = _get_sample_since(process, since)
     if sample is None:
         return False
-    blocked_threads = [sample.find_caller(stream) for stream in blocked_streams]
     is_active = process.reports.updated_at - process.activity.last_active_at < IDLE_AFTER_S
-    for thread in _list_callers(process, sample):
-        if any(thread is blocked for blocked in blocked_threads):
-            continue
-        if waits_for_external(thread):
-            return True
-        if is_active and waits_for_communication(thread) is False:
-            return True
-    return False
+    return any(
+        waits_for_external(thread) or (is_active and waits_for_communication(thread) is False)
+        for thread in _list_callers(process, sample, blocked_streams)
+    )
 
 
 def is_wholly_blocked(process: Process, blocked_streams: Collection[CallStream]) -> bool:
@@ -238,33 +212,32 @@ def is_wholly_blocked(process: Process, blocked_streams: Collection[CallStream])
     sample = _get_sample_since(process, process.newest_call_at)
     if sample is None:
         return False
-    blocked_threads: list[ThreadStack] = []
     for stream in blocked_streams:
         caller = sample.find_caller(stream)
         if caller is None or stream.uid not in caller.called_uids:
             return False
         if not waits_for_communication(caller):
             return False
-        blocked_threads.append(caller)
-    others = [
-        thread
-        for thread in _list_callers(process, sample)
-        if not any(thread is blocked for blocked in blocked_threads)
-    ]
     # A thread may wait for the end or the result of another one. But any thread may hold a lock.
     return all(
         waits_for_communication(thread)
         or (_is_waiting_for_thread(thread) and classify_activity(thread).waits is not LOCK)
-        for thread in others
+        for thread in _list_callers(process, sample, blocked_streams)
     )
 
 
-def _list_callers(process: Process, sample: StackSample) -> list[ThreadStack]:
-    """The threads in the user's code that made calls other than the creation of groups."""
+def _list_callers(
+    process: Process, sample: StackSample, excluded: Collection[CallStream] = ()
+) -> list[ThreadStack]:
+    """The threads in the user's code that made calls other than the creation of groups, without those
+    that make the calls of the ``excluded`` streams.
+    """
+    excluded_threads = [sample.find_caller(stream) for stream in excluded]
     return [
         thread
         for thread in sample.threads
         if thread.call_recency is not None
+        and not any(thread is other for other in excluded_threads)
         and not _creates_groups_only(process, thread)
         and runs_user_code(thread)
     ]
@@ -291,35 +264,28 @@ def has_working_thread(process: Process, since: float) -> bool:
     )
 
 
-def _is_waiting_for_thread(stack: ThreadStack) -> bool:
+def _is_waiting_for_thread(stack: ThreadStack | None) -> bool:
     waits = classify_activity(stack).waits
     return waits is not None and waits.waits_for_thread
 
 
 def is_process_waiting(process: Process) -> bool | None:
-    """Whether the threads that make calls wait for communication: by their stacks, otherwise by
-    their idleness; None if that is only a guess.
-    """
+    """Whether the calling threads wait, by stacks or else by idleness; None if it is a guess."""
     sample = None
     # Few of 100,000 processes have samples, and it takes long to find when a process advanced.
     if process.samples:
         sample = _get_sample_since(process, process.last_advanced_at)
     if sample is not None:
-        callers = _list_callers(process, sample)
+        callers: list[ThreadStack | None] = [*_list_callers(process, sample)]
         if len(callers) > 1:
             callers = [thread for thread in callers if not _is_waiting_for_thread(thread)]
-        if len(callers) > 1:
-            waits = [_is_waiting_for_call(thread) for thread in callers]
-        else:
-            waits = [_is_waiting_for_call(sample.calling_thread)]
+        if len(callers) <= 1:
+            callers = [sample.calling_thread]
+        waits = [
+            waits_for_communication(thread) and not waits_for_external(thread) for thread in callers
+        ]
         known_waits = [wait for wait in waits if wait is not None]
         if known_waits:
             return all(known_waits)
     is_idle = process.reports.updated_at - process.activity.last_active_at >= IDLE_AFTER_S
     return None if is_idle else False
-
-
-def _is_waiting_for_call(thread: ThreadStack | None) -> bool | None:
-    """Whether a thread waits for communication; None if its stack does not show it."""
-    is_communicating = waits_for_communication(thread)
-    return is_communicating and not waits_for_external(thread)

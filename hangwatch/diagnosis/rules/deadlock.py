@@ -205,7 +205,7 @@ def find_blocked_ranks(graph: WaitGraph) -> set[int]:
     chain_ends = graph.find_chain_ends()
     # The number of ranks that each waiter group needs and that are waiting themselves.
     missing_counts: list[int] = []
-    for group in graph.iter_waiter_groups():
+    for group in graph.waiter_groups:
         awaited = group[0].awaited
         needed_count = 1 if group[0].any_suffices else len(awaited)
         missing_counts.append(needed_count - len(awaited.keys() & chain_ends))
@@ -259,7 +259,7 @@ def find_deadlock_core(
     cycle_ranks = [edge.wait.rank for edge in cycle]
     common_ranks = {rank for rank in cycle_ranks if _is_acyclic(graph, component - {rank})}
     # The waiter groups that wait for any of these, with their ranks of the component only.
-    by_awaited, all_groups = graph.index.groups_by_awaited, graph.iter_waiter_groups()
+    by_awaited, all_groups = graph.index.groups_by_awaited, graph.waiter_groups
     indices = {index for rank in common_ranks for index in by_awaited.get(rank, ())}
     in_component = [[b for b in all_groups[index] if b.rank in component] for index in indices]
     waiter_groups = sorted(

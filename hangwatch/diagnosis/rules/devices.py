@@ -313,7 +313,7 @@ def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
             f"{describe_ranks(ranks)} {verb} for {own}, and no device finishes what is queued: rank"
             f" {ranks[0]}'s last call is {get_op_name(queued[0])} ({position})"
         )
-        devices = context.graph.get_devices()
+        devices = context.graph.devices
         # The ranks whose devices hold up all others, as far as counters show it.
         ends = () if devices is None else tuple(sorted(devices.culprits))
         if 0 < len(ends) < len(ranks):

@@ -42,9 +42,8 @@ from ..context import (
     was_ended_by_watchdog,
 )
 from ..graph.devices import build_device_graph
-from ..graph.edges import BlockedCall, WaitEdge, get_op_name
+from ..graph.edges import BlockedCall, WaitEdge, get_op_name, is_not_initialized, receives_from_any
 from ..graph.progress import is_process_waiting
-from ..graph.waits import is_not_initialized, receives_from_any
 from ..messages import (
     Messages,
     describe_position,

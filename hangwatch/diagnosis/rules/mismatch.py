@@ -33,7 +33,7 @@ from ..alignment import MAX_WINDOW_CALLS
 from ..call_classes import HashClass, classify_members
 from ..context import DiagnosisContext, EvidenceRequest, get_last_seen_at, select_waits
 from ..graph.devices import get_first_unfinished
-from ..graph.waits import get_new_group_ranks
+from ..graph.edges import get_new_group_ranks
 from ..messages import describe_mismatch, describe_position, describe_ranks
 from .ended import get_failure_time, has_failed_exit, was_terminated
 
@@ -213,7 +213,7 @@ def _was_group_made_elsewhere(context: DiagnosisContext, mismatch: CallMismatch)
         for seq in mismatch.members[ranks[0]].calls
         if seq >= mismatch.seq
     }
-    for waiter_group in context.graph.iter_waiter_groups():
+    for waiter_group in context.graph.waiter_groups:
         blocked = waiter_group[0]
         if blocked.stream.group.ranks in created_groups and 1 in blocked.awaited.values():
             return True

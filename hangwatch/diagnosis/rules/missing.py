@@ -26,9 +26,8 @@ from ..context import (
     iter_alive,
     request_stacks,
 )
-from ..graph.edges import BlockedCall, WaitEdge
+from ..graph.edges import BlockedCall, WaitEdge, is_not_initialized, shows_all_members
 from ..graph.progress import find_working_threads, is_waiting_for_rank, needs_another_sample
-from ..graph.waits import is_not_initialized, shows_all_members
 from ..messages import Messages, describe_not_entered, describe_ranks, format_waiter_count
 from .absence import (
     KIND_PRECEDENCE,
@@ -56,7 +55,7 @@ def diagnose_chain_ends(context: DiagnosisContext) -> None:
     graph = context.graph
     chain_ends = graph.find_chain_ends() - graph.get_waiting_ranks()
     if len(chain_ends) > MAX_URGENT_SUSPECTS:
-        groups = graph.iter_waiter_groups()
+        groups = graph.waiter_groups
         since = min([b.began_at for group in groups for b in group], default=context.now)
         if context.now - since < context.limits.suspicion_delay_s:
             chain_ends = _find_unable_ranks(context, chain_ends)
@@ -108,7 +107,7 @@ def collect_longest_waits(
     # The longest waits of each waiter group, and when the last of all its waits began.
     waiter_groups: list[tuple[list[BlockedCall], float]] = []
     groups_by_end: dict[int, list[int]] = {}  # indices in `waiter_groups`
-    for blocked_calls in context.graph.iter_waiter_groups():
+    for blocked_calls in context.graph.waiter_groups:
         awaited_ends = chain_ends.intersection(blocked_calls[0].awaited)
         if not awaited_ends:
             continue
@@ -376,7 +375,7 @@ class _ChainEnds:
             self._get_accountable_since(rank, self.waits_by_end[rank].began_at) for rank in ranks
         )
         edge = self._find_first_edge(ranks)
-        devices = context.graph.get_devices()
+        devices = context.graph.devices
         if devices is not None:
             # Hosts run ahead of their devices: what these wait for comes first.
             edge = devices.find_longest_wait((edge.wait.on_rank,)) or edge

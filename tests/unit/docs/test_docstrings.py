@@ -14,7 +14,7 @@ import pytest
 PROJECT = Path(__file__).parents[3]
 # The folders of the packages, and their names once installed.
 PACKAGES = {"hangwatch": "hangwatch", "agent": "hangwatch.agent", "server": "hangwatch.server"}
-# A file of this project in backticks, such as `graph/waits.py`, or by its full path.
+# A file of this project in backticks, such as `graph/edges.py`, or by its full path.
 PATH = re.compile(
     r"(?<=`)(?:[\w.-]+/)+[\w.-]+\.(?:py|md|cpp|sql)(?=`)"
     r"|(?<![\w./-])(?:hangwatch|agent|server|tests|docs)/[\w./-]+\.(?:py|md|cpp|sql)\b"

@@ -38,6 +38,7 @@ def test_kind_has_properties_and_documentation(kind: VerdictKind) -> None:
         documentation += page.read_text()
     rows = [line for line in documentation.splitlines() if line.startswith("| `")]
     assert any(f"`{kind.value}`" in row.split("|")[1] for row in rows), "no table of kinds has it"
+    assert (PROJECT / "docs" / "remedies" / f"{kind.value}.md").read_text().strip()
 
 
 @pytest.mark.parametrize("kind", list(VerdictKind))
@@ -102,6 +103,6 @@ def test_kind_is_shown_by_a_real_job(kind: VerdictKind) -> None:
 def test_properties_of_kind_are_consistent(kind: VerdictKind) -> None:
     spec = KINDS[kind]
     if spec.stack_advice is not StackAdvice.NONE or spec.culprit_state is not None:
-        assert spec.names_culprits
+        assert kind is not VerdictKind.NO_PROGRESS, "it names no culprit"
     if spec.is_unreachable:
         assert not spec.has_culprit_line

@@ -23,6 +23,7 @@ from hangwatch.model.verdicts import (
     CallClass,
     DevicePosition,
     Divergence,
+    Side,
     Verdict,
     Wait,
 )
@@ -68,7 +69,7 @@ VERDICT = Verdict(
     site=SITE,
     divergence=Divergence(
         group=GROUP,
-        sides=((0, 2), (1,)),
+        sides=(Side(ranks=(0, 2)), Side(ranks=(1,))),
         rows=(
             AlignedPair(calls=(make_call("all_reduce", is_aligned=True), None), omitted=3),
             AlignedPair(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hangwatch.model.calls import Call, Site
 from hangwatch.model.groups import Group
-from hangwatch.model.verdicts import AlignedPair, Divergence
+from hangwatch.model.verdicts import AlignedPair, Divergence, Side
 from hangwatch.report import terminal
 from hangwatch.report.documents import build_document, build_optional_document
 from hangwatch.report.text import TERMINAL_COLUMNS
@@ -19,7 +19,7 @@ def make_call(seq: int, op: str, line: int, raised: bool = False) -> Call:
 
 DIVERGENCE = Divergence(
     group=Group(name="0", desc="default_pg", ranks=(0, 1, 2)),
-    sides=((0, 2), (1,)),
+    sides=(Side(ranks=(0, 2)), Side(ranks=(1,))),
     rows=(
         AlignedPair(
             calls=(make_call(5, "all_reduce", 41), make_call(5, "all_reduce", 41)), omitted=3

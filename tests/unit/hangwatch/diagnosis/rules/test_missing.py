@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hangwatch.diagnosis import diagnose
-from hangwatch.diagnosis.graph.waits import shows_all_members
+from hangwatch.diagnosis.graph.edges import shows_all_members
 from hangwatch.diagnosis.messages import describe_ranks
 from hangwatch.diagnosis.rules import missing
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
