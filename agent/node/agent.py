@@ -29,7 +29,7 @@ from .requests.commands import (
 from .requests.live import LiveRequests
 from .schedule import ProcessScanner, ReportSchedule
 from .stacks.pyspy import PySpy
-from .stacks.sampler import SampleResult, StackSampler
+from .stacks.sampler import StackSampler
 from .system.runtime import AgentLog, AgentTiming, WakeupSelector
 
 # A scan is delayed by up to this much so that it coincides with a heartbeat: waking twice costs more
@@ -154,27 +154,24 @@ class NodeAgent:
         if self._live_requests.collect_results():
             self._schedule.hasten()
         for result in self._sampler.take_results():
-            self._apply_sample(result)
+            if result.was_continued:
+                self._log.warning(f"py-spy left process {result.key} stopped: it was continued")
+            process = self._watchlist.watched.get(result.key)
+            if process is not None and result.refusal:
+                fault = result.refusal
+                if find_faulthandler_registration(process) is not None:
+                    fault += " (until then stacks come from faulthandler)"
+                process.faults["stacks"] = fault
+                self._log.warn_once(result.refusal)
+            if result.sample is not None:
+                self._outbox.add_reply(result.sample, result.taken_ns)
+                self._schedule.hasten()
         for reply, taken_ns in self._hardware.take_results():
             self._outbox.add_reply(reply, taken_ns)
             self._schedule.hasten()
         now_ns = time.monotonic_ns()
         for abort_reply in self._abort_tracker.check_exits(self._watchlist.watched, now_ns):
             self._outbox.add_reply(abort_reply, now_ns)
-            self._schedule.hasten()
-
-    def _apply_sample(self, result: SampleResult) -> None:
-        if result.was_continued:
-            self._log.warning(f"py-spy left process {result.key} stopped: it was continued")
-        process = self._watchlist.watched.get(result.key)
-        if process is not None and result.refusal:
-            fault = result.refusal
-            if find_faulthandler_registration(process) is not None:
-                fault += " (until then stacks come from faulthandler)"
-            process.faults["stacks"] = fault
-            self._log.warn_once(result.refusal)
-        if result.sample is not None:
-            self._outbox.add_reply(result.sample, result.taken_ns)
             self._schedule.hasten()
 
     def _post_heartbeat(self, now_ns: int) -> None:

@@ -261,10 +261,10 @@ def _find_end_of_quiet(process: WatchedProcess, sample: _ProcessSample, now_ns: 
     if process.ring is None or process.reader is None:
         return now_ns
     try:
-        inode, reader = process.ring.refresh_reader(process.ring_inode, process.reader)
+        reader = process.ring.refresh_reader(process.reader)
     except (OSError, RingError):  # its file was truncated
         return now_ns
-    if inode != process.ring_inode:  # its file was replaced
+    if reader is not process.reader:  # its file was replaced
         return now_ns
     words = reader.read_live_words()
     reported_words = _get_reported_words(words)

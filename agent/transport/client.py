@@ -206,7 +206,9 @@ class TargetError(ValueError):
     """
 
     def __init__(self, url: str, problem: str) -> None:
-        self.problem = f"{hide_credentials(url)!r} {problem}"
+        # A token is not shown, since messages end in logs.
+        scheme, slashes, rest = url.rpartition("//")
+        self.problem = f"{scheme + slashes + rest.rpartition('@')[2]!r} {problem}"
         super().__init__(f"HANGWATCH_URL={self.problem}: an example is http://:TOKEN@master:8642")
 
 
@@ -248,12 +250,6 @@ class ServerTarget:
 
     def __str__(self) -> str:
         return self.base_url
-
-
-def hide_credentials(url: str) -> str:
-    """The URL without a token: it is shown in messages, which end in logs."""
-    scheme, slashes, rest = url.rpartition("//")
-    return scheme + slashes + rest.rpartition("@")[2]
 
 
 def parse_targets(urls: str, token: str = "") -> tuple[ServerTarget, ...]:

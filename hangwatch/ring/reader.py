@@ -167,13 +167,15 @@ class RingReader(parts.RingParts):
     """Reads a mapped ring. Invalid parts are omitted and counted; an invalid header or a missing
     identity raises RingError.
 
-    ``data`` is any bytes-like object that supports slicing, usually an mmap. Descriptions, signatures
-    and sites are cached, because uids and numbers are not reused, and so are the states of dormant
-    streams: a process may have thousands of channels, of which it uses a few.
+    ``data`` is any bytes-like object that supports slicing, usually an mmap of the file with this
+    ``inode``. Descriptions, signatures and sites are cached, because uids and numbers are not reused,
+    and so are the states of dormant streams: a process may have thousands of channels, of which it
+    uses a few.
     """
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Any, inode: int = 0) -> None:
         super().__init__(data)
+        self.inode = inode
         self._descriptions_by_uid: dict[int, parts.StreamDescription] = {}
         self._chunks: list[_Chunk] = []
         self._chunks_by_uid: dict[int, int] = {}

@@ -77,7 +77,7 @@ def read_checks(job: LaunchedJob) -> dict[int, ExaminedCalls]:
     checks_by_rank = {}
     (folder,) = {path.parent for path in job.run_dir.rglob("*.ring")}
     for file in rings.find_ring_files(folder)[0]:
-        _, reader = file.open_reader()
+        reader = file.open_reader()
         entries = checks.read_check_entries(reader)[0]
         checks_by_rank[reader.read_snapshot(0).identity["rank"]] = [
             (checks.call_from_entry(reader, e, 0), e) for e in entries

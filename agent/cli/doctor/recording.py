@@ -236,7 +236,7 @@ def check_recordings(url: str) -> Iterator[Finding]:
 
 def check_ring(file: RingFile) -> Iterator[Finding]:
     """Raises OSError or RingError if the ring cannot be read."""
-    _, reader = file.open_reader()
+    reader = file.open_reader()
     snapshot = reader.read_snapshot(time.monotonic_ns())
     problems: list[str] = []
     losses = [(stream, stream.loss) for stream in snapshot.streams if stream.loss is not None]

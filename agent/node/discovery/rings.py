@@ -49,9 +49,9 @@ class RingFile:
     def stacks_path(self) -> Path:
         return self.path.with_suffix(run_dir.STACKS_SUFFIX)
 
-    def open_reader(self) -> tuple[int, RingReader]:
-        """The file's inode, and a reader of its read-only mapping. Raises OSError if it cannot be read,
-        RingError if it is not a ring, or that of another process.
+    def open_reader(self) -> RingReader:
+        """A reader of its read-only mapping. Raises OSError if it cannot be read, RingError if it is not
+        a ring, or that of another process.
         """
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -63,27 +63,26 @@ class RingFile:
             raise RingError(f"cannot be mapped: {error}") from error
         finally:
             os.close(fd)
-        reader = RingReader(mapped)
+        reader = RingReader(mapped, status.st_ino)
         if (reader.pid, reader.start_ticks) != (self.pid, self.start_ticks):
             writer = run_dir.format_process_key(reader.pid, reader.start_ticks)
             raise RingError(f"foreign: it was written by process {writer}")
-        return status.st_ino, reader
+        return reader
 
-    def refresh_reader(self, inode: int, reader: RingReader | None) -> tuple[int, RingReader]:
-        """The given reader of the file with this inode, or one of the file that has the name now, and
-        its inode: a process that calls exec() makes a new ring under the same name. Raises as
-        `open_reader` does.
+    def refresh_reader(self, reader: RingReader | None) -> RingReader:
+        """The given reader, or one of the file that has the name now: a process that calls exec()
+        makes a new ring under the same name. Raises as `open_reader` does.
         """
         try:
             status = os.stat(self.path)
         except OSError:  # the file was removed; an existing mapping stays valid
             status = None
-        if reader is None or (status is not None and status.st_ino != inode):
+        if reader is None or (status is not None and status.st_ino != reader.inode):
             return self.open_reader()
         if status is not None and status.st_size < len(reader.data):
             # Reading beyond the end of the file would raise SIGBUS.
             raise RingError("truncated: it became shorter while its process lives")
-        return inode, reader
+        return reader
 
     def remove_files(self) -> None:
         for path in (self.path, self.stacks_path, self.path.with_suffix(run_dir.THREADS_SUFFIX)):

@@ -52,7 +52,6 @@ class WatchedProcess:
     found_ns: int
     ring: RingFile | None = None
     reader: RingReader | None = None
-    ring_inode: int = 0  # the inode of the file that `reader` has mapped
     snapshot: RingSnapshot | None = None
     launch: LaunchInfo | None = None  # if its environment alone does not say which rank it is
     identity: ProcessIdentity | None = None
@@ -100,7 +99,7 @@ class WatchedProcess:
 
     def _read_ring(self, ring: RingFile, now_ns: int) -> None:
         try:
-            self.ring_inode, self.reader = ring.refresh_reader(self.ring_inode, self.reader)
+            self.reader = ring.refresh_reader(self.reader)
             snapshot = self.reader.read_snapshot(now_ns)
             delta = self.reader.read_delta(self.history.cursor)
             if any(index >= self.history.cursor for index in delta.retracted):

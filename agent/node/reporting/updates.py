@@ -131,7 +131,7 @@ def compose_update(
         alive_ns > before.last_alive_ns + 1_000_000
         and now_ns - before.reported_at_ns >= PULSE_REFRESH_S * 1e9
     )
-    is_known = view.identity == before.identity
+    is_known = view.identity is before.identity or view.identity == before.identity
     check_fields, check_entries = history.check_history.build_update_fields(
         before.check_entries, now_ns
     )
