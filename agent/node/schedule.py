@@ -255,7 +255,9 @@ class SteadinessCheck:
 
 
 def _find_end_of_quiet(process: WatchedProcess, sample: _ProcessSample, now_ns: int) -> int:
-    """When a process will have something to report, as far as known; ``now_ns`` at most: it has."""
+    """When a process will have something to report, as far as that is known; not later than
+    ``now_ns`` if it has something already. Updates ``sample``.
+    """
     if process.exit is not None or process.pidfd is None or process.is_paused:
         return now_ns
     if process.ring is None or process.reader is None:
@@ -333,7 +335,7 @@ class ProcessScanner:
         self.has_urgent_changes = False  # the last scan found something to report immediately
 
     def scan_processes(self, now_ns: int, *, must_read: bool = False) -> bool:
-        """Returns True if a process has ended. ``must_read``: a heartbeat will report them now."""
+        """Reads the processes if due, or with ``must_read``. Returns True if one has ended."""
         discovered = self._watchlist.scan_processes(now_ns)
         watched = self._watchlist.watched.values()
         self.has_urgent_changes = self._steadiness.sample_processes(watched, now_ns)

@@ -81,16 +81,15 @@ class StreamStates:
 class RingSnapshot:
     """The content of a ring at one moment, without its calls. Times are ages in seconds."""
 
-    identity: dict[str, Any]
-    lifecycle: int
-    step: int | None
-    pulse_s: float
-    phase: str | None
-    phase_s: float
-    phase_limit_s: float | None
-    dropped: int
-    errors: int
-    streams: tuple[StreamState, ...]  # the dormant ones come last
+    identity: dict[str, Any] = field(default_factory=dict)
+    lifecycle: int = 0
+    step: int | None = None
+    pulse_s: float = 0.0
+    phase: str | None = None
+    phase_s: float = 0.0
+    phase_limit_s: float | None = None
+    dropped: int = 0
+    streams: tuple[StreamState, ...] = ()  # the dormant ones come last
     exception: dict[str, Any] | None = None
     faults: tuple[str, ...] = ()
     device_status: DeviceStatusState = DeviceStatusState.UNKNOWN
@@ -211,7 +210,6 @@ class RingReader(parts.RingParts):
             phase_s=parts.compute_age_s(now_ns, words[LiveWord.PHASE_NS]),
             phase_limit_s=phase_limit_ns / 1e9 if phase_limit_ns else None,
             dropped=words[LiveWord.DROPPED],
-            errors=words[LiveWord.ERRORS],
             streams=streams.active + streams.dormant,
             dormant_streams=streams.dormant,
             dormant_chunks=streams.dormant_chunks,
@@ -412,7 +410,7 @@ class RingReader(parts.RingParts):
             calls[-1] = replace(calls[-1], preceded_by=retracted)
 
     def read_last_calls(self, now_ns: int, *, max_calls: int = 64) -> dict[int, list[Call]]:
-        """The last calls of each stream by uid, oldest first, in one pass: of an exited rank."""
+        """The last calls of each stream by uid, oldest first, in one pass, for an exited rank."""
         calls_by_uid: dict[int, list[Call]] = {}
         for record in self._iter_newest_first():
             calls = calls_by_uid.setdefault(record[UID], [])

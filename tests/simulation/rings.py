@@ -10,17 +10,7 @@ from hangwatch.ring.reader import RingSnapshot, StreamState
 
 def make_snapshot(*streams: StreamState, **fields: Any) -> RingSnapshot:
     """The ring of a process that is initialised, with ``fields`` changed."""
-    defaults: dict[str, Any] = {
-        "identity": {},
-        "lifecycle": int(Lifecycle.INITIALISED),
-        "step": None,
-        "pulse_s": 0.01,
-        "phase": None,
-        "phase_s": 0.0,
-        "phase_limit_s": None,
-        "dropped": 0,
-        "errors": 0,
-    }
+    defaults: dict[str, Any] = {"lifecycle": int(Lifecycle.INITIALISED), "pulse_s": 0.01}
     return RingSnapshot(streams=streams, **{**defaults, **fields})
 
 

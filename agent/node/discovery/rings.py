@@ -92,7 +92,7 @@ class RingFile:
 
 
 def find_ring_files(folder: Path) -> tuple[list[RingFile], list[str]]:
-    """The ring files in a folder, oldest process first, and names of no process. Raises OSError."""
+    """The ring files, oldest process first, and the names that match no process. Raises OSError."""
     files: list[RingFile] = []
     foreign_names: list[str] = []
     for name in os.listdir(folder):

@@ -81,7 +81,7 @@ class WatchedProcess:
         return self.faults.get("ring", "")
 
     def read_state(self, now_ns: int) -> None:
-        """Reads the ring and /proc. What is unreadable keeps its last state, and is a fault."""
+        """Reads ring and /proc. What cannot be read keeps its last state and becomes a fault."""
         if self.ring is not None:
             self._read_ring(self.ring, now_ns)
         if self.identity is None and (self.ring is None or self.ring_problem):

@@ -254,7 +254,7 @@ class SiblingFinder:
         recorded: Mapping[int, ProcessIdentity],
         known_ranks: Collection[tuple[str, int, int]],
     ) -> list[SiblingRank]:
-        """The ranks that their launchers started besides ``known_ranks`` (job, restart, rank)."""
+        """The ranks that the launchers of ``recorded`` started, without the ``known_ranks``."""
         seen_ranks = set(known_ranks)
         ranks: list[SiblingRank] = []
         for launcher in self._find_launchers(recorded):

@@ -245,7 +245,9 @@ class ProcessTally:
         return parts
 
     def _take_samples(self, uid: int, stream: _StreamTally) -> tuple[heartbeat.CallSample, ...]:
-        """Takes the samples up to the first one whose duration may still become known."""
+        """Takes the calls to compare, and drops those that were not chosen. Calls from the first
+        one on whose duration may still become known are kept for the next report.
+        """
         end_seq = stream.last_seq + 1
         for call_uid, seq, entered_ns, shape in self._unfinished.values():
             if call_uid != uid or shape.op not in stream.timed_ops or seq >= end_seq:

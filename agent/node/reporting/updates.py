@@ -68,19 +68,7 @@ class ProcessView:
 
 
 # A ring that cannot be read has no streams, which does not mean that they were closed.
-_NO_RING = RingSnapshot(
-    identity={},
-    lifecycle=0,
-    step=None,
-    pulse_s=0.0,
-    phase=None,
-    phase_s=0.0,
-    phase_limit_s=None,
-    dropped=0,
-    errors=0,
-    streams=(),
-    torn_parts=1,
-)
+_NO_RING = RingSnapshot(torn_parts=1)
 
 
 def compose_update(
@@ -286,7 +274,7 @@ def _compose_stream_update(
 def _find_concurrent_calls(
     state: StreamState, history: UnackedHistory, fetch_calls: FetchCalls
 ) -> tuple[Call, ...]:
-    """The last call of one thread and the first concurrent one of another; empty if none is."""
+    """The last call of one thread and the first concurrent call of another; otherwise empty."""
     seq = history.first_concurrent.get(state.uid)
     if seq is None:
         return ()
@@ -463,7 +451,7 @@ def make_terse_update(
     update: ProcessUpdate | None,
     after: AckedState | None,
 ) -> tuple[ProcessUpdate | None, AckedState | None]:
-    """The terse update, if any, of a rank that progresses, and what the server knows after it."""
+    """The terse update, if any, of a rank that makes progress, and what the server knows then."""
     if snapshot is None or before is None or update is None or after is None:
         return None, before
     reported_uids: set[int] = set()

@@ -20,6 +20,7 @@ from torch import nn
 
 import hangwatch
 from hangwatch.model.calls import StreamKind
+from hangwatch.ring.layout import LiveWord
 from hangwatch.ring.reader import RingReader
 
 CASES = {}
@@ -453,7 +454,7 @@ def describe_ring(reader, setup_before, streams_before):
     return {
         "rank": int(os.environ["RANK"]),
         "recorder": snapshot.identity["recorder"],
-        "errors": snapshot.errors,
+        "errors": reader.read_live_word(LiveWord.ERRORS),
         "faults": snapshot.faults,
         "dropped": snapshot.dropped,
         "setup": [
