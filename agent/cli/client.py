@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
-from urllib.parse import urljoin, urlsplit
 
 import httpx
 
@@ -108,17 +107,14 @@ class Client:
     def iter_items(self, path: str, **query: object) -> Iterator[dict[str, Any]]:
         """All items of a list, page by page."""
         page = self.get(path, **query)
-        list_url = str(self._http.base_url.join(path))
-        origin = urlsplit(list_url)
+        list_url = self._http.base_url.join(path)
         for _ in range(_MAX_PAGES):
             yield from page.get("items") or []
             if not page.get("next"):
                 return
             # Scheme and host of the next page's URL are ignored, since the token is sent there.
-            next_url = urlsplit(urljoin(list_url, str(page["next"])))
-            page = self._request_document(
-                "GET", f"{origin.scheme}://{origin.netloc}{next_url.path}?{next_url.query}"
-            )
+            next_path = list_url.join(str(page["next"])).raw_path
+            page = self._request_document("GET", str(list_url.copy_with(raw_path=next_path)))
 
     def check_job(self, job: str) -> None:
         """Raises NotFoundError, which lists the known jobs, for an unknown one."""

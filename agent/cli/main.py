@@ -22,42 +22,21 @@ from hangwatch import __version__
 from .errors import ERROR, INTERRUPTED, CliError
 from .terminal import print_message
 
-# The module of each command, relative to this package, and the command's line in `--help`.
+# The module of each command in the package `commands`, and the command's line in `--help`.
 _COMMANDS = {
-    "demo": (
-        "demo.command",
-        "show on this machine what a verdict looks like, in under a minute",
-    ),
-    "status": ("commands.incidents", "every job on one line, with its open incidents"),
-    "incidents": ("commands.incidents", "the incidents, newest first"),
-    "show": ("commands.incidents", "one incident: the verdict, the calls, the stacks"),
-    "report": (
-        "commands.incidents",
-        "save an incident as one HTML file, which needs no server",
-    ),
-    "dump": ("commands.dump", "take and show the stacks of some ranks now"),
-    "perf": (
-        "commands.performance",
-        "calls, latency, bandwidth; which rank the others wait for",
-    ),
-    "trace": (
-        "commands.trace",
-        "show the calls of some ranks as they make them, then the counts",
-    ),
-    "record": ("commands.record", "where ranks spend their time, sampled with py-spy"),
+    "demo": ("demo", "show on this machine what a verdict looks like, in under a minute"),
+    "status": ("incidents", "every job on one line, with its open incidents"),
+    "incidents": ("incidents", "the incidents, newest first"),
+    "show": ("incidents", "one incident: the verdict, the calls, the stacks"),
+    "report": ("incidents", "save an incident as one HTML file, which needs no server"),
+    "dump": ("dump", "take and show the stacks of some ranks now"),
+    "perf": ("performance", "calls, latency, bandwidth; which rank the others wait for"),
+    "trace": ("trace", "show the calls of some ranks as they make them, then the counts"),
+    "record": ("record", "where ranks spend their time, sampled with py-spy"),
     "analyze": ("analyze", "the diagnosis from files: Flight Recorder dumps, or a bundle"),
-    "mcp": (
-        "commands.mcp",
-        "serve coding agents over the Model Context Protocol, on stdin and stdout",
-    ),
-    "token": (
-        "commands.token",
-        "a token with which one job can report itself, and no other job",
-    ),
-    "doctor": (
-        "doctor.command",
-        "what would keep hangwatch from working here, and the remedy",
-    ),
+    "mcp": ("mcp", "serve coding agents over the Model Context Protocol, on stdin and stdout"),
+    "token": ("token", "a token with which one job can report itself, and no other job"),
+    "doctor": ("doctor", "what would keep hangwatch from working here, and the remedy"),
 }
 
 
@@ -103,7 +82,7 @@ def build_parser(words: Collection[str] | None = None) -> argparse.ArgumentParse
     for name, (module_name, help_line) in _COMMANDS.items():
         command_parser = parsers.add_parser(name, help=help_line)
         if words is None or name in words:
-            module = importlib.import_module(f".{module_name}", __package__)
+            module = importlib.import_module(f".commands.{module_name}", __package__)
             getattr(module, f"add_{name}_arguments")(command_parser)
             command_parser.set_defaults(run=getattr(module, f"run_{name}"))
     return parser

@@ -54,9 +54,6 @@ class _PlainUnpickler(pickle.Unpickler):
         """Rejects all imports. This is a second line of defence after `_check_opcodes`."""
         raise HostileError(_format_refusal(f"import {module}.{name}"))
 
-    def persistent_load(self, pid: Any) -> Any:
-        raise HostileError("it refers to an external object, as no dump does")
-
 
 def safe_loads(data: bytes) -> object:
     """Loads a pickle of plain data. Raises HostileError if it would import or call something, and

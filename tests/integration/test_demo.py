@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from hangwatch.agent.cli import main
-from hangwatch.agent.cli.demo import command as demo
+from hangwatch.agent.cli.commands import demo
 from tests.simulation.waiting import wait_until
 
 LIMIT_S = 120.0  # the limit on a busy machine; alone it takes about 15

@@ -11,11 +11,11 @@ from hangwatch.mcp.answers import Answer, describe_analysis
 from hangwatch.mcp.tools import TOOLS, Arguments, Fetch, ToolError, make_tool
 from hangwatch.report.text import Document
 
-from ..analyze import diagnose_files
 from ..arguments import add_format_option, add_server_options
 from ..client import Client, open_client
 from ..errors import OK, CliError
 from ..terminal import print_message
+from .analyze import diagnose_files
 
 
 def add_mcp_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from hangwatch.agent.cli import main
-from hangwatch.agent.cli.analyze import FileError, read_evidence
+from hangwatch.agent.cli.commands.analyze import FileError, read_evidence
 from hangwatch.flight_recorder import pickles
 from hangwatch.flight_recorder.analysis import analyze_dumps
 from hangwatch.flight_recorder.calls import FlightDumpError, parse_dump
@@ -403,7 +403,7 @@ def test_bundle_extraction_is_confined_and_bounded(
     assert {path.name for path in tmp_path.rglob("*")} == {"in", "slip.zip"}
     assert not Path("/hangwatch-slipped").exists()
 
-    monkeypatch.setattr("hangwatch.agent.cli.analyze._MAX_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr("hangwatch.agent.cli.commands.analyze._MAX_FILE_BYTES", 1 << 20)
     (folder / "bomb.zip").write_bytes(
         make_archive(incident__json=b" " * (8 << 20), ranks__json=b"[]")
     )

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.cli.doctor import command, host, recording
-from hangwatch.agent.cli.doctor.command import check_server, judge_responses
-from hangwatch.agent.cli.doctor.findings import Finding
+from hangwatch.agent.cli.commands import doctor, doctor_checks
+from hangwatch.agent.cli.commands.doctor import check_server, judge_responses
+from hangwatch.agent.cli.commands.doctor_checks import Finding
 from hangwatch.agent.transport.client import Reply, ServerTarget
 
 GOOD = Finding(name="a", ok=True, detail="fine")
@@ -19,10 +19,10 @@ UNREACHABLE = Finding(name="server", ok=False, detail="away", unreachable=True)
 
 def test_exit_codes_and_lines() -> None:
     assert [
-        command.choose_exit_code(f)
+        doctor.choose_exit_code(f)
         for f in ([GOOD, WARN], [GOOD, BAD], [GOOD, UNREACHABLE], [BAD, UNREACHABLE])
     ] == [0, 1, 3, 1]
-    assert list(command.format_findings([GOOD, BAD])) == [
+    assert list(doctor.format_findings([GOOD, BAD])) == [
         "ok   a: fine",
         "fail c: no",
         "     do this",
@@ -30,15 +30,15 @@ def test_exit_codes_and_lines() -> None:
 
 
 def test_activation() -> None:
-    assert recording.check_entry_point([]).ok is False
-    assert recording.check_entry_point(["x:y"]).ok
-    assert recording.check_autoload({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).ok is False
-    assert recording.check_autoload({"HANGWATCH_DISABLE": "1"}).ok is False
-    assert recording.check_autoload({"HANGWATCH_DISABLE": "0"}).ok
-    assert recording.check_url({}).ok is None
-    assert "make_runtime_env" in recording.make_ray_finding().detail
-    assert recording.check_url({"HANGWATCH_URL": "master"}).ok is False
-    finding = recording.check_url({"HANGWATCH_URL": "http://:hidden@m:1"})
+    assert doctor_checks.check_entry_point([]).ok is False
+    assert doctor_checks.check_entry_point(["x:y"]).ok
+    assert doctor_checks.check_autoload({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).ok is False
+    assert doctor_checks.check_autoload({"HANGWATCH_DISABLE": "1"}).ok is False
+    assert doctor_checks.check_autoload({"HANGWATCH_DISABLE": "0"}).ok
+    assert doctor_checks.check_url({}).ok is None
+    assert "make_runtime_env" in doctor_checks.make_ray_finding().detail
+    assert doctor_checks.check_url({"HANGWATCH_URL": "master"}).ok is False
+    finding = doctor_checks.check_url({"HANGWATCH_URL": "http://:hidden@m:1"})
     assert finding.ok and "hidden" not in finding.detail
 
 
@@ -50,14 +50,14 @@ def test_torch() -> None:
         "2.14.0 1": None,
         "2.8.0 0": False,
     }
-    assert {said: recording.check_torch(said, "").ok for said in verdicts} == verdicts
-    assert recording.check_torch("", "ModuleNotFoundError: No module named 'torch'").ok is None
-    assert recording.check_torch("", "ImportError: libcudart.so").ok is False
+    assert {said: doctor_checks.check_torch(0, said).ok for said in verdicts} == verdicts
+    assert doctor_checks.check_torch(1, "ModuleNotFoundError: No module named 'torch'").ok is None
+    assert doctor_checks.check_torch(1, "ImportError: libcudart.so").ok is False
 
 
 def test_disk_space() -> None:
     assert [
-        recording.check_space(Path("/x"), free).ok for free in (1 << 20, 16 << 20, 1 << 30)
+        doctor_checks.check_space(Path("/x"), free).ok for free in (1 << 20, 16 << 20, 1 << 30)
     ] == [False, None, True]
 
 
@@ -85,16 +85,19 @@ def test_unreachable_server() -> None:
 def test_recorder() -> None:
     """The Python recorder is a reason to warn only if the native one was requested."""
     for mode, ok in (("auto", True), ("native", None)):
-        finding = recording.judge_build(
+        finding = doctor_checks.judge_build(
             1, "hangwatch: there is no C++ compiler", {"HANGWATCH_RECORDER": mode}
         )
         assert (finding.ok, finding.detail) == (ok, "Python's: there is no C++ compiler")
         assert bool(finding.remedy) == (mode == "native")
     assert (
-        recording.judge_build(0, "/cache/recorder.so\n", {}).detail == "native, /cache/recorder.so"
+        doctor_checks.judge_build(0, "/cache/recorder.so\n", {}).detail
+        == "native, /cache/recorder.so"
     )
-    assert recording.judge_build(1, "ModuleNotFoundError: No module named 'torch'", {}).ok is None
-    assert "status 3" in recording.judge_build(3, "", {}).detail
+    assert (
+        doctor_checks.judge_build(1, "ModuleNotFoundError: No module named 'torch'", {}).ok is None
+    )
+    assert "status 3" in doctor_checks.judge_build(3, "", {}).detail
 
 
 @pytest.mark.parametrize(
@@ -113,13 +116,15 @@ def test_recorder() -> None:
 def test_setting_that_makes_torch_count_devices(
     version: str, env: dict[str, str], setting: str | None
 ) -> None:
-    finding = host.judge_torch(host.TorchBuild(version=version, has_nccl=True), env)
+    finding = doctor_checks.judge_torch(
+        doctor_checks.TorchBuild(version=version, has_nccl=True), env
+    )
     assert finding.ok is (True if setting is None else None)
     assert (setting or "") in finding.remedy
 
 
 def test_torch_without_nccl_has_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = host.parse_torch_build("__version__ = '2.13.0+cpu'\ncuda: str | None = None\n")
-    assert build == host.TorchBuild(version="2.13.0+cpu", has_nccl=False)
-    monkeypatch.setattr(host, "find_torch", lambda: build)
-    assert list(host.check_devices({})) == []
+    build = doctor_checks.parse_torch_build("__version__ = '2.13.0+cpu'\ncuda: str | None = None\n")
+    assert build == doctor_checks.TorchBuild(version="2.13.0+cpu", has_nccl=False)
+    monkeypatch.setattr(doctor_checks, "find_torch", lambda: build)
+    assert list(doctor_checks.check_devices({})) == []

@@ -36,9 +36,9 @@ from hangwatch.report.documents import build_document
 from hangwatch.report.terminal import format_incident
 from hangwatch.report.text import Paint, seconds_since
 
-from .arguments import add_format_option
-from .errors import HANG, OK, CliError, UsageError
-from .terminal import detect_paint, print_message, print_result, show_progress
+from ..arguments import add_format_option
+from ..errors import HANG, OK, CliError, UsageError
+from ..terminal import detect_paint, print_message, print_result, show_progress
 
 _MAX_UNUSABLE_SHOWN = 8  # unusable files, with their reasons
 _RANK_SUFFIX = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle))?$")

@@ -20,8 +20,8 @@ from ...transport.client import (
 )
 from ..arguments import DEFAULT_URL, add_format_option, add_server_options
 from ..terminal import print_result
-from . import host, recording
-from .findings import Finding, report_failure, report_success
+from . import doctor_checks
+from .doctor_checks import Finding, report_failure, report_success
 
 _SERVER_TIMEOUT_S = 5.0
 
@@ -35,14 +35,14 @@ def run_doctor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Prints the findings and returns `choose_exit_code` of them."""
     url = args.url or env.get("HANGWATCH_URL") or DEFAULT_URL
     findings = [
-        *recording.check_start(env),
-        *recording.check_run_dir(url),
-        *recording.check_recorder(env),
-        *recording.check_recordings(url),
-        *host.check_devices(env),
-        *host.check_stacks(),
-        *host.check_hardware(env),
-        *host.check_known_problems(),
+        *doctor_checks.check_start(env),
+        *doctor_checks.check_run_dir(url),
+        *doctor_checks.check_recorder(env),
+        *doctor_checks.check_recordings(url),
+        *doctor_checks.check_devices(env),
+        *doctor_checks.check_stacks(),
+        *doctor_checks.check_hardware(env),
+        *doctor_checks.check_known_problems(),
         *check_server(url, args.token, env),
     ]
     exit_code = choose_exit_code(findings)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hangwatch.agent.cli.demo.command import names_planted_line
+from hangwatch.agent.cli.commands.demo import names_planted_line
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hangwatch.agent.cli.doctor.host import check_hardware, judge_source, judge_version
+from hangwatch.agent.cli.commands.doctor_checks import check_hardware, judge_source, judge_version
 from hangwatch.agent.node.hardware.host import Host, SourceUnavailableError
 from hangwatch.agent.node.hardware.reader import SOURCES, Source
 from hangwatch.model.hardware import Observation, UnavailableSource

@@ -116,7 +116,7 @@ class _DemoRun:
     def run_stages(self) -> int:
         url = self._start_server()
         # The training script is copied out of site-packages, where it would count as a library's.
-        source = Path(__file__).with_name("job.py").read_text(encoding="utf-8").splitlines()
+        source = Path(__file__).with_name("demo_job.py").read_text(encoding="utf-8").splitlines()
         line = next(n for n, text in enumerate(source, start=1) if PLANTED_MARK in text)
         script = self._sandbox.folder / "train.py"
         script.write_text("\n".join(source), encoding="utf-8")

@@ -1,1 +1,0 @@
-"""`hangwatch demo`: a server, a job of four ranks, a planted hang and its verdict."""

@@ -1,1 +1,0 @@
-"""`hangwatch doctor`: finds what would keep hangwatch from working here, with the remedies."""
