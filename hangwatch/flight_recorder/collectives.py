@@ -214,8 +214,10 @@ class _GroupMembers:
                 if not record.completed:
                     break
                 completed = max(completed, seq)
-        elif status is None and not completed and (min(records) - 1 if records else entered):
-            return None  # the ring has lost the calls that would show it
+        elif status is None and not completed:
+            queued_before = min(records) - 1 if records else entered
+            if queued_before:
+                return None  # the ring has lost the calls that would show it
         started = None if status is None else status.started
         if dump.reports_starts or started is not None:
             started_seqs = [seq for seq, record in records.items() if record.started]

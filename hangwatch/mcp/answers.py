@@ -248,7 +248,14 @@ def _iter_culprit_stacks(incident: Document) -> Iterator[Document]:
 
 def describe_stack(stack: Document) -> Answer:
     """A stack of an incident, innermost frame first; runs of library frames are shortened."""
-    frames = list(_fold_frames(stack.get("frames") or []))
+    frames: list[str] = []
+    run = 0
+    for frame in stack.get("frames") or []:
+        run = run + 1 if is_library_frame(frame) else 0
+        if run <= _MAX_LIBRARY_FRAMES:
+            frames.append(_format_frame(frame))
+        elif run == _MAX_LIBRARY_FRAMES + 1:
+            frames.append("…")
     return build_answer(
         ranks=shorten_ranks(stack.get("ranks") or []),
         thread=quote_text(stack["thread"]) if stack.get("thread") else None,
@@ -256,16 +263,6 @@ def describe_stack(stack: Document) -> Answer:
         frames=quote_lines(frames[:_MAX_FRAMES]) if frames else None,
         error=quote_text(stack["error"]) if stack.get("error") else None,
     )
-
-
-def _fold_frames(frames: Iterable[Document]) -> Iterator[str]:
-    run = 0
-    for frame in frames:
-        run = run + 1 if is_library_frame(frame) else 0
-        if run <= _MAX_LIBRARY_FRAMES:
-            yield _format_frame(frame)
-        elif run == _MAX_LIBRARY_FRAMES + 1:
-            yield "…"
 
 
 def _format_frame(frame: Document) -> str:

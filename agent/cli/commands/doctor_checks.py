@@ -380,7 +380,10 @@ def check_devices(env: Mapping[str, str]) -> Iterator[Finding]:
 
 def judge_torch(build: TorchBuild, env: Mapping[str, str]) -> Finding:
     """The finding on what this torch counts in a job with this environment."""
-    if _has_buffer(build, env):
+    has_buffer = build.release >= _ON_BY_DEFAULT
+    if size := next(filter(None, map(env.get, _BUFFER_VARIABLES)), None):
+        has_buffer = size.strip().isdecimal() and int(size) > 0
+    if has_buffer:
         detail = "torch counts how far they have come, in its Flight Recorder"
         if build.release >= _NCCL2_DEFAULT and env.get("TORCH_DIST_USE_NCCL2") != "0":
             detail += ", but not the collectives that they have begun"
@@ -391,13 +394,6 @@ def judge_torch(build: TorchBuild, env: Mapping[str, str]) -> Finding:
         f"torch {build.version} does not count how far they have come in NCCL's collectives",
         f"set {setting} in the job's environment: then hangwatch can name a device that lags",
     )
-
-
-def _has_buffer(build: TorchBuild, env: Mapping[str, str]) -> bool:
-    for name in _BUFFER_VARIABLES:
-        if size := env.get(name):
-            return size.strip().isdecimal() and int(size) > 0
-    return build.release >= _ON_BY_DEFAULT
 
 
 def find_torch() -> TorchBuild | None:
