@@ -19,7 +19,6 @@ from pathlib import Path
 
 from ...environment.run_dir import make_private_folder
 from . import cache
-from .cache import find_prebuilt
 
 COMPILE_TIMEOUT_S, CHECK_TIMEOUT_S = 600.0, 120.0
 COMPILERS = ("c++", "g++", "clang++")
@@ -57,22 +56,24 @@ def build_recorder(env: Mapping[str, str]) -> Path:
     """
     if why := cache.explain_unsupported():
         raise BuildError(why)
-    found = find_prebuilt()
-    if found is not None and found.is_tested:
-        with contextlib.suppress(OSError):  # a file that must not be loaded is not used
-            cache.verify_library(found.path)
-            return found.path
+    if (found := _find_library(env)) is not None:
+        return found
     target = cache.get_library_path(env)
     try:
         make_private_folder(target.parent)
-        with _hold_build_lock(target):
-            try:
-                cache.verify_library(target)
-            except PermissionError as error:
-                raise BuildError(str(error)) from error
-            except OSError:  # the file does not exist, or is incomplete
-                if found is None or not _copy_if_it_works(found.path, target, env):
-                    _compile_recorder(target, env)
+        with target.with_suffix(".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # other processes wait, and then find it built
+            if (found := _find_library(env)) is not None:
+                return found
+            prebuilt = cache.find_prebuilt(only_tested=False)
+            if prebuilt is not None:
+                with contextlib.suppress(OSError, BuildError):  # it does not work here
+                    cache.verify_library(prebuilt)
+                    check_library(prebuilt, env)
+                    with _replace_when_complete(target) as copy:
+                        shutil.copyfile(prebuilt, copy)
+                    return target
+            _compile_recorder(target, env)
     except OSError as error:
         raise BuildError(
             f"the cache {target.parent} cannot be used: {error}; set HANGWATCH_CACHE_DIR to one"
@@ -81,16 +82,14 @@ def build_recorder(env: Mapping[str, str]) -> Path:
     return target
 
 
-def _copy_if_it_works(library: Path, target: Path, env: Mapping[str, str]) -> bool:
-    """Copies the wheel's recorder to the cache. Returns False if it does not work here."""
+def _find_library(env: Mapping[str, str]) -> Path | None:
+    """The recorder that training processes load; None if it is absent or incomplete."""
     try:
-        cache.verify_library(library)
-        check_library(library, env)
-        with _replace_when_complete(target) as copy:
-            shutil.copyfile(library, copy)
-    except (OSError, BuildError):
-        return False
-    return True
+        return cache.find_library(env)
+    except PermissionError as error:
+        raise BuildError(str(error)) from error
+    except OSError:
+        return None
 
 
 def _compile_recorder(target: Path, env: Mapping[str, str]) -> None:
@@ -179,17 +178,6 @@ def _run_command(argv: list[str], limit_s: float, env: Mapping[str, str]) -> Non
             f"{Path(argv[0]).name} ended with status {done.returncode}:"
             f" {messages[-1][:300] if messages else 'without a message'}"
         )
-
-
-@contextlib.contextmanager
-def _hold_build_lock(target: Path) -> Iterator[None]:
-    """Lets one process at a time build a file; others wait, and then find it built."""
-    fd = os.open(target.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
 
 
 def main() -> int:

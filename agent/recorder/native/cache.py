@@ -20,7 +20,6 @@ import stat
 import sys
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +125,26 @@ def _compute_digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
-def read_build_failure(library_path: Path) -> str:
-    """Why the last build failed; empty if it did not."""
+def find_library(env: Mapping[str, str]) -> Path | None:
+    """The recorder that a training process may load: that of the cache, else that of the wheel if
+    it was tried with this release of torch; None if there is none. Raises OSError if the one found
+    must not be loaded. Imports torch.
+    """
+    path = get_library_path(env)
     try:
-        return library_path.with_suffix(".failed").read_text(errors="replace")
+        verify_library(path)
+        return path
+    except FileNotFoundError:
+        prebuilt = find_prebuilt(only_tested=True)
+    if prebuilt is not None:
+        verify_library(prebuilt)
+    return prebuilt
+
+
+def read_build_failure(env: Mapping[str, str]) -> str:
+    """Why the last build failed; empty if it did not. Imports torch."""
+    try:
+        return get_library_path(env).with_suffix(".failed").read_text(errors="replace")
     except OSError:
         return ""
 
@@ -170,26 +185,19 @@ def get_frame_layout() -> FrameLayout | None:
     return _FRAME_LAYOUTS.get(sys.version_info[:2]) if is_standard_build else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrebuiltRecorder:
-    """A recorder in the wheel."""
-
-    path: Path
-    is_tested: bool  # whether it was tried with this torch and this minor version of Python
-
-
-def find_prebuilt() -> PrebuiltRecorder | None:
-    """The recorder of the wheel for this torch and machine; None if there is none. Imports torch."""
+def find_prebuilt(*, only_tested: bool) -> Path | None:
+    """The recorder of the wheel for this torch and machine; with ``only_tested``, only if it was
+    tried with this torch and this minor version of Python. None if there is none. Imports torch.
+    """
     try:
         manifest = json.loads(_MANIFEST_PATH.read_text(encoding="utf-8"))
         if manifest["sources"] != hash_sources():
             return None  # built from other sources than those installed here
         name = get_prebuilt_name()
-        tested = manifest["recorders"][name]
+        is_tested = describe_releases() in manifest["recorders"][name]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    path = PREBUILT_FOLDER / name
-    return PrebuiltRecorder(path=path, is_tested=describe_releases() in tested)
+    return PREBUILT_FOLDER / name if is_tested or not only_tested else None
 
 
 def has_prebuilt() -> bool:

@@ -15,12 +15,11 @@ from hangwatch.model.calls import LossReason
 from hangwatch.ring.layout import RECORD_SLOTS, RECORDS_OFFSET
 
 from .. import faults
-from ..calls import CallDetails, FailureRule
 from ..checks.settings import PYTHON_ONLY_REASON, load_check_settings
-from ..streams import EnteredCall, StreamRecorder
+from ..streams import CallDetails, EnteredCall, StreamRecorder
 from ..writer import RingWriter
 from . import cache
-from .cache import FrameLayout, find_prebuilt, get_frame_layout
+from .cache import FrameLayout, get_frame_layout
 
 _INT64_SIGN_BIT = 1 << 63
 _MAX_FRAMES = 256
@@ -93,26 +92,17 @@ def choose_recorder(env: Mapping[str, str]) -> tuple[NativeLibrary | None, str]:
 def _find_library(env: Mapping[str, str]) -> tuple[NativeLibrary | None, str]:
     if reason := cache.explain_unsupported():
         return None, reason
-    path = cache.get_library_path(env)
     try:
-        return _load_verified(path), ""
-    except FileNotFoundError:
-        pass
+        path = cache.find_library(env)
+        if path is not None:
+            return _load_library(path), ""
     except OSError as error:
         return None, str(error)
-    found = find_prebuilt()
-    if found is not None and found.is_tested:
-        try:
-            return _load_verified(found.path), ""
-        except OSError as error:
-            return None, str(error)
-    return None, cache.read_build_failure(path) or cache.NOT_BUILT_REASON
+    return None, cache.read_build_failure(env) or cache.NOT_BUILT_REASON
 
 
 @functools.cache
-def _load_verified(path: Path) -> NativeLibrary:
-    """Raises OSError if it must not or cannot be loaded."""
-    cache.verify_library(path)
+def _load_library(path: Path) -> NativeLibrary:
     return NativeLibrary(path)
 
 
@@ -242,7 +232,7 @@ class NativeStreamRecorder(StreamRecorder):
         super().close_stream()
 
 
-def encode_plan(details: CallDetails | None, failure_rule: FailureRule) -> list[int]:
+def encode_plan(details: CallDetails | None, failure_rule: int) -> list[int]:
     """The plan of all calls of a kind, as the kernel expects it: the stream's handle (0: the calls
     are not recorded), the agreement hash as a signed number, the remaining details, and the rule
     for calls that raise an exception.
@@ -253,4 +243,4 @@ def encode_plan(details: CallDetails | None, failure_rule: FailureRule) -> list[
     assert isinstance(stream, NativeStreamRecorder)
     if agreement_hash >= _INT64_SIGN_BIT:
         agreement_hash -= 2 * _INT64_SIGN_BIT
-    return [stream.handle, agreement_hash, *map(int, rest), int(failure_rule)]
+    return [stream.handle, agreement_hash, *map(int, rest), failure_rule]
