@@ -30,7 +30,7 @@ _MAX_CACHED = 4096  # code objects; beyond that all caches are cleared
 # standard library and this package.
 _USER, _LIBRARY, _MACHINERY = 0, 1, 2
 _STDLIB = sysconfig.get_path("stdlib")
-_CHECKS_DIR = os.path.join(os.path.dirname(__file__), "checks", "")
+_OWN_DIR = os.path.join(os.path.dirname(__file__), "")
 _NEEDS_GC_PAUSE = sys.version_info[:2] == (3, 11)
 _call_function: Callable[..., Any] = operator.methodcaller("__call__")
 
@@ -244,8 +244,8 @@ def inspect_thread(thread: int) -> tuple[bool, bool]:
     in a wait of the standard library or in autograd.
     """
     frame = find_frame(thread)
-    # Our checks run inside a call: the frame below them shows where the thread is.
-    while frame is not None and frame.f_code.co_filename.startswith(_CHECKS_DIR):
+    # Our code runs inside a call: the frame below it shows where the thread is.
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN_DIR):
         frame = frame.f_back
     if frame is None:
         return False, False

@@ -11,14 +11,15 @@ own.
 from __future__ import annotations
 
 import enum
+import os
 from _thread import get_ident
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch._C._distributed_c10d import DebugLevel, get_debug_level
+from torch._C._distributed_c10d import DebugLevel, ProcessGroup, get_debug_level
 from torch.distributed import DistError
 
 from hangwatch.model.calls import Signature, StreamKind, encode_signature, with_agreement_hash
@@ -28,22 +29,22 @@ from hangwatch.ring.layout import RecordFlag
 
 from . import faults
 from .callers import (
-    CallSites,
     ReduceOpReader,
     find_named_reduce_ops,
     is_left_pending,
     make_reduce_op_reader,
 )
-from .groups import GroupRegistry, GroupTrack
-from .streams import CompletionMode, EnteredCall, StreamRecorder
+from .groups import GroupTrack
+from .recorder import MAX_CACHED_CALLS, Recorder, call_caches
+from .streams import CallDetails, CompletionMode, EnteredCall, StreamRecorder
 from .writer import RingWriter
 
-MAX_CACHED_CALLS = 4096  # different signatures of one operator
 _MAX_SHAPES = 8  # tensors of a list whose shapes are kept
 _COMPARED_PER_END = 32  # tensors at either end of a longer list; its length is always compared
 _ASYNC_NAMES = ("async_op", "asyncOp")  # torch 2.6 and 2.7 know only the latter, on few operators
 _ASYNC, _BLOCKING = int(RecordFlag.ASYNC), int(RecordFlag.BLOCKING)
 _REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+_unbox_group = ProcessGroup.unbox
 _NAMESPACE = "c10d::"
 _GROUP_TYPE, _WORK_TYPE, _REDUCE_OP_TYPE = "c10d.ProcessGroup", "c10d.Work", "c10d.ReduceOp"
 _CHECKING_BACKENDS = frozenset({"gloo", "nccl"})
@@ -56,19 +57,8 @@ _OTHER_MESSAGES = ("/gloo/", "CUDA error")
 # (stream, arguments of its `enter_call`: agreement hash, record body, blocked thread, completion
 # mode; the code whose id is in the plan's key, and unique as long as the code exists)
 CallPlan = tuple[StreamRecorder, int, bytes, int, int, CodeType]
-# (stream, agreement hash, number of the signature, bytes, peer, tag, flags, whether its thread
-# blocks, completion mode)
-CallDetails = tuple[StreamRecorder, int, int, int, int, int, int, bool, int]
 # (its number in the ring, the hash of what must agree, the size in bytes)
 InternedSignature = tuple[int, int, int]
-
-
-class RecorderState(Protocol):
-    """What reading a call needs of the process's recorder."""
-
-    ring: RingWriter
-    groups: GroupRegistry
-    sites: CallSites
 
 
 class CallReader:
@@ -78,11 +68,9 @@ class CallReader:
         self,
         spec: OperatorSpec,
         schema: Any,
-        unbox_group: Callable[[Any], Any],
         read_reduce_op: ReduceOpReader | None = None,
     ) -> None:
         self.spec = spec
-        self._unbox_group = unbox_group
         names = [argument.name for argument in schema.arguments]
 
         def index_of(name: str | None) -> int:
@@ -105,40 +93,49 @@ class CallReader:
         # The keys hold everything that is in a signature.
         self._interned_signatures: dict[Any, InternedSignature] = {}
         self.plans: dict[Any, CallPlan] = {}  # one for each kind of call that was entered before
+        call_caches.extend((self._interned_signatures, self.plans))
 
     def enter_call(
         self,
-        recorder: RecorderState,
+        recorder: Recorder,
         args: tuple[Any, ...],
         caller: FrameType,
         site_frame: FrameType,
+        plan_key: Any = None,
+        reduce_op: Any = None,
     ) -> EnteredCall | None:
-        """Records the call; None if it is not watched.
+        """Records the call, and plans the next calls that have this ``plan_key``; None if it is not
+        watched.
 
         The search for its site begins at ``site_frame``. Trailing arguments that have their default
-        value are absent from ``args``.
+        value are absent from ``args``. The key has the id of the Python object ``reduce_op``.
         """
-        plan = self._plan_call(recorder, args, caller, site_frame)
-        return None if plan is None else plan[0].enter_call(*plan[1:])
-
-    def _plan_call(
-        self,
-        recorder: RecorderState,
-        args: tuple[Any, ...],
-        caller: FrameType,
-        site_frame: FrameType,
-    ) -> tuple[StreamRecorder, int, bytes, int, int] | None:
-        """The stream of the call, and the arguments of `StreamRecorder.enter_call`."""
         details = self.read_call(recorder, args, caller)
         if details is None:
             return None
         stream, agree, signature, size, peer, tag, flags, blocks, mode = details
         site = recorder.sites.get_cached_site(site_frame) or recorder.sites.find_site(site_frame)
         record_body = stream.pack_record_body(signature, site, flags, size, peer, tag)
-        return stream, agree, record_body, get_ident() if blocks else 0, mode
+        blocked_thread = get_ident() if blocks else 0
+        entered = stream.enter_call(agree, record_body, blocked_thread, mode)
+        if plan_key is not None and self._is_plannable(recorder, caller, site_frame, reduce_op):
+            plan = stream, agree, record_body, blocked_thread, mode, site_frame.f_code
+            self.plans[plan_key] = plan
+        return entered
+
+    def _is_plannable(
+        self, recorder: Recorder, caller: FrameType, site_frame: FrameType, reduce_op: Any
+    ) -> bool:
+        track = recorder.groups.tracks.get(id(caller.f_locals["group"]))
+        if track is None or track.has_device_backend or len(self.plans) >= MAX_CACHED_CALLS:
+            return False
+        # The id of another reduce op may be reused.
+        if reduce_op is not None and id(reduce_op) not in find_named_reduce_ops():
+            return False
+        return bool(recorder.sites.get_cached_site(site_frame))
 
     def read_call(
-        self, recorder: RecorderState, args: tuple[Any, ...], caller: FrameType
+        self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType
     ) -> CallDetails | None:
         """The details of the call; None if it is not watched."""
         track = self.open_track(recorder, args)
@@ -182,11 +179,11 @@ class CallReader:
         flags, blocks, mode = self._find_completion(track, stream, first, args, caller)
         return stream, agree, signature, size, peer, tag, flags, blocks, mode
 
-    def open_track(self, recorder: RecorderState, args: tuple[Any, ...]) -> GroupTrack | None:
+    def open_track(self, recorder: Recorder, args: tuple[Any, ...]) -> GroupTrack | None:
         """The group of a call, which is opened at its first call; None if the call has no group."""
         if self._tensor_indices is not None and not self._has_group(args):
             return None
-        pg = self._unbox_group(args[self._group_index])
+        pg = _unbox_group(args[self._group_index])
         track = recorder.groups.tracks.get(id(pg))
         if track is None or track.group_ref() is not pg:
             track = recorder.groups.open_group(pg)
@@ -215,33 +212,7 @@ class CallReader:
             return (_ASYNC, False, mode) if is_async else (_BLOCKING, True, mode)
         return (0 if spec.returns_work else _BLOCKING), False, mode
 
-    def enter_planned(
-        self,
-        recorder: RecorderState,
-        args: tuple[Any, ...],
-        caller: FrameType,
-        site_frame: FrameType,
-        key: Any,
-        reduce_op: Any,
-    ) -> EnteredCall | None:
-        """Records the call as `enter_call` does, and plans the next call that has this ``key``,
-        unless the id of its reduce op, which is in the key, may be reused.
-        """
-        plan = self._plan_call(recorder, args, caller, site_frame)
-        if plan is None:
-            return None
-        entered = plan[0].enter_call(*plan[1:])
-        pg = caller.f_locals["group"]
-        track = recorder.groups.tracks.get(id(pg))
-        if track is None or track.has_device_backend or len(self.plans) >= MAX_CACHED_CALLS:
-            return entered
-        if reduce_op is not None and id(reduce_op) not in find_named_reduce_ops():
-            return entered
-        if recorder.sites.get_cached_site(site_frame):
-            self.plans[key] = (*plan, site_frame.f_code)
-        return entered
-
-    def find_failure_rule(self, recorder: RecorderState, args: tuple[Any, ...]) -> FailureRule:
+    def find_failure_rule(self, recorder: Recorder, args: tuple[Any, ...]) -> FailureRule:
         """Finds which exceptions show that the call, which was entered, did not communicate."""
         track = self.find_track(recorder, args) if self._has_group(args) else None
         # torch compares the calls of all members first at debug level DETAIL, and raises an
@@ -249,22 +220,20 @@ class CallReader:
         is_compared = get_debug_level() == DebugLevel.DETAIL
         if track is None or is_compared or not self.spec.returns_work:
             return FailureRule.NONE
-        parts = str(track.description["backend"]).split(",")
+        parts = track.group.backend.split(",")
         backends = {part.rpartition(":")[2] for part in parts}
         only_checking = backends <= _CHECKING_BACKENDS
         return FailureRule.CHECKS if only_checking else FailureRule.ARGUMENT_ERRORS
 
-    def find_track(self, recorder: RecorderState, args: tuple[Any, ...]) -> GroupTrack | None:
+    def find_track(self, recorder: Recorder, args: tuple[Any, ...]) -> GroupTrack | None:
         """The group of a call that was entered."""
-        return recorder.groups.tracks.get(id(self._unbox_group(args[self._group_index])))
+        return recorder.groups.tracks.get(id(_unbox_group(args[self._group_index])))
 
     def read_reduce_op(self, args: tuple[Any, ...], caller: FrameType) -> int | None:
         """The number of the reduce op; None where this torch offers no way to read it."""
         return self._read_reduce_op(args[self.reduce_op_index], caller)
 
-    def choose_native_mode(
-        self, recorder: RecorderState, mode: int, args: tuple[Any, ...], env: Mapping[str, str]
-    ) -> int:
+    def choose_native_mode(self, recorder: Recorder, mode: int, args: tuple[Any, ...]) -> int:
         """How the native recorder detects the completion of a call with this `CompletionMode`.
 
         It publishes the time of completion of collectives: by default on gloo; with
@@ -273,18 +242,11 @@ class CallReader:
         track = self.find_track(recorder, args) if mode == CompletionMode.WORK else None
         if track is None:
             return mode
-        setting = env.get("HANGWATCH_TIMING")
+        setting = os.environ.get("HANGWATCH_TIMING")
         is_timed = not self.is_p2p and setting != "0"
         if track.runs_on(REPORTING_BACKENDS):
             return CompletionMode.REPORTED_TIMED if is_timed else CompletionMode.REPORTED
         return CompletionMode.TIMED if is_timed and setting == "1" else mode
-
-    def clear_caches(self) -> None:
-        """Forgets all calls, since the interned data is about to be overwritten or belongs to
-        another ring, or a group was deleted.
-        """
-        self._interned_signatures.clear()
-        self.plans.clear()
 
     def _has_group(self, args: tuple[Any, ...]) -> bool:
         """Whether the group, which is an optional argument of some operators, is given."""

@@ -9,7 +9,6 @@ operator of the library ``hangwatch``, which native/python_calls.h calls.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -17,17 +16,16 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey, _dispatch_keyset_full_after
-from torch._C._distributed_c10d import ProcessGroup
 
 from hangwatch.model.calls import LossReason
 
 from . import faults
 from .callers import find_caller, inspect_thread
-from .calls import CallReader, FailureRule, TorchOperator, iter_communicating_operators
+from .calls import CallReader, TorchOperator, iter_communicating_operators
 from .dynamo import run_uncompiled
 from .native.library import NativeLibrary, encode_plan
 from .python_kernel import get_recorder, make_kernel, record_loss, use_recorder
-from .recorder import Recorder, call_readers, clear_reader_caches
+from .recorder import Recorder, clear_call_caches
 
 # The kernels stay registered as long as this object exists.
 _registry: KernelRegistry | None = None
@@ -36,7 +34,7 @@ _registry: KernelRegistry | None = None
 def set_recorder(recorder: Recorder | None) -> None:
     """Directs the kernels of this process to ``recorder``, after registering them if necessary."""
     use_recorder(recorder)
-    clear_reader_caches()
+    clear_call_caches()
     if recorder is None:
         return
     if recorder.groups.streams:  # calls that were made since it was detached are lost
@@ -66,12 +64,8 @@ class KernelRegistry:
 
     def __init__(self, native: NativeLibrary | None, *, with_checks: bool) -> None:
         self._native = native
+        self._with_checks = with_checks
         self._lower_keyset = _dispatch_keyset_full_after(DispatchKey.BackendSelect)
-        self._make_kernel = make_kernel
-        if with_checks:
-            from .checks.kernel import make_checking_kernel
-
-            self._make_kernel = make_checking_kernel
         self._registered: set[str] = set()
         # No fragment of ours may outlive or shadow that of others: torch warns of an override only
         # where a kernel was registered before.
@@ -91,18 +85,22 @@ class KernelRegistry:
     def _register_operator(self, operator: TorchOperator) -> None:
         native = self._native
         read_reduce_op = None if native is None else native.read_planned_reduce_op
-        reader = CallReader(operator.spec, operator.schema, ProcessGroup.unbox, read_reduce_op)
-        call_readers.append(reader)
-        if native is None:
-            kernel = self._make_kernel(reader, operator.overload, self._lower_keyset)
-            self._library.impl(operator.name, kernel, "BackendSelect", with_keyset=True)
+        reader = CallReader(operator.spec, operator.schema, read_reduce_op)
+        if native is not None:
+            signature = str(operator.schema).partition("::")[2].rpartition("->")[0]
+            self._define(f"{signature}-> int[]", make_planner(reader))
+            # Each size of a split is compared with a size on another rank.
+            compares_all_tensors = operator.spec.split_args is not None
+            native.register_operator(operator.name, compares_all_tensors=compares_all_tensors)
             return
-        arguments = str(operator.schema).partition("::")[2].rpartition("->")[0]
-        self._define(f"{arguments}-> int[]", make_planner(reader))
-        # Each size of a split is compared with a size on another rank.
-        native.register_operator(
-            operator.name, compares_all_tensors=operator.spec.split_args is not None
-        )
+        checked = None
+        if self._with_checks:
+            from .checks.tensors import TensorArguments  # most jobs need not load it
+
+            arguments = TensorArguments(reader, operator.schema)
+            checked = arguments if arguments.is_examined else None
+        kernel = make_kernel(reader, operator.overload, self._lower_keyset, checked)
+        self._library.impl(operator.name, kernel, "BackendSelect", with_keyset=True)
 
     def _define(self, schema: str, implementation: Any) -> None:
         """Defines an operator that the native recorder calls."""
@@ -113,27 +111,24 @@ class KernelRegistry:
 def make_planner(reader: CallReader) -> Callable[..., list[int]]:
     """Makes the function that the native kernel calls with the arguments of a new kind of call."""
 
+    def make_plan(recorder: Recorder, args: tuple[Any, ...], caller: FrameType) -> list[int]:
+        details = reader.read_call(recorder, args, caller)
+        if details is None:
+            return encode_plan(None, 0)
+        mode = reader.choose_native_mode(recorder, details[-1], args)
+        rule = reader.find_failure_rule(recorder, args)
+        return encode_plan((*details[:-1], mode), int(rule))
+
     def plan_call(*args: Any) -> list[int]:
         try:
             recorder = get_recorder()
             if recorder is not None:
-                return run_uncompiled(_make_plan, reader, recorder, args, find_caller())
+                return run_uncompiled(make_plan, recorder, args, find_caller())
         except Exception as error:  # our error: the call continues
             record_loss(reader, args, error)
         return []
 
     return plan_call
-
-
-def _make_plan(
-    reader: CallReader, recorder: Recorder, args: tuple[Any, ...], caller: FrameType
-) -> list[int]:
-    details = reader.read_call(recorder, args, caller)
-    if details is None:
-        return encode_plan(None, FailureRule.NONE)
-    mode = reader.choose_native_mode(recorder, details[-1], args, os.environ)
-    rule = reader.find_failure_rule(recorder, args)
-    return encode_plan((*details[:-1], mode), rule)
 
 
 def find_site() -> int:

@@ -8,20 +8,26 @@ from __future__ import annotations
 import sys
 from _thread import get_native_id
 from collections.abc import Callable
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet, _is_torch_function_mode_enabled
+from torch._C._distributed_c10d import Work
 
 from hangwatch.model.calls import LossReason
 
 from . import faults
-from .callers import find_logged_callers, find_quick_callers, skip_logger_frames
+from .callers import find_caller, find_logged_callers, find_quick_callers, skip_logger_frames
 from .calls import CallReader, FailureOutcome, FailureRule, judge_failure
 from .dynamo import run_uncompiled
 from .recorder import Recorder
 from .streams import FRAME_KEY, EnteredCall, get_holding_locals, leave_call
+
+if TYPE_CHECKING:
+    from .checks.inspection import PendingCheck
+    from .checks.tensors import TensorArguments
 
 _current_recorder: Recorder | None = None
 _dense_bits, _sparse_bits, _nested_bits = (
@@ -45,28 +51,27 @@ def use_recorder(recorder: Recorder | None) -> None:
 
 
 def record_loss(reader: CallReader, args: tuple[Any, ...], error: Exception) -> None:
-    """Records that an error of ours kept a call from being recorded."""
-    if _current_recorder is not None:
-        _current_recorder.record_lost_call(reader, args)
-    faults.record_fault(f"recording {reader.spec.op}", error)
-
-
-def record_failure(
-    reader: CallReader, args: tuple[Any, ...], entered: EnteredCall, error: BaseException
-) -> None:
-    """Records that the operator raised an exception. If the call had not communicated, it is taken
-    back.
+    """Records that an error of ours kept a call from being recorded: the streams to which it may
+    belong are incomplete, those of its group or, if the group cannot be found, all.
     """
-    try:
-        run_uncompiled(_record_failure, reader, args, entered, error)
-    except Exception as own_error:  # our error: the user's exception is being raised
-        entered[0].mark_incomplete(LossReason.FAULT, entered[1])
-        faults.record_fault(f"recording the failure of {reader.spec.op}", own_error)
+    if (recorder := _current_recorder) is not None:
+        try:
+            track = reader.open_track(recorder, args)
+            if track is not None:
+                # The channel of a message may have been a new one, which now looks unused.
+                recorder.groups.dropped_count += reader.is_p2p
+                track.mark_incomplete(LossReason.FAULT, messages=reader.is_p2p)
+        except Exception:  # most likely the error that caused the loss
+            recorder.groups.mark_incomplete(LossReason.FAULT)
+    faults.record_fault(f"recording {reader.spec.op}", error)
 
 
 def _record_failure(
     reader: CallReader, args: tuple[Any, ...], entered: EnteredCall, error: BaseException
 ) -> None:
+    """Records that the operator raised an exception. If the call had not communicated, it is taken
+    back.
+    """
     rule = FailureRule.NONE
     if _current_recorder is not None:
         rule = reader.find_failure_rule(_current_recorder, args)
@@ -79,12 +84,6 @@ def _record_failure(
     stream.fail_call(entered)
 
 
-def record_lost_completion(op: str, entered: EnteredCall, error: Exception) -> None:
-    """Records that the completion of a call cannot be known because of an error of ours."""
-    entered[0].mark_completion_unknown()
-    faults.record_fault(f"recording the completion of {op}", error)
-
-
 def can_communicate(keyset: Any) -> bool:
     """Whether a call with this key set may communicate. If not, its tensors must not be read: the
     shape of one without data may be symbolic, and reading it would change what is traced.
@@ -92,8 +91,13 @@ def can_communicate(keyset: Any) -> bool:
     return not keyset.raw_repr() & _SILENT_BITS
 
 
-def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callable[..., Any]:
-    """Makes the function that torch calls. Only the user's own exceptions leave it."""
+def make_kernel(
+    reader: CallReader, overload: Any, lower_keyset: Any, checked: TensorArguments | None = None
+) -> Callable[..., Any]:
+    """Makes the function that torch calls. Only the user's own exceptions leave it.
+
+    ``checked`` are the arguments whose data the recorder's `CallChecker` examines.
+    """
     enter_call = _make_enter_function(reader)
     redispatch = overload._handle.redispatch_boxed
     returns_only_work, is_p2p = len(overload._schema.returns) == 1, reader.spec.is_p2p
@@ -110,7 +114,7 @@ def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callabl
             if not can_communicate(keyset):
                 return redispatch(*(lower + args))
             lower_keysets[bits_of(keyset)] = lower
-        entered = frame_locals = None
+        entered = frame_locals = pending_check = None
         if _current_recorder is not None:
             try:
                 entered, frame_locals = enter_call(_current_recorder, args)
@@ -118,11 +122,20 @@ def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callabl
                 record_loss(reader, args, error)
         if entered is None:
             return redispatch(*(lower + args))  # (*lower, *args) would create a list
+        if checked is not None:
+            where = f"examining {reader.spec.op}"
+            pending_check = faults.run_guarded(
+                where, _check_inputs, reader, checked, entered, args, find_caller()
+            )
         try:
             result = redispatch(*(lower + args))
         except BaseException as error:
-            record_failure(reader, args, entered, error)
-            args = ()  # the exception keeps this frame, and must not keep the tensors
+            try:
+                run_uncompiled(_record_failure, reader, args, entered, error)
+            except Exception as own_error:  # our error: the user's exception is being raised
+                entered[0].mark_incomplete(LossReason.FAULT, entered[1])
+                faults.record_fault(f"recording the failure of {reader.spec.op}", own_error)
+            args, pending_check = (), None  # the exception keeps this frame, not the tensors
             raise
         try:
             if entered[5]:
@@ -138,10 +151,38 @@ def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callabl
                         entered, work, frame_locals, backend_keeps_it=not is_p2p
                     )
         except Exception as error:  # our error: the call's result is returned all the same
-            record_lost_completion(reader.spec.op, entered, error)
+            entered[0].mark_completion_unknown()
+            faults.record_fault(f"recording the completion of {reader.spec.op}", error)
+        if pending_check is not None:
+            where = f"examining the result of {reader.spec.op}"
+            faults.run_guarded(where, _check_result, pending_check, result, find_caller())
         return result
 
     return c10d_kernel
+
+
+def _check_inputs(
+    reader: CallReader,
+    checked: TensorArguments,
+    entered: EnteredCall,
+    args: tuple[Any, ...],
+    caller: FrameType,
+) -> PendingCheck | None:
+    """Examines the data that this rank sends; returns what to examine of the result."""
+    recorder = _current_recorder
+    if recorder is None or recorder.checker is None:
+        return None
+    track = reader.find_track(recorder, args)
+    if track is None:
+        return None
+    return recorder.checker.check_inputs(entered, checked, args, track, caller)
+
+
+def _check_result(pending: PendingCheck, result: Any, caller: FrameType) -> None:
+    boxed_work = result[-1] if type(result) is tuple else result
+    if _current_recorder is not None and _current_recorder.checker is not None:
+        work = None if boxed_work is None else Work.unbox(boxed_work)
+        _current_recorder.checker.check_result(pending, work, caller)
 
 
 def _make_enter_function(
@@ -164,6 +205,13 @@ def _make_enter_function(
     tensors_index, root_index = reader.tensors_index, reader.root_index
     has_reduce_op = reader.reduce_op_index >= 0
 
+    def enter_unplanned(
+        recorder: Recorder, args: tuple[Any, ...], caller: FrameType
+    ) -> tuple[EnteredCall | None, dict[str, Any] | None]:
+        site_frame = skip_logger_frames(caller) if id(caller.f_code) in logged else caller
+        entered = run_uncompiled(reader.enter_call, recorder, args, caller, site_frame)
+        return entered, get_holding_locals(caller)
+
     def enter_call(
         recorder: Recorder, args: tuple[Any, ...]
     ) -> tuple[EnteredCall | None, dict[str, Any] | None]:
@@ -175,23 +223,18 @@ def _make_enter_function(
             caller = frame_of(2)
         except ValueError:  # a thread of C++ has no Python caller, as autograd's for a device
             caller = frame_of(1)
-        code = id(caller.f_code)
-        if code not in quick or is_function_mode_enabled():
-            site_frame = skip_logger_frames(caller) if code in logged else caller
-            entered = run_uncompiled(reader.enter_call, recorder, args, caller, site_frame)
-            return entered, get_holding_locals(caller)
+        if id(caller.f_code) not in quick or is_function_mode_enabled():
+            return enter_unplanned(recorder, args, caller)
         try:
             user = frame_of(4)
         except ValueError:  # a thread that began in torch's own function
-            entered = run_uncompiled(reader.enter_call, recorder, args, caller, caller)
-            return entered, get_holding_locals(caller)
-        caller_locals = caller.f_locals
-        pg = caller_locals["group"]
+            return enter_unplanned(recorder, args, caller)
         tensors = args[tensors_index]
         first = tensors[0] if type(tensors) is list else tensors
         if type(first) not in quick_types:
-            entered = run_uncompiled(reader.enter_call, recorder, args, caller, user)
-            return entered, caller_locals
+            return enter_unplanned(recorder, args, caller)
+        caller_locals = caller.f_locals
+        pg = caller_locals["group"]
         reduce_op = caller_locals["op"] if has_reduce_op else None
         root = args[root_index] if root_index >= 0 else None
         key = (
@@ -209,7 +252,7 @@ def _make_enter_function(
             stream, agree, record_body, blocked_thread, mode, _ = plans[key]
         except KeyError:
             entered = run_uncompiled(
-                reader.enter_planned, recorder, args, caller, user, key, reduce_op
+                reader.enter_call, recorder, args, caller, user, key, reduce_op
             )
             return entered, caller_locals
         return stream.enter_call(agree, record_body, blocked_thread, mode), caller_locals

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import Work
 
-from hangwatch.model.calls import LossReason, Signature, encode_signature, with_agreement_hash
+from hangwatch.model.calls import Signature, encode_signature, with_agreement_hash
 from hangwatch.model.operators import MustMatch
 from hangwatch.ring.layout import RecordFlag
 
 from .callers import CallSites
-from .calls import MAX_CACHED_CALLS, CallReader
 from .groups import GroupRegistry
 from .native.library import NativeLibrary, NativeStreamRecorder
 from .streams import CompletionMode, EnteredCall, StreamRecorder
@@ -22,9 +21,10 @@ from .writer import RingWriter
 if TYPE_CHECKING:
     from .checks.inspection import CallChecker
 
-# The readers of all registered operators. Kernels stay registered for the life of the process,
-# recorders do not.
-call_readers: list[CallReader] = []
+MAX_CACHED_CALLS = 4096  # different signatures of one operator
+# What the readers of all operators know of earlier calls. Kernels stay registered for the life of
+# the process, recorders do not.
+call_caches: list[dict[Any, Any]] = []
 
 
 class Recorder:
@@ -57,7 +57,7 @@ class Recorder:
 
     def clear_caches(self) -> None:
         """Clears all cached data that refers to interned data or to process groups."""
-        clear_reader_caches()
+        clear_call_caches()
         if self.native is not None:
             self.native.clear_plans()
 
@@ -79,21 +79,6 @@ class Recorder:
         record_body = stream.pack_record_body(interned[0], site, RecordFlag.BLOCKING)
         return stream.enter_call(interned[1], record_body, 0, CompletionMode.RETURN)
 
-    def record_lost_call(
-        self, reader: CallReader, args: tuple[Any, ...], reason: LossReason = LossReason.FAULT
-    ) -> None:
-        """Marks the streams to which a call that was not recorded may belong as incomplete: those
-        of its group or, if the group cannot be found, all.
-        """
-        try:
-            track = reader.open_track(self, args)
-            if track is not None:
-                # The channel of a message may have been a new one, which now looks unused.
-                self.groups.dropped_count += reader.is_p2p
-                track.mark_incomplete(reason, messages=reader.is_p2p)
-        except Exception:  # most likely the error that caused the loss
-            self.groups.mark_incomplete(reason)
-
     def count_dropped(self) -> int:
         """The number of calls and streams that were not recorded and whose place is not known."""
         native = self.native
@@ -110,6 +95,9 @@ class Recorder:
         return written
 
 
-def clear_reader_caches() -> None:
-    for reader in call_readers:
-        reader.clear_caches()
+def clear_call_caches() -> None:
+    """Forgets all calls, since the interned data is about to be overwritten or belongs to another
+    ring, or a group was deleted.
+    """
+    for cache in call_caches:
+        cache.clear()

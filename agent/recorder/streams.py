@@ -70,6 +70,10 @@ _NEXT, _RETURN = int(CompletionMode.NEXT), int(CompletionMode.RETURN)
 # or 0, its `CompletionMode`, agreement hash). A tuple, because a class would slow down every call.
 EnteredCall = tuple["StreamRecorder", int, int, int, int, int, int]
 
+# (stream, agreement hash, number of the signature, bytes, peer, tag, flags, whether its thread
+# blocks, completion mode)
+CallDetails = tuple["StreamRecorder", int, int, int, int, int, int, bool, int]
+
 # The Work of a call: None, if nothing shows its completion; the boxed Work; a weak reference to it,
 # if the call is complete once the Work is deleted; or a `DroppableWork`.
 WatchedWork = Any

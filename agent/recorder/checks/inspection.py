@@ -31,16 +31,8 @@ from torch.autograd import graph
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hangwatch.model.limits import PERSISTENT_ROUNDS
-from hangwatch.ring.layout import (
-    CHECK_SLOTS,
-    CHECK_STRUCT,
-    CHECKS_OFFSET,
-    RECORD_SLOTS,
-    RECORD_STRUCT,
-    RECORDS_OFFSET,
-    CheckFlag,
-    RecordFlag,
-)
+from hangwatch.ring import layout
+from hangwatch.ring.layout import CheckFlag, RecordFlag
 from hangwatch.ring.sampling import check_level, min_check_level
 
 from .. import faults
@@ -79,10 +71,6 @@ class PendingCheck:
     needs_overflow_check: bool = False
     needs_stats: bool = False
 
-    @property
-    def is_needed(self) -> bool:
-        return self.needs_checksum or self.needs_stats or self.needs_overflow_check
-
 
 class CallChecker:
     """Checks the calls of one recorder and writes the results into its ring. No tensor is kept
@@ -105,54 +93,58 @@ class CallChecker:
         track: GroupTrack,
         caller: FrameType,
     ) -> PendingCheck | None:
-        """Examines this rank's input; returns what to examine of the result, None if nothing. Call
-        it within a `DispatchBypass`.
-        """
-        inputs = arguments.get_inputs(args, track)
-        nan = inf = 0
-        if self.settings.nonfinite and inputs:
-            nan, inf = examine.count_nonfinite(inputs)
-        level = check_level(entered[1])
-        has_several_ranks = len(track.ranks) > 1
-        may_overflow = (
-            arguments.is_reduction
-            and self.settings.nonfinite
-            and not nan
-            and not inf
-            and has_several_ranks
-        )
-        overflows_easily = may_overflow and examine.has_half_precision(inputs)
-        is_noteworthy = nan or inf or overflows_easily or self.nonfinite.has_open_runs
-        if level < self._min_level and not is_noteworthy:
-            return None
-        call = self.table.read_call(entered)
-        is_sampled = level >= self._min_level and level >= min_check_level(
-            self.settings.sample_every, call.size, _LARGE_BYTES
-        )
-        if nan or inf or (self.nonfinite.has_open_runs and inputs):
-            inf = inf if inf and arguments.has_summing_op(args, caller) else 0
-            self.nonfinite.record_call(call, nan, inf, inputs, output=False, is_sampled=is_sampled)
-        if self.settings.values and is_sampled and inputs:
-            self._record_stats(call, inputs, output=False)
-        if arguments.replicated_output_index < 0:
-            return None
-        results = flatten_tensors(args[arguments.replicated_output_index])
-        if not all(map(examine.is_readable, results)):
-            return None
-        pending = PendingCheck(
-            call=call,
-            arguments=arguments,
-            tensors=results,
-            is_sampled=is_sampled,
-            is_gloo=_runs_on_gloo(track),
-        )
-        pending.needs_overflow_check = (
-            overflows_easily or (may_overflow and is_sampled)
-        ) and arguments.has_summing_op(args, caller)
-        pending.needs_stats = self.settings.values and is_sampled and not inputs
-        is_compared = self.settings.replicas and is_sampled and has_several_ranks
-        pending.needs_checksum = is_compared and _must_be_identical(pending)
-        return pending if pending.is_needed else None
+        """Examines this rank's input; returns what to examine of the result, None if nothing."""
+        with examine.DispatchBypass():
+            inputs = arguments.get_inputs(args, track)
+            nan = inf = 0
+            if self.settings.nonfinite and inputs:
+                nan, inf = examine.count_nonfinite(inputs)
+            level = check_level(entered[1])
+            has_several_ranks = len(track.group.ranks) > 1
+            may_overflow = (
+                arguments.is_reduction
+                and self.settings.nonfinite
+                and not nan
+                and not inf
+                and has_several_ranks
+            )
+            overflows_easily = may_overflow and examine.has_half_precision(inputs)
+            is_noteworthy = nan or inf or overflows_easily or self.nonfinite.has_open_runs
+            if level < self._min_level and not is_noteworthy:
+                return None
+            call = self.table.read_call(entered)
+            is_sampled = level >= self._min_level and level >= min_check_level(
+                self.settings.sample_every, call.size, _LARGE_BYTES
+            )
+            if nan or inf or (self.nonfinite.has_open_runs and inputs):
+                inf = inf if inf and arguments.has_summing_op(args, caller) else 0
+                self.nonfinite.record_call(
+                    call, nan, inf, inputs, output=False, is_sampled=is_sampled
+                )
+            if self.settings.values and is_sampled and inputs:
+                self._record_stats(call, inputs, output=False)
+            if arguments.replicated_output_index < 0:
+                return None
+            results = flatten_tensors(args[arguments.replicated_output_index])
+            if not all(map(examine.is_readable, results)):
+                return None
+            pending = PendingCheck(
+                call=call,
+                arguments=arguments,
+                tensors=results,
+                is_sampled=is_sampled,
+                is_gloo=_runs_on_gloo(track),
+            )
+            pending.needs_overflow_check = (
+                overflows_easily or (may_overflow and is_sampled)
+            ) and arguments.has_summing_op(args, caller)
+            pending.needs_stats = self.settings.values and is_sampled and not inputs
+            is_compared = self.settings.replicas and is_sampled and has_several_ranks
+            pending.needs_checksum = is_compared and _must_be_identical(pending)
+            is_needed = (
+                pending.needs_checksum or pending.needs_stats or pending.needs_overflow_check
+            )
+            return pending if is_needed else None
 
     def check_result(self, pending: PendingCheck, work: Any, caller: FrameType) -> None:
         """Examines the result of a call that returned ``work``, or None if it is complete."""
@@ -249,7 +241,7 @@ def _wait_for_work(work: Any) -> bool:
 
 def _runs_on_gloo(track: GroupTrack) -> bool:
     """Whether calls on tensors in the host's memory go to gloo."""
-    backends = str(track.description["backend"]).split(",")
+    backends = track.group.backend.split(",")
     return "gloo" in backends or "cpu:gloo" in backends
 
 
@@ -262,11 +254,6 @@ class _NonfiniteRun:
     call_count: int = 0
     last_reported_ns: int = 0  # the time at which the last reported call was entered
     is_persistence_reported: bool = False
-
-    def count_rounds(self, current_round: int) -> int:
-        """The length of the run in rounds of training."""
-        rounds = current_round - self.first_round
-        return max(rounds, PERSISTENT_ROUNDS) if self.call_count >= _PERSISTENT_CALLS else rounds
 
 
 class NonfiniteReporter:
@@ -307,7 +294,9 @@ class NonfiniteReporter:
         run.call_count += 1
         is_scaled = self.scaling.is_active or any(str(t.dtype) == "torch.float16" for t in tensors)
         self._overflow_count += bool(inf) and (is_scaled or has_half_precision(tensors))
-        rounds = run.count_rounds(self.scaling.rounds)
+        rounds = self.scaling.rounds - run.first_round
+        if run.call_count >= _PERSISTENT_CALLS:
+            rounds = max(rounds, PERSISTENT_ROUNDS)
         reports_persistence = rounds >= PERSISTENT_ROUNDS and not run.is_persistence_reported
         if not (
             run.call_count <= _ALWAYS_REPORTED_CALLS
@@ -387,9 +376,9 @@ class CheckTableWriter:
 
     def read_call(self, call: EnteredCall) -> CheckedCall:
         """Reads the record of a call that was just entered, and so still exists."""
-        record = RECORD_STRUCT.unpack_from(
+        record = layout.RECORD_STRUCT.unpack_from(
             self._ring.map,
-            RECORDS_OFFSET + (call[2] % RECORD_SLOTS) * RECORD_STRUCT.size,
+            layout.RECORDS_OFFSET + (call[2] % layout.RECORD_SLOTS) * layout.RECORD_STRUCT.size,
         )
         _, entered_ns, _, seq, chain, _, size, uid, signature, site, _, flags, _, _, _ = record
         return CheckedCall(entered_ns, seq, chain, size, uid, signature, site, flags)
@@ -399,8 +388,8 @@ class CheckTableWriter:
         stats: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0), first_seq: int = 0, rounds: int = 0, overflows: int = 0,
     ) -> None:  # fmt: skip
         index = next(self._indices)
-        CHECK_STRUCT.pack_into(
-            self._ring.map, CHECKS_OFFSET + (index % CHECK_SLOTS) * CHECK_STRUCT.size,
+        layout.CHECK_STRUCT.pack_into(
+            self._ring.map, layout.CHECKS_OFFSET + (index % layout.CHECK_SLOTS) * layout.CHECK_STRUCT.size,
             index + 1, call.entered_ns, call.seq, call.chain, checksum, nan, inf, first_seq, *stats,
             call.uid, call.signature, call.site, int(flags), rounds, overflows & 0xFFFFFFFF, 0, (index + 1) & 0xFFFFFFFF,
         )  # fmt: skip

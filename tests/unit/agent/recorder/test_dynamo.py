@@ -11,13 +11,11 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from hangwatch.agent.recorder import dynamo, installation
-from hangwatch.agent.recorder.checks import inspection, kernel
+from hangwatch.agent.recorder.checks import inspection
 
 
 def test_own_code_is_found() -> None:
-    packages = tuple(
-        module.__name__.rpartition(".")[0] for module in (installation, kernel, inspection)
-    )
+    packages = tuple(module.__name__.rpartition(".")[0] for module in (installation, inspection))
     names = {name for name in sys.modules if name.rpartition(".")[0] in packages}
     found: set[CodeType] = set()
     for name in names:

@@ -1,11 +1,13 @@
 """Reading other threads' frames while garbage is collected and threads start and end."""
 
 import gc
+import os
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -99,6 +101,32 @@ def test_frame_of_another_thread() -> None:
     waiter.may_return.set()
     waiter.thread.join()
     assert callers.find_frame(waiter.thread.ident) is None
+
+
+def test_thread_inside_our_own_code_is_where_that_was_called() -> None:
+    """Checks and the kernel in Python run inside a call."""
+    # Functions in C, which have no frames.
+    entered, may_return = threading.Lock(), threading.Lock()
+    functions: dict[str, Any] = {"enter": entered.release, "wait": may_return.acquire}
+    entered.acquire()
+    may_return.acquire()
+    recorder = os.path.dirname(callers.__file__)
+    for file, code in (
+        (f"{recorder}/checks/inspection.py", "def check(): enter(), wait()"),
+        (f"{recorder}/faults.py", "def run_guarded(): check()"),
+        (f"{recorder}/python_kernel.py", "def kernel(): run_guarded()"),
+        ("/packages/torch/distributed/distributed_c10d.py", "def all_reduce(): kernel()"),
+    ):
+        exec(compile(code, file, "exec"), functions)
+    thread = threading.Thread(target=functions["all_reduce"])
+    thread.start()
+    assert entered.acquire(timeout=10)
+    assert thread.ident is not None
+    try:
+        assert callers.inspect_thread(thread.ident) == (True, True)
+    finally:
+        may_return.release()
+        thread.join()
 
 
 @pytest.mark.parametrize("inspect", [callers.find_frame, callers.inspect_thread])

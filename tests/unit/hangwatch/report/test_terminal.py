@@ -223,7 +223,7 @@ def test_long_runs_of_library_frames_are_folded_without_full() -> None:
         "/usr/lib/python3.12/threading.py",
         "/root/src/pytorch/torch/distributed/distributed_c10d.py",
         "/root/src/hangwatch/agent/recorder/kernels.py",
-        "/root/src/hangwatch/agent/recorder/checks/kernel.py",
+        "/root/src/hangwatch/agent/recorder/checks/tensors.py",
         "<frozen runpy>",
         "libtorch_cpu.so",
         "libc.so.6",
