@@ -4,15 +4,15 @@ torch.distributed.
 
 from __future__ import annotations
 
-from _thread import allocate_lock
 from collections.abc import Iterable
+from dataclasses import replace
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
 from hangwatch.model.calls import LossReason, StreamKind
-from hangwatch.model.groups import DECLARED_BACKEND, pack_ranks
+from hangwatch.model.groups import DECLARED_BACKEND, Group, RankTuple, pack_ranks
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.ring.layout import LiveWord
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 # The server refuses larger values.
 MAX_PHASE_LIMIT_S = 1e8
 MAX_STEP = 1 << 60
-
 
 # The name of the communicator, and its members: None for all ranks, or the identity of a foreign
 # group.
@@ -59,7 +58,6 @@ class UserAnnotations:
         # Entered phases, innermost last: (interned name, time of entry in ns, limit in ns or 0).
         self._phases: list[tuple[int, int, int]] = []
         self._declared_streams: dict[DeclaredKey, StreamRecorder | None] = {}
-        self._open_lock = allocate_lock()
 
     def enter_phase(self, name: str, limit: float | None) -> Any:
         faults.run_guarded("recording a phase", self._enter_phase, name, limit)
@@ -116,23 +114,15 @@ class UserAnnotations:
             track = groups.open_group(pg)
         # A wait of the host in a call on a device is not observable. In the stream of such calls a
         # declared call would not be seen to wait either, so it gets a stream of its own.
-        if track.has_device_backend:
-            name = f"{track.description['desc']} {track.description['name']}"
-            if not track.is_foreign:
-                return self._get_declared_stream(name, track.ranks)
-            key = name, str(track.description["foreign"])
-            return self._declared_streams.get(key) or self._open_declared_stream(
-                key, {**track.description, "desc": name, "backend": DECLARED_BACKEND}
-            )
-        return track.collective_stream
-
-    def _open_declared_stream(
-        self, key: DeclaredKey, description: dict[str, Any]
-    ) -> StreamRecorder | None:
-        """Opens the stream of this key, unless another thread has opened it meanwhile."""
-        with self._open_lock:  # the lock is held for microseconds, and never during a wait
-            if key not in self._declared_streams:
-                self._declared_streams[key] = self._rank.recorder.groups.open_stream(description)
+        if not track.has_device_backend:
+            return track.collective_stream
+        name = f"{track.group.desc} {track.group.name}"
+        if not track.group.foreign:
+            return self._get_declared_stream(name, track.group.ranks)
+        key = name, track.group.foreign
+        if key not in self._declared_streams:
+            declared = replace(track.group, desc=name, backend=DECLARED_BACKEND)
+            groups.open_stream_once(self._declared_streams, key, StreamKind.COLLECTIVE, declared)
         return self._declared_streams[key]
 
     def _get_declared_stream(
@@ -144,7 +134,7 @@ class UserAnnotations:
             return streams[name, ranks]
         own_rank = self._rank.rank
         all_ranks = range(self._rank.world_size)
-        members = tuple(sorted({int(rank) for rank in (all_ranks if ranks is None else ranks)}))
+        members = RankTuple(sorted({int(rank) for rank in (all_ranks if ranks is None else ranks)}))
         if own_rank not in members:
             streams[name, ranks] = None
             faults.record_message(
@@ -152,15 +142,13 @@ class UserAnnotations:
                 f" {pack_ranks(members) or 'none'}: these are not watched"
             )
             return None
-        description = {
-            "kind": StreamKind.COLLECTIVE.value,
-            "name": name,
-            "desc": name,
-            "ranks": pack_ranks(members),
-            "backend": DECLARED_BACKEND,
-            "generation": 0,
-        }
-        streams[name, ranks] = self._open_declared_stream((name, members), description)
+        if (name, members) not in streams:
+            groups = self._rank.recorder.groups
+            group = Group(
+                name=name, desc=name, ranks=members, backend=DECLARED_BACKEND, generation=0
+            )
+            groups.open_stream_once(streams, (name, members), StreamKind.COLLECTIVE, group)
+        streams[name, ranks] = streams[name, members]
         return streams[name, ranks]
 
     def _write_phase(self) -> None:

@@ -18,9 +18,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup
 from torch.distributed import distributed_c10d as c10d
+
+from hangwatch.model.groups import Group, RankTuple
 
 from .faults import extend_method
 
@@ -29,17 +32,19 @@ _MAX_UNANNOUNCED = 256
 _LOCAL_HOSTS = ("localhost", "0.0.0.0", "::", "::1", "")
 _UNKNOWN_PREFIX = "?"
 
+Arguments = tuple[Any, ...]
+KeywordArguments = dict[str, Any]
+
 
 @dataclass(slots=True, eq=False)
 class GroupOrigin:
     """How a process group was created."""
 
-    is_foreign: bool
-    identity: str = ""  # the same for all members of a foreign group, and for no other group
-    number: int = -1  # the number of this process in the group
-    size: int = 0
-    label: str = ""  # a name for people, if the group has no other
+    # The foreign group: its name is a text for people, and its ranks are its own numbers. None if
+    # the group is not foreign.
+    foreign: Group | None = None
     creation: Any = None  # the call that creates the group, while that lasts
+    group_ref: weakref.ref[Any] | None = None
 
 
 class OriginTracker:
@@ -47,14 +52,11 @@ class OriginTracker:
 
     def __init__(self) -> None:
         self._thread_state = threading.local()
-        # What is known of objects by their ids, which may be reused: hence the weak references.
-        self._origins: dict[int, tuple[weakref.ref[Any], GroupOrigin]] = {}
-        self._store_paths: dict[int, tuple[weakref.ref[Any], tuple[str, ...]]] = {}
+        self._origins: WeakKeyDictionary[Any, GroupOrigin] = WeakKeyDictionary()
+        self._store_paths: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
         self._creation_counts: dict[str, int] = {}
         # Foreign groups that were created before this process was recorded.
-        self._unannounced: deque[tuple[weakref.ref[Any], GroupOrigin]] = deque(
-            maxlen=_MAX_UNANNOUNCED
-        )
+        self._unannounced: deque[GroupOrigin] = deque(maxlen=_MAX_UNANNOUNCED)
         self._announce: Callable[[GroupOrigin], None] | None = None
         self._complete: Callable[[GroupOrigin, bool], None] | None = None
 
@@ -80,10 +82,10 @@ class OriginTracker:
         """
         self._announce, self._complete = announce, complete
         while self._unannounced:
-            ref, origin = self._unannounced.popleft()
-            if ref() is not None:
+            origin = self._unannounced.popleft()
+            if origin.group_ref is not None and origin.group_ref() is not None:
                 announce(origin)
-                complete(origin, True)
+                self._complete_creation(origin, True)
 
     def clear_listeners(self) -> None:
         self._announce = self._complete = None
@@ -92,68 +94,56 @@ class OriginTracker:
         """The origin of a group. The creation of a group by C++ is not seen: such a group counts as
         foreign unless torch has registered it with ranks of the world.
         """
-        entry = self._origins.get(id(pg))
-        if entry is not None and entry[0]() is pg:
-            return entry[1]
-        is_foreign = not _is_registered_with_ranks(pg)
-        origin = GroupOrigin(is_foreign=is_foreign)
-        if is_foreign:
-            self._identify(origin, _read_store(pg), pg.rank(), pg.size())
-        self._remember(pg, origin)
+        origin = self._origins.get(pg)
+        if origin is None:
+            if _is_registered_with_ranks(pg):
+                origin = GroupOrigin()
+            else:
+                origin = self._make_foreign_origin(_read_store(pg), pg.rank(), pg.size())
+            self._remember(pg, origin)
         return origin
 
-    def record_prefix(self, prefix_store: Any, prefix: str, store: Any) -> None:
-        path = (*self._find_store_path(store), prefix.strip("/"))
-        self._keep(self._store_paths, prefix_store, path)
+    def record_prefix(self, prefix_store: Any, args: Arguments, kwargs: KeywordArguments) -> None:
+        """Records a `PrefixStore` that was just created with these arguments."""
+        prefix, store = _bind(args, kwargs, ("prefix", "store"))
+        if isinstance(prefix, str):
+            self._store_paths[prefix_store] = (*self._find_store_path(store), prefix.strip("/"))
 
-    def record_group(self, pg: Any, store: Any, rank: int, size: int) -> None:
-        """Records a group that was just created in Python, without its backend yet."""
-        origin = GroupOrigin(is_foreign=not getattr(self._thread_state, "depth", 0))
-        if origin.is_foreign:
-            self._identify(origin, store, rank, size)
-        self._remember(pg, origin)
-        if not origin.is_foreign:
+    def record_group(self, pg: Any, args: Arguments, kwargs: KeywordArguments) -> None:
+        """Records a `ProcessGroup` that was just created with these arguments, without its backend
+        yet.
+        """
+        if len(args) + len(kwargs) < 3:
+            return  # a group whose class is in Python makes its calls by itself
+        store, rank, size = _bind(args, kwargs, ("store", "rank", "size"))
+        if not isinstance(rank, int) or not isinstance(size, int):
             return
+        if getattr(self._thread_state, "depth", 0):
+            self._remember(pg, GroupOrigin())
+            return
+        origin = self._make_foreign_origin(store, rank, size)
+        self._remember(pg, origin)
         if self._announce is not None:
             self._announce(origin)
         else:
-            self._unannounced.append((weakref.ref(pg), origin))
+            self._unannounced.append(origin)
 
-    def record_backend(self, pg: Any) -> None:
+    def record_backend(self, pg: Any, args: Arguments, kwargs: KeywordArguments) -> None:
         """Records that a group has its backend now, which may have had to wait for other members."""
-        entry = self._origins.get(id(pg))
-        if entry is not None and entry[0]() is pg:
-            self._complete_creation(entry[1], True)
+        origin = self._origins.get(pg)
+        if origin is not None:
+            self._complete_creation(origin, True)
 
     def _complete_creation(self, origin: GroupOrigin, has_backend: bool) -> None:
         if origin.creation is not None and self._complete is not None:
             self._complete(origin, has_backend)
 
     def _remember(self, pg: Any, origin: GroupOrigin) -> None:
-        def forget(_: Any) -> None:
-            self._complete_creation(origin, False)
+        # A group that is deleted before it has its backend was given up.
+        origin.group_ref = weakref.ref(pg, lambda _: self._complete_creation(origin, False))
+        self._origins[pg] = origin
 
-        self._keep(self._origins, pg, origin, forget)
-
-    @staticmethod
-    def _keep(
-        table: dict[int, tuple[weakref.ref[Any], Any]],
-        key: Any,
-        value: Any,
-        on_deleted: Callable[[Any], None] | None = None,
-    ) -> None:
-        number = id(key)
-
-        def remove(ref: weakref.ref[Any]) -> None:
-            entry = table.get(number)
-            if entry is not None and entry[0] is ref:
-                table.pop(number, None)
-            if on_deleted is not None:
-                on_deleted(ref)
-
-        table[number] = weakref.ref(key, remove), value
-
-    def _identify(self, origin: GroupOrigin, store: Any, rank: int, size: int) -> None:
+    def _make_foreign_origin(self, store: Any, rank: int, size: int) -> GroupOrigin:
         path = self._find_store_path(store)
         text = "\0".join((*path, str(size)))
         counts = self._creation_counts
@@ -162,14 +152,20 @@ class OriginTracker:
         # A group that is created again in the same store is another one, whose calls count from 1.
         counts[text] = counts.get(text, 0) + 1
         digest = hashlib.blake2b(f"{text}\0{counts[text]}".encode(), digest_size=8)
-        origin.identity, origin.number, origin.size = digest.hexdigest(), rank, size
-        origin.label = "/".join(part for part in path[1:] if part) or _get_scheme(store)
+        group = Group(
+            name="/".join(part for part in path[1:] if part) or _get_scheme(store),
+            desc="undefined",
+            ranks=RankTuple(range(size)),
+            generation=0,
+            foreign=digest.hexdigest(),
+            number=rank,
+        )
+        return GroupOrigin(group)
 
     def _find_store_path(self, store: Any) -> tuple[str, ...]:
         """The server or the file of a store, and the prefixes of its keys, the outermost last."""
-        known = self._store_paths.get(id(store))
-        if known is not None and known[0]() is store:
-            return known[1]
+        if store is not None and (path := self._store_paths.get(store)) is not None:
+            return path
         inner = getattr(store, "underlying_store", None)
         if inner is not None:
             return (*self._find_store_path(inner), _UNKNOWN_PREFIX)
@@ -184,28 +180,13 @@ def track_creations() -> None:
 
     The methods are replaced in the classes, since code may have imported these by name.
     """
-
-    def after_prefix(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        prefix, store = _bind(args, kwargs, ("prefix", "store"))
-        if isinstance(prefix, str):
-            origin_tracker.record_prefix(self, prefix, store)
-
-    def after_group(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if len(args) + len(kwargs) < 3:
-            return  # a group whose class is in Python makes its calls by itself
-        store, rank, size = _bind(args, kwargs, ("store", "rank", "size"))
-        if isinstance(rank, int) and isinstance(size, int):
-            origin_tracker.record_group(self, store, rank, size)
-
     where = "recording the creation of a process group"
-    extend_method(PrefixStore, "__init__", after_prefix, where)
-    extend_method(ProcessGroup, "__init__", after_group, where)
-    extend_method(
-        ProcessGroup, "_register_backend", lambda pg, *_: origin_tracker.record_backend(pg), where
-    )
+    extend_method(PrefixStore, "__init__", origin_tracker.record_prefix, where)
+    extend_method(ProcessGroup, "__init__", origin_tracker.record_group, where)
+    extend_method(ProcessGroup, "_register_backend", origin_tracker.record_backend, where)
 
 
-def _bind(args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:
+def _bind(args: Arguments, kwargs: KeywordArguments, names: tuple[str, ...]) -> Arguments:
     arguments = dict(zip(names, args, strict=False)) | kwargs
     return tuple(arguments.get(name) for name in names)
 

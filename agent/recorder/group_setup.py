@@ -16,22 +16,18 @@ from typing import Any
 from torch.distributed import distributed_c10d as c10d
 
 from hangwatch.model.calls import LossReason, StreamKind
-from hangwatch.model.groups import pack_ranks
+from hangwatch.model.groups import Group, RankTuple, pack_ranks
 
 from . import faults
 from .dynamo import run_uncompiled
 from .group_origins import GroupOrigin, origin_tracker
-from .groups import describe_foreign_group
 from .recorder import Recorder
 from .streams import EnteredCall, StreamRecorder
-
-Wrapper = Callable[..., Any]
-BeforeCall = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 def wrap_function(
     name: str,
-    before_call: BeforeCall,
+    before_call: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None,
     after_call: Callable[[Any, bool], None],
     record_loss: Callable[[], None],
 ) -> None:
@@ -49,7 +45,8 @@ def wrap_function(
     def recorded_function(*args: Any, **kwargs: Any) -> Any:
         token = None
         try:
-            token = run_uncompiled(before_call, args, kwargs)
+            if before_call is not None:
+                token = run_uncompiled(before_call, args, kwargs)
         except Exception as error:  # our error: the call continues
             faults.record_fault(f"recording {name}", error)
             record_loss()
@@ -92,16 +89,14 @@ class SetupRecorder:
         if self._stream is not None:
             groups.retire_stream(self._stream)
         groups.world_size, groups.generation = world_size, self._completed_worlds[world_size] + 1
-        description = {
-            "kind": StreamKind.SETUP.value,
-            "name": "setup",
-            "desc": "process group set-up",
-            "ranks": pack_ranks(range(world_size)),
-            "backend": "",
-            "generation": groups.generation,
-            "world": world_size,
-        }
-        self._stream = groups.open_stream(description)
+        setup = Group(
+            name="setup",
+            desc="process group set-up",
+            ranks=RankTuple(range(world_size)),
+            generation=groups.generation,
+            world_size=world_size,
+        )
+        self._stream = groups.open_stream(StreamKind.SETUP, setup)
 
     def complete_world(self, world_size: int) -> None:
         """Counts a world that all ranks have joined. Failed attempts do not count: ranks that came
@@ -124,13 +119,9 @@ class SetupRecorder:
         """Records that this process begins to create a foreign group, so that it is known as a
         member before it makes a call: other members may wait for it in the creation.
         """
-        description = {
-            "kind": StreamKind.SETUP.value,
-            "desc": "undefined",
-            "backend": "",
-            **describe_foreign_group(origin, ""),
-        }
-        stream = self._recorder.groups.open_stream(description)
+        if origin.foreign is None:
+            return
+        stream = self._recorder.groups.open_stream(StreamKind.SETUP, origin.foreign)
         if stream is not None:
             origin.creation = self._recorder.enter_declared_call(stream, "new_process_group")
 
@@ -146,12 +137,6 @@ class SetupRecorder:
         """Records that the creation of a group may not have been recorded."""
         if self._stream is not None:
             self._stream.mark_incomplete(reason)
-
-    @staticmethod
-    def retract_call(call: EnteredCall | None) -> None:
-        """Takes back a call that raised an exception before it had an effect."""
-        if call is not None:
-            call[0].retract_call(call)
 
     @staticmethod
     def leave_call(call: EnteredCall | None, returned: bool) -> None:

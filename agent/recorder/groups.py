@@ -4,37 +4,49 @@ the set-up of each world.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import distributed_c10d as c10d
 
 from hangwatch.model.calls import LossReason, StreamKind
-from hangwatch.model.groups import DEVICE_BACKENDS, FLIGHT_RECORDER_BACKENDS, pack_ranks
+from hangwatch.model.groups import (
+    DEVICE_BACKENDS,
+    FLIGHT_RECORDER_BACKENDS,
+    Group,
+    GroupKey,
+    RankTuple,
+    pack_ranks,
+)
 
 from . import faults
-from .group_origins import GroupOrigin, origin_tracker
+from .group_origins import origin_tracker
 from .streams import StreamRecorder
 from .writer import RingWriter
+
+StreamKey = TypeVar("StreamKey")
 
 MIN_SWEPT_SLOTS = 256
 _OPENED_BETWEEN_SWEEPS = 64  # streams
 # Node agents read the ring twice a second, and at least every 20 seconds report what they read.
 CLOSING_DELAY_S = 10.0
+# Each channel of a group describes all of its members, which may be thousands.
+_pack_ranks_cached = functools.lru_cache(maxsize=8)(pack_ranks)
 
 
 @dataclass(slots=True, eq=False)
 class GroupTrack:
     """One process group as this process sees it."""
 
+    group: Group  # the ranks of a foreign group are the numbers of its members
     group_ref: weakref.ref[Any]  # a strong reference would keep the communicators
-    ranks: tuple[int, ...]
-    description: dict[str, Any]
     collective_stream: StreamRecorder | None
     channels: dict[tuple[str, int, int], StreamRecorder | None] = field(default_factory=dict)
     # The reason why calls of channels that are not opened yet may have been lost; None if none
@@ -49,7 +61,7 @@ class GroupTrack:
 
     def runs_on(self, backends: tuple[str, ...]) -> bool:
         """Whether calls of the group may go to one of these backends."""
-        return any(name in self.description["backend"] for name in backends)
+        return any(name in self.group.backend for name in backends)
 
     def mark_incomplete(self, reason: LossReason, *, messages: bool) -> None:
         """Records that a collective was not recorded or, with ``messages``, a send or a receive of
@@ -63,10 +75,6 @@ class GroupTrack:
         for stream in streams:
             if stream is not None:
                 stream.mark_incomplete(reason)
-
-    @property
-    def is_foreign(self) -> bool:
-        return "foreign" in self.description
 
 
 class GroupRegistry:
@@ -92,8 +100,8 @@ class GroupRegistry:
         self._uids = itertools.count(1)
         # The tracks by id(process group). The id may be reused: compare with `group_ref`.
         self.tracks: dict[int, GroupTrack] = {}
-        # The tracks by (world size, generation, name or, if it has none, the group itself, ranks).
-        self._tracks_by_name: dict[tuple[int, int, str | weakref.ref[Any], str], GroupTrack] = {}
+        # The key of a group without a name is the group itself.
+        self._tracks_by_key: dict[GroupKey | weakref.ref[Any], GroupTrack] = {}
         self.world_size = 0
         self.generation = 0  # the number of worlds of that size that this process has been in
         # Each retired stream with the time at which it was retired.
@@ -111,25 +119,39 @@ class GroupRegistry:
         """The channel to or from group rank ``peer`` (-1: from any); None if it is not recorded."""
         key = (kind.value, peer, tag)
         if key not in track.channels:
-            description = {
-                **track.description,
-                "kind": kind.value,
-                # The ranks of a foreign group are the numbers of its members.
-                "peer": track.ranks[peer] if 0 <= peer < len(track.ranks) else -1,
-                "tag": tag,
-            }
-            stream = self.open_stream(description)
-            if track.channels.setdefault(key, stream) is not stream:
-                self._close_stream(stream)  # another thread has opened it, too, and was first
-            elif stream is not None and track.message_loss is not None:
-                stream.mark_incomplete(track.message_loss)
+            ranks = track.group.ranks
+            peer_rank = ranks[peer] if 0 <= peer < len(ranks) else -1
+            channel = self.open_stream_once(track.channels, key, kind, track.group, peer_rank, tag)
+            if channel is not None and track.message_loss is not None:
+                channel.mark_incomplete(track.message_loss)
         return track.channels[key]
 
-    def open_stream(self, description: dict[str, Any]) -> StreamRecorder | None:
-        """Opens a new stream; None if the ring has no room for it."""
+    def open_stream_once(
+        self,
+        streams: dict[StreamKey, StreamRecorder | None],
+        key: StreamKey,
+        kind: StreamKind,
+        group: Group,
+        peer: int | None = None,
+        tag: int | None = None,
+    ) -> StreamRecorder | None:
+        """Opens the stream of this key, unless another thread does so at the same time and is
+        first.
+        """
+        stream = self.open_stream(kind, group, peer, tag)
+        if streams.setdefault(key, stream) is not stream:
+            self._close_stream(stream)
+        return streams[key]
+
+    def open_stream(
+        self, kind: StreamKind, group: Group, peer: int | None = None, tag: int | None = None
+    ) -> StreamRecorder | None:
+        """Opens a new stream; None if the ring has no room for it. ``peer`` and ``tag`` are those
+        of a channel.
+        """
         uid = next(self._uids)
         try:
-            slot = self._open_slot(uid, description)
+            slot = self._open_slot(uid, _describe_stream(kind, group, peer, tag))
         except OverflowError as full:
             self.dropped_count += 1
             faults.record_message(f"{full}; calls beyond them are not watched")
@@ -173,17 +195,17 @@ class GroupRegistry:
         """Retires the streams of groups that no longer exist, and closes those that were retired
         before that time.
         """
-        all_tracks = (*self.tracks.values(), *self._tracks_by_name.values())
-        dead_tracks = {id(track): track for track in all_tracks if track.group_ref() is None}
-        if dead_tracks:
-            self.tracks = {
-                key: track for key, track in self.tracks.items() if id(track) not in dead_tracks
-            }
-            self._tracks_by_name = {
-                key: track
-                for key, track in self._tracks_by_name.items()
-                if id(track) not in dead_tracks
-            }
+        tables: tuple[dict[Any, GroupTrack], ...] = (self.tracks, self._tracks_by_key)
+        dead_tracks = {
+            id(track): track
+            for table in tables
+            for track in list(table.values())
+            if track.group_ref() is None
+        }
+        for table in tables:
+            for key, track in list(table.items()):
+                if id(track) in dead_tracks:
+                    table.pop(key, None)
         for track in dead_tracks.values():
             for stream in (track.collective_stream, *track.channels.values()):
                 if stream is not None:
@@ -207,22 +229,19 @@ class GroupRegistry:
         """
         origin = origin_tracker.find_origin(pg)
         name = _read_attribute(pg, "group_name")
-        description: dict[str, Any] = {
-            "kind": StreamKind.COLLECTIVE.value,
-            "name": name,
-            "desc": _read_attribute(pg, "group_desc") or "undefined",
-            "backend": _get_backend(pg),
-        }
-        if origin.is_foreign:
-            ranks = tuple(range(pg.size()))
-            description |= describe_foreign_group(origin, name)
+        desc = _read_attribute(pg, "group_desc") or "undefined"
+        backend = _get_backend(pg)
+        if (foreign := origin.foreign) is not None:
+            group = replace(foreign, name=name or foreign.name, desc=desc, backend=backend)
         else:
-            ranks = _find_members(pg)
-            description |= {
-                "ranks": pack_ranks(ranks),
-                "generation": self.generation,
-                "world": self.world_size,
-            }
+            group = Group(
+                name=name,
+                desc=desc,
+                backend=backend,
+                ranks=_find_members(pg),
+                generation=self.generation,
+                world_size=self.world_size,
+            )
         # The callback also runs at the end of the process, when the modules have no contents any
         # more.
         on_group_deleted, is_finalizing = self._on_group_deleted, sys.is_finalizing
@@ -232,20 +251,13 @@ class GroupRegistry:
                 on_group_deleted()
 
         ref = weakref.ref(pg, handle_deletion)
-        key = (
-            int(description.get("world", 0)),
-            int(description.get("generation", 0)),
-            origin.identity or name or weakref.ref(pg),
-            str(description["ranks"]),
-        )
-        track = self._tracks_by_name.get(key)
+        key = group.key if group.name or group.foreign else weakref.ref(pg)
+        track = self._tracks_by_key.get(key)
         if track is None:
             # The "fake" backend simulates a world in one process: no other rank makes these calls.
-            is_fake = "fake" in str(description["backend"])
-            stream = None if is_fake else self.open_stream(description)
-            track = self._tracks_by_name.setdefault(
-                key, GroupTrack(ref, ranks, description, stream)
-            )
+            is_fake = "fake" in backend
+            stream = None if is_fake else self.open_stream(StreamKind.COLLECTIVE, group)
+            track = self._tracks_by_key.setdefault(key, GroupTrack(group, ref, stream))
             if track.collective_stream is not stream:
                 self._close_stream(stream)  # another thread has opened it, too, and was first
         else:
@@ -254,24 +266,32 @@ class GroupRegistry:
         return track
 
 
-def describe_foreign_group(origin: GroupOrigin, name: str) -> dict[str, Any]:
-    """The fields of a description that identify a foreign group; ``ranks`` are its own numbers."""
-    return {
-        "name": name or origin.label,
-        "ranks": pack_ranks(range(origin.size)),
-        "foreign": origin.identity,
-        "number": origin.number,
-        "generation": 0,
-        "world": 0,
+def _describe_stream(
+    kind: StreamKind, group: Group, peer: int | None, tag: int | None
+) -> dict[str, Any]:
+    """The description in the ring, which `hangwatch.ring.parts.parse_description` reads."""
+    description: dict[str, Any] = {
+        "kind": kind.value,
+        "name": group.name,
+        "desc": group.desc,
+        "backend": group.backend,
+        "ranks": _pack_ranks_cached(group.ranks),
+        "generation": group.generation,
+        "world": group.world_size,
     }
+    if group.foreign:
+        description |= {"foreign": group.foreign, "number": group.number}
+    if peer is not None:
+        description |= {"peer": peer, "tag": tag}
+    return description
 
 
 def _find_members(pg: Any) -> tuple[int, ...]:
     """Global ranks of a group, in group-rank order."""
     try:
-        return tuple(c10d.get_process_group_ranks(pg))
+        return RankTuple(c10d.get_process_group_ranks(pg))
     except (KeyError, ValueError, RuntimeError):  # torch has destroyed it and forgotten its ranks
-        return tuple(range(pg.size()))
+        return RankTuple(range(pg.size()))
 
 
 def _read_attribute(pg: Any, name: str) -> str:
@@ -282,9 +302,7 @@ def _read_attribute(pg: Any, name: str) -> str:
 
 
 def _get_backend(pg: Any) -> str:
-    try:
+    with contextlib.suppress(AttributeError, KeyError, ValueError, RuntimeError):
         if pg in c10d._world.pg_backend_config:
             return str(c10d.get_backend_config(pg))
-        return _read_attribute(pg, "name")
-    except (AttributeError, KeyError, ValueError, RuntimeError):
-        return _read_attribute(pg, "name")
+    return _read_attribute(pg, "name")

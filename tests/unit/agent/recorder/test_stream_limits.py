@@ -12,6 +12,7 @@ from hangwatch.agent.recorder import groups as recorder_groups
 from hangwatch.agent.recorder.groups import GroupRegistry
 from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
+from hangwatch.model import groups as model_groups
 from hangwatch.model.calls import LossReason, StreamKind
 from hangwatch.ring.layout import CHECKS_OFFSET, HEAP_SIZE, INITIAL_SIZE, STREAM_SLOTS
 from hangwatch.ring.reader import DORMANT_AFTER_S, RingReader, RingSnapshot
@@ -160,12 +161,16 @@ def test_heap_is_used_up_only_by_open_streams(tmp_path: Path) -> None:
 
 
 def test_full_heap_is_freed_of_retired_streams(watched: WatchedGroups) -> None:
-    big = {"kind": "collective", "name": "x" * (HEAP_SIZE // 3), "desc": "d", "ranks": "0-1"}
-    retired, kept = watched.registry.open_stream(big), watched.registry.open_stream(big)
+    big = model_groups.Group(name="x" * (HEAP_SIZE // 3), desc="d", ranks=(0, 1))
+
+    def open_stream() -> StreamRecorder | None:
+        return watched.registry.open_stream(StreamKind.COLLECTIVE, big)
+
+    retired, kept = open_stream(), open_stream()
     assert retired is not None and kept is not None
     watched.registry.retire_stream(retired)
-    assert watched.registry.open_stream(big) is not None
-    assert watched.registry.open_stream(big) is None
+    assert open_stream() is not None
+    assert open_stream() is None
     assert (watched.registry.dropped_count, watched.ring.used_slot_count) == (1, 2)
 
 
