@@ -36,7 +36,6 @@ from hangwatch.ring.parts import DeviceEntry
 from . import faults
 from .groups import GroupTrack
 from .recorder import Recorder
-from .writer import RingWriter
 
 OWN_RECORDER = ""  # the name of ProcessGroupNCCL's Flight Recorder
 FIRST_TORCH_RELEASE = (2, 15)  # the first one with hooks
@@ -48,6 +47,7 @@ _MAX_FAILURES = 3
 _TIMING_VARIABLES = ("TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DESYNC_DEBUG")
 _TRUE_VALUES = ("1", "y", "yes", "t", "true", "on")  # torch/csrc/distributed/c10d/Utils.hpp
 
+_torch_c10d: Any = _distributed_c10d  # some of its functions are only in some builds and releases
 _next_number = itertools.count()
 _numbers_by_group: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -104,7 +104,11 @@ def read_flight_recorders(recorders: Iterable[str]) -> FlightRecorderStatus:
     counters: dict[CounterKey, Counters] = {}
     is_enabled = queried_communicators = False
     for recorder in recorders:
-        data = json.loads(_dump_status(recorder))
+        if recorder == OWN_RECORDER:
+            raw = _torch_c10d._dump_nccl_trace_json(includeCollectives=False)
+        else:
+            raw = _torch_c10d._dump_fr_trace_json(includeCollectives=False, backend=recorder)
+        data = json.loads(raw)
         for number, status in data.get("pg_status", {}).items():
             counters[CounterKey(recorder, number)] = _parse_counters(status, recorder)
         # The groups' configuration is recorded when they are created.
@@ -113,16 +117,6 @@ def read_flight_recorders(recorders: Iterable[str]) -> FlightRecorderStatus:
     return FlightRecorderStatus(
         is_enabled=is_enabled, queried_communicators=queried_communicators, counters=counters
     )
-
-
-def _dump_status(recorder: str) -> bytes:
-    # A type checker does not know these functions: one is only in builds with NCCL, the other only
-    # in newer releases.
-    if recorder == OWN_RECORDER:
-        dump = getattr(_distributed_c10d, "_dump_nccl_trace_json")  # noqa: B009
-        return bytes(dump(includeCollectives=False))
-    dump = getattr(_distributed_c10d, "_dump_fr_trace_json")  # noqa: B009
-    return bytes(dump(includeCollectives=False, backend=recorder))
 
 
 def _parse_counters(status: Mapping[str, str], recorder: str) -> Counters:
@@ -134,11 +128,11 @@ def _parse_counters(status: Mapping[str, str], recorder: str) -> Counters:
     if recorder == OWN_RECORDER:
         return enqueued, int(status["last_started_collective"]), completed
     # Hooks count from 0, and do not see when a collective begins.
-    return _number_from_one(enqueued), None, _number_from_one(completed)
-
-
-def _number_from_one(number: int) -> int:
-    return number + 1 if number >= 0 else -1
+    return (
+        enqueued + 1 if enqueued >= 0 else -1,
+        None,
+        completed + 1 if completed >= 0 else -1,
+    )
 
 
 class ReadingSchedule:
@@ -175,17 +169,17 @@ class DeviceStatusReader:
 
     def __init__(
         self,
-        ring: RingWriter,
         recorder: Recorder,
         read_status: Callable[[Iterable[str]], FlightRecorderStatus] = read_flight_recorders,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
-        self._ring, self._recorder = ring, recorder
+        self._ring, self._recorder = recorder.ring, recorder
         self._read_status = read_status
         self._schedule = ReadingSchedule()
-        self._slots_by_uid: dict[int, int] = {}
         self._free_slots = list(reversed(range(DEVICE_SLOTS)))
-        self._keys_by_uid: dict[int, CounterKey] = {}  # the uids are those of streams
+        # The place of each group's counters, and its slot in the ring if one was free, by the uid
+        # of its stream.
+        self._counted_groups: dict[int, tuple[CounterKey, int | None]] = {}
         self._absence = DeviceStatusState.UNSUPPORTED  # the reason why no group has counters
         self._failure_count = 0
         self._is_stopped = False
@@ -202,32 +196,32 @@ class DeviceStatusReader:
             self._schedule.record_reading(now_ns, 0, is_unfinished=False)
             return
         try:
-            self._find_keys(tracks)
-            is_unfinished, cost_ns = (
-                self._read_groups(call_count) if self._keys_by_uid else (False, 0)
-            )
+            self._find_counted_groups(tracks)
+            is_unfinished, cost_ns = False, 0
+            if self._counted_groups:
+                is_unfinished, cost_ns = self._read_groups(call_count)
+            else:
+                self._ring.set_word(LiveWord.DEVICE_STATUS, self._absence)
         except Exception as error:  # our error: the job continues
             self._failure_count += 1
             self._is_stopped = self._failure_count >= _MAX_FAILURES
             faults.record_fault("reading the device's progress", error)
             self._schedule.record_reading(now_ns, 0, is_unfinished=True)
             return
-        if not self._keys_by_uid:
-            self._ring.set_word(LiveWord.DEVICE_STATUS, self._absence)
         self._schedule.record_reading(now_ns, cost_ns, is_unfinished=is_unfinished)
 
     def _read_groups(self, call_count: int) -> tuple[bool, int]:
         """Returns whether some group's device is behind, and what the reading cost."""
-        recorders = {key.recorder for key in self._keys_by_uid.values()}
+        recorders = {key.recorder for key, _ in self._counted_groups.values()}
         # The cost is CPU time: on an overloaded host, the thread also waits for a CPU, which costs
         # the job nothing and would delay the next reading by seconds.
         began_ns = thread_time_ns()
         status = self._read_status(recorders)
         cost_ns = thread_time_ns() - began_ns
         now_ns, is_unfinished = monotonic_ns(), False
-        for uid, key in self._keys_by_uid.items():
+        for uid, (key, slot) in self._counted_groups.items():
             if (counts := status.counters.get(key)) is not None:
-                is_unfinished |= self._write_counters(uid, counts, now_ns)
+                is_unfinished |= self._write_counters(uid, slot, counts, now_ns)
         self._is_stopped = status.queried_communicators
         if self._is_stopped:
             self._ring.set_word(LiveWord.DEVICE_STATUS, DeviceStatusState.UNSUPPORTED)
@@ -237,23 +231,24 @@ class DeviceStatusReader:
             self._ring.set_word(LiveWord.DEVICE_STATUS, DeviceStatusState.OFF)
         return is_unfinished, cost_ns
 
-    def _find_keys(self, tracks: Iterable[GroupTrack]) -> None:
+    def _find_counted_groups(self, tracks: Iterable[GroupTrack]) -> None:
         open_streams = self._recorder.groups.streams
-        for uid in [uid for uid in self._keys_by_uid if uid not in open_streams]:
-            del self._keys_by_uid[uid]
-            if (slot := self._slots_by_uid.pop(uid, None)) is not None:
+        for uid in [uid for uid in self._counted_groups if uid not in open_streams]:
+            _, slot = self._counted_groups.pop(uid)
+            if slot is not None:
                 self._free_slots.append(slot)
         for track in tracks:
             stream, group = track.collective_stream, track.group_ref()
-            if stream is None or group is None or stream.uid in self._keys_by_uid:
+            if stream is None or group is None or stream.uid in self._counted_groups:
                 continue
             key = find_counter_key(group)
             if isinstance(key, CounterKey):
-                self._keys_by_uid[stream.uid] = key
+                slot = self._free_slots.pop() if self._free_slots else None
+                self._counted_groups[stream.uid] = key, slot
             else:
                 self._absence = key
 
-    def _write_counters(self, uid: int, counts: Counters, now_ns: int) -> bool:
+    def _write_counters(self, uid: int, slot: int | None, counts: Counters, now_ns: int) -> bool:
         """Writes the counters of a group; returns whether its device is behind the host."""
         enqueued, started, completed = counts
         self._records_starts |= started is not None and started >= 0
@@ -264,9 +259,6 @@ class DeviceStatusReader:
             completed=completed,
             read_ns=now_ns,
         )
-        if uid not in self._slots_by_uid and self._free_slots:
-            self._slots_by_uid[uid] = self._free_slots.pop()
-        slot = self._slots_by_uid.get(uid)
         if slot is not None:
             self._ring.write_device_entry(slot, entry)
         return entry.is_behind_host

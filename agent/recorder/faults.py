@@ -14,7 +14,7 @@ from .dynamo import Result, run_uncompiled
 MAX_FAULTS = 8  # different messages kept
 
 _fault_counts: dict[str, int] = {}
-_listeners: list[Callable[[], None]] = []
+_listener: Callable[[], None] | None = None
 
 
 def record_fault(where: str, error: BaseException) -> None:
@@ -43,8 +43,8 @@ def record_message(message: str) -> None:
         sys.stderr.write(f"hangwatch: {message}\n")
     else:
         _fault_counts["further faults"] = _fault_counts.get("further faults", 0) + 1
-    for listener in _listeners:
-        listener()
+    if _listener is not None:
+        _listener()
 
 
 def extend_method(
@@ -70,9 +70,10 @@ def extend_method(
     setattr(owner, name, extended)
 
 
-def add_listener(listener: Callable[[], None]) -> None:
+def set_listener(listener: Callable[[], None] | None) -> None:
     """Calls ``listener`` after each recorded fault."""
-    _listeners.append(listener)
+    global _listener
+    _listener = listener
 
 
 def format_lines() -> list[str]:

@@ -32,31 +32,16 @@ from hangwatch.model.ranks import Lifecycle
 from hangwatch.ring.layout import CHECK_SLOTS, CHECK_STRUCT, LiveWord
 
 from ..environment import identity, run_dir
-from . import device, dynamo, faults, kernels
+from . import device, dynamo, faults, kernels, ring_file
 from .annotations import UserAnnotations
 from .checks.settings import load_check_settings
 from .group_origins import origin_tracker, track_creations
 from .group_setup import SetupRecorder, wrap_function
 from .native.library import choose_recorder
-from .poller import AgentSupervisor, Poller
+from .poller import Poller
 from .recorder import Recorder
-from .ring_file import (
-    choose_launch,
-    create_ring,
-    find_rendezvous,
-    get_master_address,
-    is_started_as_rank,
-)
 from .stack_dumps import StackDumper
 
-_NEW_GROUP_PARAMETERS = (
-    "ranks",
-    "timeout",
-    "backend",
-    "backend_options",
-    "pg_tag",
-    "use_local_synchronization",
-)
 _MAX_START_WAIT_S = 10.0
 _MAX_PROGRAM_CHARS = 300
 _MAX_MESSAGE_CHARS = 800  # the limit of an exception's message
@@ -75,13 +60,13 @@ def install_recorder() -> None:
     wrap_function("_new_group_with_tag", _enter_new_group, _leave_new_group, _record_lost_group)
     wrap_function("split_group", _enter_split_group, _leave_new_group, _record_lost_group)
     # No rank waits for another to destroy its groups, and a rank may also exit without doing so.
-    wrap_function("destroy_process_group", _record_no_call, _leave_destroy, _record_lost_world)
-    wrap_function("shrink_group", _record_no_call, _leave_new_group, _record_lost_group)
+    wrap_function("destroy_process_group", None, _leave_destroy, _record_lost_world)
+    wrap_function("shrink_group", None, _leave_new_group, _record_lost_group)
     faults.run_guarded("watching the creation of process groups", track_creations)
     faults.run_guarded("counting the Flight Recorder's hooks", device.count_attached_hooks)
     patch_spawn()
     launch = identity.parse_environ(os.environ)
-    if launch.rank is not None and is_started_as_rank(launch):
+    if launch.rank is not None and ring_file.is_started_as_rank(launch):
         _start_recording(launch, launch.rank, launch.world_size)
 
 
@@ -95,7 +80,7 @@ def _become_rank(
             current.rank, current.world_size = rank, world_size
             current.write_identity()
         return
-    chosen = choose_launch(launch, rank, world_size, rendezvous)
+    chosen = ring_file.choose_launch(launch, rank, world_size, rendezvous)
     if chosen is not None:
         _start_recording(chosen, rank, world_size)
 
@@ -104,36 +89,33 @@ def _start_recording(launch: identity.LaunchInfo, rank: int, world_size: int) ->
     """Starts recording, unless another thread does so at the same time: then it waits for that one.
     If recording cannot start, the job runs unwatched, and a message on stderr says so.
     """
+    global current_rank, _lost_before
     if not _start_lock.acquire(timeout=_MAX_START_WAIT_S):
         return
     try:
-        if current_rank is None:
-            _start_recording_once(launch, rank, world_size)
+        if current_rank is not None:
+            return
+        try:
+            current = RankProcess(launch, rank, world_size)
+        except OSError as error:
+            faults.record_message(f"recording is off, the job is not watched: {error}")
+            _lost_before = LossReason.LATE
+            return
+        current_rank = current
+        if _lost_before is not None:
+            current.recorder.groups.mark_incomplete(_lost_before)
+        kernels.set_recorder(current.recorder)
+        setup = current.setup_recorder
+        origin_tracker.set_listeners(setup.announce_foreign_group, setup.complete_foreign_group)
+        # The function returns False; Dynamo sees a constant True in its place.
+        hangwatch._is_compiled = torch.compiler.is_dynamo_compiling
+        hangwatch._watcher = UserAnnotations(current)
+        current.poller.start_thread()
+        atexit.register(_handle_exit)
+        _record_uncaught_exceptions()
+        faults.run_guarded("exempting hangwatch from compilation", dynamo.exempt_own_code)
     finally:
         _start_lock.release()
-
-
-def _start_recording_once(launch: identity.LaunchInfo, rank: int, world_size: int) -> None:
-    global current_rank, _lost_before
-    try:
-        current = RankProcess(launch, rank, world_size)
-    except OSError as error:
-        faults.record_message(f"recording is off, the job is not watched: {error}")
-        _lost_before = LossReason.LATE
-        return
-    current_rank = current
-    if _lost_before is not None:
-        current.recorder.groups.mark_incomplete(_lost_before)
-    kernels.set_recorder(current.recorder)
-    setup = current.setup_recorder
-    origin_tracker.set_listeners(setup.announce_foreign_group, setup.complete_foreign_group)
-    # The function returns False; Dynamo sees a constant True in its place.
-    hangwatch._is_compiled = torch.compiler.is_dynamo_compiling
-    hangwatch._watcher = UserAnnotations(current)
-    current.poller.start_thread()
-    atexit.register(_handle_exit)
-    _record_uncaught_exceptions()
-    faults.run_guarded("exempting hangwatch from compilation", dynamo.exempt_own_code)
 
 
 class RankProcess:
@@ -143,14 +125,13 @@ class RankProcess:
         """Raises OSError if the ring cannot be created."""
         self.launch = launch
         self.rank, self.world_size = rank, world_size
-        self.master_address = get_master_address()
+        self.master_address = ring_file.get_master_address()
         pid = os.getpid()
         start_ticks = run_dir.read_start_ticks(pid)
-        self.key = run_dir.format_process_key(pid, start_ticks)
         check_settings = load_check_settings(os.environ)
         check_table_bytes = CHECK_STRUCT.size * CHECK_SLOTS if check_settings.any_enabled else 0
-        self.folder, self.ring = create_ring(self.key, pid, start_ticks, check_table_bytes)
-        self._stack_dumper = StackDumper(self.ring.path, self.ring)
+        folder, self.ring = ring_file.create_ring(pid, start_ticks, check_table_bytes)
+        self._stack_dumper = StackDumper(self.ring)
         native, self._python_reason = choose_recorder(os.environ)
         checker = None
         for problem in check_settings.problems:
@@ -164,10 +145,8 @@ class RankProcess:
         self.write_identity()
         self.set_lifecycle(Lifecycle.STARTING)
         self.setup_recorder = SetupRecorder(self.recorder)
-        self.poller = Poller(
-            self.ring, self.recorder, AgentSupervisor(self.folder), self._stack_dumper
-        )
-        faults.add_listener(self._write_faults)
+        self.poller = Poller(self.recorder, folder, self._stack_dumper)
+        faults.set_listener(self._write_faults)
         self._write_faults()
 
     def write_identity(self) -> None:
@@ -204,17 +183,15 @@ class RankProcess:
 def _record_lost_world() -> None:
     """Marks all streams as incomplete, since groups are identified by the number of their world."""
     global _lost_before
-    current = current_rank
-    if current is None:
+    if current_rank is None:
         _lost_before = LossReason.FAULT
     else:
-        current.recorder.groups.mark_incomplete(LossReason.FAULT)
+        current_rank.recorder.groups.mark_incomplete(LossReason.FAULT)
 
 
 def _record_lost_group() -> None:
-    current = current_rank
-    if current is not None:
-        current.setup_recorder.mark_incomplete(LossReason.FAULT)
+    if current_rank is not None:
+        current_rank.setup_recorder.mark_incomplete(LossReason.FAULT)
 
 
 def _reset_after_fork() -> None:
@@ -226,6 +203,7 @@ def _reset_after_fork() -> None:
     kernels.set_recorder(None)
     origin_tracker.clear_listeners()
     hangwatch._watcher = None
+    faults.set_listener(None)
 
 
 def _enter_init(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -233,7 +211,7 @@ def _enter_init(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None
     signature = inspect.signature(inspect.unwrap(c10d.init_process_group))
     arguments = signature.bind(*args, **kwargs).arguments
-    rendezvous = find_rendezvous(arguments)
+    rendezvous = ring_file.find_rendezvous(arguments)
     launch = identity.parse_environ(os.environ, rendezvous)
     rank = arguments.get("rank", -1)
     world_size = arguments.get("world_size", -1)
@@ -245,7 +223,7 @@ def _enter_init(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if current is None:
         return None
     kernels.register_operators()
-    current.master_address = rendezvous or get_master_address()
+    current.master_address = rendezvous or ring_file.get_master_address()
     current.write_identity()
     current.setup_recorder.begin_world(world_size if world_size > 0 else current.world_size)
     current.set_lifecycle(Lifecycle.INITIALISING)
@@ -271,7 +249,8 @@ def _enter_new_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Records the call, except with use_local_synchronization: then only the members call, so the
     order of their calls proves nothing about other ranks.
     """
-    arguments = dict(zip(_NEW_GROUP_PARAMETERS, args, strict=False)) | kwargs
+    parameters = inspect.signature(c10d._new_group_with_tag).parameters
+    arguments = dict(zip(parameters, args, strict=False)) | kwargs
     current = current_rank
     if current is None or arguments.get("use_local_synchronization"):
         return None
@@ -296,12 +275,10 @@ def _enter_split_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _leave_new_group(token: Any, returned: bool) -> None:
-    if token is None:
-        return
-    call, named_before = token
-    if not returned and _count_named_groups() == named_before:
+    call, named_before = token or (None, 0)
+    if call is not None and not returned and _count_named_groups() == named_before:
         # An argument was wrong: the next group gets the name that this one would have had.
-        SetupRecorder.retract_call(call)
+        call[0].retract_call(call)
     else:
         SetupRecorder.leave_call(call, returned)
 
@@ -311,22 +288,16 @@ def _count_named_groups() -> int:
     return int(c10d._world.group_count)
 
 
-def _record_no_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    pass
-
-
 def _leave_destroy(token: Any, returned: bool) -> None:
-    current = current_rank
-    if current is not None and returned and not dist.is_initialized():
-        current.set_lifecycle(Lifecycle.DESTROYED)
+    if current_rank is not None and returned and not dist.is_initialized():
+        current_rank.set_lifecycle(Lifecycle.DESTROYED)
 
 
 def _handle_exit() -> None:
-    current = current_rank
-    if current is not None:
-        current.set_lifecycle(Lifecycle.EXITING)
+    if current_rank is not None:
+        current_rank.set_lifecycle(Lifecycle.EXITING)
         # A daemon thread that outlives the interpreter can crash the process.
-        current.poller.stop_thread()
+        current_rank.poller.stop_thread()
         faults.run_guarded("waiting for the backend's threads", wait_until_idle)
 
 

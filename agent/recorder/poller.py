@@ -25,7 +25,6 @@ from . import faults
 from .device import DeviceStatusReader
 from .recorder import Recorder
 from .stack_dumps import StackDumper
-from .writer import RingWriter
 
 POLL_INTERVAL_S = 0.1
 _CHECK_INTERVAL_S = 2.0
@@ -53,16 +52,12 @@ _RANK_ONLY_VARIABLES = (
 class Poller:
     """A daemon thread that takes the GIL for some 20 microseconds ten times a second."""
 
-    def __init__(
-        self,
-        ring: RingWriter,
-        recorder: Recorder,
-        supervisor: AgentSupervisor,
-        stack_dumper: StackDumper,
-    ) -> None:
-        self._ring, self._recorder, self._supervisor = ring, recorder, supervisor
+    def __init__(self, recorder: Recorder, folder: Path, stack_dumper: StackDumper) -> None:
+        """``folder`` is the run directory."""
+        self._ring, self._recorder = recorder.ring, recorder
+        self._supervisor = AgentSupervisor(folder)
         self._stack_dumper = stack_dumper
-        self._device_status = DeviceStatusReader(ring, recorder)
+        self._device_status = DeviceStatusReader(recorder)
         self._stop_event = threading.Event()
         self._thread = threading.Thread(
             target=self._run_loop, name=RECORDER_THREAD_NAME, daemon=True
@@ -174,9 +169,8 @@ class AgentSupervisor:
             os.close(fd)
             return
         self._start_lock_fd, self._start_deadline = fd, now + _START_TIMEOUT_S
-        env = {k: v for k, v in os.environ.items() if k not in _RANK_ONLY_VARIABLES} | {
-            "PYTHONSAFEPATH": "1"
-        }
+        env = {k: v for k, v in os.environ.items() if k not in _RANK_ONLY_VARIABLES}
+        env["PYTHONSAFEPATH"] = "1"
         # The agent gets its own session and none of our descriptors: `torchrun ... | tee log` must
         # end when the ranks do. The process started here forks again and exits immediately, so that
         # the agent is no child of the rank.

@@ -22,9 +22,7 @@ from ..environment.identity import LaunchInfo
 from .writer import RingWriter
 
 
-def create_ring(
-    key: str, pid: int, start_ticks: int, extra_bytes: int = 0
-) -> tuple[Path, RingWriter]:
+def create_ring(pid: int, start_ticks: int, extra_bytes: int = 0) -> tuple[Path, RingWriter]:
     """Creates the ring of this process; returns it after the run directory that it is in.
 
     It tries twice. A node agent that exits may remove its empty run directory before the ring is
@@ -32,7 +30,7 @@ def create_ring(
     name. Raises OSError if there can be no ring.
     """
     try:
-        return _create_ring_once(key, pid, start_ticks, extra_bytes)
+        return _create_ring_once(pid, start_ticks, extra_bytes)
     except FileNotFoundError:
         pass
     except FileExistsError as error:
@@ -44,14 +42,12 @@ def create_ring(
         if lifecycle > Lifecycle.STARTING:
             raise
         existing.unlink()
-    return _create_ring_once(key, pid, start_ticks, extra_bytes)
+    return _create_ring_once(pid, start_ticks, extra_bytes)
 
 
-def _create_ring_once(
-    key: str, pid: int, start_ticks: int, extra_bytes: int
-) -> tuple[Path, RingWriter]:
+def _create_ring_once(pid: int, start_ticks: int, extra_bytes: int) -> tuple[Path, RingWriter]:
     folder = run_dir.ensure_run_dir(os.environ["HANGWATCH_URL"])
-    path = folder / (key + run_dir.RING_SUFFIX)
+    path = folder / (run_dir.format_process_key(pid, start_ticks) + run_dir.RING_SUFFIX)
     return folder, RingWriter(path, pid=pid, start_ticks=start_ticks, extra_bytes=extra_bytes)
 
 

@@ -34,11 +34,11 @@ _dump_file: Any = None  # faulthandler writes to its descriptor as long as the p
 class StackDumper:
     """Answers the node agent's requests for stacks, in the thread that calls `answer_request`."""
 
-    def __init__(self, ring_path: Path, ring: RingWriter) -> None:
+    def __init__(self, ring: RingWriter) -> None:
         """The stacks go to a file beside the ring. Raises OSError if it cannot be created."""
         self._ring = ring
-        self._path = ring_path.with_suffix(run_dir.STACKS_SUFFIX)
-        self._list_path = ring_path.with_suffix(run_dir.THREADS_SUFFIX)
+        self._path = ring.path.with_suffix(run_dir.STACKS_SUFFIX)
+        self._list_path = ring.path.with_suffix(run_dir.THREADS_SUFFIX)
         self._answered = 0
         self._listed_idents: tuple[int, ...] = ()
         self._listed_at_ns = 0

@@ -14,55 +14,21 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
-from hangwatch.ring.layout import (
-    CHECKS_OFFSET,
-    DEVICE_OFFSET,
-    DEVICE_STRUCT,
-    EXCEPTION_OFFSET,
-    FAULTS_OFFSET,
-    HEADER_SIZE,
-    HEAP_OFFSET,
-    HEAP_SIZE,
-    IDENTITY_OFFSET,
-    IDENTITY_SIZE,
-    INITIAL_PARTS,
-    INTERNED_SIZE,
-    INTERNED_STRUCT,
-    LAYOUT_VERSION,
-    LIVE_OFFSET,
-    LOSS_STRUCT,
-    LOSSES_OFFSET,
-    MAGIC,
-    NOTE_SIZE,
-    NOTE_STRUCT,
-    RECORD_SLOTS,
-    RECORD_STRUCT,
-    RECORDS_OFFSET,
-    SIGNATURE_SLOTS,
-    SIGNATURES_OFFSET,
-    SITE_SLOTS,
-    SITES_OFFSET,
-    STREAM_SLOTS,
-    STREAM_STRUCT,
-    STREAMS_OFFSET,
-    TABLES_STRUCT,
-    LiveWord,
-    pack_loss,
-    unpack_loss,
-)
+from hangwatch.ring import layout
+from hangwatch.ring.layout import RECORD_SLOTS, RECORD_STRUCT, RECORDS_OFFSET, LiveWord
 from hangwatch.ring.parts import DeviceEntry
 
 # An interned entry is written again once this many newer ones exist. Until then, no record in the
 # ring refers to an entry that was overwritten.
-SIGNATURE_LIFETIME_ENTRIES = SIGNATURE_SLOTS - RECORD_SLOTS
-SITE_LIFETIME_ENTRIES = SITE_SLOTS // 2
+SIGNATURE_LIFETIME_ENTRIES = layout.SIGNATURE_SLOTS - RECORD_SLOTS
+SITE_LIFETIME_ENTRIES = layout.SITE_SLOTS // 2
 _HEAP_UNIT = 64  # bytes: descriptions of about the same length can take each other's place
 _ALLOCATION_BYTES = 1 << 16  # the amount by which a table or the heap grows
 # The ends of the parts that grow, by their beginnings.
 _MAX_ENDS = {
-    LOSSES_OFFSET: STREAMS_OFFSET,
-    STREAMS_OFFSET: RECORDS_OFFSET,
-    HEAP_OFFSET: CHECKS_OFFSET,
+    layout.LOSSES_OFFSET: layout.STREAMS_OFFSET,
+    layout.STREAMS_OFFSET: RECORDS_OFFSET,
+    layout.HEAP_OFFSET: layout.CHECKS_OFFSET,
 }
 
 
@@ -80,15 +46,15 @@ class RingWriter:
 
         ``extra_bytes`` are for the check table.
         """
-        size = CHECKS_OFFSET + extra_bytes
+        size = layout.CHECKS_OFFSET + extra_bytes
         self.path = path
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, size)
-            for start, end in INITIAL_PARTS:
+            for start, end in layout.INITIAL_PARTS:
                 os.posix_fallocate(fd, start, end - start)
             if extra_bytes:
-                os.posix_fallocate(fd, CHECKS_OFFSET, extra_bytes)
+                os.posix_fallocate(fd, layout.CHECKS_OFFSET, extra_bytes)
             self.map = mmap.mmap(fd, size)
         except OSError:
             os.unlink(path)
@@ -96,7 +62,8 @@ class RingWriter:
         finally:
             os.close(fd)
         self._words = memoryview(self.map).cast("Q")
-        self._live_words = self._words[LIVE_OFFSET // 8 : LIVE_OFFSET // 8 + len(LiveWord)]
+        first_live_word = layout.LIVE_OFFSET // 8
+        self._live_words = self._words[first_live_word : first_live_word + len(LiveWord)]
         # A stream takes an index, writes the record into its slot, and sets `written_count`.
         self.record_indices = itertools.count()
         self.written_count = 0  # records
@@ -113,15 +80,17 @@ class RingWriter:
         self._free_spans: dict[int, list[int]] = {}
         # The ends of the allocated parts of the tables and the heap, by the offset of their
         # beginning.
-        self._allocated_ends = dict(zip(_MAX_ENDS, (end for _, end in INITIAL_PARTS), strict=True))
-        TABLES_STRUCT.pack_into(
-            self.map, 0, b"\0" * 8, LAYOUT_VERSION, HEADER_SIZE, size,
-            STREAMS_OFFSET, STREAM_SLOTS, RECORDS_OFFSET, RECORD_SLOTS,
-            SIGNATURES_OFFSET, SIGNATURE_SLOTS, SITES_OFFSET, SITE_SLOTS,
-            HEAP_OFFSET, HEAP_SIZE, pid, 0, start_ticks,
+        initial_ends = (end for _, end in layout.INITIAL_PARTS)
+        self._allocated_ends = dict(zip(_MAX_ENDS, initial_ends, strict=True))
+        layout.TABLES_STRUCT.pack_into(
+            self.map, 0, b"\0" * 8, layout.LAYOUT_VERSION, layout.HEADER_SIZE, size,
+            layout.STREAMS_OFFSET, layout.STREAM_SLOTS, RECORDS_OFFSET, RECORD_SLOTS,
+            layout.SIGNATURES_OFFSET, layout.SIGNATURE_SLOTS,
+            layout.SITES_OFFSET, layout.SITE_SLOTS,
+            layout.HEAP_OFFSET, layout.HEAP_SIZE, pid, 0, start_ticks,
         )  # fmt: skip
-        self._live_words[LiveWord.LOSSES] = LOSSES_OFFSET
-        self.map[0:8] = MAGIC  # last: from here on, readers accept the file as a ring
+        self._live_words[LiveWord.LOSSES] = layout.LOSSES_OFFSET
+        self.map[0:8] = layout.MAGIC  # last: from here on, readers accept the file as a ring
 
     def set_word(self, word: LiveWord, value: int) -> None:
         self._live_words[word] = value
@@ -130,13 +99,14 @@ class RingWriter:
         return self._live_words[word]
 
     def write_identity(self, data: Mapping[str, Any]) -> None:
-        self._write_note(IDENTITY_OFFSET, IDENTITY_SIZE, data)
+        self._write_note(layout.IDENTITY_OFFSET, layout.IDENTITY_SIZE, data)
 
     def write_exception(self, data: Mapping[str, Any]) -> None:
-        self._write_note(EXCEPTION_OFFSET, NOTE_SIZE, data)
+        self._write_note(layout.EXCEPTION_OFFSET, layout.NOTE_SIZE, data)
 
     def write_faults(self, lines: list[str]) -> None:
-        self._write_note(FAULTS_OFFSET, NOTE_SIZE, {"lines": [line[:200] for line in lines]})
+        data = {"lines": [line[:200] for line in lines]}
+        self._write_note(layout.FAULTS_OFFSET, layout.NOTE_SIZE, data)
 
     def intern_signature(self, data: Mapping[str, Any]) -> int:
         """Interns a signature; its number is valid for `SIGNATURE_LIFETIME_ENTRIES` further ones."""
@@ -144,12 +114,12 @@ class RingWriter:
         if number % (SIGNATURE_LIFETIME_ENTRIES // 2) == 0:
             self._rollover_callback()
         raw = _encode_json(data)
-        if len(raw) > INTERNED_SIZE - INTERNED_STRUCT.size:
+        if len(raw) > layout.INTERNED_SIZE - layout.INTERNED_STRUCT.size:
             short = {
                 name: value for name, value in data.items() if name not in ("splits", "detail")
             }
             raw = _encode_json(short | {"shapes": [*data.get("shapes", [])[:2], []]})
-        self._write_interned(SIGNATURES_OFFSET, SIGNATURE_SLOTS, number, raw)
+        self._write_interned(layout.SIGNATURES_OFFSET, layout.SIGNATURE_SLOTS, number, raw)
         return number
 
     def intern_site(self, data: Mapping[str, Any]) -> int:
@@ -157,7 +127,7 @@ class RingWriter:
         number = self._last_site = next(self._site_counter)
         if number % (SITE_LIFETIME_ENTRIES // 2) == 0:
             self._rollover_callback()
-        self._write_interned(SITES_OFFSET, SITE_SLOTS, number, _encode_json(data))
+        self._write_interned(layout.SITES_OFFSET, layout.SITE_SLOTS, number, _encode_json(data))
         return number
 
     def set_rollover_callback(self, callback: Callable[[], None]) -> None:
@@ -183,8 +153,8 @@ class RingWriter:
         except (KeyError, IndexError):
             at = self._take_heap(size)
             self._live_words[LiveWord.HEAP_USED] = self._heap_used = at + size
-        start = HEAP_OFFSET + at
-        self._allocate(HEAP_OFFSET, start + size)
+        start = layout.HEAP_OFFSET + at
+        self._allocate(layout.HEAP_OFFSET, start + size)
         self.map[start : start + len(raw)] = raw
         return at, len(raw)
 
@@ -214,7 +184,7 @@ class RingWriter:
         full.
         """
         at = self._heap_used
-        while at + length <= HEAP_SIZE:
+        while at + length <= layout.HEAP_SIZE:
             claim = [at + length]
             span = self._heap_spans.setdefault(at, claim)
             if span is claim:
@@ -226,15 +196,19 @@ class RingWriter:
         with contextlib.suppress(IndexError):
             return self._free_slots.pop()
         slot = next(self._slot_counter)
-        if slot >= STREAM_SLOTS:
-            raise OverflowError(f"more than {STREAM_SLOTS} process groups and channels at a time")
-        self._allocate(LOSSES_OFFSET, LOSSES_OFFSET + (slot + 1) * LOSS_STRUCT.size)
-        self._allocate(STREAMS_OFFSET, STREAMS_OFFSET + (slot + 1) * STREAM_STRUCT.size)
+        if slot >= layout.STREAM_SLOTS:
+            raise OverflowError(
+                f"more than {layout.STREAM_SLOTS} process groups and channels at a time"
+            )
+        losses_size = (slot + 1) * layout.LOSS_STRUCT.size
+        streams_size = (slot + 1) * layout.STREAM_STRUCT.size
+        self._allocate(layout.LOSSES_OFFSET, layout.LOSSES_OFFSET + losses_size)
+        self._allocate(layout.STREAMS_OFFSET, layout.STREAMS_OFFSET + streams_size)
         self._used_slots.append(slot)
         # The number is written again if another thread took a slot meanwhile, and so a greater one.
         while self._live_words[LiveWord.SEQUENCES] != (count := len(self._used_slots)):
             self._live_words[LiveWord.SEQUENCES] = count
-        return STREAMS_OFFSET + slot * STREAM_STRUCT.size
+        return layout.STREAMS_OFFSET + slot * layout.STREAM_STRUCT.size
 
     @property
     def used_slot_count(self) -> int:
@@ -264,30 +238,30 @@ class RingWriter:
             self._free_slots.append(at)
             raise
         self._words[self.get_loss_word(at >> 3)] = 0
-        STREAM_STRUCT.pack_into(self.map, at, 0, 0, 0, 0, 0, uid, length, offset)
+        layout.STREAM_STRUCT.pack_into(self.map, at, 0, 0, 0, 0, 0, uid, length, offset)
         self._live_words[LiveWord.OPENED] = max(uid, self._live_words[LiveWord.OPENED])
         return at >> 3
 
     def close_stream(self, slot: int) -> None:
         """Allows other streams to take the slot and the room of the description."""
-        *_, length, offset = STREAM_STRUCT.unpack_from(self.map, slot << 3)
-        STREAM_STRUCT.pack_into(self.map, slot << 3, *([0] * 8))
+        *_, length, offset = layout.STREAM_STRUCT.unpack_from(self.map, slot << 3)
+        layout.STREAM_STRUCT.pack_into(self.map, slot << 3, *([0] * 8))
         self._free_slots.append(slot << 3)
         self._free_spans.setdefault(_round_up(length, _HEAP_UNIT), []).append(offset)
 
     def get_loss_word(self, slot: int) -> int:
         """The index of the word in the loss table that belongs to a slot of the stream table."""
-        number = ((slot << 3) - STREAMS_OFFSET) // STREAM_STRUCT.size
-        return (LOSSES_OFFSET + number * LOSS_STRUCT.size) >> 3
+        number = ((slot << 3) - layout.STREAMS_OFFSET) // layout.STREAM_STRUCT.size
+        return (layout.LOSSES_OFFSET + number * layout.LOSS_STRUCT.size) >> 3
 
     def record_loss(self, slot: int, from_seq: int, reason: int) -> None:
         """Records that the numbers of a stream's calls are not certain from ``from_seq`` on. An
         earlier loss is kept.
         """
         word = self.get_loss_word(slot)
-        known_seq, _ = unpack_loss(self._words[word])
+        known_seq, _ = layout.unpack_loss(self._words[word])
         if not known_seq or from_seq < known_seq:
-            self._words[word] = pack_loss(from_seq, reason)
+            self._words[word] = layout.pack_loss(from_seq, reason)
 
     def write_progress(self, slot: int, completed: int, pending_ns: int) -> None:
         """Writes how far a stream is complete. Each word is written atomically."""
@@ -296,11 +270,11 @@ class RingWriter:
 
     def write_device_entry(self, slot: int, entry: DeviceEntry) -> None:
         """Writes how far the device has come in one group; ``slot`` is below `DEVICE_SLOTS`."""
-        offset = DEVICE_OFFSET + slot * DEVICE_STRUCT.size
+        offset = layout.DEVICE_OFFSET + slot * layout.DEVICE_STRUCT.size
         lock = self._words[offset >> 3]
         self._words[offset >> 3] = lock + 1
         started = -1 if entry.started is None else entry.started
-        DEVICE_STRUCT.pack_into(
+        layout.DEVICE_STRUCT.pack_into(
             self.map, offset, lock + 1, entry.uid, entry.started is not None,
             entry.enqueued, started, entry.completed, entry.read_ns,
         )  # fmt: skip
@@ -320,16 +294,17 @@ class RingWriter:
         self._live_words[LiveWord.RECORDS] = written
 
     def _write_interned(self, table: int, count: int, number: int, raw: bytes) -> None:
-        at = table + (number % count) * INTERNED_SIZE
-        raw = raw[: INTERNED_SIZE - INTERNED_STRUCT.size]
+        at = table + (number % count) * layout.INTERNED_SIZE
+        raw = raw[: layout.INTERNED_SIZE - layout.INTERNED_STRUCT.size]
         self._words[at >> 3] = 0
-        INTERNED_STRUCT.pack_into(self.map, at, 0, len(raw))
-        self.map[at + INTERNED_STRUCT.size : at + INTERNED_STRUCT.size + len(raw)] = raw
+        layout.INTERNED_STRUCT.pack_into(self.map, at, 0, len(raw))
+        start = at + layout.INTERNED_STRUCT.size
+        self.map[start : start + len(raw)] = raw
         self._words[at >> 3] = number
 
     def _write_note(self, at: int, max_bytes: int, data: Mapping[str, Any]) -> None:
         raw = _encode_json(data)
-        if len(raw) > max_bytes - NOTE_STRUCT.size:
+        if len(raw) > max_bytes - layout.NOTE_STRUCT.size:
             raw = _encode_json(
                 {
                     k: v[:200] if isinstance(v, str) else v
@@ -339,8 +314,9 @@ class RingWriter:
             )
         lock = self._words[at >> 3]
         self._words[at >> 3] = lock + 1
-        NOTE_STRUCT.pack_into(self.map, at, lock + 1, len(raw))
-        self.map[at + NOTE_STRUCT.size : at + NOTE_STRUCT.size + len(raw)] = raw
+        layout.NOTE_STRUCT.pack_into(self.map, at, lock + 1, len(raw))
+        start = at + layout.NOTE_STRUCT.size
+        self.map[start : start + len(raw)] = raw
         self._words[at >> 3] = lock + 2
 
 

@@ -33,7 +33,7 @@ class TargetRank:
         self.ring = RingWriter(
             folder / (key + run_dir.RING_SUFFIX), pid=pid, start_ticks=run_dir.read_start_ticks(pid)
         )
-        self.dumper = StackDumper(self.ring.path, self.ring)
+        self.dumper = StackDumper(self.ring)
         self.ring.write_identity(
             {
                 "job": "node-test", "restart": 0, "rank": rank, "world_size": 2, "local_rank": rank, "python": "3", "torch": "2",

@@ -431,7 +431,7 @@ from hangwatch.agent.recorder.stack_dumps import StackDumper
 from hangwatch.agent.recorder.writer import RingWriter
 path = Path(sys.argv[1])
 ring = RingWriter(path, pid=os.getpid(), start_ticks=read_start_ticks(os.getpid()))
-dumper = StackDumper(path, ring)
+dumper = StackDumper(ring)
 def answer():
     dumper.start_answering()
     while True:

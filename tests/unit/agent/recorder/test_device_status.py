@@ -48,8 +48,8 @@ class WatchedProcess:
         self.status = FlightRecorderStatus(is_enabled=True, counters={})
         self.error: Exception | None = None
         self.read_count = 0
-        recorder = cast(Recorder, SimpleNamespace(groups=self.registry))
-        self.reader = DeviceStatusReader(self.ring, recorder, self.read_status, environment)
+        recorder = cast(Recorder, SimpleNamespace(ring=self.ring, groups=self.registry))
+        self.reader = DeviceStatusReader(recorder, self.read_status, environment)
         self._groups: list[FakeGroup] = []
         self._now_ns = 1000 * SECOND_NS
 

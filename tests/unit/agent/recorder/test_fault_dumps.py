@@ -34,7 +34,7 @@ class Activations:
 
 
 def test_stacks_are_written_once_for_each_request(ring: RingWriter) -> None:
-    dumper = StackDumper(ring.path, ring)
+    dumper = StackDumper(ring)
     dumper.answer_request()
     assert not ring.path.with_suffix(run_dir.STACKS_SUFFIX).exists()
     for request in (7, 8):
@@ -65,7 +65,7 @@ def test_a_dump_keeps_nothing_of_other_threads_alive(ring: RingWriter) -> None:
     entered.wait()
     gc.disable()
     try:
-        dumper = StackDumper(ring.path, ring)
+        dumper = StackDumper(ring)
         ring.set_word(LiveWord.STACKS_REQUEST, 1)
         dumper.answer_request()
         assert "train_step" in read_stacks(ring)
@@ -77,7 +77,7 @@ def test_a_dump_keeps_nothing_of_other_threads_alive(ring: RingWriter) -> None:
 
 
 def test_threads_are_listed_before_stacks_are_requested(ring: RingWriter) -> None:
-    dumper = StackDumper(ring.path, ring)
+    dumper = StackDumper(ring)
     dumper.answer_request()
     entries = json.loads(ring.path.with_suffix(run_dir.THREADS_SUFFIX).read_bytes())
     assert [threading.get_ident(), threading.get_native_id(), "MainThread"] in entries
@@ -87,7 +87,7 @@ def test_without_the_gil_no_thread_is_stopped(
     ring: RingWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
-    dumper = StackDumper(ring.path, ring)
+    dumper = StackDumper(ring)
     ring.set_word(LiveWord.STACKS_REQUEST, 1)
     dumper.answer_request()
     assert read_stacks(ring) == run_dir.NO_GIL_TEXT

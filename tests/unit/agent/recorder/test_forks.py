@@ -1,0 +1,19 @@
+"""What a forked child of a rank leaves alone: the ring is its parent's."""
+
+from __future__ import annotations
+
+import pytest
+
+from hangwatch.agent.recorder import faults, installation
+
+
+def test_child_reports_no_faults_in_the_ring_of_its_parent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(faults, "_fault_counts", {})
+    reported: list[list[str]] = []
+    faults.set_listener(lambda: reported.append(faults.format_lines()))
+    faults.record_message("of the parent")
+    installation._reset_after_fork()
+    faults.record_message("of the child")
+    assert reported == [["of the parent"]]
