@@ -132,10 +132,12 @@ class RankProcess:
         check_table_bytes = CHECK_STRUCT.size * CHECK_SLOTS if check_settings.any_enabled else 0
         folder, self.ring = ring_file.create_ring(pid, start_ticks, check_table_bytes)
         self._stack_dumper = StackDumper(self.ring)
-        native, self._python_reason = choose_recorder(os.environ)
-        checker = None
+        native, self._python_reason = choose_recorder(
+            os.environ, has_checks=check_settings.any_enabled
+        )
         for problem in check_settings.problems:
             faults.record_message(problem)
+        checker = None
         if check_settings.any_enabled:
             # Most jobs enable no checks, and need not load them.
             from .checks.inspection import CallChecker

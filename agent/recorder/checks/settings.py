@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 CHECK_NAMES = ("replicas", "nonfinite", "values")
 DEFAULT_SAMPLE_EVERY = 16  # one in so many calls is sampled
-PYTHON_ONLY_REASON = "only the Python recorder supports HANGWATCH_CHECKS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

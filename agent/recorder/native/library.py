@@ -15,7 +15,6 @@ from hangwatch.model.calls import LossReason
 from hangwatch.ring.layout import RECORD_SLOTS, RECORDS_OFFSET
 
 from .. import faults
-from ..checks.settings import PYTHON_ONLY_REASON, load_check_settings
 from ..streams import CallDetails, EnteredCall, StreamRecorder
 from ..writer import RingWriter
 from . import cache
@@ -71,15 +70,17 @@ _QUICK_FUNCTIONS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def choose_recorder(env: Mapping[str, str]) -> tuple[NativeLibrary | None, str]:
+def choose_recorder(
+    env: Mapping[str, str], *, has_checks: bool = False
+) -> tuple[NativeLibrary | None, str]:
     """The native recorder, or None and the reason. With HANGWATCH_RECORDER=native, the reason is
     also shown to the user, who requested this recorder.
     """
     mode = cache.get_recorder_mode(env)
     if mode == "python":
         return None, "HANGWATCH_RECORDER=python"
-    if load_check_settings(env).any_enabled:
-        native, reason = None, PYTHON_ONLY_REASON
+    if has_checks:
+        native, reason = None, "only the Python recorder supports HANGWATCH_CHECKS"
     else:
         native, reason = _find_library(env)
     if native is None and mode == "native":
