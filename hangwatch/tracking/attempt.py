@@ -173,7 +173,7 @@ class Attempt:
                 oldest_at = min(oldest_at, seen_at)
                 if seen_at <= before:
                     unreported.append(rank)
-        self._all_reported_since = oldest_at if self.processes else 0.0
+        self._all_reported_since = oldest_at
         return unreported
 
     def has_group(self, identity: heartbeat.StreamIdentity) -> bool:

@@ -260,7 +260,8 @@ def _apply_stream_update(
     old_first_unfinished, old_completed = stream.first_unfinished, stream.completed or 0
     peer = stream.peer
     if (
-        entered > stream.entered
+        peer is not None
+        and entered > stream.entered
         and peer in attempt.suspects
         and stream.last_growth[1] <= attempt.processes[peer].reports.last_seen_at
     ):

@@ -69,4 +69,7 @@ class Problem(Exception):
 
 def describe_validation_errors(errors: Any) -> list[dict[str, Any]]:
     """pydantic's errors without the input: that may be large, or secret."""
-    return [{"at": ".".join(map(str, e["loc"])), "message": e["msg"]} for e in list(errors)[:20]]
+    return [
+        {"at": ".".join(map(str, error["loc"])), "message": error["msg"]}
+        for error in list(errors)[:20]
+    ]

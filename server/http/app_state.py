@@ -93,7 +93,7 @@ class AppState:
         if published is not None and published.rank_states and is_large(attempt.rank_count):
             return published.rank_states
         records = self.shared.incidents.list_open(attempt)
-        lost_after_s = self.watch.report_scheduler.lost_after_s
+        lost_after_s = self.watch.report_scheduler.limits.lost_after_s
         return compute_states(attempt, records, self.now(), lost_after_s)
 
     def describe_job(self, attempt: Attempt) -> JobView:

@@ -257,7 +257,8 @@ def keep_known_positions(
 ) -> tuple[DevicePosition, ...]:
     """``now``, but unchanged positions keep their age; ``before`` if nothing is known any more."""
     earlier = {(p.rank, p.group, p.counters): p for p in before}
-    return tuple(earlier.get((p.rank, p.group, p.counters), p) for p in now) or tuple(before)
+    current = [earlier.get((p.rank, p.group, p.counters), p) for p in now]
+    return tuple(current or before)
 
 
 def add_device_advice(verdict: Verdict, attempt: Attempt) -> str:

@@ -137,11 +137,6 @@ class ReportScheduler:
         return replace(self.configured_limits, report_interval_s=self.max_gap_s)
 
     @property
-    def lost_after_s(self) -> float:
-        """Seconds without a heartbeat after which a host is lost."""
-        return self.limits.lost_after_s
-
-    @property
     def recent_s(self) -> float:
         """The age in seconds up to which a heartbeat is recent enough to end a rank because of it."""
         return max(MIN_RECENT_S, RECENT_HEARTBEATS * self.max_gap_s)
@@ -154,7 +149,7 @@ class ReportScheduler:
         interval_s = self.interval_s
         if interval_s >= STEADY_INTERVAL_S:  # a large job's heartbeats need nothing more
             return None
-        wanted_s = min(STEADY_INTERVAL_S, self.lost_after_s / 2)
+        wanted_s = min(STEADY_INTERVAL_S, self.limits.lost_after_s / 2)
         return wanted_s if wanted_s > interval_s else None
 
     def make_reply(

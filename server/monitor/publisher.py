@@ -47,9 +47,12 @@ class Pace:
     @property
     def steps_per_s(self) -> float | None:
         """The pace over the last minute at most; None while too little is known."""
-        if not self._samples or (span := self._samples[-1][0] - self._samples[0][0]) < MIN_SPAN_S:
+        if not self._samples:
             return None
-        return max(0.0, (self._samples[-1][1] - self._samples[0][1]) / span)
+        began_at, first_step = self._samples[0]
+        ended_at, last_step = self._samples[-1]
+        span_s = ended_at - began_at
+        return max(0.0, (last_step - first_step) / span_s) if span_s >= MIN_SPAN_S else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,7 +116,7 @@ class ChangePublisher:
         if now < published.paused_until:
             return
         records = shared.incidents.list_open(attempt)
-        lost_after_s = self.diagnoser.report_scheduler.lost_after_s
+        lost_after_s = self.diagnoser.report_scheduler.limits.lost_after_s
 
         def compute_states() -> tuple[dict[int, RankState], JobView, StateChanges]:
             """The state of each rank, the job, and the ranks whose state changed."""

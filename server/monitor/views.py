@@ -80,7 +80,7 @@ def describe_rank(
                 name=s.group.name,
                 desc=s.group.desc,
                 ranks=s.group.known_ranks if members else (),
-                outside=[m.label for m in s.group.outside_members] if members else (),
+                outside=s.group.outside_labels if members else (),
                 entered=s.entered,
                 completed=s.completed,
                 op=s.op,
@@ -121,7 +121,7 @@ def describe_group(attempt: Attempt, key: GroupKey) -> GroupView:
         backend=first.group.backend,
         generation=first.group.generation,
         ranks=first.group.known_ranks,
-        outside=[member.label for member in first.group.outside_members],
+        outside=first.group.outside_labels,
         members=[
             GroupMemberView(
                 rank=r,
@@ -204,15 +204,13 @@ def find_culprit_frame(incident: Incident) -> Frame | None:
     """The culprit's innermost frame outside libraries, with the text of its line if a stack has it;
     else the site of the incident without the text.
     """
-    site = incident.site
+    site, culprits = incident.site, set(incident.culprits)
     for stack in incident.stacks:
-        if not set(stack.ranks) & set(incident.culprits):
-            continue
         frame = next((frame for frame in stack.frames if not is_library(frame.file)), None)
-        if frame is None:
+        if frame is None or culprits.isdisjoint(stack.ranks):
             continue
         if site is None or (frame.file, frame.line) == (site.file, site.line):
-            return Frame(function=frame.function, file=frame.file, line=frame.line, text=frame.text)
+            return frame
     if site is None:
         return None
     return Frame(function=site.function, file=site.file, line=site.line)
@@ -282,23 +280,19 @@ def compute_states(
     """The state of each expected rank. ``records`` are the attempt's open incidents; a rank is lost
     after ``lost_after_s`` without a heartbeat.
     """
-    stalled: set[int] = set()
-    slow: set[int] = set()
-    frozen: set[int] = set()
+    slow: dict[int, RankState] = {}
+    stalled: dict[int, RankState] = {}
+    frozen: dict[int, RankState] = {}
     for record in records:
         incident = record.incident
         culprit_state = KINDS[incident.kind].culprit_state
         if culprit_state is RankState.FROZEN:
-            frozen.update(incident.culprits)
+            frozen |= dict.fromkeys(incident.culprits, culprit_state)
         if incident.severity is Severity.ALERT and is_hang(incident):
-            stalled.update(incident.culprits, incident.waiting)
+            stalled |= dict.fromkeys((*incident.culprits, *incident.waiting), RankState.STALLED)
         elif culprit_state is RankState.SLOW:
-            slow.update(incident.culprits)
-    states = {
-        **dict.fromkeys(slow, RankState.SLOW),
-        **dict.fromkeys(stalled, RankState.STALLED),
-        **dict.fromkeys(frozen, RankState.FROZEN),
-    }
+            slow |= dict.fromkeys(incident.culprits, culprit_state)
+    states = slow | stalled | frozen
     for rank in attempt.unable_ranks:
         state = _find_unable_state(attempt.processes[rank], now)
         if state is not None:

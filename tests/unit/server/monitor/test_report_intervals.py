@@ -111,7 +111,7 @@ def test_steady_hosts_report_less_often(
     scheduler = make_scheduler(stall_after_s, agent_count)
     assert scheduler.steady_s == expected_s
     if expected_s is not None:
-        assert 2 * expected_s <= scheduler.lost_after_s
+        assert 2 * expected_s <= scheduler.limits.lost_after_s
 
 
 @pytest.fixture
