@@ -80,18 +80,6 @@ class Phase:
     limit_s: float | None = None
 
 
-@dataclass(slots=True, kw_only=True)
-class OpenCalls:
-    """The streams in which a process has unfinished calls, and when it last waited in a call."""
-
-    unfinished_streams: tuple[CallStream, ...] = ()  # some call is not reported as complete
-    blocked_streams: tuple[CallStream, ...] = ()  # streams with `CallStream.blocks_thread`
-    # The last interval in which it was blocked in a call: from when it was, or may have been,
-    # blocked until its completion was reported.
-    last_blocked: tuple[float, float] = (0.0, 0.0)
-    has_concurrent_calls: bool = False  # two threads made calls on one group at the same time
-
-
 @dataclass(frozen=True, slots=True)
 class MessageMark:
     """The counters of the device when they were first read after the newest send or receive. All that
@@ -142,8 +130,7 @@ class StackSample:
 class Process:
     """One training process, the current holder of its rank or a former one.
 
-    Parts that every heartbeat changes are objects of their own. How the process ended stays here: a
-    part for it would cost memory for each of up to 100,000 processes that run.
+    How it ended is no object of its own, which would cost memory for each of 100,000 that run.
     """
 
     key: str
@@ -177,7 +164,12 @@ class Process:
     has_lost_ring: bool = False  # calls could not be read for a time
     opened_streams: int = 0  # the number that its recorder opened
     newest_call_at: float = 0.0  # when it last entered a call
-    open_calls: OpenCalls = field(default_factory=OpenCalls)
+    unfinished_streams: tuple[CallStream, ...] = ()  # some call is not reported as complete
+    blocked_streams: tuple[CallStream, ...] = ()  # streams with `CallStream.blocks_thread`
+    # The last interval in which it was blocked in a call: from when it was, or may have been,
+    # blocked until its completion was reported.
+    last_blocked: tuple[float, float] = (0.0, 0.0)
+    has_concurrent_calls: bool = False  # two threads made calls on one group at the same time
     samples: tuple[StackSample, ...] = ()  # newest last
     finished_reporting: bool = False  # the agent has reported all there is
 
@@ -252,7 +244,7 @@ class Process:
 
         A call that was entered later proves that the wait had ended by then.
         """
-        began, reported = self.open_calls.last_blocked
+        began, reported = self.last_blocked
         later_calls = [
             s.entered_at for s in self.streams.values() if s.entered_at > began + MIN_WAIT_S
         ]
@@ -278,8 +270,8 @@ class Process:
         )
 
     def refresh_streams(self) -> None:
-        """Updates `newest_call_at` and `open_calls` from `streams`. The host may still be in the newest
-        call, even if its device has completed all that was queued.
+        """Updates what is derived from `streams`. The host may still be in the newest call, even if its
+        device has completed all that was queued.
         """
         newest_call_at, unfinished = 0.0, []
         for stream in self.streams.values():
@@ -289,8 +281,8 @@ class Process:
                 unfinished.append(stream)
         self.newest_call_at = newest_call_at
         unfinished = [s for s in unfinished if s.entered_at >= newest_call_at or not s.is_executed]
-        self.open_calls.unfinished_streams = tuple(unfinished)
-        self.open_calls.blocked_streams = tuple([s for s in unfinished if s.blocks_thread])
+        self.unfinished_streams = tuple(unfinished)
+        self.blocked_streams = tuple([s for s in unfinished if s.blocks_thread])
 
     @property
     def is_unable(self) -> bool:
@@ -312,7 +304,7 @@ class Process:
         its threads use one group.
         """
         last_seen_at = self.reports.last_seen_at
-        for s in self.open_calls.unfinished_streams:
+        for s in self.unfinished_streams:
             # Node agents report an unfinished call's arguments only after `MIN_WAIT_S`.
             has_waited = s.entered in s.calls or (
                 s.entered and last_seen_at - s.entered_at >= MIN_WAIT_S
@@ -327,7 +319,7 @@ class Process:
                 return True
         if self.misses_streams and last_seen_at - self.idle_since >= _UNRECORDED_AFTER_S:
             return True  # The process may be in a call that is not recorded.
-        return self.open_calls.has_concurrent_calls
+        return self.has_concurrent_calls
 
     def freeze_reason(self, now: float) -> FreezeReason | None:
         """Why it cannot run Python, if that has lasted too long to be chance; None otherwise.

@@ -50,10 +50,10 @@ class TrackedProcess:
     def has_mutual_wait(self) -> bool:
         """Whether it has an unfinished send or receive with a suspected peer that has one with it."""
         attempt, rank = self.attempt, self.process.rank
-        for stream in self.process.open_calls.unfinished_streams:
+        for stream in self.process.unfinished_streams:
             if stream.peer in attempt.suspects:
                 peer = attempt.processes.get(stream.peer)
-                if peer and any(s.peer == rank for s in peer.open_calls.unfinished_streams):
+                if peer and any(s.peer == rank for s in peer.unfinished_streams):
                     return True
         return False
 
@@ -294,7 +294,7 @@ def _apply_stream_update(
     if concurrent_calls and not stream.concurrent_calls:
         stream.concurrent_calls = concurrent_calls
         stream.concurrent_at = now - concurrent_calls[-1].entered_s
-        process.open_calls.has_concurrent_calls = True
+        process.has_concurrent_calls = True
         state = stream.group_state
         # A process whose rank was taken over is no longer a member.
         if state is not None and state.members.get(process.rank) is stream:
@@ -335,14 +335,14 @@ def _record_blocked_interval(process: Process, stream: CallStream, seq: int, now
     if stream.pending_at is None and now - stream.entered_at <= MIN_WAIT_S:
         return
     if seq in stream.calls and stream.pending_at is not None:
-        process.open_calls.last_blocked = stream.pending_at, now
+        process.last_blocked = stream.pending_at, now
     elif stream.completed == stream.entered:
         began = max(process.reports.previously_seen_at, stream.entered_at)
         ended = min(process.activity.last_active_at, now)
         # Several streams may have blocked it until then: the one with the last call did.
-        last_began, last_ended = process.open_calls.last_blocked
+        last_began, last_ended = process.last_blocked
         if ended - began > MIN_WAIT_S and (ended, began) > (last_ended, last_began):
-            process.open_calls.last_blocked = began, ended
+            process.last_blocked = began, ended
 
 
 def record_calls(

@@ -326,7 +326,7 @@ def compute_waiting_s(process: Process, now: float) -> float | None:
     known to block it. None if all are finished, or if it is busy with other work and no call blocks
     it.
     """
-    unfinished = process.open_calls.unfinished_streams
+    unfinished = process.unfinished_streams
     if not unfinished or process.exit is not None:
         return None
     if process.reports.last_progress_at > process.reports.last_seen_at:
@@ -351,7 +351,7 @@ def _is_free_to_continue(process: Process) -> bool:
     """
     oldest = (
         stream.calls.get(stream.first_unfinished)
-        for stream in process.open_calls.unfinished_streams
+        for stream in process.unfinished_streams
         if stream.pending_at is not None
     )
     return all(call is not None and call.blocking is not True for call in oldest)

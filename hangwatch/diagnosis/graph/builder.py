@@ -39,7 +39,7 @@ def build_wait_graph(attempt: Attempt, now: float, limits: Limits) -> WaitGraph:
         reports = process.reports
         # The streams of such a process lag behind it.
         is_further = reports.last_progress_at > reports.last_seen_at
-        if process.open_calls.unfinished_streams and not is_further and rank not in excluded:
+        if process.unfinished_streams and not is_further and rank not in excluded:
             builder.add_rank(rank, process)
     for rank, stream, state in attempt.list_outside_waits():
         builder.add_outside_wait(rank, stream, state)
@@ -72,9 +72,9 @@ class _GraphBuilder:
         """
         reports = process.reports
         is_idle = reports.updated_at - process.activity.last_active_at >= IDLE_AFTER_S
-        if is_idle or process.samples or process.open_calls.blocked_streams:
+        if is_idle or process.samples or process.blocked_streams:
             return False
-        streams = process.open_calls.unfinished_streams
+        streams = process.unfinished_streams
         if any(stream.completed is not None for stream in streams):
             return False
         if reports.last_seen_at - process.newest_call_at < self._sample_after_s:
@@ -178,7 +178,7 @@ class _GraphBuilder:
         """Adds the collectives that block one thread while another one made the newest call. A thread
         that only receives messages may be blocked for any time in a healthy job.
         """
-        for stream in process.open_calls.blocked_streams:
+        for stream in process.blocked_streams:
             if stream.peer is not None or stream.entered_at > self._before:
                 continue
             if stream.entered_at >= process.newest_call_at:
@@ -307,9 +307,7 @@ class _GraphBuilder:
 
 def list_old_unfinished(process: Process, before: float) -> list[CallStream]:
     """The streams whose newest call was entered ``before`` then and may be unfinished."""
-    return [
-        s for s in process.open_calls.unfinished_streams if s.entered_at <= before and s.entered > 0
-    ]
+    return [s for s in process.unfinished_streams if s.entered_at <= before and s.entered > 0]
 
 
 def is_waiting_on_channel(process: Process, stream: CallStream) -> bool:
@@ -325,7 +323,7 @@ def is_waiting_on_channel(process: Process, stream: CallStream) -> bool:
 
 def find_blocked_streams(process: Process, before: float) -> list[CallStream]:
     """The calls in which the whole process is blocked, and not one thread while others continue."""
-    blocked = [s for s in process.open_calls.blocked_streams if s.entered_at <= before]
+    blocked = [s for s in process.blocked_streams if s.entered_at <= before]
     if not blocked:
         return []
     since = max([stream.entered_at for stream in blocked])

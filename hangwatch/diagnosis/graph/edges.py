@@ -485,7 +485,7 @@ class QueuedCalls:
         messages: list[tuple[int, int, CallStream]] = []  # each with its rank and its receiver
         any_receivers: set[tuple[int, int]] = set()
         for rank, process in self._attempt.processes.items():
-            for stream in process.open_calls.unfinished_streams:
+            for stream in process.unfinished_streams:
                 if stream.peer is None or stream.completed is not None:
                     continue
                 if receives_from_any(stream):

@@ -353,7 +353,7 @@ def _may_wait(context: DiagnosisContext, process: Process) -> bool:
 def _find_newest_queued(process: Process) -> CallStream | None:
     """The stream of a rank's newest call that only queued work for its device."""
     newest = None
-    for stream in process.open_calls.unfinished_streams:  # a loop: this runs for 100,000 processes
+    for stream in process.unfinished_streams:  # a loop: this runs for 100,000 processes
         is_queued = stream.completed is None and stream.entered > 0
         if is_queued and (newest is None or stream.entered_at > newest.entered_at):
             newest = stream

@@ -531,10 +531,10 @@ class _TimeoutSearch:
             return [last]
         candidates = [
             stream
-            for stream in process.open_calls.unfinished_streams
+            for stream in process.unfinished_streams
             if 0.0 < stream.entered_at <= self.timed_out_at
         ]
-        blocked = [stream for stream in process.open_calls.blocked_streams if stream in candidates]
+        blocked = [stream for stream in process.blocked_streams if stream in candidates]
         if blocked or not candidates:
             return blocked
         is_waiting = is_process_waiting(process)

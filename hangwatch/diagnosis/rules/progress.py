@@ -304,7 +304,7 @@ def _request_stuck_calls(context: DiagnosisContext) -> None:
         return
     stuck_groups: dict[int, tuple[Group, int]] = {}
     for rank in sorted(stuck_ranks):
-        for stream in context.attempt.processes[rank].open_calls.unfinished_streams:
+        for stream in context.attempt.processes[rank].unfinished_streams:
             if context.now - stream.entered_at < MIN_WAIT_S:
                 continue
             state = stream.group_state

@@ -89,7 +89,7 @@ def make_idle_update(
 def list_unfinished_uids(beat: heartbeat.Heartbeat) -> list[int]:
     fleet = Fleet()
     fleet.apply_heartbeat(beat, 100.0)
-    return [stream.uid for stream in get_only_process(fleet).open_calls.unfinished_streams]
+    return [stream.uid for stream in get_only_process(fleet).unfinished_streams]
 
 
 def test_calls_that_the_device_has_executed_are_finished() -> None:

@@ -212,7 +212,9 @@ def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
     late = attempt.last_seen_at + 10.5
     assert set(views.compute_states(attempt, (), late).values()) == {RankState.LOST}
     assert set(
-        views.compute_states(attempt, (), late, state.watch.report_scheduler.limits.lost_after_s).values()
+        views.compute_states(
+            attempt, (), late, state.watch.report_scheduler.limits.lost_after_s
+        ).values()
     ) == {RankState.RUNNING}
 
 
