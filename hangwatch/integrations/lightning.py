@@ -68,6 +68,5 @@ class LightningCallback(_Callback):
         self._phase.leave_phase()
 
 
-HangwatchCallback = (
-    LightningCallback  # the name by which trainings import it from any of these modules
-)
+# The name by which trainings import it from any of these modules.
+HangwatchCallback = LightningCallback

@@ -30,9 +30,7 @@ class OpenPhase:
 
 
 def wrap_method(owner: Any, method_name: str, phase: str, limit: float | None) -> None:
-    """Declares each call of an object's method as a phase. A method that the object does not have,
-    or that is wrapped already, is left alone.
-    """
+    """Declares each call of a method, if the object has it and it is not wrapped already."""
     method: Callable[..., Any] | None = getattr(owner, method_name, None)
     if method is None or hasattr(method, "__hangwatch__"):
         return

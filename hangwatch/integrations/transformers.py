@@ -57,6 +57,5 @@ class TransformersCallback(_Callback):
             self._phase.enter_phase("checkpoint", self._checkpoint_limit)
 
 
-HangwatchCallback = (
-    TransformersCallback  # the name by which trainings import it from any of these modules
-)
+# The name by which trainings import it from any of these modules.
+HangwatchCallback = TransformersCallback

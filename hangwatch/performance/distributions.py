@@ -62,9 +62,8 @@ def full_size(op: str, recorded_bytes: int, rank_count: int) -> int:
     ``src/*.cu``.
     """
     spec = OPERATIONS.get(op)
-    if spec is not None and spec.size_is_per_rank:
-        return recorded_bytes * rank_count
-    return recorded_bytes
+    is_per_rank = spec is not None and spec.size_is_per_rank
+    return recorded_bytes * rank_count if is_per_rank else recorded_bytes
 
 
 def is_even_split(signature: Signature) -> bool:
@@ -73,9 +72,7 @@ def is_even_split(signature: Signature) -> bool:
 
 
 def bus_factor(op: str, rank_count: int) -> float | None:
-    """The ratio of bus bandwidth to algorithm bandwidth (size / time); None for operations that
-    move no data or are unknown.
-    """
+    """The ratio of bus to algorithm bandwidth; None if no data moves, or if unknown."""
     spec = OPERATIONS.get(op)
     if spec is None or spec.bus_factor is None:
         return None
@@ -125,9 +122,7 @@ def are_valid_counts(counts: Iterable[tuple[int, int]]) -> bool:
 def compute_bandwidths(
     op: str, rank_count: int, size_bytes: float, seconds: float | None
 ) -> tuple[float, float] | None:
-    """(algorithm, bus) bandwidth in GB/s (10**9 bytes/s) of a call of ``size_bytes`` that took
-    ``seconds``; None where it is not defined.
-    """
+    """(algorithm, bus) bandwidth of a call in 10**9 bytes/s; None if it is not defined."""
     factor = bus_factor(op, rank_count)
     if factor is None or not seconds or size_bytes <= 0:
         return None

@@ -101,9 +101,7 @@ class LatenessStats:
 
 
 def find_latecomers(skews: Sequence[CallSkew]) -> list[LatenessStats]:
-    """The lateness of each rank that arrived last at some call, alone or with others; the rank that
-    causes the most waiting comes first.
-    """
+    """How late each rank is that was among the last; the one that others wait for most is first."""
     calls: dict[int, list[CallSkew]] = {}
     for call in skews:
         for rank in call.last_ranks:
@@ -162,11 +160,8 @@ def estimate_call_rate(skews: Sequence[CallSkew]) -> float:
     if len(skews) < 2:
         return 0.0
     first, last = min(skews, key=lambda c: c.seq), max(skews, key=lambda c: c.seq)
-    return (
-        (last.seq - first.seq) / (last.last_arrival_at - first.last_arrival_at)
-        if last.last_arrival_at > first.last_arrival_at
-        else 0.0
-    )
+    elapsed_s = last.last_arrival_at - first.last_arrival_at
+    return (last.seq - first.seq) / elapsed_s if elapsed_s > 0 else 0.0
 
 
 def find_straggler(
@@ -177,11 +172,8 @@ def find_straggler(
 
     ``latecomers`` is the result of `find_latecomers` for the same calls.
     """
-    if (
-        len(skews) < MIN_CALLS
-        or max(c.last_arrival_at for c in skews) - min(c.last_arrival_at for c in skews)
-        < MIN_SPAN_S
-    ):
+    times = [call.last_arrival_at for call in skews]
+    if len(skews) < MIN_CALLS or max(times) - min(times) < MIN_SPAN_S:
         return None
     per_second = estimate_call_rate(skews)
     total_share = _share_of_time(skews, len(skews), per_second)
@@ -211,23 +203,21 @@ def find_straggler_causes(
     """
     suspects = frozenset().union(*(late.ranks for late, _ in stragglers.values()))
     # The groups in which a late rank waits for another rank, by the late rank.
-    waits: dict[int, list[int]] = {}
-    for number, (late, members) in stragglers.items():
+    waits: dict[int, list[tuple[LatenessStats, frozenset[int]]]] = {}
+    for late, members in stragglers.values():
         for rank in (members & suspects) - late.ranks:
-            waits.setdefault(rank, []).append(number)
+            waits.setdefault(rank, []).append((late, members))
     causes: dict[int, frozenset[int]] = {}
     for number, (late, members) in stragglers.items():
-        reasons = []
+        reasons: list[frozenset[int]] = []
         for rank in late.ranks:
             awaited = [
-                stragglers[i][0]
-                for i in waits.get(rank, ())
-                if stragglers[i][0].waited_share >= late.waited_share / 2
-                and not members <= stragglers[i][1]
+                other
+                for other, other_members in waits.get(rank, ())
+                if other.waited_share >= late.waited_share / 2 and not members <= other_members
             ]
-            reasons.append(
-                max(awaited, key=lambda other: other.waited_share).ranks if awaited else frozenset()
-            )
+            worst = max(awaited, key=lambda other: other.waited_share, default=None)
+            reasons.append(worst.ranks if worst is not None else frozenset())
         if all(reasons):
             causes[number] = frozenset().union(*reasons)
     return causes

@@ -18,9 +18,7 @@ from .frames import is_torch_frame, is_user_frame, runs_user_code, waits_for_wor
 
 
 class RequiredProgress(enum.Enum):
-    """Which of the threads and processes that a thread may wait for must work, so that the wait is
-    not a hang.
-    """
+    """Which of the awaited threads and processes must work, so that a wait is not a hang."""
 
     NONE = enum.auto()  # the thread may wait for something else, so work of others shows nothing
     ANY = enum.auto()  # all of them share the thread's work, and those without any are idle
@@ -92,6 +90,14 @@ class Activity:
             if kind is not None and kind.advice:
                 return kind
         return None
+
+
+_PatternRow = tuple[re.Pattern[str], re.Pattern[str], ActivityKind]
+
+
+def _compile_rows(*rows: tuple[str, str, ActivityKind]) -> list[_PatternRow]:
+    """The rows of a table: the patterns of a file and of a function, and what they show."""
+    return [(re.compile(file), re.compile(function), kind) for file, function, kind in rows]
 
 
 STDLIB = r"(?:^|/)lib(?:64)?/python3[^/]*/"
@@ -178,6 +184,10 @@ _FILE = ActivityKind(
     ),
     is_external=True,
 )
+_PRINTING = ActivityKind(
+    phrase="waits to print",
+    advice="Look at what reads its output: a full pipe blocks its writer.",
+)
 _FILE_LOCK = ActivityKind(
     phrase="waits for a lock file",
     advice="Look for its holder: a process that was killed may have left the file behind.",
@@ -222,9 +232,9 @@ _DATALOADER_BATCH = ActivityKind(
     file_pattern=rf"/torch/utils/data/_utils/worker\.py$|{_CHILD_STARTUP_FILES}",
     required_progress=RequiredProgress.ANY,
 )
-# (file, function, wait). Among the frames from the innermost to the user's code, the outermost one
+# Among the frames from the innermost to the user's code, the outermost one
 # that matches decides.
-WAIT_TABLE = [
+_WAIT_TABLE = _compile_rows(
     (TORCH + r"utils/data/dataloader\.py$", r"_?(try_get|get|next)_data|__next__", _DATALOADER_BATCH),
     (TORCH + r"utils/file_baton\.py$", r"wait", _FILE_LOCK),
     (TORCH + r"distributed/rpc/(api|functions|rref_proxy)\.py$", r".*", _RPC_REPLY),
@@ -243,39 +253,29 @@ WAIT_TABLE = [
     (STDLIB + r"(socket|ssl|socketserver|http/.*|urllib/.*|xmlrpc/.*|ftplib|smtplib|imaplib)\.py$", r".*", _NETWORK),
     (STDLIB + r"asyncio/.*\.py$", r".*", _EVENT_LOOP),
     (STDLIB + r"selectors\.py$", r"select", ActivityKind(phrase="waits for input or output", waits_for_rank=True)),
-]  # fmt: skip
+)  # fmt: skip
 
-# (source line, wait), for a thread that waits in C code of the interpreter or of a library.
-TEXT_TABLE = [
+# Patterns of source lines, for a thread that waits in C code of the interpreter or of a library.
+_TEXT_TABLE = [
     (r"\b(input|breakpoint)\s*\(|\bstdin\b", _USER_INPUT),
     (r"\bos\.wait\w*\s*\(", _CHILD_EXIT),
     (r"\b(flock|lockf)\s*\(", _FILE_LOCK),
     (r"\.\s*(recv|recv_into|recvfrom|accept|connect|sendall)\s*\(|\burlopen\s*\(", _NETWORK),
-    (
-        r"\b\w*store\.(get|wait|multi_get)\s*\(|\.\s*wait\s*\(\s*\[",
-        STORE_KEY,
-    ),  # `Work.wait` takes no list.
-    (
-        r"\bopen\s*\(|\bos\.(open|read|write|fsync|sync)\s*\(|\.\s*(read|readline|readinto|write|flush)\s*\(",
-        _FILE,
-    ),
-    (
-        r"\bprint\s*\(",
-        ActivityKind(
-            phrase="waits to print",
-            advice="Look at what reads its output: a full pipe blocks its writer.",
-        ),
-    ),
+    # `Work.wait` takes no list.
+    (r"\b\w*store\.(get|wait|multi_get)\s*\(|\.\s*wait\s*\(\s*\[", STORE_KEY),
+    (r"\bopen\s*\(|\bos\.(open|read|write|fsync|sync)\s*\(", _FILE),
+    (r"\.\s*(read|readline|readinto|write|flush)\s*\(", _FILE),
+    (r"\bprint\s*\(", _PRINTING),
     (r"\.\s*acquire\s*\(|\bwith\b.*(lock|mutex|sem)", LOCK),
     (r"\bsleep\s*\(", SLEEP),
     (r"\.\s*to_here\s*\(|\brpc_sync\s*\(", _RPC_REPLY),
-    (r"\.\s*wait\s*\(\s*\)", _FUTURE),  # Python's own waits are in `WAIT_TABLE`.
+    (r"\.\s*wait\s*\(\s*\)", _FUTURE),  # Python's own waits are in `_WAIT_TABLE`.
 ]
 
 
 INTERPRETER_EXIT = ActivityKind(
     phrase="at interpreter exit",
-    advice=("Python joins its threads and pools before it exits: one of them does not end."),
+    advice="Python joins its threads and pools before it exits: one of them does not end.",
 )
 
 _WRITING_CHECKPOINT = ActivityKind(
@@ -325,8 +325,8 @@ _COPYING_FILES = ActivityKind(
     phrase="while it copies or removes files", advice="Look at the storage of these files."
 )
 
-# (file, function, place). The innermost frame that matches decides.
-INSIDE_TABLE = [
+# The innermost frame that matches decides.
+_INSIDE_TABLE = _compile_rows(
     (TORCH + r"utils/data/_utils/fetch\.py$", r".*", _DATASET),
     (TORCH + r"distributed/checkpoint/|(?:^|/)safetensors/", r".*(save|write|commit).*", _WRITING_CHECKPOINT),
     (TORCH + r"serialization\.py$", r".*save.*|.*write.*|_open_file.*|__exit__", _WRITING_CHECKPOINT),
@@ -343,19 +343,7 @@ INSIDE_TABLE = [
     (r"", r"\w*excepthook", _REPORTING_EXCEPTION),
     (STDLIB + r"logging/\w+\.py$", r".*", _LOGGING),
     (STDLIB + r"shutil\.py$", r".*", _COPYING_FILES),
-]  # fmt: skip
-
-
-_PatternRow = tuple[re.Pattern[str], re.Pattern[str], ActivityKind]
-
-
-def _compile_rows(table: list[tuple[str, str, ActivityKind]]) -> list[_PatternRow]:
-    return [(re.compile(file), re.compile(function), kind) for file, function, kind in table]
-
-
-_WAIT_ROWS = _compile_rows(WAIT_TABLE)
-_INSIDE_ROWS = _compile_rows(INSIDE_TABLE)
-_TEXT_ROWS = [(re.compile(pattern, re.IGNORECASE), kind) for pattern, kind in TEXT_TABLE]
+)  # fmt: skip
 
 
 def classify_activity(stack: ThreadStack | None) -> Activity:
@@ -366,10 +354,11 @@ def classify_activity(stack: ThreadStack | None) -> Activity:
     for frame in stack.frames:
         if is_user_frame(frame):
             break
-        waits = _match_rows(_WAIT_ROWS, frame) or waits
+        waits = _match_rows(_WAIT_TABLE, frame) or waits
     if waits is None and not stack.active:
         text = stack.frames[0].text or ""
-        waits = next((kind for pattern, kind in _TEXT_ROWS if pattern.search(text)), None)
+        matches = (kind for line, kind in _TEXT_TABLE if re.search(line, text, re.IGNORECASE))
+        waits = next(matches, None)
     inside = next(filter(None, map(_match_place, stack.frames)), None)
     return Activity(waits=waits, inside=inside)
 
@@ -378,7 +367,7 @@ def _match_place(frame: Frame) -> ActivityKind | None:
     if frame.handler is not None:
         advice = "Look at the exception first, then at what its handler waits for."
         return ActivityKind(phrase=f"in an exception handler ({frame.handler})", advice=advice)
-    return _match_rows(_INSIDE_ROWS, frame)
+    return _match_rows(_INSIDE_TABLE, frame)
 
 
 def _match_rows(rows: list[_PatternRow], frame: Frame) -> ActivityKind | None:

@@ -38,22 +38,20 @@ def is_torch_frame(frame: Frame) -> bool:
     return bool(_TORCH_PATH.search(frame.file))
 
 
+def is_library(file: str) -> bool:
+    """Whether it is not the user's: installed, native, or of Python, torch or hangwatch."""
+    patterns = (_TORCH_PATH, _LIBRARY_PATH, _RECORDER_PATH)
+    return _is_native(file) or any(pattern.search(file) for pattern in patterns)
+
+
+def _is_native(file: str) -> bool:
+    is_python = _PYTHON_FILE.search(file) or file.startswith("<") or "/ipykernel" in file
+    return not is_python
+
+
 def is_user_frame(frame: Frame) -> bool:
     """Whether a frame is outside torch, site-packages, the standard library and the recorder."""
-    library = (
-        is_torch_frame(frame)
-        or _LIBRARY_PATH.search(frame.file)
-        or _RECORDER_PATH.search(frame.file)
-    )
-    return bool(frame.file) and not library and not _is_native_frame(frame)
-
-
-def _is_native_frame(frame: Frame) -> bool:
-    return (
-        not _PYTHON_FILE.search(frame.file)
-        and not frame.file.startswith("<")
-        and "/ipykernel" not in frame.file
-    )
+    return not is_library(frame.file)
 
 
 def runs_user_code(stack: ThreadStack) -> bool:
@@ -66,14 +64,14 @@ def _list_caller_frames(stack: ThreadStack) -> list[Frame]:
     call that it records.
     """
     return [
-        f for f in stack.frames if not _is_native_frame(f) and not _RECORDER_PATH.search(f.file)
+        frame
+        for frame in stack.frames
+        if not _is_native(frame.file) and not _RECORDER_PATH.search(frame.file)
     ]
 
 
 def find_innermost_user_frame(frames: Sequence[Frame]) -> Frame | None:
-    """The user's innermost frame; if all frames are of libraries, the innermost one that is not
-    torch's or Python's.
-    """
+    """The user's innermost frame, else that of a library other than Python and torch."""
     user_frame = next(filter(is_user_frame, frames), None)
     return user_frame or next(filter(_is_installed_frame, frames), None)
 
@@ -92,9 +90,7 @@ def find_user_site(stack: ThreadStack | None) -> Site | None:
 
 
 def waits_for_work(stack: ThreadStack | None) -> bool:
-    """Whether a thread certainly waits for a call of torch.distributed, and does not compute in
-    torch.
-    """
+    """Whether a thread certainly waits for torch.distributed, instead of computing."""
     frames = _list_caller_frames(stack) if stack is not None else []
     if not frames:
         return False
@@ -119,10 +115,3 @@ def waits_for_communication(stack: ThreadStack | None) -> bool | None:
             return True
         return None if innermost.text is None else bool(_WAITING_TEXT.search(innermost.text))
     return False
-
-
-def is_library(file: str) -> bool:
-    """Whether a file is not the user's code: it is installed, or part of Python, torch or
-    hangwatch, or native.
-    """
-    return not is_user_frame(Frame(function="", file=file, line=0))

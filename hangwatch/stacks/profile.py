@@ -39,9 +39,7 @@ class ThreadProfile:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it was in a single line of a library all the time, like a waiting thread of a
-        pool.
-        """
+        """Whether it was in one line of a library all the time, as in an idle pool."""
         innermost = {frames[-1] for frames, _ in self.stacks if frames}
         return len(innermost) <= 1 and all(is_library(frame.file) for frame in innermost)
 
@@ -184,39 +182,51 @@ def profiles_to_speedscope(
     """A speedscope profile for each thread of the named ``profiles``. The samples of a stack are
     adjacent, since their order is not recorded.
     """
-    table: dict[Frame, int] = {}
-    documents: list[dict[str, object]] = []
-    for label, profile in profiles:
-        for thread in profile.threads:
-            document = {
-                "type": "sampled",
-                "name": f"{label}, {thread.thread}",
-                "unit": "seconds",
-                "startValue": 0,
-                "endValue": thread.sample_count / rate_hz,
-                "samples": [index_items(table, frames) for frames, _ in thread.stacks],
-                "weights": [count / rate_hz for _, count in thread.stacks],
-            }
-            documents.append(document)
-    frames: list[dict[str, object]] = []
-    for frame in table:
-        frames.append({"name": frame.function, "file": frame.file})
-        if frame.line:
-            frames[-1]["line"] = frame.line
-    return make_speedscope_document(name, frames, documents)
+    threads = (
+        (f"{label}, {thread.thread}", thread.stacks)
+        for label, profile in profiles
+        for thread in profile.threads
+    )
+    return make_speedscope_document(name, threads, "seconds", rate_hz)
 
 
 def make_speedscope_document(
-    name: str, frames: Sequence[dict[str, object]], profiles: Sequence[dict[str, object]]
+    name: str,
+    profiles: Iterable[tuple[str, Sequence[tuple[Sequence[Frame], int]]]],
+    unit: str,
+    rate: int,
 ) -> dict[str, object]:
-    """A file for speedscope. The samples in ``profiles`` are lists of indices in ``frames``.
+    """A file for speedscope. Each profile has a name, and stacks with their numbers of samples, of
+    which ``rate`` make a ``unit``; the outermost frame of a stack comes first.
 
     Format: https://www.speedscope.app/file-format-schema.json
     """
+    table: dict[tuple[str, str, int], int] = {}
+    documents: list[dict[str, object]] = []
+    for label, stacks in profiles:
+        samples: list[list[int]] = []
+        for frames, _ in stacks:
+            keys = [(frame.function, frame.file, frame.line) for frame in frames]
+            samples.append(index_items(table, keys))
+        document = {
+            "type": "sampled",
+            "name": label,
+            "unit": unit,
+            "startValue": 0,
+            "endValue": sum(count for _, count in stacks) / rate,
+            "samples": samples,
+            "weights": [count / rate for _, count in stacks],
+        }
+        documents.append(document)
+    shared_frames: list[dict[str, object]] = []
+    for function, file, line in table:
+        shared_frames.append({"name": function, "file": file})
+        if line:
+            shared_frames[-1]["line"] = line
     return {
         "$schema": "https://www.speedscope.app/file-format-schema.json",
         "name": name,
         "exporter": "hangwatch",
-        "shared": {"frames": frames},
-        "profiles": profiles,
+        "shared": {"frames": shared_frames},
+        "profiles": documents,
     }

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from hangwatch.model.ranks import Frame
 
 from .frames import is_library
-from .profile import index_items, make_speedscope_document
+from .profile import make_speedscope_document
 
 MIN_SHARE = 0.005  # nodes with a smaller share of all samples are omitted
 _MAX_DEPTH = 60  # the most nested nodes, in case of an endless recursion
@@ -31,9 +31,7 @@ CountedStacks = Iterable[tuple[tuple[Frame, ...], int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Frames that the same ranks are in, the outermost first, and the branches in which the ranks
-    differ.
-    """
+    """Frames that the same ranks are in, outermost first, and where the ranks differ."""
 
     frames: tuple[Frame, ...]
     ranks: tuple[int, ...]
@@ -107,25 +105,8 @@ def stacks_to_speedscope(
     name: str, stacks: Iterable[tuple[str, Sequence[Frame]]]
 ) -> dict[str, object]:
     """One speedscope profile for each named stack, so that they can be viewed one by one."""
-    indices: dict[tuple[str, str, int], int] = {}
-    profiles: list[dict[str, object]] = []
-    for label, frames in stacks:
-        keys = ((frame.function, frame.file, frame.line) for frame in reversed(frames))
-        profiles.append(
-            {
-                "type": "sampled",
-                "name": label,
-                "unit": "none",
-                "startValue": 0,
-                "endValue": 1,
-                "samples": [index_items(indices, keys)],
-                "weights": [1],
-            }
-        )
-    shared_frames: list[dict[str, object]] = [
-        {"name": function, "file": file, "line": line} for function, file, line in indices
-    ]
-    return make_speedscope_document(name, shared_frames, profiles)
+    profiles = ((label, [(frames[::-1], 1)]) for label, frames in stacks)
+    return make_speedscope_document(name, profiles, "none", rate=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +117,7 @@ class LineTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionTime:
-    """A function of user code, or of a library that user code calls, with the functions that it
-    calls.
-    """
+    """A function of user code, or a library function that it calls, with what it calls."""
 
     function: str
     file: str
@@ -146,21 +125,13 @@ class FunctionTime:
     samples: int  # the samples in the function and in what it calls
     own: int  # the samples in its own lines
     lines: tuple[LineTime, ...] = field(default_factory=tuple)  # the most frequent ones
-    innermost: Frame | None = (
-        None  # the most frequent innermost frame, if the function is a library's
-    )
+    # The most frequent innermost frame, if the function is a library's.
+    innermost: Frame | None = None
     children: tuple[FunctionTime, ...] = field(default_factory=tuple)
 
 
-@dataclass(slots=True)
-class _NodeBuilder:
-    first_frame: Frame
-    library: bool
-    samples: int = 0
-    own_samples: int = 0
-    lines: Counter[int] = field(default_factory=Counter)
-    leaf_frames: Counter[Frame] = field(default_factory=Counter)
-    children: dict[tuple[str, str, bool], _NodeBuilder] = field(default_factory=dict)
+# The frames that become nodes, and whether each is in a library; all frames; the samples.
+_Path = tuple[Sequence[tuple[Frame, bool]], tuple[Frame, ...], int]
 
 
 def build_call_tree(stacks: CountedStacks) -> tuple[FunctionTime, ...]:
@@ -170,25 +141,12 @@ def build_call_tree(stacks: CountedStacks) -> tuple[FunctionTime, ...]:
     become one node, with the function that the user called: the outermost of them that is not just
     the wrapper of a decorator.
     """
-    root = _NodeBuilder(Frame(function="", file="", line=0), False)
-    total = 0
-    for frames, count in stacks:
-        total += count
-        node = root
-        for frame, is_in_library in _iter_steps(frames):
-            key = (frame.function, frame.file, is_in_library)
-            node = node.children.setdefault(key, _NodeBuilder(frame, is_in_library))
-            node.samples += count
-            if is_in_library:
-                node.leaf_frames[frames[-1]] += count
-            elif frame.line:
-                node.lines[frame.line] += count
-        node.own_samples += count
-    return _build_nodes(root, total * MIN_SHARE)
+    paths = [(list(_iter_steps(frames)), frames, count) for frames, count in stacks]
+    total = sum(count for _, _, count in paths)
+    return _build_nodes(paths, 0, total * MIN_SHARE)
 
 
 def _iter_steps(frames: tuple[Frame, ...]) -> Iterator[tuple[Frame, bool]]:
-    """The frames that become nodes, and whether each is in a library."""
     user_indices = [i for i, frame in enumerate(frames) if not is_library(frame.file)]
     for index in user_indices[:_MAX_DEPTH]:
         yield frames[index], False
@@ -198,22 +156,40 @@ def _iter_steps(frames: tuple[Frame, ...]) -> Iterator[tuple[Frame, bool]]:
         yield next(called, below[0]), True
 
 
-def _build_nodes(parent: _NodeBuilder, min_samples: float) -> tuple[FunctionTime, ...]:
-    children = [child for child in parent.children.values() if child.samples >= min_samples]
-    children.sort(key=lambda child: -child.samples)
-    return tuple(
-        FunctionTime(
-            function=child.first_frame.function,
-            file=child.first_frame.file,
-            library=child.library,
-            samples=child.samples,
-            own=child.own_samples,
-            lines=tuple(LineTime(*counted) for counted in child.lines.most_common(_MAX_LINES)),
-            innermost=max(child.leaf_frames, key=child.leaf_frames.__getitem__, default=None),
-            children=_build_nodes(child, min_samples),
+def _build_nodes(
+    paths: Iterable[_Path], depth: int, min_samples: float
+) -> tuple[FunctionTime, ...]:
+    groups: dict[tuple[str, str, bool], list[_Path]] = {}
+    for path in paths:
+        steps, _, _ = path
+        if depth < len(steps):
+            frame, is_in_library = steps[depth]
+            groups.setdefault((frame.function, frame.file, is_in_library), []).append(path)
+    nodes: list[FunctionTime] = []
+    for (function, file, is_in_library), inside in groups.items():
+        samples = sum(count for _, _, count in inside)
+        if samples < min_samples:
+            continue
+        lines: Counter[int] = Counter()
+        innermost: Counter[Frame] = Counter()
+        for steps, frames, count in inside:
+            line = steps[depth][0].line
+            if is_in_library:
+                innermost[frames[-1]] += count
+            elif line:
+                lines[line] += count
+        node = FunctionTime(
+            function=function,
+            file=file,
+            library=is_in_library,
+            samples=samples,
+            own=sum(count for steps, _, count in inside if len(steps) == depth + 1),
+            lines=tuple(LineTime(*counted) for counted in lines.most_common(_MAX_LINES)),
+            innermost=max(innermost, key=innermost.__getitem__, default=None),
+            children=_build_nodes(inside, depth + 1, min_samples),
         )
-        for child in children
-    )
+        nodes.append(node)
+    return tuple(sorted(nodes, key=lambda node: -node.samples))
 
 
 def find_hottest_functions(stacks: CountedStacks, limit: int = 5) -> tuple[tuple[Frame, int], ...]:
@@ -252,9 +228,7 @@ class ProfileBar:
 def layout_bars(
     stacks: CountedStacks, x: float, depth: int, total: int, min_width: float
 ) -> list[ProfileBar]:
-    """The bars of a flame graph from ``x`` on, without folding. Bars narrower than ``min_width``
-    are omitted.
-    """
+    """The bars of a flame graph from ``x`` on, without those narrower than ``min_width``."""
     bars: list[ProfileBar] = []
     ordered = sorted(stacks, key=lambda stack: [(f.function, f.file, f.line) for f in stack[0]])
     to_lay_out = [(ordered, x, 0)]

@@ -102,9 +102,7 @@ def request_stacks(
 
 @dataclass(frozen=True, slots=True)
 class _DumpingRank:
-    """A rank that writes its own stacks. Its ring is open, not mapped; only the node agent's own word
-    is written there.
-    """
+    """A rank that writes its own stacks. In its ring, only the node agent's word is written."""
 
     pid: int
     ring_path: Path
@@ -224,9 +222,7 @@ class _DumpingRank:
         return tuple(processes.add_cpu_times(s, self.pid, self.proc) for s in stacks)
 
     def _describe_holders(self, candidates: Sequence[int]) -> str:
-        """Where in the kernel the thread is that keeps the GIL. Several candidates are listed, the
-        main thread first.
-        """
+        """Where in the kernel the thread is that keeps the GIL, or several that may."""
         texts: list[str] = []
         for tid in sorted(candidates, key=lambda tid: tid != self.pid)[:3]:
             name = "the main thread" if tid == self.pid else f"thread {tid}"
@@ -236,9 +232,7 @@ class _DumpingRank:
 
 
 def _signal_thread(pid: int, thread: int, number: int) -> None:
-    """Sends a signal by tgkill(2): the handler runs in this thread, and the system calls of others
-    continue.
-    """
+    """Sends a signal by tgkill(2), so that the system calls of other threads continue."""
     libc = ctypes.CDLL(None, use_errno=True)
     machine = platform.machine()
     if machine not in _TGKILL_NUMBERS:

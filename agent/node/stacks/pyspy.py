@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,6 @@ class PySpy:
     path: str | None
     proc: str = processes.PROC_ROOT
     timeout_s: float = DUMP_TIMEOUT_S
-    native_timeout_s: float = NATIVE_DUMP_TIMEOUT_S
 
     def dump_stacks(
         self, pid: int, start_ticks: int, *, native: bool = False, nonblocking: bool = False
@@ -75,8 +75,7 @@ class PySpy:
         ``nonblocking``. A pause ends system calls that the kernel does not restart, such as
         epoll_wait, with EINTR; most hung processes need none, since their stacks do not change.
         """
-        if self.path is None:
-            raise PySpyError("py-spy is not installed: pip install py-spy", is_permanent=True)
+        self.require_path()
         before = self.read_state(pid, start_ticks)
         if before == "D":
             raise PySpyError(
@@ -89,19 +88,19 @@ class PySpy:
             threads = self._dump_undisturbed(pid)
             if threads is not None:
                 return PySpyDump(threads=threads)
-        command = self._make_command(pid)
+        options: list[str] = []
         if native:
-            command.append("--native")
+            options.append("--native")
         elif is_stopped or nonblocking:
-            command.append("--nonblocking")
-        timeout_s = self.native_timeout_s if native else self.timeout_s
+            options.append("--nonblocking")
+        timeout_s = NATIVE_DUMP_TIMEOUT_S if native else self.timeout_s
         was_continued = False
         try:
-            output = self._run_pyspy(command, timeout_s)
+            threads = self._run_dump(pid, options, timeout_s)
         finally:
             if not is_stopped:
                 was_continued = self.ensure_running(pid, start_ticks)
-        return PySpyDump(threads=self._parse_output(output, pid), was_continued=was_continued)
+        return PySpyDump(threads=threads, was_continued=was_continued)
 
     def _dump_undisturbed(self, pid: int) -> tuple[ThreadStack, ...] | None:
         """The stacks of a process that is not paused; None if they changed while they were read.
@@ -115,8 +114,7 @@ class PySpy:
                 is_running = main is not None and main.is_running
                 if is_running or not permission.may_read_memory(pid):
                     return None
-                command = [*self._make_command(pid), "--nonblocking"]
-                threads = self._parse_output(self._run_pyspy(command, self.timeout_s), pid)
+                threads = self._run_dump(pid, ["--nonblocking"], self.timeout_s)
                 after = thread_waits.read_turns(pid, self.proc)
             except PySpyError as error:
                 if error.is_permanent or time.monotonic() - began_at >= self.timeout_s:
@@ -133,16 +131,13 @@ class PySpy:
             return threads if deciding and is_still else None
         return None
 
-    def _make_command(self, pid: int) -> list[str]:
-        return [str(self.path), "dump", "--pid", str(pid), "--json", "--full-filenames"]
-
-    def _parse_output(self, output: bytes, pid: int) -> tuple[ThreadStack, ...]:
-        return tuple(processes.add_cpu_times(each, pid, self.proc) for each in parse_dump(output))
-
-    def _run_pyspy(self, command: list[str], timeout_s: float) -> bytes:
+    def _run_dump(
+        self, pid: int, options: Sequence[str], timeout_s: float
+    ) -> tuple[ThreadStack, ...]:
+        command = [self.require_path(), "dump", "--pid", str(pid), "--json", "--full-filenames"]
         try:
             done = subprocess.run(
-                command,
+                [*command, *options],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 timeout=timeout_s,
@@ -154,14 +149,23 @@ class PySpy:
                 " try again with hangwatch dump"
             ) from None
         except OSError as error:
-            raise PySpyError(
-                f"{self.path} cannot be run ({error.strerror}): pip install --force-reinstall"
-                " py-spy",
-                is_permanent=True,
-            ) from error
+            raise self.explain_start_failure(error) from error
         if done.returncode:
             raise explain_failure(done.stderr.decode(errors="replace"), self.proc)
-        return done.stdout
+        stacks = parse_dump(done.stdout)
+        return tuple(processes.add_cpu_times(stack, pid, self.proc) for stack in stacks)
+
+    def require_path(self) -> str:
+        """The path of py-spy. Raises PySpyError if it is not installed."""
+        if self.path is None:
+            raise PySpyError("py-spy is not installed: pip install py-spy", is_permanent=True)
+        return self.path
+
+    def explain_start_failure(self, error: OSError) -> PySpyError:
+        return PySpyError(
+            f"{self.path} cannot be run ({error.strerror}): pip install --force-reinstall py-spy",
+            is_permanent=True,
+        )
 
     def read_state(self, pid: int, start_ticks: int) -> str:
         """The state in /proc. Raises PySpyError if the process has ended."""
@@ -174,10 +178,8 @@ class PySpy:
         """Continues a process that py-spy left stopped. Returns True if that was necessary."""
         deadline = time.monotonic() + _RESUME_TIMEOUT_S
         while time.monotonic() < deadline:
-            try:
-                if self.read_state(pid, start_ticks) not in "Tt":
-                    return False
-            except PySpyError:  # the process has ended
+            stat = processes.read_live_stat(pid, start_ticks, self.proc)
+            if stat is None or stat.state not in "Tt":
                 return False
             time.sleep(0.02)
         with contextlib.suppress(OSError):  # the process ended just now
@@ -209,9 +211,7 @@ def explain_failure(stderr: str, proc: str = processes.PROC_ROOT) -> PySpyError:
 
 
 def parse_dump(output: bytes) -> tuple[ThreadStack, ...]:
-    """The stacks in py-spy's JSON, main thread first; frames run from the innermost outwards, as in
-    the JSON. Raises PySpyError.
-    """
+    """The stacks in py-spy's JSON, main thread first. Raises PySpyError."""
     try:
         stacks = [_parse_thread(thread) for thread in json.loads(output)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -224,20 +224,20 @@ def parse_dump(output: bytes) -> tuple[ThreadStack, ...]:
 
 
 def _parse_thread(data: dict[str, Any]) -> ThreadStack:
-    is_main = data.get("os_thread_id") == data["pid"]
+    tid = data.get("os_thread_id")
+    is_main = tid == data["pid"]
     name = data.get("thread_name")
     if not name:
-        number = data.get("os_thread_id") or data.get("thread_id")
-        name = "MainThread" if is_main else f"thread {number}"
+        name = "MainThread" if is_main else f"thread {tid or data.get('thread_id')}"
+    frames = [
+        Frame(function=str(frame["name"]), file=str(frame["filename"]), line=int(frame["line"]))
+        for frame in data["frames"][:_MAX_FRAMES]
+    ]
     return ThreadStack(
         thread=str(name),
-        frames=tuple(_parse_frame(frame) for frame in data["frames"][:_MAX_FRAMES]),
+        frames=tuple(frames),
         main=is_main,
         active=bool(data.get("active")),
         holds_gil=bool(data.get("owns_gil")),
-        tid=data.get("os_thread_id"),
+        tid=tid,
     )
-
-
-def _parse_frame(data: dict[str, Any]) -> Frame:
-    return Frame(function=str(data["name"]), file=str(data["filename"]), line=int(data["line"]))

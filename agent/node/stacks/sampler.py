@@ -31,7 +31,6 @@ from .pyspy import PySpy, PySpyError
 
 MAX_CONCURRENT_DUMPS = 2
 MAX_WAITING_ORDERS = 256
-# Frames of the checks are left out of stacks: they only pass a call on.
 _CHECKS_PATH = f"{Path(__file__).resolve().parents[2] / 'recorder' / 'checks'}/"
 
 MAX_CHILDREN = 8  # a rank with more is sampled in part
@@ -52,9 +51,7 @@ _COMPLETION_METHOD = "is_completed"  # the method of a Work that polls
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOrder:
-    """An order for the stacks of one process; without ``request_id``, to check whether py-spy can
-    take them.
-    """
+    """An order for the stacks of a process or, without ``request_id``, for a check of py-spy."""
 
     key: str
     pid: int
@@ -69,9 +66,7 @@ class SampleOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleResult:
-    """The result of an order. ``refusal`` says why py-spy will never work for this process; None if
-    it works or may work.
-    """
+    """``refusal`` says why py-spy will never work for this process; None if it may work."""
 
     key: str
     sample: StackReply | None = None
@@ -110,9 +105,7 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
         self.publish_result(result)
 
     def _probe_access(self, order: SampleOrder) -> SampleResult:
-        """Tries py-spy without pausing the process, so that a refusal is known before stacks are
-        needed.
-        """
+        """Tries py-spy without a pause, to know of a refusal before stacks are needed."""
         proc = self._pyspy.proc
         refusal = None
         try:
@@ -139,7 +132,7 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
             threads += collect_child_stacks(threads, order.pid, self._pyspy)
             return SampleResult(
                 key=order.key,
-                sample=replace(reply, threads=_drop_check_frames(threads)),
+                sample=replace(reply, threads=threads),
                 taken_ns=taken_ns,
                 was_continued=spied.was_continued,
             )
@@ -157,7 +150,7 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
                         order.registration,
                         proc=self._pyspy.proc,
                     )
-                threads = _drop_check_frames(self._annotate_threads(dump.threads, order))
+                threads = self._annotate_threads(dump.threads, order)
                 reply = replace(reply, source="faulthandler", threads=threads)
                 if dump.note:
                     problem += f"; {dump.note}"
@@ -182,14 +175,6 @@ def _make_reply(order: SampleOrder) -> StackReply:
     )
 
 
-def _drop_check_frames(threads: Iterable[ThreadStack]) -> tuple[ThreadStack, ...]:
-    stacks: list[ThreadStack] = []
-    for thread in threads:
-        frames = [frame for frame in thread.frames if not frame.file.startswith(_CHECKS_PATH)]
-        stacks.append(replace(thread, frames=tuple(frames)))
-    return tuple(stacks)
-
-
 def collect_child_stacks(
     threads: Sequence[ThreadStack], pid: int, pyspy: PySpy
 ) -> tuple[ThreadStack, ...]:
@@ -211,14 +196,7 @@ def collect_child_stacks(
         return not child.is_own, is_selection and is_idle, -child.stat.start_ticks
 
     children.sort(key=get_priority)
-    stacks: list[ThreadStack] = []
-    for child in children[:MAX_CHILDREN]:
-        stack = _read_stack(child.pid, child.stat, pyspy)
-        cpu_s, ready_s = None, None
-        if child.is_own:
-            cpu_s, ready_s = processes.read_tree_usage_s(child.pid, pyspy.proc)
-        stacks.append(replace(stack, cpu_s=cpu_s, ready_s=ready_s))
-    return tuple(stacks)
+    return tuple(_read_stack(child, pyspy) for child in children[:MAX_CHILDREN])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +204,7 @@ class _ChildProcess:
     """A descendant of a rank; ``is_own`` if the rank started it itself, or through its fork server."""
 
     pid: int
+    program: str  # the name of its file
     stat: processes.ProcStat
     is_own: bool
 
@@ -235,40 +214,47 @@ def _iter_descendants(
 ) -> Iterator[_ChildProcess]:
     for child in processes.list_children(pid, proc):
         try:
-            command = " ".join(processes.read_cmdline(child, proc))
+            arguments = processes.read_cmdline(child, proc)
             stat = processes.read_stat(child, proc)
         except (OSError, ValueError):  # the child has just ended
             continue
+        command = " ".join(arguments)
         if stat.state in "ZX" or any(mark in command for mark in _IGNORED_COMMANDS):
             continue
         is_fork_server = "multiprocessing.forkserver" in command
         # A fork server without children still imports modules for them: the rank waits for that.
         if not is_fork_server or not processes.list_children(child, proc):
-            yield _ChildProcess(pid=child, stat=stat, is_own=is_own)
+            program = os.path.basename(arguments[0])[:60] or "process"
+            yield _ChildProcess(pid=child, program=program, stat=stat, is_own=is_own)
         if depth > 1:
             yield from _iter_descendants(child, proc, depth - 1, is_own=is_fork_server)
 
 
-def _read_stack(pid: int, stat: processes.ProcStat, pyspy: PySpy) -> ThreadStack:
-    name = "process"
-    try:
-        name = os.path.basename(processes.read_cmdline(pid, pyspy.proc)[0])[:60] or name
-        if not name.startswith("python"):
-            raise PySpyError(
-                f"{name} is not a Python process: cat /proc/{pid}/stack or gdb -p {pid} on its host"
-                " shows where it is"
-            )
-        dump = pyspy.dump_stacks(pid, stat.start_ticks)
-    except (OSError, ValueError, PySpyError) as error:
-        reason = str(error) if isinstance(error, PySpyError) else "the process has ended"
-        title = f"child process {name} (pid {pid})"
-        return ThreadStack(thread=title, frames=(), pid=pid, error=reason)
-    (main,) = add_source_text(dump.threads[:1], pid, pyspy.proc)
+def _read_stack(child: _ChildProcess, pyspy: PySpy) -> ThreadStack:
+    pid = child.pid
+    main = ThreadStack(thread="", frames=())
+    if child.program.startswith("python"):
+        try:
+            threads = pyspy.dump_stacks(pid, child.stat.start_ticks).threads
+            (main,) = add_source_text(threads[:1], pid, pyspy.proc)
+        except PySpyError as error:
+            main = replace(main, error=str(error))
+    else:
+        reason = (
+            f"{child.program} is not a Python process: cat /proc/{pid}/stack or gdb -p {pid} on its"
+            " host shows where it is"
+        )
+        main = replace(main, error=reason)
     frames = _drop_parent_frames(main.frames)
-    title = f"child process {name} (pid {pid})"
+    title = f"child process {child.program} (pid {pid})"
     if any(frame.file.endswith("torch/utils/data/_utils/worker.py") for frame in frames):
         title = f"DataLoader worker (pid {pid})"
-    return replace(main, thread=title, frames=frames, main=False, pid=pid)
+    cpu_s, ready_s = None, None
+    if child.is_own:
+        cpu_s, ready_s = processes.read_tree_usage_s(pid, pyspy.proc)
+    return replace(
+        main, thread=title, frames=frames, main=False, pid=pid, cpu_s=cpu_s, ready_s=ready_s
+    )
 
 
 def _drop_parent_frames(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
@@ -287,37 +273,31 @@ def mark_callers(
     faulthandler, and py-spy for Python before 3.11, may not give the ids of threads. Then a caller
     that is not the main thread must be the only other thread in the user's code.
     """
+    marked = list(threads)
+    recencies: dict[int, int] = {}  # by index in `marked`
     by_tid = {caller.thread: recency for recency, caller in enumerate(callers)}
-    marked: list[ThreadStack] = []
-    for thread in threads:
+    for index, thread in enumerate(marked):
         tid = pid if thread.main else thread.tid
-        marked.append(_mark_caller(thread, by_tid.get(tid or 0), callers))
-    if any(thread.tid for thread in marked if not thread.main):
-        return tuple(marked)
-    unmatched = [recency for tid, recency in by_tid.items() if tid != pid]
-    others = [
-        index for index, thread in enumerate(marked) if not thread.main and runs_user_code(thread)
-    ]
-    if unmatched and len(others) == 1:
-        marked[others[0]] = _mark_caller(marked[others[0]], unmatched[0], callers)
+        if tid in by_tid:
+            recencies[index] = by_tid[tid]
+    others = [index for index, thread in enumerate(marked) if not thread.main]
+    if not any(marked[index].tid for index in others):
+        unmatched = [recency for tid, recency in by_tid.items() if tid != pid]
+        in_user_code = [index for index in others if runs_user_code(marked[index])]
+        if unmatched and len(in_user_code) == 1:
+            recencies[in_user_code[0]] = unmatched[0]
+    for index, recency in recencies.items():
+        uids = callers[recency].uids
+        marked[index] = replace(marked[index], call_recency=recency, called_uids=uids)
     return tuple(marked)
-
-
-def _mark_caller(
-    thread: ThreadStack, recency: int | None, callers: Sequence[Caller]
-) -> ThreadStack:
-    if recency is None:
-        return thread
-    return replace(thread, call_recency=recency, called_uids=callers[recency].uids)
 
 
 def add_source_text(
     threads: Iterable[ThreadStack], pid: int, proc: str = processes.PROC_ROOT
 ) -> tuple[ThreadStack, ...]:
     """The stacks with the source text of their innermost frames and of the innermost frame of user
-    code, as far as the files can be read.
-
-    The text may be wrong if a file was edited after it was loaded.
+    code, as far as the files can be read; without the frames of the checks, which only pass a call
+    on. The text may be wrong if a file was edited after it was loaded.
     """
     files: dict[str, list[str]] = {}
     stacks: list[ThreadStack] = []
@@ -335,7 +315,8 @@ def add_source_text(
                 text = lines[frame.line - 1].strip()[:_MAX_LINE_CHARS]
                 handler, polls = _find_enclosing_blocks(frame, lines)
                 frames[index] = replace(frame, text=text, handler=handler, polls=polls)
-        stacks.append(replace(thread, frames=tuple(frames)))
+        shown = [frame for frame in frames if not frame.file.startswith(_CHECKS_PATH)]
+        stacks.append(replace(thread, frames=tuple(shown)))
     return tuple(stacks)
 
 

@@ -22,9 +22,7 @@ _OWNER_BYTES = 16
 
 
 def detach_process() -> None:
-    """Continues in a child with a session of its own; the original process exits here. Must be
-    called before any thread is started.
-    """
+    """Continues in a child with its own session; this process exits. No thread may run yet."""
     if os.fork():
         os._exit(0)
     with contextlib.suppress(PermissionError):  # already a session leader
@@ -32,9 +30,7 @@ def detach_process() -> None:
 
 
 def reset_inherited_state(log_path: Path) -> None:
-    """Resets what was inherited from the rank: working folder, signals, descriptors. stderr goes to
-    ``log_path``.
-    """
+    """Resets working folder, signals and descriptors. stderr goes to ``log_path``."""
     os.chdir("/")
     os.umask(0o077)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])

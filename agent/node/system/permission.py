@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from . import processes
 
@@ -57,11 +58,8 @@ def read_ptrace_facts(proc: str = processes.PROC_ROOT) -> PtraceFacts:
     with contextlib.suppress(OSError):  # the filter can be tested without /proc
         status = processes.read_status("self", proc)
     yama = None
-    with (
-        contextlib.suppress(OSError, ValueError),
-        open(f"{proc}/sys/kernel/yama/ptrace_scope", "rb") as f,
-    ):
-        yama = int(f.read())
+    with contextlib.suppress(OSError, ValueError):
+        yama = int(Path(proc, "sys/kernel/yama/ptrace_scope").read_text())
     return PtraceFacts(
         has_capability=bool(int(status.get("CapEff", "0"), 16) & _CAP_SYS_PTRACE),
         yama_scope=yama,
@@ -71,9 +69,7 @@ def read_ptrace_facts(proc: str = processes.PROC_ROOT) -> PtraceFacts:
 
 
 def _is_ptrace_filtered() -> bool:
-    """A seccomp filter refuses ptrace. It does so before the kernel searches for the process, which
-    cannot exist here (ESRCH).
-    """
+    """Whether a filter refuses ptrace before the kernel finds that there is no such process."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace(ctypes.c_long(_PTRACE_ATTACH), ctypes.c_long(_IMPOSSIBLE_PID), None, None)
     return ctypes.get_errno() in (errno.EPERM, errno.ENOSYS, errno.EACCES)

@@ -33,9 +33,7 @@ class ProcStat:
 
 
 def parse_stat(raw: bytes) -> ProcStat:
-    """Raises ValueError if it is not a stat line. The name may contain spaces and brackets: it ends
-    at the last bracket.
-    """
+    """Raises ValueError for anything else. The process's name ends at the last bracket."""
     fields = raw.rpartition(b")")[2].split()
     try:
         return ProcStat(
@@ -98,9 +96,7 @@ def _read_line(path: str) -> bytes:
 
 
 def read_live_stat(pid: int, start_ticks: int, proc: str = PROC_ROOT) -> ProcStat | None:
-    """Reads a process that is alive: its pid was not reused, and it is not a zombie. Otherwise
-    None.
-    """
+    """None if the process is a zombie or gone, or if another one has its pid."""
     try:
         stat = read_stat(pid, proc)
     except (OSError, ValueError):
@@ -119,9 +115,7 @@ def read_status(pid: int | str, proc: str = PROC_ROOT) -> dict[str, str]:
 
 
 def read_environ(pid: int, proc: str = PROC_ROOT) -> dict[str, str]:
-    """The environment that a process was started with. Raises OSError if it is gone or belongs to
-    another user.
-    """
+    """The environment at the start. Raises OSError if it is gone or another user's."""
     with open(f"{proc}/{pid}/environ", "rb") as file:
         entries = os.fsdecode(file.read()).split("\0")
     environ: dict[str, str] = {}
@@ -229,8 +223,18 @@ class ThreadActivity:
         stat = read_thread_stat(pid, tid, proc)
         self.state = stat.state
         self.record_ticks(stat.cpu_ticks, now_ns)
-        if now_ns - self._schedstat_read_ns >= _SCHEDSTAT_INTERVAL_NS:
-            self.record_schedstat(read_schedstat(pid, tid, proc), stat.state == "R", now_ns)
+        elapsed_ns = now_ns - self._schedstat_read_ns
+        if elapsed_ns < _SCHEDSTAT_INTERVAL_NS:
+            return
+        schedstat, is_ready = read_schedstat(pid, tid, proc), stat.state == "R"
+        if schedstat and self._schedstat:
+            ready_ns = parse_ready_ns(schedstat) - parse_ready_ns(self._schedstat)
+            # One that was ready at both readings and did not run in between was ready all the time.
+            was_always_ready = is_ready and self._was_ready and schedstat == self._schedstat
+            if was_always_ready or ready_ns >= _MIN_WAIT_SHARE * elapsed_ns:
+                self.last_busy_ns = now_ns
+        self._schedstat, self._was_ready = schedstat, is_ready
+        self._schedstat_read_ns = now_ns
 
     def record_ticks(self, ticks: int, now_ns: int) -> None:
         """Records the CPU time of the thread."""
@@ -242,27 +246,10 @@ class ThreadActivity:
         self._ticks = ticks
         self._ticks_since_ns = now_ns
 
-    def record_schedstat(self, schedstat: bytes, is_ready: bool, now_ns: int) -> None:
-        """Records the schedstat of the thread. One that was ready at both readings and did not run in
-        between was ready all the time.
-        """
-        if schedstat and self._schedstat:
-            ready_ns = parse_ready_ns(schedstat) - parse_ready_ns(self._schedstat)
-            elapsed_ns = now_ns - self._schedstat_read_ns
-            if ready_ns >= _MIN_WAIT_SHARE * elapsed_ns or (
-                is_ready and self._was_ready and schedstat == self._schedstat
-            ):
-                self.last_busy_ns = now_ns
-        self._schedstat = schedstat
-        self._was_ready = is_ready
-        self._schedstat_read_ns = now_ns
-
 
 @dataclass(slots=True, kw_only=True)
 class CpuActivity:
-    """The state of a process, and whether its main thread or the thread that makes its calls was
-    busy.
-    """
+    """A process's state, and whether its main thread or its calling thread was busy."""
 
     last_busy_ns: int
     state: str = "?"

@@ -23,9 +23,7 @@ _WCHAN_ATTEMPTS = 10  # wchan cannot be read while the thread is awake
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadTurn:
-    """How often a thread has gone to sleep or lost its CPU, how long it ran, and whether it is on a
-    CPU or waits for one.
-    """
+    """How often a thread slept or lost its CPU, how long it ran, and if it runs or is ready."""
 
     sleeps: int = 0
     preemptions: int = 0
