@@ -11,8 +11,7 @@ import pytest
 
 from hangwatch.agent.node.hardware import nvml
 from hangwatch.agent.node.hardware.host import Host
-from hangwatch.agent.node.hardware.probes import SourceResult
-from hangwatch.agent.node.hardware.reader import SOURCES, ReaderProcess
+from hangwatch.agent.node.hardware.reader import SOURCES, ReaderProcess, SourceResult
 from hangwatch.model.hardware import Weight
 from tests.harness.job import running_job
 from tests.harness.nvml_shim import build_nvml_shim, write_driver

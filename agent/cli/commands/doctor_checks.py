@@ -320,7 +320,7 @@ def check_hardware(
 ) -> Iterator[Finding]:
     """One finding for each source. None of them fails: a host without a source has no such part."""
     with contextlib.closing(ReaderProcess()) as reader:
-        reading = reader.read_sources(sources, Host.from_environ(env, ()))
+        reading = reader.read_sources(sources, Host.from_environ((), env))
     unavailable = {missing.source: missing for missing in reading.unavailable}
     for source in sources:
         observations = [item for item in reading.observations if item.source == source.name]

@@ -38,7 +38,7 @@ class Host:
     uptime_s: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str], pids: tuple[int, ...]) -> Host:
+    def from_environ(cls, pids: tuple[int, ...], environ: Mapping[str, str] = os.environ) -> Host:
         """The host of these ranks. In a container, HANGWATCH_HOST_ROOT is where the host's /sys and
         /dev/kmsg are mounted; the ranks' processes are in the container's own /proc all the same.
         """
@@ -71,9 +71,7 @@ def observe(
 
 
 def read_text(path: Path) -> str | None:
-    """A small file without the white space around its text; None if it cannot be read. A file of
-    /sys may exist and fail to be read, for example while its device is being reset.
-    """
+    """A small file, stripped; None if it cannot be read, as while its device is being reset."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

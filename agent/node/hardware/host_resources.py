@@ -1,5 +1,5 @@
 """CPU, memory and storage of the ranks, as the kernel accounts for them: their cgroups, pressure stall
-information, and waits for storage.
+information, and waits for storage; and the versions of the layers below Python.
 
 See Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/ and Documentation/accounting/psi.rst of the
 kernel. The fields of /proc/self/mountstats are those of net/sunrpc/stats.c and nfs-utils' mountstats.
@@ -7,6 +7,8 @@ kernel. The fields of /proc/self/mountstats are those of net/sunrpc/stats.c and 
 
 from __future__ import annotations
 
+import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from .host import Host, SourceUnavailableError, list_names, observe, read_text
 CGROUPS = "cgroup"
 PRESSURE = "pressure"
 STORAGE = "storage"
+VERSIONS = "versions"
 
 _CGROUP_ROOT = Path("fs/cgroup")
 _CONTROLLERS = frozenset(("memory", "cpu"))  # the controllers of version 1 that are read
@@ -36,17 +39,19 @@ _PRESSURE_LIMITS = {"cpu": ("some", 80.0), "memory": ("full", 10.0), "io": ("ful
 # Positions of two counters in a line of mountstats that begins with "xprt: tcp".
 _SENDS, _RECEIVES = 8, 9
 _MAX_THREADS = 1000
+# The wheel's folder lies beside the library: nvidia_nccl_cu12-2.27.3.dist-info.
+_NCCL_LIBRARY = re.compile(r"\s(/\S*/nvidia/nccl/lib/libnccl\.so\S*)")
+_NCCL_WHEEL = re.compile(r"nvidia_nccl_cu\d+-([\d.]+)\.dist-info")
+_MAX_GROUPS = 64
 
 
-def probe_cgroups(host: Host) -> tuple[Observation, ...]:
-    """Processes that were killed for memory, and CPU time that was withheld, in the cgroups that the
-    ranks are in. Raises SourceUnavailableError if these have no counters.
-    """
+def probe_cgroups(host: Host) -> Iterator[Observation]:
+    """Kills for memory and withheld CPU time in the ranks' cgroups, if these have counters."""
     folders: dict[Path, None] = {}
     for pid in host.pids:
         for base, folder in list_cgroups(pid, _CONTROLLERS, host.proc, host.sys / _CGROUP_ROOT):
             folders[folder if folder.is_dir() else base] = None
-    observations: list[Observation] = []
+    has_counters = False
     for folder in folders:
         about = "/" + str(folder.relative_to(host.sys / _CGROUP_ROOT)).removeprefix(".")
         for file, fields in _CGROUP_FIELDS.items():
@@ -54,27 +59,22 @@ def probe_cgroups(host: Host) -> tuple[Observation, ...]:
                 name, _, value = line.partition(" ")
                 if name in fields and value.isdigit():
                     what, weight = fields[name]
-                    observations.append(
-                        observe(CGROUPS, about, what, int(value), weight, is_counter=True)
-                    )
-    if not observations and host.pids:
+                    has_counters = True
+                    yield observe(CGROUPS, about, what, int(value), weight, is_counter=True)
+    if not has_counters and host.pids:
         raise SourceUnavailableError(
             "the cgroups of the ranks cannot be read", "mount /sys/fs/cgroup into the container"
         )
-    return tuple(observations)
 
 
-def probe_pressure(host: Host) -> tuple[Observation, ...]:
-    """How much of the time tasks waited for CPU, memory or storage. Raises SourceUnavailableError
-    if the kernel does not count it.
-    """
+def probe_pressure(host: Host) -> Iterator[Observation]:
+    """The share of time in which tasks waited for CPU, memory or storage, if it is counted."""
     folder = host.proc / "pressure"
     texts = {resource: read_text(folder / resource) for resource in _PRESSURE_LIMITS}
     if not any(texts.values()):
         raise SourceUnavailableError(
             "the kernel does not count pressure", "start the kernel with psi=1"
         )
-    observations: list[Observation] = []
     for resource, (kind, limit) in _PRESSURE_LIMITS.items():
         for line in (texts[resource] or "").splitlines():
             name, _, fields = line.partition(" ")
@@ -82,17 +82,14 @@ def probe_pressure(host: Host) -> tuple[Observation, ...]:
             if name == kind and "avg10" in values:
                 share = float(values["avg10"])
                 is_abnormal = share >= limit
-                observations.append(
-                    observe(PRESSURE, resource, "waiting_share", share, is_abnormal=is_abnormal)
-                )
-    return tuple(observations)
+                yield observe(PRESSURE, resource, "waiting_share", share, is_abnormal=is_abnormal)
 
 
-def probe_storage(host: Host) -> tuple[Observation, ...]:
+def probe_storage(host: Host) -> Iterator[Observation]:
     """Ranks that wait in the kernel for storage, and NFS requests without a reply."""
-    observations = [o for pid in host.pids for o in _read_blocked_threads(host, pid)]
-    observations += _read_mounts(read_text(host.proc / "self" / "mountstats") or "")
-    return tuple(observations)
+    for pid in host.pids:
+        yield from _read_blocked_threads(host, pid)
+    yield from _read_mounts(read_text(host.proc / "self" / "mountstats") or "")
 
 
 def _read_blocked_threads(host: Host, pid: int) -> Iterator[Observation]:
@@ -120,3 +117,32 @@ def _read_mounts(mountstats: str) -> Iterator[Observation]:
             unanswered = int(words[_SENDS]) - int(words[_RECEIVES])
             what = "nfs_requests_without_reply"
             yield observe(STORAGE, mount, what, unanswered, is_abnormal=unanswered > 0)
+
+
+def probe_versions(host: Host) -> Iterator[Observation]:
+    """The versions that are known, to be compared with known problems."""
+    groups = host.sys / "kernel" / "iommu_groups"
+    types = {read_text(groups / name / "type") or "" for name in list_names(groups)[:_MAX_GROUPS]}
+    versions = {
+        "kernel": read_text(host.proc / "sys" / "kernel" / "osrelease"),
+        "machine": os.uname().machine,
+        "driver": read_text(host.sys / "module" / "nvidia" / "version"),
+        "nccl": _find_nccl(host),
+        # How it treats devices: "identity" is a passthrough, "DMA" translates addresses.
+        "iommu": " and ".join(sorted(types - {""})),
+    }
+    for about, version in versions.items():
+        if version:
+            yield observe(VERSIONS, about, "version", version, Weight.FACT)
+
+
+def _find_nccl(host: Host) -> str | None:
+    """The version of NCCL's wheel whose library a rank has loaded."""
+    for pid in host.pids[:1]:
+        match = _NCCL_LIBRARY.search(read_text(host.proc / str(pid) / "maps") or "")
+        if match is not None:
+            library = host.proc / str(pid) / "root" / match[1].lstrip("/")
+            for name in list_names(library.parents[3]):
+                if wheel := _NCCL_WHEEL.fullmatch(name):
+                    return wheel[1]
+    return None

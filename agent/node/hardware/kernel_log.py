@@ -86,9 +86,7 @@ _PATTERNS = (
 
 
 def probe(host: Host) -> tuple[Observation, ...]:
-    """The newest of the messages that are known to explain hangs. Raises SourceUnavailableError if
-    the log may not be read.
-    """
+    """The newest messages that explain hangs. Raises SourceUnavailableError without the log."""
     now_s = host.uptime_s()
     found: list[Observation] = []
     for line in _read_log(host.kernel_log).splitlines():
@@ -118,29 +116,21 @@ def probe(host: Host) -> tuple[Observation, ...]:
 
 
 def _read_log(path: Path) -> str:
+    log = b""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(fd, "rb", buffering=0) as records:
+            while len(log) < _MAX_LOG_BYTES:
+                try:
+                    record = records.read(_MAX_RECORD_BYTES)
+                except BrokenPipeError:  # the next record was overwritten meanwhile
+                    continue
+                if not record:  # it is None at the end of the log
+                    break
+                log += record
     except PermissionError:
         raise SourceUnavailableError(f"{path} may not be read", _REMEDY) from None
     except OSError as error:
         reason = f"{path} cannot be read: {error.strerror}"
         raise SourceUnavailableError(reason, f"mount {path} into the container") from None
-    pieces: list[bytes] = []
-    size = 0
-    try:
-        while size < _MAX_LOG_BYTES:
-            try:
-                piece = os.read(fd, _MAX_RECORD_BYTES)
-            except BlockingIOError:  # the end of the log
-                break
-            except BrokenPipeError:  # the next record was overwritten meanwhile
-                continue
-            except PermissionError:
-                raise SourceUnavailableError(f"{path} may not be read", _REMEDY) from None
-            if not piece:
-                break
-            pieces.append(piece)
-            size += len(piece)
-    finally:
-        os.close(fd)
-    return b"".join(pieces).decode(errors="replace")
+    return log.decode(errors="replace")

@@ -6,11 +6,10 @@ A request gets what changed since the newest baseline from before the onset of t
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from hangwatch.model.hardware import Observation, ObservedValue, UnavailableSource, Weight
 from hangwatch.protocol.heartbeat import HardwareReply
@@ -39,17 +38,13 @@ class HardwareOrder:
 
 
 class HardwareMonitor(OrderWorker[HardwareOrder, tuple[HardwareReply, int]]):
-    """The thread that reads the sources. Its results are the replies to requests, each with the time
-    at which its reading was taken.
-    """
+    """The thread that reads the sources. Each reply has the time at which it was read."""
 
     def __init__(
         self,
         wake: Callable[[], None],
         *,
-        make_host: Callable[[tuple[int, ...]], Host] = lambda pids: Host.from_environ(
-            os.environ, pids
-        ),
+        make_host: Callable[[tuple[int, ...]], Host] = Host.from_environ,
         sources: Sequence[Source] = SOURCES,
         reader: ReaderProcess | None = None,
         interval_s: float = BASELINE_INTERVAL_S,
@@ -90,7 +85,6 @@ class HardwareMonitor(OrderWorker[HardwareOrder, tuple[HardwareReply, int]]):
             self.publish_result((reply, reading.taken_ns))
 
     def _take_reading(self, order: HardwareOrder) -> Reading:
-        """The reading for a request, with what has changed; or the next baseline."""
         host = self._make_host(order.pids)
         if order.request_id:
             reading = self._reader.read_sources(self._sources, host)
@@ -103,13 +97,13 @@ class HardwareMonitor(OrderWorker[HardwareOrder, tuple[HardwareReply, int]]):
         return reading
 
 
-@dataclass(slots=True)
 class Baselines:
     """Earlier readings, so that a change can be found although it took a while to suspect a hang."""
 
-    _readings: deque[tuple[int, Mapping[_Key, ObservedValue]]] = field(
-        default_factory=lambda: deque(maxlen=MAX_BASELINES)
-    )
+    def __init__(self) -> None:
+        self._readings: deque[tuple[int, Mapping[_Key, ObservedValue]]] = deque(
+            maxlen=MAX_BASELINES
+        )
 
     def add_reading(self, reading: Reading) -> None:
         values = {_get_key(observation): observation.now for observation in reading.observations}

@@ -27,6 +27,9 @@ QUERY_TIMEOUT_S = 4.0  # NCCL waits two seconds for processes that do not answer
 _MAX_REPORT_BYTES = 8 << 20
 _MAX_RANKS_SHOWN = 16
 _LISTENING = "0A"  # TCP_LISTEN in include/net/tcp_states.h
+# Where a comma lacks between two members of an object. NCCL 2.28.9 prints each member on a line of
+# its own, and none after the first member of an element of missing_ranks.
+_MISSING_COMMA = re.compile(r'(?<=[^\s,:{\[])(?=\s*\n\s*")')
 _TITLE = re.compile(r"^(?:#(\S+) \((\w+)\) )?(INCOMPLETE|DEAD|MISMATCH|TIMEOUT)$")
 _NO_SERVER = "no process of the job listens at {}: NCCL is older than 2.24, or NCCL_RAS_ENABLE=0"
 
@@ -39,9 +42,7 @@ def check(host: Host) -> None:
 
 
 def probe(host: Host) -> tuple[Observation, ...]:
-    """Ranks that are missing, lag or failed, by communicator. Raises SourceUnavailableError if no
-    process answers.
-    """
+    """Ranks that are missing, lag or failed. Raises SourceUnavailableError if nobody answers."""
     address = _get_address(host)
     _check_owner(host, address)
     report = request_report(address)
@@ -71,9 +72,7 @@ def _connect(address: str) -> socket.socket:
 
 
 def _check_owner(host: Host, address: str) -> None:
-    """Only one of several jobs on a host can listen at the address. Raises SourceUnavailableError if
-    this job does not.
-    """
+    """Raises SourceUnavailableError if it is the process of another job that listens there."""
     sockets = _list_listening_sockets(host, _parse_address(address)[1])
     if not sockets or not host.pids:
         return  # the listener is on another host, or this node agent watches no job
@@ -96,9 +95,7 @@ def _check_owner(host: Host, address: str) -> None:
 
 
 def _list_listening_sockets(host: Host, port: int) -> set[str]:
-    """The sockets that listen at a port, as /proc/PID/fd shows them: ``socket:[inode]``. The columns
-    are those of proc_pid_net(5).
-    """
+    """The sockets at a port as in /proc/PID/fd, by the columns of proc_pid_net(5)."""
     found: set[str] = set()
     for name in ("tcp", "tcp6"):
         for line in (read_text(host.proc / "net" / name) or "").splitlines()[1:]:
@@ -131,7 +128,7 @@ def request_report(address: str) -> str:
 
 
 def _parse_json(report: str) -> Mapping[str, Any]:
-    for text in (report, _insert_missing_commas(report)):
+    for text in (report, _MISSING_COMMA.sub(",", report)):
         try:
             document = json.loads(text)
         except ValueError:
@@ -141,20 +138,6 @@ def _parse_json(report: str) -> Mapping[str, Any]:
     raise SourceUnavailableError("NCCL's report is not valid JSON")
 
 
-def _insert_missing_commas(report: str) -> str:
-    """The report with a comma between any two members of an object that lack one.
-
-    NCCL 2.28.9 prints each member on a line of its own, and none after the first member of an
-    element of missing_ranks. No string in the report spans lines.
-    """
-    lines = report.splitlines()
-    for i, following in enumerate(lines[1:]):
-        line = lines[i].rstrip()
-        if following.lstrip().startswith('"') and line and line[-1] not in ",:{[":
-            lines[i] = line + ","
-    return "\n".join(lines)
-
-
 def _read_json(document: Mapping[str, Any]) -> Iterator[Observation]:
     version = document.get("nccl_version")
     if isinstance(version, str):
@@ -162,12 +145,9 @@ def _read_json(document: Mapping[str, Any]) -> Iterator[Observation]:
     for communicator in document.get("communicators") or ():
         about = f"communicator {communicator.get('hash', '?')}"
         for missing in (communicator.get("missing_ranks") or ())[:_MAX_RANKS_SHOWN]:
-            status = missing.get("status") or {}
-            yield _make_observation(
-                about,
-                "considered_dead" if status.get("considered_dead") else "does_not_answer",
-                _describe_rank(missing),
-            )
+            is_dead = (missing.get("status") or {}).get("considered_dead")
+            what = "considered_dead" if is_dead else "does_not_answer"
+            yield _make_observation(about, what, _describe_rank(missing))
         ranks = communicator.get("ranks") or ()
         for rank in ranks:
             error = (rank.get("status") or {}).get("async_error")
@@ -180,13 +160,12 @@ def _compare_counts(about: str, ranks: Any) -> Iterator[Observation]:
     """The ranks that have begun fewer collectives of a kind than most others. That is only a hint,
     since in a healthy job there are such ranks for a moment as well.
     """
-    operations = {op for rank in ranks for op in rank.get("collective_counts") or ()}
-    for op in sorted(operations):
-        counts = [(rank.get("collective_counts") or {}).get(op, 0) for rank in ranks]
+    counts_by_rank = [rank.get("collective_counts") or {} for rank in ranks]
+    for op in sorted(set().union(*counts_by_rank)):
+        counts = [counts.get(op, 0) for counts in counts_by_rank]
         ((usual, _),) = Counter(counts).most_common(1)
-        lagging = [r for r, count in zip(ranks, counts, strict=True) if count < usual]
-        for rank in lagging[:_MAX_RANKS_SHOWN]:
-            count = (rank.get("collective_counts") or {}).get(op, 0)
+        lagging = [(rank, n) for rank, n in zip(ranks, counts, strict=True) if n < usual]
+        for rank, count in lagging[:_MAX_RANKS_SHOWN]:
             text = f"{_describe_rank(rank)}: {count} of {usual} {op}"
             yield _make_observation(about, "lags", text, Weight.HINT)
 

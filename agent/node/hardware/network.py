@@ -1,4 +1,8 @@
-"""The network interface that a job uses, and TCP's retransmissions."""
+"""The network: the ports of InfiniBand and RoCE adapters, the interfaces that a job uses, and TCP.
+
+Counters of congestion control, which grow on healthy networks as well, are left out. The names of a
+port's counters are those of Documentation/ABI/stable/sysfs-class-infiniband and of mlx5.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,35 @@ from hangwatch.model.hardware import Observation, Weight
 
 from .host import Host, SourceUnavailableError, list_names, observe, read_counters, read_text
 
-SOURCE = "network"
+INFINIBAND = "infiniband"
+INTERFACES = "network"
 
+_PORT_FAULTS = ("link_downed",)
+_PORT_HINTS = (
+    "symbol_error",
+    "link_error_recovery",
+    "port_rcv_errors",
+    "port_rcv_remote_physical_errors",
+    "port_xmit_discards",
+    "local_link_integrity_errors",
+    "excessive_buffer_overrun_errors",
+)
+_PORT_HW_HINTS = (
+    "duplicate_request",
+    "implied_nak_seq_err",
+    "local_ack_timeout_err",
+    "out_of_buffer",
+    "out_of_sequence",
+    "packet_seq_err",
+    "req_cqe_error",
+    "req_transport_retries_exceeded",
+    "resp_cqe_error",
+    "rnr_nak_retry_err",
+    "roce_adp_retrans",
+    "roce_adp_retrans_to",
+    "roce_slow_restart",
+    "rx_icrc_encapsulated",
+)
 _VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _ERRORS = (
     "rx_errors",
@@ -27,10 +58,39 @@ _TCP_COUNTERS = {"Tcp": ("RetransSegs",), "TcpExt": ("TCPTimeouts", "TCPAbortOnT
 _ROUTE_UP = 0x1  # RTF_UP
 
 
-def probe(host: Host) -> tuple[Observation, ...]:
-    """The interfaces that the job uses, and TCP of this network namespace. Raises
-    SourceUnavailableError if /sys/class/net cannot be read.
-    """
+def check_infiniband(host: Host) -> None:
+    """Raises SourceUnavailableError if there is no adapter."""
+    if not list_names(host.sys / "class" / "infiniband"):
+        raise SourceUnavailableError("this host has no InfiniBand or RoCE adapter")
+
+
+def probe_infiniband(host: Host) -> Iterator[Observation]:
+    """The ports of all adapters. Raises SourceUnavailableError if there are none."""
+    check_infiniband(host)
+    adapters = host.sys / "class" / "infiniband"
+    for adapter in list_names(adapters):
+        ports = adapters / adapter / "ports"
+        for port in list_names(ports):
+            yield from _read_port(f"{adapter}/{port}", ports / port)
+
+
+def _read_port(about: str, port: Path) -> Iterator[Observation]:
+    # Only a change means something, since the job uses no port that was down before it.
+    for what in ("state", "phys_state"):
+        state = read_text(port / what)
+        if state:
+            name = state.partition(":")[2].strip() or state  # "4: ACTIVE"
+            yield observe(INFINIBAND, about, what, name, Weight.FAULT)
+    rate = read_text(port / "rate")
+    if rate:
+        yield observe(INFINIBAND, about, "rate", rate, Weight.FACT)
+    yield from read_counters(INFINIBAND, about, port / "counters", _PORT_FAULTS, Weight.FAULT)
+    yield from read_counters(INFINIBAND, about, port / "counters", _PORT_HINTS)
+    yield from read_counters(INFINIBAND, about, port / "hw_counters", _PORT_HW_HINTS)
+
+
+def probe_interfaces(host: Host) -> Iterator[Observation]:
+    """The job's interfaces, and TCP. Raises SourceUnavailableError without /sys/class/net."""
     names = list_names(host.sys / "class" / "net")
     if not names:
         raise SourceUnavailableError(
@@ -38,15 +98,18 @@ def probe(host: Host) -> tuple[Observation, ...]:
         )
     counters = _parse_counters(read_text(host.proc / "net" / "snmp") or "")
     counters |= _parse_counters(read_text(host.proc / "net" / "netstat") or "")
-    observations: list[Observation] = []
     for protocol, counter_names in _TCP_COUNTERS.items():
         for name in counter_names:
             value = counters.get(protocol, {}).get(name)
             if value is not None:
-                observations.append(observe(SOURCE, "TCP", name, value, is_counter=True))
+                yield observe(INTERFACES, "TCP", name, value, is_counter=True)
     for name in choose_interfaces(host, names):
-        observations += _read_interface(name, host.sys / "class" / "net" / name)
-    return tuple(observations)
+        folder = host.sys / "class" / "net" / name
+        state = read_text(folder / "operstate")
+        if state and state != "unknown":  # loopback and tunnels
+            yield observe(INTERFACES, name, "state", state, Weight.FAULT)
+        yield from read_counters(INTERFACES, name, folder, ("carrier_down_count",), Weight.FAULT)
+        yield from read_counters(INTERFACES, name, folder / "statistics", _ERRORS)
 
 
 def choose_interfaces(host: Host, names: list[str]) -> list[str]:
@@ -100,18 +163,8 @@ def _find_route(proc: Path, address: str) -> str:
     return best_name
 
 
-def _read_interface(name: str, folder: Path) -> Iterator[Observation]:
-    state = read_text(folder / "operstate")
-    if state and state != "unknown":  # loopback and tunnels
-        yield observe(SOURCE, name, "state", state, Weight.FAULT)
-    yield from read_counters(SOURCE, name, folder, ("carrier_down_count",), Weight.FAULT)
-    yield from read_counters(SOURCE, name, folder / "statistics", _ERRORS)
-
-
 def _parse_counters(text: str) -> dict[str, Mapping[str, int]]:
-    """The counters in /proc/net/snmp or /proc/net/netstat, by protocol and name: each protocol has a
-    line of names and a line of values.
-    """
+    """Counters by protocol and name, from pairs of a line of names and a line of values."""
     lines = text.splitlines()
     counters: dict[str, Mapping[str, int]] = {}
     for names, values in zip(lines[::2], lines[1::2], strict=False):

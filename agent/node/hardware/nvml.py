@@ -1,13 +1,13 @@
 """NVIDIA's GPUs, by NVML: memory errors, throttling, links, and kernels that spin.
 
-NVML may block for long on a sick GPU, so that it is only called in a process of its own (`probes`).
+NVML may block for long on a sick GPU, so that it is only called in a process of its own (`reader`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from hangwatch.model.hardware import Observation, ObservedValue, Weight
@@ -39,7 +39,7 @@ def check(host: Host) -> None:
         )
 
 
-def probe(host: Host) -> tuple[Observation, ...]:
+def probe(host: Host) -> Iterator[Observation]:
     """All GPUs of the host. Raises SourceUnavailableError without NVML or its Python module."""
     check(host)
     import pynvml
@@ -51,18 +51,16 @@ def probe(host: Host) -> tuple[Observation, ...]:
     version = pynvml.nvmlSystemGetDriverVersion()
     if isinstance(version, bytes):
         version = version.decode(errors="replace")
-    observations = [observe(SOURCE, "driver", "version", version, Weight.FACT)]
+    yield observe(SOURCE, "driver", "version", version, Weight.FACT)
     for index in range(pynvml.nvmlDeviceGetCount()):
         try:
             device = pynvml.nvmlDeviceGetHandleByIndex(index)
         except pynvml.NVMLError as error:  # a GPU that fell off the bus
-            about = f"GPU {index}"
-            observations.append(
-                observe(SOURCE, about, "lost", str(error), Weight.FAULT, is_abnormal=True)
+            yield observe(
+                SOURCE, f"GPU {index}", "lost", str(error), Weight.FAULT, is_abnormal=True
             )
             continue
-        observations += _GpuReader(pynvml, index, device, frozenset(host.pids)).read_all()
-    return tuple(observations)
+        yield from _GpuReader(pynvml, index, device, frozenset(host.pids)).read_all()
 
 
 class _GpuReader:
@@ -71,9 +69,8 @@ class _GpuReader:
     def __init__(self, nvml: Any, index: int, device: Any, pids: frozenset[int]) -> None:
         self._nvml, self._index, self._device, self._pids = nvml, index, device, pids
 
-    def read_all(self) -> list[Observation]:
-        found: list[Observation] = []
-        readers: tuple[Callable[[], Iterator[Observation]], ...] = (
+    def read_all(self) -> Iterator[Observation]:
+        for read in (
             self._read_memory_errors,
             self._read_remapped_rows,
             self._read_throttling,
@@ -81,12 +78,10 @@ class _GpuReader:
             self._read_link_width,
             self._read_nvlinks,
             self._read_processes,
-        )
-        for read in readers:
+        ):
             # Each is read by itself, since an older driver lacks some of these functions.
             with contextlib.suppress(self._nvml.NVMLError, AttributeError):
-                found += read()
-        return found
+                yield from read()
 
     def _observe(
         self, what: str, now: ObservedValue, weight: Weight = Weight.HINT, **flags: bool
@@ -103,12 +98,10 @@ class _GpuReader:
 
     def _read_remapped_rows(self) -> Iterator[Observation]:
         _, _, is_pending, has_failed = self._nvml.nvmlDeviceGetRemappedRows(self._device)
-        for what, value in (
-            ("row_remapping_pending", is_pending),
-            ("row_remapping_failed", has_failed),
-        ):
-            if value:
-                yield self._observe(what, int(value), Weight.FAULT, is_abnormal=True)
+        if is_pending:
+            yield self._observe("row_remapping_pending", 1, Weight.FAULT, is_abnormal=True)
+        if has_failed:
+            yield self._observe("row_remapping_failed", 1, Weight.FAULT, is_abnormal=True)
 
     def _read_throttling(self) -> Iterator[Observation]:
         bits = self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._device)

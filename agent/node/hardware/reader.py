@@ -1,35 +1,45 @@
-"""The sources of a host, and how they are read: here, or in a process of their own if a driver may
-block them (`probes`). A new source is a function that takes a `Host`, and an entry in `SOURCES`; one
-that may block is named `probe`, in a module of its own.
+"""The sources of a host, and how they are read. A new source is a function that takes a `Host`, and
+an entry in `SOURCES`.
+
+Sources that a driver or the network may block are read in a process that can be abandoned: this
+module, as a program. Each line of its input is a request: ``{"pids": [...], "sources": [NAME, ...]}``.
+It prints the result of each source as a line of JSON, as soon as it has it, and ends with its input.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import dataclasses
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hangwatch.model.hardware import Observation, UnavailableSource, Weight
 
-from . import host_resources, infiniband, kernel_log, nccl_ras, network, nvml, probes, versions
+from . import host_resources, kernel_log, nccl_ras, network, nvml
 from .host import Host, SourceUnavailableError
-from .probes import SourceResult, run_probe
 
 TIME_LIMIT_S = 5.0
 _KILL_WAIT_S = 0.5
 _END_WAIT_S = 0.2  # a process that has closed its output ends within this time
 _READ_BYTES = 1 << 16
+_PR_SET_PDEATHSIG = 1
 _SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
-_COMMAND = (sys.executable, *_SAFE_PATH, "-m", probes.__name__)
+_COMMAND = (sys.executable, *_SAFE_PATH, "-m", __name__)
 _BLOCKED_REMEDY = (
     "its driver or device may be blocked: see /proc/PID/stack of the reader, and the kernel log"
 )
+
+Probe = Callable[[Host], Iterable[Observation]]
+SourceResult = tuple[tuple[Observation, ...], UnavailableSource | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,28 +49,28 @@ class Source:
     """
 
     name: str
-    probe: Callable[[Host], tuple[Observation, ...]]
+    probe: Probe
     has_counters: bool = False  # such a source is also read once a minute, to know what changes
-    may_block: bool = False  # a driver or network may block the probe: it has its own process
+    may_block: bool = False  # a driver or network may block the probe
     check: Callable[[Host], None] = lambda host: None
 
 
 SOURCES = (
     Source(
-        name=infiniband.SOURCE,
-        probe=infiniband.probe,
+        name=network.INFINIBAND,
+        probe=network.probe_infiniband,
         has_counters=True,
         may_block=True,
-        check=infiniband.check,
+        check=network.check_infiniband,
     ),
-    Source(name=network.SOURCE, probe=network.probe, has_counters=True),
+    Source(name=network.INTERFACES, probe=network.probe_interfaces, has_counters=True),
     Source(name=nvml.SOURCE, probe=nvml.probe, has_counters=True, may_block=True, check=nvml.check),
     Source(name=nccl_ras.SOURCE, probe=nccl_ras.probe, may_block=True, check=nccl_ras.check),
     Source(name=kernel_log.SOURCE, probe=kernel_log.probe),
     Source(name=host_resources.CGROUPS, probe=host_resources.probe_cgroups, has_counters=True),
     Source(name=host_resources.PRESSURE, probe=host_resources.probe_pressure),
     Source(name=host_resources.STORAGE, probe=host_resources.probe_storage),
-    Source(name=versions.SOURCE, probe=versions.probe),
+    Source(name=host_resources.VERSIONS, probe=host_resources.probe_versions),
 )
 
 
@@ -85,33 +95,26 @@ class ReaderProcess:
         self._names: list[str] = []
 
     def read_sources(self, sources: Sequence[Source], host: Host) -> Reading:
-        """Reads these sources, those that do not block in this process. Those that may block have one
-        time limit together.
-        """
+        """Reads these sources. Those that may block have one time limit together."""
         give_up_at = time.monotonic() + TIME_LIMIT_S
         results: list[SourceResult] = []
-        present: list[Source] = []
+        blocking: list[Source] = []
         for source in sources:
-            try:
-                source.check(host)
-                present.append(source)
-            except SourceUnavailableError as error:
-                results.append(((), error.describe(source.name)))
-        blocking = [source for source in present if source.may_block]
-        if blocking:
-            try:
-                self.start_reading(blocking, host)
-            except OSError as error:
-                reason = f"its reader cannot be started: {error.strerror}"
-                for source in blocking:
-                    results.append(((), UnavailableSource(source=source.name, reason=reason)))
-                blocking = []
-        for source in present:
-            if not source.may_block:
-                results.append(run_probe(source.name, source.probe, host))
+            if source.may_block:
+                try:
+                    source.check(host)
+                    blocking.append(source)
+                except SourceUnavailableError as error:
+                    results.append(((), error.describe(source.name)))
+        try:
+            self.start_reading(blocking, host)
+        except OSError as error:
+            reason = f"its reader cannot be started: {error.strerror}"
+            for source in blocking:
+                results.append(((), UnavailableSource(source=source.name, reason=reason)))
+        results += [run_probe(source, host) for source in sources if not source.may_block]
         taken_ns = time.monotonic_ns()
-        if blocking:
-            results += self.collect(give_up_at - time.monotonic())
+        results += self.collect(give_up_at - time.monotonic())
         return Reading(
             taken_ns=taken_ns,
             observations=tuple(item for observations, _ in results for item in observations),
@@ -119,7 +122,12 @@ class ReaderProcess:
         )
 
     def start_reading(self, sources: Sequence[Source], host: Host) -> None:
-        """Raises OSError if the process cannot be started. `collect` must follow."""
+        """Starts to read these sources; `collect` must follow. Raises OSError if the process cannot
+        be started: then there is nothing to collect.
+        """
+        self._names = []
+        if not sources:
+            return
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._process = subprocess.Popen(
@@ -132,8 +140,7 @@ class ReaderProcess:
             )
         assert self._process.stdin is not None
         self._names = [source.name for source in sources]
-        modules = {source.name: source.probe.__module__ for source in sources}
-        request = json.dumps({"pids": host.pids, "sources": modules})
+        request = json.dumps({"pids": host.pids, "sources": self._names})
         with contextlib.suppress(BrokenPipeError):  # the process has ended, which `collect` reports
             self._process.stdin.write(f"{request}\n".encode())
 
@@ -169,9 +176,7 @@ class ReaderProcess:
         ]
 
     def _iter_lines(self, give_up_at: float) -> Iterator[bytes]:
-        """The lines that the process prints until ``give_up_at`` (`time.monotonic`), or until it
-        ends.
-        """
+        """The lines that the process prints until it ends, or until ``give_up_at``."""
         assert self._process is not None and self._process.stdout is not None
         output, unfinished = self._process.stdout.fileno(), b""
         with selectors.DefaultSelector() as selector:
@@ -208,3 +213,49 @@ def _explain_missing(name: str, is_late: bool, status: int | None) -> SourceResu
         is_abnormal=True,
     )
     return (blocked,), UnavailableSource(source=name, reason=reason, remedy=_BLOCKED_REMEDY)
+
+
+def run_probe(source: Source, host: Host) -> SourceResult:
+    """Reads a source here. Whatever goes wrong with it is returned, not raised."""
+    try:
+        return tuple(source.probe(host)), None
+    except SourceUnavailableError as error:
+        return (), error.describe(source.name)
+    except Exception as error:  # the files of an unknown kernel or driver
+        reason = f"hangwatch failed to read it: {type(error).__name__}: {error}"
+        return (), UnavailableSource(source=source.name, reason=reason, remedy="please report this")
+
+
+def main() -> None:
+    # A reader that is blocked must not outlive its node agent.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    printing = threading.Lock()
+    for line in sys.stdin:
+        request = json.loads(line)
+        host = Host.from_environ(tuple(request["pids"]))
+        threads = [
+            threading.Thread(target=_print_result, args=(source, host, printing))
+            for source in SOURCES
+            if source.name in request["sources"]
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def _print_result(source: Source, host: Host, printing: threading.Lock) -> None:
+    observations, unavailable = run_probe(source, host)
+    line = json.dumps(
+        {
+            "source": source.name,
+            "observations": [dataclasses.asdict(observation) for observation in observations],
+            "unavailable": dataclasses.asdict(unavailable) if unavailable else None,
+        }
+    )
+    with printing:  # lines longer than PIPE_BUF would be interleaved
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,21 +4,15 @@ that a host has in each of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.node.hardware import (
-    host_resources,
-    infiniband,
-    kernel_log,
-    nccl_ras,
-    versions,
-)
+from hangwatch.agent.node.hardware import host_resources, kernel_log, nccl_ras, network
 from hangwatch.agent.node.hardware.host import Host
 from hangwatch.agent.node.hardware.monitor import Baselines
-from hangwatch.agent.node.hardware.reader import Reading
+from hangwatch.agent.node.hardware.reader import Probe, Reading
 from hangwatch.model.hardware import Observation, Weight
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import Limits
@@ -31,8 +25,6 @@ from tests.unit.agent.node.hardware.trees import make_host, write_files
 STALL_AFTER_S = 10.0
 HOSTS = 4
 _PORT = "sys/class/infiniband/mlx5_0/ports/1"
-
-Probe = Callable[[Host], tuple[Observation, ...]]
 
 
 class Cluster:
@@ -125,27 +117,27 @@ def test_out_of_memory_on_one_stage(cluster: Cluster) -> None:
 
 
 def test_port_that_flaps(cluster: Cluster) -> None:
-    cluster.take_baselines(infiniband.probe)
+    cluster.take_baselines(network.probe_infiniband)
     cluster.write_files({f"{_PORT}/counters/link_downed": 1}, 3)
     cluster.stall()
-    verdict = cluster.diagnose(infiniband.probe)
+    verdict = cluster.diagnose(network.probe_infiniband)
     assert verdict.kind is VerdictKind.NO_PROGRESS
     assert "Of 4 hosts, node3 alone" in verdict.advice
     assert "the link of mlx5_0/1 went down (0 to 1 times)" in verdict.advice
 
 
 def test_retransmissions_on_one_host(cluster: Cluster) -> None:
-    cluster.take_baselines(infiniband.probe)
+    cluster.take_baselines(network.probe_infiniband)
     cluster.write_files({f"{_PORT}/hw_counters/roce_adp_retrans": 812}, 1)
     cluster.stall()
-    advice = cluster.diagnose(infiniband.probe).advice
+    advice = cluster.diagnose(network.probe_infiniband).advice
     assert "node1 alone reports this, which may contribute: roce adp retrans of mlx5_0/1" in advice
 
 
 def test_adapters_of_different_speed(cluster: Cluster) -> None:
     cluster.write_files({f"{_PORT}/rate": "200 Gb/sec (4X HDR)"}, 2)
     cluster.stall()
-    assert cluster.diagnose(infiniband.probe).advice.endswith(
+    assert cluster.diagnose(network.probe_infiniband).advice.endswith(
         "node2 alone has mlx5_0/1 rate 200 Gb/sec (4X HDR), where the other hosts have 400 Gb/sec (4X"
         " NDR)."
     )
@@ -155,7 +147,10 @@ def test_iommu_that_translates_on_one_host(cluster: Cluster) -> None:
     cluster.write_files({"sys/kernel/iommu_groups/0/type": "identity"})
     cluster.write_files({"sys/kernel/iommu_groups/0/type": "DMA"}, 1)
     cluster.stall()
-    assert "node1 alone has iommu version DMA" in cluster.diagnose(versions.probe).advice
+    assert (
+        "node1 alone has iommu version DMA"
+        in cluster.diagnose(host_resources.probe_versions).advice
+    )
 
 
 def test_xid_during_a_collective(cluster: Cluster) -> None:

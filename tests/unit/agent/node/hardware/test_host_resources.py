@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.node.hardware import host_resources, versions
+from hangwatch.agent.node.hardware import host_resources
 from hangwatch.agent.node.hardware.host import SourceUnavailableError
 from hangwatch.model.hardware import Weight
 
@@ -57,8 +57,8 @@ def test_cgroup_version_1(tmp_path: Path) -> None:
 
 def test_unreadable_cgroup(tmp_path: Path) -> None:
     with pytest.raises(SourceUnavailableError, match="cannot be read"):
-        host_resources.probe_cgroups(make_host(tmp_path, pids=(7,)))
-    assert host_resources.probe_cgroups(make_host(tmp_path)) == ()
+        list(host_resources.probe_cgroups(make_host(tmp_path, pids=(7,))))
+    assert not list(host_resources.probe_cgroups(make_host(tmp_path)))
 
 
 def test_pressure(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_pressure(tmp_path: Path) -> None:
 
 def test_kernel_without_pressure(tmp_path: Path) -> None:
     with pytest.raises(SourceUnavailableError) as refusal:
-        host_resources.probe_pressure(make_host(tmp_path))
+        list(host_resources.probe_pressure(make_host(tmp_path)))
     assert "psi=1" in refusal.value.remedy
 
 
@@ -121,7 +121,7 @@ def test_versions(tmp_path: Path) -> None:
     (root / "nvidia_nccl_cu12-2.27.3.dist-info").mkdir(parents=True)
     groups = {"0/type": "identity", "1/type": "DMA", "2/type": "DMA"}
     write_files(tmp_path / "sys/kernel/iommu_groups", groups)
-    found = versions.probe(make_host(tmp_path, pids=(7,)))
+    found = list(host_resources.probe_versions(make_host(tmp_path, pids=(7,))))
     assert {o.about: o.now for o in found} == {
         "kernel": "6.8.0-45-generic",
         "machine": os.uname().machine,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.node.hardware import infiniband
+from hangwatch.agent.node.hardware import network
 from hangwatch.agent.node.hardware.host import SourceUnavailableError
 from hangwatch.model.hardware import Observation, Weight
 
@@ -27,7 +27,7 @@ def write_port(root: Path, port: str = "mlx5_0/ports/1", **changed: object) -> N
 
 
 def read_ports(root: Path) -> dict[tuple[str, str], Observation]:
-    found = infiniband.probe(make_host(root))
+    found = network.probe_infiniband(make_host(root))
     return {(observation.about, observation.what): observation for observation in found}
 
 
@@ -57,4 +57,4 @@ def test_unreadable_counters_are_left_out(tmp_path: Path) -> None:
 
 def test_host_without_adapter(tmp_path: Path) -> None:
     with pytest.raises(SourceUnavailableError, match="no InfiniBand or RoCE adapter"):
-        infiniband.probe(make_host(tmp_path))
+        list(network.probe_infiniband(make_host(tmp_path)))

@@ -66,7 +66,7 @@ def test_counters_of_an_interface_and_of_tcp(tmp_path: Path) -> None:
             "netstat": "TcpExt: SyncookiesSent TCPTimeouts\nTcpExt: 0 6",
         },
     )
-    found = network.probe(make_host(tmp_path, environ={"NCCL_SOCKET_IFNAME": "=eth0"}))
+    found = network.probe_interfaces(make_host(tmp_path, environ={"NCCL_SOCKET_IFNAME": "=eth0"}))
     values = {(o.about, o.what): (o.now, o.weight) for o in found}
     assert values == {
         ("TCP", "RetransSegs"): (345, Weight.HINT),
@@ -80,5 +80,5 @@ def test_counters_of_an_interface_and_of_tcp(tmp_path: Path) -> None:
 
 def test_host_without_sysfs(tmp_path: Path) -> None:
     with pytest.raises(SourceUnavailableError) as refusal:
-        network.probe(make_host(tmp_path))
+        list(network.probe_interfaces(make_host(tmp_path)))
     assert refusal.value.remedy == "mount /sys into the container"
