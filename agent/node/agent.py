@@ -20,18 +20,17 @@ from .discovery.watchlist import Watchlist
 from .hardware.monitor import HardwareMonitor
 from .reporting.uplink import HeartbeatOutcome, OutageTracker, Outbox, Uplink
 from .requests.builder import RecorderBuilder
-from .requests.commands import (
-    AbortTracker,
-    CommandExecutor,
-    CommandPoll,
-    find_faulthandler_registration,
-)
-from .requests.live import LiveRequests
+from .requests.commands import CommandExecutor, CommandPoll, find_faulthandler_registration
+from .requests.recordings import RecordingWorker
+from .requests.traces import TraceRequests
 from .schedule import ProcessScanner, ReportSchedule
 from .stacks.pyspy import PySpy
 from .stacks.sampler import StackSampler
-from .system.runtime import AgentLog, AgentTiming, WakeupSelector
+from .system.runtime import AgentLog, WakeupSelector
 
+HEARTBEAT_INTERVAL_NS = 500_000_000  # used until the server sets another one
+_ABSENT_SERVER_TIMEOUT_S = 30.0  # how long the agent stays with something left to report
+_LAST_HEARTBEAT_TIMEOUT_S = 2.0
 # A scan is delayed by up to this much so that it coincides with a heartbeat: waking twice costs more
 # than either.
 _SCAN_ALIGNMENT_NS = 50_000_000
@@ -47,31 +46,29 @@ class NodeAgent:
         pyspy: PySpy,
         log: AgentLog,
         *,
-        timing: AgentTiming,
+        linger_s: float,
         early_pidfds: dict[str, int],
         owner: str,
     ) -> None:
         """``early_pidfds``: pidfds that are open already, by process key; it closes them."""
         self._log = log
-        self._timing = timing
         self._wakeup = WakeupSelector()
         self._uplink = Uplink(targets, self._wakeup.wake, warn_once=log.warn_once)
-        self._live_requests = LiveRequests(pyspy, self._wakeup.wake)
-        self._sampler = StackSampler(
-            pyspy, self._wakeup.wake, self._live_requests.recording_worker.preempt_recording
-        )
+        self._recordings = RecordingWorker(pyspy, self._wakeup.wake)
+        self._sampler = StackSampler(pyspy, self._wakeup.wake, self._recordings.preempt_recording)
         self._hardware = HardwareMonitor(self._wakeup.wake)
         self._outbox = Outbox()
-        self._abort_tracker = AbortTracker()
         self._watchlist = Watchlist(folder, self._wakeup.selector, log, early_pidfds=early_pidfds)
         now_ns = time.monotonic_ns()
         self._scanner = ProcessScanner(
-            self._watchlist, self._sampler, RecorderBuilder(log), timing, now_ns
+            self._watchlist, self._sampler, RecorderBuilder(log), linger_s, now_ns
         )
+        traces = TraceRequests()
         self._composer = HeartbeatComposer(
             self._watchlist,
             self._outbox,
-            self._live_requests,
+            traces,
+            self._recordings,
             host=socket.gethostname(),
             owner=owner,
             server_count=len(targets),
@@ -79,13 +76,13 @@ class NodeAgent:
         self._command_poll = CommandPoll(self._composer.agent_id, self._wakeup.wake)
         self._commands = CommandExecutor(
             self._sampler,
-            self._outbox,
-            self._abort_tracker,
-            self._live_requests,
+            self._recordings,
             self._hardware,
+            traces,
+            self._outbox,
             log,
         )
-        self._outage = OutageTracker(folder, log, timing.user_notice_after_s)
+        self._outage = OutageTracker(folder, log)
         self._in_flight: Heartbeat | None = None
         self._schedule = ReportSchedule(now_ns)
         self.is_stop_requested = False
@@ -113,7 +110,7 @@ class NodeAgent:
             self._wait_for_events(now_ns)
         self._send_last_heartbeat()
         self._command_poll.close()
-        self._live_requests.recording_worker.close()
+        self._recordings.close()
         self._watchlist.close()
         self._uplink.close()
 
@@ -151,8 +148,6 @@ class NodeAgent:
     def _collect_results(self) -> None:
         for command in self._command_poll.take_commands():
             self._execute_command(command, time.monotonic_ns())
-        if self._live_requests.collect_results():
-            self._schedule.hasten()
         for result in self._sampler.take_results():
             if result.was_continued:
                 self._log.warning(f"py-spy left process {result.key} stopped: it was continued")
@@ -166,12 +161,7 @@ class NodeAgent:
             if result.sample is not None:
                 self._outbox.add_reply(result.sample, result.taken_ns)
                 self._schedule.hasten()
-        for reply, taken_ns in self._hardware.take_results():
-            self._outbox.add_reply(reply, taken_ns)
-            self._schedule.hasten()
-        now_ns = time.monotonic_ns()
-        for abort_reply in self._abort_tracker.check_exits(self._watchlist.watched, now_ns):
-            self._outbox.add_reply(abort_reply, now_ns)
+        if self._commands.collect_results(self._watchlist.watched):
             self._schedule.hasten()
 
     def _post_heartbeat(self, now_ns: int) -> None:
@@ -179,8 +169,7 @@ class NodeAgent:
             self._scan_processes(now_ns, must_read=True)
         self._in_flight = self._composer.compose_heartbeat(now_ns)
         is_urgent = self._schedule.start_report(
-            self._watchlist.watched.values(),
-            now_ns + int(self._timing.heartbeat_interval_s * 1e9),
+            self._watchlist.watched.values(), now_ns + HEARTBEAT_INTERVAL_NS
         )
         self._uplink.post_heartbeat(
             codec.encode_message(self._in_flight),
@@ -230,29 +219,28 @@ class NodeAgent:
         idle_s = self._scanner.idle_s(now_ns)
         if self._watchlist.has_alive or idle_s < self._scanner.linger_s:
             return False
-        has_replies = bool(self._outbox or self._abort_tracker or self._live_requests)
+        has_replies = bool(self._outbox or self._commands.abort_tracker)
         has_unreported = has_replies or any(
             process.identity is not None
             and (not process.exit_acked_ns or process.has_unsent_flight_file)
             for process in self._watchlist.watched.values()
         )
         is_waiting = has_unreported or self._uplink.is_busy
-        if is_waiting and idle_s < self._timing.absent_server_timeout_s:
+        if is_waiting and idle_s < _ABSENT_SERVER_TIMEOUT_S:
             return False
         return not self._watchlist.scan_processes(now_ns)
 
     def _send_last_heartbeat(self) -> None:
         """Sends what is known. The wait is short, since whatever stops this agent waits for it."""
-        timeout_s = self._timing.last_heartbeat_timeout_s
         if self._uplink.is_busy:
-            outcome = self._uplink.take_outcome(timeout_s)
+            outcome = self._uplink.take_outcome(_LAST_HEARTBEAT_TIMEOUT_S)
             if outcome is not None:
                 self._handle_outcome(outcome, time.monotonic_ns())
         self._collect_results()
         if not self._uplink.is_busy:
             heartbeat = self._composer.compose_heartbeat(time.monotonic_ns(), is_last=True)
             self._uplink.post_heartbeat(codec.encode_message(heartbeat), urgent=True)
-            outcome = self._uplink.take_outcome(timeout_s)
+            outcome = self._uplink.take_outcome(_LAST_HEARTBEAT_TIMEOUT_S)
             if outcome is not None and outcome.reply is not None:
                 self._composer.mark_acked(time.monotonic_ns())
         if not self._watchlist.has_alive:

@@ -13,7 +13,8 @@ from .discovery.watchlist import Watchlist
 from .reporting.calls import PerformanceReporter
 from .reporting.updates import is_progressing, make_terse_update
 from .reporting.uplink import HeartbeatOutcome, Outbox
-from .requests.live import LiveRequests
+from .requests.recordings import RecordingWorker
+from .requests.traces import TraceRequests
 
 COST_INTERVAL_HEARTBEATS = 20
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -26,7 +27,8 @@ class HeartbeatComposer:
         self,
         watchlist: Watchlist,
         outbox: Outbox,
-        live_requests: LiveRequests,
+        traces: TraceRequests,
+        recordings: RecordingWorker,
         *,
         host: str,
         owner: str,
@@ -34,7 +36,8 @@ class HeartbeatComposer:
     ) -> None:
         self._watchlist = watchlist
         self._outbox = outbox
-        self._live_requests = live_requests
+        self._traces = traces
+        self._recordings = recordings
         self._performance_reporter = PerformanceReporter()
         self.agent_id = secrets.token_hex(8)
         self._host, self._owner, self._server_count = host, owner, server_count
@@ -51,7 +54,7 @@ class HeartbeatComposer:
             gone += [key for key, process in watched.items() if process.exit is not None]
         updates: dict[str, ProcessUpdate | None] = {}
         for key, process in watched.items():
-            process.is_paused = self._live_requests.recording_worker.is_pausing(key)
+            process.is_paused = self._recordings.is_pausing(key)
             updates[key] = process.compose_update(now_ns)
         may_be_brief = not self.is_full_due and not gone and now_ns < self._terse_until_ns
         is_brief = bool(updates) and may_be_brief
@@ -78,8 +81,7 @@ class HeartbeatComposer:
             processes=tuple([update for update in updates.values() if update is not None]),
             **self._outbox.list_pending(now_ns),
             sent_s=round(now_ns / 1e9, 3),
-            traces=self._live_requests.build_trace_replies(watched, now_ns),
-            recordings=self._live_requests.next_recording_replies(),
+            traces=self._traces.build_replies(watched, now_ns),
             cost=self._measure_cost() if self._number % COST_INTERVAL_HEARTBEATS == 1 else None,
             performance=self._performance_reporter.next_report(now_ns, tallies, flush=is_last),
         )
@@ -115,7 +117,7 @@ class HeartbeatComposer:
     def mark_extras_delivered(self, heartbeat: Heartbeat) -> None:
         """The server has everything else of this heartbeat, or will never accept it."""
         self._outbox.mark_delivered(heartbeat)
-        self._live_requests.mark_delivered(heartbeat)
+        self._traces.mark_delivered(heartbeat.traces)
         self._performance_reporter.mark_delivered(heartbeat.performance)
         self._watchlist.finished_keys = [
             key for key in self._watchlist.finished_keys if key not in heartbeat.gone

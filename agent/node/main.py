@@ -68,7 +68,7 @@ def _run_agent(folder: Path, url: str, linger_s: float) -> int:
     from ..transport.client import TargetError, parse_targets
     from .agent import NodeAgent
     from .stacks.pyspy import PySpy, locate_pyspy
-    from .system.runtime import AgentLog, AgentTiming
+    from .system.runtime import AgentLog
 
     log = AgentLog()
     failed = True
@@ -83,7 +83,7 @@ def _run_agent(folder: Path, url: str, linger_s: float) -> int:
                 targets,
                 PySpy(path=locate_pyspy()),
                 log,
-                timing=AgentTiming(linger_s=linger_s),
+                linger_s=linger_s,
                 early_pidfds=early_pidfds,
                 owner=daemon.read_owner(folder),
             )

@@ -35,12 +35,15 @@ from .reporting.updates import BLOCKED_AFTER_S
 from .requests.builder import RecorderBuilder
 from .requests.commands import make_sample_order
 from .stacks.sampler import StackSampler
-from .system.runtime import AgentTiming
 
 # Heartbeats that are sent early, because a rank is in a call for long, have this distance at least.
 EARLY_INTERVAL_NS = 1_000_000_000
 SETTLE_NS = 2_000_000_000  # how long a host must be quiet before it counts as steady
 _MAX_PULSE_AGE_NS = 1_000_000_000  # the recorder's thread runs ten times a second
+_SCAN_INTERVAL_NS = 500_000_000
+_FAST_SCAN_INTERVAL_NS = 200_000_000  # used while processes start, or a ring fills quickly
+_STARTUP_WINDOW_NS = 10_000_000_000  # more processes are expected for this long after a new one
+_FIRST_PROCESS_TIMEOUT_S = 5.0
 _STEADY_SCAN_INTERVAL_NS = 250_000_000  # between two scans of a steady host
 _MAX_READING_AGE_NS = 150_000_000  # a more recent reading is sent as it is
 _NEVER_NS = 1 << 63
@@ -317,13 +320,14 @@ class ProcessScanner:
         watchlist: Watchlist,
         sampler: StackSampler,
         recorder_builder: RecorderBuilder,
-        timing: AgentTiming,
+        linger_s: float,
         now_ns: int,
     ) -> None:
+        """``linger_s``: how long the agent stays without a live process."""
         self._watchlist = watchlist
         self._sampler = sampler
         self._recorder_builder = recorder_builder
-        self._timing = timing
+        self._linger_s = linger_s
         self.next_scan_ns = now_ns
         self._last_read_ns = 0
         self._last_discovery_ns = now_ns
@@ -360,11 +364,11 @@ class ProcessScanner:
         self._last_read_ns = now_ns
         if discovered:
             self._last_discovery_ns = now_ns
-        interval_s = self._timing.scan_interval_s
-        is_starting = now_ns - self._last_discovery_ns < self._timing.startup_window_s * 1e9
+        interval_ns = _SCAN_INTERVAL_NS
+        is_starting = now_ns - self._last_discovery_ns < _STARTUP_WINDOW_NS
         if is_starting or any(process.is_flooded for process in self._watchlist.watched.values()):
-            interval_s = self._timing.fast_scan_interval_s
-        self._next_read_ns = now_ns + int(interval_s * 1e9)
+            interval_ns = _FAST_SCAN_INTERVAL_NS
+        self._next_read_ns = now_ns + interval_ns
         self._watchlist.clean_up(now_ns)
         for process in self._watchlist.watched.values():
             if process.snapshot is None:
@@ -391,5 +395,5 @@ class ProcessScanner:
     def linger_s(self) -> float:
         """How long to stay without a live process."""
         if self._had_live_process or self._watchlist.watched:
-            return self._timing.linger_s
-        return self._timing.first_process_timeout_s
+            return self._linger_s
+        return _FIRST_PROCESS_TIMEOUT_S

@@ -9,17 +9,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from hangwatch.agent.node.agent import HEARTBEAT_INTERVAL_NS
 from hangwatch.agent.node.composer import HeartbeatComposer
 from hangwatch.agent.node.discovery.watched import WatchedProcess
 from hangwatch.agent.node.discovery.watchlist import Watchlist
 from hangwatch.agent.node.reporting import updates
 from hangwatch.agent.node.reporting.acked import AckedState
 from hangwatch.agent.node.reporting.uplink import HeartbeatOutcome, Outbox
-from hangwatch.agent.node.requests.live import LiveRequests
+from hangwatch.agent.node.requests.recordings import RecordingWorker
+from hangwatch.agent.node.requests.traces import TraceRequests
 from hangwatch.agent.node.schedule import ReportSchedule
 from hangwatch.agent.node.stacks.pyspy import PySpy
 from hangwatch.agent.node.system.processes import PROC_ROOT, CpuActivity
-from hangwatch.agent.node.system.runtime import AgentLog, AgentTiming
+from hangwatch.agent.node.system.runtime import AgentLog
 from hangwatch.model.calls import Call
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import ExitInfo, Frame, Lifecycle, ThreadStack
@@ -52,7 +54,8 @@ _MAIN_THREAD, _OTHER_THREAD = 1, 2
 _TORCH_FILE = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 # Nothing is found, traced or recorded, so that all hosts can share these.
 _NO_FOLDER, _NO_SELECTOR = Path("/nonexistent"), selectors.SelectSelector()
-_NO_REQUESTS = LiveRequests(PySpy(path=None), lambda: None)
+_NO_TRACES = TraceRequests()
+_NO_RECORDINGS = RecordingWorker(PySpy(path=None), lambda: None)
 
 
 def list_streams(run: JobRun, rank: int, now: float) -> list[SimulatedStream]:
@@ -258,7 +261,8 @@ class SimulatedHost:
         self.composer = HeartbeatComposer(
             watchlist,
             self.outbox,
-            _NO_REQUESTS,
+            _NO_TRACES,
+            _NO_RECORDINGS,
             host=f"{self._get_run().name}-node{self.number}",
             owner="",
             server_count=1,
@@ -273,7 +277,7 @@ class SimulatedHost:
         self._read_processes(now)
         now_ns = int(now * 1e9)
         heartbeat = self.composer.compose_heartbeat(now_ns)
-        next_ns = now_ns + int(AgentTiming().heartbeat_interval_s * 1e9)
+        next_ns = now_ns + HEARTBEAT_INTERVAL_NS
         self.is_urgent = self.schedule.start_report(self._processes.values(), next_ns)
         return heartbeat
 

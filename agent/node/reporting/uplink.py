@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hangwatch.protocol.codec import decode_reply
+from hangwatch.protocol.commands import RecordingReply
 from hangwatch.protocol.heartbeat import (
     URGENT_PRIORITY,
     AbortReply,
@@ -45,8 +46,9 @@ MIN_COMPRESSED_BYTES = 8192  # a host with eight blocked ranks sends less
 _MAX_BACKOFF_S = 10.0
 _FIRST_BACKOFF_S = 0.5
 _MAX_RETRY_AFTER_S = 60.0
+_USER_NOTICE_AFTER_NS = 3_000_000_000  # the server's absence until the user is notified
 MAX_REPLIES = 256
-MAX_HARDWARE_REPLIES = 8
+_MAX_BULKY_REPLIES = {"hardware": 8, "recordings": 64}
 MAX_FRAMES = 50_000  # all stacks together then take a few megabytes
 
 
@@ -243,11 +245,9 @@ def explain_status(status: int, target: str, detail: str = "") -> str:
 class OutageTracker:
     """Follows whether the server answers."""
 
-    def __init__(self, folder: Path, log: AgentLog, notice_after_s: float) -> None:
-        """``notice_after_s``: seconds without the server until the user is notified."""
+    def __init__(self, folder: Path, log: AgentLog) -> None:
         self._notice_path = folder / run_dir.NOTICE_NAME
         self._log = log
-        self._notice_after_ns = int(notice_after_s * 1e9)
         self._consecutive_failures = 0
         self._consecutive_refusals = 0
         self._began_ns = 0
@@ -288,7 +288,7 @@ class OutageTracker:
         """Writes a line that a rank prints for the user, once the server is away for a while."""
         if self._is_user_notified or not self._began_ns:
             return
-        if now_ns - self._began_ns < self._notice_after_ns:
+        if now_ns - self._began_ns < _USER_NOTICE_AFTER_NS:
             return
         self._is_user_notified = True
         temporary = self._notice_path.with_suffix(".new")
@@ -301,13 +301,14 @@ class OutageTracker:
             self._log.warn_once(f"cannot write the notice for the user: {error.strerror}")
 
 
-_Reply = StackReply | CallsReply | HardwareReply | AbortReply
+CommandReply = StackReply | CallsReply | HardwareReply | AbortReply | RecordingReply
 # The fields of a heartbeat that carry them
-_FIELDS: dict[type[_Reply], str] = {
+_FIELDS: dict[type[CommandReply], str] = {
     StackReply: "samples",
     CallsReply: "calls",
     HardwareReply: "hardware",
     AbortReply: "aborts",
+    RecordingReply: "recordings",
 }
 
 
@@ -317,15 +318,15 @@ class Outbox:
     def __init__(self, max_replies: int = MAX_REPLIES) -> None:
         self.dropped_count = 0
         # The replies with the times at which they were taken, by field of the heartbeat.
-        self._replies: dict[str, deque[tuple[_Reply, int]]] = {
-            name: deque(maxlen=MAX_HARDWARE_REPLIES if name == "hardware" else max_replies)
+        self._replies: dict[str, deque[tuple[CommandReply, int]]] = {
+            name: deque(maxlen=_MAX_BULKY_REPLIES.get(name, max_replies))
             for name in _FIELDS.values()
         }
 
     def __bool__(self) -> bool:
         return any(self._replies.values())
 
-    def add_reply(self, reply: _Reply, taken_ns: int) -> None:
+    def add_reply(self, reply: CommandReply, taken_ns: int) -> None:
         """Keeps a reply. Of too many of its kind, the oldest are dropped."""
         kept = self._replies[_FIELDS[type(reply)]]
         self.dropped_count += len(kept) == kept.maxlen
@@ -337,26 +338,38 @@ class Outbox:
                 self.dropped_count += 1
 
     def list_pending(self, now_ns: int) -> dict[str, Any]:
-        """All replies, with their ages as of now, as fields of a heartbeat."""
-        return {
+        """The replies, with their ages as of now, as fields of a heartbeat. The size of a heartbeat
+        is limited, so it has the recordings up to the first with a profile.
+        """
+        pending: dict[str, Any] = {
             name: tuple(_update_age(reply, now_ns - taken_ns) for reply, taken_ns in kept)
             for name, kept in self._replies.items()
         }
+        for number, recording in enumerate(pending["recordings"], 1):
+            if recording.profile:
+                pending["recordings"] = pending["recordings"][:number]
+                break
+        return pending
 
     def mark_delivered(self, heartbeat: Heartbeat) -> None:
         """Removes the replies that a heartbeat carried."""
         for name, kept in self._replies.items():
-            sent = {(reply.key, reply.request) for reply in getattr(heartbeat, name)}
-            unsent = [entry for entry in kept if (entry[0].key, entry[0].request) not in sent]
+            sent = {_identify(reply) for reply in getattr(heartbeat, name)}
+            unsent = [entry for entry in kept if _identify(entry[0]) not in sent]
             kept.clear()
             kept.extend(unsent)
 
 
-def _update_age(reply: _Reply, age_ns: int) -> _Reply:
-    if isinstance(reply, CallsReply | AbortReply):
-        return reply
-    return replace(reply, taken_s=max(0, age_ns) / 1e9)
+def _identify(reply: CommandReply) -> tuple[str, str, bool]:
+    """A request for a recording has two replies; the first one says that it has begun."""
+    return reply.key, reply.request, isinstance(reply, RecordingReply) and reply.begun
 
 
-def _count_frames(reply: _Reply) -> int:
+def _update_age(reply: CommandReply, age_ns: int) -> CommandReply:
+    if isinstance(reply, StackReply | HardwareReply):
+        return replace(reply, taken_s=max(0, age_ns) / 1e9)
+    return reply
+
+
+def _count_frames(reply: CommandReply) -> int:
     return sum(len(t.frames) for t in reply.threads) if isinstance(reply, StackReply) else 0

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from hangwatch.model.calls import Call
 from hangwatch.model.hardware import UnavailableSource
 from hangwatch.protocol.codec import decode_commands
-from hangwatch.protocol.commands import Command, CommandKind, allows_abort
+from hangwatch.protocol.commands import Command, CommandKind, RecordingReply, allows_abort
 from hangwatch.protocol.heartbeat import (
     COMMANDS_PATH,
     AbortReply,
@@ -28,36 +28,40 @@ from hangwatch.ring.reader import Caller
 from ...transport.client import ServerTarget, SignedClient, TransportError
 from ..discovery.watched import MAX_SEQ, WatchedProcess, list_live_pids
 from ..hardware.monitor import HardwareMonitor, HardwareOrder
-from ..reporting.uplink import Outbox
+from ..reporting.uplink import CommandReply, Outbox
 from ..stacks.faulthandler_dumps import FaulthandlerRegistration
 from ..stacks.sampler import SampleOrder, StackSampler
 from ..system.runtime import AgentLog
-from .live import UNKNOWN_PROCESS, LiveRequests
+from .recordings import RecordingOrder, RecordingWorker
+from .traces import UNKNOWN_PROCESS, TraceRequests
 
 _MAX_REMEMBERED_COMMANDS = 1024
 _POLL_TIMEOUT_S = 5.0  # limits the connection, and the reply once the server has waited
 ABORT_SIGNAL = signal.SIGKILL
-_EXIT_TIMEOUT_NS = 5_000_000_000  # a signal without effect is reported after this time
+_EXIT_TIMEOUT_S = 5  # a signal without effect is reported after this time
 
 
 class CommandExecutor:
-    """Executes each command once: the server repeats a command until its reply has arrived."""
+    """Executes each command once: the server repeats a command until its reply has arrived. The
+    replies are added to the outbox, now or when the parts that make them have finished.
+    """
 
     def __init__(
         self,
         sampler: StackSampler,
-        outbox: Outbox,
-        abort_tracker: AbortTracker,
-        live_requests: LiveRequests,
+        recordings: RecordingWorker,
         hardware: HardwareMonitor,
+        traces: TraceRequests,
+        outbox: Outbox,
         log: AgentLog,
     ) -> None:
         self._sampler = sampler
-        self._outbox = outbox
-        self._abort_tracker = abort_tracker
-        self._live_requests = live_requests
+        self._recordings = recordings
         self._hardware = hardware
+        self._traces = traces
+        self._outbox = outbox
         self._log = log
+        self.abort_tracker = AbortTracker()
         self._executed_ids: deque[str] = deque(maxlen=_MAX_REMEMBERED_COMMANDS)
 
     def execute_command(
@@ -68,23 +72,34 @@ class CommandExecutor:
             return False
         self._executed_ids.append(command.id)
         process = watched.get(command.key)
-        if command.kind in (CommandKind.TRACE, CommandKind.RECORD):
-            self._live_requests.execute_command(command, process, now_ns)
-            return False
-        reply: AbortReply | CallsReply | HardwareReply | StackReply | None
-        if command.kind is CommandKind.ABORT:
+        reply: CommandReply | None = None
+        if command.kind is CommandKind.TRACE:
+            self._traces.add_request(command, now_ns)
+        elif command.kind is CommandKind.ABORT:
             self._log.info(f"the server orders to end process {command.key}")
-            reply = self._abort_tracker.abort_process(command, process, now_ns)
+            reply = self.abort_tracker.abort_process(command, process, now_ns)
         elif command.kind is CommandKind.CALLS:
             reply = _read_calls(command, process, now_ns)
         elif command.kind is CommandKind.HARDWARE:
             reply = self._order_hardware(command, list_live_pids(watched.values()), now_ns)
+        elif command.stops:
+            self._recordings.stop_recording(command.stops)
         else:
             reply = self._order_stacks(command, process)
         if reply is None:  # the reply comes with the result
             return False
         self._outbox.add_reply(reply, now_ns)
         return True
+
+    def collect_results(self, watched: Mapping[str, WatchedProcess]) -> bool:
+        """Adds what has been finished to the outbox, and returns True if there was any."""
+        results: list[tuple[CommandReply, int]] = [*self._hardware.take_results()]
+        now_ns = time.monotonic_ns()
+        results += [(reply, now_ns) for reply in self._recordings.take_results()]
+        results += [(reply, now_ns) for reply in self.abort_tracker.check_exits(watched, now_ns)]
+        for reply, taken_ns in results:
+            self._outbox.add_reply(reply, taken_ns)
+        return bool(results)
 
     def _order_hardware(
         self, command: Command, pids: tuple[int, ...], now_ns: int
@@ -101,16 +116,35 @@ class CommandExecutor:
         refused = UnavailableSource(source="all", reason="too many readings are queued")
         return HardwareReply(key=command.key, request=command.id, unavailable=(refused,))
 
-    def _order_stacks(self, command: Command, process: WatchedProcess | None) -> StackReply | None:
-        """Returns a reply if no stacks will come."""
+    def _order_stacks(
+        self, command: Command, process: WatchedProcess | None
+    ) -> StackReply | RecordingReply | None:
+        """Orders a sample or a recording. Returns a reply if there will be none."""
+        is_recording = command.kind is CommandKind.RECORD
         if process is None:
             problem = UNKNOWN_PROCESS
         elif process.exit:
             problem = "the process has ended"
-        elif self._sampler.submit_order(make_sample_order(process, command.id, command.native)):
-            return None
+        elif is_recording:
+            order = RecordingOrder(
+                key=command.key,
+                request_id=command.id,
+                pid=process.pid,
+                start_ticks=process.start_ticks,
+                seconds=command.seconds,
+                rate=command.rate,
+                native=command.native,
+                gil=command.gil,
+            )
+            if self._recordings.submit_order(order):
+                return None
+            problem = "too many recordings are queued on this node: try again later"
         else:
+            if self._sampler.submit_order(make_sample_order(process, command.id, command.native)):
+                return None
             problem = "too many stack dumps are queued on this node: try again later"
+        if is_recording:
+            return RecordingReply(key=command.key, request=command.id, error=problem)
         return StackReply(
             key=command.key,
             request=command.id,
@@ -196,9 +230,7 @@ class CommandPoll:
         self._is_closed = False
 
     def permit(self, wait_s: float | None, target: ServerTarget) -> None:
-        """Called with each reply to a heartbeat: the server waits up to ``wait_s`` seconds for
-        commands; None: it does not.
-        """
+        """The server waits up to ``wait_s`` seconds for commands; None: it does not."""
         if wait_s is None:
             self._is_permitted.clear()
             return
@@ -284,15 +316,14 @@ class AbortTracker:
     def abort_process(
         self, command: Command, process: WatchedProcess | None, now_ns: int
     ) -> AbortReply | None:
-        """Ends a watched process, and no other. ``process`` is the one that the command names, if
-        it is watched. Returns a reply if the process was not signalled.
-        """
-        exit_info = process.exit if process is not None else None
-        error = _kill_process(process) if exit_info is None else None
-        if exit_info is None and error is None:
-            self._signalled[command.key] = (command.id, now_ns)
-            return None
-        return AbortReply(key=command.key, request=command.id, ended=exit_info, error=error)
+        """Ends a process if it is watched. Returns a reply if it was not signalled."""
+        if process is not None and process.exit is not None:
+            return AbortReply(key=command.key, request=command.id, ended=process.exit)
+        error = _kill_process(process)
+        if error is not None:
+            return AbortReply(key=command.key, request=command.id, error=error)
+        self._signalled[command.key] = (command.id, now_ns)
+        return None
 
     def check_exits(self, watched: Mapping[str, WatchedProcess], now_ns: int) -> list[AbortReply]:
         """The replies for the signalled processes that have ended or whose time is up."""
@@ -301,24 +332,24 @@ class AbortTracker:
             process = watched.get(key)
             exit_info = process.exit if process is not None else None
             is_alive = process is not None and exit_info is None
-            if is_alive and now_ns - since_ns < _EXIT_TIMEOUT_NS:
+            if is_alive and now_ns - since_ns < _EXIT_TIMEOUT_S * 1_000_000_000:
                 continue
             error = None
             if exit_info is None:
                 state = process.activity.state if process is not None else "?"
                 error = (
-                    f"still there {_EXIT_TIMEOUT_NS // 1_000_000_000} s after"
-                    f" {ABORT_SIGNAL.name}, in state {state}"
+                    f"still there {_EXIT_TIMEOUT_S} s after {ABORT_SIGNAL.name}, in state {state}"
                 )
                 if state == "D":
                     error += (
                         ": it ends when its system call returns, from a file system or device that"
                         " is stuck"
                     )
-            reply = AbortReply(
-                key=key, request=request, signal=ABORT_SIGNAL, ended=exit_info, error=error
+            replies.append(
+                AbortReply(
+                    key=key, request=request, signal=ABORT_SIGNAL, ended=exit_info, error=error
+                )
             )
-            replies.append(reply)
             del self._signalled[key]
         return replies
 

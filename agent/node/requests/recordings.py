@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hangwatch.protocol.commands import RecordingReply
-from hangwatch.stacks.profile import Profile, pack_profile, parse_pyspy_raw
+from hangwatch.stacks.profile import pack_profile, parse_pyspy_raw
 
 from ..stacks.pyspy import PySpy, PySpyError, explain_failure
 from ..system import permission, processes
@@ -68,9 +68,7 @@ class RecordingWorker(OrderWorker[RecordingOrder, RecordingReply]):
         return current is not None and current.key == key and current.native
 
     def preempt_recording(self, key: str) -> None:
-        """Ends a recording that would keep a stack dump of the same process from attaching, and
-        waits until it has ended.
-        """
+        """Ends a recording that keeps a stack dump from attaching, and waits for its end."""
         self._end_while(lambda: self.is_pausing(key), PREEMPTED_REASON)
 
     def stop_recording(self, request_id: str) -> None:
@@ -109,13 +107,7 @@ class RecordingWorker(OrderWorker[RecordingOrder, RecordingReply]):
             return replace(reply, error=f"{STOPPED_REASON} before it began")
         self.publish_result(replace(reply, begun=True))
         try:
-            recording = record_profile(self._pyspy, order, lambda: self._stop_reason)
-            return replace(
-                reply,
-                seconds=recording.seconds,
-                profile=pack_profile(recording.profile),
-                note=recording.note,
-            )
+            return record_profile(self._pyspy, order, lambda: self._stop_reason)
         except PySpyError as error:
             return replace(reply, error=str(error))
         except Exception as error:  # every request gets a reply, and the thread continues
@@ -123,34 +115,24 @@ class RecordingWorker(OrderWorker[RecordingOrder, RecordingReply]):
             return replace(reply, error=f"hangwatch failed to record: {text}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileRecording:
-    profile: Profile
-    seconds: float
-    note: str = ""
-
-
 def record_profile(
     pyspy: PySpy, order: RecordingOrder, get_stop_reason: Callable[[], str]
-) -> ProfileRecording:
+) -> RecordingReply:
     """Samples the process. As soon as ``get_stop_reason`` returns one, the recording ends and keeps
     its samples so far. Raises PySpyError.
 
     The process is not paused, so that its steps take as long as ever; a few stacks change while
     they are read and mix two moments. With native frames each sample pauses the process.
     """
-    if pyspy.path is None:
-        raise PySpyError("py-spy is not installed: pip install py-spy", is_permanent=True)
+    pyspy.require_path()
     deadline = time.monotonic() + UNINTERRUPTIBLE_WAIT_S
-    state = pyspy.read_state(order.pid, order.start_ticks)
-    while state == "D" and time.monotonic() < deadline:
+    while (state := pyspy.read_state(order.pid, order.start_ticks)) == "D":
+        if time.monotonic() >= deadline:
+            raise PySpyError(
+                "in uninterruptible sleep (state D): it waits in the kernel and is not sampled; try"
+                " again, or see hangwatch dump"
+            )
         time.sleep(0.02)
-        state = pyspy.read_state(order.pid, order.start_ticks)
-    if state == "D":
-        raise PySpyError(
-            "in uninterruptible sleep (state D): it waits in the kernel and is not sampled; try"
-            " again, or see hangwatch dump"
-        )
     if order.native and state in "Tt":
         raise PySpyError(
             f"stopped (state {state}): it uses no time, and hangwatch dump shows where it stopped"
@@ -160,8 +142,10 @@ def record_profile(
             raise PySpyError(permission.format_refusal(pyspy.proc), is_permanent=True)
     with tempfile.TemporaryDirectory(prefix="hangwatch-record-") as folder:
         output = Path(folder, "samples")
+        began = time.monotonic()
         try:
-            took_s, stop_reason = _run_recording(pyspy, order, output, get_stop_reason)
+            stop_reason = _run_recording(pyspy, order, output, get_stop_reason)
+            took_s = time.monotonic() - began
         finally:
             if order.native:
                 pyspy.ensure_running(order.pid, order.start_ticks)
@@ -179,24 +163,19 @@ def build_command(path: str, order: RecordingOrder, output: Path) -> list[str]:
 
 def _run_recording(
     pyspy: PySpy, order: RecordingOrder, output: Path, get_stop_reason: Callable[[], str]
-) -> tuple[float, str]:
-    """Runs py-spy. Returns the seconds it took, and why it was ended early (empty if it was not)."""
-    assert pyspy.path is not None  # checked by `record_profile`
-    began = time.monotonic()
+) -> str:
+    """Runs py-spy. Returns why it was ended early; empty if it was not."""
     with (output.parent / "stderr").open("w+b") as stderr:
         try:
             process = subprocess.Popen(
-                build_command(pyspy.path, order, output),
+                build_command(pyspy.require_path(), order, output),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
                 start_new_session=True,
             )
         except OSError as error:
-            raise PySpyError(
-                f"{pyspy.path} cannot be run ({error.strerror}): pip install --force-reinstall"
-                " py-spy"
-            ) from error
+            raise pyspy.explain_start_failure(error) from error
         limit_s = order.seconds + (MAX_NATIVE_OVERRUN_S if order.native else MAX_OVERRUN_S)
         stop_reason = _wait_for_recording(process, limit_s, get_stop_reason)
         stderr.seek(0)
@@ -205,15 +184,13 @@ def _run_recording(
         raise PySpyError(f"{stop_reason} before there was a sample")
     if process.returncode and not output.exists():
         raise explain_failure(messages, pyspy.proc)
-    return time.monotonic() - began, stop_reason
+    return stop_reason
 
 
 def _wait_for_recording(
     process: subprocess.Popen[bytes], limit_s: float, get_stop_reason: Callable[[], str]
 ) -> str:
-    """Waits for py-spy's end, and returns why it was ended early, if it was. Raises PySpyError if it
-    exceeds the limit.
-    """
+    """Returns why py-spy was ended early, if it was. Raises PySpyError if it exceeds the limit."""
     began = time.monotonic()
     stop_reason = ""
     try:
@@ -241,7 +218,8 @@ def _wait_for_recording(
 
 def _read_recording(
     output: Path, order: RecordingOrder, took_s: float, stop_reason: str, pyspy: PySpy
-) -> ProfileRecording:
+) -> RecordingReply:
+    is_alive = processes.read_live_stat(order.pid, order.start_ticks, pyspy.proc) is not None
     try:
         if output.stat().st_size > MAX_OUTPUT_BYTES:
             raise PySpyError(
@@ -251,10 +229,8 @@ def _read_recording(
         with output.open(encoding="utf-8", errors="replace") as lines:
             profile = parse_pyspy_raw((line.rstrip("\n") for line in lines), order.pid)
     except (OSError, ValueError) as error:
-        stat = processes.read_live_stat(order.pid, order.start_ticks, pyspy.proc)
-        ended = "; the process has ended" if stat is None else ""
+        ended = "" if is_alive else "; the process has ended"
         raise PySpyError(f"py-spy's output is not understood ({error}){ended}") from error
-    is_alive = processes.read_live_stat(order.pid, order.start_ticks, pyspy.proc) is not None
     seconds: float = order.seconds
     if stop_reason or not is_alive:
         seconds = min(took_s, seconds)
@@ -270,4 +246,10 @@ def _read_recording(
             f"only {sample_count} of {requested_count} samples were taken: the host is busy, or"
             " stacks changed while they were read"
         )
-    return ProfileRecording(profile=profile, seconds=round(seconds, 2), note=note)
+    return RecordingReply(
+        key=order.key,
+        request=order.request_id,
+        seconds=round(seconds, 2),
+        profile=pack_profile(profile),
+        note=note,
+    )

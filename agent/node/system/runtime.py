@@ -1,5 +1,5 @@
-"""What the node agent's loop runs on: its intervals and timeouts, the selector that it waits in, the
-threads that do what would block it, and its log (lines on stderr, which is the run dir's agent.log).
+"""What the node agent's loop runs on: the selector that it waits in, the threads that do what would
+block it, and its log (lines on stderr, which is the run dir's agent.log).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from hangwatch.report.text import clean_text
@@ -25,21 +24,6 @@ _READ_BYTES = 4096  # more than the wakeup pipe has between two waits
 
 _OrderT = TypeVar("_OrderT")
 _ResultT = TypeVar("_ResultT")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentTiming:
-    """The node agent's intervals and timeouts, in seconds."""
-
-    scan_interval_s: float = 0.5
-    fast_scan_interval_s: float = 0.2  # used while processes start, or a ring fills quickly
-    startup_window_s: float = 10.0  # more processes are expected for this long after a new one
-    heartbeat_interval_s: float = 0.5  # used until the server sets another one
-    linger_s: float = 3.0  # how long the agent stays without a live process
-    first_process_timeout_s: float = 5.0
-    absent_server_timeout_s: float = 30.0  # how long it stays with something left to report
-    user_notice_after_s: float = 3.0  # the server's absence until the user is notified
-    last_heartbeat_timeout_s: float = 2.0
 
 
 class WakeupSelector:
@@ -58,9 +42,7 @@ class WakeupSelector:
             os.write(self._write_fd, b"\0")
 
     def wait(self, timeout_s: float) -> list[str]:
-        """Waits until woken, or until a registered descriptor is ready, and returns the keys of
-        those that are.
-        """
+        """Waits until woken or until descriptors are ready, and returns the keys of these."""
         ready_keys: list[str] = []
         for selector_key, _ in self.selector.select(max(0.0, timeout_s)):
             if selector_key.data is not None:

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from hangwatch.agent.node.requests.live import LiveRequests
-from hangwatch.agent.node.stacks.pyspy import PySpy
+from hangwatch.agent.node.requests.traces import TraceRequests
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature, Site, encode_signature
-from hangwatch.protocol import heartbeat
 from hangwatch.protocol.commands import Command, CommandKind, TensorStats, decode_tensor_stats
 from hangwatch.ring import checks
 from hangwatch.ring.layout import (
@@ -193,32 +191,32 @@ class TestTraceAnswers:
         w = watch_ring(make_ring(tmp_path))
         stats = {"mean": 1.0, "min": float("-inf"), "max": 2, "norm": float("nan"), "nonfinite": 2}
         monkeypatch.setattr(checks, "read_check_values", lambda _: {(1, 4): stats})
-        live = LiveRequests(PySpy(path=None), lambda: None)
-        live.execute_command(self.make_command(w.key, after=-1), w, 0)
-        (start,) = live.build_trace_replies({w.key: w}, 1)
+        requests = TraceRequests()
+        requests.add_request(self.make_command(w.key, after=-1), 0)
+        (start,) = requests.build_replies({w.key: w}, 1)
         assert (start.upto, start.calls) == (39, ())
-        live.execute_command(self.make_command(w.key, after=0, values=True, last=True), w, 1)
-        assert len(live.build_trace_replies({w.key: w}, 2)) == 2, (
+        requests.add_request(self.make_command(w.key, after=0, values=True, last=True), 1)
+        assert len(requests.build_replies({w.key: w}, 2)) == 2, (
             "the heartbeat with the first reply may be lost"
         )
-        live.mark_delivered(heartbeat.Heartbeat(host="h", agent="a", number=1, traces=(start,)))
-        (reply,) = live.build_trace_replies({w.key: w}, 3)
+        requests.mark_delivered((start,))
+        (reply,) = requests.build_replies({w.key: w}, 3)
         assert [call.seq for call in reply.calls] == list(range(1, 40))
         assert reply.calls[3].values == TensorStats(mean=1.0, max=2.0, nonfinite=2), (
             "JSON has no infinity"
         )
         assert reply.calls[4].values is None
         assert reply.kinds[reply.calls[8].kind].site == Site(file="a.py", line=9, function="f")
-        assert live.build_trace_replies({w.key: w}, int(60e9)) == (), "the request has expired"
+        assert requests.build_replies({w.key: w}, int(60e9)) == (), "the request has expired"
         w.close()
 
     def test_unreadable_ring_is_reported_in_reply(self, tmp_path: Path) -> None:
         w = watch_ring(make_ring(tmp_path))
         w.reader = None
-        live = LiveRequests(PySpy(path=None), lambda: None)
-        live.execute_command(self.make_command(w.key), w, 0)
-        live.execute_command(self.make_command("7-7", op="x"), None, 0)
-        here, gone = live.build_trace_replies({w.key: w}, 1)
+        requests = TraceRequests()
+        requests.add_request(self.make_command(w.key), 0)
+        requests.add_request(self.make_command("7-7", op="x"), 0)
+        here, gone = requests.build_replies({w.key: w}, 1)
         assert "it has no ring" in str(here.error) and "no such process" in str(gone.error)
         w.close()
 

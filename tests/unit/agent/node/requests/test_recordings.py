@@ -12,18 +12,23 @@ from pathlib import Path
 
 import pytest
 
+from hangwatch.agent.node.hardware.monitor import HardwareMonitor
+from hangwatch.agent.node.reporting.uplink import Outbox
 from hangwatch.agent.node.requests import recordings
-from hangwatch.agent.node.requests.live import LiveRequests
+from hangwatch.agent.node.requests.commands import CommandExecutor
 from hangwatch.agent.node.requests.recordings import (
     RecordingOrder,
     RecordingWorker,
     build_command,
     record_profile,
 )
+from hangwatch.agent.node.requests.traces import TraceRequests
 from hangwatch.agent.node.stacks.pyspy import PySpy, PySpyError
+from hangwatch.agent.node.stacks.sampler import StackSampler
 from hangwatch.agent.node.system.processes import read_stat
-from hangwatch.protocol import heartbeat
+from hangwatch.agent.node.system.runtime import AgentLog
 from hangwatch.protocol.commands import Command, CommandKind, RecordingReply
+from hangwatch.protocol.heartbeat import Heartbeat
 from hangwatch.stacks.profile import unpack_profile
 from tests.simulation.waiting import wait_for_value, wait_until
 
@@ -70,7 +75,8 @@ def test_job_is_paused_only_for_native_frames(tmp_path: Path) -> None:
 
 def test_incomplete_sampling_is_reported(tmp_path: Path) -> None:
     made = record_profile(make_pyspy(tmp_path), RECORDING_REQUEST, never_refuse)
-    assert (made.profile.threads[0].sample_count, made.note) == (100, "")
+    (thread,) = unpack_profile(made.profile).threads
+    assert (thread.sample_count, made.note) == (100, "")
     assert (
         "70 of 100 samples"
         in record_profile(make_pyspy(tmp_path, count=70), RECORDING_REQUEST, never_refuse).note
@@ -157,30 +163,44 @@ def test_recording_can_be_stopped_early_or_before_it_begins(tmp_path: Path) -> N
     recordings.close()
 
 
-def test_one_profile_per_heartbeat_and_each_once(tmp_path: Path) -> None:
+def test_one_profile_per_heartbeat_and_each_once() -> None:
+    outbox = Outbox()
+    refused = [RecordingReply(key="7-7", request=f"r{n}", error="no") for n in range(2)]
+    begun = RecordingReply(key="1-1", request="r2", begun=True)
+    profiles = [RecordingReply(key="1-1", request=f"r{n}", profile="{}") for n in (2, 3)]
+    for reply in (*refused, begun, *profiles):
+        outbox.add_reply(reply, 0)
+    sent = outbox.list_pending(0)["recordings"]
+    assert sent == (*refused, begun, profiles[0])
+    outbox.mark_delivered(Heartbeat(host="h", agent="a", number=1, recordings=sent[:3]))
+    assert outbox.list_pending(0)["recordings"] == (profiles[0],), "only its beginning was sent"
+    outbox.mark_delivered(Heartbeat(host="h", agent="a", number=2, recordings=(profiles[0],)))
+    assert outbox.list_pending(0)["recordings"] == (profiles[1],) and outbox
+
+
+def test_every_request_gets_a_reply(tmp_path: Path) -> None:
     w = watch_ring(make_ring(tmp_path))
-    live = LiveRequests(PySpy(path=None), lambda: None)
-    for n in range(2):
-        live.execute_command(
-            Command(id=f"r{n}", kind=CommandKind.RECORD, key="7-7", seconds=1, rate=1),
-            None,
-            0,
-        )
-    live.execute_command(
-        Command(id="r2", kind=CommandKind.RECORD, key=w.key, seconds=1, rate=1),
-        w,
-        0,
+    pyspy, outbox = PySpy(path=None), Outbox()
+    recordings = RecordingWorker(pyspy, lambda: None)
+    executor = CommandExecutor(
+        StackSampler(pyspy, lambda: None, recordings.preempt_recording),
+        recordings,
+        HardwareMonitor(lambda: None),
+        TraceRequests(),
+        outbox,
+        AgentLog(),
     )
+    for n, key in enumerate(("7-7", "7-8", w.key)):
+        command = Command(id=f"r{n}", kind=CommandKind.RECORD, key=key, seconds=1, rate=1)
+        assert executor.execute_command(command, {w.key: w}, 0) == (key != w.key)
 
     def has_all_replies() -> bool:
-        live.collect_results()
-        return len(live.next_recording_replies()) >= 4
+        executor.collect_results({w.key: w})
+        return len(outbox.list_pending(0)["recordings"]) >= 4
 
     assert wait_until(has_all_replies, 5.0)
-    replies = live.next_recording_replies()
+    replies = outbox.list_pending(0)["recordings"]
     assert ["no such process" in str(t.error) for t in replies] == [True, True, False, False]
     assert replies[2].begun and "pip install py-spy" in str(replies[3].error)
-    live.mark_delivered(heartbeat.Heartbeat(host="h", agent="a", number=1, recordings=replies[:3]))
-    assert live.next_recording_replies() == replies[3:] and live
-    live.recording_worker.close()
+    recordings.close()
     w.close()
