@@ -1,1 +1,1 @@
-"""Reads processes from the operating system, and runs the node agent as a daemon."""
+"""Reads processes from the operating system; what the node agent's loop runs on."""
