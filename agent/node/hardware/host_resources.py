@@ -38,6 +38,7 @@ _CGROUP_FIELDS = {
 _PRESSURE_LIMITS = {"cpu": ("some", 80.0), "memory": ("full", 10.0), "io": ("full", 25.0)}
 # Positions of two counters in a line of mountstats that begins with "xprt: tcp".
 _SENDS, _RECEIVES = 8, 9
+_NFS_MOUNT = re.compile(r"device \S+ mounted on (\S+) with fstype nfs")
 _MAX_THREADS = 1000
 # The wheel's folder lies beside the library: nvidia_nccl_cu12-2.27.3.dist-info.
 _NCCL_LIBRARY = re.compile(r"\s(/\S*/nvidia/nccl/lib/libnccl\.so\S*)")
@@ -76,13 +77,10 @@ def probe_pressure(host: Host) -> Iterator[Observation]:
             "the kernel does not count pressure", "start the kernel with psi=1"
         )
     for resource, (kind, limit) in _PRESSURE_LIMITS.items():
-        for line in (texts[resource] or "").splitlines():
-            name, _, fields = line.partition(" ")
-            values = dict(field.partition("=")[::2] for field in fields.split())
-            if name == kind and "avg10" in values:
-                share = float(values["avg10"])
-                is_abnormal = share >= limit
-                yield observe(PRESSURE, resource, "waiting_share", share, is_abnormal=is_abnormal)
+        match = re.search(rf"^{kind} avg10=([\d.]+)", texts[resource] or "", re.MULTILINE)
+        if match is not None:
+            share = float(match[1])
+            yield observe(PRESSURE, resource, "waiting_share", share, is_abnormal=share >= limit)
 
 
 def probe_storage(host: Host) -> Iterator[Observation]:
@@ -109,10 +107,9 @@ def _read_mounts(mountstats: str) -> Iterator[Observation]:
     mount = ""
     for line in mountstats.splitlines():
         words = line.split()
-        if line.startswith("device ") and "fstype" in words:
-            kind = words[words.index("fstype") + 1]
-            is_nfs = kind.startswith("nfs") and "on" in words
-            mount = words[words.index("on") + 1] if is_nfs else ""
+        if line.startswith("device "):
+            match = _NFS_MOUNT.match(line)
+            mount = match[1] if match is not None else ""
         elif mount and words[:2] == ["xprt:", "tcp"] and len(words) > _RECEIVES:
             unanswered = int(words[_SENDS]) - int(words[_RECEIVES])
             what = "nfs_requests_without_reply"

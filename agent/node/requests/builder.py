@@ -54,11 +54,8 @@ def get_free_memory_bytes(proc: str = processes.PROC_ROOT, cgroup_root: str = _C
 
 
 def _parse_counters(file: Path) -> dict[str, int]:
-    counters: dict[str, int] = {}
-    for line in file.read_text().splitlines():
-        name, value, *_ = line.split()
-        counters[name] = int(value)
-    return counters
+    rows = [line.split() for line in file.read_text().splitlines()]
+    return {name: int(value) for name, value, *_ in rows}
 
 
 class RecorderBuilder:

@@ -28,12 +28,7 @@ _MAX_FRAMES = 500
 _UNDISTURBED_ATTEMPTS = 2
 
 # Parts of py-spy's messages, in lower case, that tell one reason from another.
-_PERMISSION_MARKS = (
-    "permission denied",
-    "os error 13",
-    "os error 1)",
-    "operation not permitted",
-)
+_PERMISSION_MARKS = ("permission denied", "os error 13", "os error 1)", "operation not permitted")
 _ENDED_MARKS = ("os error 2)", "os error 3)", "no such process")
 _VERSION_MARKS = ("python version", "version of python", "unsupported version")
 

@@ -118,12 +118,8 @@ def read_environ(pid: int, proc: str = PROC_ROOT) -> dict[str, str]:
     """The environment at the start. Raises OSError if it is gone or another user's."""
     with open(f"{proc}/{pid}/environ", "rb") as file:
         entries = os.fsdecode(file.read()).split("\0")
-    environ: dict[str, str] = {}
-    for entry in entries:
-        name, equals, value = entry.partition("=")
-        if equals:
-            environ[name] = value
-    return environ
+    pairs = [entry.partition("=") for entry in entries]
+    return {name: value for name, equals, value in pairs if equals}
 
 
 def read_cmdline(pid: int, proc: str = PROC_ROOT) -> list[str]:
