@@ -63,14 +63,16 @@ def measure_skew(seq: int, arrivals: Sequence[Arrival]) -> CallSkew:
     all ranks of a slow host.
     """
     ordered = sorted(arrivals, key=lambda a: a.arrived_at)
-    first, last, count = ordered[0], ordered[-1], len(ordered)
+    first, last = ordered[0], ordered[-1]
+    count = len(ordered)
     cut = max(
         range(max(count - count // 2, count - MAX_LATE_RANKS), count),
         key=lambda i: ordered[i].arrived_at - ordered[i - 1].arrived_at,
     )
     lag = ordered[cut].arrived_at - ordered[cut - 1].arrived_at
     decided = lag > _clock_error(ordered[cut:], ordered[:cut])
-    spread, error = last.arrived_at - first.arrived_at, _clock_error([first], [last])
+    spread = last.arrived_at - first.arrived_at
+    error = _clock_error([first], [last])
     return CallSkew(
         seq=seq,
         last_arrival_at=last.arrived_at,
@@ -98,6 +100,10 @@ class LatenessStats:
     share: float  # the share of these in all judged calls
     lag_s: float  # delay after the others: the median over these calls
     waited_share: float  # share of the time during which the others wait for them
+
+
+# The stragglers of a group, and its members.
+GroupStragglers = tuple[LatenessStats, frozenset[int]]
 
 
 def find_latecomers(skews: Sequence[CallSkew]) -> list[LatenessStats]:
@@ -159,7 +165,8 @@ def estimate_call_rate(skews: Sequence[CallSkew]) -> float:
     """The group's calls per second, including those between the judged ones."""
     if len(skews) < 2:
         return 0.0
-    first, last = min(skews, key=lambda c: c.seq), max(skews, key=lambda c: c.seq)
+    first = min(skews, key=lambda call: call.seq)
+    last = max(skews, key=lambda call: call.seq)
     elapsed_s = last.last_arrival_at - first.last_arrival_at
     return (last.seq - first.seq) / elapsed_s if elapsed_s > 0 else 0.0
 
@@ -193,17 +200,17 @@ def find_straggler(
 
 
 def find_straggler_causes(
-    stragglers: Mapping[int, tuple[LatenessStats, frozenset[int]]],
+    stragglers: Mapping[int, GroupStragglers],
 ) -> dict[int, frozenset[int]]:
     """The groups whose stragglers may be late only because they wait for other ranks, with the
     ranks that they wait for.
 
-    ``stragglers`` maps a group number to the group's stragglers and its members. A rank that waits
-    in one group arrives late at the next one, unless all members there have waited with it.
+    ``stragglers`` is by the number of the group. A rank that waits in one group arrives late at the
+    next one, unless all members there have waited with it.
     """
     suspects = frozenset().union(*(late.ranks for late, _ in stragglers.values()))
     # The groups in which a late rank waits for another rank, by the late rank.
-    waits: dict[int, list[tuple[LatenessStats, frozenset[int]]]] = {}
+    waits: dict[int, list[GroupStragglers]] = {}
     for late, members in stragglers.values():
         for rank in (members & suspects) - late.ranks:
             waits.setdefault(rank, []).append((late, members))

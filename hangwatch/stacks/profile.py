@@ -23,15 +23,17 @@ _FRAME_PATTERNS = tuple(
 _THREAD_PATTERN = re.compile(r"thread \((?P<id>\w+)\)(?:: (?P<name>.*))?", re.DOTALL)
 
 Item = TypeVar("Item")
+# Frames from the outermost inwards, and the number of samples.
+CountedStack = tuple[tuple[Frame, ...], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadProfile:
-    """One thread: stacks, outermost frame first, and the number of samples of each."""
+    """The samples of one thread."""
 
     thread: str
     is_main: bool
-    stacks: tuple[tuple[tuple[Frame, ...], int], ...]
+    stacks: tuple[CountedStack, ...]
 
     @property
     def sample_count(self) -> int:
@@ -117,7 +119,7 @@ def _limit_frames(threads: Sequence[ThreadProfile]) -> Profile:
     dropped_samples = 0
     limited: list[ThreadProfile] = []
     for thread in threads:
-        stacks: list[tuple[tuple[Frame, ...], int]] = []
+        stacks: list[CountedStack] = []
         for frames, count in thread.stacks:  # The most frequent stack is first.
             remaining_frames -= len(frames)
             if remaining_frames < 0:
@@ -160,7 +162,7 @@ def unpack_profile(text: str) -> Profile:
         ]
         threads: list[ThreadProfile] = []
         for thread in document["threads"]:
-            stacks: list[tuple[tuple[Frame, ...], int]] = []
+            stacks: list[CountedStack] = []
             for indices, count in thread["stacks"]:
                 if any(index < 0 for index in indices):
                     raise ValueError("a frame has a negative index")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from hangwatch.model.ranks import Frame
 
 from .frames import is_library
-from .profile import make_speedscope_document
+from .profile import CountedStack, make_speedscope_document
 
 MIN_SHARE = 0.005  # nodes with a smaller share of all samples are omitted
 _MAX_DEPTH = 60  # the most nested nodes, in case of an endless recursion
@@ -25,8 +25,6 @@ _WRAPPER = re.compile(r"<locals>|^(wrapper|inner|wrapped|decorate_context)$|_cal
 
 # Ranks, and their frames from the innermost outwards.
 RankedStack = tuple[Sequence[int], Sequence[Frame]]
-# Frames from the outermost inwards, and the number of samples.
-CountedStacks = Iterable[tuple[tuple[Frame, ...], int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +132,7 @@ class FunctionTime:
 _Path = tuple[Sequence[tuple[Frame, bool]], tuple[Frame, ...], int]
 
 
-def build_call_tree(stacks: CountedStacks) -> tuple[FunctionTime, ...]:
+def build_call_tree(stacks: Iterable[CountedStack]) -> tuple[FunctionTime, ...]:
     """The roots of the tree. The heaviest branches come first everywhere.
 
     Library frames between two user frames are omitted. Those below the user's innermost frame
@@ -192,7 +190,9 @@ def _build_nodes(
     return tuple(sorted(nodes, key=lambda node: -node.samples))
 
 
-def find_hottest_functions(stacks: CountedStacks, limit: int = 5) -> tuple[tuple[Frame, int], ...]:
+def find_hottest_functions(
+    stacks: Iterable[CountedStack], limit: int = 5
+) -> tuple[tuple[Frame, int], ...]:
     """The user's innermost functions, each at its most frequent line, with the number of samples in
     it or in library functions that it calls.
 
@@ -226,7 +226,7 @@ class ProfileBar:
 
 
 def layout_bars(
-    stacks: CountedStacks, x: float, depth: int, total: int, min_width: float
+    stacks: Iterable[CountedStack], x: float, depth: int, total: int, min_width: float
 ) -> list[ProfileBar]:
     """The bars of a flame graph from ``x`` on, without those narrower than ``min_width``."""
     bars: list[ProfileBar] = []
@@ -234,7 +234,7 @@ def layout_bars(
     to_lay_out = [(ordered, x, 0)]
     while to_lay_out:  # A recursion could be deeper than Python's own limit allows.
         level_stacks, left, level = to_lay_out.pop()
-        groups: dict[Frame, list[tuple[tuple[Frame, ...], int]]] = {}
+        groups: dict[Frame, list[CountedStack]] = {}
         for frames, count in level_stacks:
             if level < len(frames):
                 groups.setdefault(frames[level], []).append((frames, count))

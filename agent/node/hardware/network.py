@@ -156,7 +156,7 @@ def _find_route(proc: Path, address: str) -> str:
         fields = line.split()
         if len(fields) < 8:
             continue
-        network, flags, mask = int(fields[1], 16), int(fields[3], 16), int(fields[7], 16)
+        network, flags, mask = (int(fields[column], 16) for column in (1, 3, 7))
         length = mask.bit_count()
         if flags & _ROUTE_UP and target & mask == network and length > best_mask:
             best_mask, best_name = length, fields[0]

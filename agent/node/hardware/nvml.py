@@ -67,7 +67,10 @@ class _GpuReader:
     """Reads one GPU. What the GPU or the driver does not support is left out."""
 
     def __init__(self, nvml: Any, index: int, device: Any, pids: frozenset[int]) -> None:
-        self._nvml, self._index, self._device, self._pids = nvml, index, device, pids
+        self._nvml = nvml
+        self._index = index
+        self._device = device
+        self._pids = pids
 
     def read_all(self) -> Iterator[Observation]:
         for read in (

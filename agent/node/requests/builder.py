@@ -106,9 +106,14 @@ class RecorderBuilder:
             )
         try:
             self._process = subprocess.Popen(
-                self._command, env=build.make_build_environment(self._env), cwd="/", start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+                self._command,
+                env=build.make_build_environment(self._env),
+                cwd="/",
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
         except OSError as error:
             return str(error)
         return ""

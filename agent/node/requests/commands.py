@@ -234,7 +234,8 @@ class CommandPoll:
         if wait_s is None:
             self._is_permitted.clear()
             return
-        self._wait_s, self._target = wait_s, target
+        self._wait_s = wait_s
+        self._target = target
         self._is_permitted.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="commands", daemon=True)
@@ -347,7 +348,11 @@ class AbortTracker:
                     )
             replies.append(
                 AbortReply(
-                    key=key, request=request, signal=ABORT_SIGNAL, ended=exit_info, error=error
+                    key=key,
+                    request=request,
+                    signal=ABORT_SIGNAL,
+                    ended=exit_info,
+                    error=error,
                 )
             )
             del self._signalled[key]

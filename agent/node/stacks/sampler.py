@@ -125,7 +125,8 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
     def _dump_stacks(self, order: SampleOrder) -> SampleResult:
         """The stacks that py-spy reads or, if it fails, that the process writes itself."""
         self._preempt_recording(order.key)
-        reply, taken_ns = _make_reply(order), time.monotonic_ns()
+        reply = _make_reply(order)
+        taken_ns = time.monotonic_ns()
         try:
             spied = self._pyspy.dump_stacks(order.pid, order.start_ticks, native=order.native)
             threads = self._annotate_threads(spied.threads, order)
@@ -253,7 +254,13 @@ def _read_stack(child: _ChildProcess, pyspy: PySpy) -> ThreadStack:
     if child.is_own:
         cpu_s, ready_s = processes.read_tree_usage_s(pid, pyspy.proc)
     return replace(
-        main, thread=title, frames=frames, main=False, pid=pid, cpu_s=cpu_s, ready_s=ready_s
+        main,
+        thread=title,
+        frames=frames,
+        main=False,
+        pid=pid,
+        cpu_s=cpu_s,
+        ready_s=ready_s,
     )
 
 
@@ -363,8 +370,11 @@ def _read_lines(file: str, pid: int, proc: str) -> list[str]:
     """
     if not file.endswith(".py"):
         return []
-    own_path = f"{proc}/{pid}/root{file}" if file.startswith("/") else f"{proc}/{pid}/cwd/{file}"
-    for path in (own_path, file):  # the process's root is not accessible without ptrace permission
+    folder = "root" if file.startswith("/") else "cwd/"
+    for path in (
+        f"{proc}/{pid}/{folder}{file}",
+        file,
+    ):  # the process's root is not accessible without ptrace permission
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:

@@ -222,14 +222,16 @@ class ThreadActivity:
         elapsed_ns = now_ns - self._schedstat_read_ns
         if elapsed_ns < _SCHEDSTAT_INTERVAL_NS:
             return
-        schedstat, is_ready = read_schedstat(pid, tid, proc), stat.state == "R"
+        schedstat = read_schedstat(pid, tid, proc)
+        is_ready = stat.state == "R"
         if schedstat and self._schedstat:
             ready_ns = parse_ready_ns(schedstat) - parse_ready_ns(self._schedstat)
             # One that was ready at both readings and did not run in between was ready all the time.
             was_always_ready = is_ready and self._was_ready and schedstat == self._schedstat
             if was_always_ready or ready_ns >= _MIN_WAIT_SHARE * elapsed_ns:
                 self.last_busy_ns = now_ns
-        self._schedstat, self._was_ready = schedstat, is_ready
+        self._schedstat = schedstat
+        self._was_ready = is_ready
         self._schedstat_read_ns = now_ns
 
     def record_ticks(self, ticks: int, now_ns: int) -> None:

@@ -61,7 +61,9 @@ class OrderWorker(ABC, Generic[_OrderT, _ResultT]):
     def __init__(
         self, name: str, wake: Callable[[], None], *, max_waiting: int, thread_count: int = 1
     ) -> None:
-        self._name, self._wake, self._thread_count = name, wake, thread_count
+        self._name = name
+        self._wake = wake
+        self._thread_count = thread_count
         self._is_started = False
         self._orders: queue.Queue[_OrderT] = queue.Queue(max_waiting)
         self._results: queue.SimpleQueue[_ResultT] = queue.SimpleQueue()
