@@ -183,12 +183,12 @@ def _read_calls(command: Command, process: WatchedProcess | None, now_ns: int) -
 
 
 def make_sample_order(
-    process: WatchedProcess, request_id: str | None = None, native: bool = False
+    process: WatchedProcess, request_id: str = "", native: bool = False
 ) -> SampleOrder:
     """An order for the stacks of a process; without a request, to check whether py-spy works."""
     callers: tuple[Caller, ...] = ()
     newest_call = ""
-    if request_id is not None and process.reader is not None:
+    if request_id and process.reader is not None:
         with contextlib.suppress(Exception):  # the ring is corrupt, which `read_state` reports
             callers = process.reader.read_callers()
             call = process.reader.read_newest_call(time.monotonic_ns())

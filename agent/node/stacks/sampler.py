@@ -56,7 +56,7 @@ class SampleOrder:
     key: str
     pid: int
     start_ticks: int
-    request_id: str | None = None
+    request_id: str = ""
     native: bool = False
     ring_path: Path | None = None  # the process writes its stacks beside its ring, if it has one
     registration: faulthandler_dumps.FaulthandlerRegistration | None = None
@@ -172,7 +172,10 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
 def _make_reply(order: SampleOrder) -> StackReply:
     """The reply to an order, without stacks."""
     return StackReply(
-        key=order.key, request=order.request_id or "", source="py-spy", native=order.native
+        key=order.key,
+        request=order.request_id,
+        source="py-spy",
+        native=order.native,
     )
 
 
