@@ -253,6 +253,7 @@ def _describe_slow(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) 
 
 
 def _describe_missing(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> Messages:
+    ranks_inside = verdict.calls[0].ranks if verdict.calls else ()
     if edge.stream.peer is None:
         # Positions count here, since it may be unknown whether the calls are equal.
         members = context.streams_by_group.get(edge.group.key, {})
@@ -261,8 +262,6 @@ def _describe_missing(context: DiagnosisContext, verdict: Verdict, edge: WaitEdg
             for rank in verdict.waiting
             if rank in members and members[rank].entered >= edge.seq
         )
-    else:
-        ranks_inside = verdict.calls[0].ranks if verdict.calls else ()
     summary = describe_not_entered(
         verdict.culprits,
         edge.op,

@@ -519,7 +519,12 @@ class _TimeoutSearch:
             # is unknown.
             self.is_uncertain |= awaited.kind is not StreamKind.SETUP
             return []
-        self._check_reports(process)
+        known_until = get_state_known_until(self.context, rank)
+        has_later_progress = process.reports.last_progress_at > process.reports.last_seen_at
+        if process.is_alive and (known_until < self.timed_out_at or has_later_progress):
+            self.not_reporting = True
+            if self.context.now - self.timed_out_at >= self.context.limits.lost_after_s:
+                self.is_uncertain = True
         if _was_frozen(self.context, rank):
             return []
         blocked_from, blocked_until = process.blocked_interval
@@ -544,17 +549,6 @@ class _TimeoutSearch:
         if waited and is_waiting is None:
             self.is_uncertain = True
         return waited
-
-    def _check_reports(self, process: Process) -> None:
-        """Records whether the rank's state at the time of the timeout is unknown."""
-        if not process.is_alive:
-            return
-        known_until = get_state_known_until(self.context, process.rank)
-        has_later_progress = process.reports.last_progress_at > process.reports.last_seen_at
-        if known_until < self.timed_out_at or has_later_progress:
-            self.not_reporting = True
-            if self.context.now - self.timed_out_at >= self.context.limits.lost_after_s:
-                self.is_uncertain = True
 
 
 def _make_verdict_at_timeout(

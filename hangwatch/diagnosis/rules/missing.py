@@ -299,8 +299,16 @@ class _ChainEnds:
         known_until = context.now
         if rank not in context.graph.silent_ranks:
             known_until = get_state_known_until(context, rank)
-        # The last rank to arrive may have delayed the others, if they waited for it as well.
-        freed_at = self._get_last_entered_at(waits) if rank in self.possible_victims else 0.0
+        freed_at = 0.0
+        if rank in self.possible_victims:
+            # The last rank to arrive may have delayed the others, if they waited for it as well. It may only
+            # just have entered the call, and not count as waiting yet.
+            freed_at = waits.last_began_at
+            for blocked in waits.blocked_calls:
+                members = context.streams_by_group.get(blocked.stream.group.key, {})
+                for stream in members.values():
+                    if stream.entered == blocked.stream.entered:
+                        freed_at = max(freed_at, stream.entered_at)
         earliest = self._get_accountable_since(rank, freed_at)
         blocked_from, blocked_until = (0.0, 0.0) if process is None else process.blocked_interval
         longest_s = 0.0
@@ -322,18 +330,6 @@ class _ChainEnds:
         return made_long_ago and any(
             now - stream.last_completion_at < MIN_WAIT_S for stream in process.streams.values()
         )
-
-    def _get_last_entered_at(self, waits: LongestWaits) -> float:
-        """When the last rank entered a call in which others wait for this one. It may only just have,
-        and not count as waiting yet.
-        """
-        last_entered_at = waits.last_began_at
-        for blocked in waits.blocked_calls:
-            members = self.context.streams_by_group.get(blocked.stream.group.key, {})
-            for stream in members.values():
-                if stream.entered == blocked.stream.entered:
-                    last_entered_at = max(last_entered_at, stream.entered_at)
-        return last_entered_at
 
     def _get_accountable_since(self, rank: int, began_at: float) -> float:
         """The time since which a wait that began at ``began_at`` can be attributed to the rank."""
