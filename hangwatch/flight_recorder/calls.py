@@ -74,20 +74,17 @@ class FlightRecord:
     site: Site | None = None
 
 
-@dataclass(slots=True)
-class InternPool:
-    """Objects that many entries have in common. Each exists once."""
-
-    signatures: dict[object, tuple[Signature, TensorSizes]] = field(default_factory=dict)
-    sites: dict[Site, Site] = field(default_factory=dict)
-
-
 class EntryReader:
-    """Makes records of one dump's entries. Equal signatures and sites are shared objects."""
+    """Makes records of the entries of dumps. Equal signatures and sites are shared objects."""
 
-    def __init__(self, pool: InternPool) -> None:
-        self._pool = pool
-        self._sites: dict[tuple[int, ...], Site | None] = {}
+    def __init__(self) -> None:
+        self._signatures: dict[object, tuple[Signature, TensorSizes]] = {}
+        self._sites: dict[Site, Site] = {}
+        self._sites_by_frames: dict[tuple[int, ...], Site | None] = {}
+
+    def begin_dump(self) -> None:
+        """Forgets the frames of another dump, whose ids may be used again."""
+        self._sites_by_frames.clear()
 
     def read_call(self, parts: list[FlightEntry], may_be_truncated: bool) -> list[FlightRecord]:
         """The record of the call with these entries; one for each message if the entries are
@@ -136,16 +133,14 @@ class EntryReader:
             if len(parts) == 1 or not part.is_coalesced_end
         )
         key = (names, tensors)
-        interned = self._pool.signatures.get(key)
-        if interned is None:
-            interned = self._pool.signatures[key] = read_signature(names, tensors)
-        return interned
+        if key not in self._signatures:
+            self._signatures[key] = read_signature(names, tensors)
+        return self._signatures[key]
 
     def _find_site(self, frames: Sequence[Mapping[str, Any]]) -> Site | None:
         frames = frames[:_MAX_FRAMES]
-        # A dump has each frame as one object, which exists at least as long as this reader.
-        key = tuple(map(id, frames))
-        if key not in self._sites:
+        key = tuple(map(id, frames))  # a dump has each frame as one object
+        if key not in self._sites_by_frames:
             stack = [
                 Frame(
                     function=parse_text(fields["name"]),
@@ -158,9 +153,9 @@ class EntryReader:
             site = None
             if frame is not None:
                 site = Site(file=frame.file, line=frame.line, function=frame.function)
-                site = self._pool.sites.setdefault(site, site)
-            self._sites[key] = site
-        return self._sites[key]
+                site = self._sites.setdefault(site, site)
+            self._sites_by_frames[key] = site
+        return self._sites_by_frames[key]
 
 
 class FlightDumpError(ValueError):
@@ -206,8 +201,8 @@ class FlightDump:
         return max(records, key=lambda record: record.record_id, default=None)
 
 
-def parse_dump(rank: int, data: object, pool: InternPool | None = None) -> FlightDump:
-    """A rank's dump from plain data. All dumps of a job can share a ``pool``. Raises
+def parse_dump(rank: int, data: object, reader: EntryReader | None = None) -> FlightDump:
+    """A rank's dump from plain data. All dumps of a job can share a ``reader``. Raises
     FlightDumpError with the reason if the data is not a dump.
     """
     if (
@@ -217,7 +212,7 @@ def parse_dump(rank: int, data: object, pool: InternPool | None = None) -> Fligh
     ):
         raise FlightDumpError("it has no 'version' and 'pg_config', as Flight Recorder dumps have")
     try:
-        return _parse_fields(rank, data, pool or InternPool())
+        return _parse_fields(rank, data, reader or EntryReader())
     except FlightDumpError:
         raise
     except PARSE_ERRORS as error:
@@ -227,7 +222,7 @@ def parse_dump(rank: int, data: object, pool: InternPool | None = None) -> Fligh
         ) from error
 
 
-def _parse_fields(rank: int, data: Mapping[str, object], pool: InternPool) -> FlightDump:
+def _parse_fields(rank: int, data: Mapping[str, object], reader: EntryReader) -> FlightDump:
     version = parse_text(data["version"])
     if version.split(".")[0] != SUPPORTED_MAJOR:
         raise FlightDumpError(
@@ -254,7 +249,7 @@ def _parse_fields(rank: int, data: Mapping[str, object], pool: InternPool) -> Fl
         instance = (name, pg_ids.index(entry.pg_id))
         parts_by_call.setdefault((instance, entry.is_p2p, entry.seq), []).append(entry)
     oldest_parts = next(iter(parts_by_call.values()), [])
-    reader = EntryReader(pool)
+    reader.begin_dump()
     for (instance, is_p2p, seq), parts in parts_by_call.items():
         group = groups[instance]
         group.backend = parts[0].backend

@@ -25,9 +25,9 @@ from hangwatch.flight_recorder import pickles
 from hangwatch.flight_recorder.analysis import OfflineDiagnosis, analyze_dumps
 from hangwatch.flight_recorder.calls import (
     PARSE_ERRORS,
+    EntryReader,
     FlightDump,
     FlightDumpError,
-    InternPool,
     parse_dump,
 )
 from hangwatch.flight_recorder.entries import MAX_DUMP_RANKS
@@ -78,10 +78,9 @@ def run_analyze(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Prints the verdicts, and returns `HANG` if one is an alert. Raises FileError or UsageError."""
     with show_progress("reading files") as progress:
         evidence = read_evidence(args.paths, progress)
-        finding = _diagnose_dumps(evidence)
+        finding, incidents = _diagnose_evidence(evidence)
     if args.export is not None:
         _export_bundle(evidence.bundles, args.export)
-    incidents = _build_documents(evidence, finding)
     lines = list(_format_incidents(evidence.bundles, incidents, detect_paint(env)))
     notes = [*evidence.unusable, *finding.notes]
     print_result(args, {"items": incidents, "next": None, "notes": notes}, lines)
@@ -104,22 +103,18 @@ def run_analyze(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 def diagnose_files(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]:
     """The verdicts from files, as documents, and notes on what was left out. Raises FileError."""
     evidence = read_evidence(paths)
-    finding = _diagnose_dumps(evidence)
-    return _build_documents(evidence, finding), [*evidence.unusable, *finding.notes]
+    finding, documents = _diagnose_evidence(evidence)
+    return documents, [*evidence.unusable, *finding.notes]
 
 
-def _diagnose_dumps(evidence: Evidence) -> OfflineDiagnosis:
-    if not evidence.dumps:
-        return OfflineDiagnosis(verdicts=(), missing_ranks=(), notes=())
+def _diagnose_evidence(evidence: Evidence) -> tuple[OfflineDiagnosis, list[dict[str, Any]]]:
+    """The diagnosis from the dumps, and the documents of all incidents."""
     written_at = {rank: path.stat().st_mtime for rank, path in evidence.dump_paths.items()}
-    return analyze_dumps(evidence.dumps, written_at)
-
-
-def _build_documents(evidence: Evidence, finding: OfflineDiagnosis) -> list[dict[str, Any]]:
+    finding = analyze_dumps(evidence.dumps, written_at)
     documents = [dict(bundle.incident) for bundle in evidence.bundles]
     for verdict in finding.verdicts:
         documents.append({"job": "dump", "status": "open", **build_document(verdict)})
-    return documents
+    return finding, documents
 
 
 def _format_incidents(
@@ -216,13 +211,13 @@ def read_evidence(
     execute code.
     """
     evidence = Evidence()
-    pool = InternPool()
+    reader = EntryReader()
     files = list(_list_files(paths))
     with _pause_gc():
         for at, path in enumerate(files):
             progress(at, len(files))
             try:
-                content = _read_file(path, pool)
+                content = _read_file(path, reader)
             except pickles.HostileError as error:
                 raise FileError(f"{path}: {error}") from error
             except (_UnusableFileError, FlightDumpError, pickles.NotPlainError) as error:
@@ -273,7 +268,7 @@ def _pause_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _read_file(path: Path, pool: InternPool) -> Bundle | FlightDump:
+def _read_file(path: Path, reader: EntryReader) -> Bundle | FlightDump:
     """Raises FileError, _UnusableFileError, FlightDumpError or NotPlainError."""
     try:
         is_too_large = path.stat().st_size > _MAX_FILE_BYTES
@@ -300,7 +295,7 @@ def _read_file(path: Path, pool: InternPool) -> Bundle | FlightDump:
             raise _UnusableFileError(f"it is cut off, or not JSON: {error}") from error
     else:
         content = pickles.safe_loads(data)
-    return parse_dump(int(number[1]), content, pool)
+    return parse_dump(int(number[1]), content, reader)
 
 
 def _load_json(data: bytes) -> object:
