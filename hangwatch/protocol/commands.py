@@ -7,10 +7,7 @@ Times are ages in seconds at the time of sending, as in `hangwatch.protocol.hear
 from __future__ import annotations
 
 import enum
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hangwatch.model.calls import Signature, Site
 
@@ -116,17 +113,3 @@ class RecordingReply:
     profile: str = ""  # see `hangwatch.stacks.profile.pack_profile`
     note: str = ""  # what was requested and the recording lacks
     error: str | None = None  # includes the remedy
-
-
-def decode_tensor_stats(data: Mapping[str, Any] | None) -> TensorStats | None:
-    """Decodes a recorder's statistics; None for None. Non-finite numbers become None, since JSON
-    cannot represent them. Raises TypeError or ValueError for malformed data.
-    """
-    if data is None:
-        return None
-    finite = {
-        name: float(data[name])
-        for name in ("mean", "min", "max", "norm")
-        if name in data and math.isfinite(data[name])
-    }
-    return TensorStats(**finite, nonfinite=int(data.get("nonfinite", 0)))

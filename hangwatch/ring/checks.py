@@ -27,7 +27,7 @@ class CheckEntry:
     nan: int
     inf: int
     first: int
-    stats: tuple[float, float, float, float]  # mean, min, max, norm
+    stats: tuple[float, float, float, float]  # mean, min, max, norm of the finite elements
     uid: int
     signature: int
     site: int
@@ -59,23 +59,16 @@ def read_check_entries(reader: RingReader, from_index: int = 0) -> tuple[list[Ch
     return entries, from_index
 
 
-def read_check_values(reader: RingReader) -> dict[tuple[int, int], dict[str, float]]:
-    """Mean, min, max and norm of the finite elements and the number of non-finite ones, by (stream
-    uid, seq), of sampled calls: of the rank's input, or of the result where it has none. Reads the
-    whole table, which takes one or two milliseconds.
+def read_value_entries(reader: RingReader) -> dict[tuple[int, int], CheckEntry]:
+    """The entries with statistics, by (stream uid, sequence number): those of the rank's input, or of
+    the result where the rank has no input, as in a broadcast from another rank. Reads the whole
+    table, which takes one or two milliseconds.
     """
-    values: dict[tuple[int, int], dict[str, float]] = {}
-    for entry in read_check_entries(reader)[0]:
-        if entry.flags & CheckFlag.VALUES:
-            mean, low, high, norm = entry.stats
-            values[entry.uid, entry.seq] = {
-                "mean": mean,
-                "min": low,
-                "max": high,
-                "norm": norm,
-                "nonfinite": entry.nan + entry.inf,
-            }
-    return values
+    return {
+        (entry.uid, entry.seq): entry
+        for entry in read_check_entries(reader)[0]
+        if entry.flags & CheckFlag.VALUES
+    }
 
 
 def call_from_entry(reader: RingReader, entry: CheckEntry, now_ns: int) -> Call:

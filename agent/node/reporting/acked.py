@@ -56,7 +56,7 @@ class AckedState:
     streams: Mapping[int, AckedStream] = field(default_factory=dict)
     # The dormant streams that were reported, see `StreamStates`.
     dormant_chunks: tuple[tuple[StreamState, ...], ...] = ()
-    check_entries: int = 0  # entries of the check table
+    check_entries: int = 0  # the last entry of the check table that the last update had
     device_entries: Mapping[int, DeviceEntry] = field(default_factory=dict)  # keys: stream uids
     # The retractions that were reported last, by stream uid
     retractions: Mapping[int, Retraction] = field(default_factory=dict)
@@ -91,14 +91,12 @@ class CheckHistory:
             self._entry_count += 1
             self._pending.append((self._entry_count, entry, call))
 
-    def build_update_fields(self, after_entry: int, now_ns: int) -> tuple[dict[str, Any], int]:
-        """Fields of a `ProcessUpdate` for the entries after ``after_entry``, and the last one."""
+    def build_update_fields(self, now_ns: int) -> tuple[dict[str, Any], int]:
+        """Fields of a `ProcessUpdate`, and the last entry that they include; 0 if there is none."""
         nonfinite: list[NonfiniteReport] = []
         checksum_entries: dict[int, list[CheckEntry]] = defaultdict(list)
-        last_entry = after_entry
+        last_entry = 0
         for number, entry, call in self._pending:
-            if number <= after_entry:
-                continue
             if call is None:
                 checksum_entries[entry.uid].append(entry)
             elif len(nonfinite) == _MAX_NONFINITE_PER_HEARTBEAT:
@@ -118,8 +116,8 @@ class CheckHistory:
                 )
                 nonfinite.append(report)
             last_entry = number
-        if last_entry == after_entry:
-            return {}, after_entry
+        if not last_entry:
+            return {}, 0
         checksums: list[tuple[int, int, int, int]] = []
         for uid, entries in checksum_entries.items():
             kept_seqs = thin_checks([entry.seq for entry in entries], _MAX_CHECKSUMS_PER_STREAM)

@@ -120,9 +120,7 @@ def compose_update(
         and now_ns - before.reported_at_ns >= PULSE_REFRESH_S * 1e9
     )
     is_known = view.identity is before.identity or view.identity == before.identity
-    check_fields, check_entries = history.check_history.build_update_fields(
-        before.check_entries, now_ns
-    )
+    check_fields, check_entries = history.check_history.build_update_fields(now_ns)
     is_changed = not is_known or (status_key, ring.step) != (before.status_key, before.step)
     has_additions = any(
         (check_fields, streams, losses, history.retractions, closed, device_entries)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from hangwatch.protocol.commands import (
-    CallKind,
-    Command,
-    TracedCall,
-    TraceReply,
-    decode_tensor_stats,
-)
+from hangwatch.protocol.commands import CallKind, Command, TensorStats, TracedCall, TraceReply
 from hangwatch.ring import checks
+from hangwatch.ring.checks import CheckEntry
 from hangwatch.ring.reader import RecordEntry
 from hangwatch.ring.tracing import read_trace
 
@@ -80,12 +76,12 @@ def _answer_request(
             is_last=command.last or process.exit is not None,
         )
         kinds: dict[CallKind, int] = {}
-        values = checks.read_check_values(reader) if command.values else {}
+        entries = checks.read_value_entries(reader) if command.values else {}
         return replace(
             reply,
             upto=trace.next_index,
             missed=trace.missed,
-            calls=tuple(_make_traced_call(traced, kinds, values) for traced in trace.calls),
+            calls=tuple(_make_traced_call(traced, kinds, entries) for traced in trace.calls),
             kinds=tuple(kinds),
             more=trace.has_more,
             others=trace.other_ops,
@@ -98,10 +94,16 @@ def _answer_request(
 def _make_traced_call(
     traced: RecordEntry,
     kinds: dict[CallKind, int],
-    values: Mapping[tuple[int, int], Mapping[str, float]],
+    entries: Mapping[tuple[int, int], CheckEntry],
 ) -> TracedCall:
-    """``values``: statistics of the tensors of sampled calls, by stream uid and seq."""
+    """``entries``: those with statistics of the tensors of sampled calls, by stream uid and seq."""
     call = traced.call
+    values = None
+    if (entry := entries.get((traced.uid, call.seq))) is not None:
+        # JSON cannot represent numbers that are not finite.
+        mean, low, high, norm = [n if math.isfinite(n) else None for n in entry.stats]
+        nonfinite = entry.nan + entry.inf
+        values = TensorStats(mean=mean, min=low, max=high, norm=norm, nonfinite=nonfinite)
     kind = CallKind(signature=call.signature, site=call.site, blocking=call.blocking)
     return TracedCall(
         uid=traced.uid,
@@ -111,5 +113,5 @@ def _make_traced_call(
         within_s=None if traced.within_s is None else round(traced.within_s, 6),
         pending=traced.is_pending,
         raised=call.raised,
-        values=decode_tensor_stats(values.get((traced.uid, call.seq))),
+        values=values,
     )

@@ -100,13 +100,14 @@ def test_values_belong_to_requested_call(ring: RingWriter) -> None:
     table.write_check(
         make_checked_call(ring, 5), CheckFlag.VALUES, stats=(0.5, -1.0, 2.0, 4.0), nan=2
     )
-    assert checks.read_check_values(reader) == {
-        (3, 5): {"mean": 0.5, "min": -1.0, "max": 2.0, "norm": 4.0, "nonfinite": 2}
+    entries = checks.read_value_entries(reader)
+    assert {key: (entry.stats, entry.nan, entry.inf) for key, entry in entries.items()} == {
+        (3, 5): ((0.5, -1.0, 2.0, 4.0), 2, 0)
     }
 
 
 def test_ring_without_check_table_is_empty(tmp_path: Path) -> None:
     reader = RingReader(RingWriter(tmp_path / "b.ring", pid=1, start_ticks=1).map)
     assert checks.read_check_entries(reader) == ([], 0)
-    assert checks.read_check_values(reader) == {}
+    assert checks.read_value_entries(reader) == {}
     assert checks.read_checked_calls(reader, 1, 0, from_seq=1) == []

@@ -46,7 +46,7 @@ def make_checked_call(seq: int, uid: int = 1) -> CheckedCall:
 
 def test_check_result_is_repeated_until_acknowledged(table: CheckTableWriter) -> None:
     history, reader = CheckHistory(), RingReader(table._ring.map)
-    assert history.build_update_fields(0, 0) == ({}, 0)
+    assert history.build_update_fields(0) == ({}, 0)
     table.write_check(make_checked_call(5), RESULT_FLAGS, checksum=55)
     table.write_check(make_checked_call(6), CheckFlag.VALUES)
     table.write_check(
@@ -59,7 +59,7 @@ def test_check_result_is_repeated_until_acknowledged(table: CheckTableWriter) ->
         overflows=9,
     )
     history.read_entries(reader, 8 * 10**9)
-    fields, upto = history.build_update_fields(0, 9 * 10**9)
+    fields, upto = history.build_update_fields(9 * 10**9)
     assert fields["checksums"] == ((1, 5, 15, 55),)
     (report,) = fields["nonfinite"]
     assert (
@@ -82,12 +82,12 @@ def test_check_result_is_repeated_until_acknowledged(table: CheckTableWriter) ->
         3,
     )
     assert (report.at_s, fields["overflows"]) == (2.0, 9)
-    assert history.build_update_fields(0, 9 * 10**9)[0] == fields, "the heartbeat was lost"
+    assert history.build_update_fields(9 * 10**9)[0] == fields, "the heartbeat was lost"
     history.mark_acked(upto)
-    assert history.build_update_fields(upto, 9 * 10**9) == ({}, upto)
+    assert history.build_update_fields(9 * 10**9) == ({}, 0)
     history.rewind_cursor()
     history.read_entries(reader, 8 * 10**9)
-    assert history.build_update_fields(0, 9 * 10**9)[0] == fields, "the server was restarted"
+    assert history.build_update_fields(9 * 10**9)[0] == fields, "the server was restarted"
 
 
 def test_many_results_are_thinned_by_level(table: CheckTableWriter) -> None:
@@ -97,7 +97,7 @@ def test_many_results_are_thinned_by_level(table: CheckTableWriter) -> None:
     for seq in range(1, 151):
         table.write_check(make_checked_call(seq, uid=2), CheckFlag.NONFINITE, nan=1, first_seq=seq)
     history.read_entries(reader, 0)
-    fields, upto = history.build_update_fields(0, 0)
+    fields, upto = history.build_update_fields(0)
     kept = [seq for _, seq, _, _ in fields["checksums"]]
     assert 0 < len(kept) <= 64 and min(map(check_level, kept)) >= max(
         check_level(s) for s in range(100, 600) if s not in kept
@@ -105,6 +105,6 @@ def test_many_results_are_thinned_by_level(table: CheckTableWriter) -> None:
     seqs = [bad.seq for bad in fields["nonfinite"]]
     while fields:
         history.mark_acked(upto)
-        fields, upto = history.build_update_fields(upto, 0)
+        fields, upto = history.build_update_fields(0)
         seqs += [bad.seq for bad in fields.get("nonfinite", ())]
     assert seqs == list(range(1, 151))
