@@ -24,13 +24,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from hangwatch.protocol.heartbeat import PROOF_PATH
 from hangwatch.protocol.local_peer import is_loopback_peer, is_trusted_peer
 from hangwatch.protocol.request_signing import PROOF_HEADER, Credential
 
 KEEP_ALIVE_S = 60.0
 MAX_REPLY_BYTES = 4 << 20  # a reply to a heartbeat holds commands for the ranks of one host
 DEADLINE_FACTOR = 2.0  # the limit of a whole exchange, relative to that of a pause within it
-PROOF_PATH = "/api/v1/proof"
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 

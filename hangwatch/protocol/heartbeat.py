@@ -22,7 +22,9 @@ from hangwatch.model.ranks import ExceptionInfo, ExitInfo, ThreadStack
 from .commands import Command, RecordingReply, TraceReply
 
 PROTOCOL_VERSION = 1
+HEARTBEAT_PATH = "/api/v1/heartbeats"
 COMMANDS_PATH = "/api/v1/commands"
+PROOF_PATH = "/api/v1/proof"  # a reply to this proves that the server knows the token
 # The Priority header (RFC 9218) of a heartbeat that the server should process before others.
 URGENT_PRIORITY = "u=1"
 MAX_CHECKPOINTS = 8

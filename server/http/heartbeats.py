@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hangwatch.protocol import codec, heartbeat
-from hangwatch.protocol.heartbeat import COMMANDS_PATH, URGENT_PRIORITY
+from hangwatch.protocol.heartbeat import COMMANDS_PATH, HEARTBEAT_PATH, PROOF_PATH, URGENT_PRIORITY
 from hangwatch.protocol.request_signing import may_report_job
 
 from ..core import limits
@@ -37,8 +37,6 @@ from .access import PEER_UID, AgentGrant, Authenticator
 from .app_state import AppState
 from .rendering import INTERNAL_ERROR_DETAIL, SECURITY_HEADERS
 
-PATH = "/api/v1/heartbeats"
-PROOF_PATH = "/api/v1/proof"
 _PART_BYTES = 1 << 20  # decompressed at a time
 _SIZE_REMEDY = "send the heartbeat in parts"
 _NOT_HERE_STATUSES = (421, 503)  # another server has the job, or may have it
@@ -52,7 +50,7 @@ log = logging.getLogger("hangwatch")
 
 def list_paths(prefix: str) -> list[str]:
     """The paths of heartbeats: behind a reverse proxy also with its prefix."""
-    return [before + PATH for before in dict.fromkeys(("", prefix))]
+    return [before + HEARTBEAT_PATH for before in dict.fromkeys(("", prefix))]
 
 
 class HeartbeatFastPath:
@@ -67,7 +65,7 @@ class HeartbeatFastPath:
         self._app, self._watch, self._authenticator = app, state.watch, authenticator
         self._routes: dict[tuple[str, str], _Handler] = {}
         for before in ("", prefix):
-            self._routes["POST", before + PATH] = _handle_heartbeat
+            self._routes["POST", before + HEARTBEAT_PATH] = _handle_heartbeat
             self._routes["POST", before + COMMANDS_PATH] = _handle_poll
             self._routes["GET", before + PROOF_PATH] = _handle_proof_request
 
@@ -194,7 +192,7 @@ def build_router(state: AppState) -> APIRouter:
     routes = APIRouter(tags=["agents"])
 
     @routes.post(
-        PATH,
+        HEARTBEAT_PATH,
         summary="A node agent's report; the reply says what it should do next",
         openapi_extra=_describe_body({"$ref": "#/components/schemas/HeartbeatBody"}),
     )

@@ -23,6 +23,7 @@ from typing import Any
 from hangwatch.protocol.codec import decode_reply
 from hangwatch.protocol.commands import RecordingReply
 from hangwatch.protocol.heartbeat import (
+    HEARTBEAT_PATH,
     URGENT_PRIORITY,
     AbortReply,
     CallsReply,
@@ -37,7 +38,6 @@ from ...environment import run_dir
 from ...transport.client import Reply, ServerTarget, SignedClient, TransportError, order_targets
 from ..system.runtime import AgentLog, OrderWorker
 
-HEARTBEAT_PATH = "/api/v1/heartbeats"
 # Fields that hold stacks, call sites or arguments of calls.
 CONFIDENTIAL_FIELDS = frozenset(("samples", "calls", "traces", "recordings"))
 REQUEST_TIMEOUT_S = 5.0
