@@ -80,7 +80,13 @@ def _trace_alignment(
 ) -> tuple[tuple[_Step, ...], bool]:
     """The pairs as indices in both sides, None for a gap, and whether no other end is as good."""
     best = _compute_scores(left, right)
-    best_ends = _find_best_ends(best, len(left), len(right))
+    scores: dict[tuple[int, int], int] = {}  # by end: there, one side has no more calls
+    for i, row in enumerate(best):
+        for j, score in row.items():
+            if i == len(left) or j == len(right):
+                scores[i, j] = score
+    highest = max(scores.values())
+    best_ends = [end for end, score in scores.items() if score == highest]
     # One call too few looks the same as one too many if calls come in rounds of two.
     if right_is_short:
         best_ends = [(i, j) for i, j in best_ends if i >= j] or best_ends
@@ -105,19 +111,6 @@ def _trace_back(best: list[dict[int, int]], i: int, j: int) -> Iterator[_Step]:
             i -= 1
             j -= 1
             yield i, j
-
-
-def _find_best_ends(
-    best: list[dict[int, int]], left_count: int, right_count: int
-) -> list[tuple[int, int]]:
-    """The ends with the highest score. At an end, one side has no more calls."""
-    scores: dict[tuple[int, int], int] = {}
-    for i, row in enumerate(best):
-        for j, score in row.items():
-            if i == left_count or j == right_count:
-                scores[i, j] = score
-    highest = max(scores.values())
-    return [end for end, score in scores.items() if score == highest]
 
 
 def _compute_scores(

@@ -147,19 +147,16 @@ def request_stacks(
     if sum(request.stacks for request in context.requests) >= _MAX_STACK_REQUESTS:
         return
     for process in iter_alive(context, list(culprits)[:MAX_CULPRIT_STACKS]):
-        if not has_two_samples(process, max(since, process.last_advanced_at)) or (
-            are_moving and _is_outdated(process, since, context.now)
-        ):
+        is_due = not has_two_samples(process, max(since, process.last_advanced_at))
+        if are_moving and not is_due:
+            newest_at = max(sample.taken_at for sample in process.samples)
+            is_due = context.now - newest_at > max(MIN_REFRESH_S, newest_at - since)
+        if is_due:
             context.requests.append(EvidenceRequest(rank=process.rank, stacks=True))
     for process in iter_alive(context, sorted(waiting)[:_MAX_WAITER_STACKS]):
         needed_since = max(since, process.last_advanced_at)
         if all(sample.taken_at < needed_since for sample in process.samples):
             context.requests.append(EvidenceRequest(rank=process.rank, stacks=True))
-
-
-def _is_outdated(process: Process, since: float, now: float) -> bool:
-    newest_at = max(sample.taken_at for sample in process.samples)
-    return now - newest_at > max(MIN_REFRESH_S, newest_at - since)
 
 
 def iter_alive(context: DiagnosisContext, ranks: Iterable[int]) -> Iterator[Process]:

@@ -16,7 +16,7 @@ from hangwatch.tracking.attempt import Attempt
 from .advice import add_stack_advice
 from .context import DiagnosisContext, EvidenceRequest
 from .differences import add_divergence
-from .graph.builder import build_wait_graph
+from .graph.graph import build_wait_graph
 from .hardware import add_hardware_advice, request_hardware
 from .rules.deadlock import diagnose_deadlocks
 from .rules.devices import (

@@ -5,7 +5,7 @@ what it may explain. It never makes a verdict.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hangwatch.model.hardware import (
@@ -179,9 +179,23 @@ def _describe_hints(read: Sequence[InvolvedHost], verdict: Verdict, is_complete:
 def _group_observations(
     read: Sequence[InvolvedHost], verdict: Verdict, weight: Weight
 ) -> dict[str, list[Observation]]:
-    """The observations of each host that has any."""
-    selected = {host.name: list(_select_observations(host, verdict, weight)) for host in read}
-    return {name: observations for name, observations in selected.items() if observations}
+    """The observations of each host that concern these ranks and are not much older than the hang."""
+    found: dict[str, list[Observation]] = {}
+    for host in read:
+        assert host.hardware is not None
+        own_names = {f"{_PROCESS_PREFIX}{process.identity.pid}" for process in host.processes}
+        for observation in host.observations:
+            if observation.weight is not weight or observation.source == JOB_SOURCE:
+                continue
+            happened_at = host.hardware.taken_at - observation.age_s
+            if happened_at < verdict.began_at - EVENT_BEFORE_ONSET_S:
+                continue
+            if observation.about.startswith(_PROCESS_PREFIX) and observation.about not in own_names:
+                continue
+            if weight is Weight.HINT and _is_ordinary(observation):
+                continue
+            found.setdefault(host.name, []).append(observation)
+    return found
 
 
 def _describe_idle_gpus(read: Sequence[InvolvedHost]) -> str:
@@ -237,25 +251,6 @@ def _describe_known_problem(read: Sequence[InvolvedHost]) -> str:
             for known in find_known_problems(component, version, machine):
                 return known.describe(version)
     return ""
-
-
-def _select_observations(
-    host: InvolvedHost, verdict: Verdict, weight: Weight
-) -> Iterator[Observation]:
-    """The observations that concern these ranks and are not much older than the hang."""
-    assert host.hardware is not None
-    own_names = {f"{_PROCESS_PREFIX}{process.identity.pid}" for process in host.processes}
-    for observation in host.observations:
-        if observation.weight is not weight or observation.source == JOB_SOURCE:
-            continue
-        happened_at = host.hardware.taken_at - observation.age_s
-        if happened_at < verdict.began_at - EVENT_BEFORE_ONSET_S:
-            continue
-        if observation.about.startswith(_PROCESS_PREFIX) and observation.about not in own_names:
-            continue
-        if weight is Weight.HINT and _is_ordinary(observation):
-            continue
-        yield observation
 
 
 def _is_ordinary(observation: Observation) -> bool:

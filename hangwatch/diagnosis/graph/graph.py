@@ -3,7 +3,8 @@ calls. A host, each of its threads and its device may wait for others.
 
 The ends of its chains are causes, a cycle is a deadlock (see `hangwatch.diagnosis.rules.deadlock`),
 and all other ranks are victims. The last known state of silent ranks, whose node agents do not
-report, is old; what other ranks report may show that they are alive.
+report, is old; what other ranks report may show that they are alive. Stacks, and the use of the CPU,
+show which of a rank's unfinished calls blocks it, if any does.
 
 Prior art: T. Hilbrich et al., "MPI runtime error detection with MUST" (2012), on wait-for graphs for
 MPI.
@@ -11,17 +12,29 @@ MPI.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
-from hangwatch.model.limits import READING_DELAY_S, Limits
+from hangwatch.model.calls import StreamKind
+from hangwatch.model.limits import MIN_WAIT_S, READING_DELAY_S, Limits
+from hangwatch.stacks.frames import waits_for_communication, waits_for_work
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.call_stream import CallStream
+from hangwatch.tracking.call_stream import CallStream, GroupState
+from hangwatch.tracking.process import IDLE_AFTER_S, Process
 
 from .devices import DeviceGraph, build_device_graph
-from .edges import BlockedCall, WaitEdge, WaiterIndex, WaitResolver, group_by_awaited
+from .edges import (
+    BlockedCall,
+    QueuedCalls,
+    WaitEdge,
+    WaiterIndex,
+    WaitResolver,
+    group_by_awaited,
+)
+from .progress import find_blocked_streams, get_calling_thread_since, is_process_waiting
 
 _FREED_AT_A_TIME = 1000
 
@@ -179,3 +192,350 @@ class Silence:
     last_alive_at: float
     # The last sign is from well within the silence: only the connection to the server is broken.
     is_proven_alive: bool
+
+
+def build_wait_graph(attempt: Attempt, now: float, limits: Limits) -> WaitGraph:
+    """The graph at time ``now``, of all waits that have lasted `MIN_WAIT_S` seconds. Ranks that use the
+    CPU are sampled after ``limits.suspicion_delay_s``, or soon if a rank makes no further call.
+    """
+    silent_ranks = find_silent_ranks(attempt, now, limits.lost_after_s)
+    resolver = WaitResolver(attempt, now, silent_ranks)
+    graph = WaitGraph(attempt, limits, resolver, silent_ranks)
+    builder = _GraphBuilder(graph, now)
+    excluded = resolver.unable_to_finish | silent_ranks.keys()
+    for rank, process in attempt.processes.items():
+        reports = process.reports
+        # The streams of such a process lag behind it.
+        is_further = reports.last_progress_at > reports.last_seen_at
+        if process.unfinished_streams and not is_further and rank not in excluded:
+            builder.add_rank(rank, process)
+    for rank, stream, state in attempt.list_outside_waits():
+        builder.add_outside_wait(rank, stream, state)
+    builder.drop_unfounded_waits()
+    builder.add_unrecorded_waits(excluded)
+    builder.resolve_uncounted_waits()
+    return graph
+
+
+class _GraphBuilder:
+    def __init__(self, graph: WaitGraph, now: float) -> None:
+        self._graph = graph
+        self._attempt = attempt = graph.attempt
+        self._resolver = graph.resolver
+        self._queued_calls = QueuedCalls(attempt)
+        self._before = now - MIN_WAIT_S  # waits that began later are left out
+        self._sample_after_s = graph.limits.suspicion_delay_s
+        if self._resolver.unable_to_call:
+            self._sample_after_s = MIN_WAIT_S
+        # The groups with silent members, by the identities of their states.
+        self._silent_groups = {
+            id(stream.group_state)
+            for rank in graph.silent_ranks
+            for stream in attempt.processes[rank].streams.values()
+        }
+
+    def _is_ahead_of_device(self, rank: int, process: Process) -> bool:
+        """Whether a rank without a sample uses the CPU, and has made a call lately or none of its calls
+        waits for another rank, as nearly all of 100,000 ranks on NCCL: it may wait for its device only.
+        """
+        reports = process.reports
+        is_idle = reports.updated_at - process.activity.last_active_at >= IDLE_AFTER_S
+        if is_idle or process.samples or process.blocked_streams:
+            return False
+        streams = process.unfinished_streams
+        if any(stream.completed is not None for stream in streams):
+            return False
+        if reports.last_seen_at - process.newest_call_at < self._sample_after_s:
+            return True
+        return all(map(self._has_arrived_with_others, streams)) and not any(
+            self._queued_calls.find_held_ranks(rank, stream) for stream in streams
+        )
+
+    def _has_arrived_with_others(self, stream: CallStream) -> bool:
+        """Whether all members of a stream's group, or its peer, have entered its newest call and report."""
+        if stream.peer is None:
+            state = stream.group_state
+            if state is None or id(state) in self._silent_groups:
+                return False
+            return not state.has_member_behind(stream)
+        other = stream.other_end
+        return (
+            other is not None
+            and stream.loss is None
+            and other.loss is None
+            and other.entered >= stream.entered
+            and stream.peer not in self._graph.silent_ranks
+        )
+
+    def add_outside_wait(self, rank: int, stream: CallStream, state: GroupState) -> None:
+        """Adds the wait of a process of another attempt in a call of a foreign group."""
+        member = self._attempt.foreign_groups.find_outside(rank)
+        if member is None or not state.members or rank in self._graph.blocked_calls:
+            return
+        process = member.process
+        is_certain = any(s is stream for s in find_blocked_streams(process, self._before))
+        if not is_certain:
+            pending = list_old_unfinished(process, self._before)
+            if all(s is not stream for s in pending) or not is_process_waiting(process):
+                return
+        own_group = next(iter(state.members.values())).group
+        seen_here = replace(stream, group=own_group, group_state=state)
+        awaited = self._resolver.find_awaited_ranks(rank, seen_here, is_certain)
+        if awaited:
+            blocked = BlockedCall(rank, seen_here, stream.entered_at, awaited)
+            self._graph.blocked_calls[rank] = [blocked]
+
+    def add_rank(self, rank: int, process: Process) -> None:
+        """Adds the waits of one rank."""
+        blocked_streams = find_blocked_streams(process, self._before)
+        if len(blocked_streams) == 1:  # as in nearly all of 100,000 ranks that wait
+            stream = blocked_streams[0]
+            awaited = self._resolver.find_awaited_ranks(rank, stream, True)
+            if awaited:
+                blocked = BlockedCall(rank, stream, stream.entered_at, awaited)
+                self._graph.blocked_calls[rank] = [blocked]
+                return
+        if blocked_streams:
+            self._add_waits(process, blocked_streams, None)
+        elif not self._is_ahead_of_device(rank, process):
+            # The calls may block only one of its threads. Or some call may be unfinished, and no call was
+            # made for a while: a rank that makes further calls does not wait.
+            self._add_thread_waits(rank, process)
+            pending = list_old_unfinished(process, self._before)
+            advanced_at = process.last_advanced_at if pending else inf
+            if advanced_at <= self._before:
+                self._add_waits(process, pending, advanced_at)
+
+    def _add_waits(
+        self, process: Process, pending: list[CallStream], advanced_at: float | None
+    ) -> None:
+        """Adds the waits of a rank in some of the pending calls. It last made progress at ``advanced_at``; if
+        that is None, it is certainly blocked in these calls.
+        """
+        rank, graph = process.rank, self._graph
+        blocked_calls, uncounted, stuck = self._find_waits(process, pending, advanced_at)
+        is_held_up = False
+        if advanced_at is not None and not (blocked_calls or uncounted or stuck):
+            blocked_calls = self._find_held_calls(rank, pending, advanced_at)
+            is_held_up = bool(blocked_calls)
+        is_waiting_somewhere = blocked_calls or uncounted or stuck
+        if not is_waiting_somewhere and all(stream.peer is None for stream in pending):
+            return
+        if advanced_at is not None:
+            is_waiting = is_process_waiting(process)
+            if is_waiting is False:
+                # Only a stack since then shows whether the rank waits for its device.
+                unsampled = [call for call in blocked_calls if call.stream.completed is None]
+                if unsampled and get_calling_thread_since(process, advanced_at) is None:
+                    graph.unsampled_waits[rank] = unsampled
+                return
+            if is_waiting is None:
+                graph.uncertain_ranks.add(rank)
+        if is_held_up:
+            graph.held_up_ranks.add(rank)
+        if blocked_calls:
+            graph.blocked_calls[rank] = blocked_calls
+        elif uncounted:
+            graph.uncounted_waits[rank] = uncounted
+        elif stuck:
+            graph.stuck_streams[rank] = max(stuck, key=lambda s: s.entered_at)
+        else:
+            self._add_released(rank, pending)
+
+    def _add_thread_waits(self, rank: int, process: Process) -> None:
+        """Adds the collectives that block one thread while another one made the newest call. A thread
+        that only receives messages may be blocked for any time in a healthy job.
+        """
+        for stream in process.blocked_streams:
+            if stream.peer is not None or stream.entered_at > self._before:
+                continue
+            if stream.entered_at >= process.newest_call_at:
+                continue
+            awaited = self._resolver.find_awaited_ranks(rank, stream, True)
+            if awaited:
+                blocked = BlockedCall(rank, stream, stream.entered_at, awaited)
+                self._graph.thread_waits.setdefault(rank, []).append(blocked)
+
+    def _find_waits(
+        self, process: Process, pending: list[CallStream], advanced_at: float | None
+    ) -> tuple[list[BlockedCall], list[BlockedCall], list[CallStream]]:
+        """The pending calls that some rank has not entered, those of which counts do not show it, and
+        those that all have entered and that do not complete.
+        """
+        rank, is_certain = process.rank, advanced_at is None
+        blocked_calls: list[BlockedCall] = []
+        uncounted_calls: list[BlockedCall] = []
+        stuck: list[CallStream] = []
+        for stream in pending:
+            awaited = self._resolver.find_awaited_ranks(rank, stream, is_certain)
+            began_at = stream.entered_at
+            if advanced_at is not None:
+                began_at = max(began_at, advanced_at)
+            if awaited:
+                blocked_calls.append(BlockedCall(rank, stream, began_at, awaited))
+            elif uncounted := self._resolver.find_uncounted_ranks(rank, stream):
+                may_await = dict.fromkeys(uncounted, stream.entered)
+                uncounted_calls.append(BlockedCall(rank, stream, began_at, may_await))
+            elif stream.completed is not None and (
+                stream.peer is None or is_waiting_on_channel(process, stream)
+            ):
+                stuck.append(stream)
+        return blocked_calls, uncounted_calls, stuck
+
+    def _find_held_calls(
+        self, rank: int, streams: Collection[CallStream], advanced_at: float
+    ) -> list[BlockedCall]:
+        """The calls to which other ranks' devices cannot come, although their hosts made them; the
+        newest first, since a host that waits for its device waits for all of them.
+        """
+        blocked_calls: list[BlockedCall] = []
+        for stream in sorted(streams, key=lambda stream: -stream.entered_at):
+            held_ranks = self._queued_calls.find_held_ranks(rank, stream)
+            if held_ranks:
+                began_at = max(stream.entered_at, advanced_at)
+                blocked_calls.append(BlockedCall(rank, stream, began_at, held_ranks))
+        return blocked_calls
+
+    def _add_released(self, rank: int, pending: Collection[CallStream]) -> None:
+        """Adds a rank whose peers have made their calls. If one of these was reported after the rank's own
+        last report, it may have continued since.
+        """
+        self._graph.released_ranks.add(rank)
+        reported_at = self._attempt.processes[rank].reports.last_seen_at
+        for stream in pending:
+            if stream.other_end is not None:
+                entered_before, entered_at = stream.other_end.last_growth
+                if entered_before < stream.entered and entered_at > reported_at:
+                    self._graph.newly_released_ranks.add(rank)
+
+    def drop_unfounded_waits(self) -> None:
+        """Drops the waits for devices that are held up while their hosts wait for no rank: these
+        hosts may be about to make the call that frees them.
+        """
+        graph = self._graph
+        waiting = graph.blocked_calls.keys()
+        # In each of its calls, the rank waits for some rank that does not wait.
+        while unfounded := {
+            rank
+            for rank in graph.held_up_ranks
+            if not any(waiting >= call.awaited.keys() for call in graph.blocked_calls[rank])
+        }:
+            graph.held_up_ranks -= unfounded
+            for rank in unfounded:
+                del graph.blocked_calls[rank]
+                process = self._attempt.processes[rank]
+                pending = list_old_unfinished(process, self._before)
+                if any(stream.peer is not None for stream in pending):
+                    self._add_released(rank, pending)
+                else:
+                    graph.uncertain_ranks.discard(rank)
+
+    def add_unrecorded_waits(self, excluded: Collection[int]) -> None:
+        """Adds the ranks whose stacks show that they wait for communication, although all their recorded
+        calls are complete: not all of their calls are recorded.
+        """
+        ranks = self._attempt.incomplete_ranks - self._graph.get_waiting_ranks()
+        for rank in ranks.difference(excluded):
+            process = self._attempt.processes[rank]
+            since = process.idle_since
+            if since <= self._before:
+                thread = get_calling_thread_since(process, since)
+                if waits_for_communication(thread):
+                    self._graph.unrecorded_waits[rank] = since
+
+    def resolve_uncounted_waits(self) -> None:
+        """Finds by stacks whom a call waits for where counts do not show it: the ranks that are in code
+        of their own, if all others for which it may wait are seen to wait.
+        """
+        graph = self._graph
+        waiting = graph.get_waiting_ranks()
+        for rank, calls in list(graph.uncounted_waits.items()):
+            resolved = filter(None, [self._resolve_wait(call, waiting) for call in calls])
+            if blocked_calls := list(resolved):
+                del graph.uncounted_waits[rank]
+                graph.blocked_calls[rank] = blocked_calls
+
+    def _resolve_wait(self, blocked: BlockedCall, waiting: Collection[int]) -> BlockedCall | None:
+        absent: dict[int, int] = {}
+        for rank, seq in blocked.awaited.items():
+            if rank in waiting:
+                continue
+            process = self._attempt.processes.get(rank)
+            if process is None:
+                return None
+            since = max(blocked.began_at, process.last_advanced_at)
+            thread = get_calling_thread_since(process, since)
+            is_waiting = waits_for_communication(thread)
+            if is_waiting is None:
+                return None
+            if not is_waiting:
+                absent[rank] = seq
+        return replace(blocked, awaited=absent) if absent else None
+
+
+def list_old_unfinished(process: Process, before: float) -> list[CallStream]:
+    """The streams whose newest call was entered ``before`` then and may be unfinished."""
+    return [s for s in process.unfinished_streams if s.entered_at <= before and s.entered > 0]
+
+
+def is_waiting_on_channel(process: Process, stream: CallStream) -> bool:
+    """Whether a rank's stack shows that it waits. The completion of many sends is never reported, so
+    only a stack shows that a rank waits for a send that its peer received.
+
+    A message received from any source may be the one that this call was to receive.
+    """
+    if not waits_for_work(get_calling_thread_since(process, stream.entered_at)):
+        return False
+    return all(other.peer != -1 for other in process.streams.values())
+
+
+def find_silent_ranks(attempt: Attempt, now: float, lost_after_s: float) -> dict[int, Silence]:
+    """The ranks without a report for ``lost_after_s`` seconds in which they could have reported."""
+    before, resumed_at = now - lost_after_s, attempt.resumed_at
+    if resumed_at > before:
+        return {}
+    silent_since = {
+        rank: max(attempt.processes[rank].reports.agent_seen_at, resumed_at)
+        for rank in attempt.list_unreported(before)
+    }
+    if not silent_since:
+        return {}
+    alive_at_by_agent: dict[str, float] = {}  # the ranks of a node agent share their node
+    for rank, at in _find_signs_of_life(attempt, silent_since):
+        agent = attempt.processes[rank].agent
+        alive_at_by_agent[agent] = max(at, alive_at_by_agent.get(agent, at))
+    silences: dict[int, Silence] = {}
+    for rank, began_at in silent_since.items():
+        agent = attempt.processes[rank].agent
+        last_alive_at = max(began_at, alive_at_by_agent.get(agent, began_at))
+        silences[rank] = Silence(
+            began_at=began_at,
+            last_alive_at=last_alive_at,
+            is_proven_alive=last_alive_at - began_at > lost_after_s,
+        )
+    return silences
+
+
+def _find_signs_of_life(attempt: Attempt, silent: Collection[int]) -> Iterator[tuple[int, float]]:
+    """The silent ranks that other ranks show to be alive, with the times: all members of a group are when
+    others complete its calls, and a rank is when another one receives from it.
+    """
+    for members in attempt.streams_by_group.values():
+        group_ranks = next(iter(members.values())).group.ranks
+        silent_members = [rank for rank in group_ranks if rank in silent]
+        if not silent_members:
+            continue
+        advanced_at = [
+            stream.advanced_at
+            for rank, stream in members.items()
+            if rank not in silent and stream.kind is StreamKind.COLLECTIVE
+        ]
+        alive_at = max(advanced_at, default=-inf)
+        for rank in silent_members:
+            yield rank, alive_at
+    for rank, process in attempt.processes.items():
+        if rank in silent:
+            continue
+        for stream in process.streams.values():
+            if stream.kind is StreamKind.RECV and stream.peer is not None and stream.peer in silent:
+                yield stream.peer, stream.advanced_at

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from hangwatch.model.calls import StreamKind
-from hangwatch.model.limits import BUSY_WITHIN_S, MIN_SAMPLE_GAP_S
+from hangwatch.model.limits import BUSY_WITHIN_S, MIN_SAMPLE_GAP_S, MIN_WAIT_S
 from hangwatch.model.ranks import RECORDER_THREAD_NAME, ThreadStack
 from hangwatch.stacks.activities import (
     LOCK,
@@ -188,42 +188,39 @@ def _get_sample_since(process: Process, since: float) -> StackSample | None:
     return samples[-1] if samples else None
 
 
-def has_continuing_caller(
-    process: Process, blocked_streams: Collection[CallStream], since: float
-) -> bool:
-    """Whether another thread that makes calls is at work, while some are blocked in these calls.
-
-    In some jobs one thread makes all calls, while the main thread sleeps until it ends.
+def find_blocked_streams(process: Process, before: float) -> list[CallStream]:
+    """The calls in which the whole process is blocked, and not one thread while others that make calls
+    continue. In some jobs one thread makes all calls, while the main thread sleeps until it ends.
     """
-    sample = _get_sample_since(process, since)
+    blocked = [s for s in process.blocked_streams if s.entered_at <= before]
+    if not blocked:
+        return []
+    since = max([stream.entered_at for stream in blocked])
+    has_called_since = process.newest_call_at > since + MIN_WAIT_S
+    if has_called_since:  # another thread, which may wait for this one now
+        since = process.newest_call_at
+    sample = _get_sample_since(process, since) if process.samples else None
     if sample is None:
-        return False
-    is_active = process.reports.updated_at - process.activity.last_active_at < IDLE_AFTER_S
-    return any(
-        waits_for_external(thread) or (is_active and waits_for_communication(thread) is False)
-        for thread in _list_callers(process, sample, blocked_streams)
-    )
-
-
-def is_wholly_blocked(process: Process, blocked_streams: Collection[CallStream]) -> bool:
-    """Whether a sample since the newest call shows that the threads of these calls wait in them, and
-    that each other thread that makes calls waits for a thread or a call as well.
-    """
-    sample = _get_sample_since(process, process.newest_call_at)
-    if sample is None:
-        return False
-    for stream in blocked_streams:
-        caller = sample.find_caller(stream)
-        if caller is None or stream.uid not in caller.called_uids:
-            return False
-        if not waits_for_communication(caller):
-            return False
-    # A thread may wait for the end or the result of another one. But any thread may hold a lock.
-    return all(
-        waits_for_communication(thread)
-        or (_is_waiting_for_thread(thread) and classify_activity(thread).waits is not LOCK)
-        for thread in _list_callers(process, sample, blocked_streams)
-    )
+        return [] if has_called_since else blocked
+    others = _list_callers(process, sample, blocked)
+    if has_called_since:
+        callers = [(stream.uid, sample.find_caller(stream)) for stream in blocked]
+        is_blocked = all(
+            thread is not None and uid in thread.called_uids and waits_for_communication(thread)
+            for uid, thread in callers
+        ) and all(
+            # A thread may wait for the end or the result of another one. But any may hold a lock.
+            waits_for_communication(thread)
+            or (_is_waiting_for_thread(thread) and classify_activity(thread).waits is not LOCK)
+            for thread in others
+        )
+    else:
+        is_active = process.reports.updated_at - process.activity.last_active_at < IDLE_AFTER_S
+        is_blocked = not any(
+            waits_for_external(thread) or (is_active and waits_for_communication(thread) is False)
+            for thread in others
+        )
+    return blocked if is_blocked else []
 
 
 def _list_callers(
