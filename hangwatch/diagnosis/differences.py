@@ -262,10 +262,13 @@ def _explain_omission(left: list[Call], right: list[Call], seq: int) -> _Explana
     if len(omitted) > 1:
         which = f"{len(omitted)} calls from call {first.seq} on"
     note = f"skipped {which} ({format_call_short(first)})"
-    repeated = find_repeated_call(right, seq, max(_MAX_REPEAT_DISTANCE, len(omitted)))
-    if repeated is None:
-        return note, first.seq
-    return f"{note} or made call {repeated.seq} again", None
+    made = _find_call(right, seq)
+    first_seq = seq - max(_MAX_REPEAT_DISTANCE, len(omitted))
+    for call in reversed(right):
+        is_recent = first_seq <= call.seq < seq
+        if is_recent and made is not None and make_call_key(call) == make_call_key(made):
+            return f"{note} or made call {call.seq} again", None
+    return note, first.seq
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,10 +315,18 @@ def find_shift(alignment: Alignment) -> CallShift | None:
     run, after = pairs[start : start + count], pairs[start + count :]
     if any(pair[1 - side] is not None for pair in run) or not all(map(_is_exact_match, after)):
         return None
-    calls = [pair[side] for pair in pairs]
-    longer = [call for call in calls if call is not None]
-    earliest = _move_earlier(pairs, longer, start, count)
-    latest = _move_later(longer, start, count)
+    longer = [call for pair in pairs if (call := pair[side]) is not None]
+    keys = [make_call_key(call) for call in longer]
+    # The run can be moved to these positions without fewer exact matches.
+    earliest = latest = start
+    while (
+        earliest > 0
+        and _is_exact_match(pairs[earliest - 1])
+        and keys[earliest - 1] == keys[earliest - 1 + count]
+    ):
+        earliest -= 1
+    while latest + count < len(keys) and keys[latest] == keys[latest + count]:
+        latest += 1
     is_unanchored = earliest == 0 and longer[0].seq > 1
     agreeing_count = len(after) + start - earliest
     needed_count = _MIN_AGREEING_CALLS_UNANCHORED if is_unanchored else _MIN_AGREEING_CALLS
@@ -342,26 +353,6 @@ def _strip_trailing(pairs: Sequence[CallPair]) -> Sequence[CallPair]:
     while end and None in pairs[end - 1]:
         end -= 1
     return pairs[:end]
-
-
-def _move_earlier(pairs: Sequence[CallPair], longer: Sequence[Call], start: int, count: int) -> int:
-    """The earliest position to which a run of calls can be moved without fewer exact matches."""
-    while (
-        start > 0
-        and _is_exact_match(pairs[start - 1])
-        and make_call_key(longer[start - 1]) == make_call_key(longer[start - 1 + count])
-    ):
-        start -= 1
-    return start
-
-
-def _move_later(longer: Sequence[Call], start: int, count: int) -> int:
-    """The latest position to which a run of calls can be moved without fewer exact matches."""
-    while start + count < len(longer):
-        if make_call_key(longer[start]) != make_call_key(longer[start + count]):
-            break
-        start += 1
-    return start
 
 
 def find_lone_exceptions(pairs: Sequence[CallPair]) -> list[tuple[Call, Call]]:
@@ -424,18 +415,6 @@ def find_left_out_calls(left: Sequence[Call], right: Sequence[Call], seq: int) -
         if keys_before.get(last_round + distance) == right_key:
             return [left_call, *(calls_by_seq[last_round + i] for i in range(1, distance))]
     return []
-
-
-def find_repeated_call(right: Sequence[Call], seq: int, max_distance: int) -> Call | None:
-    """The last of the ``max_distance`` calls before ``seq`` that equals the one made there."""
-    repetition = _find_call(right, seq)
-    if repetition is None:
-        return None
-    key = make_call_key(repetition)
-    for call in reversed(right):
-        if seq - max_distance <= call.seq < seq and make_call_key(call) == key:
-            return call
-    return None
 
 
 def _find_call(calls: Sequence[Call], seq: int) -> Call | None:

@@ -61,11 +61,6 @@ class InvolvedHost:
     def observations(self) -> tuple[Observation, ...]:
         return self.hardware.observations if self.hardware is not None else ()
 
-    @property
-    def reporter(self) -> Process:
-        """The process by which its node agent is addressed."""
-        return next((p for p in self.processes if p.is_alive), self.processes[0])
-
 
 def list_involved_hosts(attempt: Attempt, verdict: Verdict) -> list[InvolvedHost]:
     """The hosts of the culprits, then those of the ranks that wait, as far as the kind says so."""
@@ -98,8 +93,9 @@ def request_hardware(context: DiagnosisContext) -> None:
         for host in list_involved_hosts(context.attempt, verdict):
             hardware = host.hardware
             if hardware is None or context.now - hardware.taken_at > REREAD_AFTER_S:
+                addressed = next((p for p in host.processes if p.is_alive), host.processes[0])
                 context.requests.append(
-                    EvidenceRequest(rank=host.reporter.rank, hardware=True, since=verdict.began_at)
+                    EvidenceRequest(rank=addressed.rank, hardware=True, since=verdict.began_at)
                 )
 
 

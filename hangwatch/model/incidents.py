@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
@@ -83,10 +83,6 @@ class Incident(Verdict):
     @property
     def is_open(self) -> bool:
         return self.status == "open"
-
-    def with_verdict(self, verdict: Verdict) -> Incident:
-        """The incident after a later verdict on it."""
-        return replace(self, **verdict.list_fields())
 
 
 RecoveryState = Literal["planned", "withheld", "announced", "ordered", "done"]

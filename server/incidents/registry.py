@@ -326,7 +326,7 @@ class IncidentRegistry:
         refined = refine_verdict(before, verdict, attempt, record.members, record.last_seen_at)
         record.last_seen_at = now
         self._replace_incident(
-            record, replace(before.with_verdict(refined), attempt=attempt.number)
+            record, replace(before, **refined.list_fields(), attempt=attempt.number)
         )
         record.is_restored = False
         for rank in (*verdict.culprits, *verdict.waiting)[:MAX_MEMBERS_KEPT]:
