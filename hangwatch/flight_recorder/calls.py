@@ -294,7 +294,10 @@ def _parse_fields(rank: int, data: Mapping[str, object], reader: EntryReader) ->
             part.is_p2p and part.is_coalesced_end and part.fields.get("state") != "completed"
             for part in oldest_parts
         ),
-        reports_starts=any(entry.shows_start for entry in entries),
+        reports_starts=any(
+            entry.fields.get("state") == "started" or entry.fields.get("time_discovered_started_ns")
+            for entry in entries
+        ),
         call_time_range=(min(times_ns, default=0) / 1e9, max(times_ns, default=0) / 1e9),
     )
 

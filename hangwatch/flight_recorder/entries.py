@@ -192,12 +192,6 @@ class FlightEntry:
         """The time of the call, in nanoseconds since the epoch; 0 if that is not recorded."""
         return parse_int(self.fields.get("time_created_ns") or 0)
 
-    @property
-    def shows_start(self) -> bool:
-        """Whether the entry records that the device has started the call."""
-        fields = self.fields
-        return bool(fields.get("state") == "started" or fields.get("time_discovered_started_ns"))
-
 
 def read_tensors(fields: Mapping[str, Any]) -> TensorFields:
     """The sizes and types of an entry's inputs and outputs, unparsed. Raises ValueError if there

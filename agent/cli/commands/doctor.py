@@ -46,7 +46,8 @@ def run_doctor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         *check_server(url, args.token, env),
     ]
     exit_code = choose_exit_code(findings)
-    documents = [finding.to_document() for finding in findings]
+    keys = ("name", "verdict", "ok", "detail", "remedy")
+    documents = [{key: getattr(finding, key) for key in keys} for finding in findings]
     document = {"ok": exit_code == 0, "findings": documents}
     print_result(args, document, format_findings(findings))
     return exit_code

@@ -67,16 +67,6 @@ class Finding:
     def verdict(self) -> str:
         return {True: "ok", None: "warn", False: "fail"}[self.ok]
 
-    def to_document(self) -> dict[str, object]:
-        """The finding in the output of ``--json``."""
-        return {
-            "name": self.name,
-            "verdict": self.verdict,
-            "ok": self.ok,
-            "detail": self.detail,
-            "remedy": self.remedy,
-        }
-
 
 def report_success(name: str, detail: str) -> Finding:
     return Finding(name=name, ok=True, detail=detail)
