@@ -578,12 +578,20 @@ def _make_verdict_at_timeout(
     waiting -= search.chain_ends.keys()
     began_at = min(search.chain_ends[rank].stream.entered_at for rank in culprits)
     verdict = make_absence_verdict(context, kind, culprits, waiting, edge, began_at, due=due)
-    if verdict.site is None:
-        verdict = _add_last_site(context, verdict, search.timed_out_at)
+    summary, advice, site = verdict.summary, verdict.advice, verdict.site
+    process = context.attempt.processes.get(culprits[0])
+    if site is None and process is not None:
+        site = find_last_site(process, search.timed_out_at)
+        if site is not None and kind is VerdictKind.MISSING_RANK:
+            possessive = f"rank {culprits[0]}'s" if len(culprits) > 1 else "its"
+            summary = f"{summary}: {possessive} last call was at {site}"
+            advice = _NO_STACK_ADVICE
     return replace(
         verdict,
         severity=KINDS[kind].severity,  # the wait for it has already ended a rank
-        summary=f"{verdict.summary}; {_describe_end(first)}",
+        summary=f"{summary}; {_describe_end(first)}",
+        advice=advice,
+        site=site,
     )
 
 
@@ -592,24 +600,6 @@ def _describe_end(process: Process) -> str:
     if was_ended_by_watchdog(process):
         return f"rank {process.rank} was ended by its watchdog (SIGABRT)"
     return f"the call timed out on rank {process.rank}"
-
-
-def _add_last_site(context: DiagnosisContext, verdict: Verdict, timed_out_at: float) -> Verdict:
-    """The verdict with the line of the first culprit's last call, if it is known."""
-    culprits = verdict.culprits
-    process = context.attempt.processes.get(culprits[0])
-    site = find_last_site(process, timed_out_at) if process is not None else None
-    if site is None:
-        return verdict
-    if verdict.kind is not VerdictKind.MISSING_RANK:
-        return replace(verdict, site=site)
-    possessive = f"rank {culprits[0]}'s" if len(culprits) > 1 else "its"
-    return replace(
-        verdict,
-        site=site,
-        summary=f"{verdict.summary}: {possessive} last call was at {site}",
-        advice=_NO_STACK_ADVICE,
-    )
 
 
 def _was_frozen(context: DiagnosisContext, rank: int) -> bool:
