@@ -10,7 +10,13 @@ from dataclasses import replace
 from hangwatch.model.kinds import KINDS, KindSpec, Severity, StackAdvice, VerdictKind
 from hangwatch.model.ranks import Lifecycle, ThreadStack
 from hangwatch.model.verdicts import Verdict
-from hangwatch.stacks.activities import INTERPRETER_EXIT, SLEEP, Activity, classify_activity
+from hangwatch.stacks.activities import (
+    INTERPRETER_EXIT,
+    NOTHING_KNOWN,
+    SLEEP,
+    Activity,
+    classify_activity,
+)
 from hangwatch.stacks.frames import find_innermost_user_frame, runs_user_code
 from hangwatch.tracking.process import Process, StackSample
 
@@ -78,8 +84,8 @@ def _describe_activity(
     # A frozen rank does not sleep, whatever its line shows; a sleep is normal in a declared phase.
     may_sleep = spec.ignores_sleep or (is_slow and process.phase is not None)
     if may_sleep and activity.waits is SLEEP:
-        activity = replace(activity, waits=None)
-    if activity.inside is None and process.lifecycle is Lifecycle.EXITING:
+        activity = replace(activity, waits=NOTHING_KNOWN)
+    if not activity.inside and process.lifecycle is Lifecycle.EXITING:
         activity = replace(activity, inside=INTERPRETER_EXIT)
     if not activity:
         return ""
@@ -101,8 +107,6 @@ def _describe_blocking_child(
 ) -> str:
     """What it waits for: a child process or thread that works, else the first in user code."""
     waits = activity.waits
-    if waits is None:
-        return ""
     candidates = [
         thread
         for thread in list_other_threads(sample)
@@ -120,6 +124,6 @@ def _describe_blocking_child(
     if frame is not None:
         text += f" is at {frame.file.rsplit('/', 1)[-1]}:{frame.line} in {frame.function}"
     its_waits = classify_activity(blocking).waits
-    if its_waits is not None:
+    if its_waits:
         text += f", where it {its_waits.phrase}"
     return text

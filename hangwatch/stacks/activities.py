@@ -28,9 +28,9 @@ class RequiredProgress(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivityKind:
-    """What a thread waits for, or in what place it is."""
+    """What a thread waits for, or in what place it is. Without a phrase, that is not known."""
 
-    phrase: str  # a predicate that follows the name of the rank
+    phrase: str = ""  # a predicate that follows the name of the rank
     advice: str = ""  # where to look
     waits_for_child: bool = False  # a child process may end the wait
     waits_for_thread: bool = False  # another thread of the process may end the wait
@@ -43,6 +43,9 @@ class ActivityKind:
     file_pattern: str = ""
     required_progress: RequiredProgress = RequiredProgress.NONE
 
+    def __bool__(self) -> bool:
+        return bool(self.phrase)
+
     def may_wait_for(self, other: ThreadStack) -> bool:
         """Whether ``other``, a thread of the same process or of a child, may end the wait."""
         is_child = other.pid is not None
@@ -54,42 +57,35 @@ class ActivityKind:
         return any(re.search(self.file_pattern, frame.file) for frame in other.frames)
 
 
+NOTHING_KNOWN = ActivityKind()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
     """What one thread does, as far as its stack shows."""
 
-    waits: ActivityKind | None = None  # what it waits for
-    inside: ActivityKind | None = None  # the larger operation in which it is
+    waits: ActivityKind = NOTHING_KNOWN  # what it waits for
+    inside: ActivityKind = NOTHING_KNOWN  # the larger operation in which it is
 
     def __bool__(self) -> bool:
-        return self.waits is not None or self.inside is not None
+        return bool(self.waits or self.inside)
 
     def __str__(self) -> str:
-        if self.waits is None and self.inside is not None:
-            phrase = self.inside.phrase
-            predicate = phrase.removeprefix("while it ")
-            return predicate if predicate != phrase else f"is {phrase}"
-        kinds = (self.waits, self.inside)
-        return " ".join(kind.phrase for kind in kinds if kind is not None)
+        phrase = self.inside.phrase
+        if self.waits or not phrase:
+            return f"{self.waits.phrase} {phrase}".strip()
+        predicate = phrase.removeprefix("while it ")
+        return predicate if predicate != phrase else f"is {phrase}"
 
     @property
     def advice(self) -> str:
-        source = self._advice_source
-        return source.advice if source is not None else ""
+        """Where to look; the advice on a place is more specific than that on a wait."""
+        return self.inside.advice or self.waits.advice
 
     @property
     def may_take_long(self) -> bool:
         """Whether the advice is on something that may take long in a healthy job."""
-        source = self._advice_source
-        return source is not None and source.may_take_long
-
-    @property
-    def _advice_source(self) -> ActivityKind | None:
-        """The place, whose advice is more specific than that of the wait."""
-        for kind in (self.inside, self.waits):
-            if kind is not None and kind.advice:
-                return kind
-        return None
+        return self.inside.may_take_long if self.inside.advice else self.waits.may_take_long
 
 
 _PatternRow = tuple[re.Pattern[str], re.Pattern[str], ActivityKind]
@@ -350,32 +346,32 @@ def classify_activity(stack: ThreadStack | None) -> Activity:
     """What a thread does; an empty `Activity` if its stack shows nothing that is known here."""
     if stack is None or not stack.frames:
         return Activity()
-    waits = None
+    waits = NOTHING_KNOWN
     for frame in stack.frames:
         if is_user_frame(frame):
             break
         waits = _match_rows(_WAIT_TABLE, frame) or waits
-    if waits is None and not stack.active:
+    if not waits and not stack.active:
         text = stack.frames[0].text or ""
         matches = (kind for line, kind in _TEXT_TABLE if re.search(line, text, re.IGNORECASE))
-        waits = next(matches, None)
-    inside = next(filter(None, map(_match_place, stack.frames)), None)
+        waits = next(matches, NOTHING_KNOWN)
+    inside = next(filter(None, map(_match_place, stack.frames)), NOTHING_KNOWN)
     return Activity(waits=waits, inside=inside)
 
 
-def _match_place(frame: Frame) -> ActivityKind | None:
+def _match_place(frame: Frame) -> ActivityKind:
     if frame.handler is not None:
         advice = "Look at the exception first, then at what its handler waits for."
         return ActivityKind(phrase=f"in an exception handler ({frame.handler})", advice=advice)
     return _match_rows(_INSIDE_TABLE, frame)
 
 
-def _match_rows(rows: list[_PatternRow], frame: Frame) -> ActivityKind | None:
+def _match_rows(rows: list[_PatternRow], frame: Frame) -> ActivityKind:
     name = frame.function.rpartition(".")[2]
     for file, function, kind in rows:
         if function.fullmatch(name) and file.search(frame.file):
             return kind
-    return None
+    return NOTHING_KNOWN
 
 
 def waits_for_external(stack: ThreadStack | None) -> bool:
@@ -383,12 +379,12 @@ def waits_for_external(stack: ThreadStack | None) -> bool:
     a call of another rank provides.
     """
     waits = classify_activity(stack).waits
-    if stack is None or waits is None:
+    if stack is None or not waits.is_external:
         return False
     innermost = stack.frames[0]
     if is_torch_frame(innermost) or innermost.polls is not None:
         return False
-    return waits.is_external and (waits is STORE_KEY or not waits_for_work(stack))
+    return waits is STORE_KEY or not waits_for_work(stack)
 
 
 def find_calling_thread(threads: Sequence[ThreadStack], uid: int = 0) -> ThreadStack | None:

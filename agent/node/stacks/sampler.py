@@ -188,8 +188,7 @@ def collect_child_stacks(
     The rank's own children come first, and the newest of them at the front: most likely the rank waits
     for that one. If there are many, running ones are preferred.
     """
-    waits = classify_activity(find_calling_thread(threads)).waits
-    if waits is None or not waits.waits_for_child:
+    if not classify_activity(find_calling_thread(threads)).waits.waits_for_child:
         return ()
     children = list(_iter_descendants(pid, pyspy.proc, _MAX_DEPTH))
     children.reverse()  # the kernel lists the oldest first; start ticks may be equal

@@ -141,7 +141,7 @@ def is_waiting_for_rank(process: Process, since: float) -> bool | None:
     if is_busy(process) and process.activity.last_active_at > newest.taken_at + IDLE_AFTER_S:
         return False  # the rank has continued since
     waits = classify_activity(newest.calling_thread).waits
-    if waits is None or not waits.waits_for_rank:
+    if not waits.waits_for_rank:
         return False
     return not any(map(waits.may_wait_for, list_other_threads(newest)))
 
@@ -162,9 +162,9 @@ def needs_another_sample(process: Process, since: float, beside_slow: bool) -> b
 def _find_awaited_threads(sample: StackSample) -> tuple[RequiredProgress, list[ThreadStack]]:
     """The threads whose use of the CPU can show that the calling thread's wait is no hang."""
     waits = classify_activity(sample.calling_thread).waits
-    if waits is None or waits.required_progress is RequiredProgress.NONE:
-        return RequiredProgress.NONE, []
     required = waits.required_progress
+    if required is RequiredProgress.NONE:
+        return required, []
     candidates = [
         thread
         for thread in list_other_threads(sample)
@@ -262,8 +262,7 @@ def has_working_thread(process: Process, since: float) -> bool:
 
 
 def _is_waiting_for_thread(stack: ThreadStack | None) -> bool:
-    waits = classify_activity(stack).waits
-    return waits is not None and waits.waits_for_thread
+    return classify_activity(stack).waits.waits_for_thread
 
 
 def is_process_waiting(process: Process) -> bool | None:
