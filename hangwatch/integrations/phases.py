@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import hangwatch
@@ -15,18 +14,15 @@ class OpenPhase:
     """The phase that is open; there is at most one."""
 
     def __init__(self) -> None:
-        self._phase: AbstractContextManager[None] | None = None
+        self._phases = contextlib.ExitStack()
 
     def enter_phase(self, name: str, limit: float | None) -> None:
         """Begins a phase of up to ``limit`` seconds; an earlier one ends."""
         self.leave_phase()
-        self._phase = hangwatch.phase(name, limit)
-        self._phase.__enter__()
+        self._phases.enter_context(hangwatch.phase(name, limit))
 
     def leave_phase(self) -> None:
-        phase, self._phase = self._phase, None
-        if phase is not None:
-            phase.__exit__(None, None, None)
+        self._phases.close()
 
 
 def wrap_method(owner: Any, method_name: str, phase: str, limit: float | None) -> None:
