@@ -70,12 +70,12 @@ def observe(
     )
 
 
-def read_text(path: Path) -> str | None:
-    """A small file, stripped; None if it cannot be read, as while its device is being reset."""
+def read_text(path: Path) -> str:
+    """A small file, stripped; empty if it cannot be read, as while its device is being reset."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
-        return None
+        return ""
 
 
 def read_counters(
@@ -84,7 +84,7 @@ def read_counters(
     """The counters that have a file of their own in a folder, as far as they can be read."""
     for name in names:
         try:
-            value = int(read_text(folder / name) or "")
+            value = int(read_text(folder / name))
         except ValueError:  # the file cannot be read, or has no number
             continue
         yield observe(source, about, name, value, weight, is_counter=True)

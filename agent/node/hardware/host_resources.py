@@ -56,7 +56,7 @@ def probe_cgroups(host: Host) -> Iterator[Observation]:
     for folder in folders:
         about = "/" + str(folder.relative_to(host.sys / _CGROUP_ROOT)).removeprefix(".")
         for file, fields in _CGROUP_FIELDS.items():
-            for line in (read_text(folder / file) or "").splitlines():
+            for line in read_text(folder / file).splitlines():
                 name, _, value = line.partition(" ")
                 if name in fields and value.isdigit():
                     what, weight = fields[name]
@@ -77,7 +77,7 @@ def probe_pressure(host: Host) -> Iterator[Observation]:
             "the kernel does not count pressure", "start the kernel with psi=1"
         )
     for resource, (kind, limit) in _PRESSURE_LIMITS.items():
-        match = re.search(rf"^{kind} avg10=([\d.]+)", texts[resource] or "", re.MULTILINE)
+        match = re.search(rf"^{kind} avg10=([\d.]+)", texts[resource], re.MULTILINE)
         if match is not None:
             share = float(match[1])
             yield observe(PRESSURE, resource, "waiting_share", share, is_abnormal=share >= limit)
@@ -87,7 +87,7 @@ def probe_storage(host: Host) -> Iterator[Observation]:
     """Ranks that wait in the kernel for storage, and NFS requests without a reply."""
     for pid in host.pids:
         yield from _read_blocked_threads(host, pid)
-    yield from _read_mounts(read_text(host.proc / "self" / "mountstats") or "")
+    yield from _read_mounts(read_text(host.proc / "self" / "mountstats"))
 
 
 def _read_blocked_threads(host: Host, pid: int) -> Iterator[Observation]:
@@ -95,7 +95,7 @@ def _read_blocked_threads(host: Host, pid: int) -> Iterator[Observation]:
     counts: Counter[str] = Counter()
     tasks = host.proc / str(pid) / "task"
     for tid in list_names(tasks)[:_MAX_THREADS]:
-        state = (read_text(tasks / tid / "stat") or "").rpartition(")")[2].split()[:1]
+        state = read_text(tasks / tid / "stat").rpartition(")")[2].split()[:1]
         if state == ["D"]:
             counts[read_text(tasks / tid / "wchan") or "the kernel"] += 1
     for channel, count in counts.items():
@@ -119,7 +119,7 @@ def _read_mounts(mountstats: str) -> Iterator[Observation]:
 def probe_versions(host: Host) -> Iterator[Observation]:
     """The versions that are known, to be compared with known problems."""
     groups = host.sys / "kernel" / "iommu_groups"
-    types = {read_text(groups / name / "type") or "" for name in list_names(groups)[:_MAX_GROUPS]}
+    types = {read_text(groups / name / "type") for name in list_names(groups)[:_MAX_GROUPS]}
     versions = {
         "kernel": read_text(host.proc / "sys" / "kernel" / "osrelease"),
         "machine": os.uname().machine,
@@ -133,13 +133,13 @@ def probe_versions(host: Host) -> Iterator[Observation]:
             yield observe(VERSIONS, about, "version", version, Weight.FACT)
 
 
-def _find_nccl(host: Host) -> str | None:
-    """The version of NCCL's wheel whose library a rank has loaded."""
+def _find_nccl(host: Host) -> str:
+    """The version of NCCL's wheel whose library a rank has loaded; empty if none has."""
     for pid in host.pids[:1]:
-        match = _NCCL_LIBRARY.search(read_text(host.proc / str(pid) / "maps") or "")
+        match = _NCCL_LIBRARY.search(read_text(host.proc / str(pid) / "maps"))
         if match is not None:
             library = host.proc / str(pid) / "root" / match[1].lstrip("/")
             for name in list_names(library.parents[3]):
                 if wheel := _NCCL_WHEEL.fullmatch(name):
                     return wheel[1]
-    return None
+    return ""

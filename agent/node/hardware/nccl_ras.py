@@ -98,7 +98,7 @@ def _list_listening_sockets(host: Host, port: int) -> set[str]:
     """The sockets at a port as in /proc/PID/fd, by the columns of proc_pid_net(5)."""
     found: set[str] = set()
     for name in ("tcp", "tcp6"):
-        for line in (read_text(host.proc / "net" / name) or "").splitlines()[1:]:
+        for line in read_text(host.proc / "net" / name).splitlines()[1:]:
             _, local, _, state, *rest = line.split()
             if state == _LISTENING and int(local.rpartition(":")[2], 16) == port:
                 found.add(f"socket:[{rest[5]}]")

@@ -96,8 +96,8 @@ def probe_interfaces(host: Host) -> Iterator[Observation]:
         raise SourceUnavailableError(
             "/sys/class/net cannot be read", "mount /sys into the container"
         )
-    counters = _parse_counters(read_text(host.proc / "net" / "snmp") or "")
-    counters |= _parse_counters(read_text(host.proc / "net" / "netstat") or "")
+    counters = _parse_counters(read_text(host.proc / "net" / "snmp"))
+    counters |= _parse_counters(read_text(host.proc / "net" / "netstat"))
     for protocol, counter_names in _TCP_COUNTERS.items():
         for name in counter_names:
             value = counters.get(protocol, {}).get(name)
@@ -152,7 +152,7 @@ def _find_route(proc: Path, address: str) -> str:
     except OSError:  # the address is a name, and to resolve it could block
         return ""
     best_mask, best_name = -1, ""
-    for line in (read_text(proc / "net" / "route") or "").splitlines()[1:]:
+    for line in read_text(proc / "net" / "route").splitlines()[1:]:
         fields = line.split()
         if len(fields) < 8:
             continue
