@@ -208,7 +208,8 @@ class TargetError(ValueError):
     def __init__(self, url: str, problem: str) -> None:
         # A token is not shown, since messages end in logs.
         scheme, slashes, rest = url.rpartition("//")
-        self.problem = f"{scheme + slashes + rest.rpartition('@')[2]!r} {problem}"
+        shown_url = scheme + slashes + rest.rpartition("@")[2]
+        self.problem = f"{shown_url!r} {problem}"
         super().__init__(f"HANGWATCH_URL={self.problem}: an example is http://:TOKEN@master:8642")
 
 

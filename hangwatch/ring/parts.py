@@ -63,13 +63,13 @@ class RingParts:
         # The lock of each note when it was last read, and its content, by the offset of the note.
         self._notes: dict[int, tuple[int, dict[str, Any]]] = {}
         size = len(data)
-        if size < layout.HEADER_SIZE:
-            header_size = layout.HEADER_SIZE
+        header_size = layout.HEADER_SIZE
+        if size < header_size:
             raise RingError(f"truncated: {size} bytes, and the header alone takes {header_size}")
         magic, version, header, file_size, *rest = layout.TABLES_STRUCT.unpack_from(data, 0)
         if magic != layout.MAGIC:
             raise RingError(f"not a ring: it begins with {bytes(magic)!r}")
-        if version != layout.LAYOUT_VERSION or header != layout.HEADER_SIZE:
+        if version != layout.LAYOUT_VERSION or header != header_size:
             raise RingError(
                 f"written in layout {version}, and this hangwatch reads {layout.LAYOUT_VERSION}:"
                 " install one version on the whole node"
@@ -78,11 +78,17 @@ class RingParts:
             raise RingError(f"truncated: {size} bytes of {file_size}")
         tables = [Table(rest[i], rest[i + 1]) for i in range(0, 10, 2)]
         tables.append(Table(self.read_live_word(LiveWord.LOSSES), tables[0].count))
-        entry_sizes = (layout.INTERNED_SIZE, layout.INTERNED_SIZE, 1, layout.LOSS_STRUCT.size)
-        strides = (layout.STREAM_STRUCT.size, RECORD_STRUCT.size, *entry_sizes)
+        strides = (
+            layout.STREAM_STRUCT.size,
+            RECORD_STRUCT.size,
+            layout.INTERNED_SIZE,
+            layout.INTERNED_SIZE,
+            1,
+            layout.LOSS_STRUCT.size,
+        )
         for table, stride in zip(tables, strides, strict=True):
             end = table.offset + table.count * stride
-            if table.offset < layout.HEADER_SIZE or table.count < 1 or end > file_size:
+            if table.offset < header_size or table.count < 1 or end > file_size:
                 raise RingError(
                     f"corrupt: a table of {table.count} x {stride} bytes at {table.offset} lies"
                     " outside the file"

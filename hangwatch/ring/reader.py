@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from hangwatch.model.calls import Call, Loss, LossReason, Signature, Site
 
 from . import layout, parts
-from .layout import DeviceStatusState, LiveWord, RecordFlag, RingError, unpack_loss
+from .layout import STREAM_STRUCT, DeviceStatusState, LiveWord, RecordFlag, RingError, unpack_loss
 from .parts import CHAIN, COMPLETED, ENTERED_NS, FLAGS, SEQ, SIGNATURE, STAMP, THREAD, UID, Record
 
 # Plain integers, because the & operator of an enum is slow.
@@ -29,7 +29,7 @@ _RETRACTED = int(RecordFlag.RETRACTED)
 # its newest call is that old: by then the call has been reported as one that may be unfinished.
 DORMANT_AFTER_S = 10.0
 _CHUNK_SLOTS = 16
-_CHUNK_SLOT_BYTES = _CHUNK_SLOTS * layout.STREAM_STRUCT.size
+_CHUNK_SLOT_BYTES = _CHUNK_SLOTS * STREAM_STRUCT.size
 _CHUNK_LOSS_BYTES = _CHUNK_SLOTS * layout.LOSS_STRUCT.size
 # The last records that are read again, since a call may be retracted after it was read.
 _RETRACTION_WINDOW = 64
@@ -249,7 +249,7 @@ class RingReader(parts.RingParts):
             if not record[FLAGS] & _RETRACTED
         }
         slot_count = min(self.read_live_word(LiveWord.SEQUENCES), self.streams.count)
-        slots = self._copy_bytes(self.streams.offset, slot_count * layout.STREAM_STRUCT.size)
+        slots = self._copy_bytes(self.streams.offset, slot_count * STREAM_STRUCT.size)
         losses = self._copy_bytes(self.losses.offset, slot_count * layout.LOSS_STRUCT.size)
         chunk_count = -(-slot_count // _CHUNK_SLOTS)
         self._chunks += [_Chunk() for _ in range(chunk_count - len(self._chunks))]
@@ -298,10 +298,10 @@ class RingReader(parts.RingParts):
         self, slot: int, newest_records: dict[int, Record], now_ns: int
     ) -> StreamState | int:
         """One stream; otherwise the number of torn parts: 1 if it is torn, 0 if the slot is free."""
-        data, offset = self.data, self.streams.offset + slot * layout.STREAM_STRUCT.size
+        data, offset = self.data, self.streams.offset + slot * STREAM_STRUCT.size
         for _ in range(parts.READ_ATTEMPTS):
-            values = layout.STREAM_STRUCT.unpack_from(data, offset)
-            if layout.STREAM_STRUCT.unpack_from(data, offset) != values:
+            values = STREAM_STRUCT.unpack_from(data, offset)
+            if STREAM_STRUCT.unpack_from(data, offset) != values:
                 continue
             uid, length, heap_offset = values[5:]
             if not uid:
@@ -315,7 +315,7 @@ class RingReader(parts.RingParts):
                 self._descriptions_by_uid[uid] = description
             loss_offset = self.losses.offset + slot * layout.LOSS_STRUCT.size
             from_seq, reason = unpack_loss(*layout.LOSS_STRUCT.unpack_from(data, loss_offset))
-            if layout.STREAM_STRUCT.unpack_from(data, offset)[5] == uid:
+            if STREAM_STRUCT.unpack_from(data, offset)[5] == uid:
                 break  # Otherwise another stream has taken the slot.
         else:
             return 1

@@ -255,9 +255,13 @@ class ProcessTally:
             is_recent = stream.last_seq - seq < _MAX_LATER_CALLS
             if is_recent and stream.last_ns - entered_ns < _MAX_DURATION_WAIT_NS:
                 end_seq = seq
-        ready = {seq: stream.samples.pop(seq) for seq in sorted(stream.samples) if seq < end_seq}
+        ready = sorted(seq for seq in stream.samples if seq < end_seq)
+        chosen = sample_calls(ready, stream.samples_per_report)
+        samples = tuple([stream.samples[seq] for seq in chosen])
+        for seq in ready:
+            del stream.samples[seq]
         stream.thinning_level = 0
-        return tuple([ready[seq] for seq in sample_calls(list(ready), stream.samples_per_report)])
+        return samples
 
 
 def _make_stream_tally(state: StreamState, first_seq: int) -> _StreamTally:

@@ -140,7 +140,10 @@ def compose_update(
         retractions=dict(history.retractions),
     )
     raised = parse_exception(ring.exception)
-    raised_ns = ring.exception.get("at_ns") if raised is not None and ring.exception else None
+    raised_ns = (ring.exception or {}).get("at_ns")
+    raised_s = 0.0
+    if raised is not None and isinstance(raised_ns, int):
+        raised_s = max(0, now_ns - raised_ns) / 1e9
     update = ProcessUpdate(
         key=view.key,
         identity=None if is_known else view.identity,
@@ -156,7 +159,7 @@ def compose_update(
         ended=view.exit,
         ended_s=view.exit_age_s,
         raised=raised,
-        raised_s=max(0, now_ns - raised_ns) / 1e9 if isinstance(raised_ns, int) else 0.0,
+        raised_s=raised_s,
         dropped=ring.dropped,
         faults=view.faults + ring.faults,
         opened=ring.opened,
