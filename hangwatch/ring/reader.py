@@ -64,19 +64,6 @@ class StreamState(parts.StreamDescription):
         return replace(self, entered_s=self.entered_s + age_s, pending_s=pending_s, read_ns=now_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class StreamStates:
-    """The streams of a ring. ``dormant`` ones have no unfinished call, and their ages are those of the
-    time at which each was read. ``dormant_chunks`` has the same streams, in parts that each stay the
-    same object as long as none of its streams changes.
-    """
-
-    active: tuple[StreamState, ...]
-    dormant: tuple[StreamState, ...]
-    dormant_chunks: tuple[tuple[StreamState, ...], ...]
-    torn_count: int  # streams left out because they kept changing or are invalid
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingSnapshot:
     """The content of a ring at one moment, without its calls. Times are ages in seconds."""
@@ -89,16 +76,19 @@ class RingSnapshot:
     phase_s: float = 0.0
     phase_limit_s: float | None = None
     dropped: int = 0
-    streams: tuple[StreamState, ...] = ()  # the dormant ones come last
+    streams: tuple[StreamState, ...] = ()
     exception: dict[str, Any] | None = None
     faults: tuple[str, ...] = ()
     device_status: DeviceStatusState = DeviceStatusState.UNKNOWN
     device_entries: tuple[parts.DeviceEntry, ...] = ()
-    dormant_streams: tuple[StreamState, ...] = ()  # see `StreamStates`
+    # The last of the streams, which have no unfinished call. Their ages are those of the time at which
+    # each was read.
+    dormant_streams: tuple[StreamState, ...] = ()
+    # The same streams, in parts that stay the same object as long as none of its streams changes.
     dormant_chunks: tuple[tuple[StreamState, ...], ...] = ()
     read_ns: int = 0
     opened: int = 0  # streams ever opened
-    torn_parts: int = 0  # parts left out because they kept changing while they were read
+    torn_parts: int = 0  # streams left out because they kept changing or are invalid
 
     @property
     def active_streams(self) -> tuple[StreamState, ...]:
@@ -195,7 +185,7 @@ class RingReader(parts.RingParts):
             raise RingError("no identity in it: its process is still creating it, or died doing so")
         written = self.count_records()
         words = self.read_live_words()
-        streams = self.read_streams(written, now_ns)
+        streams, torn_parts = self._read_streams(written, now_ns)
         faults = self.read_note(layout.FAULTS_OFFSET, layout.NOTE_SIZE) or {}
         device_status, device_entries = self._read_devices(words)
         phase_number = words[LiveWord.PHASE]  # The phase's name is interned like a site.
@@ -210,24 +200,24 @@ class RingReader(parts.RingParts):
             phase_s=parts.compute_age_s(now_ns, words[LiveWord.PHASE_NS]),
             phase_limit_s=phase_limit_ns / 1e9 if phase_limit_ns else None,
             dropped=words[LiveWord.DROPPED],
-            streams=streams.active + streams.dormant,
-            dormant_streams=streams.dormant,
-            dormant_chunks=streams.dormant_chunks,
+            streams=streams,
+            dormant_streams=self._dormant,
+            dormant_chunks=self._dormant_chunks,
             exception=self.read_note(layout.EXCEPTION_OFFSET, layout.NOTE_SIZE),
             faults=tuple(str(line) for line in faults.get("lines", ())),
             device_status=device_status,
             device_entries=device_entries,
             read_ns=now_ns,
             opened=words[LiveWord.OPENED],
-            torn_parts=streams.torn_count,
+            torn_parts=torn_parts,
         )
 
     def read_positions(
         self, now_ns: int
     ) -> tuple[Sequence[StreamState], tuple[parts.DeviceEntry, ...]]:
         """The positions of all streams, and of their devices: a part of what a snapshot has."""
-        streams = self.read_streams(self.count_records(), now_ns)
-        return streams.active + streams.dormant, self._read_devices(self.read_live_words())[1]
+        streams, _ = self._read_streams(self.count_records(), now_ns)
+        return streams, self._read_devices(self.read_live_words())[1]
 
     def _read_devices(
         self, words: tuple[int, ...]
@@ -239,8 +229,10 @@ class RingReader(parts.RingParts):
         is_reported = status is DeviceStatusState.REPORTED
         return status, parts.read_device_entries(self.data) if is_reported else ()
 
-    def read_streams(self, written: int, now_ns: int) -> StreamStates:
-        """All streams. ``written`` is the number of records written so far."""
+    def _read_streams(self, written: int, now_ns: int) -> tuple[tuple[StreamState, ...], int]:
+        """All streams, the dormant ones last, and how many were left out. ``written`` is the number of
+        records written so far.
+        """
         polled = self.read_live_word(LiveWord.RECORDS)
         # The newest record of each stream since the last poll, by uid.
         newest_records = {
@@ -283,7 +275,7 @@ class RingReader(parts.RingParts):
             self._dormant_chunks = tuple([chunk.dormant or () for chunk in self._chunks])
             self._dormant = tuple(itertools.chain.from_iterable(self._dormant_chunks))
             self._forget_closed_streams(active)
-        return StreamStates(tuple(active), self._dormant, self._dormant_chunks, torn_count)
+        return (*active, *self._dormant), torn_count
 
     def _forget_closed_streams(self, active: list[StreamState]) -> None:
         """Drops what is cached of closed streams, once that is about half."""

@@ -54,7 +54,7 @@ class AckedState:
     reported_at_ns: int = 0
     last_alive_ns: int = 0  # the latest sign of life that was reported
     streams: Mapping[int, AckedStream] = field(default_factory=dict)
-    # The dormant streams that were reported, see `StreamStates`.
+    # The dormant streams that were reported, see `RingSnapshot`.
     dormant_chunks: tuple[tuple[StreamState, ...], ...] = ()
     check_entries: int = 0  # the last entry of the check table that the last update had
     device_entries: Mapping[int, DeviceEntry] = field(default_factory=dict)  # keys: stream uids
