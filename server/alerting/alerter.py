@@ -7,7 +7,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TextIO
@@ -85,17 +85,13 @@ class Alerter:
         self._base_url, self._delivered, self._out = base_url, delivered, out
         self._first_retry_delay_s, self._retry_limit_s = first_retry_delay_s, retry_limit_s
         self._stopping = threading.Event()
-        self._queues = {channel.key: ChannelQueue(channel=channel) for channel in channels}
-
-    @property
-    def queues(self) -> Collection[ChannelQueue]:
-        return self._queues.values()
+        self.queues = {channel.key: ChannelQueue(channel=channel) for channel in channels}
 
     def list_deliveries(self, incident: Incident, event: str) -> list[Delivery]:
         """One delivery for each channel. Warnings are only printed."""
         if incident.severity is not Severity.ALERT:
             return []
-        return [Delivery(incident=incident.id, event=event, channel=key) for key in self._queues]
+        return [Delivery(incident=incident.id, event=event, channel=key) for key in self.queues]
 
     def announce(self, incident: Incident, event: str, now: datetime) -> None:
         """Prints the alert and sends it to all channels."""
@@ -103,11 +99,11 @@ class Alerter:
         recovery = recovery_text.format_recovery(message.body) if event != RESOLVED else ""
         self.print_line(" ".join(filter(None, (message.title, recovery, message.url))))
         for delivery in self.list_deliveries(incident, event):
-            self._queue_message(self._queues[delivery.channel], message, delivery)
+            self._queue_message(self.queues[delivery.channel], message, delivery)
 
     def resume_delivery(self, incident: Incident, delivery: Delivery, now: datetime) -> bool:
         """Sends what an earlier server could not deliver. False if the channel no longer exists."""
-        waiting = self._queues.get(delivery.channel)
+        waiting = self.queues.get(delivery.channel)
         if waiting is not None:
             message = self._compose_message(incident, delivery.event, now)
             self._queue_message(waiting, message, delivery)
@@ -116,9 +112,9 @@ class Alerter:
     def close(self) -> None:
         """Waits shortly for messages that are being sent. The others stay undelivered."""
         self._stopping.set()
-        for waiting in self._queues.values():
+        for waiting in self.queues.values():
             waiting.messages.put(None)
-        for waiting in self._queues.values():
+        for waiting in self.queues.values():
             if waiting.thread is not None:
                 waiting.thread.join(CLOSE_TIMEOUT_S)
 

@@ -324,11 +324,11 @@ def _prepare_heartbeat(
 
 def check_claims(claims: JobClaims, beat: heartbeat.Heartbeat) -> None:
     """Raises Problem 421 if another server has the job of a heartbeat, and 503 until that is known."""
-    elsewhere = claims.find_elsewhere(beat)
-    if elsewhere is None:
+    job = claims.find_unheld_job(beat)
+    if job is None:
         return
-    if elsewhere.is_certain:
-        raise Problem(421, f"another server of this database has job {elsewhere.job!r}")
+    if job in claims.foreign:
+        raise Problem(421, f"another server of this database has job {job!r}")
     raise Problem(
         503,
         "the database is being asked which server has the job",

@@ -267,7 +267,7 @@ def _collect_server(watch: Watch) -> Iterator[Metric]:
     yield make_metric("hangwatch_limit_refusals", refusals, "limit")
     sent: Counter[str] = Counter()
     failed: Counter[str] = Counter()
-    for queue in watch.persistence.alerter.queues:  # two channels may have the same name
+    for queue in watch.persistence.alerter.queues.values():  # two channels may have the same name
         sent[queue.channel.name] += queue.sent
         failed[queue.channel.name] += queue.failed
     yield make_metric("hangwatch_alerts_sent", sent, "channel")

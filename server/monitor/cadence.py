@@ -41,8 +41,7 @@ MIN_INTERVAL_S = 0.5
 USUAL_HEARTBEATS_PER_S = 500  # all hosts together
 MAX_USUAL_INTERVAL_S = 20.0  # up to MAX_HEARTBEATS_PER_S, and on an overloaded server
 MAX_HEARTBEATS_PER_S = 750  # reached by 15,000 hosts: with more, the interval grows again
-STEADY_INTERVAL_S = 2.0
-SLOTS_FROM_INTERVAL_S = 2.0
+RARE_INTERVAL_S = 2.0  # of steady hosts; all hosts that report as rarely have slots
 MIN_SLOT_WAIT_S = 1.0  # a host leaves out a slot that begins sooner than this after its heartbeat
 FULL_UPDATE_INTERVALS = 3  # a host with a slot sends all positions once in so many intervals
 MAX_CHANGES_PER_S = 8000  # heartbeats for a moment, if all hosts report changes
@@ -90,7 +89,7 @@ def find_interval_s(hosts: int, late_s: float = 0.0, least_s: float = MIN_INTERV
 
 def find_slot_wait_s(agent: str, interval_s: float, now: float) -> float:
     """Seconds until a host's own slot in each interval, so that hosts do not report together."""
-    if interval_s < SLOTS_FROM_INTERVAL_S:
+    if interval_s < RARE_INTERVAL_S:
         return interval_s
     until_s = _until_own_time_s(agent, interval_s, now)
     too_soon_s = min(MIN_SLOT_WAIT_S, interval_s / 10)
@@ -99,7 +98,7 @@ def find_slot_wait_s(agent: str, interval_s: float, now: float) -> float:
 
 def find_terse_time_s(agent: str, interval_s: float, now: float) -> float | None:
     """Seconds for which a host may omit positions of ranks that make progress; None for none."""
-    if interval_s < SLOTS_FROM_INTERVAL_S:
+    if interval_s < RARE_INTERVAL_S:
         return None
     return _until_own_time_s(agent, FULL_UPDATE_INTERVALS * interval_s, now)
 
@@ -147,9 +146,9 @@ class ReportScheduler:
         the host count as lost. None: `interval_s`.
         """
         interval_s = self.interval_s
-        if interval_s >= STEADY_INTERVAL_S:  # a large job's heartbeats need nothing more
+        if interval_s >= RARE_INTERVAL_S:  # a large job's heartbeats need nothing more
             return None
-        wanted_s = min(STEADY_INTERVAL_S, self.limits.lost_after_s / 2)
+        wanted_s = min(RARE_INTERVAL_S, self.limits.lost_after_s / 2)
         return wanted_s if wanted_s > interval_s else None
 
     def make_reply(
@@ -175,7 +174,7 @@ class ReportScheduler:
             is_awaited = False
             details_s, steady_s = find_terse_time_s(agent, usual_s, now), self.steady_s
         shared.agents[agent].is_awaited = is_awaited
-        has_slots = usual_s >= SLOTS_FROM_INTERVAL_S
+        has_slots = usual_s >= RARE_INTERVAL_S
         return HeartbeatReply(
             interval_s=interval_s,
             steady_s=steady_s,

@@ -35,14 +35,6 @@ CONFIRM_WAIT_S = 5.0  # the longest delay of a diagnosis because of the database
 UNUSED_S = 60.0  # a job without processes is given up after this time
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobElsewhere:
-    """A job that another server has, or may have until that is known."""
-
-    job: str
-    is_certain: bool
-
-
 @dataclass(slots=True, kw_only=True)
 class JobClaims:
     """The jobs that this server diagnoses."""
@@ -54,15 +46,15 @@ class JobClaims:
     _used_at: dict[str, float] = field(default_factory=dict)  # the time of a job's last heartbeat
     _held: set[str] = field(default_factory=set)
     _adopted: set[str] = field(default_factory=set)  # the held jobs whose history was loaded
-    _foreign: set[str] = field(default_factory=set)  # the jobs that another server has
+    foreign: set[str] = field(default_factory=set)  # the jobs that another server has
     _wanted: set[str] = field(default_factory=set)  # the jobs refused since the last update
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _is_database_lost: bool = False
     _confirmed_at: float = float("-inf")  # when the last request for the locks began
 
-    def find_elsewhere(self, beat: Heartbeat) -> JobElsewhere | None:
-        """The job of a heartbeat that this server may not apply. Node agents that know only one
-        server are not refused.
+    def find_unheld_job(self, beat: Heartbeat) -> str | None:
+        """The job of a heartbeat, if another server has it, or may have it until that is known. Node
+        agents that know only one server are not refused.
         """
         if beat.servers < 2:
             return None
@@ -76,7 +68,7 @@ class JobClaims:
             return None
         self._wanted.add(job)
         self._wake.set()
-        return JobElsewhere(job=job, is_certain=job in self._foreign)
+        return job
 
     async def confirm_jobs(self) -> None:
         """Returns once it is known which jobs this server still has. If it was stopped for a while,
@@ -116,11 +108,11 @@ class JobClaims:
                 )
             self._is_database_lost = True
             self._held |= wanted
-            self._foreign -= wanted
+            self.foreign -= wanted
         self._confirmed_at = began_at
 
     async def _apply_locks(self, wanted: set[str], locked: set[str]) -> None:
-        self._foreign = (self._foreign | self._held | wanted) - locked
+        self.foreign = (self.foreign | self._held | wanted) - locked
         for job in self._held - locked:
             log.warning("another server has taken job %s over", job)
             self._give_up_job(job)
@@ -144,7 +136,7 @@ class JobClaims:
                 continue
             await asyncio.to_thread(self.locks.release_lock, job)
             del self._used_at[job]
-            for jobs in (self._held, self._adopted, self._foreign):
+            for jobs in (self._held, self._adopted, self.foreign):
                 jobs.discard(job)
 
     def _give_up_job(self, family: str) -> None:

@@ -167,7 +167,7 @@ def test_failing_channel_is_retried_without_affecting_others(
                 MOMENT,
             )
             await_condition(lambda: len(done) == 8)
-            counts = [(c.sent, c.failed) for c in alerter.queues]
+            counts = [(c.sent, c.failed) for c in alerter.queues.values()]
         assert (good.events, flaky.events) == (
             ["opened", "resolved"],
             ["opened"] * 3 + ["resolved"],
@@ -196,7 +196,7 @@ def test_abandoned_alerts_are_logged_and_counted() -> None:
     ):
         alerter.announce(make_incident(), OPENED, MOMENT)
         await_condition(lambda: len(done) == 1)
-        assert next(iter(alerter.queues)).failed == 1
+        assert next(iter(alerter.queues.values())).failed == 1
         assert "did not accept 'ALERT job run7" in out.getvalue()
         assert len(hook.requests) > 1
 
