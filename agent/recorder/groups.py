@@ -4,7 +4,6 @@ the set-up of each world.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import sys
@@ -302,7 +301,11 @@ def _read_attribute(pg: Any, name: str) -> str:
 
 
 def _get_backend(pg: Any) -> str:
-    with contextlib.suppress(AttributeError, KeyError, ValueError, RuntimeError):
+    """The backends by device, such as ``cpu:gloo,cuda:nccl``; empty if they are not known."""
+    try:
         if pg in c10d._world.pg_backend_config:
             return str(c10d.get_backend_config(pg))
-    return _read_attribute(pg, "name")
+        # torch.distributed does not know a group that other code has put together.
+        return ",".join(f"{each.type}:{pg._get_backend(each).name()}" for each in pg._device_types)
+    except (AttributeError, KeyError, ValueError, RuntimeError):
+        return ""
