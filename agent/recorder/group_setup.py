@@ -133,10 +133,10 @@ class SetupRecorder:
         self.leave_call(creation, returned)
         self._recorder.groups.retire_stream(creation[0])
 
-    def mark_incomplete(self, reason: LossReason) -> None:
+    def mark_incomplete(self) -> None:
         """Records that the creation of a group may not have been recorded."""
         if self._stream is not None:
-            self._stream.mark_incomplete(reason)
+            self._stream.mark_incomplete(LossReason.FAULT)
 
     @staticmethod
     def leave_call(call: EnteredCall | None, returned: bool) -> None:

@@ -48,9 +48,7 @@ class GroupTrack:
     group_ref: weakref.ref[Any]  # a strong reference would keep the communicators
     collective_stream: StreamRecorder | None
     channels: dict[tuple[str, int, int], StreamRecorder | None] = field(default_factory=dict)
-    # The reason why calls of channels that are not opened yet may have been lost; None if none
-    # were.
-    message_loss: LossReason | None = None
+    has_lost_messages: bool = False  # perhaps of channels that are not opened yet
     has_device_backend: bool = field(init=False)
     has_flight_recorder: bool = field(init=False)
 
@@ -62,18 +60,14 @@ class GroupTrack:
         """Whether calls of the group may go to one of these backends."""
         return any(name in self.group.backend for name in backends)
 
-    def mark_incomplete(self, reason: LossReason, *, messages: bool) -> None:
-        """Records that a collective was not recorded or, with ``messages``, a send or a receive of
-        some channel.
+    def mark_incomplete(self, *, messages: bool) -> None:
+        """Records that an error of ours kept a collective from being recorded or, with
+        ``messages``, a send or a receive of some channel.
         """
-        if not messages:
-            streams = [self.collective_stream]
-        else:
-            self.message_loss = reason
-            streams = list(self.channels.values())
-        for stream in streams:
+        self.has_lost_messages |= messages
+        for stream in list(self.channels.values()) if messages else [self.collective_stream]:
             if stream is not None:
-                stream.mark_incomplete(reason)
+                stream.mark_incomplete(LossReason.FAULT)
 
 
 class GroupRegistry:
@@ -121,8 +115,8 @@ class GroupRegistry:
             ranks = track.group.ranks
             peer_rank = ranks[peer] if 0 <= peer < len(ranks) else -1
             channel = self.open_stream_once(track.channels, key, kind, track.group, peer_rank, tag)
-            if channel is not None and track.message_loss is not None:
-                channel.mark_incomplete(track.message_loss)
+            if channel is not None and track.has_lost_messages:
+                channel.mark_incomplete(LossReason.FAULT)
         return track.channels[key]
 
     def open_stream_once(

@@ -193,7 +193,7 @@ def _record_lost_world() -> None:
 
 def _record_lost_group() -> None:
     if current_rank is not None:
-        current_rank.setup_recorder.mark_incomplete(LossReason.FAULT)
+        current_rank.setup_recorder.mark_incomplete()
 
 
 def _reset_after_fork() -> None:
@@ -333,12 +333,11 @@ def wait_until_idle(timeout_s: float = 0.2) -> None:
 
 def _read_activity(task: str) -> str:
     """The state and the voluntary context switches in /proc; empty once the thread has exited."""
-    lines = dict(
-        line.split(":\t", 1)
+    return " ".join(
+        line.partition("\t")[2]
         for line in _read_task_file(task, "status").splitlines()
-        if ":\t" in line
+        if line.startswith(("State:", "voluntary_ctxt_switches:"))
     )
-    return f"{lines.get('State', '')} {lines.get('voluntary_ctxt_switches', '')}".strip()
 
 
 def _read_task_file(task: str, name: str) -> str:

@@ -1,5 +1,11 @@
 """The kernel in Python: it records a call, passes it on unchanged, and records its completion.
 
+The way of a call: torch calls `c10d_kernel`, whose `enter_call` looks for the plan that an earlier
+call like this one has left. If there is none, `CallReader.enter_call` reads the arguments, and may
+leave a plan. With either, `StreamRecorder.enter_call` writes the record into the ring. Once the
+operator has returned its Work, the stream keeps it as pending, until a later call or the poller
+finds it complete.
+
 Every call of every rank pays for each line here. No error of ours reaches the caller.
 """
 
@@ -60,7 +66,7 @@ def record_loss(reader: CallReader, args: tuple[Any, ...], error: Exception) -> 
             if track is not None:
                 # The channel of a message may have been a new one, which now looks unused.
                 recorder.groups.dropped_count += reader.is_p2p
-                track.mark_incomplete(LossReason.FAULT, messages=reader.is_p2p)
+                track.mark_incomplete(messages=reader.is_p2p)
         except Exception:  # most likely the error that caused the loss
             recorder.groups.mark_incomplete(LossReason.FAULT)
     faults.record_fault(f"recording {reader.spec.op}", error)

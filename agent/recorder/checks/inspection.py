@@ -42,7 +42,7 @@ from ..streams import EnteredCall
 from ..writer import RingWriter
 from . import tensors as examine
 from .settings import CheckSettings
-from .tensors import TensorArguments, has_half_precision
+from .tensors import FiniteStats, TensorArguments, has_half_precision
 
 # Larger calls are sampled less often, so that checks delay no step for long.
 _LARGE_BYTES = 64 << 20
@@ -384,12 +384,23 @@ class CheckTableWriter:
         return CheckedCall(entered_ns, seq, chain, size, uid, signature, site, flags)
 
     def write_check(
-        self, call: CheckedCall, flags: CheckFlag, *, checksum: int = 0, nan: int = 0, inf: int = 0,
-        stats: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0), first_seq: int = 0, rounds: int = 0, overflows: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        call: CheckedCall,
+        flags: CheckFlag,
+        *,
+        checksum: int = 0,
+        nan: int = 0,
+        inf: int = 0,
+        stats: FiniteStats = (0.0, 0.0, 0.0, 0.0),
+        first_seq: int = 0,
+        rounds: int = 0,
+        overflows: int = 0,
+    ) -> None:
         index = next(self._indices)
+        at = layout.CHECKS_OFFSET + (index % layout.CHECK_SLOTS) * layout.CHECK_STRUCT.size
         layout.CHECK_STRUCT.pack_into(
-            self._ring.map, layout.CHECKS_OFFSET + (index % layout.CHECK_SLOTS) * layout.CHECK_STRUCT.size,
+            self._ring.map, at,
             index + 1, call.entered_ns, call.seq, call.chain, checksum, nan, inf, first_seq, *stats,
-            call.uid, call.signature, call.site, int(flags), rounds, overflows & 0xFFFFFFFF, 0, (index + 1) & 0xFFFFFFFF,
+            call.uid, call.signature, call.site, int(flags), rounds, overflows & 0xFFFFFFFF, 0,
+            (index + 1) & 0xFFFFFFFF,
         )  # fmt: skip

@@ -166,9 +166,16 @@ def find_compiler(env: Mapping[str, str]) -> list[str] | None:
 def _run_command(argv: list[str], limit_s: float, env: Mapping[str, str]) -> None:
     try:
         done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=limit_s, env=dict(env), cwd="/",
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=limit_s,
+            env=dict(env),
+            cwd="/",
             check=False,
-        )  # fmt: skip
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{argv[0]}: {error}") from error
     if done.returncode:
