@@ -22,28 +22,14 @@ from hangwatch.model.ranks import AttemptKey, Frame
 from hangwatch.report import terminal
 from hangwatch.report.documents import build_document
 from hangwatch.report.text import group_name, name_ranks
+from hangwatch.stacks import trees
 from hangwatch.stacks.frames import is_library
 from hangwatch.stacks.profile import Profile, profiles_to_speedscope
-from hangwatch.stacks.trees import (
-    Branch,
-    ProfileBar,
-    RankedStack,
-    format_folded_stacks,
-    layout_bars,
-    merge_stacks,
-    stacks_to_speedscope,
-)
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.problems import Problem
 from ..ondemand.dumps import Dump, DumpRequest
-from ..ondemand.recordings import (
-    Recording,
-    RecordingRequest,
-    describe_recording,
-    unpack_profiles,
-)
-from ..ondemand.requests import Request, RequestRegistry
+from ..ondemand.recordings import Recording, RecordingRequest, describe_recording, unpack_profiles
 from ..ondemand.traces import MAX_SESSIONS, MAX_TRACED_RANKS, TraceFilter, stream_events
 from . import stream
 from .app_state import AppState
@@ -62,12 +48,12 @@ def build_router(state: AppState) -> APIRouter:
     routes = APIRouter(prefix="/api/v1")
     _add_trace_route(routes, state)
     _add_dump_routes(routes, state)
-    recordings = APIRouter(prefix="/recordings", tags=["recordings"])
-    _add_recording_routes(recordings, state)
-    routes.include_router(recordings)
-    stacks = APIRouter(prefix="/incidents/{id}", tags=["incidents"])
-    _add_stack_routes(stacks, state)
-    routes.include_router(stacks)
+    recording_routes = APIRouter(prefix="/recordings", tags=["recordings"])
+    _add_recording_routes(recording_routes, state)
+    routes.include_router(recording_routes)
+    stack_routes = APIRouter(prefix="/incidents/{id}", tags=["incidents"])
+    _add_stack_routes(stack_routes, state)
+    routes.include_router(stack_routes)
     return routes
 
 
@@ -169,7 +155,7 @@ def _add_dump_routes(routes: APIRouter, state: AppState) -> None:
         summary="The results of a dump so far",
     )
     async def show_dump(id: str) -> Dump:
-        dump = find_request(state, state.shared.dumps, "dump", id)
+        dump = state.shared.dumps.get_request(id, state.now())
         return Dump.model_validate(dump, from_attributes=True)
 
 
@@ -201,7 +187,7 @@ def _add_recording_routes(routes: APIRouter, state: AppState) -> None:
         summary="Ends a recording early and keeps what was sampled",
     )
     async def stop_recording(id: str) -> Recording:
-        recording = find_request(state, state.shared.recordings, "recording", id)
+        recording = state.shared.recordings.get_request(id, state.now())
         attempt = state.shared.fleet.attempts.get(AttemptKey(recording.job, recording.attempt))
         if attempt is not None:
             state.shared.recordings.stop_recording(recording, attempt, state.now())
@@ -213,12 +199,11 @@ def _add_recording_routes(routes: APIRouter, state: AppState) -> None:
         summary="The progress and the results of a recording",
     )
     async def show_recording(id: str) -> Recording:
-        return await asyncio.to_thread(
-            describe_recording, find_request(state, state.shared.recordings, "recording", id)
-        )
+        recording = state.shared.recordings.get_request(id, state.now())
+        return await asyncio.to_thread(describe_recording, recording)
 
     async def render_recording(id: str, render: Callable[[str, RankProfiles, int], str]) -> str:
-        recording = find_request(state, state.shared.recordings, "recording", id)
+        recording = state.shared.recordings.get_request(id, state.now())
         if recording.status == "pending":
             raise Problem(
                 409,
@@ -228,10 +213,8 @@ def _add_recording_routes(routes: APIRouter, state: AppState) -> None:
         if not recording.profile_bytes:
             detail = f"recording {id} failed on every rank: /api/v1/recordings/{id} shows why"
             raise Problem(409, detail)
-        sampled, rate = (
-            [rank.rank for rank in recording.ranks if rank.profile],
-            recording.request.rate,
-        )
+        sampled = [rank.rank for rank in recording.ranks if rank.profile]
+        rate = recording.request.rate
         title = (
             f"job {recording.job}, {name_ranks(sampled)}: {recording.request.seconds} s at {rate} Hz,"
             f" {recording.created_at:%Y-%m-%d %H:%M:%S} UTC"
@@ -260,36 +243,20 @@ def _add_recording_routes(routes: APIRouter, state: AppState) -> None:
         return make_attachment(f"hangwatch-{id}.speedscope.json", document, "application/json")
 
 
-def find_request(
-    state: AppState, registry: RequestRegistry[Request], name: str, id: str
-) -> Request:
-    """A request that is kept. Raises Problem if it is unknown; ``name`` says what was requested."""
-    found = registry.find_request(id, state.now())
-    if found is None:
-        raise Problem(
-            404,
-            f"unknown {name} {id!r}: only recent {name}s are kept, and none after a restart; request"
-            " it again",
-        )
-    return found
-
-
 def render_flamegraph(pages: PageRenderer, title: str, profiles: RankProfiles, rate: int) -> str:
-    """An SVG with a flame graph of each thread that was active. The width of a frame is the time
-    spent in it.
-    """
+    """An SVG with a flame graph of each active thread. A frame's width is the time spent in it."""
     threads = [
         (f"rank {rank}, {thread.thread}", thread)
         for rank, profile in profiles
         for thread in profile.shown_threads
     ]
     total = max(1, sum(thread.sample_count for _, thread in threads))
-    bars: list[ProfileBar] = []
+    bars: list[trees.ProfileBar] = []
     x = 0.0
     for label, thread in threads:
         root = Frame(function=label, file="", line=0)
         stacks = (((root, *frames[:MAX_STACK_DEPTH]), count) for frames, count in thread.stacks)
-        bars += layout_bars(stacks, x, 0, total, MIN_BAR_WIDTH_PX / FLAME_GRAPH_WIDTH_PX)
+        bars += trees.layout_bars(stacks, x, 0, total, MIN_BAR_WIDTH_PX / FLAME_GRAPH_WIDTH_PX)
         x += thread.sample_count / total
     return pages.render_flame_graph(
         title,
@@ -336,7 +303,7 @@ def _add_stack_routes(routes: APIRouter, state: AppState) -> None:
             for stack in incident.stacks
             if stack.frames
         ]
-        document = json.dumps(stacks_to_speedscope(incident.summary, stacks))
+        document = json.dumps(trees.stacks_to_speedscope(incident.summary, stacks))
         return make_attachment(f"hangwatch-{id}.speedscope.json", document, "application/json")
 
     @routes.get(
@@ -346,7 +313,7 @@ def _add_stack_routes(routes: APIRouter, state: AppState) -> None:
         response_class=PlainTextResponse,
     )
     async def download_folded_stacks(id: str) -> Response:
-        lines = format_folded_stacks(
+        lines = trees.format_folded_stacks(
             convert_stacks(select_calling_stacks(state.get_incident(id).incident.stacks))
         )
         text = "".join(f"{line}\n" for line in lines)
@@ -361,7 +328,7 @@ def _add_stack_routes(routes: APIRouter, state: AppState) -> None:
     )
     async def download_flamegraph(id: str) -> Response:
         incident = state.get_incident(id).incident
-        tree = merge_stacks(convert_stacks(select_calling_stacks(incident.stacks)))
+        tree = trees.merge_stacks(convert_stacks(select_calling_stacks(incident.stacks)))
         rank_count = max(1, sum(len(branch.ranks) for branch in tree))
         bars = list(_iter_bars(tree, 0.0, 0, rank_count))
         image = state.pages.render_flame_graph(incident.summary, bars)
@@ -379,19 +346,19 @@ def select_calling_stacks(stacks: Sequence[MergedStack]) -> list[MergedStack]:
     return calling_stacks
 
 
-def convert_stacks(entries: Sequence[MergedStack]) -> list[RankedStack]:
+def convert_stacks(entries: Sequence[MergedStack]) -> list[trees.RankedStack]:
     return [(entry.ranks, entry.frames) for entry in entries]
 
 
 def _iter_bars(
-    branches: tuple[Branch, ...], x: float, depth: int, total_ranks: int
-) -> Iterator[tuple[ProfileBar, str, str]]:
+    branches: tuple[trees.Branch, ...], x: float, depth: int, total_ranks: int
+) -> Iterator[tuple[trees.ProfileBar, str, str]]:
     """Bars with their texts and tooltips. Ranks are counted as samples are in a profile."""
     for branch in branches:
         width = len(branch.ranks) / total_ranks
         for level, frame in enumerate(branch.frames, depth):
             text = f"{frame.function} {frame.file}:{frame.line}"
-            bar = ProfileBar(
+            bar = trees.ProfileBar(
                 x=x,
                 width=width,
                 depth=level,

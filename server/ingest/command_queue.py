@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from hangwatch.diagnosis import EvidenceRequest
 from hangwatch.protocol.commands import Command, CommandKind
@@ -21,8 +20,8 @@ REQUEST_EXPIRES_S = 10.0  # an unanswered request may be repeated after this tim
 MIN_REPEAT_INTERVAL_S = 1.0  # the shortest time between two requests for the same thing
 _MAX_CALLS_REQUESTED = 128
 
-_STACKS, _HARDWARE = -1, -2  # these take the place of a stream's uid
-_Subject = tuple[str, int]  # process key (empty: the host itself), stream uid or one of the above
+# The kind of evidence, the process's key (empty for evidence of its host), and the stream's uid.
+_Subject = tuple[CommandKind, str, int]
 
 
 @dataclass(slots=True)
@@ -63,8 +62,14 @@ class CommandQueue:
             has_ended = process.exit is not None and not request.hardware
             if has_ended and (request.stacks or process.finished_reporting):
                 continue
-            kind, subject = _choose_command(process, request)
-            commands = self._get_commands(process)
+            subject: _Subject
+            if request.hardware:
+                subject = CommandKind.HARDWARE, "", 0
+            elif request.stacks:
+                subject = CommandKind.STACKS, process.key, 0
+            else:
+                subject = CommandKind.CALLS, process.key, request.stream_uid
+            commands = self._agents.setdefault(process.agent, _AgentCommands())
             last = commands.evidence.get(subject)
             if last is not None:
                 repeat_after_s = REQUEST_EXPIRES_S
@@ -74,31 +79,25 @@ class CommandQueue:
                     repeat_after_s = MIN_REPEAT_INTERVAL_S if is_repeated else 0.0
                 if last.command_id in commands.unsent or now - last.at < repeat_after_s:
                     continue
-            command_id = self.queue_command(
-                process,
-                kind,
-                now,
-                uid=0 if request.stacks else request.stream_uid,
+            kind, _, uid = subject
+            command = Command(
+                id=ulid(self.clock.wall()),
+                kind=kind,
+                key=process.key,
+                uid=uid,
                 from_seq=request.from_seq,
                 to_seq=request.to_seq,
                 step=request.step,
                 max_calls=_MAX_CALLS_REQUESTED,
                 since_s=round(max(0.0, now - request.since), 3) if request.hardware else 0.0,
             )
-            commands.evidence[subject] = _RequestedEvidence(command_id, now, request)
+            self.queue_command(process.agent, command, now)
+            commands.evidence[subject] = _RequestedEvidence(command.id, now, request)
 
-    def queue_command(self, process: Process, kind: CommandKind, now: float, **details: Any) -> str:
-        """Queues a command for a process; ``details`` are further fields of `Command`. Returns the
-        command's id.
-        """
-        command = Command(id=ulid(self.clock.wall()), kind=kind, key=process.key, **details)
-        self._get_commands(process).unsent[command.id] = command, now
-        if (arrival := self._arrivals.get(process.agent)) is not None:
+    def queue_command(self, agent: str, command: Command, now: float) -> None:
+        self._agents.setdefault(agent, _AgentCommands()).unsent[command.id] = command, now
+        if (arrival := self._arrivals.get(agent)) is not None:
             arrival.set()
-        return command.id
-
-    def _get_commands(self, process: Process) -> _AgentCommands:
-        return self._agents.setdefault(process.agent, _AgentCommands())
 
     @property
     def unsent_count(self) -> int:
@@ -162,7 +161,9 @@ class CommandQueue:
     def awaits_stacks(self, process: Process) -> bool:
         """Whether the stacks of a process were requested and have not arrived."""
         commands = self._agents.get(process.agent)
-        last = None if commands is None else commands.evidence.get((process.key, _STACKS))
+        if commands is None:
+            return False
+        last = commands.evidence.get((CommandKind.STACKS, process.key, 0))
         return last is not None and not last.is_answered
 
     def drop_expired(self, now: float, report_interval_s: float) -> None:
@@ -179,11 +180,3 @@ class CommandQueue:
             }
             if not commands.unsent and not commands.evidence:
                 del self._agents[agent]
-
-
-def _choose_command(process: Process, request: EvidenceRequest) -> tuple[CommandKind, _Subject]:
-    if request.hardware:
-        return CommandKind.HARDWARE, ("", _HARDWARE)
-    if request.stacks:
-        return CommandKind.STACKS, (process.key, _STACKS)
-    return CommandKind.CALLS, (process.key, request.stream_uid)

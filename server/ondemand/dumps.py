@@ -10,10 +10,11 @@ from pydantic import AwareDatetime, ConfigDict, Field
 
 from hangwatch.model.incidents import MergedStack
 from hangwatch.protocol import heartbeat
-from hangwatch.protocol.commands import CommandKind
+from hangwatch.protocol.commands import Command, CommandKind
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import StackSample
 
+from ..core.clock import ulid
 from ..core.schema import ApiModel, AsDocument
 from ..incidents import evidence
 from .requests import KeptRequest, RankReply, RequestRegistry
@@ -23,7 +24,7 @@ REPLY_TIMEOUT_S = 30.0  # a node agent runs py-spy on two processes at a time
 
 @dataclass(slots=True, kw_only=True)
 class RankDump(RankReply):
-    stacks: tuple[MergedStack, ...] = ()
+    stacks: tuple[MergedStack, ...] = ()  # the calling thread's is the first
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -40,6 +41,7 @@ class RequestedDump(KeptRequest[RankDump]):
 
 
 class DumpRegistry(RequestRegistry[RequestedDump]):
+    NAME = "dump"
     MAX_KEPT = 50
     EXITED = "has exited: it has no stack"
 
@@ -47,32 +49,41 @@ class DumpRegistry(RequestRegistry[RequestedDump]):
         self, attempt: Attempt, ranks: Sequence[int], native: bool, now: float
     ) -> RequestedDump:
         """Requests the stacks of ``ranks``, each of which must be in ``attempt.processes``."""
-        dump = RequestedDump(**self.describe_request(attempt, now), native=native)
+        dump = RequestedDump(
+            id=ulid(self.clock.wall()),
+            job=attempt.job,
+            attempt=attempt.number,
+            created_at=self.clock.date(now),
+            native=native,
+        )
         for rank in dict.fromkeys(ranks):
-            reply, process = (
-                RankDump(rank=rank, deadline=now + REPLY_TIMEOUT_S),
-                attempt.processes[rank],
+            process = attempt.processes[rank]
+            reply = RankDump(rank=rank, deadline=now + REPLY_TIMEOUT_S)
+            command = Command(
+                id=ulid(self.clock.wall()),
+                kind=CommandKind.STACKS,
+                key=process.key,
+                native=native,
             )
-            self.add_rank(dump, reply, process, CommandKind.STACKS, now, native=native)
+            self.add_rank(dump, reply, process, command, now)
         self.keep_request(dump)
         return dump
 
     def apply_samples(self, samples: Sequence[heartbeat.StackReply], now: float) -> None:
         """Applies the replies of a heartbeat."""
         for reply in samples:
-            if reply.request in self.replies_by_command:
-                _, dumped = self.replies_by_command[reply.request]
-                self._apply_sample(dumped, StackSample.from_reply(reply, now))
-
-    def _apply_sample(self, dumped: RankDump, sample: StackSample) -> None:
-        caller = sample.calling_thread
-        caller_first = sorted(sample.threads, key=lambda thread: thread is not caller)
-        dumped.status = "done" if caller_first else "failed"
-        dumped.error = sample.error or (None if caller_first else "the dump holds no thread")
-        dumped.stacks = tuple(
-            evidence.make_stack([dumped.rank], sample, thread, self.clock.date)
-            for thread in caller_first
-        )
+            if reply.request not in self.replies_by_command:
+                continue
+            _, dumped = self.replies_by_command[reply.request]
+            sample = StackSample.from_reply(reply, now)
+            caller = sample.calling_thread
+            threads = sorted(sample.threads, key=lambda thread: thread is not caller)
+            dumped.status = "done" if threads else "failed"
+            dumped.error = sample.error or (None if threads else "the dump holds no thread")
+            dumped.stacks = tuple(
+                evidence.make_stack([dumped.rank], sample, thread, self.clock.date)
+                for thread in threads
+            )
 
 
 class DumpRequest(ApiModel):

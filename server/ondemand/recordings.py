@@ -8,21 +8,16 @@ import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, ConfigDict, Field, model_validator
 
-from hangwatch.protocol.commands import (
-    MAX_RECORDING_HZ,
-    MAX_RECORDING_S,
-    MAX_RECORDING_SAMPLES,
-    CommandKind,
-    RecordingReply,
-)
+from hangwatch.protocol import commands
 from hangwatch.stacks.profile import Profile, unpack_profile
 from hangwatch.stacks.trees import FunctionTime, build_call_tree, find_hottest_functions
 from hangwatch.tracking.attempt import Attempt
 
+from ..core.clock import ulid
 from ..core.schema import ApiModel, AsDocument
 from .requests import KeptRequest, RankReply, RequestRegistry
 
@@ -40,7 +35,7 @@ RecordingStatus = Literal["waiting", "recording", "done", "failed"]  # one rank'
 class RankRecording(RankReply):
     agent: str
     status: str = "waiting"  # a `RecordingStatus`
-    reply: RecordingReply | None = None
+    reply: commands.RecordingReply | None = None
     # The document of the profile is made on the first request, since that takes a while.
     document: RecordedRank | None = None
 
@@ -73,6 +68,7 @@ class RequestedRecording(KeptRequest[RankRecording]):
 
 
 class RecordingRegistry(RequestRegistry[RequestedRecording]):
+    NAME = "recording"
     MAX_KEPT = 20
 
     def is_full(self) -> bool:
@@ -80,9 +76,7 @@ class RecordingRegistry(RequestRegistry[RequestedRecording]):
         return super().is_full() or kept_bytes > MAX_KEPT_BYTES
 
     def find_conflict(self, attempt: Attempt, ranks: Sequence[int], now: float) -> str | None:
-        """The id of an active recording on a host of these ranks: a host records one process at a
-        time.
-        """
+        """The active recording on a host of these ranks: a host records one process at a time."""
         agents = {attempt.processes[rank].agent for rank in ranks}
         for recording in self.requests.values():
             recording.expire_replies(now)
@@ -93,10 +87,14 @@ class RecordingRegistry(RequestRegistry[RequestedRecording]):
     def request_recording(
         self, attempt: Attempt, request: RecordingRequest, now: float
     ) -> RequestedRecording:
-        """Requests a recording of ``request.ranks``, each of which must be in
-        ``attempt.processes``.
-        """
-        recording = RequestedRecording(**self.describe_request(attempt, now), request=request)
+        """Records ``request.ranks``, each of which must be in ``attempt.processes``."""
+        recording = RequestedRecording(
+            id=ulid(self.clock.wall()),
+            job=attempt.job,
+            attempt=attempt.number,
+            created_at=self.clock.date(now),
+            request=request,
+        )
         running_per_agent: Counter[str] = Counter()
         for rank in dict.fromkeys(request.ranks):
             process = attempt.processes[rank]
@@ -104,7 +102,16 @@ class RecordingRegistry(RequestRegistry[RequestedRecording]):
             longest_s = running_per_agent[process.agent] * recording.max_duration_s
             deadline = now + START_TIMEOUT_S + longest_s
             reply = RankRecording(rank=rank, agent=process.agent, deadline=deadline)
-            self.add_rank(recording, reply, process, CommandKind.RECORD, now, **request.options)
+            command = commands.Command(
+                id=ulid(self.clock.wall()),
+                kind=commands.CommandKind.RECORD,
+                key=process.key,
+                seconds=request.seconds,
+                rate=request.rate,
+                native=request.native,
+                gil=request.gil,
+            )
+            self.add_rank(recording, reply, process, command, now)
         self.keep_request(recording)
         return recording
 
@@ -114,12 +121,16 @@ class RecordingRegistry(RequestRegistry[RequestedRecording]):
             process = attempt.processes.get(recorded.rank)
             if not recorded.is_active or process is None:
                 continue
-            self.command_queue.queue_command(
-                process, CommandKind.RECORD, now, stops=recorded.command_id
+            command = commands.Command(
+                id=ulid(self.clock.wall()),
+                kind=commands.CommandKind.RECORD,
+                key=process.key,
+                stops=recorded.command_id,
             )
+            self.command_queue.queue_command(process.agent, command, now)
             recorded.deadline = min(recorded.deadline, now + START_TIMEOUT_S)
 
-    def apply_replies(self, replies: Sequence[RecordingReply], now: float) -> None:
+    def apply_replies(self, replies: Sequence[commands.RecordingReply], now: float) -> None:
         """Applies the replies of a heartbeat. A repeated reply is ignored."""
         for reply in replies:
             if reply.request not in self.replies_by_command:
@@ -140,14 +151,18 @@ class RecordingRegistry(RequestRegistry[RequestedRecording]):
 
 def describe_recording(recording: RequestedRecording) -> Recording:
     """The document of a recording. Unpacking its profiles takes a while: call this in a thread."""
+    request = recording.request
     return Recording(
         id=recording.id,
         job=recording.job,
         attempt=recording.attempt,
+        seconds=request.seconds,
+        rate=request.rate,
+        native=request.native,
+        gil=request.gil,
         status=recording.status,
         created_at=recording.created_at,
         ranks=[_describe_rank(rank) for rank in recording.ranks],
-        **recording.request.options,
     )
 
 
@@ -170,7 +185,7 @@ def _describe_rank(rank: RankRecording) -> RecordedRank:
     return rank.document
 
 
-def _describe_profile(rank: int, reply: RecordingReply) -> RecordedRank:
+def _describe_profile(rank: int, reply: commands.RecordingReply) -> RecordedRank:
     try:
         profile = unpack_profile(reply.profile)
     except ValueError as error:
@@ -213,8 +228,10 @@ class RecordingRequest(ApiModel):
 
     job: str | None = None
     ranks: list[int] = Field(min_length=1, max_length=MAX_RECORDED_RANKS)
-    seconds: int = Field(default=10, ge=1, le=MAX_RECORDING_S)
-    rate: int = Field(default=100, ge=1, le=MAX_RECORDING_HZ, description="samples a second")
+    seconds: int = Field(default=10, ge=1, le=commands.MAX_RECORDING_S)
+    rate: int = Field(
+        default=100, ge=1, le=commands.MAX_RECORDING_HZ, description="samples a second"
+    )
     native: bool = Field(
         default=False, description="include C and C++ frames; pauses the process for each sample"
     )
@@ -223,17 +240,12 @@ class RecordingRequest(ApiModel):
         description="sample only threads that hold the GIL, instead of all threads",
     )
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options of the recorder: seconds, rate, native, gil."""
-        return self.model_dump(exclude={"job", "ranks"})
-
     @model_validator(mode="after")
     def _check_sample_count(self) -> RecordingRequest:
-        if self.seconds * self.rate > MAX_RECORDING_SAMPLES:
+        if self.seconds * self.rate > commands.MAX_RECORDING_SAMPLES:
             raise ValueError(
-                f"{self.seconds} s at {self.rate} Hz are more than {MAX_RECORDING_SAMPLES} samples:"
-                " reduce either of them"
+                f"{self.seconds} s at {self.rate} Hz are more than"
+                f" {commands.MAX_RECORDING_SAMPLES} samples: reduce either of them"
             )
         return self
 

@@ -6,16 +6,15 @@ made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
-from hangwatch.protocol.commands import CommandKind
-from hangwatch.tracking.attempt import Attempt
+from hangwatch.protocol.commands import Command
 from hangwatch.tracking.process import Process
 
-from ..core.clock import Clock, ulid
+from ..core.clock import Clock
+from ..core.problems import Problem
 from ..ingest.command_queue import CommandQueue
 
 
@@ -29,7 +28,7 @@ class RankReply:
     deadline: float
     status: str = "pending"  # until it is "done" or "failed"
     error: str | None = None
-    command_id: str = ""  # empty: no command was sent that it has not answered
+    command_id: str = ""  # the command that it has to answer; empty: none
 
     @property
     def is_active(self) -> bool:
@@ -82,6 +81,7 @@ Request = TypeVar("Request", bound=KeptRequest[Any])
 class RequestRegistry(Generic[Request]):
     """The last requests of one kind, by their ids. Times are the monotonic clock's."""
 
+    NAME: ClassVar[str]  # what is requested
     MAX_KEPT: ClassVar[int]
     EXITED: ClassVar[str] = "has exited"
 
@@ -90,29 +90,15 @@ class RequestRegistry(Generic[Request]):
     requests: dict[str, Request] = field(default_factory=dict)
     replies_by_command: dict[str, tuple[Request, Any]] = field(default_factory=dict)
 
-    def describe_request(self, attempt: Attempt, now: float) -> Mapping[str, Any]:
-        """The fields of a new `KeptRequest`."""
-        return {
-            "id": ulid(self.clock.wall()),
-            "job": attempt.job,
-            "attempt": attempt.number,
-            "created_at": self.clock.date(now),
-        }
-
     def add_rank(
-        self,
-        request: Request,
-        reply: RankReply,
-        process: Process,
-        command: CommandKind,
-        now: float,
-        **details: Any,
+        self, request: Request, reply: RankReply, process: Process, command: Command, now: float
     ) -> None:
         """Adds a rank to a request and sends the command to its node agent, unless it has exited."""
         request.ranks.append(reply)
         if process.exit is None:
-            reply.command_id = self.command_queue.queue_command(process, command, now, **details)
-            self.replies_by_command[reply.command_id] = request, reply
+            reply.command_id = command.id
+            self.command_queue.queue_command(process.agent, command, now)
+            self.replies_by_command[command.id] = request, reply
         else:
             pid, host = process.identity.pid, process.host
             reply.fail(f"the process of rank {reply.rank} (pid {pid} on {host}) {self.EXITED}")
@@ -135,4 +121,15 @@ class RequestRegistry(Generic[Request]):
         request = self.requests.get(id)
         if request is not None:
             request.expire_replies(now)
+        return request
+
+    def get_request(self, id: str, now: float) -> Request:
+        """Raises Problem if the request is not kept."""
+        request = self.find_request(id, now)
+        if request is None:
+            raise Problem(
+                404,
+                f"unknown {self.NAME} {id!r}: only recent {self.NAME}s are kept, and none after a"
+                " restart; request it again",
+            )
         return request

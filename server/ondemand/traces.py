@@ -79,32 +79,29 @@ class TraceRegistry:
 
     def build_commands(self, agent: str, now: float) -> tuple[Command, ...]:
         """The requests to send with the reply to an agent's heartbeat."""
-        if not self.sessions:
-            return ()
         commands: list[Command] = []
         for session, traced in self._iter_active_ranks():
             is_due = not traced.command_id or now - traced.requested_at >= REQUEST_RETRY_S
-            if traced.process.agent == agent and is_due:
-                commands.append(self._build_command(session, traced, now))
+            if traced.process.agent != agent or not is_due:
+                continue
+            has_exited = traced.process.exit is not None
+            traced.is_last_request = traced.started_at is not None and (
+                has_exited or now >= session.compute_end(traced)
+            )
+            traced.command_id = ulid(self.clock.wall())
+            traced.requested_at = now
+            command = Command(
+                id=traced.command_id,
+                kind=CommandKind.TRACE,
+                key=traced.process.key,
+                after=traced.next_record,
+                op=session.filter.op,
+                values=session.filter.values,
+                max_calls=MAX_CALLS_PER_REPLY,
+                last=traced.is_last_request,
+            )
+            commands.append(command)
         return tuple(commands)
-
-    def _build_command(self, session: TraceSession, traced: TracedRank, now: float) -> Command:
-        traced.command_id = ulid(self.clock.wall())
-        traced.requested_at = now
-        has_exited = traced.process.exit is not None
-        traced.is_last_request = traced.started_at is not None and (
-            has_exited or now >= session.compute_end(traced)
-        )
-        return Command(
-            id=traced.command_id,
-            kind=CommandKind.TRACE,
-            key=traced.process.key,
-            after=traced.next_record,
-            op=session.filter.op,
-            values=session.filter.values,
-            max_calls=MAX_CALLS_PER_REPLY,
-            last=traced.is_last_request,
-        )
 
     def apply_heartbeat(self, beat: heartbeat.Heartbeat, now: float) -> None:
         """Passes an agent's replies to the sessions. A repeated reply is ignored."""
@@ -123,9 +120,7 @@ class TraceRegistry:
         for reply in beat.traces:
             requested = pending.pop(reply.request, None)
             if requested is not None:
-                session, traced = requested
-                traced.command_id = ""
-                self._apply_reply(session, traced, reply, sent_at, now)
+                self._apply_reply(*requested, reply, sent_at, now)
         for session, known_count in known_counts.items():
             session.sort_new_events(known_count)
 
@@ -138,6 +133,7 @@ class TraceRegistry:
         now: float,
     ) -> None:
         """``sent_at`` is on the agent's clock."""
+        traced.command_id = ""
         if reply.error is not None:
             session.fail_reply(traced, reply.error)
             return
@@ -252,9 +248,7 @@ class TraceSession(RankRequest[TracedRank]):
                     self.changed.set()
 
     def sort_new_events(self, known_count: int) -> None:
-        """Sorts the events after the first ``known_count`` by time; those of one moment stay in
-        their order.
-        """
+        """Sorts the events after the first ``known_count`` by time, and keeps ties in order."""
         added = [self.events.pop() for _ in range(len(self.events) - known_count)]
         added.reverse()
         self.events.extend(sorted(added, key=lambda event: str(event[1].get("at", ""))))
