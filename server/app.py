@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hangwatch import __version__
+from hangwatch.protocol.heartbeat import HEARTBEAT_PATH
 
 from .alerting.alerter import Alerter
 from .core import limits
@@ -36,7 +37,7 @@ from .settings import Settings
 from .shared_state import SharedState
 from .storage.persistence import PersistenceWorker
 from .storage.store import Store
-from .web import incident_page, incidents_page, performance_pages, ranks_page
+from .web import incident_pages, performance_pages, ranks_page
 
 
 def build_app(
@@ -62,11 +63,12 @@ def build_app(
     authenticator = access.Authenticator(
         token, own_name=settings.host, public_url=settings.public_url
     )
+    agent_endpoint = heartbeats.AgentEndpoint(watch, authenticator)
     agent_worker = AgentWorker(
-        heartbeat_paths=heartbeats.list_paths(settings.path_prefix),
+        heartbeat_paths={HEARTBEAT_PATH, settings.path_prefix + HEARTBEAT_PATH},
         agents=shared.agents,
         heartbeat_queue=watch.heartbeat_queue,
-        answer_request=heartbeats.HeartbeatAnswerer(watch, authenticator).answer_request,
+        answer_request=agent_endpoint.answer_frame,
     )
     # The routes for people and programs.
     state = AppState(
@@ -87,6 +89,7 @@ def build_app(
         redoc_url=None,
         responses=openapi.ERROR_RESPONSES,
     )
+    app.include_router(heartbeats.build_router(agent_endpoint))
     _add_routes(app, state)
     app.router.routes.append(Route(mcp_endpoint.PATH, mcp, include_in_schema=False))
     openapi.install_openapi(app, token)
@@ -95,7 +98,7 @@ def build_app(
     app.add_middleware(limits.BodySizeLimit)
     app.add_middleware(access.PathPrefixMiddleware, prefix=settings.path_prefix)
     app.add_middleware(_SecurityHeadersMiddleware)
-    return heartbeats.HeartbeatFastPath(app, state, authenticator, settings.path_prefix), state
+    return heartbeats.HeartbeatFastPath(app, agent_endpoint, settings.path_prefix), state
 
 
 @contextlib.asynccontextmanager
@@ -120,12 +123,10 @@ async def _run_tasks(state: AppState, mcp: mcp_endpoint.McpEndpoint) -> AsyncIte
 def _add_routes(app: FastAPI, state: AppState) -> None:
     rendering.install_error_handlers(app, state.pages, state.shared.counters.refusals_by_limit)
     for part in (
-        heartbeats,
         api,
         ondemand_routes,
-        incident_page,
+        incident_pages,
         ranks_page,
-        incidents_page,
         performance_pages,
         access,
     ):

@@ -23,15 +23,10 @@ from urllib.parse import parse_qsl, quote, urlsplit
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import cookie_parser
+from starlette.requests import ClientDisconnect, cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hangwatch.protocol.request_signing import (
-    PROOF_HEADER,
-    Credential,
-    SignedRequest,
-    derive_job_token,
-)
+from hangwatch.protocol import request_signing
 
 from ..core import limits
 from ..core.problems import Problem
@@ -72,8 +67,8 @@ class AgentGrant:
     itself, or if the server has none.
     """
 
-    signed: SignedRequest | None = None
-    credential: Credential | None = None
+    signed: request_signing.SignedRequest | None = None
+    credential: request_signing.Credential | None = None
 
     @property
     def job(self) -> str | None:
@@ -90,7 +85,11 @@ class AgentGrant:
         if self.signed is None or self.credential is None:
             return []
         proof = self.credential.make_proof(self.signed, body)
-        return [(PROOF_HEADER.lower().encode(), proof.encode())]
+        return [(request_signing.PROOF_HEADER.lower().encode(), proof.encode())]
+
+
+class RefusedError(Exception):
+    """The sender may not send this request. The argument is the response that says why."""
 
 
 class Authenticator:
@@ -105,7 +104,8 @@ class Authenticator:
     def check_request(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
         """The response that rejects a request; None if the request is allowed."""
         token, host = self._token, headers.get("host")
-        if token is None and not self._is_known_host(host):
+        is_public_host = self._public_url is not None and host == urlsplit(self._public_url).netloc
+        if token is None and not (is_public_host or is_local_name(host, self._own_name)):
             return Problem(
                 421,
                 "without a token this server accepts only host names of its own machine, not"
@@ -127,25 +127,24 @@ class Authenticator:
             return RedirectResponse(f"/login?next={target}", status_code=303)
         return _NO_TOKEN.make_response()
 
-    def check_agent(self, scope: Scope, headers: Mapping[str, str]) -> AgentGrant | Response:
-        """What the sender of a heartbeat may send, or the response that rejects it."""
-        signed = SignedRequest.from_header(headers.get("authorization", ""))
+    def check_agent(self, scope: Scope, headers: Mapping[str, str]) -> AgentGrant:
+        """What the sender of a heartbeat may send. Raises RefusedError."""
+        signed = request_signing.SignedRequest.from_header(headers.get("authorization", ""))
         if signed is None or self._token is None:
-            return self.check_request(scope, headers) or AgentGrant()
+            refusal = self.check_request(scope, headers)
+            if refusal is not None:
+                raise RefusedError(refusal)
+            return AgentGrant()
         credential = self._make_credential(self._token, signed.job)
         if not credential.verify_request(signed):
-            return _NO_TOKEN.make_response()
+            raise RefusedError(_NO_TOKEN.make_response())
         return AgentGrant(signed=signed, credential=credential)
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
-    def _make_credential(token: str, job: str | None) -> Credential:
-        return Credential.from_token(token if job is None else derive_job_token(token, job))
-
-    def _is_known_host(self, host: str | None) -> bool:
-        return is_local_name(host, self._own_name) or (
-            self._public_url is not None and host == urlsplit(self._public_url).netloc
-        )
+    def _make_credential(token: str, job: str | None) -> request_signing.Credential:
+        job_token = token if job is None else request_signing.derive_job_token(token, job)
+        return request_signing.Credential.from_token(job_token)
 
 
 def has_token(headers: Mapping[str, str], token: str) -> bool:
@@ -227,9 +226,7 @@ class AuthMiddleware:
 
 
 class PathPrefixMiddleware:
-    """ASGI middleware that serves everything under a path prefix, whether or not the proxy in front
-    has taken it off.
-    """
+    """ASGI middleware that serves everything under a prefix, also if the proxy has taken it off."""
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
         self._app, self._prefix = app, prefix
@@ -272,11 +269,7 @@ def build_router(state: AppState) -> APIRouter:
 
     @routes.post("/login")
     async def submit_login(request: Request) -> Response:
-        body = b""
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limits.LOGIN_FORM.maximum:
-                raise limits.LOGIN_FORM.make_problem()
+        body = await read_body(request.receive, limits.LOGIN_FORM)
         address = request.client.host if request.client else ""
         form = dict(parse_qsl(body.decode("utf-8", "replace")))
         given, target = form.get("token", "").strip(), _sanitize_redirect(form.get("next", "/"))
@@ -305,10 +298,25 @@ def build_router(state: AppState) -> APIRouter:
     return routes
 
 
+async def read_body(receive: Receive, limit: limits.Limit, remedy: str = "") -> bytes:
+    """Raises Problem if the body is larger than the limit, and ClientDisconnect if it ends early."""
+    parts: list[bytes] = []
+    size, has_more = 0, True
+    while has_more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        part = message.get("body", b"")
+        parts.append(part)
+        size += len(part)
+        if size > limit.maximum:
+            raise limit.make_problem(remedy=remedy)
+        has_more = message.get("more_body", False)
+    return b"".join(parts)
+
+
 def _sanitize_redirect(target: str) -> str:
-    """``target`` if it is a path of this server, else ``/``: the login must not redirect to other
-    sites.
-    """
+    """``target`` if it is a path of this server, else ``/``: no login redirects to other sites."""
     plain = target.startswith("/") and not target.startswith(("//", "/\\")) and target.isprintable()
     return target if plain else "/"
 

@@ -216,9 +216,7 @@ class Page(ApiModel, Generic[Item]):
 
 @dataclass(frozen=True, slots=True)
 class PageRequest:
-    """The page that a request wants: at most ``limit`` items after the one with the cursor
-    ``after``.
-    """
+    """The page that a request wants: ``limit`` items after the one with the cursor ``after``."""
 
     url: URL
     limit: int

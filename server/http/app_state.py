@@ -135,9 +135,7 @@ class AppState:
         )
 
     def get_ranked_groups(self, attempt: Attempt) -> list[RankedGroup]:
-        """The process groups whose calls were measured, those that wait longest for a straggler
-        first.
-        """
+        """The process groups with measured calls; the longest waiting for a straggler first."""
         return self.cache.get_or_compute(
             ("performance", attempt.key),
             lambda: rank_groups(self.shared.performance.get_job(attempt)),
@@ -147,16 +145,16 @@ class AppState:
         """The latest attempt of the job, which must have all of ``ranks``. Without a name, there
         must be only one job, or only one that is not finished. Raises Problem.
         """
-        attempts = self.find_attempts(job)
         if job is not None:
-            attempts = attempts[:1]  # the worlds that run beside the job are left out
+            attempt = self.find_attempts(job)[0]  # the worlds that run beside the job come later
         else:
-            attempts = [attempt for attempt in attempts if not attempt.is_finished] or attempts
-        if len(attempts) != 1:
-            names = ", ".join(attempt.job for attempt in attempts)
-            detail = f"name one of these jobs: {names}" if names else "no job has reported yet"
-            raise Problem(422, detail)
-        [attempt] = attempts
+            latest = self.list_latest_attempts()
+            candidates = [attempt for attempt in latest if not attempt.is_finished] or latest
+            if len(candidates) != 1:
+                names = ", ".join(attempt.job for attempt in candidates)
+                detail = f"name one of these jobs: {names}" if names else "no job has reported yet"
+                raise Problem(422, detail)
+            [attempt] = candidates
         if unknown := sorted(set(ranks) - attempt.processes.keys()):
             known, missing = format_ranks(attempt.processes), format_ranks(unknown)
             detail = f"job {attempt.job!r} has no rank {missing}; it has {known}"
@@ -166,9 +164,7 @@ class AppState:
     def find_incidents(
         self, job: str | None = None, status: str | None = None, rank: int | None = None
     ) -> Sequence[IncidentRecord]:
-        """The incidents of the job, with the status and about the rank, each if it is given; the
-        newest first.
-        """
+        """The incidents of the job, with the status, about the rank; the newest first."""
         jobs = {job, *(a.job for a in self.shared.fleet.list_family(job or ""))}
         matching = [
             record

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import http
 import socket
 from collections import Counter
 from types import FrameType
@@ -22,10 +21,11 @@ from hangwatch.protocol.local_peer import find_peer_uid
 
 from ..core import limits
 from ..core.limits import BODY_S, HEAD_S
-from ..core.problems import MEDIA_TYPE, Problem
+from ..core.problems import Problem
 from ..ingest.agent_worker import AgentWorker
 from .access import PEER_UID
 from .app_state import AppState
+from .rendering import format_response
 
 CHUNK_HEAD_BYTES = 16  # the size and the line ends of a chunk
 
@@ -174,12 +174,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _write_problem(self, problem: Problem) -> None:
-        body, status = problem.encode(), problem.status
-        head = (
-            f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ncontent-type:"
-            f" {MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
+        response = problem.make_response()
+        response.headers["connection"] = "close"
+        self.transport.write(format_response(response))
 
 
 class HttpServer(uvicorn.Server):

@@ -11,13 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client import CollectorRegistry, ProcessCollector, core, generate_latest
 from prometheus_client.registry import Collector
 
 from hangwatch import __version__
@@ -108,7 +102,7 @@ def format_exposition(state: AppState) -> bytes:
 class _Collector(Collector):
     state: AppState
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[core.Metric]:
         state = self.state
         jobs = [
             (attempt, attempt.job if place < MAX_JOBS_SHOWN else OTHERS)
@@ -122,7 +116,7 @@ class _Collector(Collector):
         yield make_metric("hangwatch_task_failures", state.tasks.count_failures(), "task")
 
 
-def _collect_progress(state: AppState, jobs: LabelledAttempts) -> Iterator[Metric]:
+def _collect_progress(state: AppState, jobs: LabelledAttempts) -> Iterator[core.Metric]:
     now = state.now()
     ranks: Counter[tuple[str, str]] = Counter()
     steps: dict[str, float] = {}
@@ -159,7 +153,7 @@ def _collect_progress(state: AppState, jobs: LabelledAttempts) -> Iterator[Metri
     yield make_metric("hangwatch_overflows", overflows, JOB)
 
 
-def _collect_incidents(state: AppState, jobs: LabelledAttempts) -> Iterator[Metric]:
+def _collect_incidents(state: AppState, jobs: LabelledAttempts) -> Iterator[core.Metric]:
     labels = {attempt.job: job for attempt, job in jobs}
     counts: Counter[tuple[str, str, str]] = Counter()
     ages = dict.fromkeys(labels.values(), 0.0)
@@ -174,7 +168,7 @@ def _collect_incidents(state: AppState, jobs: LabelledAttempts) -> Iterator[Metr
     yield make_metric("hangwatch_stall_seconds", ages, JOB)
 
 
-def _collect_performance(state: AppState, jobs: LabelledAttempts) -> Iterator[Metric]:
+def _collect_performance(state: AppState, jobs: LabelledAttempts) -> Iterator[core.Metric]:
     totals_by_job: dict[str, JobTotals] = {}
     waited_ratios: dict[str, float] = {}
     for attempt, job in jobs:
@@ -201,13 +195,13 @@ def _collect_performance(state: AppState, jobs: LabelledAttempts) -> Iterator[Me
 
 def make_metric(
     name: str, values: float | Mapping[LabelValues, float], *labels: str
-) -> CounterMetricFamily | GaugeMetricFamily:
+) -> core.CounterMetricFamily | core.GaugeMetricFamily:
     """One of `GAUGES` or `COUNTERS`, with one value or one for each combination of label values."""
-    family: CounterMetricFamily | GaugeMetricFamily
+    family: core.CounterMetricFamily | core.GaugeMetricFamily
     if name in GAUGES:
-        family = GaugeMetricFamily(name, GAUGES[name], labels=labels)
+        family = core.GaugeMetricFamily(name, GAUGES[name], labels=labels)
     else:
-        family = CounterMetricFamily(name, COUNTERS[name], labels=labels)
+        family = core.CounterMetricFamily(name, COUNTERS[name], labels=labels)
     if isinstance(values, Mapping):
         for key, value in values.items():
             family.add_metric([key] if isinstance(key, str) else key, value)
@@ -218,11 +212,9 @@ def make_metric(
 
 def _make_histogram(
     name: str, histograms: Iterable[tuple[tuple[str, ...], DurationHistogram]], *labels: str
-) -> Metric:
-    """One of `HISTOGRAMS`, by label values, with cumulative counts by upper bound in seconds. Empty
-    histograms are left out.
-    """
-    family = HistogramMetricFamily(name, HISTOGRAMS[name], labels=labels)
+) -> core.Metric:
+    """One of `HISTOGRAMS`: cumulative counts by upper bound in seconds, of non-empty histograms."""
+    family = core.HistogramMetricFamily(name, HISTOGRAMS[name], labels=labels)
     for label_values, histogram in histograms:
         if not histogram.counts:
             continue
@@ -236,7 +228,7 @@ def _make_histogram(
     return family
 
 
-def _collect_agents(watch: Watch, now: float) -> Iterator[Metric]:
+def _collect_agents(watch: Watch, now: float) -> Iterator[core.Metric]:
     oldest_at = now - REPORTING_WITHIN_S
     reporting = [agent for agent in watch.shared.agents.values() if agent.last_seen_at > oldest_at]
     costs = [agent.cost for agent in reporting if agent.cost is not None]
@@ -248,7 +240,7 @@ def _collect_agents(watch: Watch, now: float) -> Iterator[Metric]:
     yield make_metric("hangwatch_agents_answers_dropped", sum(cost.dropped for cost in costs))
 
 
-def _collect_server(watch: Watch) -> Iterator[Metric]:
+def _collect_server(watch: Watch) -> Iterator[core.Metric]:
     yield make_metric("hangwatch_build_info", {__version__: 1}, "version")
     late_s = max(watch.shared.load.late_s, watch.shared.load.waited_s)
     yield make_metric("hangwatch_event_loop_lag_seconds", late_s)

@@ -4,6 +4,7 @@ problem documents for programs, and pages for browsers.
 
 from __future__ import annotations
 
+import functools
 import http
 from collections import Counter
 from collections.abc import Sequence
@@ -21,15 +22,7 @@ from hangwatch import __version__
 from hangwatch.model.ranks import format_ranks
 from hangwatch.performance.distributions import format_bandwidth, format_size
 from hangwatch.performance.stragglers import format_duration
-from hangwatch.report.text import (
-    clean_text,
-    format_coarse_age,
-    group_name,
-    name_ranks,
-    resolve_root_rank,
-    truncate_end,
-    truncate_start,
-)
+from hangwatch.report import text
 from hangwatch.stacks.frames import is_library
 from hangwatch.stacks.trees import ProfileBar
 
@@ -82,18 +75,18 @@ def format_shapes(value: list[list[int]]) -> str:
 
 
 _FILTERS = {
-    "seconds": format_coarse_age,
+    "seconds": text.format_coarse_age,
     "moment": format_moment,
     "shapes": format_shapes,
     "ranges": format_ranks,
-    "name_ranks": name_ranks,
-    "short": truncate_end,
-    "tail": truncate_start,
-    "clean": clean_text,
+    "name_ranks": text.name_ranks,
+    "short": text.truncate_end,
+    "tail": text.truncate_start,
+    "clean": text.clean_text,
     "is_library": is_library,
     "sentence": format_verdict,
-    "group_name": group_name,
-    "member": resolve_root_rank,
+    "group_name": text.group_name,
+    "member": text.resolve_root_rank,
     "duration": format_duration,
     "size_text": format_size,
     "speed_text": format_bandwidth,
@@ -140,9 +133,7 @@ class PageRenderer:
         return self.environment.get_template(template).render(**values)
 
     def render_flame_graph(self, title: str, bars: Sequence[tuple[ProfileBar, str, str]]) -> str:
-        """An SVG with a bar for each frame, below the bar of its caller. Bars have texts and
-        tooltips.
-        """
+        """An SVG with a bar, its text and its tooltip for each frame, below that of its caller."""
         rows = 1 + max((bar.depth for bar, _, _ in bars), default=0)
         return self.render_text(
             "flamegraph.svg", title=title, bars=bars, rows=rows, width=FLAME_GRAPH_WIDTH_PX
@@ -164,6 +155,18 @@ def make_attachment(name: str, content: str | bytes, media_type: str) -> Respons
         media_type=media_type,
         headers={"Content-Disposition": f'attachment; filename="{name}"'},
     )
+
+
+def format_response(response: Response, more_headers: bytes = b"") -> bytes:
+    """A response as it is sent. ``more_headers`` are complete lines."""
+    headers = [b"%s: %s\r\n" % header for header in response.raw_headers]
+    status_line = _format_status_line(response.status_code)
+    return b"".join((status_line, *headers, more_headers, b"\r\n", response.body))
+
+
+@functools.cache
+def _format_status_line(status: int) -> bytes:
+    return b"HTTP/1.1 %d %s\r\n" % (status, http.HTTPStatus(status).phrase.encode())
 
 
 def wants_json(request: Request) -> bool:

@@ -1,6 +1,4 @@
-"""The server's side of a process that serves node agents' connections; see
-`server.ingest.connection_worker`.
-"""
+"""The server's side of the process that serves node agents' connections, `connection_worker`."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ from hangwatch.tracking.fleet import AgentRegistry
 from ..core import limits
 from ..core.events import wait_for_event
 from ..core.limits import BODY_S, HEAD_S, KEEP_ALIVE_S
-from .heartbeat_queue import HeartbeatQueue
-from .worker_frames import (
+from .connection_worker import (
     MAX_PACKET_BYTES,
     FrameType,
     WorkerFrame,
@@ -33,6 +30,7 @@ from .worker_frames import (
     encode_packet,
     take_frames,
 )
+from .heartbeat_queue import HeartbeatQueue
 
 log = logging.getLogger("hangwatch")
 
@@ -62,10 +60,9 @@ class AgentWorker(asyncio.Protocol):
     heartbeat_queue: HeartbeatQueue
     answer_request: AnswerRequest
     request_starts: tuple[bytes, ...] = field(init=False)  # the request lines that it serves
-    _options: WorkerOptions = field(init=False)
     _process: subprocess.Popen[bytes] | None = None
     _packets: socket.socket | None = None
-    _serve_connection: ServeConnection | None = None  # None: it is not run
+    _serve_connection: ServeConnection = field(init=False, repr=False)  # set by `run`
     _stream: asyncio.Transport | None = None
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
     _received: bytearray = field(default_factory=bytearray)
@@ -80,20 +77,9 @@ class AgentWorker(asyncio.Protocol):
     def __post_init__(self) -> None:
         lines = [f"POST {path} HTTP/1.1" for path in self.heartbeat_paths]
         self.request_starts = tuple(line.encode() for line in lines)
-        self._options = WorkerOptions(
-            request_lines=lines,
-            max_head=limits.HEAD.maximum,
-            max_body=limits.BODY.maximum,
-            max_buffered=MAX_BUFFERED_BYTES,
-            head_timeout_s=HEAD_S,
-            body_timeout_s=BODY_S,
-            keep_alive_s=KEEP_ALIVE_S,
-        )
 
     async def run(self, serve_connection: ServeConnection) -> None:
-        """Runs until it is cancelled. ``serve_connection`` takes the connections that the process
-        returns.
-        """
+        """``serve_connection`` takes the connections that the process returns."""
         self._serve_connection = serve_connection
         self.heartbeat_queue.sources.append(self)
         delay_s = MIN_RESTART_DELAY_S
@@ -142,10 +128,19 @@ class AgentWorker(asyncio.Protocol):
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 end.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
         fds = their_packets.fileno(), their_stream.fileno()
+        options = WorkerOptions(
+            request_lines=[line.decode() for line in self.request_starts],
+            max_head=limits.HEAD.maximum,
+            max_body=limits.BODY.maximum,
+            max_buffered=MAX_BUFFERED_BYTES,
+            head_timeout_s=HEAD_S,
+            body_timeout_s=BODY_S,
+            keep_alive_s=KEEP_ALIVE_S,
+        )
         command = [sys.executable, "-m", "hangwatch.server.ingest.connection_worker"]
         with their_packets, their_stream:
             self._process = subprocess.Popen(
-                [*command, *map(str, fds), json.dumps(vars(self._options))],
+                [*command, *map(str, fds), json.dumps(vars(options))],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
             )
@@ -202,11 +197,7 @@ class AgentWorker(asyncio.Protocol):
         if not packet:
             asyncio.get_running_loop().remove_reader(self._packets)
         for fd in fds:
-            connected = socket.socket(fileno=fd)
-            if self._serve_connection is None:
-                connected.close()
-            else:
-                self._serve_connection(connected, decode_packet(packet)[2])
+            self._serve_connection(socket.socket(fileno=fd), decode_packet(packet)[2])
 
     # Requests
 

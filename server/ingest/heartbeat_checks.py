@@ -19,7 +19,6 @@ rank, is refused: otherwise one job's agent could hide or invent another job's v
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -29,7 +28,7 @@ import types
 import typing
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -62,11 +61,7 @@ MAX_SECONDS = 1e9
 _DECODING_ERRORS = (ValueError, RecursionError)
 
 # The parts of a heartbeat that name a process by its ``key``.
-_KEYED_FIELDS = tuple(
-    field.name
-    for field in fields(heartbeat.Heartbeat)
-    if field.name in {"processes", "samples", "calls", "hardware", "aborts", "traces", "recordings"}
-)
+_KEYED_FIELDS = ("processes", "samples", "calls", "hardware", "aborts", "traces", "recordings")
 
 
 def parse_heartbeat(body: bytes) -> heartbeat.Heartbeat:
@@ -171,26 +166,25 @@ def _heartbeat_decoder() -> msgspec.json.Decoder[Heartbeat]:
     msgspec reads a message's bounds from its annotations when it first sees its class, and keeps
     them. The protocol declares the fields without bounds, since node agents have no msgspec.
     """
-    with contextlib.ExitStack() as restored:
-        _bound_fields(Heartbeat, restored, set())
+    declared: dict[type, dict[str, Any]] = {}
+    try:
+        _bound_type(Heartbeat, declared)
         return msgspec.json.Decoder(Heartbeat)
+    finally:
+        for message, annotations in declared.items():
+            message.__annotations__ = annotations
 
 
-def _bound_fields(message: type, restored: contextlib.ExitStack, seen: set[type]) -> None:
-    """Adds bounds to the numbers in the annotations of a message and of those in it, until
-    ``restored`` is closed.
-    """
-    seen.add(message)
-    declared = dict(message.__annotations__)
-    restored.callback(setattr, message, "__annotations__", declared)
-    hints = typing.get_type_hints(message, include_extras=True)
-    for inner in _iter_messages(tuple(hints.values())):
-        if inner not in seen:
-            _bound_fields(inner, restored, seen)
-    message.__annotations__ = {name: _bound_type(hint) for name, hint in hints.items()}
-
-
-def _bound_type(hint: Any) -> Any:
+def _bound_type(hint: Any, declared: dict[type, dict[str, Any]]) -> Any:
+    """The type with bounds on its numbers. ``declared`` keeps the annotations of messages."""
+    if dataclasses.is_dataclass(hint) or hasattr(hint, "_fields"):
+        if hint not in declared:
+            declared[hint] = dict(hint.__annotations__)
+            hints = typing.get_type_hints(hint, include_extras=True)
+            hint.__annotations__ = {
+                name: _bound_type(inner, declared) for name, inner in hints.items()
+            }
+        return hint
     if hint is int:
         return Annotated[int, msgspec.Meta(ge=-MAX_INTEGER, le=MAX_INTEGER)]
     if hint is float:
@@ -200,17 +194,10 @@ def _bound_type(hint: Any) -> Any:
     arguments = typing.get_args(hint)
     if not arguments:
         return hint
-    bounded = tuple(_bound_type(argument) for argument in arguments)
+    bounded = tuple(_bound_type(argument, declared) for argument in arguments)
     if isinstance(hint, types.UnionType):
         return functools.reduce(operator.or_, bounded)
     return typing.get_origin(hint)[bounded]
-
-
-def _iter_messages(hints: Iterable[Any]) -> Iterator[type]:
-    for hint in hints:
-        if dataclasses.is_dataclass(hint) or hasattr(hint, "_fields"):
-            yield hint
-        yield from _iter_messages(typing.get_args(hint))
 
 
 class HeartbeatHead(msgspec.Struct):
@@ -238,6 +225,8 @@ def _check_identities(beat: heartbeat.Heartbeat) -> None:
     ):
         if not 0 < len(name) <= limits.NAME.maximum or not name.isprintable():
             raise limits.NAME.make_problem(f"the name {name[:40]!r}")
+    if not beat.processes:
+        return
     for process in beat.processes:
         identity = process.identity
         if identity is None:
@@ -247,16 +236,13 @@ def _check_identities(beat: heartbeat.Heartbeat) -> None:
         rank, world_size = identity.rank, identity.world_size
         if not (0 <= rank < limits.RANK.maximum and 0 <= world_size <= limits.RANK.maximum):
             raise limits.RANK.make_problem(f"rank {rank} of {world_size} of process {process.key}")
-    if (
-        members := count_members(_iter_identities(beat.processes))
-    ) > limits.HEARTBEAT_MEMBERS.maximum:
+    members = count_members(_iter_identities(beat.processes))
+    if members > limits.HEARTBEAT_MEMBERS.maximum:
         raise limits.HEARTBEAT_MEMBERS.make_problem(f"{members} members of process groups")
 
 
 def count_members(identities: Iterable[heartbeat.StreamIdentity]) -> int:
-    """How many members the different groups have together. Raises Problem for an invalid list of
-    ranks.
-    """
+    """The members of all different groups. Raises Problem for an invalid list of ranks."""
     members = 0
     for ranks in {identity.ranks for identity in identities}:
         try:
@@ -291,11 +277,9 @@ def check_job(beat: heartbeat.Heartbeat, allowed: str | None) -> None:
             )
 
 
-def check_memory(
-    beat: heartbeat.Heartbeat, fleet: Fleet, is_known_agent: bool, agent_count: int
-) -> None:
+def check_memory(beat: heartbeat.Heartbeat, fleet: Fleet) -> None:
     """Raises Problem if a heartbeat would exceed a limit on what is kept in memory."""
-    if not is_known_agent and agent_count >= limits.AGENTS.maximum:
+    if beat.agent not in fleet.agents and len(fleet.agents) >= limits.AGENTS.maximum:
         raise limits.AGENTS.make_problem(remedy=_REMEDY)
     new_identities = [
         process.identity
@@ -347,11 +331,6 @@ class _Growth:
     opened_world_size: int = 0  # reported by a new process, which may open another attempt
     groups: set[heartbeat.StreamIdentity] = field(default_factory=set)
 
-    def count_members(self) -> int:
-        """The additional members of its world and groups. Raises Problem."""
-        known_size = 0 if self.attempt is None else self.attempt.world_size
-        return count_members(self.groups) + max(0, self.world_size - known_size)
-
 
 def _list_growth(beat: heartbeat.Heartbeat, fleet: Fleet) -> list[_Growth]:
     growth: dict[AttemptKey | str, _Growth] = {}  # the key of a new job is its name
@@ -382,8 +361,10 @@ def _check_members(beat: heartbeat.Heartbeat, fleet: Fleet) -> bool:
     """Whether its groups and worlds add members to those in memory. Raises Problem if too many."""
     added = 0
     for growth in _list_growth(beat, fleet):
-        members = growth.count_members()
-        known = 0 if growth.attempt is None else growth.attempt.count_members()
+        known, known_size = 0, 0
+        if growth.attempt is not None:
+            known, known_size = growth.attempt.count_members(), growth.attempt.world_size
+        members = count_members(growth.groups) + max(0, growth.world_size - known_size)
         if members and known + members > limits.ATTEMPT_MEMBERS.maximum:
             raise limits.ATTEMPT_MEMBERS.make_problem()
         added += max(members, growth.opened_world_size)
@@ -400,7 +381,8 @@ def drop_foreign_reports(
     """
     named = set(beat.gone)
     for name in _KEYED_FIELDS:
-        named.update(item.key for item in getattr(beat, name))
+        for item in getattr(beat, name):  # most are empty
+            named.add(item.key)
     if beat.performance is not None:
         named.update(stream.key for stream in beat.performance.streams)
     foreign = {

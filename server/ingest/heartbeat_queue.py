@@ -23,18 +23,15 @@ log = logging.getLogger("hangwatch")
 SLICE_S = 0.005  # the time for which numerous work, such as heartbeats, may block the event loop
 
 T = TypeVar("T")
-# Decoding takes as long as applying, so it is done in the heartbeat's turn.
-DecodeHeartbeat = Callable[[], heartbeat.Heartbeat]
-# Takes the reply, or what `DecodeHeartbeat` or applying the heartbeat raised.
-TakeReply = Callable[[heartbeat.HeartbeatReply | Exception], None]
 
 
 @dataclass(slots=True)
-class _QueuedHeartbeat:
-    decode: DecodeHeartbeat
+class QueuedHeartbeat:
+    decode: Callable[[], heartbeat.Heartbeat]  # takes as long as applying: done in its turn
     is_urgent: bool
-    arrived_at: float
-    take_reply: TakeReply
+    arrived_at: float  # on the monotonic clock
+    # Takes the reply, or what decoding or applying the heartbeat raised.
+    take_reply: Callable[[heartbeat.HeartbeatReply | Exception], None]
 
 
 class HeartbeatSource(Protocol):
@@ -56,8 +53,8 @@ class HeartbeatQueue:
     ingest: Callable[[heartbeat.Heartbeat, bool], heartbeat.HeartbeatReply]
     load: Load
     sources: list[HeartbeatSource] = field(default_factory=list)  # the running ones
-    _urgent: deque[_QueuedHeartbeat] = field(default_factory=deque)
-    _usual: deque[_QueuedHeartbeat] = field(default_factory=deque)
+    _urgent: deque[QueuedHeartbeat] = field(default_factory=deque)
+    _usual: deque[QueuedHeartbeat] = field(default_factory=deque)
     _usual_applied: int = 0
     _is_state_locked: bool = False  # a thread reads the state
     # The end of this pass's slice; None: this pass of the event loop has not applied a heartbeat yet.
@@ -67,13 +64,8 @@ class HeartbeatQueue:
     def __len__(self) -> int:
         return len(self._urgent) + len(self._usual)
 
-    def submit(
-        self, decode: DecodeHeartbeat, is_urgent: bool, arrived_at: float, take_reply: TakeReply
-    ) -> None:
-        """Applies a heartbeat: immediately, if none is queued and this pass of the event loop has
-        time for it. ``arrived_at`` is on the monotonic clock.
-        """
-        queued = _QueuedHeartbeat(decode, is_urgent, arrived_at, take_reply)
+    def submit(self, queued: QueuedHeartbeat) -> None:
+        """Applies it: immediately, if none is queued and this pass of the event loop has time."""
         if not self._is_state_locked and not len(self):
             now = time.monotonic()
             if self._slice_until is None:
@@ -81,28 +73,8 @@ class HeartbeatQueue:
                 asyncio.get_running_loop().call_soon(self._end_slice)
             if now < self._slice_until:
                 return self._apply(queued)
-        (self._urgent if is_urgent else self._usual).append(queued)
+        (self._urgent if queued.is_urgent else self._usual).append(queued)
         return self._start_draining()
-
-    async def apply(
-        self, decode: DecodeHeartbeat, is_urgent: bool = False
-    ) -> heartbeat.HeartbeatReply:
-        """Applies a heartbeat in its turn and returns the reply. Raises what ``decode`` and
-        ``ingest`` raise.
-        """
-        replied: asyncio.Future[heartbeat.HeartbeatReply]
-        replied = asyncio.get_running_loop().create_future()
-
-        def take_reply(reply: heartbeat.HeartbeatReply | Exception) -> None:
-            if replied.done():
-                return
-            if isinstance(reply, Exception):
-                replied.set_exception(reply)
-            else:
-                replied.set_result(reply)
-
-        self.submit(decode, is_urgent, time.monotonic(), take_reply)
-        return await replied
 
     async def run_exclusively(self, work: Callable[[], T], within_s: float = 0.0) -> T:
         """Runs ``work`` in a thread and returns its result. No heartbeat is applied meanwhile.
@@ -153,7 +125,7 @@ class HeartbeatQueue:
         finally:
             self.load.waited_s, self._draining = 0.0, None
 
-    def _apply(self, queued: _QueuedHeartbeat) -> None:
+    def _apply(self, queued: QueuedHeartbeat) -> None:
         try:
             reply: heartbeat.HeartbeatReply | Exception
             reply = self.ingest(queued.decode(), queued.is_urgent)

@@ -65,9 +65,7 @@ class PerformanceTotals:
     _report_numbers: dict[str, int] = field(default_factory=dict)  # the last report of each agent
 
     def apply_heartbeat(self, beat: heartbeat.Heartbeat, fleet: Fleet, now: float) -> None:
-        """Adds a heartbeat's report. A repeated report, and parts about unknown processes and
-        streams, are ignored.
-        """
+        """Adds a report, unless it is repeated, without unknown processes and streams."""
         report = beat.performance
         if report is None or report.number <= self._report_numbers.get(beat.agent, 0):
             return
@@ -336,11 +334,14 @@ class GroupTotals:
             key = OTHER_OPS, 0
         return self.size_classes.setdefault(key, SizeClassTotals())
 
-    def _get_period(self, op: str, now: float) -> PeriodTotals:
+    def _get_period(self, op: str, now: float) -> PeriodHistory:
+        """The history of an operation, in the current period."""
         op = op[:MAX_OP_LENGTH]
         if op not in self.histories and len(self.histories) >= MAX_HISTORIES:
             op = OTHER_OPS
-        return self.histories.setdefault(op, PeriodHistory()).get_current(now)
+        history = self.histories.setdefault(op, PeriodHistory())
+        history.begin_period(now)
+        return history
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,16 +355,28 @@ class PeriodPoint:
 
 
 @dataclass(slots=True)
-class PeriodTotals:
-    """The calls and arrival spreads of one period."""
+class PeriodHistory:
+    """One operation in a group: its current period, and the points of the last ones."""
 
     started_at: float = 0.0
     calls: int = 0
     latency: DurationHistogram = field(default_factory=DurationHistogram)
     spread: DurationHistogram = field(default_factory=DurationHistogram)
+    closed_points: deque[PeriodPoint] = field(default_factory=lambda: deque(maxlen=MAX_PERIODS))
+
+    def begin_period(self, now: float) -> None:
+        """Begins a new period if the current one has ended."""
+        started_at = now - now % PERIOD_S
+        if started_at > self.started_at:
+            self.closed_points.extend(self._list_current_point())
+            self.started_at, self.calls = started_at, 0
+            self.latency, self.spread = DurationHistogram(), DurationHistogram()
 
     def list_points(self) -> list[PeriodPoint]:
-        """The period's point; none if nothing was measured."""
+        """The periods in which something was measured, in order, including the current one."""
+        return [*self.closed_points, *self._list_current_point()]
+
+    def _list_current_point(self) -> list[PeriodPoint]:
         if not self.calls and not self.spread.total_count:
             return []
         return [
@@ -374,26 +387,6 @@ class PeriodTotals:
                 spread_p50_p95=compute_p50_p95(self.spread),
             )
         ]
-
-
-@dataclass(slots=True)
-class PeriodHistory:
-    """The last periods of one operation in a group."""
-
-    closed_points: deque[PeriodPoint] = field(default_factory=lambda: deque(maxlen=MAX_PERIODS))
-    _current: PeriodTotals = field(default_factory=PeriodTotals)
-
-    def get_current(self, now: float) -> PeriodTotals:
-        """The current period: a new one if the last one has ended."""
-        started_at = now - now % PERIOD_S
-        if started_at > self._current.started_at:
-            self.closed_points += self._current.list_points()
-            self._current = PeriodTotals(started_at)
-        return self._current
-
-    def list_points(self) -> list[PeriodPoint]:
-        """The periods in order, including the current one."""
-        return [*self.closed_points, *self._current.list_points()]
 
 
 def compute_p50_p95(durations: DurationHistogram) -> tuple[float, float] | None:

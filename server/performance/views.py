@@ -10,12 +10,7 @@ from typing import Annotated
 from pydantic import AfterValidator, AwareDatetime, Field
 
 from hangwatch.model.groups import Group
-from hangwatch.performance import stragglers
-from hangwatch.performance.distributions import (
-    DurationHistogram,
-    compute_bandwidths,
-    size_class_min_bytes,
-)
+from hangwatch.performance import distributions, stragglers
 from hangwatch.report.text import group_name, name_ranks
 from hangwatch.tracking.attempt import Attempt
 
@@ -46,9 +41,7 @@ class RankedGroup:
 
 
 def rank_groups(job: JobTotals) -> list[RankedGroup]:
-    """The groups of a job: first those that wait longest for a straggler, then those that make the
-    most calls.
-    """
+    """The groups of a job; see `RankedGroup.sort_key`."""
     groups = list(job.groups.values())
     late_by_group = {
         number: (group.arrivals.straggler, frozenset(group.group.ranks))
@@ -56,18 +49,17 @@ def rank_groups(job: JobTotals) -> list[RankedGroup]:
         if group.arrivals.straggler is not None
     }
     causes = stragglers.find_straggler_causes(late_by_group)
-    ranked: list[RankedGroup] = []
-    for number, group in enumerate(groups):
-        late = group.arrivals.straggler
-        straggler = None if late is None else _describe_straggler(late, group, causes.get(number))
-        ranked.append(RankedGroup(group, straggler))
+    ranked = [
+        RankedGroup(group, _describe_straggler(group, causes.get(number)))
+        for number, group in enumerate(groups)
+    ]
     return sorted(ranked, key=lambda one: one.sort_key)
 
 
-def _describe_straggler(
-    late: stragglers.LatenessStats, totals: GroupTotals, because_of: frozenset[int] | None
-) -> Straggler:
-    group = totals.group
+def _describe_straggler(totals: GroupTotals, because_of: frozenset[int] | None) -> Straggler | None:
+    late, group = totals.arrivals.straggler, totals.group
+    if late is None:
+        return None
     summary = stragglers.format_straggler(
         late, group_name(group.name, group.desc), totals.arrivals.error_s, queued=totals.queued
     )
@@ -134,11 +126,12 @@ def _iter_call_stats(totals: GroupTotals) -> Iterator[CallStats]:
     )
     for (op, size_class), row in ordered:
         mean_bytes = row.transferred_bytes / max(1, row.transfer.total_count)
-        bandwidths = compute_bandwidths(op, members, mean_bytes, row.transfer.quantile(0.5))
+        median_s = row.transfer.quantile(0.5)
+        bandwidths = distributions.compute_bandwidths(op, members, mean_bytes, median_s)
         algorithm_gbs, bus_gbs = bandwidths or (None, None)
         yield CallStats(
             op=op,
-            size_from=size_class_min_bytes(size_class),
+            size_from=distributions.size_class_min_bytes(size_class),
             calls=round(row.calls / reporting_ranks),
             bytes=round(row.bytes / reporting_ranks),
             latency=_summarize_durations(row.latency),
@@ -149,7 +142,7 @@ def _iter_call_stats(totals: GroupTotals) -> Iterator[CallStats]:
         )
 
 
-def _summarize_durations(durations: DurationHistogram) -> Durations | None:
+def _summarize_durations(durations: distributions.DurationHistogram) -> Durations | None:
     """The document of a histogram; None for an empty one."""
     quantiles = compute_p50_p95(durations)
     if quantiles is None:

@@ -13,13 +13,8 @@ from hangwatch.performance.stragglers import format_duration
 from ..http.api import JobName, Page, PageOf100, PageRequest, make_group_cursor
 from ..http.app_state import AppState
 from ..http.rendering import wants_json
+from ..performance import views
 from ..performance.totals import PERIOD_S, PeriodPoint
-from ..performance.views import (
-    GroupPerformance,
-    RankedGroup,
-    describe_group_performance,
-    list_stragglers,
-)
 from .serving import PageNumber, choose_attempt, serve_page, slice_page
 
 GROUPS_PER_PAGE = 8
@@ -42,7 +37,7 @@ def build_router(state: AppState) -> APIRouter:
             "Calls, latency, bandwidth and arrivals by process group; first the groups that wait"
             " longest for a straggler"
         ),
-        response_model=Page[GroupPerformance],
+        response_model=Page[views.GroupPerformance],
     )
     async def get_performance(
         listed: PageOf100, job: JobName = None, group: GroupQuery = ""
@@ -77,11 +72,11 @@ def _list_groups(state: AppState, listed: PageRequest, job: str | None, group: s
     return listed.make_response(
         rows,
         lambda row: make_group_cursor(row[0], row[1].totals.group.key),
-        lambda row: describe_group_performance(*row, to_date).model_dump(mode="json"),
+        lambda row: views.describe_group_performance(*row, to_date).model_dump(mode="json"),
     )
 
 
-def _matches_group(ranked: RankedGroup, group: str) -> bool:
+def _matches_group(ranked: views.RankedGroup, group: str) -> bool:
     return not group or group in (ranked.totals.group.name, ranked.totals.group.desc)
 
 
@@ -97,13 +92,13 @@ def _build_page_values(state: AppState, job: str, group: str, page: int) -> Mapp
         "job": attempt.job,
         "attempt": attempt.number,
         "jobs": [a.job for a in state.list_latest_attempts()],
-        "stragglers": list_stragglers(all_groups),
+        "stragglers": views.list_stragglers(all_groups),
         "compared": sum(ranked.totals.arrivals.compared_calls for ranked in all_groups),
         "ignored_reports": state.shared.performance.get_job(attempt).ignored_reports,
         "group_filter": group,
         "shown": shown,
         "groups": [
-            (describe_group_performance(attempt, ranked, to_date), build_plots(ranked))
+            (views.describe_group_performance(attempt, ranked, to_date), build_plots(ranked))
             for ranked in shown.rows
         ],
         "plot_width": PLOT_WIDTH_PX,
@@ -137,7 +132,7 @@ class Plot:
         )
 
 
-def build_plots(ranked_group: RankedGroup) -> list[Plot]:
+def build_plots(ranked_group: views.RankedGroup) -> list[Plot]:
     """The latencies and the arrival spreads of each operation that has some."""
     plots: list[Plot] = []
     for op, history in ranked_group.totals.histories.items():

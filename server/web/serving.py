@@ -50,18 +50,16 @@ def choose_attempt(state: AppState, job: str, attempt: int | None) -> Attempt | 
     """The attempt to show. Without a name: the newest running job with an open alert, else the
     newest job. Raises Problem for an unknown job or attempt.
     """
-    attempts = state.find_attempts(job or None, attempt)
     if job:
-        attempts = attempts[:1]  # the worlds that run beside the job are left out
+        return state.find_attempts(job, attempt)[0]  # the worlds that run beside the job come later
+    attempts = state.list_latest_attempts()
     alerted_jobs = {
         record.incident.job
         for record in state.shared.incidents.records.values()
         if record.is_open and record.incident.severity is Severity.ALERT
     }
-    for candidate in attempts:
-        if candidate.job in alerted_jobs and not candidate.is_finished:
-            return candidate
-    return next(iter(attempts), None)
+    alerted = [a for a in attempts if a.job in alerted_jobs and not a.is_finished]
+    return next(iter(alerted or attempts), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

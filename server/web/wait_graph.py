@@ -49,10 +49,17 @@ class WaitClassGraph:
 
 
 def build_graph(incident: Incident) -> WaitClassGraph:
-    """The wait-for graph, its ranks merged into the coarsest classes that wait alike."""
+    """The wait-for graph, its ranks merged into the coarsest classes that wait alike: the largest
+    ones, and the edges between them. Culprits come first.
+    """
+    waits, culprits = set(incident.waits), set(incident.culprits)
+    # The first unlisted waiter stands for all of them: they wait for the culprits in the incident's
+    # own call.
     unlisted = _find_unlisted_waiters(incident)
-    waits = {*incident.waits, *_assume_waits(incident, unlisted)}
-    culprits = set(incident.culprits)
+    group = incident.group.name if incident.group else ""
+    for rank in unlisted[:1]:
+        for culprit in incident.culprits[:MAX_SINGLE_CULPRITS]:
+            waits.add(Wait(rank=rank, on_rank=culprit, group=group, seq=incident.seq or 0))
     ranks = sorted({wait.rank for wait in waits} | {wait.on_rank for wait in waits} | culprits)
     class_of = _partition_ranks(ranks, culprits, waits)
     members: dict[int, list[int]] = {}
@@ -61,11 +68,29 @@ def build_graph(incident: Incident) -> WaitClassGraph:
     if unlisted and unlisted[0] in class_of:
         number = class_of[unlisted[0]]
         members[number] = sorted({*members[number], *unlisted})
-    return _build_class_graph(members, class_of, culprits, waits)
+    classes = [
+        WaitClass(ranks=tuple(listed), is_culprit=culprits.issuperset(listed))
+        for listed in members.values()
+    ]
+    numbered = sorted(
+        zip(members, classes, strict=True),
+        key=lambda item: (not item[1].is_culprit, -len(item[1].ranks), item[1].ranks),
+    )
+    index_of = {number: index for index, (number, _) in enumerate(numbered[:MAX_CLASSES])}
+    labels: dict[tuple[int, int], dict[WaitLabel, None]] = {}
+    for wait in sorted(waits, key=lambda w: (w.rank, w.on_rank, w.group, w.seq)):
+        start, end = index_of.get(class_of[wait.rank]), index_of.get(class_of[wait.on_rank])
+        if start is not None and end is not None:
+            labels.setdefault((start, end), {})[WaitLabel(wait.group, wait.seq)] = None
+    return WaitClassGraph(
+        classes=tuple(wait_class for _, wait_class in numbered[:MAX_CLASSES]),
+        edges={pair: tuple(pair_labels) for pair, pair_labels in labels.items()},
+    )
 
 
 def _find_unlisted_waiters(incident: Incident) -> list[int]:
     """Waiting ranks without a listed wait: an incident keeps only some of thousands of waits."""
+    in_call = set(incident.waiting)
     if incident.waits:
         in_call = {
             rank
@@ -73,57 +98,14 @@ def _find_unlisted_waiters(incident: Incident) -> list[int]:
             if call_class.call.seq == incident.seq
             for rank in call_class.ranks
         }
-    else:
-        in_call = set(incident.waiting)
     listed = {wait.rank for wait in incident.waits}
     return sorted((in_call & set(incident.waiting)) - listed)
-
-
-def _assume_waits(incident: Incident, unlisted: list[int]) -> list[Wait]:
-    """The first unlisted waiter stands for all of them: they wait for the culprits in the
-    incident's own call.
-    """
-    group = incident.group.name if incident.group else ""
-    return [
-        Wait(rank=rank, on_rank=culprit, group=group, seq=incident.seq or 0)
-        for rank in unlisted[:1]
-        for culprit in incident.culprits[:MAX_SINGLE_CULPRITS]
-    ]
-
-
-def _build_class_graph(
-    members: Mapping[int, list[int]],
-    class_of: Mapping[int, int],
-    culprits: set[int],
-    waits: Collection[Wait],
-) -> WaitClassGraph:
-    """The largest classes and the edges between them; culprits first."""
-    ordered = sorted(
-        members,
-        key=lambda n: (not culprits.issuperset(members[n]), -len(members[n]), members[n]),
-    )
-    shown = ordered[:MAX_CLASSES]
-    index_of = {number: index for index, number in enumerate(shown)}
-    labels: dict[tuple[int, int], dict[WaitLabel, None]] = {}
-    for wait in sorted(waits, key=lambda w: (w.rank, w.on_rank, w.group, w.seq)):
-        start, end = index_of.get(class_of[wait.rank]), index_of.get(class_of[wait.on_rank])
-        if start is not None and end is not None:
-            labels.setdefault((start, end), {})[WaitLabel(wait.group, wait.seq)] = None
-    classes = tuple(
-        WaitClass(ranks=tuple(members[n]), is_culprit=culprits.issuperset(members[n]))
-        for n in shown
-    )
-    return WaitClassGraph(
-        classes=classes, edges={pair: tuple(pair_labels) for pair, pair_labels in labels.items()}
-    )
 
 
 def _partition_ranks(
     ranks: list[int], culprits: set[int], waits: Collection[Wait]
 ) -> dict[int, int]:
-    """The number of each rank's class. Refines a first partition until all ranks of a class wait
-    for the same classes.
-    """
+    """The number of each rank's class: all ranks of a class wait for the same classes."""
     waits_of: dict[int, list[Wait]] = {rank: [] for rank in ranks}
     for wait in waits:
         waits_of[wait.rank].append(wait)
@@ -207,9 +189,7 @@ def draw_graph(graph: WaitClassGraph) -> GraphPicture:
 
 
 def _compute_depths(graph: WaitClassGraph) -> dict[int, int]:
-    """The number of waits that lead from each class to a culprit. Without culprits, all classes are
-    in one column.
-    """
+    """The number of waits from each class to a culprit; without culprits, 0 for all classes."""
     depths = {index: 0 for index, c in enumerate(graph.classes) if c.is_culprit}
     default_depth = 1 if depths else 0
     reached = set(depths)

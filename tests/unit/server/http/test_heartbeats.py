@@ -1,15 +1,125 @@
-"""The bodies of heartbeats."""
+"""What node agents send is answered alike, whoever has read the request."""
 
 from __future__ import annotations
 
+import asyncio
 import gzip
+import json
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
+import httpx
 import pytest
+from starlette.types import ASGIApp
 
+from hangwatch.protocol import codec, heartbeat
+from hangwatch.server.app import build_app
 from hangwatch.server.core import limits
 from hangwatch.server.core.problems import Problem
 from hangwatch.server.http import heartbeats
+from hangwatch.server.http.app_state import AppState
+from hangwatch.server.ingest.connection_worker import FrameType, WorkerFrame
+from hangwatch.server.settings import Settings
+from hangwatch.server.storage.store import Store
+
+TOKEN = "a-token-of-the-test"
+BEAT = json.dumps(
+    codec.encode_message(heartbeat.Heartbeat(host="n", agent="a", number=1, full=True))
+).encode()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[ASGIApp, AppState]]:
+    store = Store(tmp_path)
+    settings = Settings(data_dir=tmp_path)
+    yield build_app(settings, store=store, base_url="http://localhost", token=TOKEN)
+    store.close()
+
+
+async def send_request(
+    app: ASGIApp, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] = {}
+) -> httpx.Response:
+    transport = httpx.ASGITransport(app)
+    headers = {"Authorization": f"Bearer {TOKEN}", **headers}
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        return await client.request(method, path, content=body, headers=headers)
+
+
+async def send_frame(state: AppState, body: bytes, headers: Mapping[str, str]) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {TOKEN}", **headers}
+    lines = [
+        f"POST {heartbeat.HEARTBEAT_PATH} HTTP/1.1",
+        *(f"{k}: {v}" for k, v in headers.items()),
+    ]
+    head = "\r\n".join(lines).encode()
+    responses: list[bytes] = []
+    frame = WorkerFrame(FrameType.REQUEST, 1, -1, time.monotonic(), head, body)
+    state.agent_worker.answer_request(frame, responses.append)
+    while not responses:
+        await asyncio.sleep(0)
+    (response,) = responses
+    head, _, content = response.partition(b"\r\n\r\n")
+    status_line, *lines = head.decode().split("\r\n")
+    received = [(name, value) for name, _, value in (line.partition(": ") for line in lines)]
+    return httpx.Response(int(status_line.split()[1]), headers=received, content=content)
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status"),
+    [
+        (BEAT, {}, 200),
+        (gzip.compress(BEAT), {"Content-Encoding": "gzip"}, 200),
+        (b"{}", {}, 422),
+        (b"no gzip", {"Content-Encoding": "gzip"}, 422),
+        (BEAT, {"Content-Encoding": "br"}, 415),
+        (BEAT.replace(b'"n"', b'"%s"' % (b"n" * 1000)), {}, 422),
+        (BEAT, {"Authorization": "Bearer wrong"}, 401),
+    ],
+)
+def test_heartbeat_has_the_same_answer_over_http_and_in_a_frame(
+    body: bytes, headers: dict[str, str], status: int, server: tuple[ASGIApp, AppState]
+) -> None:
+    app, state = server
+
+    async def send_both() -> list[tuple[httpx.Response, int, int]]:
+        answers = []
+        counters = state.shared.counters
+        for send in (
+            send_request(app, "POST", heartbeat.HEARTBEAT_PATH, body, headers),
+            send_frame(state, body, headers),
+        ):
+            response = await send
+            answers.append((response, counters.malformed, counters.refusals_by_limit.total()))
+        return answers
+
+    (first, malformed, refused), (second, *both) = asyncio.run(send_both())
+    assert first.status_code == second.status_code == status
+    assert first.headers.keys() == second.headers.keys()
+    if status == 200:  # the reply has the server's time
+        assert first.json().keys() == second.json().keys()
+    else:
+        assert (first.content, first.headers) == (second.content, second.headers)
+    assert both == [2 * malformed, 2 * refused]
+    assert malformed == (status in (415, 422))
+
+
+def test_refused_poll_counts_its_limit_and_is_no_heartbeat(
+    server: tuple[ASGIApp, AppState], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, state = server
+    monkeypatch.setattr(limits, "WAITING_AGENTS", replace(limits.WAITING_AGENTS, maximum=0))
+    poll = send_request(app, "POST", heartbeat.COMMANDS_PATH, b'{"agent": "a"}')
+    assert asyncio.run(poll).status_code == 429
+    assert state.shared.counters.refusals_by_limit == {limits.WAITING_AGENTS.name: 1}
+    assert state.shared.counters.malformed == 0
+
+
+def test_other_methods_are_refused(server: tuple[ASGIApp, AppState]) -> None:
+    app, _ = server
+    assert asyncio.run(send_request(app, "GET", heartbeat.HEARTBEAT_PATH)).status_code == 405
+    assert asyncio.run(send_request(app, "GET", heartbeat.PROOF_PATH)).json() == {}
 
 
 def test_gzip_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from hangwatch.protocol.heartbeat import HeartbeatReply
 from hangwatch.server.core.load import Load
 from hangwatch.server.ingest import agent_worker
 from hangwatch.server.ingest.agent_worker import AgentWorker
+from hangwatch.server.ingest.connection_worker import FrameType, encode_frame
 from hangwatch.server.ingest.heartbeat_queue import HeartbeatQueue
-from hangwatch.server.ingest.worker_frames import FrameType, encode_frame
 from hangwatch.tracking.fleet import AgentRegistry
 
 

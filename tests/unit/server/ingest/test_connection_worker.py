@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 
 from hangwatch.server.ingest import connection_worker
-from hangwatch.server.ingest.connection_worker import ConnectionWorker
-from hangwatch.server.ingest.worker_frames import (
+from hangwatch.server.ingest.connection_worker import (
     MAX_PACKET_BYTES,
+    ConnectionWorker,
     FrameType,
     OddRequestError,
     WorkerFrame,

@@ -13,7 +13,7 @@ import pytest
 from hangwatch.protocol import heartbeat
 from hangwatch.server.core.load import OVERLOAD_LATE_S, OVERLOAD_WAIT_S, Load
 from hangwatch.server.core.problems import Problem
-from hangwatch.server.ingest.heartbeat_queue import SLICE_S, HeartbeatQueue
+from hangwatch.server.ingest.heartbeat_queue import SLICE_S, HeartbeatQueue, QueuedHeartbeat
 
 
 @dataclass
@@ -36,14 +36,26 @@ class QueueHarness:
 
     def submit_heartbeat(
         self, number: int, urgent: bool = False
-    ) -> asyncio.Task[heartbeat.HeartbeatReply]:
-        return asyncio.get_running_loop().create_task(
-            self.queue.apply(make_heartbeat_reader(number), urgent)
-        )
+    ) -> asyncio.Future[heartbeat.HeartbeatReply]:
+        beat = heartbeat.Heartbeat(host="n0", agent="a0", number=number)
+        return self.submit(lambda: beat, urgent)
 
+    def submit(
+        self, decode: Callable[[], heartbeat.Heartbeat], urgent: bool = False
+    ) -> asyncio.Future[heartbeat.HeartbeatReply]:
+        replied: asyncio.Future[heartbeat.HeartbeatReply]
+        replied = asyncio.get_running_loop().create_future()
 
-def make_heartbeat_reader(number: int) -> Callable[[], heartbeat.Heartbeat]:
-    return lambda: heartbeat.Heartbeat(host="n0", agent="a0", number=number)
+        def take_reply(reply: heartbeat.HeartbeatReply | Exception) -> None:
+            if replied.cancelled():
+                return
+            if isinstance(reply, Exception):
+                replied.set_exception(reply)
+            else:
+                replied.set_result(reply)
+
+        self.queue.submit(QueuedHeartbeat(decode, urgent, time.monotonic(), take_reply))
+        return replied
 
 
 def test_simultaneous_heartbeats_do_not_block_event_loop() -> None:
@@ -64,10 +76,7 @@ def test_simultaneous_heartbeats_do_not_block_event_loop() -> None:
 
 def test_single_heartbeat_does_not_wait() -> None:
     async def submit_one() -> heartbeat.HeartbeatReply:
-        coroutine = QueueHarness().queue.apply(make_heartbeat_reader(7))
-        with pytest.raises(StopIteration) as answered:
-            coroutine.send(None)
-        return answered.value.value  # type: ignore[no-any-return]
+        return QueueHarness().submit_heartbeat(7).result()
 
     assert asyncio.run(submit_one()).interval_s == 7
 
@@ -75,7 +84,7 @@ def test_single_heartbeat_does_not_wait() -> None:
 def test_urgent_heartbeats_come_first_and_none_is_ingested_during_diagnosis() -> None:
     async def run_diagnosis() -> tuple[QueueHarness, list[int]]:
         harness, loop = QueueHarness(), asyncio.get_running_loop()
-        answers: list[asyncio.Task[heartbeat.HeartbeatReply]] = []
+        answers: list[asyncio.Future[heartbeat.HeartbeatReply]] = []
 
         def submit_meanwhile() -> list[int]:
             def submit(number: int) -> None:
@@ -125,7 +134,7 @@ def test_unreadable_heartbeat_fails_alone() -> None:
         come = [
             harness.submit_heartbeat(1),
             harness.submit_heartbeat(2),
-            asyncio.create_task(harness.queue.apply(raise_problem)),
+            harness.submit(raise_problem),
             harness.submit_heartbeat(3),
         ]
         left = harness.submit_heartbeat(4)

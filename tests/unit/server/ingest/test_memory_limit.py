@@ -34,14 +34,14 @@ def test_known_processes_are_reported_and_new_ones_refused(
 ) -> None:
     fleet = Fleet()
     known = make_heartbeat(make_process(1))
-    check_memory(known, fleet, False, 0)
+    check_memory(known, fleet)
     fleet.apply_heartbeat(known, 1.0)
     monkeypatch.setattr(
         limits, "MEMORY", replace(limits.MEMORY, maximum=read_resident_bytes() // 2)
     )
-    check_memory(make_heartbeat(make_process(1), number=2), fleet, True, 1)
+    check_memory(make_heartbeat(make_process(1), number=2), fleet)
     with pytest.raises(Problem, match="of a server's memory") as refusal:
-        check_memory(make_heartbeat(make_process(2), number=3), fleet, True, 1)
+        check_memory(make_heartbeat(make_process(2), number=3), fleet)
     assert refusal.value.status == limits.MEMORY.status
 
 
@@ -52,7 +52,7 @@ def test_members_of_all_jobs_of_a_heartbeat_count_together() -> None:
 
     def check_jobs(count: int) -> None:
         processes = (make_process(n, job=f"job {n}", world_size=world_size) for n in range(count))
-        check_memory(make_heartbeat(*processes), Fleet(), False, 0)
+        check_memory(make_heartbeat(*processes), Fleet())
 
     check_jobs(jobs)
     with pytest.raises(Problem, match=limits.MEMBERS.text):
@@ -67,7 +67,7 @@ def test_members_of_restarted_jobs_count() -> None:
     def start_attempt(restart: int) -> None:
         process = make_process(restart, world_size=world_size, restart=restart)
         beat = make_heartbeat(process, number=restart + 1)
-        check_memory(beat, fleet, True, 1)
+        check_memory(beat, fleet)
         fleet.apply_heartbeat(beat, float(restart))
 
     attempts = limits.MEMBERS.maximum // world_size

@@ -23,6 +23,7 @@ from hangwatch.server.app import build_app
 from hangwatch.server.core import events, limits
 from hangwatch.server.http.app_state import AppState
 from hangwatch.server.incidents.registry import IncidentRecord
+from hangwatch.server.ingest.heartbeat_queue import QueuedHeartbeat
 from hangwatch.server.monitor import cadence, diagnoser, diagnosis_loop, publisher, views
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
@@ -62,19 +63,15 @@ def make_heartbeat(
 def test_heartbeats_are_queued_during_large_diagnosis(state: AppState) -> None:
     state.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
     (attempt,) = state.shared.fleet.attempts.values()
-    answers: list[asyncio.Task[heartbeat.HeartbeatReply]] = []
+    replies: list[heartbeat.HeartbeatReply | Exception] = []
     loop = None
 
     def time_reading() -> float:
         assert loop is not None
         for number in (2, 3):
-            loop.call_soon_threadsafe(
-                lambda n=number: answers.append(
-                    loop.create_task(
-                        state.watch.heartbeat_queue.apply(functools.partial(make_heartbeat, n))
-                    )
-                )
-            )
+            decode = functools.partial(make_heartbeat, number)
+            queued = QueuedHeartbeat(decode, False, state.now(), replies.append)
+            loop.call_soon_threadsafe(state.watch.heartbeat_queue.submit, queued)
         deadline = state.now() + 5
         while len(state.watch.heartbeat_queue) < 2 and state.now() < deadline:
             pass
@@ -86,7 +83,11 @@ def test_heartbeats_are_queued_during_large_diagnosis(state: AppState) -> None:
         before = attempt.last_seen_at
         last_seen_at, _ = await state.watch.diagnoser.read_attempt(attempt, time_reading)
         assert last_seen_at == before, "nothing changed meanwhile"
-        assert [(await answer).resync for answer in answers] == [False, False]
+        while len(replies) < 2:
+            await asyncio.sleep(0)
+        for reply in replies:
+            assert isinstance(reply, heartbeat.HeartbeatReply)
+            assert not reply.resync
         return attempt.last_seen_at
 
     assert asyncio.run(time_diagnosis()) > 0

@@ -9,8 +9,13 @@ from typing import cast
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.verdicts import DeviceProgress
-from hangwatch.server.web.overview import AttemptOverview
-from hangwatch.server.web.ranks_page import RANK_COLUMNS, SORT_PATTERN, SORTABLE_COLUMNS, RankRow
+from hangwatch.server.web.ranks_page import (
+    RANK_COLUMNS,
+    SORT_PATTERN,
+    SORTABLE_COLUMNS,
+    AttemptOverview,
+    RankRow,
+)
 from hangwatch.tracking.call_stream import CallStream
 
 

@@ -1,33 +1,46 @@
-"""What ``/incidents/{id}`` shows of one incident: the graph, the calls, the stacks, the timeline;
-and the same as one HTML file for a ticket, which needs no server and makes no request.
+"""``/incidents``: the list of incidents, filtered by the address. ``/incidents/{id}``: the graph, the
+calls, the stacks and the timeline of one; and the same as one HTML file for a ticket, which needs no
+server and makes no request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from datetime import datetime
-from typing import Any
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
+from pydantic import BaseModel
 
 from hangwatch.model.incidents import Incident, MergedStack
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.report import recovery, terminal
-from hangwatch.report.documents import build_document, build_optional_document, parse_time
-from hangwatch.report.text import group_name, name_ranks, truncate_end
+from hangwatch.report.documents import build_document, parse_time
+from hangwatch.report.text import Document, group_name, name_ranks, truncate_end
 from hangwatch.stacks.frames import is_library
 from hangwatch.stacks.trees import merge_stacks
 
+from ..http.api import PageOf100, make_incidents_response
 from ..http.app_state import AppState
 from ..http.ondemand_routes import convert_stacks, select_calling_stacks
-from ..http.rendering import STYLESHEET_PATH, make_attachment
+from ..http.rendering import STYLESHEET_PATH, make_attachment, make_json_response, wants_json
+from ..incidents.registry import IncidentRecord
 from ..monitor import views
 from ..ondemand.dumps import RequestedDump
 from .ranks_page import RankSpan, filter_ranks, parse_rank_spans
+from .serving import PageNumber, TextQuery, serve_page, slice_page
 from .wait_graph import GraphPicture, build_graph, draw_graph
 
+INCIDENTS_PER_PAGE = 50
+PERIODS = {
+    "1h": timedelta(hours=1),
+    "24h": timedelta(days=1),
+    "7d": timedelta(days=7),
+    "30d": timedelta(days=30),
+}
 COMPARED_FIELDS = ("op", "shapes", "dtype", "reduce_op", "root", "peer", "splits", "detail")
 MAX_PROPOSED_RANKS = 32  # ranks that the form for new stacks begins with
 MAX_RANKS_LENGTH = 60  # characters in a line of the timeline
@@ -44,7 +57,98 @@ SECTIONS = (
 )
 
 
-def build_page_values(state: AppState, id: str, ranks: str, dump_id: str) -> dict[str, Any]:
+class IncidentsQuery(BaseModel):
+    """Empty values select everything."""
+
+    job: str = ""
+    status: Literal["open", "resolved", ""] = ""
+    kind: VerdictKind | Literal[""] = ""
+    since: Literal["1h", "24h", "7d", "30d", ""] = ""
+    rank: Annotated[str, Query(pattern="^[0-9]{0,9}$")] = ""
+    page: PageNumber = 1
+
+    @property
+    def is_active(self) -> bool:
+        return any((self.job, self.status, self.kind, self.since, self.rank))
+
+
+def build_router(state: AppState) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.get("/incidents", include_in_schema=False)
+    async def show_incidents(
+        request: Request, listed: PageOf100, query: Annotated[IncidentsQuery, Query()]
+    ) -> Response:
+        if wants_json(request):
+            return make_incidents_response(listed, _find_matching_records(state, query))
+        return serve_page(
+            state, request, "incidents.html", lambda: _build_list_values(state, query)
+        )
+
+    @routes.get("/incidents/{id}", include_in_schema=False)
+    async def show_incident(
+        request: Request, id: str, ranks: TextQuery = "", dump: TextQuery = ""
+    ) -> Response:
+        if wants_json(request):
+            return make_json_response(build_document(state.get_incident(id).incident))
+        return serve_page(
+            state, request, "incident.html", lambda: _build_incident_values(state, id, ranks, dump)
+        )
+
+    @routes.get(
+        "/api/v1/incidents/{id}/report",
+        tags=["incidents"],
+        summary="The incident as one HTML file that needs no server",
+        response_class=Response,
+        responses={200: {"content": {"text/html": {}}}},
+    )
+    async def download_report(id: str) -> Response:
+        values = _build_incident_values(state, id, "", "")
+        document = state.pages.render_text(
+            "report.html",
+            **values,
+            parts=state.pages.render_parts("incident.html", **values),
+            sections=SECTIONS,
+            stylesheet=STYLESHEET_PATH.read_text(encoding="utf-8"),
+            made_at=state.shared.clock.date(state.now()),
+            address=f"{state.base_url}/incidents/{id}",
+        )
+        return make_attachment(f"hangwatch-{id}.html", document, "text/html")
+
+    return routes
+
+
+def _find_matching_records(state: AppState, query: IncidentsQuery) -> list[IncidentRecord]:
+    """The matching incidents, the newest first."""
+    rank = int(query.rank) if query.rank else None
+    records = state.find_incidents(query.job or None, query.status or None, rank)
+    if query.kind:
+        records = [record for record in records if record.incident.kind is query.kind]
+    if query.since:
+        earliest = state.shared.clock.date(state.now()) - PERIODS[query.since]
+        records = [
+            record
+            for record in records
+            if record.is_open
+            or (record.incident.resolved_at or record.incident.opened_at) >= earliest
+        ]
+    return list(records)
+
+
+def _build_list_values(state: AppState, query: IncidentsQuery) -> dict[str, Any]:
+    records = _find_matching_records(state, query)
+    past_jobs = {record.incident.job for record in state.shared.incidents.records.values()}
+    current_jobs = {attempt.job for attempt in state.list_latest_attempts()}
+    return {
+        "shown": slice_page(records, query.page, INCIDENTS_PER_PAGE),
+        "jobs": sorted(past_jobs | current_jobs),
+        "kinds": [kind.value for kind in VerdictKind],
+        "periods": list(PERIODS),
+        "filter": query,
+    }
+
+
+def _build_incident_values(state: AppState, id: str, ranks: str, dump_id: str) -> dict[str, Any]:
     """The values of the page. ``ranks`` selects the ranks whose stacks and processes are shown.
     ``dump_id`` names the stacks that were requested from the page, if any. Raises Problem for an
     unknown incident.
@@ -80,7 +184,7 @@ def build_page_values(state: AppState, id: str, ranks: str, dump_id: str) -> dic
         "hardware": [
             (entry, terminal.describe_observation(entry.observation)) for entry in incident.hardware
         ],
-        "timeline": _build_timeline(incident),
+        "timeline": _build_timeline(incident, document),
         "dump_id": dump_id,
         "dump": dump,
         "dump_stacks": _merge_dump_stacks(dump) if dump else [],
@@ -137,11 +241,11 @@ def _build_graph_labels(
 def _label_boxes(incident: Incident, picture: GraphPicture) -> list[str]:
     """The second line of each box in the graph: where one of its ranks is, if a stack is known."""
     lines: dict[int, str] = {}
-    for ranks, frames in convert_stacks(select_calling_stacks(incident.stacks)):
-        frame = next((f for f in frames if not is_library(f.file)), None)
+    for stack in select_calling_stacks(incident.stacks):
+        frame = next((f for f in stack.frames if not is_library(f.file)), None)
         if frame is not None:
             file_name = frame.file.rsplit("/", 1)[-1]
-            lines |= dict.fromkeys(ranks, f"{file_name}:{frame.line} {frame.function}")
+            lines |= dict.fromkeys(stack.ranks, f"{file_name}:{frame.line} {frame.function}")
     labels: list[str] = []
     for box in picture.boxes:
         known_lines = (lines[rank] for rank in box.wait_class.ranks if rank in lines)
@@ -161,36 +265,24 @@ def _merge_dump_stacks(dump: RequestedDump) -> list[tuple[MergedStack, bool]]:
     return [(replace(stack, ranks=tuple(ranks)), is_caller) for ranks, stack, is_caller in ordered]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimelineEntry:
-    at: datetime
-    after_s: float  # seconds since the onset
-    text: str
-
-
-def _build_timeline(incident: Incident) -> list[TimelineEntry]:
+def _build_timeline(incident: Incident, document: Document) -> list[tuple[datetime, str]]:
     started = ""
     if incident.waiting:
         started = (
             f": {truncate_end(name_ranks(incident.waiting), MAX_RANKS_LENGTH)} started waiting"
         )
-    recovery_document = {"recovery": build_optional_document(incident.recovery)}
     events = [
         (incident.onset_at, f"Onset{started}"),
         (incident.opened_at, f"Incident opened: {incident.severity.value} {incident.kind.value}"),
         *_iter_stack_events(incident),
-        *((parse_time(at), text) for at, text in recovery.iter_recovery_events(recovery_document)),
+        *((parse_time(at), text) for at, text in recovery.iter_recovery_events(document)),
     ]
     if incident.resolved_at is not None:
         reason = "the job made progress or ended"
         if incident.resolution:
             reason = terminal.RESOLUTIONS[incident.resolution]
         events.append((incident.resolved_at, f"Resolved: {reason}"))
-    events.sort(key=lambda event: event[0])
-    return [
-        TimelineEntry(at=at, after_s=(at - incident.onset_at).total_seconds(), text=text)
-        for at, text in events
-    ]
+    return sorted(events, key=lambda event: event[0])
 
 
 def _iter_stack_events(incident: Incident) -> Iterator[tuple[datetime, str]]:
@@ -205,28 +297,3 @@ def _iter_stack_events(incident: Incident) -> Iterator[tuple[datetime, str]]:
         )
         what = "Stacks taken of" if is_success else "Failed to take stacks of"
         yield min(stack.taken_at for stack in stacks), f"{what} {ranks} ({source})"
-
-
-def build_router(state: AppState) -> APIRouter:
-    routes = APIRouter(prefix="/api/v1/incidents/{id}", tags=["incidents"])
-
-    @routes.get(
-        "/report",
-        summary="The incident as one HTML file that needs no server",
-        response_class=Response,
-        responses={200: {"content": {"text/html": {}}}},
-    )
-    async def download_report(id: str) -> Response:
-        values = build_page_values(state, id, "", "")
-        document = state.pages.render_text(
-            "report.html",
-            **values,
-            parts=state.pages.render_parts("incident.html", **values),
-            sections=SECTIONS,
-            stylesheet=STYLESHEET_PATH.read_text(encoding="utf-8"),
-            made_at=state.shared.clock.date(state.now()),
-            address=f"{state.base_url}/incidents/{id}",
-        )
-        return make_attachment(f"hangwatch-{id}.html", document, "text/html")
-
-    return routes
