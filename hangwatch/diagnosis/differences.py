@@ -59,14 +59,16 @@ def add_divergence(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     is_due = verdict.is_confirmed or KINDS[verdict.kind].is_call_error
     if not is_due and context.now - verdict.began_at < context.limits.suspicion_delay_s:
         return verdict
-    comparison = _Comparison(context, context.streams_by_group.get(group.key, {}), seq)
+    members = context.streams_by_group.get(group.key, {})
+    comparison = _Comparison(context, members, seq)
     if verdict.kind is VerdictKind.NO_PROGRESS:
         verdict = comparison.blame_swallowed_exception(verdict)
     sides = comparison.split_sides(verdict)
     spec = KINDS[verdict.kind]
     if not spec.compares_calls or sides is None:
         return verdict
-    left, right = comparison.get_calls(sides[0]), comparison.get_calls(sides[1])
+    left = comparison.get_calls(sides[0])
+    right = comparison.get_calls(sides[1])
     if not left or not right:
         return verdict
     right_is_short = not spec.is_call_error or _ended_loop_early(left, right, seq)

@@ -204,12 +204,14 @@ def find_blocked_streams(process: Process, before: float) -> list[CallStream]:
         return [] if has_called_since else blocked
     others = _list_callers(process, sample, blocked)
     if has_called_since:
-        callers = [(stream.uid, sample.find_caller(stream)) for stream in blocked]
+        for stream in blocked:
+            caller = sample.find_caller(stream)
+            if caller is None or stream.uid not in caller.called_uids:
+                return []
+            if not waits_for_communication(caller):
+                return []
+        # A thread may wait for the end or the result of another one. But any thread may hold a lock.
         is_blocked = all(
-            thread is not None and uid in thread.called_uids and waits_for_communication(thread)
-            for uid, thread in callers
-        ) and all(
-            # A thread may wait for the end or the result of another one. But any may hold a lock.
             waits_for_communication(thread)
             or (_is_waiting_for_thread(thread) and classify_activity(thread).waits is not LOCK)
             for thread in others
