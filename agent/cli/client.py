@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -47,6 +48,11 @@ def parse_address(url: str | None, token: str | None, env: Mapping[str, str]) ->
             chosen = target
             break
     return replace(chosen, token=token) if token else chosen
+
+
+def build_path(collection: str, item: object) -> str:
+    """The path of an item with this id, below ``/api/v1/``."""
+    return f"{collection}/{quote(str(item), safe='')}"
 
 
 def open_client(

@@ -6,13 +6,12 @@ import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import quote
 
 from hangwatch.report.terminal import format_stack, merge_equal_stacks
 from hangwatch.report.text import Paint, name_ranks
 
 from ..arguments import add_query_options, parse_positive, parse_ranks
-from ..client import open_client
+from ..client import build_path, open_client
 from ..errors import ERROR, OK, NotFoundError
 from ..terminal import detect_paint, print_message, print_result
 
@@ -51,7 +50,7 @@ def run_dump(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         deadline = time.monotonic() + timeout_s
         while document.get("status") == "pending" and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-            document = client.get(f"dumps/{quote(str(document['id']), safe='')}")
+            document = client.get(build_path("dumps", document["id"]))
     ranks = document.get("ranks") or []
     print_result(args, document, _format_rank_stacks(ranks, detect_paint(env)))
     late = [rank["rank"] for rank in ranks if rank.get("status") == "pending"]

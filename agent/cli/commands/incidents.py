@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.report.terminal import format_incident, format_summary
@@ -30,7 +29,7 @@ from hangwatch.report.text import (
 )
 
 from ..arguments import add_query_options, parse_positive
-from ..client import Client, open_client
+from ..client import Client, build_path, open_client
 from ..errors import HANG, OK, CliError, NotFoundError, UsageError
 from ..terminal import detect_paint, page_lines, print_message, print_result, watch_view
 
@@ -251,13 +250,13 @@ def find_incident(client: Client, id_prefix: str | None, job: str | None) -> dic
     if id_prefix is None:
         newest = next(client.iter_items("incidents", job=job, limit=1), None)
         if newest is not None:
-            return _fetch_incident(client, str(newest["id"]))
+            return client.get(build_path("incidents", newest["id"]))
         if job is None:
             raise NotFoundError("there is no incident")
         client.check_job(job)
         raise NotFoundError(f"there is no incident of job {job}")
     with contextlib.suppress(NotFoundError):  # then it may be a prefix
-        return _fetch_incident(client, id_prefix)
+        return client.get(build_path("incidents", id_prefix))
     ids = (str(incident["id"]) for incident in client.iter_items("incidents", job=job))
     matches = [name for name in ids if name.upper().startswith(id_prefix.upper())]
     if not matches:
@@ -270,11 +269,7 @@ def find_incident(client: Client, id_prefix: str | None, job: str | None) -> dic
             f"{id_prefix!r} begins the ids of {len(matches)} incidents:"
             f" {abbreviate_list(matches, _MAX_IDS_NAMED)}"
         )
-    return _fetch_incident(client, matches[0])
-
-
-def _fetch_incident(client: Client, incident_id: str) -> dict[str, Any]:
-    return client.get(f"incidents/{quote(incident_id, safe='')}")
+    return client.get(build_path("incidents", matches[0]))
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -293,7 +288,7 @@ def run_report(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Writes the file and prints its path. Raises CliError."""
     with open_client(args, env) as client:
         incident_id = str(find_incident(client, args.id, args.job)["id"])
-        page = client.download_file(f"incidents/{quote(incident_id, safe='')}/report")
+        page = client.download_file(f"{build_path('incidents', incident_id)}/report")
     if args.out == _STDOUT:
         sys.stdout.buffer.write(page)
         return OK

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from hangwatch.protocol.commands import (
     MAX_RECORDING_HZ,
@@ -32,7 +31,7 @@ from hangwatch.report.text import (
 )
 
 from ..arguments import add_query_options, parse_positive, parse_ranks
-from ..client import Client, open_client
+from ..client import Client, build_path, open_client
 from ..errors import ERROR, OK, CliError, UsageError
 from ..terminal import detect_paint, print_message, print_result, replace_line
 
@@ -116,19 +115,20 @@ def run_record(args: argparse.Namespace, env: Mapping[str, str]) -> int:
             gil=args.gil,
             job=args.job or None,
         )
+        path = build_path("recordings", document["id"])
         try:
-            document = _await_recording(client, document)
+            document = _await_recording(client, path, document)
         except KeyboardInterrupt:
             print_message("ending the recording; a second Ctrl-C discards its samples")
-            document = _await_recording(client, client.post(f"{_build_path(document)}/stop"))
+            document = _await_recording(client, path, client.post(f"{path}/stop"))
         print_result(args, document, format_recording(document, detect_paint(env)))
         done = [rank for rank in document["ranks"] if rank.get("status") == "done"]
         if done:
-            _write_files(client, document, args)
+            _write_files(client, document, args.out)
     return OK if len(done) == len(document["ranks"]) else ERROR
 
 
-def _await_recording(client: Client, document: dict[str, Any]) -> dict[str, Any]:
+def _await_recording(client: Client, path: str, document: dict[str, Any]) -> dict[str, Any]:
     """Waits until every rank has completed or failed, and shows the progress."""
     began = time.monotonic()
     last_progress = ""
@@ -141,14 +141,10 @@ def _await_recording(client: Client, document: dict[str, Any]) -> dict[str, Any]
             print_message(progress)
         last_progress = progress
         time.sleep(_POLL_S)
-        document = client.get(_build_path(document))
+        document = client.get(path)
     if is_terminal:
         replace_line("")
     return document
-
-
-def _build_path(document: Mapping[str, Any]) -> str:
-    return f"recordings/{quote(str(document['id']), safe='')}"
 
 
 def _describe_progress(document: Mapping[str, Any]) -> str:
@@ -166,14 +162,15 @@ def _describe_progress(document: Mapping[str, Any]) -> str:
     return text
 
 
-def _write_files(client: Client, document: Mapping[str, Any], args: argparse.Namespace) -> None:
+def _write_files(client: Client, document: Mapping[str, Any], folder: Path) -> None:
+    path = build_path("recordings", document["id"])
     for kind, ending in (("flamegraph.svg", "svg"), ("speedscope.json", "speedscope.json")):
-        path = args.out / f"hangwatch-{document['id']}.{ending}"
+        file = folder / f"hangwatch-{document['id']}.{ending}"
         try:
-            path.write_bytes(client.download_file(f"{_build_path(document)}/{kind}"))
+            file.write_bytes(client.download_file(f"{path}/{kind}"))
         except OSError as error:
-            raise CliError(f"{path}: {error.strerror}: name another folder with --out") from error
-        message = f"wrote {path}"
+            raise CliError(f"{file}: {error.strerror}: name another folder with --out") from error
+        message = f"wrote {file}"
         if ending != "svg":
             message += " (open it at https://www.speedscope.app, or with a local copy of that page)"
         print_message(message)
