@@ -107,6 +107,7 @@ class WatchedProcess:
                 snapshot = self.reader.read_snapshot(now_ns)
             for uid, seq in self.history.add_delta(delta):
                 self.call_log.remove_call(uid, seq)
+            self.history.forget_closed_streams(snapshot)
             self.history.check_history.read_entries(self.reader, now_ns)
             if self.snapshot is None or self.snapshot.identity is not snapshot.identity:
                 recorded = parse_identity(

@@ -15,11 +15,12 @@ from hangwatch.ring import checks
 from hangwatch.ring.checks import CheckEntry
 from hangwatch.ring.layout import CheckFlag
 from hangwatch.ring.parts import THREAD, DeviceEntry
-from hangwatch.ring.reader import RingDelta, RingReader, StreamState
+from hangwatch.ring.reader import RingDelta, RingReader, RingSnapshot, StreamState
 from hangwatch.ring.sampling import thin_checks
 
 _MAX_CHAIN_HASHES = 256  # unacknowledged running hashes of a stream
 _MAX_PENDING_ENTRIES = 2048  # unacknowledged entries of the check table
+_MIN_STREAMS_DROPPED = 256  # closed streams that are dropped together
 # The next two limit one heartbeat. All ranks leave out the same calls of a stream that has more.
 _MAX_CHECKSUMS_PER_STREAM = 64
 _MAX_NONFINITE_PER_HEARTBEAT = 64
@@ -198,9 +199,21 @@ class UnackedHistory:
             self.retractions[uid] = retraction._replace(seq=first_seq)
 
     def add_reply(self, uid: int, calls: Sequence[Call]) -> None:
-        """Notes that the server is sent these calls, oldest first."""
+        """Records that the server is sent these calls, oldest first."""
         if calls:
             self._answered_seqs[uid] = max(calls[-1].seq, self._answered_seqs.get(uid, 0))
+
+    def forget_closed_streams(self, ring: RingSnapshot) -> None:
+        """Drops what is kept of the streams that the ring no longer has, once there are many."""
+        if ring.torn_parts or len(self.newest_ops) <= 2 * len(ring.streams) + _MIN_STREAMS_DROPPED:
+            return
+        open_uids = {state.uid for state in ring.streams}
+        for uid in list(self.newest_ops):
+            if uid not in open_uids and uid <= ring.opened:  # others were opened since it was read
+                del self.newest_ops[uid]
+                self.chains.pop(uid, None)
+                self.first_concurrent.pop(uid, None)
+                self._answered_seqs.pop(uid, None)
 
     def mark_acked(self, acked: AckedState) -> None:
         for uid, retraction in acked.retractions.items():

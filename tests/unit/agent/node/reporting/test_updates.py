@@ -193,6 +193,21 @@ def test_running_hashes_are_thinned_while_server_is_unreachable() -> None:
     assert len(select_checkpoints(chains, 0, 5000)) == 4, "multiples of 1024 survive"
 
 
+def test_closed_streams_are_forgotten_once_they_are_many() -> None:
+    history = UnackedHistory()
+    ring = make_snapshot(make_stream_state(5, 5), opened=1000)
+    for uid in range(1, 1003):
+        delta = RingDelta(next_index=uid, chains={uid: {1: 11}}, newest_ops={uid: "barrier"})
+        history.add_delta(delta)
+        history.forget_closed_streams(ring)
+    assert 2 < len(history.newest_ops) < 300
+    assert {1, 1001, 1002} <= set(history.newest_ops), "it is open, or was opened later"
+    assert history.chains.keys() == history.newest_ops.keys()
+    torn = replace(ring, streams=(), torn_parts=1)
+    history.forget_closed_streams(torn)
+    assert 1 in history.newest_ops
+
+
 def test_identity_without_rank_waits_and_invalid_one_is_refused() -> None:
     assert parse_identity({"job": "j"}, pid=1, start_ticks=2) is None
     identity = parse_identity(
