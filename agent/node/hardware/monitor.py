@@ -68,33 +68,28 @@ class HardwareMonitor(OrderWorker[HardwareOrder, tuple[HardwareReply, int]]):
         if now_ns >= self._next_baseline_ns and self.submit_order(HardwareOrder(pids=pids)):
             self._next_baseline_ns = now_ns + self._interval_ns
 
-    def execute_order(self, order: HardwareOrder) -> None:
-        try:
-            reading = self._take_reading(order)
-        except Exception as error:  # every request gets a reply, and the thread continues
-            reason = f"hangwatch failed to read them: {type(error).__name__}: {error}"
-            failed = UnavailableSource(source="all", reason=reason, remedy="please report this")
-            reading = Reading(taken_ns=time.monotonic_ns(), unavailable=(failed,))
-        if order.request_id:
-            reply = HardwareReply(
-                key=order.key,
-                request=order.request_id,
-                observations=reading.observations,
-                unavailable=reading.unavailable,
-            )
-            self.publish_result((reply, reading.taken_ns))
-
-    def _take_reading(self, order: HardwareOrder) -> Reading:
+    def execute_order(self, order: HardwareOrder) -> tuple[HardwareReply, int] | None:
         host = self._make_host(order.pids)
-        if order.request_id:
-            reading = self._reader.read_sources(self._sources, host)
-            changes = self._baselines.find_changes(reading, order.onset_ns)
-            return replace(reading, observations=changes)
-        counted = [s for s in self._sources if s.has_counters and s.name not in self._absent]
-        reading = self._reader.read_sources(counted, host)
-        self._absent.update(missing.source for missing in reading.unavailable)
-        self._baselines.add_reading(reading)
-        return reading
+        if not order.request_id:
+            counted = [s for s in self._sources if s.has_counters and s.name not in self._absent]
+            reading = self._reader.read_sources(counted, host)
+            self._absent.update(missing.source for missing in reading.unavailable)
+            self._baselines.add_reading(reading)
+            return None
+        reading = self._reader.read_sources(self._sources, host)
+        reply = HardwareReply(
+            key=order.key,
+            request=order.request_id,
+            observations=self._baselines.find_changes(reading, order.onset_ns),
+            unavailable=reading.unavailable,
+        )
+        return reply, reading.taken_ns
+
+    def explain_failure(self, order: HardwareOrder, error: str) -> tuple[HardwareReply, int] | None:
+        reason = f"hangwatch failed to read them: {error}"
+        failed = UnavailableSource(source="all", reason=reason, remedy="please report this")
+        reply = HardwareReply(key=order.key, request=order.request_id, unavailable=(failed,))
+        return (reply, time.monotonic_ns()) if order.request_id else None
 
 
 class Baselines:

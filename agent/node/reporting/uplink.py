@@ -121,12 +121,11 @@ class Uplink(OrderWorker[Callable[[], HeartbeatOutcome], HeartbeatOutcome]):
         if not self.is_busy:
             self._client.close()
 
-    def execute_order(self, order: Callable[[], HeartbeatOutcome]) -> None:
-        try:
-            outcome = order()
-        except Exception as error:  # the agent's loop waits for an outcome in any case
-            outcome = HeartbeatOutcome(problem=f"{type(error).__name__}: {error}", is_refused=True)
-        self.publish_result(outcome)
+    def execute_order(self, order: Callable[[], HeartbeatOutcome]) -> HeartbeatOutcome:
+        return order()
+
+    def explain_failure(self, _: Callable[[], HeartbeatOutcome], error: str) -> HeartbeatOutcome:
+        return HeartbeatOutcome(problem=error, is_refused=True)
 
     def send_heartbeat(
         self, heartbeat: Any, *, urgent: bool = False, patient: bool = False

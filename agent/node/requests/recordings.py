@@ -92,13 +92,17 @@ class RecordingWorker(OrderWorker[RecordingOrder, RecordingReply]):
             self._stop_reason = self._stop_reason or reason
             time.sleep(0.02)
 
-    def execute_order(self, order: RecordingOrder) -> None:
+    def execute_order(self, order: RecordingOrder) -> RecordingReply | None:
         self._stop_reason = ""
         self._current = order
-        reply = None if self._closed else self._record_process(order)
-        self._current = None
-        if reply is not None:
-            self.publish_result(reply)
+        try:
+            return None if self._closed else self._record_process(order)
+        finally:
+            self._current = None
+
+    def explain_failure(self, order: RecordingOrder, error: str) -> RecordingReply:
+        problem = f"hangwatch failed to record: {error}; please report this"
+        return RecordingReply(key=order.key, request=order.request_id, error=problem)
 
     def _record_process(self, order: RecordingOrder) -> RecordingReply:
         """The last reply to an order, after a first one that it has begun."""
@@ -110,9 +114,6 @@ class RecordingWorker(OrderWorker[RecordingOrder, RecordingReply]):
             return record_profile(self._pyspy, order, lambda: self._stop_reason)
         except PySpyError as error:
             return replace(reply, error=str(error))
-        except Exception as error:  # every request gets a reply, and the thread continues
-            text = f"{type(error).__name__}: {error}; please report this"
-            return replace(reply, error=f"hangwatch failed to record: {text}")
 
 
 def record_profile(

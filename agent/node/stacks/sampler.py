@@ -91,18 +91,14 @@ class StackSampler(OrderWorker[SampleOrder, SampleResult]):
         self._preempt_recording = preempt_recording
         self._own_dump_lock = threading.Lock()  # two dumps of one process share a file
 
-    def execute_order(self, order: SampleOrder) -> None:
-        try:
-            result = self._dump_stacks(order) if order.request_id else self._probe_access(order)
-        except Exception as error:  # every request gets a reply, and the thread continues
-            text = f"{type(error).__name__}: {error}; please report this"
-            failed = replace(_make_reply(order), error=f"hangwatch failed to take stacks: {text}")
-            result = SampleResult(
-                key=order.key,
-                sample=failed if order.request_id else None,
-                taken_ns=time.monotonic_ns(),
-            )
-        self.publish_result(result)
+    def execute_order(self, order: SampleOrder) -> SampleResult:
+        return self._dump_stacks(order) if order.request_id else self._probe_access(order)
+
+    def explain_failure(self, order: SampleOrder, error: str) -> SampleResult | None:
+        problem = f"hangwatch failed to take stacks: {error}; please report this"
+        failed = replace(_make_reply(order), error=problem)
+        result = SampleResult(key=order.key, sample=failed, taken_ns=time.monotonic_ns())
+        return result if order.request_id else None
 
     def _probe_access(self, order: SampleOrder) -> SampleResult:
         """Tries py-spy without a pause, to know of a refusal before stacks are needed."""

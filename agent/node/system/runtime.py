@@ -55,7 +55,7 @@ class WakeupSelector:
 
 class OrderWorker(ABC, Generic[_OrderT, _ResultT]):
     """Daemon threads that execute queued orders. They start with the first order, and call ``wake``
-    for each result, which `take_results` returns.
+    for each result, which `take_results` returns. An error of ours becomes the result of its order.
     """
 
     def __init__(
@@ -85,8 +85,12 @@ class OrderWorker(ABC, Generic[_OrderT, _ResultT]):
         return [self._results.get_nowait() for _ in range(self._results.qsize())]
 
     @abstractmethod
-    def execute_order(self, order: _OrderT) -> None:
-        """Executes an order in one of the threads. Must not raise: that would end the thread."""
+    def execute_order(self, order: _OrderT) -> _ResultT | None:
+        """Executes an order in one of the threads. Returns its last result, if it has one."""
+
+    @abstractmethod
+    def explain_failure(self, order: _OrderT, error: str) -> _ResultT | None:
+        """The result of an order that raised this error."""
 
     def publish_result(self, result: _ResultT) -> None:
         """Hands a result to the node agent's loop."""
@@ -95,7 +99,13 @@ class OrderWorker(ABC, Generic[_OrderT, _ResultT]):
 
     def _run_worker(self) -> None:
         while True:
-            self.execute_order(self._orders.get())
+            order = self._orders.get()
+            try:
+                result = self.execute_order(order)
+            except Exception as error:
+                result = self.explain_failure(order, f"{type(error).__name__}: {error}")
+            if result is not None:
+                self.publish_result(result)
 
 
 class AgentLog:
