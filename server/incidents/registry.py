@@ -79,6 +79,8 @@ class IncidentRecord:
     last_seen_at: float = 0.0  # the time of the last verdict that concerned it
     is_restored: bool = False  # True: older than this server's start, and not confirmed since
     alert_summary: AlertSummary | None = None
+    # The time of the next decision on its recovery; infinite if no rank will be ended for it.
+    recovery_check_at: float = 0.0
 
     @property
     def attempt_key(self) -> AttemptKey:

@@ -58,8 +58,6 @@ class Aborter:
     orders: AbortOrders
     persistence: PersistenceWorker
     _aborted_at: dict[AttemptKey, float] = field(default_factory=dict)
-    # The time of each incident's next check; infinite if none of its ranks will be ended.
-    _next_check_at: dict[str, float] = field(default_factory=dict)
     _is_failing: bool = False  # the last read of the database failed
 
     async def advance_recoveries(self, recent_s: float) -> None:
@@ -84,23 +82,21 @@ class Aborter:
                         getattr(error, "orig", error),
                     )
                 self._is_failing = True
-        records = self.shared.incidents.records
         self._aborted_at = {key: at for key, at in self._aborted_at.items() if key in attempts}
-        self._next_check_at = {key: at for key, at in self._next_check_at.items() if key in records}
 
     async def _advance_recovery(
         self, record: IncidentRecord, attempt: Attempt, recent_s: float
     ) -> None:
         began, now = time.perf_counter(), self.shared.clock.monotonic()
-        incident_id, state = record.incident.id, _get_state(record)
-        if state in _UNDECIDED and now < self._next_check_at.get(incident_id, 0.0):
+        state = _get_state(record)
+        if state in _UNDECIDED and now < record.recovery_check_at:
             return
         decision = decide(self._gather_facts(record, attempt, recent_s), self.rules, now)
         wait_s = 0.0
         if decision.step is Step.WAIT and state:
             wait_s = min(MAX_CHECK_INTERVAL_S, decision.due_at - now)
         backoff_s = BACKOFF_FACTOR * (time.perf_counter() - began)
-        self._next_check_at[incident_id] = now + max(wait_s, backoff_s)
+        record.recovery_check_at = now + max(wait_s, backoff_s)
         is_new = not state and decision.step is not Step.NOTHING
         is_final = state in _UNDECIDED and decision.step in (Step.END, Step.WITHHOLD)
         if is_new or is_final:
@@ -109,7 +105,7 @@ class Aborter:
                 self.persistence.store.load_aborted_ids, record.incident.job
             )
             self._is_failing = False
-            history = len(aborted_ids - {incident_id})
+            history = len(aborted_ids - {record.incident.id})
             facts = self._gather_facts(record, attempt, recent_s, history)
             decision = decide(facts, self.rules, self.shared.clock.monotonic())
             if not record.is_open or decision.step is Step.NOTHING:  # the state changed meanwhile
@@ -117,7 +113,7 @@ class Aborter:
             if is_new:
                 self._plan_recovery(record, decision, history)
             if decision.step is Step.WITHHOLD:
-                self._next_check_at[incident_id] = float("inf")
+                record.recovery_check_at = float("inf")
                 self.shared.incidents.update_recovery(record, state="withheld", why=decision.why)
                 return
         if decision.step is Step.END and (
