@@ -63,9 +63,7 @@ _NO_TOKEN = Problem(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentGrant:
-    """What a node agent may send. ``signed`` and ``credential`` are None if it sent the token
-    itself, or if the server has none.
-    """
+    """What a node agent may send. ``signed`` and ``credential`` are None without a signature."""
 
     signed: request_signing.SignedRequest | None = None
     credential: request_signing.Credential | None = None
@@ -200,9 +198,7 @@ def is_cross_site(
 
 @functools.lru_cache(maxsize=256)
 def is_local_name(host: str | None, own_name: str) -> bool:
-    """Whether a Host header means this machine, and is not a name that a foreign page made point
-    here (DNS rebinding).
-    """
+    """Whether a Host header means this machine, and is no foreign name for it (DNS rebinding)."""
     name = urlsplit(f"//{host or ''}").hostname or ""
     if name == own_name or name == "localhost" or name.endswith(".localhost"):
         return True

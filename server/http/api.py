@@ -273,9 +273,7 @@ PageOf1000 = Annotated[PageRequest, Depends(_read_page_request(1000))]
 
 
 def describe_ranks(state: AppState, attempt: Attempt, incident: Incident) -> list[RankView]:
-    """All ranks. For a large job: the culprits and the first waiting ranks, without the members of
-    their groups.
-    """
+    """All ranks; of a large job the culprits and first waiting ranks, without members of groups."""
     states, now = state.get_rank_states(attempt), state.now()
     is_large = len(states) > MAX_DETAILED_RANKS
     involved = (*incident.culprits, *incident.waiting)[: MAX_DETAILED_RANKS // 4]

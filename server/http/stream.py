@@ -51,9 +51,7 @@ def make_stream_response(state: AppState, events: AsyncIterator[str]) -> Streami
 async def follow_page(
     state: AppState, key: str, template: str, values: Callable[[], Mapping[str, object]]
 ) -> AsyncIterator[str]:
-    """The events of one viewer of the page at ``key``: ``part`` with an id and HTML, ``alive``, or
-    ``gone`` at the end.
-    """
+    """A viewer's events of page ``key``: ``part`` with id and HTML, ``alive``, at last ``gone``."""
 
     def encode_parts() -> dict[str, str]:
         parts = state.pages.render_parts(template, **values()).items()

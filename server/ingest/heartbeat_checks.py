@@ -149,9 +149,7 @@ class HeartbeatBody(RootModel[Heartbeat]):
 
 
 def decode_heartbeat(body: bytes) -> Heartbeat:
-    """A body whose volume was checked. Raises ValueError or RecursionError, with the first error, if
-    it is not a valid heartbeat.
-    """
+    """A body whose volume was checked. Raises ValueError or RecursionError if it is invalid."""
     decoder = _heartbeat_decoder()
     try:
         return decoder.decode(body)
@@ -376,9 +374,7 @@ def _check_members(beat: heartbeat.Heartbeat, fleet: Fleet) -> bool:
 def drop_foreign_reports(
     beat: heartbeat.Heartbeat, fleet: Fleet, now: float
 ) -> tuple[heartbeat.Heartbeat, int]:
-    """The heartbeat without its reports of processes that another, active node agent reports; and
-    the number of these processes.
-    """
+    """The heartbeat without reports of other active agents' processes, and the number of these."""
     named = set(beat.gone)
     for name in _KEYED_FIELDS:
         for item in getattr(beat, name):  # most are empty

@@ -1,6 +1,4 @@
-"""Recordings on request: profiles of where ranks spend their time, sampled by their node agents, and
-the API's documents about them.
-"""
+"""Recordings on request: profiles sampled by node agents, and the API's documents about them."""
 
 from __future__ import annotations
 

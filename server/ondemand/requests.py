@@ -20,9 +20,7 @@ from ..ingest.command_queue import CommandQueue
 
 @dataclass(slots=True, kw_only=True)
 class RankReply:
-    """What one rank's node agent has replied. It counts as failed after ``deadline``, in seconds on
-    the monotonic clock.
-    """
+    """One rank's reply. It fails after ``deadline``, in seconds on the monotonic clock."""
 
     rank: int
     deadline: float
@@ -33,9 +31,6 @@ class RankReply:
     @property
     def is_active(self) -> bool:
         return self.status not in ("done", "failed")
-
-    def fail(self, error: str) -> None:
-        self.status, self.error = "failed", error
 
 
 Reply = TypeVar("Reply", bound=RankReply)
@@ -57,7 +52,7 @@ class RankRequest(Generic[Reply]):
                 self.fail_reply(reply, self.describe_timeout(reply))
 
     def fail_reply(self, reply: Reply, error: str) -> None:
-        reply.fail(error)
+        reply.status, reply.error = "failed", error
 
     def describe_timeout(self, reply: Reply) -> str:
         """Why a reply that did not arrive in time is missing, with the remedy."""
@@ -101,7 +96,8 @@ class RequestRegistry(Generic[Request]):
             self.replies_by_command[command.id] = request, reply
         else:
             pid, host = process.identity.pid, process.host
-            reply.fail(f"the process of rank {reply.rank} (pid {pid} on {host}) {self.EXITED}")
+            error = f"the process of rank {reply.rank} (pid {pid} on {host}) {self.EXITED}"
+            request.fail_reply(reply, error)
 
     def keep_request(self, request: Request) -> None:
         self.requests[request.id] = request

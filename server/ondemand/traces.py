@@ -156,9 +156,7 @@ class TraceRegistry:
     def _add_calls(
         self, session: TraceSession, traced: TracedRank, reply: TraceReply, sent_at: float
     ) -> int:
-        """Adds the reply's calls as events. Returns the number of calls that were dropped because
-        the client reads too slowly.
-        """
+        """Adds the calls as events. Returns how many were dropped as the client is too slow."""
         dropped = 0
         end = session.compute_end(traced)
         clock_origin = self.clock.wall() - timedelta(seconds=self.clock.monotonic())
@@ -226,7 +224,7 @@ class TraceSession(RankRequest[TracedRank]):
         self.changed.set()
 
     def fail_reply(self, reply: TracedRank, error: str) -> None:
-        reply.fail(error)
+        reply.status, reply.error = "failed", error
         self.add_event("error", rank=reply.rank, detail=error)
 
     def describe_timeout(self, reply: TracedRank) -> str:

@@ -259,9 +259,7 @@ class GroupTotals:
         self.missed_calls += part.missed
         for reported in part.totals:
             self._get_size_class(reported.op, reported.size).add_report(reported)
-            period = self._get_period(reported.op, now)
-            period.calls += reported.calls
-            period.latency.merge_counts(reported.latency, reported.longest_us)
+            self._get_period(reported.op, now).current.add_report(reported)
 
     def add_samples(
         self,
@@ -359,8 +357,7 @@ class PeriodHistory:
     """One operation in a group: its current period, and the points of the last ones."""
 
     started_at: float = 0.0
-    calls: int = 0
-    latency: DurationHistogram = field(default_factory=DurationHistogram)
+    current: OperationTotals = field(default_factory=OperationTotals)
     spread: DurationHistogram = field(default_factory=DurationHistogram)
     closed_points: deque[PeriodPoint] = field(default_factory=lambda: deque(maxlen=MAX_PERIODS))
 
@@ -369,21 +366,21 @@ class PeriodHistory:
         started_at = now - now % PERIOD_S
         if started_at > self.started_at:
             self.closed_points.extend(self._list_current_point())
-            self.started_at, self.calls = started_at, 0
-            self.latency, self.spread = DurationHistogram(), DurationHistogram()
+            self.started_at = started_at
+            self.current, self.spread = OperationTotals(), DurationHistogram()
 
     def list_points(self) -> list[PeriodPoint]:
         """The periods in which something was measured, in order, including the current one."""
         return [*self.closed_points, *self._list_current_point()]
 
     def _list_current_point(self) -> list[PeriodPoint]:
-        if not self.calls and not self.spread.total_count:
+        if not self.current.calls and not self.spread.total_count:
             return []
         return [
             PeriodPoint(
                 started_at=self.started_at,
-                calls=self.calls,
-                latency_p50_p95=compute_p50_p95(self.latency),
+                calls=self.current.calls,
+                latency_p50_p95=compute_p50_p95(self.current.latency),
                 spread_p50_p95=compute_p50_p95(self.spread),
             )
         ]

@@ -314,9 +314,7 @@ class RankRow(NamedTuple):
         return () if process is None else process.streams.values()
 
     def contains_text(self, text: str) -> bool:
-        """Whether the rank's host, its phase, or one of its calls with the group's description
-        contains ``text``, which is in lower case.
-        """
+        """Whether host, phase, a call or its group's description contain ``text`` in lower case."""
         process = self.process
         if process is None:
             return False
