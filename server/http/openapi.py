@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic import TypeAdapter
+from pydantic import RootModel, TypeAdapter
+
+from hangwatch.protocol.heartbeat import Heartbeat
 
 from ..core import problems
-from ..ingest.heartbeat_checks import HeartbeatBody
 from . import access
 
 _PROBLEM_RESPONSE = {
@@ -24,6 +25,10 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": _PROBLEM_RESPONSE,
     "5XX": _PROBLEM_RESPONSE,
 }
+
+
+class HeartbeatBody(RootModel[Heartbeat]):
+    """What a node agent reports about its host."""  # this text is part of /openapi.json
 
 
 def install_openapi(app: FastAPI, token: str | None) -> None:

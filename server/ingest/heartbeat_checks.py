@@ -32,7 +32,6 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import msgspec
-from pydantic import RootModel
 
 from hangwatch.model.calls import Hash64
 from hangwatch.model.groups import count_ranks
@@ -142,10 +141,6 @@ def _make_refusal(error: Exception) -> Problem:
         "not a heartbeat; nothing of it was applied",
         errors=[{"at": "body", "message": str(error)[:200]}],
     )
-
-
-class HeartbeatBody(RootModel[Heartbeat]):
-    """What a node agent reports about its host."""  # this text is part of /openapi.json
 
 
 def decode_heartbeat(body: bytes) -> Heartbeat:

@@ -151,7 +151,7 @@ class PictureArrow:
     y: float
     labels: tuple[WaitLabel, ...]
     waiter: int  # one of the waiting ranks
-    anchor: str = "middle"  # SVG's text-anchor of the label
+    anchor: str  # SVG's text-anchor of the label
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,9 +223,20 @@ def _build_picture(graph: WaitClassGraph, centres: Mapping[int, Point]) -> Graph
     }
     arrows: list[PictureArrow] = []
     for (start, end), labels in graph.edges.items():
-        waiter = graph.classes[start].ranks[0]
-        is_mutual = (end, start) in graph.edges
-        arrows.append(_draw_arrow(moved[start], moved[end], labels, waiter, is_mutual))
+        if start == end:
+            path, label_place, anchor = _draw_loop(moved[start])
+        else:
+            is_mutual = (end, start) in graph.edges
+            path, label_place, anchor = _draw_curve(moved[start], moved[end], is_mutual)
+        arrow = PictureArrow(
+            path=path,
+            x=round(label_place.x, 1),
+            y=round(label_place.y, 1),
+            labels=labels,
+            waiter=graph.classes[start].ranks[0],
+            anchor=anchor,
+        )
+        arrows.append(arrow)
     return GraphPicture(
         width=round(max((point.x for point in moved.values()), default=0.0) + x_margin),
         height=round(max((point.y for point in moved.values()), default=0.0) + y_margin),
@@ -237,11 +248,8 @@ def _build_picture(graph: WaitClassGraph, centres: Mapping[int, Point]) -> Graph
     )
 
 
-def _draw_arrow(
-    start: Point, end: Point, labels: tuple[WaitLabel, ...], waiter: int, is_mutual: bool
-) -> PictureArrow:
-    if start == end:
-        return _draw_loop(start, labels, waiter)
+def _draw_curve(start: Point, end: Point, is_mutual: bool) -> tuple[str, Point, str]:
+    """The arrow's path, and the place and the anchor of its label."""
     width, height = end.x - start.x, end.y - start.y
     length = math.hypot(width, height)
     bend = 2 * ARROW_BEND_PX if is_mutual else 0.0
@@ -258,32 +266,19 @@ def _draw_arrow(
         # The two arrows are side by side: each has its label on its outer side.
         anchor = "start" if control.x > middle_x else "end"
         label_x += LABEL_GAP_PX if anchor == "start" else -LABEL_GAP_PX
-    return PictureArrow(
-        path=(
-            f"M{tail.x:.1f} {tail.y:.1f}Q{control.x:.1f} {control.y:.1f} {head.x:.1f} {head.y:.1f}"
-        ),
-        x=round(label_x, 1),
-        y=round(label_y, 1),
-        labels=labels,
-        waiter=waiter,
-        anchor=anchor,
-    )
+    path = f"M{tail.x:.1f} {tail.y:.1f}Q{control.x:.1f} {control.y:.1f} {head.x:.1f} {head.y:.1f}"
+    return path, Point(label_x, label_y), anchor
 
 
-def _draw_loop(centre: Point, labels: tuple[WaitLabel, ...], waiter: int) -> PictureArrow:
+def _draw_loop(centre: Point) -> tuple[str, Point, str]:
     """An arrow from the top of a box to its right side: the box's ranks wait for each other."""
     top, right = centre.y - BOX_HEIGHT_PX / 2, centre.x + BOX_WIDTH_PX / 2
     start_x = centre.x + 30
-    return PictureArrow(
-        path=(
-            f"M{start_x:.1f} {top:.1f}"
-            f"C{start_x:.1f} {top - 40:.1f} {right + 44:.1f} {top - 30:.1f} {right:.1f} {centre.y:.1f}"
-        ),
-        x=round(centre.x + 60, 1),
-        y=round(top - 22, 1),
-        labels=labels,
-        waiter=waiter,
+    path = (
+        f"M{start_x:.1f} {top:.1f}"
+        f"C{start_x:.1f} {top - 40:.1f} {right + 44:.1f} {top - 30:.1f} {right:.1f} {centre.y:.1f}"
     )
+    return path, Point(centre.x + 60, top - 22), "middle"
 
 
 def _find_box_edge(centre: Point, towards: Point) -> Point:
