@@ -65,3 +65,9 @@ def test_speedscope_has_a_profile_for_each_stack_over_shared_frames() -> None:
             {"name": "step", "file": "/u/train.py", "line": 4},
         ]
     }
+
+
+def test_speedscope_has_no_line_that_is_not_known() -> None:
+    unknown = Frame(function="<module>", file="<string>", line=0)
+    made = stacks_to_speedscope("run7", [("rank 0", [unknown])])
+    assert made["shared"] == {"frames": [{"name": "<module>", "file": "<string>"}]}
