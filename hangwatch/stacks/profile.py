@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -66,10 +67,10 @@ def parse_pyspy_raw(lines: Iterable[str], pid: int) -> Profile:
     ValueError for anything else.
     """
     samples: dict[tuple[str, str], Counter[tuple[Frame, ...]]] = {}
-    interned: dict[str, Frame | None] = {}
+    parse_frame = functools.cache(_parse_frame)
     for line in lines:
         path, _, count = line.rpartition(" ")
-        name, frames = _split_path(path, interned)
+        name, frames = _split_path(path, parse_frame)
         match = _THREAD_PATTERN.fullmatch(name)
         if match is None or not count.isdecimal():
             raise ValueError(f"not a line of samples: {line[:100]!r}")
@@ -92,25 +93,25 @@ def parse_pyspy_raw(lines: Iterable[str], pid: int) -> Profile:
     return _limit_frames(threads)
 
 
-def _split_path(path: str, interned: dict[str, Frame | None]) -> tuple[str, tuple[Frame, ...]]:
+def _split_path(
+    path: str, parse_frame: Callable[[str], Frame | None]
+) -> tuple[str, tuple[Frame, ...]]:
     """The thread's name and the frames. A name may contain semicolons, so it ends before the first
     part that is a frame.
     """
     parts = path.split(";")
     start = 1
-    while start < len(parts) and _parse_frame(parts[start], interned) is None:
+    while start < len(parts) and parse_frame(parts[start]) is None:
         start += 1
-    frames = [_parse_frame(part, interned) for part in parts[start:][:MAX_STACK_DEPTH]]
+    frames = map(parse_frame, parts[start:][:MAX_STACK_DEPTH])
     return ";".join(parts[:start]), tuple(frame for frame in frames if frame is not None)
 
 
-def _parse_frame(part: str, interned: dict[str, Frame | None]) -> Frame | None:
-    if part not in interned:
-        match = _FRAME_PATTERNS[0].fullmatch(part) or _FRAME_PATTERNS[1].fullmatch(part)
-        interned[part] = match and Frame(
-            function=match["function"], file=match["file"], line=int(match["line"] or 0)
-        )
-    return interned[part]
+def _parse_frame(part: str) -> Frame | None:
+    match = _FRAME_PATTERNS[0].fullmatch(part) or _FRAME_PATTERNS[1].fullmatch(part)
+    return match and Frame(
+        function=match["function"], file=match["file"], line=int(match["line"] or 0)
+    )
 
 
 def _limit_frames(threads: Sequence[ThreadProfile]) -> Profile:
