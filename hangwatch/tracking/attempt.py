@@ -207,9 +207,7 @@ class Attempt:
         return group
 
     def intern_call(self, call: Call) -> Call:
-        """Gives the call shared signature and site objects, and returns it: they take most of its
-        memory, and many ranks make equal calls.
-        """
+        """Shares a call's signature and site, most of its memory, with equal calls of other ranks."""
         if len(self._signatures) >= INTERNED_KEPT:
             self._signatures.clear()
         if len(self._sites) >= INTERNED_KEPT:

@@ -272,9 +272,7 @@ class GroupState:
         return divergence.last_equal, divergence.first_different
 
     def match_hashes(self, report: Hashes) -> bool:
-        """Whether no member has reported another hash at one of these sequence numbers. ``report`` is
-        shared, see `HashHistories`.
-        """
+        """Whether no member has reported other hashes. ``report`` is shared: see `HashHistories`."""
         if report is self.latest_match:
             return True
         all_match = True

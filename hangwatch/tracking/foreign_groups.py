@@ -82,9 +82,7 @@ class ForeignGroups:
     def join_group(
         self, attempt: MemberAttempt, process: Process, identity: heartbeat.StreamIdentity
     ) -> Group:
-        """Registers a process as a member, and returns the group as its attempt sees it so far; see
-        `connect_members`.
-        """
+        """Registers a member, and returns the group as it is known before `connect_members`."""
         numbers = unpack_ranks(identity.ranks)
         key = f"{identity.foreign}/{len(numbers)}"
         group = self._groups_by_identity.get(key)

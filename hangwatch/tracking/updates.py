@@ -81,9 +81,7 @@ class TrackedProcess:
 
     @property
     def needs_wait_sample(self) -> bool:
-        """Whether it seems to wait for a rank that waits for it, and has no stack sample since its
-        last call that could confirm it.
-        """
+        """Whether a mutual wait that it seems to be in lacks a stack sample since its last call."""
         process = self.process
         idle_s = process.reports.updated_at - process.activity.last_active_at
         if not self.is_suspect or idle_s < IDLE_AFTER_S or not self.has_mutual_wait:
