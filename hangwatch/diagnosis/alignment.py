@@ -24,6 +24,7 @@ _UNREACHABLE_SCORE = -1_000_000
 CallPair = tuple[Call | None, Call | None]
 _CallKey = tuple[str, int, str]  # operation, hash of what must agree, line
 _Step = tuple[int | None, int | None]
+_Scores = dict[tuple[int, int], int]
 
 
 def make_call_key(call: Call) -> _CallKey:
@@ -80,11 +81,8 @@ def _trace_alignment(
 ) -> tuple[tuple[_Step, ...], bool]:
     """The pairs as indices in both sides, None for a gap, and whether no other end is as good."""
     best = _compute_scores(left, right)
-    scores: dict[tuple[int, int], int] = {}  # by end: there, one side has no more calls
-    for i, row in enumerate(best):
-        for j, score in row.items():
-            if i == len(left) or j == len(right):
-                scores[i, j] = score
+    # At an end, one side has no more calls.
+    scores = {(i, j): score for (i, j), score in best.items() if i == len(left) or j == len(right)}
     highest = max(scores.values())
     best_ends = [end for end, score in scores.items() if score == highest]
     # One call too few looks the same as one too many if calls come in rounds of two.
@@ -98,13 +96,14 @@ def _trace_alignment(
     return tuple(steps), len(best_ends) == 1
 
 
-def _trace_back(best: list[dict[int, int]], i: int, j: int) -> Iterator[_Step]:
+def _trace_back(best: _Scores, i: int, j: int) -> Iterator[_Step]:
     """The steps of a best alignment of the first i and the first j calls, last step first."""
     while i or j:
-        if j and best[i][j] == best[i].get(j - 1, _UNREACHABLE_SCORE) + _GAP_SCORE:
+        score = best[i, j]
+        if j and score == best.get((i, j - 1), _UNREACHABLE_SCORE) + _GAP_SCORE:
             j -= 1
             yield None, j
-        elif i and best[i][j] == best[i - 1].get(j, _UNREACHABLE_SCORE) + _GAP_SCORE:
+        elif i and score == best.get((i - 1, j), _UNREACHABLE_SCORE) + _GAP_SCORE:
             i -= 1
             yield i, None
         else:
@@ -113,26 +112,18 @@ def _trace_back(best: list[dict[int, int]], i: int, j: int) -> Iterator[_Step]:
             yield i, j
 
 
-def _compute_scores(
-    left: tuple[_CallKey, ...], right: tuple[_CallKey, ...]
-) -> list[dict[int, int]]:
+def _compute_scores(left: tuple[_CallKey, ...], right: tuple[_CallKey, ...]) -> _Scores:
     """The best score of the first i left and j right calls, for all i and j within the band."""
-    best: list[dict[int, int]] = [{0: 0}]
-    for j in range(1, min(len(right), _BAND_CALLS) + 1):
-        best[0][j] = best[0][j - 1] + _GAP_SCORE
-    for i in range(1, len(left) + 1):
-        above = best[-1]
-        row: dict[int, int] = {}
+    best: _Scores = {}
+    for i in range(len(left) + 1):
         for j in range(max(0, i - _BAND_CALLS), min(len(right), i + _BAND_CALLS) + 1):
-            paired = _UNREACHABLE_SCORE
-            if j - 1 in above:
-                paired = above[j - 1] + _score_pair(left[i - 1], right[j - 1])
-            row[j] = max(
-                paired,
-                above.get(j, _UNREACHABLE_SCORE) + _GAP_SCORE,
-                row.get(j - 1, _UNREACHABLE_SCORE) + _GAP_SCORE,
-            )
-        best.append(row)
+            scores = [
+                best.get((i - 1, j), _UNREACHABLE_SCORE) + _GAP_SCORE,
+                best.get((i, j - 1), _UNREACHABLE_SCORE) + _GAP_SCORE,
+            ]
+            if i and j:
+                scores.append(best[i - 1, j - 1] + _score_pair(left[i - 1], right[j - 1]))
+            best[i, j] = max(scores) if i or j else 0
     return best
 
 

@@ -132,11 +132,11 @@ def _describe_place(context: DiagnosisContext, rank: int) -> str:
 
 
 def _find_reason(context: DiagnosisContext, wait: _Wait) -> str:
-    ranks: Collection[int] = {wait.rank, *wait.awaited, *wait.may_await}
+    ranks = {wait.rank, *wait.awaited, *wait.may_await}
     outside = tuple(rank for rank in wait.awaited if isinstance(rank, OutsideMember))
     if outside and len(outside) == len(wait.awaited):
         return "it is no rank of this job" if len(outside) == 1 else "they are no ranks of this job"
-    silent = tuple(sorted(context.graph.silent_ranks.keys() & set(ranks)))
+    silent = tuple(sorted(context.graph.silent_ranks.keys() & ranks))
     if silent:
         return f"{describe_ranks(silent)} {'do' if len(silent) > 1 else 'does'} not report"
     if not wait.is_recorded:
@@ -145,7 +145,7 @@ def _find_reason(context: DiagnosisContext, wait: _Wait) -> str:
         notes = describe_losses(context.attempt, ranks, wait.stream.group)
         return notes[0] if notes else "calls are not completely recorded"
     for verdict in context.verdicts:
-        if not verdict.is_confirmed and not set(ranks).isdisjoint(verdict.culprits):
+        if not verdict.is_confirmed and not ranks.isdisjoint(verdict.culprits):
             return f"it may be {verdict.kind.value}, which is not certain yet"
     if wait.rank in context.graph.uncertain_ranks or wait.rank in context.graph.unsampled_waits:
         return "no stack shows yet whether that rank waits or works"

@@ -38,11 +38,8 @@ class AlignedPair:
     @property
     def seqs(self) -> tuple[int | None, int | None]:
         """The numbers of the calls."""
-        first, second = self.calls
-        return (
-            None if first is None else first.seq,
-            None if second is None else second.seq,
-        )
+        first, second = (None if call is None else call.seq for call in self.calls)
+        return first, second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

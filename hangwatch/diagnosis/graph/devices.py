@@ -139,12 +139,7 @@ class DeviceGraph:
 
     def _is_inside(self, group: DeviceGroup, rank: int) -> bool:
         """Whether a rank's device is in a collective of the group, as far as is known."""
-        progress = group.members[rank]
-        if not progress.is_behind_host:
-            return False
-        if progress.started is not None:
-            return progress.started > progress.completed
-        return self._is_front(group, rank)
+        return self._may_have_come(group, rank, group.members[rank].completed + 1)
 
     def _is_front(self, group: DeviceGroup, rank: int) -> bool:
         front = self.fronts.get(rank, ())
@@ -166,11 +161,10 @@ class DeviceGraph:
         if not front:
             self.host_ends.add(rank)
             return
-        inside = [group for group in front if self._is_inside(group, rank)]
-        if not inside:  # the backend records starts, and the device has begun no call
+        group = next((group for group in front if self._is_inside(group, rank)), None)
+        if group is None:  # the backend records starts, and the device has begun no call
             self.culprits.add(rank)
             return
-        group = inside[0]
         progress = group.members[rank]
         if progress.completed < group.furthest:
             self.culprits.add(rank)

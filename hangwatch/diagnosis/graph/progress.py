@@ -32,8 +32,7 @@ def list_samples_since(process: Process, since: float) -> list[StackSample]:
 
 
 def has_two_samples(process: Process, since: float) -> bool:
-    samples = list_samples_since(process, since)
-    return len(samples) >= 2 and samples[-1].taken_at - samples[0].taken_at >= MIN_SAMPLE_GAP_S
+    return _find_comparable_sample(list_samples_since(process, since)) is not None
 
 
 def is_progressing(process: Process, since: float) -> bool:
