@@ -96,9 +96,7 @@ def parse_pyspy_raw(lines: Iterable[str], pid: int) -> Profile:
 def _split_path(
     path: str, parse_frame: Callable[[str], Frame | None]
 ) -> tuple[str, tuple[Frame, ...]]:
-    """The thread's name and the frames. A name may contain semicolons, so it ends before the first
-    part that is a frame.
-    """
+    """A thread's name, which ends before the first frame and may have semicolons; its frames."""
     parts = path.split(";")
     start = 1
     while start < len(parts) and parse_frame(parts[start]) is None:
@@ -182,9 +180,7 @@ def unpack_profile(text: str) -> Profile:
 def profiles_to_speedscope(
     name: str, profiles: Iterable[tuple[str, Profile]], rate_hz: int
 ) -> dict[str, object]:
-    """A speedscope profile for each thread of the named ``profiles``. The samples of a stack are
-    adjacent, since their order is not recorded.
-    """
+    """A profile for each thread; equal samples are adjacent, as their order is not recorded."""
     threads = (
         (f"{label}, {thread.thread}", thread.stacks)
         for label, profile in profiles

@@ -72,9 +72,7 @@ class FaulthandlerRegistration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnDump:
-    """The stacks that a rank has written. ``note`` says where in the kernel the thread is that keeps
-    the GIL; empty if none keeps it.
-    """
+    """A rank's stacks. ``note``: where the thread is that keeps the GIL; empty if none does."""
 
     threads: tuple[ThreadStack, ...]
     note: str = ""
@@ -166,9 +164,7 @@ class _DumpingRank:
         )
 
     def _dump_by_signal(self, thread: int) -> tuple[ThreadStack, ...]:
-        """The stacks of a rank while one of its threads keeps the GIL, once its handler has written
-        them. Raises FaultStacksError if it writes none in time.
-        """
+        """The stacks that the handler writes without the GIL. Raises FaultStacksError."""
         number = self.registration.signal
         if number is None:
             raise FaultStacksError("no signal was free for faulthandler")
