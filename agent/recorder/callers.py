@@ -44,9 +44,10 @@ def find_quick_callers() -> dict[int, CodeType]:
     """
     names = [op for op, spec in OPERATIONS.items() if spec.passes_one_tensor]
     logged = find_logged_callers()
-    codes = {id(code): code for code in _find_codes(names)}
     return {
-        key: code for key, code in codes.items() if key in logged and "group" in code.co_varnames
+        id(code): code
+        for code in _find_codes(names)
+        if id(code) in logged and "group" in code.co_varnames
     }
 
 

@@ -135,16 +135,16 @@ def _parse_counters(status: Mapping[str, str], recorder: str) -> Counters:
     )
 
 
+@dataclass(slots=True)
 class ReadingSchedule:
     """Decides when to read the counters next. Times are in nanoseconds."""
 
-    def __init__(self) -> None:
-        self._last_call_ns = 0  # the time at which a new call was last seen
-        self._call_count = 0
-        self._call_count_read = 0  # the number of calls at the last reading
-        self._read_ns = 0
-        self._cost_ns = 0
-        self._is_unfinished = False
+    _last_call_ns: int = 0  # the time at which a new call was last seen
+    _call_count: int = 0
+    _call_count_read: int = 0  # the number of calls at the last reading
+    _read_ns: int = 0
+    _cost_ns: int = 0
+    _is_unfinished: bool = False
 
     def is_due(self, call_count: int, now_ns: int) -> bool:
         if call_count != self._call_count:

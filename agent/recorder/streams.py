@@ -17,10 +17,12 @@ import enum
 import functools
 import inspect
 import itertools
+import mmap
 import weakref
-from _thread import allocate_lock, get_ident, get_native_id
+from _thread import LockType, allocate_lock, get_ident, get_native_id
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from time import monotonic_ns
 from types import FrameType, FunctionType
 from typing import Any
@@ -82,47 +84,32 @@ WatchedWork = Any
 PendingCall = tuple[Any, ...]
 
 
+@dataclass(slots=True, eq=False)
 class StreamRecorder:
     """A stream's state. The threads that make calls write it and one other thread polls it; none of
     them waits for a lock.
     """
 
-    __slots__ = (
-        "_last_entered_ns",
-        "_last_thread",
-        "_map",
-        "_prune_lock",
-        "_published",
-        "_record_indices",
-        "_ring",
-        "_seq_counter",
-        "_unbox_work",
-        "_was_independent",
-        "chain",
-        "completed",
-        "entered",
-        "pending_works",
-        "slot",
-        "uid",
-    )  # fmt: skip
+    ring: RingWriter
+    uid: int
+    slot: int
+    unbox: Callable[[Any], Any]  # unboxes a Work
+    entered: int = 0
+    completed: int = 0
+    chain: int = 0
+    pending_works: deque[PendingCall] = field(default_factory=deque)  # unfinished, oldest first
+    _map: mmap.mmap = field(init=False)
+    _record_indices: Iterator[int] = field(init=False)
+    _seq_counter: Iterator[int] = field(default_factory=functools.partial(itertools.count, 1))
+    _last_entered_ns: int = 0
+    _published: tuple[int, int] = (0, 0)  # calls that were entered and completed at the last poll
+    _prune_lock: LockType = field(default_factory=allocate_lock)  # never waited for
+    _last_thread: int = 0  # the thread that made the last call
+    # Whether the former thread continued with work of its own at the last change of threads.
+    _was_independent: bool = False
 
-    def __init__(self, ring: RingWriter, uid: int, slot: int, unbox: Callable[[Any], Any]) -> None:
-        self.uid = uid
-        self.slot = slot
-        self.entered = 0
-        self.completed = 0
-        self.chain = 0
-        self._ring = ring
-        self._map, self._record_indices = ring.map, ring.record_indices
-        self._seq_counter = itertools.count(1)
-        self._last_entered_ns = 0
-        self._published = (0, 0)  # calls that were entered and completed at the last poll
-        self.pending_works: deque[PendingCall] = deque()  # unfinished calls, oldest first
-        self._unbox_work = unbox
-        self._prune_lock = allocate_lock()  # never waited for
-        self._last_thread = 0  # the thread that made the last call
-        # Whether the former thread continued with work of its own at the last change of threads.
-        self._was_independent = False
+    def __post_init__(self) -> None:
+        self._map, self._record_indices = self.ring.map, self.ring.record_indices
 
     def pack_record_body(
         self, signature: int, site: int, flags: int, size: int = 0, peer: int = -1, tag: int = 0
@@ -157,7 +144,7 @@ class StreamRecorder:
         elif len(works) >= _MAX_PENDING_WORKS:
             works.pop()
         index = next(self._record_indices)
-        stamp = self._ring.written_count = index + 1
+        stamp = self.ring.written_count = index + 1
         _pack_record(
             self._map, RECORDS_OFFSET + (index % RECORD_SLOTS) * _RECORD_SIZE,
             stamp, now, 0, seq, chain, self.completed, record_body, stamp & _UINT32_MASK,
@@ -184,7 +171,7 @@ class StreamRecorder:
 
     def finish_call(self, call: EnteredCall) -> None:
         """Records that a call was complete when it returned."""
-        self._ring.record_completion(call[2], monotonic_ns())
+        self.ring.record_completion(call[2], monotonic_ns())
         newest_work = self._find_observable_work() if self.pending_works else None
         if newest_work is not None:
             # Asynchronous calls before it are unfinished: this call is complete with the last one.
@@ -192,7 +179,7 @@ class StreamRecorder:
         elif self.completed != UNKNOWN_COMPLETED:
             self.pending_works.clear()
             self.completed = self.entered
-            self._ring.write_progress(self.slot, self.completed, 0)
+            self.ring.write_progress(self.slot, self.completed, 0)
 
     def add_pending_call(
         self,
@@ -213,7 +200,7 @@ class StreamRecorder:
             frame_locals[FRAME_KEY] = boxed_work
             self.pending_works.append((call, weakref.ref(boxed_work)))
         else:
-            unbox = self._unbox_work
+            unbox = self.unbox
             work = frame_locals[FRAME_KEY] = unbox(boxed_work)
             droppable = DroppableWork(boxed_work, unbox, backend_keeps_it=backend_keeps_it)
             kept = weakref.ref(work, droppable.drop_work)
@@ -228,7 +215,7 @@ class StreamRecorder:
 
     def fail_call(self, call: EnteredCall) -> None:
         """Records that the call raised an exception, and so waits no longer."""
-        self._ring.add_flags(call[2], RecordFlag.RAISED)
+        self.ring.add_flags(call[2], RecordFlag.RAISED)
         self.finish_call(call)
 
     def retract_call(self, call: EnteredCall) -> None:
@@ -243,9 +230,9 @@ class StreamRecorder:
         self._seq_counter = itertools.count(seq)
         self.entered = seq - 1
         self.chain = unchain(self.chain, call[6])
-        self._ring.add_flags(index, _RETRACTED_FLAGS)
-        self._ring.record_completion(index, monotonic_ns())
-        self._ring.write_newest(self.slot, self.entered, self.chain, self._last_entered_ns)
+        self.ring.add_flags(index, _RETRACTED_FLAGS)
+        self.ring.record_completion(index, monotonic_ns())
+        self.ring.write_newest(self.slot, self.entered, self.chain, self._last_entered_ns)
         self._published = self.entered, self.completed
 
     def mark_completion_unknown(self) -> None:
@@ -253,7 +240,7 @@ class StreamRecorder:
         if self.completed != UNKNOWN_COMPLETED:
             self.pending_works.clear()
             self.completed = UNKNOWN_COMPLETED
-            self._ring.write_progress(self.slot, UNKNOWN_COMPLETED, 0)
+            self.ring.write_progress(self.slot, UNKNOWN_COMPLETED, 0)
 
     def poll_works(self, now_ns: int) -> bool:
         """Drops finished works and records how far the stream is complete. True while some call is
@@ -269,7 +256,7 @@ class StreamRecorder:
                 if not (len(works) > 1 if state is None else state):
                     break
                 works.popleft()
-                self._ring.record_completion(call[2], now_ns)
+                self.ring.record_completion(call[2], now_ns)
                 self.completed = call[1]
             if len(works) > 1 and self._is_complete((last := works[-1])[1]):
                 # The Works of some backends never report completion: a later one covers them.
@@ -277,7 +264,7 @@ class StreamRecorder:
                     pass
                 # `entered` may be the number of a call whose operator has not returned.
                 self.completed = last[0][1]
-            self._ring.write_progress(self.slot, self.completed, works[0][0][3] if works else 0)
+            self.ring.write_progress(self.slot, self.completed, works[0][0][3] if works else 0)
         except IndexError:  # the calling thread cleared them: its blocking call has completed
             return False
         finally:
@@ -289,11 +276,11 @@ class StreamRecorder:
         call ``from_seq`` on, by default from the next call on. Must come before the next call is
         recorded.
         """
-        self._ring.record_loss(self.slot, from_seq or self.entered + 1, reason)
+        self.ring.record_loss(self.slot, from_seq or self.entered + 1, reason)
 
     def close_stream(self) -> None:
         """Frees the slot of the stream, whose group no longer exists."""
-        self._ring.close_stream(self.slot)
+        self.ring.close_stream(self.slot)
 
     def _is_complete(self, work: WatchedWork) -> bool | None:
         """Whether the call of a Work is complete; None if nothing shows it."""
@@ -305,7 +292,7 @@ class StreamRecorder:
             work = work()
             if work is None:  # torch's function has waited for it
                 return True
-        return bool(self._unbox_work(work).is_completed())
+        return bool(self.unbox(work).is_completed())
 
     def update_ring(self, now_ns: int) -> None:
         """Publishes the position of the stream. Called by the polling thread.
@@ -320,8 +307,8 @@ class StreamRecorder:
         else:
             # The position is published while an operator blocks, too: until it returns, its call is
             # not in `pending_works`, and `enter_call` publishes nothing.
-            self._ring.write_progress(self.slot, self.completed, 0)
-        self._ring.write_newest(self.slot, self.entered, self.chain, self._last_entered_ns)
+            self.ring.write_progress(self.slot, self.completed, 0)
+        self.ring.write_newest(self.slot, self.entered, self.chain, self._last_entered_ns)
         self._published = position
 
 
@@ -334,34 +321,31 @@ def leave_call(call: EnteredCall) -> None:
         call[0].finish_call(call)
 
 
+@dataclass(slots=True, eq=False)
 class DroppableWork:
     """The Work of an asynchronous call, until the job drops its Python object of it."""
 
-    __slots__ = ("_backend_keeps_it", "_boxed", "_is_complete", "_unbox")
-
-    def __init__(self, boxed: Any, unbox: Callable[[Any], Any], *, backend_keeps_it: bool) -> None:
-        """``backend_keeps_it``: the backend itself holds the Work until it is complete."""
-        self._boxed = boxed
-        self._unbox = unbox
-        self._backend_keeps_it = backend_keeps_it
-        self._is_complete = False
+    boxed: Any
+    unbox: Callable[[Any], Any]
+    backend_keeps_it: bool  # the backend itself holds the Work until it is complete
+    was_complete: bool = False  # when it was dropped
 
     def is_complete(self) -> bool | None:
         """Whether the Work is complete; None if that will never be known, since the job has dropped
         the Work without waiting.
         """
-        if self._boxed is not None:
-            return bool(self._unbox(self._boxed).is_completed())
-        return self._is_complete or None
+        if self.boxed is not None:
+            return bool(self.unbox(self.boxed).is_completed())
+        return self.was_complete or None
 
     def drop_work(self, _: object) -> None:
         """Releases the Work, whose Python object is being deleted, unless the call is unfinished
         and its backend keeps the Work.
         """
         try:
-            self._is_complete = bool(self.is_complete())
-            if self._is_complete or not self._backend_keeps_it:
-                self._boxed = None
+            self.was_complete = bool(self.is_complete())
+            if self.was_complete or not self.backend_keeps_it:
+                self.boxed = None
         except Exception as error:  # our error: the job's object is deleted all the same
             faults.record_fault("dropping a Work", error)
 

@@ -193,7 +193,7 @@ class NativeStreamRecorder(StreamRecorder):
 
     def __init__(self, native: NativeLibrary, ring: RingWriter, uid: int, slot: int) -> None:
         self.uid, self.slot = uid, slot
-        self._ring, self._native = ring, native
+        self.ring, self._native = ring, native
         self.handle: int = native.lib.hw_open_stream(
             native.recorder, uid, slot, ring.get_loss_word(slot)
         )
