@@ -117,7 +117,10 @@ class AgentEndpoint:
             peer_uid = None if frame.peer_uid < 0 else frame.peer_uid
             scope = {"method": "POST", "path": path, "root_path": "", PEER_UID: peer_uid}
             grant = self.authenticator.check_agent(scope, headers)
-            body = _decode_body(headers, frame.body, grant)
+            is_compressed, body = _is_compressed(headers), frame.body
+            grant.check_body(body)
+            if is_compressed:
+                body = decompress_body(body)
             self._submit_heartbeat(headers, body, grant, frame.arrived_at, respond)
         except Exception as error:
             respond(self.refuse(error, is_heartbeat=True))
@@ -130,12 +133,13 @@ class AgentEndpoint:
             for name, value in reversed(request.scope["headers"])
         }
         grant = self.authenticator.check_agent(request.scope, headers)
-        _check_content_coding(headers)  # a refusal comes before a large body is read
+        is_compressed = _is_compressed(headers)  # a refusal comes before a large body is read
         content_length = headers.get("content-length", "")
         if content_length.isdecimal() and int(content_length) > limits.BODY.maximum:
             raise limits.BODY.make_problem(remedy=_SIZE_REMEDY)
         body = await read_body(request.receive, limits.BODY, _SIZE_REMEDY)
-        return headers, _decode_body(headers, body, grant), grant
+        grant.check_body(body)
+        return headers, decompress_body(body) if is_compressed else body, grant
 
     def _submit_heartbeat(
         self,
@@ -284,7 +288,7 @@ def check_claims(claims: JobClaims, beat: heartbeat.Heartbeat) -> None:
     )
 
 
-def _check_content_coding(headers: Mapping[str, str]) -> bool:
+def _is_compressed(headers: Mapping[str, str]) -> bool:
     """Whether the body is compressed. Raises Problem for a compression other than gzip."""
     coding = headers.get("content-encoding", "identity").lower()
     if coding not in ("identity", "gzip"):
@@ -294,13 +298,6 @@ def _check_content_coding(headers: Mapping[str, str]) -> bool:
             headers={"Accept-Encoding": "gzip"},
         )
     return coding == "gzip"
-
-
-def _decode_body(headers: Mapping[str, str], body: bytes, grant: AgentGrant) -> bytes:
-    """The decompressed body. Raises Problem if it is too large or does not match its headers."""
-    is_compressed = _check_content_coding(headers)
-    grant.check_body(body)
-    return decompress_body(body) if is_compressed else body
 
 
 def decompress_body(body: bytes) -> bytes:

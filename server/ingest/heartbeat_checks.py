@@ -210,12 +210,10 @@ def decode_head(body: bytes) -> HeartbeatHead:
 
 def _check_identities(beat: heartbeat.Heartbeat) -> None:
     """Raises Problem for an invalid name or rank, and for too many members of process groups."""
-    for name in (
-        beat.host,
-        beat.agent,
-        *(process.key for process in beat.processes),
-        *(process.identity.job for process in beat.processes if process.identity),
-    ):
+    names = [beat.host, beat.agent]
+    names += [process.key for process in beat.processes]
+    names += [process.identity.job for process in beat.processes if process.identity]
+    for name in names:
         if not 0 < len(name) <= limits.NAME.maximum or not name.isprintable():
             raise limits.NAME.make_problem(f"the name {name[:40]!r}")
     if not beat.processes:
