@@ -17,8 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, Generic, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup
 from torch.distributed import distributed_c10d as c10d
@@ -47,13 +46,42 @@ class GroupOrigin:
     group_ref: weakref.ref[Any] | None = None
 
 
+Value = TypeVar("Value")
+
+
+class WeakTable(Generic[Value]):
+    """Values by objects that it does not keep alive.
+
+    Unlike `weakref.WeakKeyDictionary` it calls no ``__hash__`` or ``__eq__`` of the job's classes,
+    and runs no function of another module when an object is deleted: Dynamo would compile that.
+    """
+
+    def __init__(self) -> None:
+        # The keys are ids, which may be reused: hence the weak references.
+        self._entries: dict[int, tuple[weakref.ref[Any], Value]] = {}
+
+    def get(self, key: Any) -> Value | None:
+        entry = self._entries.get(id(key))
+        return entry[1] if entry is not None and entry[0]() is key else None
+
+    def __setitem__(self, key: Any, value: Value) -> None:
+        number = id(key)
+
+        def remove(ref: weakref.ref[Any]) -> None:
+            entry = self._entries.get(number)
+            if entry is not None and entry[0] is ref:
+                self._entries.pop(number, None)
+
+        self._entries[number] = weakref.ref(key, remove), value
+
+
 class OriginTracker:
     """The origins of all process groups of this process."""
 
     def __init__(self) -> None:
         self._thread_state = threading.local()
-        self._origins: WeakKeyDictionary[Any, GroupOrigin] = WeakKeyDictionary()
-        self._store_paths: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
+        self._origins: WeakTable[GroupOrigin] = WeakTable()
+        self._store_paths: WeakTable[tuple[str, ...]] = WeakTable()
         self._creation_counts: dict[str, int] = {}
         # Foreign groups that were created before this process was recorded.
         self._unannounced: deque[GroupOrigin] = deque(maxlen=_MAX_UNANNOUNCED)
