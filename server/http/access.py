@@ -86,7 +86,7 @@ class AgentGrant:
         return [(request_signing.PROOF_HEADER.lower().encode(), proof.encode())]
 
 
-class RefusedError(Exception):
+class AccessRefusedError(Exception):
     """The sender may not send this request. The argument is the response that says why."""
 
 
@@ -126,16 +126,16 @@ class Authenticator:
         return _NO_TOKEN.make_response()
 
     def check_agent(self, scope: Scope, headers: Mapping[str, str]) -> AgentGrant:
-        """What the sender of a heartbeat may send. Raises RefusedError."""
+        """What the sender of a heartbeat may send. Raises AccessRefusedError."""
         signed = request_signing.SignedRequest.from_header(headers.get("authorization", ""))
         if signed is None or self._token is None:
             refusal = self.check_request(scope, headers)
             if refusal is not None:
-                raise RefusedError(refusal)
+                raise AccessRefusedError(refusal)
             return AgentGrant()
         credential = self._make_credential(self._token, signed.job)
         if not credential.verify_request(signed):
-            raise RefusedError(_NO_TOKEN.make_response())
+            raise AccessRefusedError(_NO_TOKEN.make_response())
         return AgentGrant(signed=signed, credential=credential)
 
     @staticmethod

@@ -35,7 +35,7 @@ from ..monitor.cadence import POLL_S
 from ..monitor.job_claims import JobClaims
 from ..monitor.watch import Watch
 from . import rendering
-from .access import PEER_UID, AgentGrant, Authenticator, RefusedError, read_body
+from .access import PEER_UID, AgentGrant, Authenticator, AccessRefusedError, read_body
 
 _PART_BYTES = 1 << 20  # decompressed at a time
 _SIZE_REMEDY = "send the heartbeat in parts"
@@ -63,7 +63,7 @@ class AgentReply(Response):
 
 @dataclass(frozen=True, slots=True)
 class AgentEndpoint:
-    """Answers node agents. Its routes raise RefusedError, Problem and ClientDisconnect."""
+    """Answers node agents. Its routes raise AccessRefusedError, Problem and ClientDisconnect."""
 
     watch: Watch
     authenticator: Authenticator
@@ -177,7 +177,7 @@ class AgentEndpoint:
 
     def refuse(self, error: Exception, *, is_heartbeat: bool = False) -> Response:
         """The response to a request that failed, which is counted if that is due to its content."""
-        if isinstance(error, RefusedError):
+        if isinstance(error, AccessRefusedError):
             response: Response = error.args[0]
             return response
         if not isinstance(error, Problem):
