@@ -35,7 +35,7 @@ from ..monitor.cadence import POLL_S
 from ..monitor.job_claims import JobClaims
 from ..monitor.watch import Watch
 from . import rendering
-from .access import PEER_UID, AgentGrant, Authenticator, AccessRefusedError, read_body
+from .access import PEER_UID, AccessRefusedError, AgentGrant, Authenticator, read_body
 
 _PART_BYTES = 1 << 20  # decompressed at a time
 _SIZE_REMEDY = "send the heartbeat in parts"
