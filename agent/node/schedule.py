@@ -267,9 +267,9 @@ def _find_end_of_quiet(process: WatchedProcess, sample: _ProcessSample, now_ns: 
         return now_ns
     try:
         reader = process.ring.refresh_reader(process.reader)
-    except (OSError, RingError):  # its file was truncated
+    except (OSError, RingError):  # the ring's file was truncated
         return now_ns
-    if reader is not process.reader:  # its file was replaced
+    if reader is not process.reader:  # the ring's file was replaced
         return now_ns
     words = reader.read_live_words()
     reported_words = _get_reported_words(words)

@@ -183,8 +183,8 @@ class FlightDump:
     """One rank's recorder: its process groups, and the calls that its ring held."""
 
     rank: int
-    groups: Mapping[GroupInstance, GroupCalls]  # those that made calls
-    members: Mapping[str, tuple[int, ...]]  # by the group's name, as far as they are recorded
+    groups: Mapping[GroupInstance, GroupCalls]  # the groups that made calls
+    members: Mapping[str, tuple[int, ...]]  # the recorded members of each group, by its name
     # The keys are the names of groups of which the recorder counts nothing but collectives.
     statuses: Mapping[str, DeviceCounters]
     wrapped: bool  # older records were overwritten, or left out

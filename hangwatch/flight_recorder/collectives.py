@@ -62,7 +62,7 @@ class OfflineJob:
     """The attempt, as heartbeats would have built it, and the facts that only dumps provide."""
 
     attempt: Attempt
-    dumps: Mapping[int, FlightDump]  # by rank
+    dumps: Mapping[int, FlightDump]  # the keys are ranks
     # Backends whose dumps show which calls are complete.
     completion_backends: set[str]
     # Groups with sends and receives, which the recorder's counts include.
@@ -144,7 +144,7 @@ class _GroupMembers:
         """Each member is in the first call that its device has not completed. A call that its
         device has only queued, while another device has started it, counts as not entered.
         """
-        unfinished: dict[int, FlightRecord] = {}  # by rank
+        unfinished: dict[int, FlightRecord] = {}  # the keys are ranks
         for rank, records in self.records.items():
             stream = self.streams[rank]
             stream.device = self._measure_device(rank, stream.entered)
@@ -204,7 +204,8 @@ class _GroupMembers:
         next_instance = (name, 1 if calls is None else calls.index + 1)
         status = dump.statuses.get(name)
         if name in self.job.p2p_groups or next_instance in dump.groups:
-            status = None  # it counts other calls too, or is that of a later group of the same name
+            # The status counts other calls too, or belongs to a later group of that name.
+            status = None
         if status is not None and status.enqueued <= _NO_COLLECTIVE:
             status = None
         completed = max((seq for seq, record in records.items() if record.completed), default=0)

@@ -148,7 +148,7 @@ class RecordEntry:
 class _Chunk:
     """Adjacent slots. ``dormant`` has their streams if all are, while ``content`` is the same."""
 
-    content: tuple[bytes, bytes] = (b"", b"")  # of the slots and of their losses
+    content: tuple[bytes, bytes] = (b"", b"")  # the bytes of the slots and of their losses
     dormant: tuple[StreamState, ...] | None = None
 
 

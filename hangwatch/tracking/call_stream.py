@@ -251,7 +251,7 @@ class GroupState:
     latest_match: Hashes = ()
     passed_by_all: int = 0  # every member is known to have entered this many calls
     laggard: CallStream | None = None  # the member that had entered no more than that
-    diverged: bool = False  # its key is in `Attempt.diverged_groups`
+    diverged: bool = False  # `Attempt.diverged_groups` has the key
     diverged_at: float = 0.0
     # The calls at which members began to differ, as far as is known.
     divergence: DivergenceBounds | None = None

@@ -61,7 +61,7 @@ class PublishedAttempt:
 
     rank_states: dict[int, RankState] = field(default_factory=dict)
     large_job: JobView | None = None  # None for a small attempt
-    job_state: str = ""  # of the last event on the job
+    job_state: str = ""  # as the last event on the job said
     pace: Pace = field(default_factory=Pace)
     paused_until: float = 0.0  # the states of a large attempt are not read before this time
 

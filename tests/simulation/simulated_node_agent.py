@@ -176,7 +176,7 @@ class SimulatedNodeAgent(asyncio.Protocol):
 
     def _handle_reply(self, reply: HeartbeatReply) -> None:
         heartbeat, self._in_flight = self._in_flight, None
-        if heartbeat is None:  # of the node agent of the attempt before
+        if heartbeat is None:  # the reply is to the node agent of the former attempt
             return self._continue()
         now = time.monotonic()
         self.host.apply_reply(heartbeat, reply, now)

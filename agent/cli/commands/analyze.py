@@ -196,7 +196,7 @@ class Evidence:
 
     bundles: list[Bundle] = field(default_factory=list)
     dumps: list[FlightDump] = field(default_factory=list)
-    dump_paths: dict[int, Path] = field(default_factory=dict)  # by rank
+    dump_paths: dict[int, Path] = field(default_factory=dict)  # the keys are ranks
     unusable: list[str] = field(default_factory=list)
 
 

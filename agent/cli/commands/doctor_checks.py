@@ -43,7 +43,7 @@ from ...transport.client import TargetError, parse_targets
 _TORCH_TIMEOUT_S = 120.0
 _TESTED_RELEASES = ((2, 6), (2, 13))  # the first and the last release of torch
 _TORCH_PROBE_CODE = "import torch; print(torch.__version__, int(torch.distributed.is_available()))"
-_TYPICAL_RANKS = 8  # of a host
+_TYPICAL_RANKS = 8  # the ranks of a usual host
 _MAX_PARTS_SHOWN = 4
 # The distributions that install a component of `hangwatch.model.hardware`.
 _PACKAGES = {"torch": ("torch",), "nccl": ("nvidia-nccl-cu12", "nvidia-nccl-cu13")}

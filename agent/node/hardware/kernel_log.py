@@ -125,7 +125,7 @@ def _read_log(path: Path) -> str:
                     record = records.read(_MAX_RECORD_BYTES)
                 except BrokenPipeError:  # the next record was overwritten meanwhile
                     continue
-                if not record:  # it is None at the end of the log
+                if not record:  # the log ends here
                     break
                 log += record
     except PermissionError:

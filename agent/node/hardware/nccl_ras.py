@@ -27,8 +27,8 @@ QUERY_TIMEOUT_S = 4.0  # NCCL waits two seconds for processes that do not answer
 _MAX_REPORT_BYTES = 8 << 20
 _MAX_RANKS_SHOWN = 16
 _LISTENING = "0A"  # TCP_LISTEN in include/net/tcp_states.h
-# Where a comma lacks between two members of an object. NCCL 2.28.9 prints each member on a line of
-# its own, and none after the first member of an element of missing_ranks.
+# The place of a missing comma between two members of an object. NCCL 2.28.9 prints one member a
+# line, and no comma after the first member of an element of missing_ranks.
 _MISSING_COMMA = re.compile(r'(?<=[^\s,:{\[])(?=\s*\n\s*")')
 _TITLE = re.compile(r"^(?:#(\S+) \((\w+)\) )?(INCOMPLETE|DEAD|MISMATCH|TIMEOUT)$")
 _NO_SERVER = "no process of the job listens at {}: NCCL is older than 2.24, or NCCL_RAS_ENABLE=0"

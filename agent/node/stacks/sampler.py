@@ -279,7 +279,7 @@ def mark_callers(
     that is not the main thread must be the only other thread in the user's code.
     """
     marked = list(threads)
-    recencies: dict[int, int] = {}  # by index in `marked`
+    recencies: dict[int, int] = {}  # the keys are indices in `marked`
     by_tid = {caller.thread: recency for recency, caller in enumerate(callers)}
     for index, thread in enumerate(marked):
         tid = pid if thread.main else thread.tid

@@ -67,7 +67,7 @@ def build_recorder(env: Mapping[str, str]) -> Path:
                 return found
             prebuilt = cache.find_prebuilt(only_tested=False)
             if prebuilt is not None:
-                with contextlib.suppress(OSError, BuildError):  # it does not work here
+                with contextlib.suppress(OSError, BuildError):  # the wheel's does not work here
                     cache.verify_library(prebuilt)
                     check_library(prebuilt, env)
                     with _replace_when_complete(target) as copy:

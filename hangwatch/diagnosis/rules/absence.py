@@ -277,7 +277,7 @@ def _describe_missing(context: DiagnosisContext, verdict: Verdict, edge: WaitEdg
     return summary, f"{stacks_show} instead of joining the others."
 
 
-# The functions that make the summary and the advice, by kind.
+# The functions that make the summary and the advice. The order of the kinds is their precedence.
 MESSAGE_MAKERS: dict[VerdictKind, Callable[[DiagnosisContext, Verdict, WaitEdge], Messages]] = {
     VerdictKind.EXITED_RANK: _describe_exited,
     VerdictKind.FROZEN_RANK: _describe_frozen,

@@ -61,7 +61,19 @@ def test_every_verdict_has_a_summary_and_advice() -> None:
     for module, arguments in iter_verdict_arguments():
         if module != "absence":  # that rule takes them from `MESSAGE_MAKERS`
             assert {"summary", "advice"} <= arguments.keys(), f"in rules/{module}.py"
-    assert MESSAGE_MAKERS.keys() == set(KIND_PRECEDENCE)
+
+
+def test_rank_that_cannot_make_the_call_precedes_one_that_may_still_make_it() -> None:
+    """The precedence is the order of a table that also says which kinds have messages."""
+    assert tuple(MESSAGE_MAKERS) == KIND_PRECEDENCE
+    assert KIND_PRECEDENCE == (
+        VerdictKind.EXITED_RANK,
+        VerdictKind.FROZEN_RANK,
+        VerdictKind.LOST_NODE,
+        VerdictKind.STARTUP_STALL,
+        VerdictKind.MISSING_RANK,
+        VerdictKind.SLOW_RANK,
+    )
 
 
 def test_every_verdict_has_the_severity_of_its_kind() -> None:
