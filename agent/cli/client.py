@@ -30,8 +30,8 @@ _MAX_JOBS_NAMED = 8  # in a message
 
 def parse_address(url: str | None, token: str | None, env: Mapping[str, str]) -> ServerTarget:
     """The address from the flag, else from HANGWATCH_URL, else the default. Of several servers, it is
-    the first that accepts connections, or else the first: each of those that share a database shows
-    the incidents of all. Raises UsageError if it is not a URL.
+    the first that accepts connections, or else the first: servers with a shared database show the
+    incidents of all. Raises UsageError if it is not a URL.
 
     The token comes from the flag, else from the URL (``http://:TOKEN@host``), else from
     HANGWATCH_TOKEN.
@@ -62,6 +62,10 @@ def open_client(
     return contextlib.closing(Client(parse_address(args.url, args.token, env)))
 
 
+def _omit_none(values: Mapping[str, object]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
 class Client:
     """A connection to one server. Every method may raise a `CliError` with the remedy."""
 
@@ -80,13 +84,11 @@ class Client:
 
     def get(self, path: str, **query: object) -> dict[str, Any]:
         """The document at ``/api/v1/path``; parameters that are None are left out."""
-        params = {k: str(v) for k, v in query.items() if v is not None}
-        return self._request_document("GET", path, params=params)
+        return self._request_document("GET", path, params=_omit_none(query))
 
     def post(self, path: str, **body: object) -> dict[str, Any]:
         """The document in the response; fields of the body that are None are left out."""
-        fields = {k: v for k, v in body.items() if v is not None}
-        return self._request_document("POST", path, json=fields)
+        return self._request_document("POST", path, json=_omit_none(body))
 
     def download_file(self, path: str) -> bytes:
         """The file at ``/api/v1/path``."""
@@ -94,10 +96,12 @@ class Client:
 
     def stream_events(self, path: str, **query: object) -> Iterator[tuple[str, dict[str, Any]]]:
         """The kind and the data of each server-sent event at ``/api/v1/path``."""
-        params: dict[str, Any] = {k: v for k, v in query.items() if v is not None}
-        headers = {"Accept": "text/event-stream"}
         stream = self._http.stream(
-            "GET", path, params=params, headers=headers, timeout=_STREAM_TIMEOUT_S
+            "GET",
+            path,
+            params=_omit_none(query),
+            headers={"Accept": "text/event-stream"},
+            timeout=_STREAM_TIMEOUT_S,
         )
         kind = ""
         with self._translate_errors(), stream as response:

@@ -1,10 +1,18 @@
-"""The errors of the command line, one class per cause. Each message includes the remedy; `main`
-prints it.
+"""The exit codes of the command line, and its errors, one class per cause. Each message includes the
+remedy; `main` prints it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 OK, ERROR, USAGE, UNREACHABLE, HANG, INTERRUPTED = 0, 1, 2, 3, 4, 130
+
+
+def choose_exit_code(incidents: Iterable[Mapping[str, Any]]) -> int:
+    """`HANG` if one of the incidents is an alert."""
+    return HANG if any(incident.get("severity") == "alert" for incident in incidents) else OK
 
 
 class CliError(Exception):

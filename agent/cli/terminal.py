@@ -12,14 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 from hangwatch.report.text import Paint, clean_text
 
 from .errors import OK, NotFoundError, UnreachableError
 
-_MIN_PROGRESS_ITEMS, _PROGRESS_STEP = 32, 8
 _DEFAULT_PAGER = "less"
 # less: exit if the text fits on one screen, show colours, and do not clear the screen at exit.
 _LESS_OPTIONS = "FRX"
@@ -50,28 +48,20 @@ def print_message(message: str) -> None:
     print(f"hangwatch: {cleaned}", file=sys.stderr, flush=True)
 
 
-def replace_line(text: str) -> None:
-    """Writes over the current line of stderr, which must be a terminal. Empty text erases it."""
-    print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def show_progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Provides a function that shows the progress, (done, total), on a terminal if there are many
-    items. It is erased at the end of the block.
+@contextlib.contextmanager
+def show_progress() -> Iterator[Callable[[str], None]]:
+    """Provides a function that shows a text in place of the one before, if stderr is a terminal. The
+    text is erased at the end of the block.
     """
-    is_terminal = sys.stderr.isatty()
 
-    def update_progress(done: int, total: int) -> None:
-        is_due = done % _PROGRESS_STEP == 0 or done == total
-        if is_terminal and is_due and total >= _MIN_PROGRESS_ITEMS:
-            replace_line(f"hangwatch: {label}: {done} of {total}")
+    def replace_line(text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
     try:
-        yield update_progress
+        yield replace_line
     finally:
-        if is_terminal:
-            replace_line("")
+        replace_line("")
 
 
 def page_lines(lines: Iterable[str], env: Mapping[str, str]) -> None:

@@ -8,17 +8,24 @@ under the key ``quoted``.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 from hangwatch.diagnosis.messages import MAX_MESSAGE_LENGTH
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.ranks import iter_runs
 from hangwatch.report.terminal import format_aligned_row, is_library_frame, merge_waits
-from hangwatch.report.text import Document, clean_text, format_site, group_name, truncate_end
+from hangwatch.report.text import (
+    Document,
+    clean_text,
+    format_site,
+    get_parts,
+    name_group,
+    truncate_end,
+)
 
 Answer = dict[str, Any]
 
@@ -77,7 +84,7 @@ def _dump_json(answer: Answer) -> str:
 
 def _find_longest_list(answer: Answer) -> tuple[str, list[Any] | None]:
     """The list with more than one item that takes the most bytes, and its path in the answer."""
-    best: tuple[int, str, list[Any] | None] = (0, "", None)
+    lists: list[tuple[str, list[Any] | None]] = []
     pending: list[tuple[str, Any]] = [("", answer)]
     while pending:
         at, item = pending.pop()
@@ -85,10 +92,9 @@ def _find_longest_list(answer: Answer) -> tuple[str, list[Any] | None]:
             pending += [(f"{at}.{key}" if at else key, part) for key, part in item.items()]
         elif isinstance(item, list):
             pending += [(at, part) for part in item]
-            size = len(_dump_json({"": item}))
-            if len(item) > 1 and size > best[0]:
-                best = (size, at, item)
-    return best[1], best[2]
+            if len(item) > 1:
+                lists.append((at, item))
+    return max(lists, key=lambda found: len(_dump_json({"": found[1]})), default=("", None))
 
 
 def build_answer(**members: Any) -> Answer:
@@ -97,11 +103,14 @@ def build_answer(**members: Any) -> Answer:
 
 
 def _copy_members(document: Document, *keys: str) -> Answer:
-    return {key: document.get(key) for key in keys}
+    """Members of a document, each as by `quote_text`."""
+    return {key: quote_text(document.get(key)) for key in keys}
 
 
 def quote_text(value: object) -> Any:
-    """A word as it is, and any other text as `quote_line` does."""
+    """A text as by `quote_line`; a single word, and a value other than text, unchanged."""
+    if not value or not isinstance(value, str):
+        return value
     quoted = quote_line(value)
     text: str = quoted["quoted"]
     return text if _WORD.fullmatch(text) else quoted
@@ -112,14 +121,16 @@ def quote_line(value: object) -> Answer:
     return {"quoted": truncate_end(clean_text(value), MAX_QUOTED_LENGTH)}
 
 
-def quote_lines(lines: Iterable[str]) -> Answer:
-    return {"quoted": [quote_line(line)["quoted"] for line in lines]}
+def quote_lines(lines: Iterable[str]) -> Answer | None:
+    """``{"quoted": texts}``; None without any line."""
+    texts = [quote_line(line)["quoted"] for line in lines]
+    return {"quoted": texts} if texts else None
 
 
-def shorten_ranks(ranks: Iterable[int]) -> str:
+def shorten_ranks(ranks: Iterable[int] | None) -> str:
     """Ranks as ``0, 2-3``; with many runs, the first of them and the number of all ranks."""
-    listed = sorted(set(ranks))
-    runs = list(islice(iter_runs(listed), _MAX_RUNS + 1))
+    listed = sorted(set(ranks or ()))
+    runs = list(itertools.islice(iter_runs(listed), _MAX_RUNS + 1))
     shown = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs[:_MAX_RUNS])
     return shown if len(runs) <= _MAX_RUNS else f"{shown}, … ({len(listed)} ranks)"
 
@@ -154,7 +165,7 @@ class SentenceQuoter:
 
     def list_quotes(self) -> Answer | None:
         """The texts that the sentences refer to; None if they refer to nothing."""
-        return quote_lines(self._quotes) if self._quotes else None
+        return quote_lines(self._quotes)
 
 
 def _iter_chosen(value: Any, key: str = "") -> Iterator[str]:
@@ -176,112 +187,103 @@ def summarize_incident(incident: Document) -> Answer:
     quoter = SentenceQuoter(incident)
     return build_answer(
         incident_id=incident.get("id"),
-        job=quote_text(incident.get("job", "?")),
-        **_copy_members(incident, "kind", "severity", "status", "opened_at"),
+        **_copy_members(incident, "job", "kind", "severity", "status", "opened_at"),
         summary=quoter.replace_quotes(incident.get("summary", "")),
-        culprits=shorten_ranks(incident.get("culprits") or []),
+        culprits=shorten_ranks(incident.get("culprits")),
         quotes=quoter.list_quotes(),
     )
 
 
 def explain_incident(incident: Document) -> Answer:
-    """The answer that says which rank, call and line hang, why, and what to do next."""
+    """Which rank, call and line hang, why, and what to do next."""
     quoter = SentenceQuoter(incident)
     meaning = ""
     with contextlib.suppress(ValueError):  # a newer server's kind
         meaning = KINDS[VerdictKind(str(incident.get("kind")))].meaning
-    waiting = incident.get("waiting") or []
+    waiting = get_parts(incident, "waiting")
     group_answer = None
     if group := incident.get("group"):
-        ranks = group.get("ranks") or []
-        name = quote_text(group_name(group.get("name", ""), group.get("desc")))
+        ranks = get_parts(group, "ranks")
+        name = quote_text(name_group(group))
         group_answer = build_answer(name=name, size=len(ranks), ranks=shorten_ranks(ranks))
+    more: list[str] = []  # the other tools that know more about it
+    if incident.get("divergence"):
+        more.append("get_calls: the last calls of both sides, aligned")
+    if incident.get("waits"):
+        more.append("get_wait_graph: which rank waits for which")
+    if len(get_parts(incident, "stacks")) > 1:
+        more.append("get_stacks: the stacks of other ranks and threads")
+    culprits = set(get_parts(incident, "culprits"))
+    culprit_stacks = [
+        stack
+        for stack in get_parts(incident, "stacks")
+        if not culprits or not culprits.isdisjoint(get_parts(stack, "ranks"))
+    ]
+    # The site of the verdict, else the user's innermost line in the culprits' stacks.
+    line = format_site(incident["site"]) if incident.get("site") else None
+    for stack in culprit_stacks:
+        for frame in get_parts(stack, "frames"):
+            if line is None and not is_library_frame(frame):
+                line = _format_frame(frame)
+    hardware_keys = ("host", "source", "about", "what", "before", "now", "weight")
+    hardware = get_parts(incident, "hardware", _MAX_HARDWARE)
     return build_answer(
         incident_id=incident.get("id"),
-        job=quote_text(incident.get("job", "?")),
-        **_copy_members(incident, "attempt", "kind"),
+        **_copy_members(incident, "job", "attempt", "kind"),
         kind_means=meaning,
         **_copy_members(incident, "severity", "status", "onset_at", "resolved_at", "resolution"),
         summary=quoter.replace_quotes(incident.get("summary", "")),
         what_next=quoter.replace_quotes(incident.get("advice", "")),
-        culprits=shorten_ranks(incident.get("culprits") or []) or "none",
+        culprits=shorten_ranks(culprits) or "none",
         waiting=shorten_ranks(waiting),
         waiting_count=len(waiting),
         group=group_answer,
         call_number=incident.get("seq"),
-        differing_arguments=list(incident.get("fields") or []),
-        line=_find_line(incident),
-        calls=[describe_call(call) for call in (incident.get("calls") or [])[:_MAX_CALLS]],
+        differing_arguments=get_parts(incident, "fields"),
+        line=quote_text(line),
+        calls=[describe_call(call) for call in get_parts(incident, "calls", _MAX_CALLS)],
         processes=list(_iter_processes(incident)),
-        culprit_stack=next(map(describe_stack, _iter_culprit_stacks(incident)), None),
-        hardware=[
-            {
-                key: quote_text(entry[key]) if isinstance(entry[key], str) else entry[key]
-                for key in ("host", "source", "about", "what", "before", "now", "weight")
-                if entry.get(key) is not None
-            }
-            for entry in (incident.get("hardware") or [])[:_MAX_HARDWARE]
-        ],
-        more=list(_iter_more(incident)),
+        culprit_stack=describe_stack(culprit_stacks[0]) if culprit_stacks else None,
+        hardware=[build_answer(**_copy_members(entry, *hardware_keys)) for entry in hardware],
+        more=more if incident.get("id") else None,
         quotes=quoter.list_quotes(),
     )
-
-
-def _find_line(incident: Document) -> Any:
-    """The site of the verdict, else the user's innermost line in the first culprit's stack."""
-    site = incident.get("site")
-    if site:
-        return quote_text(format_site(site))
-    for stack in _iter_culprit_stacks(incident):
-        for frame in stack.get("frames") or []:
-            if not is_library_frame(frame):
-                return quote_text(_format_frame(frame))
-    return None
-
-
-def _iter_culprit_stacks(incident: Document) -> Iterator[Document]:
-    culprits = set(incident.get("culprits") or [])
-    for stack in incident.get("stacks") or []:
-        if not culprits or not culprits.isdisjoint(stack.get("ranks") or []):
-            yield stack
 
 
 def describe_stack(stack: Document) -> Answer:
     """A stack of an incident, innermost frame first; runs of library frames are shortened."""
     frames: list[str] = []
     run = 0
-    for frame in stack.get("frames") or []:
+    for frame in get_parts(stack, "frames"):
         run = run + 1 if is_library_frame(frame) else 0
         if run <= _MAX_LIBRARY_FRAMES:
             frames.append(_format_frame(frame))
         elif run == _MAX_LIBRARY_FRAMES + 1:
             frames.append("…")
     return build_answer(
-        ranks=shorten_ranks(stack.get("ranks") or []),
-        thread=quote_text(stack["thread"]) if stack.get("thread") else None,
-        taken_at=stack.get("taken_at"),
-        frames=quote_lines(frames[:_MAX_FRAMES]) if frames else None,
-        error=quote_text(stack["error"]) if stack.get("error") else None,
+        ranks=shorten_ranks(stack.get("ranks")),
+        **_copy_members(stack, "thread", "taken_at"),
+        frames=quote_lines(frames[:_MAX_FRAMES]),
+        **_copy_members(stack, "error"),
     )
 
 
 def _format_frame(frame: Document) -> str:
-    text = frame.get("text")
-    return format_site(frame) + (f": {str(text).strip()}" if text else "")
+    site, text = format_site(frame), frame.get("text")
+    return f"{site}: {str(text).strip()}" if text else site
 
 
 def describe_call(call: Document) -> Answer:
     return build_answer(
-        ranks=shorten_ranks(call.get("ranks") or []),
-        op=quote_text(call.get("op", "?")),
-        **_copy_members(call, "shapes", "dtype", "reduce_op", "root", "peer", "splits"),
-        detail=quote_text(call["detail"]) if call.get("detail") else None,
+        ranks=shorten_ranks(call.get("ranks")),
+        **_copy_members(call, "op", "shapes", "dtype", "reduce_op", "root", "peer", "splits"),
+        **_copy_members(call, "detail"),
         at=quote_text(format_site(call["site"])) if call.get("site") else None,
     )
 
 
 def _iter_processes(incident: Document) -> Iterator[Answer]:
-    for process in (incident.get("processes") or [])[:_MAX_PROCESSES]:
+    for process in get_parts(incident, "processes", _MAX_PROCESSES):
         exception_answer = None
         if exception := process.get("exception"):
             exception_answer = {
@@ -289,38 +291,21 @@ def _iter_processes(incident: Document) -> Iterator[Answer]:
                 "message": quote_line(exception.get("message", "")),
             }
         yield build_answer(
-            rank=process.get("rank"),
-            host=quote_text(process["host"]) if process.get("host") else None,
-            **_copy_members(process, "pid", "state", "exit_status", "signal"),
+            **_copy_members(process, "rank", "host", "pid", "state", "exit_status", "signal"),
             exception=exception_answer,
         )
-
-
-def _iter_more(incident: Document) -> Iterator[str]:
-    """The other tools that know more about the incident."""
-    incident_id = incident.get("id")
-    if incident_id is None:
-        return
-    if incident.get("divergence"):
-        yield "get_calls: the last calls of both sides, aligned"
-    if incident.get("waits"):
-        yield "get_wait_graph: which rank waits for which"
-    if len(incident.get("stacks") or []) > 1:
-        yield "get_stacks: the stacks of other ranks and threads"
 
 
 def describe_job(job: Document) -> Answer:
     """A job of `GET /api/v1/jobs`."""
     quoter = SentenceQuoter(job)
-    states = {str(state): count for state, count in (job.get("states") or {}).items() if count}
+    states = job.get("states") or {}
     return build_answer(
-        job=quote_text(job.get("job", "?")),
-        attempt=job.get("attempt"),
-        state=job.get("state"),
+        **_copy_members(job, "job", "attempt", "state"),
         summary=quoter.replace_quotes(job.get("summary", "")),
         ranks=job.get("world_size"),
-        ranks_by_state=states,
-        hosts=len(job.get("hosts") or []),
+        ranks_by_state={str(state): count for state, count in states.items() if count},
+        hosts=len(get_parts(job, "hosts")),
         **_copy_members(job, "open_incidents", "step", "steps_per_s", "last_seen_s"),
         quotes=quoter.list_quotes(),
     )
@@ -331,54 +316,51 @@ def describe_ranks(ranks: Iterable[Document]) -> Answer:
     by_state: dict[str, list[Document]] = {}
     for rank in ranks:
         by_state.setdefault(str(rank.get("state")), []).append(rank)
-    return {
-        "ranks": [
-            build_answer(
-                state=state,
-                ranks=shorten_ranks(r.get("rank", -1) for r in found),
-                count=len(found),
-                longest_wait_s=max((r.get("waiting_s") or 0.0 for r in found), default=0.0),
-                phases=[
-                    quote_text(p) for p in sorted({r["phase"] for r in found if r.get("phase")})
-                ][:_MAX_PHASES],
-            )
-            for state, found in sorted(by_state.items())
-        ]
-    }
+    answers: list[Answer] = []
+    for state, found in sorted(by_state.items()):
+        phases = sorted({rank["phase"] for rank in found if rank.get("phase")})
+        answer = build_answer(
+            state=state,
+            ranks=shorten_ranks(rank.get("rank", -1) for rank in found),
+            count=len(found),
+            longest_wait_s=max(rank.get("waiting_s") or 0.0 for rank in found),
+            phases=[quote_text(phase) for phase in phases[:_MAX_PHASES]],
+        )
+        answers.append(answer)
+    return {"ranks": answers}
 
 
 def describe_performance(groups: Sequence[Document]) -> Answer:
     """Process groups, those that wait longest for a straggler first. Durations are in seconds."""
-    return {"groups": [_describe_group_performance(group) for group in groups[:_MAX_GROUPS]]}
+    answers: list[Answer] = []
+    for document in groups[:_MAX_GROUPS]:
+        quoter = SentenceQuoter(document)
+        group = document.get("group") or {}
+        straggler = document.get("straggler") or {}
+        arrivals = document.get("arrivals") or {}
+        calls = get_parts(document, "calls", _MAX_OPERATIONS)
+        last_to_arrive: list[Answer] = []
+        for late in get_parts(arrivals, "last", _MAX_LATE):
+            ranks = shorten_ranks(late.get("ranks"))
+            last_to_arrive.append({"ranks": ranks, **_copy_members(late, "share", "lag_s")})
+        answer = build_answer(
+            **_copy_members(document, "job"),
+            group=quote_text(name_group(group)),
+            ranks=shorten_ranks(group.get("ranks")),
+            straggler=quoter.replace_quotes(straggler.get("summary", "")),
+            calls=[_describe_latency(call) for call in calls],
+            last_to_arrive=last_to_arrive,
+            quotes=quoter.list_quotes(),
+        )
+        answers.append(answer)
+    return {"groups": answers}
 
 
-def _describe_group_performance(document: Document) -> Answer:
-    quoter = SentenceQuoter(document)
-    group = document.get("group") or {}
-    straggler = document.get("straggler") or {}
-    arrivals = document.get("arrivals") or {}
+def _describe_latency(calls: Document) -> Answer:
+    latency = calls.get("latency") or {}
+    wait = calls.get("wait") or {}
     return build_answer(
-        job=quote_text(document.get("job", "?")),
-        group=quote_text(group_name(group.get("name", "?"), group.get("desc"))),
-        ranks=shorten_ranks(group.get("ranks") or []),
-        straggler=quoter.replace_quotes(straggler.get("summary", "")),
-        calls=[_describe_calls(call) for call in (document.get("calls") or [])[:_MAX_OPERATIONS]],
-        last_to_arrive=[
-            {
-                "ranks": shorten_ranks(late.get("ranks") or []),
-                **_copy_members(late, "share", "lag_s"),
-            }
-            for late in (arrivals.get("last") or [])[:_MAX_LATE]
-        ],
-        quotes=quoter.list_quotes(),
-    )
-
-
-def _describe_calls(calls: Document) -> Answer:
-    latency: dict[str, Any] = calls.get("latency") or {}
-    wait: dict[str, Any] = calls.get("wait") or {}
-    return build_answer(
-        op=quote_text(calls.get("op", "?")),
+        **_copy_members(calls, "op"),
         size_from_bytes=calls.get("size_from"),
         calls=calls.get("calls"),
         latency_p50_s=latency.get("p50_s"),
@@ -391,21 +373,20 @@ def _describe_calls(calls: Document) -> Answer:
 def describe_waits(incident: Document) -> Answer:
     """The ranks that wait: one entry for each awaited rank and call."""
     merged = merge_waits(incident)
-    waits = [
-        {
+    waits: list[Answer] = []
+    for (awaited, group, seq), ranks in merged[:_MAX_WAITS]:
+        wait = {
             "ranks": shorten_ranks(ranks),
             "count": len(ranks),
             "wait_for_rank": awaited,
             "group": quote_text(group),
             "call_number": seq,
         }
-        for (awaited, group, seq), ranks in merged[:_MAX_WAITS]
-    ]
+        waits.append(wait)
     answer: Answer = {"incident_id": incident.get("id"), "waits": waits}
     if len(merged) > _MAX_WAITS:
         answer["waits_not_shown"] = len(merged) - _MAX_WAITS
-    culprits = incident.get("culprits") or []
-    answer["ends_of_the_waits"] = shorten_ranks(culprits) or "none"
+    answer["ends_of_the_waits"] = shorten_ranks(incident.get("culprits")) or "none"
     return answer
 
 
@@ -415,19 +396,19 @@ def describe_calls(incident: Document) -> Answer:
     """
     answer: Answer = {
         "incident_id": incident.get("id"),
-        "calls": [describe_call(call) for call in (incident.get("calls") or [])[:_MAX_CALLS]],
+        "calls": [describe_call(call) for call in get_parts(incident, "calls", _MAX_CALLS)],
     }
     divergence = incident.get("divergence")
     if not divergence:
         return answer
     rows: list[Answer] = []
-    for row in (divergence.get("rows") or [])[-_MAX_ROWS:]:
+    for row in get_parts(divergence, "rows")[-_MAX_ROWS:]:
         cells, differs = format_aligned_row(row)
         rows.append(build_answer(calls=quote_lines(cells), differs=differs or None))
-    sides = divergence.get("sides") or []
+    sides = get_parts(divergence, "sides")
     return build_answer(
         **answer,
-        sides=[shorten_ranks(side.get("ranks") or []) for side in sides],
+        sides=[shorten_ranks(side.get("ranks")) for side in sides],
         first_difference=divergence.get("since_seq"),
         rows=rows,
     )
@@ -437,23 +418,24 @@ def describe_stacks(incident: Document, is_wanted: Callable[[int], bool] | None)
     """The stacks of the ranks that are wanted, or of all if ``is_wanted`` is None; the culprits'
     are first.
     """
-    stacks = [
-        describe_stack(stack)
-        for stack in incident.get("stacks") or []
-        if is_wanted is None or any(map(is_wanted, stack.get("ranks") or []))
-    ]
+    stacks: list[Answer] = []
+    sampled_ranks: list[int] = []
+    for stack in get_parts(incident, "stacks"):
+        ranks = get_parts(stack, "ranks")
+        sampled_ranks += ranks
+        if is_wanted is None or any(map(is_wanted, ranks)):
+            stacks.append(describe_stack(stack))
     answer: Answer = {"incident_id": incident.get("id"), "stacks": stacks}
     if not stacks:
-        sampled = sorted({r for s in incident.get("stacks") or [] for r in s.get("ranks") or []})
-        answer["ranks_with_stacks"] = shorten_ranks(sampled) or "none"
+        answer["ranks_with_stacks"] = shorten_ranks(sampled_ranks) or "none"
     return answer
 
 
 def describe_analysis(verdicts: Sequence[Document], notes: Sequence[str]) -> Answer:
-    """The verdicts from dumps or bundles, and ``notes`` on files and ranks that were left out."""
+    """The verdicts from dumps or bundles; ``notes`` are on files and ranks that were left out."""
     return build_answer(
         verdicts=[explain_incident(verdict) for verdict in verdicts[:_MAX_VERDICTS]],
         answer="" if verdicts else "no hang: all calls that can be compared agree",
         verdicts_not_shown=max(0, len(verdicts) - _MAX_VERDICTS) or None,
-        notes=quote_lines(notes[:_MAX_NOTES]) if notes else None,
+        notes=quote_lines(notes[:_MAX_NOTES]),
     )

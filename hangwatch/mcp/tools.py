@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from hangwatch.model.ranks import parse_rank_ranges
-from hangwatch.report.text import Document
+from hangwatch.report.text import Document, get_parts
 
 from . import answers
 from .answers import Answer
@@ -90,9 +90,8 @@ _RANKS = {"type": "string", "description": "only these, such as 0,3-5"}
 )
 async def explain_hang(fetch: Fetch, arguments: Arguments) -> Answer:
     job = arguments.get("job")
-    page = await fetch("incidents", {"job": job, "status": "open", "limit": _MAX_LISTED})
-    incidents = list(page.get("items") or [])
-    jobs = (await fetch("jobs", {"job": job, "limit": _MAX_LISTED})).get("items") or []
+    incidents = await _fetch_items(fetch, "incidents", job=job, status="open")
+    jobs = await _fetch_items(fetch, "jobs", job=job)
     answer: Answer = {"jobs": [answers.describe_job(found) for found in jobs]}
     if not incidents:
         return {
@@ -107,14 +106,20 @@ async def explain_hang(fetch: Fetch, arguments: Arguments) -> Answer:
     return {**answer, "other_open_incidents": others} if others else answer
 
 
+async def _fetch_items(fetch: Fetch, path: str, **query: object) -> list[Document]:
+    """The first items of a list."""
+    page = await fetch(path, {**query, "limit": _MAX_LISTED})
+    return get_parts(page, "items")
+
+
 async def _fetch_incident(fetch: Fetch, incident_id: object) -> Document:
     return await fetch(f"incidents/{quote(str(incident_id), safe='')}", {})
 
 
 @make_tool("The jobs that report, each with its state in a sentence and its ranks by state.")
 async def list_jobs(fetch: Fetch, arguments: Arguments) -> Answer:
-    page = await fetch("jobs", {"limit": _MAX_LISTED})
-    return {"jobs": [answers.describe_job(job) for job in page.get("items") or []]}
+    jobs = await _fetch_items(fetch, "jobs")
+    return {"jobs": [answers.describe_job(job) for job in jobs]}
 
 
 @make_tool(
@@ -123,7 +128,7 @@ async def list_jobs(fetch: Fetch, arguments: Arguments) -> Answer:
 async def list_ranks(fetch: Fetch, arguments: Arguments) -> Answer:
     query = {"job": arguments.get("job"), "members": "false", "limit": _MAX_RANKS_READ}
     page = await fetch("ranks", query)
-    answer = answers.describe_ranks(page.get("items") or [])
+    answer = answers.describe_ranks(get_parts(page, "items"))
     if page.get("next"):
         answer["ranks_read"] = f"the first {_MAX_RANKS_READ}; list_jobs counts all of them by state"
     return answer
@@ -132,18 +137,8 @@ async def list_ranks(fetch: Fetch, arguments: Arguments) -> Answer:
 @make_tool("Open and earlier incidents, newest first.", job=_JOB, status=_STATUS)
 async def list_incidents(fetch: Fetch, arguments: Arguments) -> Answer:
     job, status = arguments.get("job"), arguments.get("status")
-    page = await fetch("incidents", {"job": job, "status": status, "limit": _MAX_LISTED})
-    items = page.get("items") or []
-    return {"incidents": [answers.summarize_incident(incident) for incident in items]}
-
-
-@make_tool(
-    "One incident in full: its verdict, line, calls, processes, culprit's stack.",
-    "incident_id",
-    incident_id=_INCIDENT,
-)
-async def get_incident(fetch: Fetch, arguments: Arguments) -> Answer:
-    return answers.explain_incident(await _fetch_incident(fetch, arguments["incident_id"]))
+    incidents = await _fetch_items(fetch, "incidents", job=job, status=status)
+    return {"incidents": [answers.summarize_incident(incident) for incident in incidents]}
 
 
 @make_tool(
@@ -159,7 +154,7 @@ async def get_stacks(fetch: Fetch, arguments: Arguments) -> Answer:
 
 
 def parse_ranks(text: str) -> Callable[[int], bool]:
-    """A function that says whether a rank is in a list such as ``0,3-5``. Raises ToolError if the
+    """A function that returns whether a rank is in a list such as ``0,3-5``. Raises ToolError if the
     text is not a list of ranks.
     """
     try:
@@ -169,29 +164,28 @@ def parse_ranks(text: str) -> Callable[[int], bool]:
     return lambda rank: any(first <= rank <= last for first, last in ranges)
 
 
-@make_tool(
-    "Which ranks wait for which, in which call of which process group.",
-    "incident_id",
-    incident_id=_INCIDENT,
-)
-async def get_wait_graph(fetch: Fetch, arguments: Arguments) -> Answer:
-    return answers.describe_waits(await _fetch_incident(fetch, arguments["incident_id"]))
+def _make_incident_tool(
+    name: str, description: str, describe: Callable[[Document], Answer]
+) -> Tool:
+    """A tool whose answer is made from one incident."""
 
+    async def run(fetch: Fetch, arguments: Arguments) -> Answer:
+        return describe(await _fetch_incident(fetch, arguments["incident_id"]))
 
-@make_tool(
-    "The calls that differ between ranks, with their lines, and the last calls of both sides"
-    " aligned: shows a call that one side skipped, added or made in another order.",
-    "incident_id",
-    incident_id=_INCIDENT,
-)
-async def get_calls(fetch: Fetch, arguments: Arguments) -> Answer:
-    return answers.describe_calls(await _fetch_incident(fetch, arguments["incident_id"]))
+    return Tool(
+        name=name,
+        description=description,
+        run=run,
+        properties={"incident_id": _INCIDENT},
+        required=("incident_id",),
+    )
 
 
 @make_tool("How fast collectives are, and which ranks the others wait for.", job=_JOB)
 async def get_performance(fetch: Fetch, arguments: Arguments) -> Answer:
-    page = await fetch("performance", {"job": arguments.get("job"), "limit": _MAX_LISTED})
-    return answers.describe_performance(page.get("items") or [])
+    return answers.describe_performance(
+        await _fetch_items(fetch, "performance", job=arguments.get("job"))
+    )
 
 
 TOOLS = (
@@ -199,9 +193,22 @@ TOOLS = (
     list_jobs,
     list_ranks,
     list_incidents,
-    get_incident,
+    _make_incident_tool(
+        "get_incident",
+        "One incident in full: its verdict, line, calls, processes, culprit's stack.",
+        answers.explain_incident,
+    ),
     get_stacks,
-    get_wait_graph,
-    get_calls,
+    _make_incident_tool(
+        "get_wait_graph",
+        "Which ranks wait for which, in which call of which process group.",
+        answers.describe_waits,
+    ),
+    _make_incident_tool(
+        "get_calls",
+        "The calls that differ between ranks, with their lines, and the last calls of both sides"
+        " aligned: shows a call that one side skipped, added or made in another order.",
+        answers.describe_calls,
+    ),
     get_performance,
 )

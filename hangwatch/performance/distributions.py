@@ -31,29 +31,6 @@ def size_class_min_bytes(size_class_index: int) -> int:
     return 1 << (size_class_index - 1) if size_class_index else 0
 
 
-def format_size(size_bytes: int) -> str:
-    """A size in binary units.
-
-    >>> format_size(0), format_size(512), format_size(4096), format_size(25 << 20)
-    ('0 B', '512 B', '4 KiB', '25 MiB')
-    """
-    unit = min(4, max(0, size_bytes.bit_length() - 1) // 10)
-    amount = size_bytes / (1 << 10 * unit)
-    return f"{amount:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
-
-
-def format_bandwidth(gbs: float) -> str:
-    """A bandwidth in decimal units, like nccl-tests. ``gbs`` is in GB/s.
-
-    >>> format_bandwidth(12.34), format_bandwidth(0.0256), format_bandwidth(0.000738)
-    ('12.3 GB/s', '25.6 MB/s', '738 kB/s')
-    """
-    for unit, size in (("GB/s", 1.0), ("MB/s", 1e-3)):
-        if gbs >= size:
-            return f"{float(f'{gbs / size:.3g}'):g} {unit}"
-    return f"{float(f'{gbs * 1e6:.3g}'):g} kB/s"
-
-
 def full_size(op: str, recorded_bytes: int, rank_count: int) -> int:
     """The size of a call in bytes as nccl-tests define it: the whole array for an all-gather or a
     reduce-scatter.
@@ -62,8 +39,9 @@ def full_size(op: str, recorded_bytes: int, rank_count: int) -> int:
     ``src/*.cu``.
     """
     spec = OPERATIONS.get(op)
-    is_per_rank = spec is not None and spec.size_is_per_rank
-    return recorded_bytes * rank_count if is_per_rank else recorded_bytes
+    if spec is not None and spec.size_is_per_rank:
+        return recorded_bytes * rank_count
+    return recorded_bytes
 
 
 def is_even_split(signature: Signature) -> bool:
@@ -105,11 +83,11 @@ class DurationHistogram:
     def quantile(self, share: float) -> float | None:
         """The quantile in seconds, as the middle of its bucket; None for an empty histogram."""
         remaining = share * self.total_count
-        for bucket in sorted(self.counts):
-            remaining -= self.counts[bucket]
+        for bucket, count in sorted(self.counts.items()):
+            remaining -= count
             if remaining <= 0:
-                middle: float = 2 ** ((bucket - 0.5) / BUCKETS_PER_OCTAVE) if bucket else 0.5
-                return min(middle, self.longest_us) / 1e6
+                middle_us: float = 2 ** ((bucket - 0.5) / BUCKETS_PER_OCTAVE) if bucket else 0.5
+                return min(middle_us, self.longest_us) / 1e6
         return None
 
 

@@ -9,13 +9,12 @@ others.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-
-from hangwatch.report.text import name_ranks, truncate_end
 
 MIN_CALLS = 30  # fewer calls are not judged
 MIN_SPAN_S = 5.0  # the calls must cover at least this time
@@ -62,23 +61,23 @@ def measure_skew(seq: int, arrivals: Sequence[Arrival]) -> CallSkew:
     """Compares the arrivals, at least two, at one call. Several ranks may be late together, such as
     all ranks of a slow host.
     """
-    ordered = sorted(arrivals, key=lambda a: a.arrived_at)
-    first, last = ordered[0], ordered[-1]
+    ordered = sorted(arrivals, key=lambda arrival: arrival.arrived_at)
+    times = [arrival.arrived_at for arrival in ordered]
     count = len(ordered)
-    cut = max(
-        range(max(count - count // 2, count - MAX_LATE_RANKS), count),
-        key=lambda i: ordered[i].arrived_at - ordered[i - 1].arrived_at,
-    )
-    lag = ordered[cut].arrived_at - ordered[cut - 1].arrived_at
-    decided = lag > _clock_error(ordered[cut:], ordered[:cut])
-    spread = last.arrived_at - first.arrived_at
-    error = _clock_error([first], [last])
+    first_cut = max(count - count // 2, count - MAX_LATE_RANKS)
+    cut = max(range(first_cut, count), key=lambda i: times[i] - times[i - 1])
+    late, lag = ordered[cut:], times[cut] - times[cut - 1]
+    lost = min(lag, late[0].since_previous_s)
+    if lag <= _clock_error(late, ordered[:cut]):
+        late, lag, lost = [], 0.0, 0.0
+    spread = times[-1] - times[0]
+    error = _clock_error(ordered[:1], ordered[-1:])
     return CallSkew(
         seq=seq,
-        last_arrival_at=last.arrived_at,
-        last_ranks=frozenset(a.rank for a in ordered[cut:]) if decided else frozenset(),
-        lag_s=lag if decided else 0.0,
-        lost_s=min(lag, ordered[cut].since_previous_s) if decided else 0.0,
+        last_arrival_at=times[-1],
+        last_ranks=frozenset(arrival.rank for arrival in late),
+        lag_s=lag,
+        lost_s=lost,
         spread_s=spread if spread > error else 0.0,
         error_s=error,
     )
@@ -97,7 +96,7 @@ class LatenessStats:
 
     ranks: frozenset[int]
     late_calls: int  # calls at which they arrived last, by more than a trivial delay
-    share: float  # the share of these in all judged calls
+    share: float  # their share in all judged calls
     lag_s: float  # delay after the others: the median over these calls
     waited_share: float  # share of the time during which the others wait for them
 
@@ -112,7 +111,7 @@ def find_latecomers(skews: Sequence[CallSkew]) -> list[LatenessStats]:
     for call in skews:
         for rank in call.last_ranks:
             calls.setdefault(rank, []).append(call)
-    per_second = estimate_call_rate(skews)
+    per_second = _estimate_call_rate(skews)
     latecomers = [
         _summarize_lateness(frozenset((rank,)), late_skews, len(skews), per_second)
         for rank, late_skews in calls.items()
@@ -124,15 +123,19 @@ def _summarize_lateness(
     ranks: frozenset[int], late_skews: Sequence[CallSkew], call_count: int, per_second: float
 ) -> LatenessStats:
     """The lateness of ``ranks``; ``late_skews`` are the calls at which all of them were last."""
-    usual = _time_weighted_median(_cap_outliers([call.lag_s for call in late_skews], call_count))
-    counted = [call.lag_s for call in late_skews if call.lag_s >= TRIVIAL_LAG_FRACTION * usual]
-    waited = _share_of_time(late_skews, call_count, per_second)
+    lags = [call.lag_s for call in late_skews]
+    # The usual delay is the one up to which half of the lost time accrues. Unlike the plain median,
+    # it represents a rank that is far behind in one call of a step and barely last in the others.
+    ordered = sorted(_cap_outliers(lags, call_count))
+    accrued = zip(ordered, itertools.accumulate(ordered), strict=True)
+    usual = next(lag for lag, lost in accrued if lost >= sum(ordered) / 2)
+    counted = [lag for lag in lags if lag >= TRIVIAL_LAG_FRACTION * usual]
     return LatenessStats(
         ranks=ranks,
         late_calls=len(counted),
         share=len(counted) / call_count,
         lag_s=statistics.median(counted),
-        waited_share=waited,
+        waited_share=_share_of_time(late_skews, call_count, per_second),
     )
 
 
@@ -148,20 +151,7 @@ def _cap_outliers(durations: Sequence[float], call_count: int) -> list[float]:
     return [min(duration, limit) for duration in durations]
 
 
-def _time_weighted_median(lags: Iterable[float]) -> float:
-    """The delay up to which half of the lost time accrues. Unlike the plain median, it represents a
-    rank that is far behind in one call of a step and barely last in the others.
-    """
-    ordered = sorted(lags)
-    half, lost = sum(ordered) / 2, 0.0
-    for lag in ordered:
-        lost += lag
-        if lost >= half:
-            return lag
-    return ordered[-1]
-
-
-def estimate_call_rate(skews: Sequence[CallSkew]) -> float:
+def _estimate_call_rate(skews: Sequence[CallSkew]) -> float:
     """The group's calls per second, including those between the judged ones."""
     if len(skews) < 2:
         return 0.0
@@ -182,7 +172,7 @@ def find_straggler(
     times = [call.last_arrival_at for call in skews]
     if len(skews) < MIN_CALLS or max(times) - min(times) < MIN_SPAN_S:
         return None
-    per_second = estimate_call_rate(skews)
+    per_second = _estimate_call_rate(skews)
     total_share = _share_of_time(skews, len(skews), per_second)
     ranks = frozenset().union(
         *(one.ranks for one in latecomers if one.waited_share >= MIN_WAIT_SHARE * total_share)
@@ -223,47 +213,9 @@ def find_straggler_causes(
                 for other, other_members in waits.get(rank, ())
                 if other.waited_share >= late.waited_share / 2 and not members <= other_members
             ]
-            worst = max(awaited, key=lambda other: other.waited_share, default=None)
-            reasons.append(worst.ranks if worst is not None else frozenset())
-        if all(reasons):
+            if awaited:
+                worst = max(awaited, key=lambda other: other.waited_share)
+                reasons.append(worst.ranks)
+        if len(reasons) == len(late.ranks):
             causes[number] = frozenset().union(*reasons)
     return causes
-
-
-def format_straggler(
-    late: LatenessStats, group: str, error_s: float, *, queued: bool = False
-) -> str:
-    """One sentence about stragglers. If calls are ``queued`` on a device, threads do not wait in
-    them, and the sentence does not claim a waiting time.
-
-    >>> late = LatenessStats(
-    ...     ranks=frozenset({3}), late_calls=46, share=0.92, lag_s=0.0402, waited_share=0.45
-    ... )
-    >>> print(format_straggler(late, "dp_1", 0.0).replace(", which", ",\\nwhich"))
-    rank 3 comes last in 92 % of the calls of dp_1, 40 ms after the others,
-    which wait for it 45 % of the time
-    """
-    error = f" (± {format_duration(error_s)})" if error_s >= 0.05 * late.lag_s else ""
-    comes, pronoun = ("comes", "it") if len(late.ranks) == 1 else ("come", "them")
-    waited = (
-        "as their threads make them"
-        if queued
-        else f"which wait for {pronoun} {100 * late.waited_share:.0f} % of the time"
-    )
-    return (
-        f"{truncate_end(name_ranks(late.ranks), 60)} {comes} last in {100 * late.share:.0f} % of"
-        f" the calls of {group}, {format_duration(late.lag_s)}{error} after the others, {waited}"
-    )
-
-
-def format_duration(seconds: float) -> str:
-    """A duration in s, ms or µs.
-
-    >>> format_duration(0.0402), format_duration(2.5), format_duration(0.000031)
-    ('40 ms', '2.5 s', '31 µs')
-    """
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            amount = seconds / size
-            return f"{amount:.0f} {unit}" if amount >= 10 else f"{amount:.1f} {unit}"
-    return f"{seconds * 1e6:.0f} µs"

@@ -13,10 +13,9 @@ import dataclasses
 import enum
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from datetime import datetime
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from hangwatch.model.calls import Call, Signature
 from hangwatch.model.groups import Group, OutsideMember
@@ -31,7 +30,7 @@ from hangwatch.model.verdicts import (
     Wait,
 )
 
-from .text import Document
+from .text import Document, parse_time
 
 JsonObject = dict[str, Any]
 T = TypeVar("T")
@@ -68,7 +67,7 @@ _MEMBERS: Mapping[type, tuple[str, ...]] = {
     ),
     Frame: ("function", "file", "line", "text"),
 }
-# The fields that are no members by themselves, and how they follow from the document.
+# The fields without a member of their own, and how they follow from the document.
 _DERIVED_FIELDS: Mapping[type, Mapping[str, Callable[[Document], Any]]] = {
     Group: {
         "ranks": lambda document: (
@@ -85,8 +84,6 @@ _DERIVED_FIELDS: Mapping[type, Mapping[str, Callable[[Document], Any]]] = {
     },
     Call: {"seq": lambda document: document["seq"]},
 }
-
-_listed_members: dict[type, tuple[DocumentMember, ...]] = {}  # the results of `list_members`
 
 
 class Codec(NamedTuple):
@@ -107,18 +104,17 @@ class DocumentMember(NamedTuple):
     get_value: Callable[[Any], Any]
     codec: Codec | None  # None: the value is the same in JSON
 
-    @property
-    def is_optional(self) -> bool:
-        """Whether its value may be None."""
-        return type(None) in get_args(self.annotation)
 
-
-def build_document(part: Any) -> JsonObject:
-    """The document of a verdict, of an incident, or of a part of them."""
+def build_document(part: Any, omitted: Collection[str] = ()) -> JsonObject:
+    """The document of a verdict, of an incident, or of a part of them, without some members."""
     document: JsonObject = {}
-    for member in list_members(type(part)):
-        value, codec = member.get_value(part), member.codec
-        document[member.key] = value if codec is None or value is None else codec.build(value)
+    for member in list_members(part.__class__):
+        if member.key in omitted:
+            continue
+        value = member.get_value(part)
+        if member.codec is not None and value is not None:
+            value = member.codec.build(value)
+        document[member.key] = value
     return document
 
 
@@ -127,20 +123,16 @@ def build_optional_document(part: Any) -> JsonObject | None:
 
 
 def build_incident_event(incident: Incident) -> JsonObject:
-    """An incident's document without the parts that may be large: its calls, waits, stacks and
-    device positions.
-    """
-    document = build_document(replace(incident, calls=(), waits=(), stacks=(), device=()))
-    for key in ("calls", "waits", "stacks", "device", "hardware", "hardware_missing"):
-        del document[key]
-    return document
+    """An incident's document without the parts that may be large."""
+    large_parts = ("calls", "waits", "stacks", "device", "hardware", "hardware_missing")
+    return build_document(incident, large_parts)
 
 
 def parse_document(cls: type[T], document: Document) -> T:
     """The inverse of `build_document`. Raises KeyError, TypeError or ValueError for other documents,
     such as one that lacks a member without a default.
     """
-    return _construct(cls, list_members(cls), 0, document)
+    return _construct(cls, list_members(cast("Hashable", cls)), 0, document)
 
 
 def _construct(
@@ -148,18 +140,19 @@ def _construct(
 ) -> T:
     """An object of ``cls``, whose attributes are at ``depth`` in the paths of ``members``."""
     fields: Mapping[str, object] = cls.__dataclass_fields__  # type: ignore[attr-defined]
-    derived_fields = _DERIVED_FIELDS.get(cls, {})
-    values: dict[str, Any] = {name: derive(document) for name, derive in derived_fields.items()}
+    values: dict[str, Any] = {}
+    for name, derive in _DERIVED_FIELDS.get(cls, {}).items():
+        values[name] = derive(document)
     members_by_part: dict[str, list[DocumentMember]] = {}
     for member in members:
         name, codec = member.path[depth], member.codec
         if len(member.path) > depth + 1:
             members_by_part.setdefault(name, []).append(member)
-        elif name in fields and name not in derived_fields:
+        elif name in fields and name not in values:
             value = document.get(member.key)
             if value is not None:
                 values[name] = value if codec is None else codec.parse(value)
-            elif member.is_optional and member.key in document:
+            elif member.key in document and type(None) in get_args(member.annotation):
                 values[name] = None
     for name, part_members in members_by_part.items():
         part = _find_attribute(cls, name)[0]
@@ -167,39 +160,34 @@ def _construct(
     return cls(**values)
 
 
+@functools.cache
 def list_members(cls: Any) -> tuple[DocumentMember, ...]:
     """The members of the documents of a dataclass, in their order."""
-    if cls not in _listed_members:
-        members: dict[str, DocumentMember] = {}
-        for entry in _MEMBERS.get(cls) or [field.name for field in dataclasses.fields(cls)]:
-            for member in _iter_members(cls, entry):
-                members.setdefault(member.key, member)
-        _listed_members[cls] = tuple(members.values())
-    return _listed_members[cls]
-
-
-def _iter_members(cls: Any, entry: str) -> Iterator[DocumentMember]:
-    """The members that an entry of `_MEMBERS` stands for."""
-    key, _, dotted_path = entry.rpartition("=")
-    *parts, name = dotted_path.split(".")
-    owner = cls
-    for part in parts:
-        owner = _find_attribute(owner, part)[0]
-    if name == "*":
-        for member in list_members(owner):
-            path = (*parts, *member.path)
-            yield member._replace(path=path, get_value=operator.attrgetter(".".join(path)))
-        return
-    annotation, field = _find_attribute(owner, name)
-    yield DocumentMember(
-        key=key or name,
-        path=(*parts, name),
-        annotation=annotation,
-        default=field.default,
-        has_default_factory=field.default_factory is not dataclasses.MISSING,
-        get_value=operator.attrgetter(dotted_path),
-        codec=_find_codec(annotation),
-    )
+    members: dict[str, DocumentMember] = {}
+    for entry in _MEMBERS.get(cls) or [field.name for field in dataclasses.fields(cls)]:
+        key, _, dotted_path = entry.rpartition("=")
+        *parts, name = dotted_path.split(".")
+        owner = cls
+        for part in parts:
+            owner = _find_attribute(owner, part)[0]
+        if name == "*":
+            for member in list_members(owner):
+                path = (*parts, *member.path)
+                get_value = operator.attrgetter(".".join(path))
+                members.setdefault(member.key, member._replace(path=path, get_value=get_value))
+            continue
+        annotation, field = _find_attribute(owner, name)
+        member = DocumentMember(
+            key=key or name,
+            path=(*parts, name),
+            annotation=annotation,
+            default=field.default,
+            has_default_factory=field.default_factory is not dataclasses.MISSING,
+            get_value=operator.attrgetter(dotted_path),
+            codec=_find_codec(annotation),
+        )
+        members.setdefault(member.key, member)
+    return tuple(members.values())
 
 
 def _find_attribute(cls: Any, name: str) -> tuple[Any, dataclasses.Field[Any]]:
@@ -238,9 +226,3 @@ def _find_codec(annotation: Any) -> Codec | None:
 def format_time(moment: datetime) -> str:
     """A time with a time zone as RFC 3339; UTC ends with ``Z``."""
     return moment.isoformat().replace("+00:00", "Z")
-
-
-def parse_time(text: str) -> datetime:
-    """An RFC 3339 time. Raises ValueError for other text."""
-    # Before Python 3.11, fromisoformat does not know the letter Z.
-    return datetime.fromisoformat(text.replace("Z", "+00:00"))

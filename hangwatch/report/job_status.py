@@ -69,10 +69,10 @@ def format_job_status(job: JobFacts) -> tuple[str, str]:
             " doctor` on a node reports what it can reach.",
         )
     if job.wait is not None:
-        count, wait = job.wait.rank_count, job.wait
-        have_waited = f"{count} ranks have waited" if count > 1 else "1 rank has waited"
+        wait = job.wait
+        ranks = f"{wait.rank_count} ranks have" if wait.rank_count > 1 else "1 rank has"
         return (
-            f"Unclear: {have_waited} for up to {format_age(job.waited_s)}, {wait.description}."
+            f"Unclear: {ranks} waited for up to {format_age(job.waited_s)}, {wait.description}."
             f" Nothing is concluded: {wait.reason}.",
             f"`hangwatch dump {','.join(map(str, wait.ranks_to_dump))}` shows the current stacks.",
         )
@@ -103,7 +103,10 @@ def _format_healthy_status(job: JobFacts) -> tuple[str, str]:
     last_seen = format_age(job.last_seen_s)
     facts = [f"{job.reported} of {job.expected} ranks report, the last {last_seen} ago"]
     if job.steps_per_s is not None:
-        facts.append(f"{format_pace(job.steps_per_s)} (at step {job.step})")
+        pace = f"{job.steps_per_s:.1f} steps per second"
+        if 0 < job.steps_per_s < 0.1:
+            pace = f"{60 * job.steps_per_s:.1f} steps per minute"
+        facts.append(f"{pace} (at step {job.step})")
     facts.append("all calls compared so far agree")
     if job.silent_s is None:
         waits_longer = f"no rank waits longer than {job.stall_after_s:g} s"
@@ -119,18 +122,6 @@ def _format_healthy_status(job: JobFacts) -> tuple[str, str]:
         f"Unknown: {silence}. They may wait for their devices, and torch counts how far these have"
         f" come only with {setting}.",
         f"Set {setting} in the job's environment: then hangwatch can name a device that is stuck.",
-    )
-
-
-def format_pace(steps_per_s: float) -> str:
-    """
-    >>> format_pace(3.14159), format_pace(0.021)
-    ('3.1 steps per second', '1.3 steps per minute')
-    """
-    return (
-        f"{steps_per_s:.1f} steps per second"
-        if steps_per_s >= 0.1 or not steps_per_s
-        else f"{60 * steps_per_s:.1f} steps per minute"
     )
 
 

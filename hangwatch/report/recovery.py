@@ -7,9 +7,17 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 
-from .text import Document, abbreviate_list, clean_text, name_ranks
+from .text import Document, abbreviate_list, clean_member, clean_text, get_parts, name_ranks
 
 _MAX_PIDS_SHOWN = 4
+# What became of ranks, by the result in their documents. {detail} is the signal that ended them, or
+# the reason for which they could not be ended.
+_OUTCOMES = {
+    "ended": "{names} {was} ended by {detail}",
+    "gone": "{names} had ended before",
+    "left": "{names} {was} not ended, as the job moved or did not report",
+    "failed": "{names} could not be ended: {detail}",
+}
 
 
 def explain_refusal(ranks: Iterable[int], on_hang: str) -> str:
@@ -38,22 +46,20 @@ def explain_silence(seconds: float) -> str:
 def format_recovery(document: Document) -> str:
     """A sentence on the state of the recovery; empty if no rank was ever to be ended."""
     recovery = document.get("recovery") or {}
-    state, aborts = recovery.get("state"), recovery.get("aborts") or []
+    state, aborts = recovery.get("state"), get_parts(recovery, "aborts")
     if state == "withheld":
         return f"No rank is ended: {clean_text(recovery.get('why') or '?')}."
-    has_result = any(abort.get("result") in ("ended", "failed") for abort in aborts)
-    number, limit = clean_text(recovery.get("number", "?")), clean_text(recovery.get("limit", "?"))
+    number, limit = clean_member(recovery, "number"), clean_member(recovery, "limit")
     count = f"{number} of at most {limit} such incidents of this job"
-    if state == "done" or has_result:
+    if state == "done" or any(abort.get("result") in ("ended", "failed") for abort in aborts):
         outcomes = "; ".join(format_outcomes(aborts))
         return f"{outcomes[:1].upper()}{outcomes[1:]} ({count})."
     if state not in ("planned", "announced", "ordered"):
         return ""
     if document.get("status") != "open":
-        has_progress = document.get("resolution") == "progress"
-        reason = "made progress" if has_progress else "ended"
+        reason = "made progress" if document.get("resolution") == "progress" else "ended"
         return f"No rank was ended: the job {reason} before."
-    ranks = recovery.get("ranks") or []
+    ranks = get_parts(recovery, "ranks")
     be = "is" if len(ranks) == 1 else "are"
     if state == "planned":
         return (
@@ -67,44 +73,33 @@ def format_outcomes(aborts: Sequence[Document]) -> Iterator[str]:
     """The outcomes for the ranks, one sentence for all ranks with the same outcome."""
     ranks_by_outcome: dict[tuple[str, str], list[int]] = {}
     for abort in aborts:
-        # The reason for which a rank could not be ended, or the signal that ended it.
         detail = clean_text(abort.get("error") or "")
         if not detail and abort.get("signal") is not None:
             detail = get_signal_name(abort["signal"])
         outcome = (str(abort.get("result")), detail)
         ranks_by_outcome.setdefault(outcome, []).append(abort.get("rank", -1))
     for (result, detail), ranks in ranks_by_outcome.items():
-        names = name_ranks(ranks)
+        template = _OUTCOMES.get(result, "{names} {be} being ended")
         be, was = ("is", "was") if len(ranks) == 1 else ("are", "were")
-        if result == "ended":
-            yield f"{names} {was} ended by {detail}"
-        elif result == "gone":
-            yield f"{names} had ended before"
-        elif result == "left":
-            yield f"{names} {was} not ended, as the job moved or did not report"
-        elif result == "failed":
-            yield f"{names} could not be ended: {detail}"
-        else:
-            yield f"{names} {be} being ended"
+        yield template.format(names=name_ranks(ranks), be=be, was=was, detail=detail)
 
 
 def iter_recovery_events(document: Document) -> Iterator[tuple[str, str]]:
     """The events of a recovery, for a history: (RFC 3339 time, text)."""
     recovery = document.get("recovery") or {}
-    names = name_ranks(recovery.get("ranks") or [])
-    if recovery.get("state") == "withheld":
-        reason = clean_text(recovery.get("why") or "?")
-        yield str(recovery["planned_at"]), f"hangwatch does not end any rank: {reason}"
-    elif recovery.get("planned_at"):
-        due = format_clock(recovery.get("due_at"))
-        yield (
-            str(recovery["planned_at"]),
-            f"hangwatch was to end {names}, unless the job moved by {due}",
-        )
+    names = name_ranks(recovery.get("ranks"))
+    if recovery.get("planned_at"):
+        if recovery.get("state") == "withheld":
+            reason = clean_text(recovery.get("why") or "?")
+            text = f"hangwatch does not end any rank: {reason}"
+        else:
+            due = format_clock(recovery.get("due_at"))
+            text = f"hangwatch was to end {names}, unless the job moved by {due}"
+        yield str(recovery["planned_at"]), text
     if recovery.get("announced_at"):
         yield str(recovery["announced_at"]), f"hangwatch announced that it ends {names}"
     aborts_by_time: dict[str, list[Document]] = {}
-    for abort in recovery.get("aborts") or []:
+    for abort in get_parts(recovery, "aborts"):
         time = abort.get("ended_at") or recovery.get("done_at") or abort.get("ordered_at")
         aborts_by_time.setdefault(str(time), []).append(abort)
     for time, aborts in aborts_by_time.items():

@@ -23,11 +23,15 @@ from .text import (
     Document,
     Paint,
     abbreviate_list,
+    clean_member,
     clean_text,
     format_age,
     format_line,
     format_site,
+    get_parts,
     group_name,
+    join_blocks,
+    name_group,
     name_ranks,
     resolve_root_rank,
     seconds_since,
@@ -116,112 +120,106 @@ def format_incident(
     """One incident: the verdict, the advice, the calls side by side, stacks, waits, devices and
     processes. With ``full``, nothing is folded.
     """
-    yield from format_headline(document, now, paint)
-    summary = format_summary(document)
-    for line in wrap_text(summary):
-        yield paint.bold(line)
-    site = document.get("site")
-    if site and f":{site.get('line')}" not in summary:
-        yield paint.bold(f"at {format_site(site)}")
-    resolution = RESOLUTIONS.get(str(document.get("resolution")))
-    if resolution:
-        yield f"It was resolved: {resolution}."
-    for paragraph in (document.get("advice"), recovery.format_recovery(document)):
-        if paragraph:
-            yield ""
-            yield from wrap_text(paragraph)
-    sections = (
-        format_calls(document, paint),
-        format_divergence(document, paint),
-        format_stacks(document, paint, full),
-        format_waits(document),
-        format_devices(document),
-        format_hardware(document),
-        format_processes(document, paint),
+    return join_blocks(
+        (
+            _format_verdict(document, now, paint),
+            wrap_text(document.get("advice")),
+            wrap_text(recovery.format_recovery(document)),
+            format_calls(document, paint),
+            format_divergence(document, paint),
+            format_stacks(document, paint, full),
+            format_waits(document),
+            format_devices(document),
+            format_hardware(document),
+            format_processes(document, paint),
+        )
     )
-    for section in sections:
-        for i, line in enumerate(section):
-            if i == 0:
-                yield ""
-            yield line
 
 
 def format_summary(document: Document) -> str:
     """The summary, with the line of a single culprit that is alive if the summary lacks it."""
     summary = clean_text(document.get("summary") or "")
     site = document.get("site")
-    has_one_culprit = len(document.get("culprits") or []) == 1
+    has_one_culprit = len(get_parts(document, "culprits")) == 1
     if not site or not has_one_culprit or document.get("kind") in _KINDS_WITHOUT_SITE:
         return summary
-    line = format_line({"file": site.get("file", "?"), "line": site.get("line")})
+    line = format_line(site)
     if line in summary:
         return summary
-    return f"{summary}: it is at {line} in {clean_text(site.get('function', '?'))}"
+    return f"{summary}: it is at {line} in {clean_member(site, 'function')}"
 
 
-def format_headline(document: Document, now: datetime, paint: Paint = PLAIN_PAINT) -> Iterator[str]:
-    """Severity, kind, job, age and id, in one line or, if that is too long, in two."""
-    severity = clean_text(document.get("severity", "alert"))
-    is_open = clean_text(document.get("status", "open")) == "open"
-    job = truncate_end(clean_text(document.get("job", "?")), TERMINAL_COLUMNS // 2)
-    parts = [clean_text(document.get("kind", "?")), f"job {job}"]
+def _format_verdict(document: Document, now: datetime, paint: Paint) -> Iterator[str]:
+    """Severity, kind, job, age and id, in one line or, if that is too long, in two; the summary, and
+    why the incident was resolved.
+    """
+    job = truncate_end(clean_member(document, "job"), TERMINAL_COLUMNS // 2)
+    text = f"  {clean_member(document, 'kind')} · job {job} · "
     if document.get("attempt"):
-        parts.append(f"attempt {clean_text(document['attempt'])}")
-    parts.append(_format_status(document, now))
-    label = severity.upper()
-    headline = paint.by_severity(label, severity) if is_open else paint.as_success(label)
-    text = f"  {' · '.join(parts)}"
-    name = clean_text(document.get("id", ""))
-    if name and len(f"{label}{text}  {name}") <= TERMINAL_COLUMNS:
-        yield f"{headline}{text}  {paint.dim(name)}"
-        return
-    yield f"{headline}{text}"
-    if name:
-        yield paint.dim(name)
-
-
-def _format_status(document: Document, now: datetime) -> str:
-    status = clean_text(document.get("status", "open"))
+        text += f"attempt {clean_member(document, 'attempt')} · "
+    status = clean_member(document, "status", "open")
+    text += status
     onset_s = seconds_since(document.get("onset_at"), now)
     resolved_s = seconds_since(document.get("resolved_at"), now)
-    if onset_s is None:
-        return status
+    if onset_s is not None and status == "open":
+        text += f" for {format_age(onset_s)}"
+    elif onset_s is not None:
+        text += f", began {format_age(onset_s)} ago"
+        if resolved_s is not None:
+            text += f", lasted {format_age(onset_s - resolved_s)}"
+    severity = clean_member(document, "severity", "alert")
+    label = severity.upper()
+    headline = paint.as_success(label)
     if status == "open":
-        return f"open for {format_age(onset_s)}"
-    text = f"{status}, began {format_age(onset_s)} ago"
-    if resolved_s is None:
-        return text
-    return f"{text}, lasted {format_age(onset_s - resolved_s)}"
+        headline = paint.by_severity(label, severity)
+    name = clean_member(document, "id", "")
+    if name and len(f"{label}{text}  {name}") <= TERMINAL_COLUMNS:
+        yield f"{headline}{text}  {paint.dim(name)}"
+    else:
+        yield f"{headline}{text}"
+        if name:
+            yield paint.dim(name)
+    summary = format_summary(document)
+    yield from map(paint.bold, wrap_text(summary))
+    site = document.get("site")
+    if site and f":{site.get('line')}" not in summary:
+        yield paint.bold(f"at {format_site(site)}")
+    resolution = RESOLUTIONS.get(str(document.get("resolution")))
+    if resolution:
+        yield f"It was resolved: {resolution}."
 
 
 def format_calls(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator[str]:
     """The ranks' calls, with a column for each class of equal calls; rows in which the classes
     differ are marked with ``≠``.
     """
-    classes = document.get("calls") or []
+    classes = get_parts(document, "calls")
     if not classes:
         return
     group = document.get("group") or {}
-    where = f" of group {group_name(group.get('name'), group.get('desc'))}" if group else ""
     # The calls of a channel between two ranks are not counted by group.
     is_point_to_point = any(c.get("peer") is not None for c in classes)
-    has_position = document.get("seq") is not None and not is_point_to_point
-    yield paint.bold(f"Call {document['seq']}{where}" if has_position else f"Calls{where}")
-    members = group.get("ranks") or []
+    title = "Calls"
+    if document.get("seq") is not None and not is_point_to_point:
+        title = f"Call {document['seq']}"
+    if group:
+        title += f" of group {name_group(group)}"
+    yield paint.bold(title)
+    members = get_parts(group, "ranks")
     # Roots are shown as ranks of the job, as in the summary.
     classes = [{**c, "root": resolve_root_rank(c.get("root"), members)} for c in classes]
-    differing = set(document.get("fields") or [])
-    for start in range(0, len(classes), _MAX_COLUMNS):
-        if start:
-            yield ""
-        yield from _format_call_table(classes[start : start + _MAX_COLUMNS], differing, paint)
+    differing = set(get_parts(document, "fields"))
+    yield from join_blocks(
+        _format_call_table(classes[start : start + _MAX_COLUMNS], differing, paint)
+        for start in range(0, len(classes), _MAX_COLUMNS)
+    )
 
 
 def _format_call_table(
     classes: Sequence[Document], differing_fields: set[str], paint: Paint
 ) -> Iterator[str]:
     width = (TERMINAL_COLUMNS - 2 - _LABEL_WIDTH) // len(classes) - 2
-    titles = [_pad_text(name_ranks(c.get("ranks") or []), width) for c in classes]
+    titles = [_pad_text(name_ranks(c.get("ranks")), width) for c in classes]
     yield _format_row("", "", [paint.bold(title) for title in titles])
     for name in _CALL_ROWS:
         key = "shapes" if name == "shape" else name
@@ -233,11 +231,11 @@ def _format_call_table(
             yield _format_row("≠", name, [paint.as_error(cell) for cell in cells])
         else:
             yield _format_row("", name, cells)
-    if not any(c.get("site") for c in classes):
-        return
     sites = [c.get("site") or {} for c in classes]
+    if not any(sites):
+        return
     locations = [format_site(site, with_function=False) if site else "-" for site in sites]
-    functions = [clean_text(site.get("function", "-")) for site in sites]
+    functions = [clean_member(site, "function", "-") for site in sites]
     yield _format_row("", "at", [_pad_text(truncate_start(x, width), width) for x in locations])
     yield _format_row("", "in", [_pad_text(function, width) for function in functions])
 
@@ -247,20 +245,20 @@ def format_divergence(document: Document, paint: Paint = PLAIN_PAINT) -> Iterato
     divergence = document.get("divergence")
     if not divergence:
         return
-    group = divergence.get("group") or {}
-    yield paint.bold(f"Calls of group {group_name(group.get('name'), group.get('desc'))}, aligned")
+    yield paint.bold(f"Calls of group {name_group(divergence.get('group') or {})}, aligned")
     width = (TERMINAL_COLUMNS - 2) // 2 - 1
-    sides = [name_ranks(side.get("ranks") or []) for side in divergence.get("sides") or []]
-    titles = [paint.bold(_pad_text(side, width)) for side in sides]
+    sides = get_parts(divergence, "sides")
+    titles = [paint.bold(_pad_text(name_ranks(side.get("ranks")), width)) for side in sides]
     yield f"  {'  '.join(titles)}".rstrip()
-    for row in divergence.get("rows") or []:
+    for row in get_parts(divergence, "rows"):
         if row.get("omitted"):
-            yield paint.dim(f"  … {clean_text(row['omitted'])} more that agree")
+            yield paint.dim(f"  … {clean_member(row, 'omitted')} more that agree")
         texts, differs = format_aligned_row(row)
         cells = [_pad_text(text, width) for text in texts]
+        mark = " "
         if differs:
-            cells = [paint.as_error(cell) for cell in cells]
-        yield f"{'≠' if differs else ' '} {'  '.join(cells)}".rstrip()
+            mark, cells = "≠", [paint.as_error(cell) for cell in cells]
+        yield f"{mark} {'  '.join(cells)}".rstrip()
 
 
 def format_aligned_row(row: Document) -> tuple[list[str], bool]:
@@ -269,7 +267,7 @@ def format_aligned_row(row: Document) -> tuple[list[str], bool]:
     """
     cells: list[str] = []
     differs = False
-    for seq, call in zip(row.get("seq") or [], row.get("calls") or [], strict=False):
+    for seq, call in zip(get_parts(row, "seq"), get_parts(row, "calls"), strict=False):
         if call is None:
             cells.append("-")
             differs = True
@@ -277,7 +275,7 @@ def format_aligned_row(row: Document) -> tuple[list[str], bool]:
         differs |= bool(call.get("raised"))
         parts = (
             clean_text(seq),
-            clean_text(call.get("op", "?")),
+            clean_member(call, "op"),
             "raised" if call.get("raised") else "",
             format_line(call["site"]) if call.get("site") else "",
             _format_value(call.get("shapes")),
@@ -300,20 +298,19 @@ def _format_value(value: object) -> str:
         return ""
     if not isinstance(value, (list, tuple)):
         return clean_text(value)
-    return " ".join(
-        f"[{', '.join(map(clean_text, part))}]"
-        if isinstance(part, (list, tuple))
-        else clean_text(part)
-        for part in value
-    )
+    parts: list[str] = []
+    for part in value:
+        is_list = isinstance(part, (list, tuple))
+        parts.append(f"[{', '.join(map(clean_text, part))}]" if is_list else clean_text(part))
+    return " ".join(parts)
 
 
 def format_waits(document: Document) -> Iterator[str]:
     """The ranks that wait: one line for each awaited rank and call."""
     for (awaited, group, seq), ranks in merge_waits(document):
-        verb = "waits" if len(ranks) == 1 else "wait"
+        waits = "waits" if len(ranks) == 1 else "wait"
         yield from wrap_text(
-            f"{name_ranks(ranks)} {verb} for rank {awaited} in call {seq} of group {group}"
+            f"{name_ranks(ranks)} {waits} for rank {awaited} in call {seq} of group {group}"
         )
 
 
@@ -322,8 +319,8 @@ def merge_waits(document: Document) -> list[tuple[tuple[int, str, int], set[int]
     ranks that wait there; sorted.
     """
     waiters: dict[tuple[int, str, int], set[int]] = {}
-    for wait in document.get("waits") or []:
-        call = (wait.get("for", -1), clean_text(wait.get("group", "")), wait.get("seq", 0))
+    for wait in get_parts(document, "waits"):
+        call = (wait.get("for", -1), clean_member(wait, "group", ""), wait.get("seq", 0))
         waiters.setdefault(call, set()).add(wait.get("rank", -1))
     return [
         ((awaited, _show_group(document, name), seq), ranks)
@@ -334,18 +331,16 @@ def merge_waits(document: Document) -> list[tuple[tuple[int, str, int], set[int]
 def _show_group(document: Document, name: str) -> str:
     """The name to show of the group with this name: a description is only known of the incident's."""
     group = document.get("group") or {}
-    if name == clean_text(group.get("name")):
-        return group_name(group.get("name"), group.get("desc"))
-    return name
+    return name_group(group) if name == clean_member(group, "name") else name
 
 
 def format_devices(document: Document) -> Iterator[str]:
     """The devices' progress: one line for all ranks of a group in the same position."""
     ranks_by_position: dict[tuple[str, int, int, int], set[int]] = {}
-    for device in document.get("device") or []:
+    for device in get_parts(document, "device"):
         started = device.get("started")
         position = (
-            clean_text(device.get("group", "")),
+            clean_member(device, "group", ""),
             device.get("completed", -1),
             -1 if started is None else max(0, started),
             device.get("enqueued", -1),
@@ -361,17 +356,24 @@ def format_devices(document: Document) -> Iterator[str]:
 
 def format_processes(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator[str]:
     """The states of the culprits' processes, or how they ended."""
-    for process in document.get("processes") or []:
-        where = f" on {clean_text(process['host'])}" if process.get("host") else ""
-        yield (
-            f"rank {process.get('rank')}: process {process.get('pid', '?')}{where}"
-            f" {_describe_condition(process)}"
-        )
+    for process in get_parts(document, "processes"):
+        text = f"rank {process.get('rank')}: process {process.get('pid', '?')}"
+        if process.get("host"):
+            text += f" on {clean_member(process, 'host')}"
+        state = clean_text(process.get("state") or "?")
+        condition = "is in an unknown state"
+        if process.get("signal") is not None:
+            condition = f"ended by {recovery.get_signal_name(process['signal'])}"
+        elif process.get("exit_status") is not None:
+            condition = f"exited with status {clean_member(process, 'exit_status')}"
+        elif state in _STATE_NAMES:
+            condition = f"is {_STATE_NAMES[state]} (state {state})"
+        yield f"{text} {condition}"
         exception = process.get("exception")
         if exception:
-            type_name = clean_text(exception.get("type", "exception"))
-            text = f"{type_name}: {clean_text(exception.get('message', ''))}"
-            yield from (paint.as_error(line) for line in wrap_text(text, indent="  "))
+            type_name = clean_member(exception, "type", "exception")
+            message = f"{type_name}: {clean_member(exception, 'message', '')}"
+            yield from map(paint.as_error, wrap_text(message, indent="  "))
             if exception.get("site"):
                 site = format_site(exception["site"])
                 yield f"  at {truncate_start(site, TERMINAL_COLUMNS - 5)}"
@@ -381,37 +383,23 @@ def format_processes(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator
 
 def _format_flight_file(document: Document) -> Iterator[str]:
     """The calls that had timed out, or else those that had not completed; then the file's path."""
-    calls = list(document.get("calls") or ())
+    calls = get_parts(document, "calls")
     timed_out = [call for call in calls if call.get("timed_out")]
     for call in (timed_out or calls)[:_MAX_FLIGHT_CALLS_SHOWN]:
-        yield from wrap_text(_describe_call(call), indent="  ")
-    reason = f" ({clean_text(document['error'])})" if document.get("error") else ""
-    yield from wrap_text(
-        f"Flight Recorder file: {clean_text(document.get('path', ''))}{reason}", indent="  "
-    )
-
-
-def _describe_call(call: Document) -> str:
-    what = (
-        f"{clean_text(call.get('op', '?'))}, number {call.get('seq', '?')} of group"
-        f" {group_name(call.get('group'), call.get('desc'))}"
-    )
-    waited = f"{float(call.get('waited_s') or 0.0):.1f} s"
-    if call.get("timed_out"):
-        limit = f"{float(call.get('timeout_s') or 0.0):g} s"
-        return f"watchdog timeout: {what}, after {waited} (its limit is {limit})"
-    return f"unfinished: {what}, for {waited} ({clean_text(call.get('state') or 'unknown')})"
-
-
-def _describe_condition(process: Document) -> str:
-    if process.get("signal") is not None:
-        return f"ended by {recovery.get_signal_name(process['signal'])}"
-    if process.get("exit_status") is not None:
-        return f"exited with status {clean_text(process['exit_status'])}"
-    state = clean_text(process.get("state") or "?")
-    if state not in _STATE_NAMES:
-        return "is in an unknown state"
-    return f"is {_STATE_NAMES[state]} (state {state})"
+        group = group_name(call.get("group"), call.get("desc"))
+        what = f"{clean_member(call, 'op')}, number {call.get('seq', '?')} of group {group}"
+        waited = f"{float(call.get('waited_s') or 0.0):.1f} s"
+        if timed_out:
+            limit = f"{float(call.get('timeout_s') or 0.0):g} s"
+            text = f"watchdog timeout: {what}, after {waited} (its limit is {limit})"
+        else:
+            state = clean_text(call.get("state") or "unknown")
+            text = f"unfinished: {what}, for {waited} ({state})"
+        yield from wrap_text(text, indent="  ")
+    file = f"Flight Recorder file: {clean_member(document, 'path', '')}"
+    if document.get("error"):
+        file += f" ({clean_member(document, 'error')})"
+    yield from wrap_text(file, indent="  ")
 
 
 def format_stacks(
@@ -420,30 +408,26 @@ def format_stacks(
     """The stacks in the document's order (culprits first), with the innermost frame on top; failed
     samples with their remedy.
     """
-    culprits = set(document.get("culprits") or [])
-    entries = document.get("stacks") or []
-    shown = [entry for entry in entries if full or not _is_library_thread(entry)]
-    for i, entry in enumerate(shown):
-        if i:
-            yield ""
+    culprits = set(get_parts(document, "culprits"))
+    blocks: list[Iterator[str]] = []
+    omitted_count = 0
+    for entry in get_parts(document, "stacks"):
+        # Threads without user code, other than the main one, such as those of a pool.
+        frames = get_parts(entry, "frames")
+        is_named = entry.get("thread") not in (None, "MainThread")
+        only_library = bool(frames) and all(map(is_library_frame, frames))
+        if not full and not entry.get("error") and is_named and only_library:
+            omitted_count += 1
+            continue
         role = ""
         if culprits:
-            is_culprit = not culprits.isdisjoint(entry.get("ranks") or [])
-            role = "culprit" if is_culprit else "waiting"
-        yield from format_stack(entry, paint, role=role, full=full)
-    omitted = len(entries) - len(shown)
-    if omitted:
-        yield paint.dim(f"… and {omitted} more in libraries only: see `hangwatch show --full`")
-
-
-def _is_library_thread(entry: Document) -> bool:
-    """Whether the stack is of a thread without user code that is not the main one, such as a
-    pool's.
-    """
-    if entry.get("error") or entry.get("thread") in (None, "MainThread"):
-        return False
-    frames = entry.get("frames") or []
-    return bool(frames) and all(map(is_library_frame, frames))
+            role = "waiting" if culprits.isdisjoint(get_parts(entry, "ranks")) else "culprit"
+        blocks.append(format_stack(entry, paint, role=role, full=full))
+    yield from join_blocks(blocks)
+    if omitted_count:
+        yield paint.dim(
+            f"… and {omitted_count} more in libraries only: see `hangwatch show --full`"
+        )
 
 
 def format_stack(
@@ -452,17 +436,12 @@ def format_stack(
     """One stack. User frames are bold and marked with ``>``; library frames are dim and, unless
     ``full``, folded.
     """
-    parts = [
-        paint.bold(name_ranks(entry.get("ranks") or [])),
-        role,
-        clean_text(entry.get("thread") or ""),
-        clean_text(entry.get("source") or ""),
-    ]
+    origin = [clean_text(entry.get(key) or "") for key in ("thread", "source")]
+    parts = [paint.bold(name_ranks(entry.get("ranks"))), role, *origin]
     yield " · ".join(part for part in parts if part)
     if entry.get("error"):
-        for line in wrap_text(entry["error"], indent="  ! "):
-            yield paint.as_warning(line)
-    for in_library, frames in itertools.groupby(entry.get("frames") or [], is_library_frame):
+        yield from map(paint.as_warning, wrap_text(entry["error"], indent="  ! "))
+    for in_library, frames in itertools.groupby(get_parts(entry, "frames"), is_library_frame):
         run = list(frames)
         if in_library:
             shown = run if full or len(run) <= _MAX_LIBRARY_RUN else run[:1]
@@ -474,7 +453,8 @@ def format_stack(
         for frame in run:
             yield paint.bold(_format_frame(frame, "> "))
             if frame.get("text"):
-                yield truncate_end(f"      {clean_text(frame['text']).strip()}", TERMINAL_COLUMNS)
+                line = clean_member(frame, "text").strip()
+                yield truncate_end(f"      {line}", TERMINAL_COLUMNS)
 
 
 def is_library_frame(frame: Document) -> bool:
@@ -488,19 +468,16 @@ def merge_equal_stacks(entries: Iterable[Document]) -> list[dict[str, Any]]:
     merged: dict[tuple[object, ...], dict[str, Any]] = {}
     for entry in entries:
         frames = tuple(
-            (f.get("function"), f.get("file"), f.get("line")) for f in entry.get("frames") or []
+            (f.get("function"), f.get("file"), f.get("line")) for f in get_parts(entry, "frames")
         )
         key = (entry.get("thread"), entry.get("source"), entry.get("error"), frames)
-        ranks = list(entry.get("ranks") or [])
-        if key in merged:
-            merged[key]["ranks"] = sorted({*merged[key]["ranks"], *ranks})
-        else:
-            merged[key] = {**entry, "ranks": ranks}
+        first = merged.setdefault(key, {**entry, "ranks": []})
+        first["ranks"] = sorted({*first["ranks"], *get_parts(entry, "ranks")})
     return list(merged.values())
 
 
 def _format_frame(frame: Document, mark: str) -> str:
-    function = truncate_end(clean_text(frame.get("function", "?")), _FUNCTION_WIDTH)
+    function = truncate_end(clean_member(frame, "function"), _FUNCTION_WIDTH)
     location_width = TERMINAL_COLUMNS - _FUNCTION_WIDTH - 6
     location = truncate_start(format_site(frame, with_function=False), location_width)
     return f"  {mark}{function:{_FUNCTION_WIDTH}}  {location}"
@@ -528,11 +505,11 @@ def format_hardware(document: Document) -> Iterator[str]:
     """The reports of an incident's hosts: one line for each observation, and one for each source
     that could not be read.
     """
-    for item in document.get("hardware") or []:
+    for item in get_parts(document, "hardware"):
         entry = parse_document(HostObservation, item)
         yield from wrap_text(f"{entry.host}: {describe_observation(entry.observation)}")
-    for gap in document.get("hardware_missing") or []:
-        hosts = abbreviate_list(gap.get("hosts") or [], _MAX_HOSTS_NAMED)
+    for gap in get_parts(document, "hardware_missing"):
+        hosts = abbreviate_list(get_parts(gap, "hosts"), _MAX_HOSTS_NAMED)
         yield from wrap_text(
             f"not read on {hosts}: {gap.get('source')}, {gap.get('reason')}; {gap.get('remedy')}"
         )

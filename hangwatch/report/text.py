@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import textwrap
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -19,12 +19,13 @@ Document = Mapping[str, Any]  # a JSON document of the API
 TERMINAL_COLUMNS = 80
 _INSTALL_PREFIX = re.compile(r"^.*(?:/(?:site|dist)-packages|/lib(?:64)?/python3[.\d]*)/")
 # Whole control sequences and strings (ECMA-48, 5.4 and 5.6): if only their first byte were removed,
-# the rest would be shown.
+# their other characters would be shown.
 _CONTROL_SEQUENCES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
     r"|(?:\x1b[PX\]^_]|[\x90\x98\x9d-\x9f]).*?(?:\x1b\\|\x9c|\x07|$)",
     re.DOTALL,
 )
+_LINE_BREAKS = re.compile(r"[\t\n\r\v\f\x85\u2028\u2029]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +66,18 @@ def clean_text(value: object) -> str:
     text = str(value)
     if text.isascii() and text.isprintable():
         return text
-    spaced = (
-        " " if c in "\t\n\r\v\f\x85\u2028\u2029" else c for c in _CONTROL_SEQUENCES.sub("", text)
-    )
+    spaced = _LINE_BREAKS.sub(" ", _CONTROL_SEQUENCES.sub("", text))
     return "".join(c for c in spaced if not unicodedata.category(c).startswith("C"))
+
+
+def clean_member(document: Document, key: str, default: str = "?") -> str:
+    """A member of a document as by `clean_text`."""
+    return clean_text(document.get(key, default))
+
+
+def get_parts(document: Document, key: str, limit: int | None = None) -> list[Any]:
+    """The first parts of a document under a key; none if it lacks the key, or its value is null."""
+    return (document.get(key) or [])[:limit]
 
 
 def clean_document(value: Any) -> Any:
@@ -97,27 +106,36 @@ def format_age(seconds: float) -> str:
     >>> format_age(0.42), format_age(75), format_age(4000), format_age(200_000)
     ('0.4 s', '75 s', '67 min', '56 h')
     """
-    seconds = max(0.0, seconds)
-    for unit, size, most in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172_800 * 2)):
-        if seconds < most:
-            amount = seconds / size
-            return f"{amount:.1f} {unit}" if unit == "s" and amount < 10 else f"{amount:.0f} {unit}"
+    if seconds < 10:
+        return f"{max(0.0, seconds):.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 345_600:
+        return f"{seconds / 3600:.0f} h"
     return f"{seconds / 86_400:.0f} d"
+
+
+def parse_time(text: str) -> datetime:
+    """An RFC 3339 time. Raises ValueError for other text."""
+    # Before Python 3.11, fromisoformat does not know the letter Z.
+    return datetime.fromisoformat(text.replace("Z", "+00:00"))
 
 
 def seconds_since(stamp: object, now: datetime) -> float | None:
     """The time from `stamp`, an RFC 3339 time, to `now`; None if it is not such a time."""
     try:
-        then = datetime.fromisoformat(str(stamp).replace("Z", "+00:00"))
-        return (now - then).total_seconds()
+        return (now - parse_time(str(stamp))).total_seconds()
     except (TypeError, ValueError):
         return None
 
 
-def name_ranks(ranks: Iterable[int]) -> str:
-    """``rank 1`` or ``ranks 0, 2-3``."""
-    listed = sorted(set(ranks))
-    return f"rank{'' if len(listed) == 1 else 's'} {format_ranks(listed) if listed else 'none'}"
+def name_ranks(ranks: Iterable[int] | None) -> str:
+    """``rank 1`` or ``ranks 0, 2-3``; None, as in documents without them, stands for no ranks."""
+    listed = sorted(set(ranks or ()))
+    noun = "rank" if len(listed) == 1 else "ranks"
+    return f"{noun} {format_ranks(listed) if listed else 'none'}"
 
 
 def abbreviate_list(items: Sequence[object], limit: int) -> str:
@@ -131,6 +149,11 @@ def group_name(name: object, desc: object = None) -> str:
     otherwise sets to ``undefined``.
     """
     return clean_text(name if desc in (None, "", "undefined") else desc)
+
+
+def name_group(group: Document) -> str:
+    """`group_name` of a group's document."""
+    return group_name(group.get("name", "?"), group.get("desc"))
 
 
 def resolve_root_rank(root: object, ranks: Sequence[int]) -> object:
@@ -153,6 +176,14 @@ def wrap_text(text: object, indent: str = "") -> list[str]:
     )
 
 
+def join_blocks(blocks: Iterable[Iterable[str]]) -> Iterator[str]:
+    """The lines of all blocks, with an empty line between any two that have lines."""
+    for number, block in enumerate(filter(None, map(list, blocks))):
+        if number:
+            yield ""
+        yield from block
+
+
 def format_coarse_age(value: float | None) -> str:
     """An age such as ``now``, ``12 s``, ``3 min 20 s`` or ``2 h 5 min``.
 
@@ -170,16 +201,15 @@ def format_coarse_age(value: float | None) -> str:
 
 def format_site(site: Document, with_function: bool = True) -> str:
     """``train.py:41 in step``, without the folders of an installed library."""
-    line = site.get("line")
-    location = _INSTALL_PREFIX.sub("", clean_text(site.get("file", "?")))
-    if line:
-        location += f":{clean_text(line)}"
+    location = _INSTALL_PREFIX.sub("", clean_member(site, "file"))
+    if site.get("line"):
+        location += f":{clean_member(site, 'line')}"
     if with_function and site.get("function"):
-        return f"{location} in {clean_text(site['function'])}"
+        location += f" in {clean_member(site, 'function')}"
     return location
 
 
 def format_line(site: Document) -> str:
     """``train.py:41``, without any folder."""
-    file = clean_text(site.get("file", "?")).rsplit("/", 1)[-1]
-    return f"{file}:{clean_text(site.get('line', '?'))}"
+    file = clean_member(site, "file").rsplit("/", 1)[-1]
+    return f"{file}:{clean_member(site, 'line')}"

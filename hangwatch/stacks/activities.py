@@ -355,15 +355,17 @@ def classify_activity(stack: ThreadStack | None) -> Activity:
         text = stack.frames[0].text or ""
         matches = (kind for line, kind in _TEXT_TABLE if re.search(line, text, re.IGNORECASE))
         waits = next(matches, NOTHING_KNOWN)
-    inside = next(filter(None, map(_match_place, stack.frames)), NOTHING_KNOWN)
+    inside = NOTHING_KNOWN
+    for frame in stack.frames:
+        inside = _match_rows(_INSIDE_TABLE, frame)
+        if frame.handler is not None:
+            inside = ActivityKind(
+                phrase=f"in an exception handler ({frame.handler})",
+                advice="Look at the exception first, then at what its handler waits for.",
+            )
+        if inside:
+            break
     return Activity(waits=waits, inside=inside)
-
-
-def _match_place(frame: Frame) -> ActivityKind:
-    if frame.handler is not None:
-        advice = "Look at the exception first, then at what its handler waits for."
-        return ActivityKind(phrase=f"in an exception handler ({frame.handler})", advice=advice)
-    return _match_rows(_INSIDE_TABLE, frame)
 
 
 def _match_rows(rows: list[_PatternRow], frame: Frame) -> ActivityKind:
@@ -417,7 +419,7 @@ def find_calling_thread(threads: Sequence[ThreadStack], uid: int = 0) -> ThreadS
 def find_thread_without_calls(threads: Sequence[ThreadStack]) -> ThreadStack | None:
     """The only thread in the user's code that made no call that is known; None if there are several.
 
-    If the thread of the newest call goes on, the call that is missing is up to another one.
+    If the thread of the newest call continues, another one is to make the missing call.
     """
     candidates = [
         thread

@@ -59,15 +59,14 @@ def runs_user_code(stack: ThreadStack) -> bool:
     return any(map(is_user_frame, stack.frames))
 
 
-def _list_caller_frames(stack: ThreadStack) -> list[Frame]:
-    """The frames without native ones and the recorder's: a thread in the recorder's kernel is in the
-    call that it records.
+def _find_caller_frame(stack: ThreadStack | None) -> Frame | None:
+    """The innermost frame that is neither native nor the recorder's: a thread in the recorder's kernel
+    is in the call that it records.
     """
-    return [
-        frame
-        for frame in stack.frames
-        if not _is_native(frame.file) and not _RECORDER_PATH.search(frame.file)
-    ]
+    for frame in stack.frames if stack is not None else ():
+        if not _is_native(frame.file) and not _RECORDER_PATH.search(frame.file):
+            return frame
+    return None
 
 
 def find_innermost_user_frame(frames: Sequence[Frame]) -> Frame | None:
@@ -83,7 +82,7 @@ def _is_installed_frame(frame: Frame) -> bool:
 
 def find_user_site(stack: ThreadStack | None) -> Site | None:
     """The user's own line in a stack."""
-    frame = find_innermost_user_frame(stack.frames) if stack is not None else None
+    frame = find_innermost_user_frame(stack.frames if stack is not None else ())
     if frame is None:
         return None
     return Site(file=frame.file, line=frame.line, function=frame.function)
@@ -91,10 +90,9 @@ def find_user_site(stack: ThreadStack | None) -> Site | None:
 
 def waits_for_work(stack: ThreadStack | None) -> bool:
     """Whether a thread certainly waits for torch.distributed, instead of computing."""
-    frames = _list_caller_frames(stack) if stack is not None else []
-    if not frames:
+    frame = _find_caller_frame(stack)
+    if frame is None:
         return False
-    frame = frames[0]
     return "/torch/distributed/" in frame.file or (
         is_user_frame(frame) and bool(_WORK_WAIT_TEXT.search(frame.text or ""))
     )
@@ -104,14 +102,13 @@ def waits_for_communication(stack: ThreadStack | None) -> bool | None:
     """Whether a thread is in torch, in a line that waits, or in a loop that polls a Work; None if
     the stack does not show it.
     """
-    frames = _list_caller_frames(stack) if stack is not None else []
-    if not frames:
+    frame = _find_caller_frame(stack)
+    if frame is None:
         return None
-    innermost = frames[0]
-    if is_torch_frame(innermost):
-        return not _TORCH_OTHER_WAIT_PATH.search(innermost.file)
-    if is_user_frame(innermost) or _is_installed_frame(innermost):
-        if innermost.polls is not None:
-            return True
-        return None if innermost.text is None else bool(_WAITING_TEXT.search(innermost.text))
-    return False
+    if is_torch_frame(frame):
+        return not _TORCH_OTHER_WAIT_PATH.search(frame.file)
+    if not is_user_frame(frame) and not _is_installed_frame(frame):
+        return False
+    if frame.polls is not None:
+        return True
+    return None if frame.text is None else bool(_WAITING_TEXT.search(frame.text))

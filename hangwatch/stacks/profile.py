@@ -6,7 +6,7 @@ import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -67,10 +67,20 @@ def parse_pyspy_raw(lines: Iterable[str], pid: int) -> Profile:
     ValueError for anything else.
     """
     samples: dict[tuple[str, str], Counter[tuple[Frame, ...]]] = {}
-    parse_frame = functools.cache(_parse_frame)
+
+    @functools.cache
+    def parse_frame(part: str) -> Frame | None:
+        match = _FRAME_PATTERNS[0].fullmatch(part) or _FRAME_PATTERNS[1].fullmatch(part)
+        return match and Frame(
+            function=match["function"], file=match["file"], line=int(match["line"] or 0)
+        )
+
     for line in lines:
         path, _, count = line.rpartition(" ")
-        name, frames = _split_path(path, parse_frame)
+        name, *parts = path.split(";")
+        while parts and parse_frame(parts[0]) is None:  # the thread's name has a semicolon
+            name += f";{parts.pop(0)}"
+        frames = tuple(filter(None, map(parse_frame, parts[:MAX_STACK_DEPTH])))
         match = _THREAD_PATTERN.fullmatch(name)
         if match is None or not count.isdecimal():
             raise ValueError(f"not a line of samples: {line[:100]!r}")
@@ -81,39 +91,20 @@ def parse_pyspy_raw(lines: Iterable[str], pid: int) -> Profile:
         if name == RECORDER_THREAD_NAME:  # This thread is not part of the job.
             continue
         is_first = thread_id == str(pid)
-        default_name = "MainThread" if is_first else f"thread {thread_id}"
-        threads.append(
-            ThreadProfile(
-                thread=name or default_name,
-                is_main=is_first or name == "MainThread",
-                stacks=tuple(stacks.most_common()),
-            )
+        if not name:
+            name = "MainThread" if is_first else f"thread {thread_id}"
+        thread = ThreadProfile(
+            thread=name,
+            is_main=is_first or name == "MainThread",
+            stacks=tuple(stacks.most_common()),
         )
+        threads.append(thread)
     threads.sort(key=lambda thread: (not thread.is_main, thread.thread))
     return _limit_frames(threads)
 
 
-def _split_path(
-    path: str, parse_frame: Callable[[str], Frame | None]
-) -> tuple[str, tuple[Frame, ...]]:
-    """A thread's name, which ends before the first frame and may have semicolons; its frames."""
-    parts = path.split(";")
-    start = 1
-    while start < len(parts) and parse_frame(parts[start]) is None:
-        start += 1
-    frames = map(parse_frame, parts[start:][:MAX_STACK_DEPTH])
-    return ";".join(parts[:start]), tuple(frame for frame in frames if frame is not None)
-
-
-def _parse_frame(part: str) -> Frame | None:
-    match = _FRAME_PATTERNS[0].fullmatch(part) or _FRAME_PATTERNS[1].fullmatch(part)
-    return match and Frame(
-        function=match["function"], file=match["file"], line=int(match["line"] or 0)
-    )
-
-
 def _limit_frames(threads: Sequence[ThreadProfile]) -> Profile:
-    """The profile without the stacks for which there is no room."""
+    """The profile without the rarest stacks, if all of them have too many frames."""
     remaining_frames = MAX_PROFILE_FRAMES
     dropped_samples = 0
     limited: list[ThreadProfile] = []

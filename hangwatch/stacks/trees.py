@@ -73,14 +73,14 @@ def _build_branches(node: _PrefixTreeNode) -> tuple[Branch, ...]:
                 break
             frames.append(only_child.frame)
             last = only_child
-        branches.append(
-            Branch(
-                frames=tuple(frames),
-                ranks=tuple(sorted(child.ranks)),
-                branches=_build_branches(last),
-            )
+        branch = Branch(
+            frames=tuple(frames),
+            ranks=tuple(sorted(child.ranks)),
+            branches=_build_branches(last),
         )
-    return tuple(sorted(branches, key=lambda branch: (len(branch.ranks), branch.ranks)))
+        branches.append(branch)
+    branches.sort(key=lambda branch: (len(branch.ranks), branch.ranks))
+    return tuple(branches)
 
 
 def format_folded_stacks(stacks: Iterable[RankedStack]) -> Iterator[str]:
@@ -128,8 +128,11 @@ class FunctionTime:
     children: tuple[FunctionTime, ...] = field(default_factory=tuple)
 
 
-# The frames that become nodes, and whether each is in a library; all frames; the samples.
-_Path = tuple[Sequence[tuple[Frame, bool]], tuple[Frame, ...], int]
+@dataclass(frozen=True, slots=True)
+class _CallPath:
+    steps: list[tuple[Frame, bool]]  # the frames that become nodes, and whether each is a library's
+    innermost: Frame
+    samples: int
 
 
 def build_call_tree(stacks: Iterable[CountedStack]) -> tuple[FunctionTime, ...]:
@@ -139,55 +142,58 @@ def build_call_tree(stacks: Iterable[CountedStack]) -> tuple[FunctionTime, ...]:
     become one node, with the function that the user called: the outermost of them that is not just
     the wrapper of a decorator.
     """
-    paths = [(list(_iter_steps(frames)), frames, count) for frames, count in stacks]
-    total = sum(count for _, _, count in paths)
-    return _build_nodes(paths, 0, total * MIN_SHARE)
-
-
-def _iter_steps(frames: tuple[Frame, ...]) -> Iterator[tuple[Frame, bool]]:
-    user_indices = [i for i, frame in enumerate(frames) if not is_library(frame.file)]
-    for index in user_indices[:_MAX_DEPTH]:
-        yield frames[index], False
-    below = frames[user_indices[-1] + 1 :] if user_indices else frames
-    if below and len(user_indices) < _MAX_DEPTH:
-        called = (frame for frame in below if not _WRAPPER.search(frame.function))
-        yield next(called, below[0]), True
+    paths: list[_CallPath] = []
+    sample_count = 0
+    for frames, samples in stacks:
+        sample_count += samples
+        user_indices = [i for i, frame in enumerate(frames) if not is_library(frame.file)]
+        steps = [(frames[index], False) for index in user_indices[:_MAX_DEPTH]]
+        below = frames[user_indices[-1] + 1 :] if user_indices else frames
+        if below and len(user_indices) < _MAX_DEPTH:
+            called = (frame for frame in below if not _WRAPPER.search(frame.function))
+            steps.append((next(called, below[0]), True))
+        if steps:
+            paths.append(_CallPath(steps, frames[-1], samples))
+    return _build_nodes(paths, 0, sample_count * MIN_SHARE)
 
 
 def _build_nodes(
-    paths: Iterable[_Path], depth: int, min_samples: float
+    paths: Iterable[_CallPath], depth: int, min_samples: float
 ) -> tuple[FunctionTime, ...]:
-    groups: dict[tuple[str, str, bool], list[_Path]] = {}
+    groups: dict[tuple[str, str, bool], list[_CallPath]] = {}
     for path in paths:
-        steps, _, _ = path
-        if depth < len(steps):
-            frame, is_in_library = steps[depth]
+        if depth < len(path.steps):
+            frame, is_in_library = path.steps[depth]
             groups.setdefault((frame.function, frame.file, is_in_library), []).append(path)
     nodes: list[FunctionTime] = []
     for (function, file, is_in_library), inside in groups.items():
-        samples = sum(count for _, _, count in inside)
-        if samples < min_samples:
-            continue
+        samples = own_samples = 0
         lines: Counter[int] = Counter()
         innermost: Counter[Frame] = Counter()
-        for steps, frames, count in inside:
-            line = steps[depth][0].line
+        for path in inside:
+            samples += path.samples
+            if len(path.steps) == depth + 1:
+                own_samples += path.samples
+            line = path.steps[depth][0].line
             if is_in_library:
-                innermost[frames[-1]] += count
+                innermost[path.innermost] += path.samples
             elif line:
-                lines[line] += count
+                lines[line] += path.samples
+        if samples < min_samples:
+            continue
         node = FunctionTime(
             function=function,
             file=file,
             library=is_in_library,
             samples=samples,
-            own=sum(count for steps, _, count in inside if len(steps) == depth + 1),
+            own=own_samples,
             lines=tuple(LineTime(*counted) for counted in lines.most_common(_MAX_LINES)),
             innermost=max(innermost, key=innermost.__getitem__, default=None),
             children=_build_nodes(inside, depth + 1, min_samples),
         )
         nodes.append(node)
-    return tuple(sorted(nodes, key=lambda node: -node.samples))
+    nodes.sort(key=lambda node: -node.samples)
+    return tuple(nodes)
 
 
 def find_hottest_functions(
@@ -205,10 +211,10 @@ def find_hottest_functions(
             frame = next(user_frames, frames[-1])
             key = (frame.function, frame.file)
             frames_by_function.setdefault(key, Counter())[frame] += count
-    ranked: list[tuple[Frame, int]] = []
-    for counts in frames_by_function.values():
-        ((most_frequent, _),) = counts.most_common(1)
-        ranked.append((most_frequent, counts.total()))
+    ranked = [
+        (max(counts, key=counts.__getitem__), counts.total())
+        for counts in frames_by_function.values()
+    ]
     ranked.sort(key=lambda item: -item[1])
     return tuple(ranked[:limit])
 
@@ -242,16 +248,15 @@ def layout_bars(
             samples = sum(count for _, count in inside)
             width = samples / total
             if width >= min_width:
-                bars.append(
-                    ProfileBar(
-                        x=left,
-                        width=width,
-                        depth=depth + level,
-                        frame=frame,
-                        samples=samples,
-                        is_user=not is_library(frame.file),
-                    )
+                bar = ProfileBar(
+                    x=left,
+                    width=width,
+                    depth=depth + level,
+                    frame=frame,
+                    samples=samples,
+                    is_user=not is_library(frame.file),
                 )
+                bars.append(bar)
                 to_lay_out.append((inside, left, level + 1))
             left += width
     return bars

@@ -20,9 +20,8 @@ from starlette.exceptions import HTTPException
 
 from hangwatch import __version__
 from hangwatch.model.ranks import format_ranks
-from hangwatch.performance.distributions import format_bandwidth, format_size
-from hangwatch.performance.stragglers import format_duration
 from hangwatch.report import text
+from hangwatch.report.performance import format_bandwidth, format_duration, format_size
 from hangwatch.stacks.frames import is_library
 from hangwatch.stacks.trees import ProfileBar
 

@@ -11,7 +11,8 @@ from pydantic import AfterValidator, AwareDatetime, Field
 
 from hangwatch.model.groups import Group
 from hangwatch.performance import distributions, stragglers
-from hangwatch.report.text import group_name, name_ranks
+from hangwatch.report.performance import format_straggler
+from hangwatch.report.text import group_name
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.schema import ApiModel, AsDocument
@@ -60,11 +61,15 @@ def _describe_straggler(totals: GroupTotals, because_of: frozenset[int] | None) 
     late, group = totals.arrivals.straggler, totals.group
     if late is None:
         return None
-    summary = stragglers.format_straggler(
-        late, group_name(group.name, group.desc), totals.arrivals.error_s, queued=totals.queued
+    summary = format_straggler(
+        late.ranks,
+        group_name(group.name, group.desc),
+        share=late.share,
+        lag_s=late.lag_s,
+        error_s=totals.arrivals.error_s,
+        waited_share=None if totals.queued else late.waited_share,
+        because_of=because_of,
     )
-    if because_of is not None:
-        summary += f"; {name_ranks(because_of)}, waited for in another group, may be the reason"
     return Straggler(
         **_describe_late_ranks(late, totals.queued).model_dump(),
         because_of=None if because_of is None else sorted(because_of),

@@ -18,8 +18,8 @@ from hangwatch.model.incidents import Incident, MergedStack
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.report import recovery, terminal
-from hangwatch.report.documents import build_document, parse_time
-from hangwatch.report.text import Document, group_name, name_ranks, truncate_end
+from hangwatch.report.documents import build_document
+from hangwatch.report.text import Document, group_name, name_ranks, parse_time, truncate_end
 from hangwatch.stacks.frames import is_library
 from hangwatch.stacks.trees import merge_stacks
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
-from hangwatch.performance.stragglers import format_duration
+from hangwatch.report.performance import format_duration
 
 from ..http.api import JobName, Page, PageOf100, PageRequest, make_group_cursor
 from ..http.app_state import AppState

@@ -34,13 +34,15 @@ from hangwatch.flight_recorder.entries import MAX_DUMP_RANKS
 from hangwatch.flight_recorder.export import export_dumps
 from hangwatch.report.documents import build_document
 from hangwatch.report.terminal import format_incident
-from hangwatch.report.text import Paint, seconds_since
+from hangwatch.report.text import Paint, join_blocks, seconds_since
 
 from ..arguments import add_format_option
-from ..errors import HANG, OK, CliError, UsageError
+from ..errors import CliError, UsageError, choose_exit_code
 from ..terminal import detect_paint, print_message, print_result, show_progress
 
 _MAX_UNUSABLE_SHOWN = 8  # unusable files, with their reasons
+_MIN_PROGRESS_FILES = 32  # fewer files are read without showing the progress
+_PROGRESS_STEP = 8  # files
 _RANK_SUFFIX = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle))?$")
 _ZIP_MAGIC = b"PK\x03\x04"
 _MAX_FILE_BYTES = 1 << 28  # the limit of a bundle, and of one document in it
@@ -76,12 +78,12 @@ def add_analyze_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_analyze(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Prints the verdicts, and returns `HANG` if one is an alert. Raises FileError or UsageError."""
-    with show_progress("reading files") as progress:
-        evidence = read_evidence(args.paths, progress)
-        finding, incidents = _diagnose_evidence(evidence)
+    with show_progress() as progress:
+        evidence, finding, incidents = diagnose_files(args.paths, progress)
     if args.export is not None:
         _export_bundle(evidence.bundles, args.export)
-    lines = list(_format_incidents(evidence.bundles, incidents, detect_paint(env)))
+    paint = detect_paint(env)
+    lines = list(join_blocks(_format_incidents(evidence.bundles, incidents, paint)))
     notes = [*evidence.unusable, *finding.notes]
     print_result(args, {"items": incidents, "next": None, "notes": notes}, lines)
     for note in (*evidence.unusable[:_MAX_UNUSABLE_SHOWN], *finding.notes):
@@ -96,36 +98,31 @@ def run_analyze(args: argparse.Namespace, env: Mapping[str, str]) -> int:
             f"no {missing} in {dumps}: all calls that can be compared agree, and no rank is known"
             " to keep another one waiting"
         )
-    has_alert = any(incident.get("severity") == "alert" for incident in incidents)
-    return HANG if has_alert else OK
+    return choose_exit_code(incidents)
 
 
-def diagnose_files(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The verdicts from files, as documents, and notes on what was left out. Raises FileError."""
-    evidence = read_evidence(paths)
-    finding, documents = _diagnose_evidence(evidence)
-    return documents, [*evidence.unusable, *finding.notes]
-
-
-def _diagnose_evidence(evidence: Evidence) -> tuple[OfflineDiagnosis, list[dict[str, Any]]]:
-    """The diagnosis from the dumps, and the documents of all incidents."""
+def diagnose_files(
+    paths: Sequence[Path], progress: Callable[[str], None] = lambda text: None
+) -> tuple[Evidence, OfflineDiagnosis, list[dict[str, Any]]]:
+    """The evidence in files, the diagnosis from the dumps among them, and the documents of all
+    incidents, those of bundles first. Raises FileError.
+    """
+    evidence = read_evidence(paths, progress)
     written_at = {rank: path.stat().st_mtime for rank, path in evidence.dump_paths.items()}
     finding = analyze_dumps(evidence.dumps, written_at)
     documents = [dict(bundle.incident) for bundle in evidence.bundles]
     for verdict in finding.verdicts:
         documents.append({"job": "dump", "status": "open", **build_document(verdict)})
-    return finding, documents
+    return evidence, finding, documents
 
 
 def _format_incidents(
-    bundles: list[Bundle], documents: Sequence[Mapping[str, Any]], colours: Paint
-) -> Iterator[str]:
+    bundles: list[Bundle], documents: Sequence[Mapping[str, Any]], paint: Paint
+) -> Iterator[list[str]]:
     """Raises FileError for a bundle whose incident cannot be shown."""
     for i, document in enumerate(documents):
-        if i:
-            yield ""
         try:
-            yield from list(format_incident(document, _find_latest_time(document), colours))
+            yield list(format_incident(document, _find_latest_time(document), paint))
         except PARSE_ERRORS as error:
             path = bundles[i].path if i < len(bundles) else "a verdict"
             raise FileError(
@@ -201,7 +198,7 @@ class Evidence:
 
 
 def read_evidence(
-    paths: Iterable[Path], progress: Callable[[int, int], None] = lambda done, total: None
+    paths: Iterable[Path], progress: Callable[[str], None] = lambda text: None
 ) -> Evidence:
     """Reads all evidence in files and folders. In a folder, only bundles and files whose names end
     with a number are read.
@@ -212,10 +209,18 @@ def read_evidence(
     """
     evidence = Evidence()
     reader = EntryReader()
-    files = list(_list_files(paths))
+    files: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            files.append(path)
+            continue
+        for file in sorted(path.rglob("*")):
+            if file.is_file() and (file.suffix == ".zip" or _RANK_SUFFIX.search(file.name)):
+                files.append(file)
     with _pause_gc():
         for at, path in enumerate(files):
-            progress(at, len(files))
+            if len(files) >= _MIN_PROGRESS_FILES and at % _PROGRESS_STEP == 0:
+                progress(f"hangwatch: reading files: {at} of {len(files)}")
             try:
                 content = _read_file(path, reader)
             except pickles.HostileError as error:
@@ -233,27 +238,14 @@ def read_evidence(
                 )
             evidence.dumps.append(content)
             evidence.dump_paths[content.rank] = path
-    progress(len(files), len(files))
     evidence.dumps.sort(key=lambda dump: dump.rank)
     if not evidence.bundles and not evidence.dumps:
         nothing = (
             f"{', '.join(map(str, paths))}: no dump whose name ends with a rank, as"
             " nccl_trace_rank_3 does, and no bundle"
         )
-        raise FileError("\n".join(evidence.unusable[:8]) or nothing)
+        raise FileError("\n".join(evidence.unusable[:_MAX_UNUSABLE_SHOWN]) or nothing)
     return evidence
-
-
-def _list_files(paths: Iterable[Path]) -> Iterator[Path]:
-    for path in paths:
-        if path.is_dir():
-            yield from sorted(
-                p
-                for p in path.rglob("*")
-                if p.is_file() and (p.suffix == ".zip" or _RANK_SUFFIX.search(p.name))
-            )
-        else:
-            yield path
 
 
 @contextmanager
@@ -298,7 +290,7 @@ def _read_file(path: Path, reader: EntryReader) -> Bundle | FlightDump:
     return parse_dump(int(number[1]), content, reader)
 
 
-def _load_json(data: bytes) -> object:
+def _load_json(data: bytes) -> Any:
     """Raises ValueError if it is not JSON, or has so many values that they would not fit into
     memory, and RecursionError if it is nested too deeply.
     """
@@ -314,6 +306,10 @@ def _read_bundle(path: Path, data: bytes) -> Bundle:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             incident = _read_member(archive, "incident.json")
             ranks = _read_member(archive, "ranks.json")
+        is_list = isinstance(ranks, list) and all(isinstance(rank, dict) for rank in ranks)
+        if not isinstance(incident, dict) or not is_list:
+            raise ValueError("its documents are not those of the API")
+        return Bundle(path=path, incident=incident, ranks=ranks)
     except (
         zipfile.BadZipFile,
         zlib.error,
@@ -324,18 +320,9 @@ def _read_bundle(path: Path, data: bytes) -> Bundle:
         RuntimeError,  # the file is encrypted, packed by an unknown method, or nested too deeply
     ) as error:
         raise _UnusableFileError(f"it is not a hangwatch bundle: {error}") from error
-    if (
-        not isinstance(incident, dict)
-        or not isinstance(ranks, list)
-        or not all(isinstance(rank, dict) for rank in ranks)
-    ):
-        raise _UnusableFileError(
-            "it is not a hangwatch bundle: its documents are not those of the API"
-        )
-    return Bundle(path=path, incident=incident, ranks=ranks)
 
 
-def _read_member(archive: zipfile.ZipFile, name: str) -> object:
+def _read_member(archive: zipfile.ZipFile, name: str) -> Any:
     """Reads one JSON document. The size that the archive states may be wrong, so the amount that is
     unpacked is limited. Raises ValueError if the document is too large or not JSON.
     """

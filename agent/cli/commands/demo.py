@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from hangwatch.report.terminal import format_incident
-from hangwatch.report.text import clean_text
+from hangwatch.report.text import clean_text, get_parts
 
 from ...environment.run_dir import make_private_folder
 from ...node.system.processes import read_environ
@@ -111,6 +111,7 @@ class _DemoRun:
     ) -> None:
         self._args, self._env, self._sandbox = args, env, sandbox
         self._started_at = time.monotonic()
+        self._launcher: subprocess.Popen[bytes] | None = None  # torchrun
         self.incident_url = ""  # the dashboard's page of the incident
 
     def run_stages(self) -> int:
@@ -120,10 +121,19 @@ class _DemoRun:
         line = next(n for n, text in enumerate(source, start=1) if PLANTED_MARK in text)
         script = self._sandbox.folder / "train.py"
         script.write_text("\n".join(source), encoding="utf-8")
-        launcher = self._start_job(url, script)
+        options = ["--standalone", "--nproc-per-node", str(WORLD_SIZE)]
+        self.print_message(f"HANGWATCH_URL={url} torchrun {' '.join(options)} {script.name}")
+        self._launcher = self._sandbox.start_process(
+            "job",
+            [sys.executable, "-m", "torch.distributed.run", *options, str(script)],
+            HANGWATCH_URL=url,
+            HANGWATCH_JOB=JOB_NAME,
+            # Else the node agent may build the native recorder, for which no further job has a use.
+            HANGWATCH_RECORDER="python",
+        )
         with contextlib.closing(Client(parse_address(url, None, {}))) as client:
-            self._watch_training(launcher)
-            incident = self._await_verdict(client, launcher)
+            self._watch_training()
+            incident = self._await_verdict(client)
             lines = format_incident(incident, client.server_time, detect_paint(self._env))
             print_result(self._args, incident, lines)
             is_correct = names_planted_line(incident, script.name, line)
@@ -155,8 +165,9 @@ class _DemoRun:
         server = self._sandbox.start_process(
             "server", [sys.executable, "-c", _SERVER_CODE, *options]
         )
-        deadline = time.monotonic() + SERVER_TIMEOUT_S
-        while time.monotonic() < deadline and server.poll() is None:
+        for _ in self._poll(SERVER_TIMEOUT_S):
+            if server.poll() is not None:
+                break
             for line in self._sandbox.read_lines("server.out"):
                 if not line.startswith("HANGWATCH_URL="):
                     continue
@@ -169,27 +180,22 @@ class _DemoRun:
                     client.get("jobs")
                     self.print_message(f"server up: {url}/ranks")
                     return url
-            time.sleep(_POLL_S)
         raise self._build_error("the server did not start", "server.err")
 
-    def _start_job(self, url: str, script: Path) -> subprocess.Popen[bytes]:
-        options = ["--standalone", "--nproc-per-node", str(WORLD_SIZE)]
-        self.print_message(f"HANGWATCH_URL={url} torchrun {' '.join(options)} {script.name}")
-        return self._sandbox.start_process(
-            "job",
-            [sys.executable, "-m", "torch.distributed.run", *options, str(script)],
-            HANGWATCH_URL=url,
-            HANGWATCH_JOB=JOB_NAME,
-            # Else the node agent may build the native recorder, for which no further job has a use.
-            HANGWATCH_RECORDER="python",
-        )
-
-    def _watch_training(self, launcher: subprocess.Popen[bytes]) -> None:
-        """Prints the training steps until they stop."""
-        deadline = time.monotonic() + TRAINING_TIMEOUT_S
-        last, since = "", time.monotonic()
+    def _poll(self, timeout_s: float) -> Iterator[None]:
+        """Yields repeatedly for this time. Raises DemoError if the job ends."""
+        deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            self._check_launcher(launcher)
+            if self._launcher is not None and self._launcher.poll() is not None:
+                code = self._launcher.returncode
+                raise self._build_error(f"the training ended with exit code {code}")
+            yield
+            time.sleep(_POLL_S)
+
+    def _watch_training(self) -> None:
+        """Prints the training steps until they stop."""
+        last, since = "", time.monotonic()
+        for _ in self._poll(TRAINING_TIMEOUT_S):
             lines = self._sandbox.read_lines("job.out")
             steps = [line for line in lines if line.startswith("step ")]
             if steps and steps[-1] != last:
@@ -202,32 +208,28 @@ class _DemoRun:
                     f" in {STALL_AFTER_S} s"
                 )
                 return
-            time.sleep(_POLL_S)
         raise self._build_error(f"the training did not start within {TRAINING_TIMEOUT_S:.0f} s")
 
-    def _await_verdict(self, client: Client, launcher: subprocess.Popen[bytes]) -> dict[str, Any]:
+    def _await_verdict(self, client: Client) -> dict[str, Any]:
         """The first alert, once it has the culprit's stack or `STACK_TIMEOUT_S` have passed."""
-        deadline, incident = time.monotonic() + VERDICT_TIMEOUT_S, None
-        while time.monotonic() < deadline:
-            self._check_launcher(launcher)
+        alerts: list[dict[str, Any]] = []
+        for _ in self._poll(VERDICT_TIMEOUT_S):
             incidents = client.iter_items("incidents", job=JOB_NAME)
             alerts = [item for item in incidents if item.get("severity") == "alert"]
             if alerts:
-                if incident is None:
-                    deadline = time.monotonic() + STACK_TIMEOUT_S
-                incident = client.get(f"incidents/{alerts[-1]['id']}")
-                if has_culprit_stack(incident):
-                    return incident
-            time.sleep(_POLL_S)
-        if incident is None:
+                break
+        if not alerts:
             raise self._build_error(
                 f"no verdict within {VERDICT_TIMEOUT_S:.0f} s: `hangwatch doctor` may show why"
             )
+        for _ in self._poll(STACK_TIMEOUT_S):
+            incident = client.get(f"incidents/{alerts[-1]['id']}")
+            culprits = set(incident["culprits"])
+            for stack in incident["stacks"]:
+                is_taken = stack["frames"] or stack["error"]
+                if is_taken and not culprits.isdisjoint(stack["ranks"]):
+                    return incident
         return incident
-
-    def _check_launcher(self, launcher: subprocess.Popen[bytes]) -> None:
-        if launcher.poll() is not None:
-            raise self._build_error(f"the training ended with exit code {launcher.returncode}")
 
     def _build_error(self, problem: str, output: str = "job.err") -> DemoError:
         """The error with the last lines of a process's output."""
@@ -322,18 +324,9 @@ def names_planted_line(document: Mapping[str, Any], file: str, line: int) -> boo
     frame of its stacks.
     """
     places = [document.get("site") or {}]
-    for stack in document.get("stacks") or []:
+    for stack in get_parts(document, "stacks"):
         if stack.get("ranks") == [CULPRIT_RANK]:
-            places += stack.get("frames") or []
+            places += get_parts(stack, "frames")
     return document.get("culprits") == [CULPRIT_RANK] and any(
         Path(str(p.get("file", ""))).name == file and p.get("line") == line for p in places
-    )
-
-
-def has_culprit_stack(document: Mapping[str, Any]) -> bool:
-    """Whether a culprit's stack was taken, or the attempt to take it failed."""
-    culprits = set(document.get("culprits") or [])
-    return any(
-        culprits & set(s.get("ranks") or []) and (s.get("frames") or s.get("error"))
-        for s in document.get("stacks") or []
     )

@@ -19,6 +19,7 @@ from ...transport.client import (
     parse_targets,
 )
 from ..arguments import DEFAULT_URL, add_format_option, add_server_options
+from ..errors import ERROR, OK, UNREACHABLE
 from ..terminal import print_result
 from . import doctor_checks
 from .doctor_checks import Finding, report_failure, report_success
@@ -32,41 +33,40 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Prints the findings and returns `choose_exit_code` of them."""
+    """Runs the checks and returns the exit code of `print_findings`."""
     url = args.url or env.get("HANGWATCH_URL") or DEFAULT_URL
+    torch = doctor_checks.probe_torch(env)
     findings = [
-        *doctor_checks.check_start(env),
+        *doctor_checks.check_activation(env),
+        doctor_checks.check_torch(torch),
         *doctor_checks.check_run_dir(url),
         *doctor_checks.check_recorder(env),
         *doctor_checks.check_recordings(url),
-        *doctor_checks.check_devices(env),
+        *doctor_checks.check_devices(torch, env),
         *doctor_checks.check_stacks(),
         *doctor_checks.check_hardware(env),
         *doctor_checks.check_known_problems(),
         *check_server(url, args.token, env),
     ]
-    exit_code = choose_exit_code(findings)
+    return print_findings(args, findings)
+
+
+def print_findings(args: argparse.Namespace, findings: Sequence[Finding]) -> int:
+    """Prints the findings, each with its remedy below. Returns `OK` if nothing failed, `UNREACHABLE`
+    if only servers cannot be reached, else `ERROR`.
+    """
+    failed = [finding for finding in findings if finding.ok is False]
     keys = ("name", "verdict", "ok", "detail", "remedy")
     documents = [{key: getattr(finding, key) for key in keys} for finding in findings]
-    document = {"ok": exit_code == 0, "findings": documents}
-    print_result(args, document, format_findings(findings))
-    return exit_code
-
-
-def format_findings(findings: Sequence[Finding]) -> Iterator[str]:
-    """The findings as text, each with its remedy indented below."""
+    lines: list[str] = []
     for finding in findings:
-        yield f"{finding.verdict:4} {finding.name}: {finding.detail}"
+        lines.append(f"{finding.verdict:4} {finding.name}: {finding.detail}")
         if finding.remedy:
-            yield f"     {finding.remedy}"
-
-
-def choose_exit_code(findings: Sequence[Finding]) -> int:
-    """0 if nothing failed, 3 if only the server is unreachable, otherwise 1."""
-    failed = [finding for finding in findings if finding.ok is False]
+            lines.append(f"     {finding.remedy}")
+    print_result(args, {"ok": not failed, "findings": documents}, lines)
     if not failed:
-        return 0
-    return 3 if all(finding.unreachable for finding in failed) else 1
+        return OK
+    return UNREACHABLE if all(finding.unreachable for finding in failed) else ERROR
 
 
 def check_server(url: str, token: str | None, env: Mapping[str, str]) -> Iterator[Finding]:
@@ -81,10 +81,9 @@ def check_server(url: str, token: str | None, env: Mapping[str, str]) -> Iterato
             target = ServerTarget(base_url=target.base_url, token=token)
         try:
             with contextlib.closing(SignedClient(target, _SERVER_TIMEOUT_S)) as client:
-                health, jobs = (
-                    client.send_request("GET", path, headers=target.auth_headers)
-                    for path in ("/healthz", "/api/v1/jobs?limit=1")
-                )
+                headers = target.auth_headers
+                health = client.send_request("GET", "/healthz", headers=headers)
+                jobs = client.send_request("GET", "/api/v1/jobs?limit=1", headers=headers)
             yield judge_responses(health, jobs, target)
         except TransportError as error:
             detail, remedy = explain_error(error, target)

@@ -22,9 +22,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hangwatch.model.hardware import Observation, UnavailableSource, find_known_problems
+from hangwatch.model.hardware import find_known_problems
 from hangwatch.report.text import abbreviate_list
 from hangwatch.ring.layout import INITIAL_SIZE, DeviceStatusState, RingError
 
@@ -42,7 +42,11 @@ from ...transport.client import TargetError, parse_targets
 
 _TORCH_TIMEOUT_S = 120.0
 _TESTED_RELEASES = ((2, 6), (2, 13))  # the first and the last release of torch
-_TORCH_PROBE_CODE = "import torch; print(torch.__version__, int(torch.distributed.is_available()))"
+# It prints torch's version, and 1 or 0 for torch.distributed and for a build with CUDA and NCCL.
+_TORCH_PROBE_CODE = (
+    "import torch; has_nccl = torch.version.cuda is not None;"
+    " print(torch.__version__, int(torch.distributed.is_available()), int(has_nccl))"
+)
 _TYPICAL_RANKS = 8  # the ranks of a usual host
 _MAX_PARTS_SHOWN = 4
 # The distributions that install a component of `hangwatch.model.hardware`.
@@ -80,112 +84,124 @@ def report_failure(name: str, detail: str, remedy: str) -> Finding:
     return Finding(name=name, ok=False, detail=detail, remedy=remedy)
 
 
-def check_start(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Checks activation and torch."""
+def probe_torch(env: Mapping[str, str]) -> CommandResult:
+    """Imports torch in a separate process, since that may take seconds, or crash."""
+    command = [sys.executable, "-c", _TORCH_PROBE_CODE]
+    return _run_command(command, _make_bare_environment(env), _TORCH_TIMEOUT_S)
+
+
+def _make_bare_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that imports torch or hangwatch and is not watched."""
+    bare = {name: value for name, value in env.items() if name not in ("HANGWATCH_URL", "RANK")}
+    return {**bare, "PYTHONSAFEPATH": "1"}
+
+
+def check_activation(env: Mapping[str, str]) -> Iterator[Finding]:
+    """Checks whether `import torch` activates hangwatch, and whether the job then has a server."""
     yield report_success("python", platform.python_version())
     points = importlib.metadata.entry_points(group="torch.backends")
-    yield check_entry_point([point.value for point in points if point.name == "hangwatch"])
-    yield check_autoload(env)
-    yield check_url(env)
-    if importlib.util.find_spec("ray") is not None:
-        yield make_ray_finding()
-    # torch is imported in a separate process, since that may take seconds, or crash.
-    bare_env = {k: v for k, v in env.items() if k not in ("HANGWATCH_URL", "RANK")}
-    bare_env["PYTHONSAFEPATH"] = "1"
-    command = [sys.executable, "-c", _TORCH_PROBE_CODE]
-    yield check_torch(*_run_command(command, bare_env, _TORCH_TIMEOUT_S))
-
-
-def check_entry_point(values: list[str]) -> Finding:
-    """``values`` are the entry points named hangwatch in the group that torch loads."""
-    if values:
-        return report_success("activation", f"`import torch` calls {values[0]}")
-    return report_failure(
-        "activation",
-        "torch's entry point is not installed: `import torch` starts nothing of hangwatch",
-        "pip install hangwatch, into the environment that runs the training",
-    )
-
-
-def check_autoload(env: Mapping[str, str]) -> Finding:
-    name = "environment"
+    own_points = [point.value for point in points if point.name == "hangwatch"]
+    if own_points:
+        yield report_success("activation", f"`import torch` calls {own_points[0]}")
+    else:
+        yield report_failure(
+            "activation",
+            "torch's entry point is not installed: `import torch` starts nothing of hangwatch",
+            "pip install hangwatch, into the environment that runs the training",
+        )
     if env.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         detail = "TORCH_DEVICE_BACKEND_AUTOLOAD=0: torch calls no entry points"
-        return report_failure(name, detail, "unset TORCH_DEVICE_BACKEND_AUTOLOAD")
-    if identity.is_switched_off(env):
+        yield report_failure("environment", detail, "unset TORCH_DEVICE_BACKEND_AUTOLOAD")
+    elif identity.is_switched_off(env):
         detail = f"HANGWATCH_DISABLE={env['HANGWATCH_DISABLE']}: hangwatch is switched off"
-        return report_failure(name, detail, "unset HANGWATCH_DISABLE")
-    return report_success(name, "no variable switches hangwatch off")
-
-
-def check_url(env: Mapping[str, str]) -> Finding:
+        yield report_failure("environment", detail, "unset HANGWATCH_DISABLE")
+    else:
+        yield report_success("environment", "no variable switches hangwatch off")
     name = "HANGWATCH_URL"
-    url = env.get(name)
-    if not url:
-        return report_warning(
+    if not env.get(name):
+        yield report_warning(
             name,
             "not set: jobs started from here are not watched",
             "start the job with the HANGWATCH_URL=... line that hangwatch-server prints",
         )
-    try:
-        targets = parse_targets(url, env.get("HANGWATCH_TOKEN", ""))
-    except TargetError as error:
-        return report_failure(name, "not the address of a server", str(error))
-    tokens = [f"{target}, {'with' if target.token else 'without'} a token" for target in targets]
-    return report_success(name, "; ".join(tokens))
+    else:
+        try:
+            targets = parse_targets(env[name], env.get("HANGWATCH_TOKEN", ""))
+        except TargetError as error:
+            yield report_failure(name, "not the address of a server", str(error))
+        else:
+            tokens = [f"{x}, {'with' if x.token else 'without'} a token" for x in targets]
+            yield report_success(name, "; ".join(tokens))
+    if importlib.util.find_spec("ray") is not None:
+        # Ray's workers do not inherit the environment of the driver.
+        yield report_success(
+            "ray",
+            "installed: its workers get the variables of hangwatch by ray.init(runtime_env="
+            "hangwatch.integrations.ray.make_runtime_env())",
+        )
 
 
-def make_ray_finding() -> Finding:
-    """Ray's workers do not inherit the environment of the driver."""
-    detail = (
-        "installed: its workers get the variables of hangwatch by ray.init(runtime_env="
-        "hangwatch.integrations.ray.make_runtime_env())"
-    )
-    return report_success("ray", detail)
-
-
-def check_torch(status: int, last_line: str) -> Finding:
-    """The finding for the exit status and the last line of output of the probe: torch's version, and
-    1 if it has torch.distributed.
-    """
+def check_torch(probe: CommandResult) -> Finding:
+    """Whether torch can be imported and has torch.distributed, by the result of `probe_torch`."""
     name = "torch"
+    status, last_line = probe
     if "No module named 'torch'" in last_line:
         return report_warning(name, "not installed here: nothing to watch in this environment")
     if status:
         detail = f"cannot be imported: {last_line or f'it ended with status {status}'}"
         return report_failure(name, detail, "repair torch first: see `python -c 'import torch'`")
-    version, _, distributed = last_line.partition(" ")
-    if distributed != "1":
+    version, _, parts = last_line.partition(" ")
+    if not parts.startswith("1"):
         detail = f"{version}, built without torch.distributed"
         return report_failure(name, detail, "install a build that has it")
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    release = _parse_release(version)
     first, last = ("{}.{}".format(*release) for release in _TESTED_RELEASES)
-    if numbers < _TESTED_RELEASES[0]:
+    if release < _TESTED_RELEASES[0]:
         return report_failure(name, version, f"hangwatch needs torch {first} or later")
-    if numbers > _TESTED_RELEASES[1]:
+    if release > _TESTED_RELEASES[1]:
         detail = f"{version} is later than {last}, the last one that was tested"
         return report_warning(name, detail, "it will probably work")
     return report_success(name, version)
 
 
+def _parse_release(version: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def check_devices(probe: CommandResult, env: Mapping[str, str]) -> Iterator[Finding]:
+    """One finding on what torch counts of the devices, if it was built with NCCL."""
+    version, _, parts = probe.last_line.partition(" ")
+    if probe.status or not parts.endswith(" 1"):
+        return
+    release = _parse_release(version)
+    has_buffer = release >= _ON_BY_DEFAULT
+    if size := next(filter(None, map(env.get, _BUFFER_VARIABLES)), None):
+        has_buffer = size.strip().isdecimal() and int(size) > 0
+    if has_buffer:
+        detail = "torch counts how far they have come, in its Flight Recorder"
+        if release >= _NCCL2_DEFAULT and env.get("TORCH_DIST_USE_NCCL2") != "0":
+            detail += ", but not the collectives that they have begun"
+        yield report_success("devices", detail)
+        return
+    setting = find_missing_setting(DeviceStatusState.OFF, version)
+    yield report_warning(
+        "devices",
+        f"torch {version} does not count how far they have come in NCCL's collectives",
+        f"set {setting} in the job's environment: then hangwatch can name a device that lags",
+    )
+
+
 def check_run_dir(url: str) -> Iterator[Finding]:
-    """Checks that the run dir can be created and has enough space."""
+    """Checks that the run dir can be created and has enough space for rings and stacks."""
+    name = "run dir"
     try:
         folder = run_dir.ensure_run_dir(url)
         space = os.statvfs(folder)
     except OSError as error:
-        remedy = "set HANGWATCH_RUN_DIR to a writable folder"
-        yield report_failure("run dir", str(error), remedy)
+        yield report_failure(name, str(error), "set HANGWATCH_RUN_DIR to a writable folder")
         return
-    yield check_space(folder, space.f_bavail * space.f_frsize)
-    for empty in (folder, folder.parent):
-        with contextlib.suppress(OSError):  # a job uses it
-            empty.rmdir()
-
-
-def check_space(folder: Path, free_bytes: int) -> Finding:
-    """Each rank needs space for its ring and a few kB for stacks."""
-    name = "run dir"
+    free_bytes = space.f_bavail * space.f_frsize
     rank_bytes = max(4 << 20, INITIAL_SIZE + (1 << 20))
     max_ranks = free_bytes // rank_bytes
     detail = f"{folder} has {free_bytes >> 20} MB free"
@@ -195,25 +211,33 @@ def check_space(folder: Path, free_bytes: int) -> Finding:
     )
     if max_ranks < 1:
         detail = f"{detail}, and one rank needs {rank_bytes >> 20} MB"
-        return report_failure(name, detail, remedy)
-    if max_ranks < _TYPICAL_RANKS:
-        return report_warning(name, f"{detail}, enough for {max_ranks} ranks only", remedy)
-    return report_success(name, detail)
+        yield report_failure(name, detail, remedy)
+    elif max_ranks < _TYPICAL_RANKS:
+        yield report_warning(name, f"{detail}, enough for {max_ranks} ranks only", remedy)
+    else:
+        yield report_success(name, detail)
+    for empty in (folder, folder.parent):
+        with contextlib.suppress(OSError):  # a job uses it
+            empty.rmdir()
 
 
-def _run_command(
-    command: Sequence[str], env: Mapping[str, str], timeout_s: float
-) -> tuple[int, str]:
+class CommandResult(NamedTuple):
     """The exit status of a command, and the last line of its output or, if it failed, of its errors."""
+
+    status: int
+    last_line: str
+
+
+def _run_command(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> CommandResult:
     try:
         done = subprocess.run(
             command, env=env, cwd="/", capture_output=True, text=True, errors="replace",
             timeout=timeout_s, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        return 1, f"{type(error).__name__}: {error}"
+        return CommandResult(1, f"{type(error).__name__}: {error}")
     lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
-    return done.returncode, lines[-1] if lines else ""
+    return CommandResult(done.returncode, lines[-1] if lines else "")
 
 
 def check_recorder(env: Mapping[str, str]) -> Iterator[Finding]:
@@ -232,7 +256,8 @@ def check_recorder(env: Mapping[str, str]) -> Iterator[Finding]:
         )
         yield report_success("recorder", detail)
         return
-    if cache.get_recorder_mode(env) == "python":
+    mode = cache.get_recorder_mode(env)
+    if mode == "python":
         yield report_success("recorder", "Python's, as HANGWATCH_RECORDER says")
         return
     status, last_line = _run_command(
@@ -240,26 +265,20 @@ def check_recorder(env: Mapping[str, str]) -> Iterator[Finding]:
         build.make_build_environment(env),
         build.COMPILE_TIMEOUT_S + build.CHECK_TIMEOUT_S,
     )
-    yield judge_build(status, last_line, env)
-
-
-def judge_build(status: int, last_line: str, env: Mapping[str, str]) -> Finding:
-    """The finding for the exit status and the last line of output of the build."""
+    reason = last_line.removeprefix("hangwatch: ") or f"the build ended with status {status}"
     if status == 0:
-        return report_success("recorder", f"native, {last_line.strip()}")
-    reason = f"the build ended with status {status}"
-    if last_line:
-        reason = last_line.removeprefix("hangwatch: ")
-    if "No module named 'torch'" in reason:
-        return report_warning("recorder", "no torch, so none is needed")
-    detail = f"Python's: {reason}"
-    if cache.get_recorder_mode(env) != "native":
-        return report_success("recorder", detail)
-    remedy = (
-        "it takes about 8 µs per collective, the native one 0.4; HANGWATCH_RECORDER=python selects"
-        " it"
-    )
-    return report_warning("recorder", detail, remedy)
+        yield report_success("recorder", f"native, {last_line.strip()}")
+    elif "No module named 'torch'" in reason:
+        yield report_warning("recorder", "no torch, so none is needed")
+    elif mode != "native":
+        yield report_success("recorder", f"Python's: {reason}")
+    else:
+        yield report_warning(
+            "recorder",
+            f"Python's: {reason}",
+            "it takes about 8 µs per collective, the native one 0.4; HANGWATCH_RECORDER=python"
+            " selects it",
+        )
 
 
 def check_recordings(url: str) -> Iterator[Finding]:
@@ -288,10 +307,11 @@ def check_ring(file: RingFile) -> Iterator[Finding]:
     losses = [(stream, stream.loss) for stream in snapshot.streams if stream.loss is not None]
     if losses:
         stream, loss = losses[0]
-        more = f" and {len(losses) - 1} more" if len(losses) > 1 else ""
+        streams = f"group {stream.group.desc}"
+        if len(losses) > 1:
+            streams += f" and {len(losses) - 1} more"
         problems.append(
-            f"calls of group {stream.group.desc}{more} are not completely recorded since call"
-            f" {loss.from_seq}"
+            f"calls of {streams} are not completely recorded since call {loss.from_seq}"
         )
     if snapshot.dropped:
         problems.append(f"{snapshot.dropped} calls, groups or channels are not recorded")
@@ -313,8 +333,16 @@ def check_hardware(
         reading = reader.read_sources(sources, Host.from_environ((), env))
     unavailable = {missing.source: missing for missing in reading.unavailable}
     for source in sources:
-        observations = [item for item in reading.observations if item.source == source.name]
-        yield judge_source(source.name, observations, unavailable.get(source.name))
+        title = f"evidence: {source.name}"
+        missing = unavailable.get(source.name)
+        if missing is None:
+            observed = [item.about for item in reading.observations if item.source == source.name]
+            parts = list(dict.fromkeys(observed))
+            yield report_success(title, abbreviate_list(parts, _MAX_PARTS_SHOWN) or "readable")
+        elif missing.remedy:
+            yield report_warning(title, f"not available: {missing.reason}", missing.remedy)
+        else:  # nothing is wrong with a host that has none
+            yield report_success(title, f"not available: {missing.reason}")
 
 
 def check_known_problems() -> Iterator[Finding]:
@@ -326,88 +354,9 @@ def check_known_problems() -> Iterator[Finding]:
                 version = importlib.metadata.version(package)
             except importlib.metadata.PackageNotFoundError:
                 continue
-            yield from judge_version(component, version, machine)
-
-
-def judge_version(component: str, version: str, machine: str) -> Iterator[Finding]:
-    for known in find_known_problems(component, version, machine):
-        remedy = f"upgrade {component} to {'.'.join(map(str, known.fixed))} or later"
-        yield report_warning("known problem", known.describe(version), remedy)
-
-
-def judge_source(
-    name: str, observations: Sequence[Observation], unavailable: UnavailableSource | None
-) -> Finding:
-    title = f"evidence: {name}"
-    if unavailable is not None:
-        detail = f"not available: {unavailable.reason}"
-        if unavailable.remedy:
-            return report_warning(title, detail, unavailable.remedy)
-        return report_success(title, detail)  # nothing is wrong with a host that has none
-    parts = list(dict.fromkeys(observation.about for observation in observations))
-    return report_success(title, abbreviate_list(parts, _MAX_PARTS_SHOWN) or "readable")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchBuild:
-    """The installed torch."""
-
-    version: str
-    has_nccl: bool  # built for CUDA
-
-    @property
-    def release(self) -> tuple[int, int]:
-        match = re.match(r"(\d+)\.(\d+)", self.version)
-        return (int(match[1]), int(match[2])) if match else (0, 0)
-
-
-def check_devices(env: Mapping[str, str]) -> Iterator[Finding]:
-    """One finding on what torch counts of the devices, if it was built with NCCL."""
-    build = find_torch()
-    if build is not None and build.has_nccl:
-        yield judge_torch(build, env)
-
-
-def judge_torch(build: TorchBuild, env: Mapping[str, str]) -> Finding:
-    """The finding on what this torch counts in a job with this environment."""
-    has_buffer = build.release >= _ON_BY_DEFAULT
-    if size := next(filter(None, map(env.get, _BUFFER_VARIABLES)), None):
-        has_buffer = size.strip().isdecimal() and int(size) > 0
-    if has_buffer:
-        detail = "torch counts how far they have come, in its Flight Recorder"
-        if build.release >= _NCCL2_DEFAULT and env.get("TORCH_DIST_USE_NCCL2") != "0":
-            detail += ", but not the collectives that they have begun"
-        return report_success("devices", detail)
-    setting = find_missing_setting(DeviceStatusState.OFF, build.version)
-    return report_warning(
-        "devices",
-        f"torch {build.version} does not count how far they have come in NCCL's collectives",
-        f"set {setting} in the job's environment: then hangwatch can name a device that lags",
-    )
-
-
-def find_torch() -> TorchBuild | None:
-    """The installed torch, without importing it, which takes seconds."""
-    try:
-        spec = importlib.util.find_spec("torch")
-        if spec is None or spec.origin is None:
-            return None
-        source = Path(spec.origin).with_name("version.py").read_text()
-    except (ImportError, ValueError, OSError):
-        return None
-    return parse_torch_build(source)
-
-
-def parse_torch_build(source: str) -> TorchBuild | None:
-    """The build that a ``torch/version.py`` describes.
-
-    >>> parse_torch_build("__version__ = '2.9.1+cu128'\\ncuda: Optional[str] = '12.8'\\nhip = None")
-    TorchBuild(version='2.9.1+cu128', has_nccl=True)
-    """
-    assigned = dict(re.findall(r"^(\w+)(?:\s*:[^=\n]+)?\s*=\s*['\"](.+?)['\"]", source, re.M))
-    if "__version__" not in assigned:
-        return None
-    return TorchBuild(version=assigned["__version__"], has_nccl="cuda" in assigned)
+            for known in find_known_problems(component, version, machine):
+                remedy = f"upgrade {component} to {'.'.join(map(str, known.fixed))} or later"
+                yield report_warning("known problem", known.describe(version), remedy)
 
 
 _READY_S = 20.0
@@ -440,13 +389,11 @@ def check_stacks() -> Iterator[Finding]:
     """Checks py-spy and faulthandler."""
     with tempfile.TemporaryDirectory(prefix="hangwatch-doctor-") as folder:
         ring_path = Path(folder, f"sleeper{run_dir.RING_SUFFIX}")
-        env = {k: v for k, v in os.environ.items() if k not in ("HANGWATCH_URL", "RANK")}
-        env["PYTHONSAFEPATH"] = "1"
         with subprocess.Popen(
             [sys.executable, "-c", _SLEEPER_CODE, str(ring_path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=env,
+            env=_make_bare_environment(os.environ),
             cwd="/",
         ) as sleeper:
             try:

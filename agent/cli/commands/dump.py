@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from hangwatch.report.terminal import format_stack, merge_equal_stacks
-from hangwatch.report.text import Paint, name_ranks
+from hangwatch.report.text import get_parts, join_blocks, name_ranks
 
 from ..arguments import add_query_options, parse_positive, parse_ranks
 from ..client import build_path, open_client
@@ -51,8 +51,16 @@ def run_dump(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         while document.get("status") == "pending" and time.monotonic() < deadline:
             time.sleep(_POLL_S)
             document = client.get(build_path("dumps", document["id"]))
-    ranks = document.get("ranks") or []
-    print_result(args, document, _format_rank_stacks(ranks, detect_paint(env)))
+    ranks = get_parts(document, "ranks")
+    entries: list[dict[str, Any]] = []
+    for rank in ranks:
+        stacks = get_parts(rank, "stacks")
+        if rank.get("error") and not any(stack.get("error") for stack in stacks):
+            stacks.append({"error": rank["error"]})
+        entries += [{**stack, "ranks": [rank["rank"]]} for stack in stacks]
+    paint = detect_paint(env)
+    blocks = [format_stack(entry, paint, full=True) for entry in merge_equal_stacks(entries)]
+    print_result(args, document, join_blocks(blocks))
     late = [rank["rank"] for rank in ranks if rank.get("status") == "pending"]
     if late:
         print_message(
@@ -61,16 +69,3 @@ def run_dump(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         )
     has_failed = any(rank.get("status") == "failed" for rank in ranks)
     return ERROR if late or has_failed else OK
-
-
-def _format_rank_stacks(ranks: Sequence[dict[str, Any]], paint: Paint) -> Iterator[str]:
-    entries: list[dict[str, Any]] = []
-    for rank in ranks:
-        stacks = list(rank.get("stacks") or [])
-        if rank.get("error") and not any(stack.get("error") for stack in stacks):
-            stacks.append({"error": rank["error"]})
-        entries += [{**stack, "ranks": [rank["rank"]]} for stack in stacks]
-    for i, entry in enumerate(merge_equal_stacks(entries)):
-        if i:
-            yield ""
-        yield from format_stack(entry, paint, full=True)

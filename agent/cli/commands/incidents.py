@@ -21,6 +21,7 @@ from hangwatch.report.text import (
     Document,
     Paint,
     abbreviate_list,
+    clean_member,
     clean_text,
     format_age,
     seconds_since,
@@ -30,7 +31,7 @@ from hangwatch.report.text import (
 
 from ..arguments import add_query_options, parse_positive
 from ..client import Client, build_path, open_client
-from ..errors import HANG, OK, CliError, NotFoundError, UsageError
+from ..errors import OK, CliError, NotFoundError, UsageError, choose_exit_code
 from ..terminal import detect_paint, page_lines, print_message, print_result, watch_view
 
 _MIN_ID_WIDTH = 10
@@ -63,8 +64,7 @@ def run_status(args: argparse.Namespace, env: Mapping[str, str]) -> int:
                     f"no job has reported to {client.server}: start one with"
                     f" HANGWATCH_URL={client.server} torchrun …"
                 )
-            has_alert = any(incident.get("severity") == "alert" for incident in incidents)
-            return HANG if has_alert else OK
+            return choose_exit_code(incidents)
 
         return watch_view(args, print_status, paint)
 
@@ -78,12 +78,13 @@ def format_status(
     remaining = list(incidents)
     for job in jobs:
         yield from _format_job(job, paint)
-        key = (job.get("job"), job.get("attempt"))
-        job_incidents = [i for i in remaining if (i.get("job"), i.get("attempt")) == key]
-        remaining = [i for i in remaining if (i.get("job"), i.get("attempt")) != key]
-        for incident in job_incidents:
-            yield from _format_open_incident(incident, now, paint)
-        if not job_incidents or job.get("state") in ("lost", "failed", "finished"):
+        has_incident = False
+        for incident in tuple(remaining):
+            if all(incident.get(key) == job.get(key) for key in ("job", "attempt")):
+                yield from _format_open_incident(incident, now, paint)
+                remaining.remove(incident)
+                has_incident = True
+        if not has_incident or job.get("state") in ("lost", "failed", "finished"):
             yield from wrap_text(job.get("summary"), "  ")
     if remaining:
         yield "Still open, of earlier jobs or attempts:"
@@ -93,11 +94,19 @@ def format_status(
 
 def _format_job(job: Document, paint: Paint) -> Iterator[str]:
     """Name, state and facts of a job: on one line if they fit."""
-    state = clean_text(job.get("state", "?"))
-    name = clean_text(job.get("job", "?"))
+    name = clean_member(job, "job")
     if job.get("attempt"):
-        name += f" (attempt {clean_text(job['attempt'])})"
-    facts = " · ".join(_list_job_facts(job))
+        name += f" (attempt {clean_member(job, 'attempt')})"
+    states = job.get("states") or {}
+    counts = [f"{count} {clean_text(state)}" for state, count in states.items() if count]
+    world_size = job.get("world_size", 0)
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    facts = f"{ranks}: {', '.join(counts) or 'none has reported'}"
+    if job.get("step") is not None:
+        facts += f" · step {clean_member(job, 'step')}"
+    if job.get("last_seen_s") is not None:
+        facts += f" · seen {format_age(float(job['last_seen_s']))} ago"
+    state = clean_member(job, "state")
     if state in ("stalled", "failed", "lost"):
         coloured_state = paint.as_error(state)
     elif state in ("running", "finished"):
@@ -112,28 +121,14 @@ def _format_job(job: Document, paint: Paint) -> Iterator[str]:
     yield from wrap_text(facts, "  ")
 
 
-def _list_job_facts(job: Document) -> list[str]:
-    states = job.get("states") or {}
-    counts = [f"{count} {clean_text(state)}" for state, count in states.items() if count]
-    world_size = job.get("world_size", 0)
-    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-    facts = [f"{ranks}: {', '.join(counts) or 'none has reported'}"]
-    if job.get("step") is not None:
-        facts.append(f"step {clean_text(job['step'])}")
-    if job.get("last_seen_s") is not None:
-        facts.append(f"seen {format_age(float(job['last_seen_s']))} ago")
-    return facts
-
-
 def _format_open_incident(incident: Document, now: datetime, paint: Paint) -> Iterator[str]:
-    severity = clean_text(incident.get("severity", "alert"))
+    severity = clean_member(incident, "severity", "alert")
     mark = paint.by_severity(severity.upper(), severity)
-    line = f"  {mark}  {clean_text(incident.get('kind', '?'))}"
+    line = f"  {mark}  {clean_member(incident, 'kind')}"
     onset_s = seconds_since(incident.get("onset_at"), now)
     if onset_s is not None:
         line += f"  for {format_age(onset_s)}"
-    incident_id = clean_text(incident.get("id", ""))
-    yield f"{line}  {paint.dim(incident_id)}"
+    yield f"{line}  {paint.dim(clean_member(incident, 'id', ''))}"
     yield from wrap_text(format_summary(incident), "    ")
 
 
@@ -176,18 +171,18 @@ def run_incidents(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def format_incidents(documents: Sequence[Document], now: datetime, paint: Paint) -> Iterator[str]:
     """A table, with each incident's summary under its row."""
-    ids = [clean_text(incident.get("id", "?")) for incident in documents]
+    ids = [clean_member(incident, "id") for incident in documents]
     id_width = find_unique_prefix_width(ids)
     job_width = max(10, TERMINAL_COLUMNS - id_width - 38)
     yield paint.dim(f"{'ID':{id_width}}  {'STATUS':8}  {'AGE':>7}  {'KIND':15}  JOB")
     for incident_id, incident in zip(ids, documents, strict=True):
-        status = f"{clean_text(incident.get('status', '?')):8}"
+        status = f"{clean_member(incident, 'status'):8}"
         if incident.get("status") == "open":
             status = paint.by_severity(status, incident.get("severity"))
         opened_s = seconds_since(incident.get("opened_at"), now)
         age = "?" if opened_s is None else format_age(opened_s)
-        kind = clean_text(incident.get("kind", "?"))
-        job = truncate_end(clean_text(incident.get("job", "?")), job_width)
+        kind = clean_member(incident, "kind")
+        job = truncate_end(clean_member(incident, "job"), job_width)
         yield f"{incident_id[:id_width]:{id_width}}  {status}  {age:>7}  {kind:15}  {job}"
         yield from wrap_text(incident.get("summary"), "  ")
 

@@ -74,7 +74,7 @@ _PATHS = {
 async def analyze_dumps(_: Fetch, arguments: Arguments) -> Answer:
     paths = [Path(str(path)) for path in arguments["paths"]]
     try:
-        documents, notes = await asyncio.to_thread(diagnose_files, paths)
+        evidence, finding, documents = await asyncio.to_thread(diagnose_files, paths)
     except CliError as error:
         raise ToolError(str(error)) from None
-    return describe_analysis(documents, notes)
+    return describe_analysis(documents, [*evidence.unusable, *finding.notes])

@@ -6,14 +6,16 @@ import argparse
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from hangwatch.performance.distributions import format_bandwidth, format_size
-from hangwatch.performance.stragglers import format_duration
+from hangwatch.report.performance import format_bandwidth, format_duration, format_size
 from hangwatch.report.text import (
     TERMINAL_COLUMNS,
     Document,
     Paint,
+    clean_member,
     clean_text,
-    group_name,
+    get_parts,
+    join_blocks,
+    name_group,
     name_ranks,
     truncate_end,
     wrap_text,
@@ -49,31 +51,28 @@ def run_perf(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def format_performance(documents: Sequence[Document], paint: Paint) -> Iterator[str]:
     """The stragglers of each job, then its groups in the given order."""
+    blocks: list[Iterator[str]] = []
     jobs = itertools.groupby(documents, key=lambda item: (item.get("job"), item.get("attempt")))
-    for number, ((job, attempt), job_groups) in enumerate(jobs):
+    for _, job_groups in jobs:
         groups = list(job_groups)
-        if number:
-            yield ""
-        title = paint.bold(truncate_end(clean_text(job), TERMINAL_COLUMNS - 16))
-        if attempt:
-            title += f" (attempt {clean_text(attempt)})"
-        yield title
-        yield from _format_stragglers(groups, paint)
-        for group in groups:
-            yield ""
-            yield from _format_group(group, paint)
+        blocks.append(_format_job(groups, paint))
+        blocks += [_format_group(group, paint) for group in groups]
+    return join_blocks(blocks)
 
 
-def _format_stragglers(groups: Sequence[Document], paint: Paint) -> Iterator[str]:
-    """The stragglers of a job that are not late because of other ranks, each once."""
-    stragglers: dict[str, Document] = {}
+def _format_job(groups: Sequence[Document], paint: Paint) -> Iterator[str]:
+    """The job of these groups, and its stragglers that are not late because of other ranks."""
+    title = paint.bold(truncate_end(clean_text(groups[0].get("job")), TERMINAL_COLUMNS - 16))
+    if groups[0].get("attempt"):
+        title += f" (attempt {clean_member(groups[0], 'attempt')})"
+    yield title
+    stragglers: dict[str, Document] = {}  # each straggler once, by its ranks
     for group in reversed(groups):
         straggler = group.get("straggler")
         if straggler and straggler.get("because_of") is None:
             stragglers[str(straggler["ranks"])] = straggler
     for straggler in stragglers.values():
-        for line in wrap_text(straggler.get("summary"), "  "):
-            yield paint.as_warning(line)
+        yield from map(paint.as_warning, wrap_text(straggler.get("summary"), "  "))
     if stragglers:
         return
     if any(group["arrivals"]["compared"] for group in groups):
@@ -84,37 +83,27 @@ def _format_stragglers(groups: Sequence[Document], paint: Paint) -> Iterator[str
 
 def _format_group(group: Document, paint: Paint) -> Iterator[str]:
     identity = group["group"]
-    name = group_name(identity["name"], identity.get("desc"))
-    backend = clean_text(identity.get("backend", ""))
-    title = f"{name}  {name_ranks(identity['ranks'])} · {backend}"
-    yield truncate_end(title, TERMINAL_COLUMNS)
+    title = f"{name_group(identity)}  {name_ranks(identity['ranks'])}"
+    yield truncate_end(f"{title} · {clean_member(identity, 'backend', '')}", TERMINAL_COLUMNS)
     straggler = group.get("straggler")
     if straggler and straggler.get("because_of") is not None:
         yield from wrap_text(straggler.get("summary"), "  ")
     yield paint.dim(
         f"  {'CALL':22} {'FROM':>7} {'CALLS':>8} {'P50':>7} {'P95':>7} {'TO LAST':>7} {'BUSBW':>10}"
     )
-    calls = group.get("calls") or []
+    calls = get_parts(group, "calls")
     for call in calls[:_MAX_CALL_LINES]:
-        yield _format_call_row(call)
+        op = truncate_end(clean_member(call, "op"), 22)
+        size = format_size(call["size_from"]) if call["size_from"] else "-"
+        latency, wait = call.get("latency") or {}, call.get("wait") or {}
+        times_s = (latency.get("p50_s"), latency.get("p95_s"), wait.get("p50_s"))
+        times = " ".join(f"{'-' if s is None else format_duration(s):>7}" for s in times_s)
+        bandwidth = "-" if call.get("busbw_gbs") is None else format_bandwidth(call["busbw_gbs"])
+        yield f"  {op:22} {size:>7} {call['calls']:>8} {times} {bandwidth:>10}"
     if len(calls) > _MAX_CALL_LINES:
         yield f"  and {len(calls) - _MAX_CALL_LINES} more sizes"
     yield from _format_arrivals(group)
     yield from _format_series(group)
-
-
-def _format_call_row(call: Document) -> str:
-    """A row of the table of calls; ``-`` for an unknown value."""
-    op = truncate_end(clean_text(call["op"]), 22)
-    size = format_size(call["size_from"]) if call["size_from"] else "-"
-    latency = call.get("latency") or {}
-    wait = call.get("wait") or {}
-    times_s = (latency.get("p50_s"), latency.get("p95_s"), wait.get("p50_s"))
-    p50, p95, waited = ("-" if time_s is None else format_duration(time_s) for time_s in times_s)
-    bandwidth = "-"
-    if call.get("busbw_gbs") is not None:
-        bandwidth = format_bandwidth(call["busbw_gbs"])
-    return f"  {op:22} {size:>7} {call['calls']:>8} {p50:>7} {p95:>7} {waited:>7} {bandwidth:>10}"
 
 
 def _format_arrivals(group: Document) -> Iterator[str]:
@@ -145,8 +134,8 @@ def _format_series(group: Document) -> Iterator[str]:
     """Sparklines of latency and spread over time, if there is more than one value."""
     if not group["arrivals"].get("spread"):
         return
-    for series in group.get("series") or []:
-        op = truncate_end(clean_text(series["op"]), 18)
+    for series in get_parts(group, "series"):
+        op = truncate_end(clean_member(series, "op"), 18)
         for name, key in (("latency", "latency_p95_s"), ("apart", "spread_p95_s")):
             values = [point.get(key) for point in series["points"]][-_MAX_PERIODS:]
             known_values = [value for value in values if value is not None]

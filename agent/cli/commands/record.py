@@ -5,6 +5,7 @@ are made from the API's JSON documents; see `hangwatch.report.terminal`.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +22,11 @@ from hangwatch.report.text import (
     TERMINAL_COLUMNS,
     Document,
     Paint,
-    clean_text,
+    clean_member,
     format_line,
     format_site,
+    get_parts,
+    join_blocks,
     name_ranks,
     truncate_end,
     truncate_start,
@@ -33,7 +36,7 @@ from hangwatch.report.text import (
 from ..arguments import add_query_options, parse_positive, parse_ranks
 from ..client import Client, build_path, open_client
 from ..errors import ERROR, OK, CliError, UsageError
-from ..terminal import detect_paint, print_message, print_result, replace_line
+from ..terminal import detect_paint, print_message, print_result, show_progress
 
 MAX_RECORDED_RANKS = 64
 _POLL_S = 0.3
@@ -55,8 +58,10 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=lambda text: parse_positive(
-            text, MAX_RECORDING_S, f"a whole number of seconds, 1 to {MAX_RECORDING_S}"
+        type=functools.partial(
+            parse_positive,
+            maximum=MAX_RECORDING_S,
+            expected=f"a whole number of seconds, 1 to {MAX_RECORDING_S}",
         ),
         default=10,
         metavar="N",
@@ -64,8 +69,10 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rate",
-        type=lambda text: parse_positive(
-            text, MAX_RECORDING_HZ, f"a whole number of samples a second, 1 to {MAX_RECORDING_HZ}"
+        type=functools.partial(
+            parse_positive,
+            maximum=MAX_RECORDING_HZ,
+            expected=f"a whole number of samples a second, 1 to {MAX_RECORDING_HZ}",
         ),
         default=100,
         metavar="HZ",
@@ -124,7 +131,7 @@ def run_record(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         print_result(args, document, format_recording(document, detect_paint(env)))
         done = [rank for rank in document["ranks"] if rank.get("status") == "done"]
         if done:
-            _write_files(client, document, args.out)
+            _write_files(client, path, args.out)
     return OK if len(done) == len(document["ranks"]) else ERROR
 
 
@@ -132,40 +139,32 @@ def _await_recording(client: Client, path: str, document: dict[str, Any]) -> dic
     """Waits until every rank has completed or failed, and shows the progress."""
     began = time.monotonic()
     last_progress = ""
-    is_terminal = sys.stderr.isatty()
-    while document.get("status") == "pending":
-        progress = _describe_progress(document)
-        if is_terminal:
+    with show_progress() as replace_line:
+        while document.get("status") == "pending":
+            by_status: dict[str, list[int]] = {}
+            ranks = get_parts(document, "ranks")
+            for rank in ranks:
+                by_status.setdefault(rank.get("status", ""), []).append(rank["rank"])
+            progress = f"waiting for {name_ranks(by_status.get('waiting'))}"
+            if "recording" in by_status:
+                recorded = name_ranks(by_status["recording"])
+                progress = f"recording {recorded} for {document.get('seconds')} s"
+            if len(ranks) > 1:
+                done_count = len(by_status.get("done", [])) + len(by_status.get("failed", []))
+                progress += f", {done_count} of {len(ranks)} done"
             replace_line(f"{progress}, {time.monotonic() - began:.0f} s")
-        elif progress != last_progress:
-            print_message(progress)
-        last_progress = progress
-        time.sleep(_POLL_S)
-        document = client.get(path)
-    if is_terminal:
-        replace_line("")
+            if progress != last_progress and not sys.stderr.isatty():
+                print_message(progress)
+            last_progress = progress
+            time.sleep(_POLL_S)
+            document = client.get(path)
     return document
 
 
-def _describe_progress(document: Mapping[str, Any]) -> str:
-    """The ranks being recorded or queued, and how many have finished."""
-    ranks = document.get("ranks") or []
-    recording = [rank["rank"] for rank in ranks if rank.get("status") == "recording"]
-    waiting = [rank["rank"] for rank in ranks if rank.get("status") == "waiting"]
-    if recording:
-        text = f"recording {name_ranks(recording)} for {document.get('seconds')} s"
-    else:
-        text = f"waiting for {name_ranks(waiting)}"
-    if len(ranks) > 1:
-        done_count = sum(rank.get("status") in ("done", "failed") for rank in ranks)
-        text += f", {done_count} of {len(ranks)} done"
-    return text
-
-
-def _write_files(client: Client, document: Mapping[str, Any], folder: Path) -> None:
-    path = build_path("recordings", document["id"])
+def _write_files(client: Client, path: str, folder: Path) -> None:
+    name = path.rpartition("/")[2]
     for kind, ending in (("flamegraph.svg", "svg"), ("speedscope.json", "speedscope.json")):
-        file = folder / f"hangwatch-{document['id']}.{ending}"
+        file = folder / f"hangwatch-{name}.{ending}"
         try:
             file.write_bytes(client.download_file(f"{path}/{kind}"))
         except OSError as error:
@@ -179,24 +178,22 @@ def _write_files(client: Client, document: Mapping[str, Any], folder: Path) -> N
 def format_recording(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator[str]:
     """A sentence on where each rank spends most of its time, and its call tree."""
     rate_hz, gil_only = int(document.get("rate") or 1), bool(document.get("gil"))
-    for index, rank in enumerate(document.get("ranks") or []):
-        if index:
-            yield ""
-        yield from _format_rank(rank, rate_hz, gil_only, paint)
+    ranks = get_parts(document, "ranks")
+    return join_blocks(_format_rank(rank, rate_hz, gil_only, paint) for rank in ranks)
 
 
 def _format_rank(rank: Document, rate_hz: int, gil_only: bool, paint: Paint) -> Iterator[str]:
-    name, threads = f"rank {rank.get('rank')}", rank.get("threads") or []
+    name, threads = f"rank {rank.get('rank')}", get_parts(rank, "threads")
     if rank.get("error"):
         yield paint.bold(name)
-        yield from (paint.as_warning(line) for line in wrap_text(rank["error"], indent="  ! "))
+        yield from map(paint.as_warning, wrap_text(rank["error"], indent="  ! "))
         return
     if rank.get("note"):
-        yield from (paint.as_warning(line) for line in wrap_text(f"{name}: {rank['note']}"))
+        yield from map(paint.as_warning, wrap_text(f"{name}: {rank['note']}"))
     for index, thread in enumerate(threads):
         if index:
             yield ""
-        title = f"{paint.bold(name)} · {clean_text(thread.get('thread', '?'))}"
+        title = f"{paint.bold(name)} · {clean_member(thread, 'thread')}"
         sample_count = int(thread.get("samples") or 0)
         if gil_only:
             yield f"{title} · {sample_count:,} samples that hold the GIL"
@@ -204,7 +201,7 @@ def _format_rank(rank: Document, rate_hz: int, gil_only: bool, paint: Paint) -> 
             seconds = rank.get("seconds", 0)
             yield f"{title} · {seconds:.1f} s at {rate_hz} Hz · {sample_count:,} samples"
         yield from wrap_text(_format_hottest(thread, sample_count))
-        yield from _format_tree(thread.get("tree") or [], sample_count, paint)
+        yield from _format_tree(get_parts(thread, "tree"), sample_count, paint)
     if not threads:
         yield f"{paint.bold(name)}: no sample{' held the GIL' if gil_only else ' was taken'}"
     if rank.get("idle_threads"):
@@ -216,10 +213,10 @@ def _format_rank(rank: Document, rate_hz: int, gil_only: bool, paint: Paint) -> 
 def _format_hottest(thread: Document, sample_count: int) -> str:
     """``62 % in spin (busy.py:4), 30 % in step (train.py:9)``."""
     parts: list[str] = []
-    for line in (thread.get("hottest") or [])[:_MAX_HOTTEST_SHOWN]:
+    for line in get_parts(thread, "hottest", _MAX_HOTTEST_SHOWN):
         share = line.get("samples", 0) / max(1, sample_count)
         if share >= _MIN_SHARE:
-            function = clean_text(line.get("function", "?"))
+            function = clean_member(line, "function")
             parts.append(f"{100 * share:.0f} % in {function} ({format_line(line)})")
     return ", ".join(parts)
 
@@ -238,7 +235,7 @@ def _format_tree(roots: Sequence[Document], sample_count: int, paint: Paint) -> 
             continue
         shown_count += 1
         yield _format_node(node, depth, max(1, sample_count), paint)
-        to_show += [(child, depth + 1) for child in reversed(node.get("children") or [])]
+        to_show += [(child, depth + 1) for child in reversed(get_parts(node, "children"))]
     if hidden_count:
         yield paint.dim(f"{'…':>7} {hidden_count} more: the files contain all of them")
 
@@ -251,12 +248,12 @@ def _format_node(node: Document, depth: int, sample_count: int, paint: Paint) ->
     numbers = f"{share:5.0f} % {own_share:>5}"
     indent = "  " * min(depth, _MAX_INDENT_DEPTH)
     marker = "  " if is_library else "> "
-    name = f"{indent}{marker}{clean_text(node.get('function', '?'))}"
+    name = f"{indent}{marker}{clean_member(node, 'function')}"
     if is_library:
-        innermost = node.get("innermost") or {}
-        if innermost and innermost.get("function") != node.get("function"):
-            name += f" … {clean_text(innermost['function'])}"
-        location = format_site(innermost or node, with_function=False)
+        innermost = node.get("innermost") or node
+        if innermost.get("function") != node.get("function"):
+            name += f" … {clean_member(innermost, 'function')}"
+        location = format_site(innermost, with_function=False)
     else:
         location = _format_lines(node)
     width = TERMINAL_COLUMNS - len(numbers) - 2
@@ -267,8 +264,8 @@ def _format_node(node: Document, depth: int, sample_count: int, paint: Paint) ->
 
 def _format_lines(node: Document) -> str:
     """``train.py:55`` or, for several lines, ``train.py:55 (61 %), :52``."""
-    file = clean_text(node.get("file", "")).rsplit("/", 1)[-1]
-    lines = node.get("lines") or []
+    file = clean_member(node, "file", "").rsplit("/", 1)[-1]
+    lines = get_parts(node, "lines")
     if not lines:
         return file
     total = max(1, int(node.get("samples", 1)))

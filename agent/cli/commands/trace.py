@@ -10,15 +10,17 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
 from hangwatch.report.text import (
     Paint,
+    clean_member,
     clean_text,
     format_line,
-    group_name,
+    get_parts,
+    name_group,
     name_ranks,
+    parse_time,
 )
 
 from ..arguments import add_query_options, parse_ranks
@@ -124,16 +126,16 @@ class _TraceOutput:
                 until = "" if self.args.seconds else ", until Ctrl-C"
                 print_message(f"tracing {name_ranks(self.started_ranks)}{operation}{until}")
         elif kind == "missed":
-            number = int(event.get("calls", 0))
-            self.missed_count += number
+            count = int(event.get("calls", 0))
+            self.missed_count += count
             if not self.args.json:
                 line = (
-                    f"… {number:,} calls not shown of rank {event.get('rank')}: they came faster"
+                    f"… {count:,} calls not shown of rank {event.get('rank')}: they came faster"
                     " than they could be read"
                 )
                 print(self.colours.as_warning(line), flush=True)
         elif kind == "others":
-            self.other_ops = [str(op) for op in event.get("ops") or []]
+            self.other_ops = [str(op) for op in get_parts(event, "ops")]
         elif kind == "error":
             self.failed_ranks.add(int(event.get("rank", -1)))
             print_message(f"rank {event.get('rank')}: {event.get('detail')}")
@@ -146,8 +148,8 @@ class _TraceOutput:
             return
         if self.args.json:
             items = [
-                {"op": op, "rank": rank, "calls": number}
-                for (op, rank), number in sorted(self.call_counts.items())
+                {"op": op, "rank": rank, "calls": count}
+                for (op, rank), count in sorted(self.call_counts.items())
             ]
             summary = {"items": items, "missed": self.missed_count, "ended": self.reason}
             print(json.dumps({"type": "counts", **summary}), flush=True)
@@ -173,8 +175,8 @@ class _TraceOutput:
         """The number of calls of each operation, and the number of ranks that made any."""
         call_counts: Counter[str] = Counter()
         rank_counts: Counter[str] = Counter()
-        for (op, _), number in sorted(self.call_counts.items()):
-            call_counts[clean_text(op)] += number
+        for (op, _), count in sorted(self.call_counts.items()):
+            call_counts[clean_text(op)] += count
             rank_counts[clean_text(op)] += 1
         if call_counts:
             yield ""
@@ -183,7 +185,8 @@ class _TraceOutput:
         for op, call_count in call_counts.most_common():
             line = f"{call_count:>9,}  {op}"
             if has_several_ranks:
-                line += f"  ({rank_counts[op]} rank{'s' if rank_counts[op] > 1 else ''})"
+                ranks = "1 rank" if rank_counts[op] == 1 else f"{rank_counts[op]} ranks"
+                line += f"  ({ranks})"
             yield line
         if self.missed_count:
             yield self.colours.as_warning(f"{self.missed_count:>9,}  not shown")
@@ -194,21 +197,22 @@ def format_call(document: Mapping[str, Any], paint: Paint) -> Iterator[str]:
     train.py:41 in step  ≤ 1.2 ms``, and a second one such as ``mean 0.5  min 0  max 1  norm 8  all
     finite`` if the call has values.
     """
-    group, site, within_s = document.get("group"), document.get("site"), document.get("within_s")
+    try:  # the time of day in the reader's time zone, with milliseconds
+        time = f"{parse_time(str(document.get('at'))).astimezone():%H:%M:%S.%f}"[:-3]
+    except ValueError:
+        time = "?"
+    site, within_s = document.get("site"), document.get("within_s")
     latency = paint.as_warning("unfinished") if document.get("pending") else ""
     if document.get("raised"):
         latency = paint.as_error("raised")
     elif within_s is not None:
         latency = f"≤ {format_duration(within_s)}"
-    name = group_name(group.get("name"), group.get("desc")) if group else "?"
     columns = (
-        _format_time(document.get("at")),
-        f"rank {clean_text(document.get('rank', '?'))}",
+        time,
+        f"rank {clean_member(document, 'rank')}",
         _format_arguments(document, paint),
-        f"{name} {clean_text(document.get('seq', '?'))}",
-        paint.dim(
-            f"{format_line(site)} in {clean_text(site.get('function', '?'))}" if site else ""
-        ),
+        f"{name_group(document.get('group') or {})} {clean_member(document, 'seq')}",
+        paint.dim(f"{format_line(site)} in {clean_member(site, 'function')}") if site else "",
         latency,
     )
     yield "  ".join(column for column in columns if column)
@@ -225,26 +229,17 @@ def format_call(document: Mapping[str, Any], paint: Paint) -> Iterator[str]:
 
 def _format_arguments(document: Mapping[str, Any], paint: Paint) -> str:
     """``all_reduce [64] float32 sum``."""
-    words = [paint.bold(clean_text(document.get("op", "?")))]
-    for shape in document.get("shapes") or []:
-        words.append(f"[{', '.join(map(clean_text, shape))}]")
-    words.append(clean_text(document.get("dtype") or ""))
-    words.append(clean_text(document.get("reduce_op") or ""))
-    for name in ("root", "peer"):
-        if document.get(name) is not None:
-            words.append(f"{name} {clean_text(document[name])}")
+    parts = [paint.bold(clean_member(document, "op"))]
+    for shape in get_parts(document, "shapes"):
+        parts.append(f"[{', '.join(map(clean_text, shape))}]")
+    for key in ("dtype", "reduce_op"):
+        parts.append(clean_text(document.get(key) or ""))
+    for key in ("root", "peer"):
+        if document.get(key) is not None:
+            parts.append(f"{key} {clean_member(document, key)}")
     if document.get("async"):
-        words.append("async")
-    return " ".join(word for word in words if word)
-
-
-def _format_time(stamp: object) -> str:
-    """The time of day in the reader's time zone, with milliseconds."""
-    try:
-        time = datetime.fromisoformat(str(stamp).replace("Z", "+00:00")).astimezone()
-    except ValueError:
-        return "?"
-    return f"{time:%H:%M:%S.%f}"[:-3]
+        parts.append("async")
+    return " ".join(part for part in parts if part)
 
 
 def format_duration(seconds: float) -> str:
@@ -252,7 +247,8 @@ def format_duration(seconds: float) -> str:
     >>> format_duration(0.000012), format_duration(0.0123), format_duration(2.5), format_duration(75)
     ('12 µs', '12.3 ms', '2.5 s', '75 s')
     """
-    for unit, size, most in (("µs", 1e-6, 1e-3), ("ms", 1e-3, 1.0)):
-        if seconds < most:
-            return f"{seconds / size:.3g} {unit}"
+    if seconds < 1e-3:
+        return f"{seconds / 1e-6:.3g} µs"
+    if seconds < 1:
+        return f"{seconds / 1e-3:.3g} ms"
     return f"{seconds:.3g} s"

@@ -462,7 +462,7 @@ def test_bundles_with_unexpected_parts_are_shown_or_refused(
             "incident__json": json.dumps(incident).encode(),
             "ranks__json": json.dumps(ranks).encode(),
         }
-    except ValueError:  # an odd part within itself: there is no such JSON
+    except ValueError:  # a part that contains itself cannot be encoded
         reject()
     path = tmp_path / "bundle.zip"
     path.write_bytes(make_archive(**parts))

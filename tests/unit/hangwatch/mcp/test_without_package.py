@@ -1,4 +1,4 @@
-"""Where the `mcp` package, an extra, is missing, the remedy is printed and the rest works."""
+"""Where the `mcp` package, an extra, is missing, the remedy is printed, and everything else works."""
 
 from __future__ import annotations
 

@@ -17,13 +17,14 @@ from hangwatch.performance.distributions import (
 from hangwatch.performance.stragglers import (
     Arrival,
     CallSkew,
+    LatenessStats,
     find_latecomers,
     find_straggler,
     find_straggler_causes,
-    format_straggler,
     measure_skew,
 )
 from hangwatch.protocol.heartbeat import ClockOffset
+from hangwatch.report.performance import format_straggler
 
 
 @pytest.mark.parametrize(
@@ -118,6 +119,19 @@ def test_no_rank_is_last_within_clock_uncertainty() -> None:
     assert measure_skew(1, make_arrivals(1.0, 1.0)).last_ranks == set()
 
 
+def describe_straggler(
+    late: LatenessStats, group: str, error_s: float, *, queued: bool = False
+) -> str:
+    return format_straggler(
+        late.ranks,
+        group,
+        share=late.share,
+        lag_s=late.lag_s,
+        error_s=error_s,
+        waited_share=None if queued else late.waited_share,
+    )
+
+
 def test_several_may_be_late_together() -> None:
     call = measure_skew(1, make_arrivals(0.0, 0.002, 0.050, 0.053, hosts="aabb", error=0.004))
     assert (call.last_ranks, call.lag_s) == ({2, 3}, pytest.approx(0.048))
@@ -138,7 +152,7 @@ def test_several_may_be_late_together() -> None:
     assert straggler is not None and straggler.ranks == {2, 3}
     assert (
         "ranks 2-3 come last in 100 % of the calls of dp, 49 ms after the others, which wait for"
-        " them 49 %" in format_straggler(straggler, "dp", 0)
+        " them 49 %" in describe_straggler(straggler, "dp", 0)
     )
 
 
@@ -166,11 +180,11 @@ def test_straggler_is_awaited_repeatedly() -> None:
     assert straggler is not None and straggler.ranks == late[0].ranks == {3}
     assert straggler.share == 0.9 and straggler.lag_s == 0.05
     assert straggler.waited_share == pytest.approx(0.45, rel=0.02), "0.9 x 50 ms in each 100 ms"
-    assert format_straggler(straggler, "dp_1", 0.0).startswith(
+    assert describe_straggler(straggler, "dp_1", 0.0).startswith(
         "rank 3 comes last in 90 % of the calls of dp_1, 50 ms after the others, which wait"
     )
-    assert "50 ms (± 5.0 ms) after" in format_straggler(straggler, "dp_1", 0.005)
-    assert format_straggler(straggler, "dp_1", 0.0, queued=True).endswith(
+    assert "50 ms (± 5.0 ms) after" in describe_straggler(straggler, "dp_1", 0.005)
+    assert describe_straggler(straggler, "dp_1", 0.0, queued=True).endswith(
         "50 ms after the others, as their threads make them"
     )
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hangwatch.agent.cli.commands import doctor, doctor_checks
 from hangwatch.agent.cli.commands.doctor import check_server, judge_responses
-from hangwatch.agent.cli.commands.doctor_checks import Finding
+from hangwatch.agent.cli.commands.doctor_checks import CommandResult, Finding
+from hangwatch.agent.environment import run_dir
 from hangwatch.agent.transport.client import Reply, ServerTarget
 
 GOOD = Finding(name="a", ok=True, detail="fine")
@@ -17,48 +22,65 @@ BAD = Finding(name="c", ok=False, detail="no", remedy="do this")
 UNREACHABLE = Finding(name="server", ok=False, detail="away", unreachable=True)
 
 
-def test_exit_codes_and_lines() -> None:
+def test_exit_codes_and_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    args = Namespace(json=False)
     assert [
-        doctor.choose_exit_code(f)
+        doctor.print_findings(args, f)
         for f in ([GOOD, WARN], [GOOD, BAD], [GOOD, UNREACHABLE], [BAD, UNREACHABLE])
     ] == [0, 1, 3, 1]
-    assert list(doctor.format_findings([GOOD, BAD])) == [
+    capsys.readouterr()
+    doctor.print_findings(args, [GOOD, BAD])
+    assert capsys.readouterr().out.splitlines() == [
         "ok   a: fine",
         "fail c: no",
         "     do this",
     ]
 
 
-def test_activation() -> None:
-    assert doctor_checks.check_entry_point([]).ok is False
-    assert doctor_checks.check_entry_point(["x:y"]).ok
-    assert doctor_checks.check_autoload({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).ok is False
-    assert doctor_checks.check_autoload({"HANGWATCH_DISABLE": "1"}).ok is False
-    assert doctor_checks.check_autoload({"HANGWATCH_DISABLE": "0"}).ok
-    assert doctor_checks.check_url({}).ok is None
-    assert "make_runtime_env" in doctor_checks.make_ray_finding().detail
-    assert doctor_checks.check_url({"HANGWATCH_URL": "master"}).ok is False
-    finding = doctor_checks.check_url({"HANGWATCH_URL": "http://:hidden@m:1"})
+def check_activation(env: dict[str, str]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in doctor_checks.check_activation(env)}
+
+
+def test_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    for points, ok in (([], False), ([SimpleNamespace(name="hangwatch", value="x:y")], True)):
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group, p=points: p)
+        assert check_activation({})["activation"].ok is ok
+    autoload = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    assert check_activation(autoload)["environment"].ok is False
+    assert check_activation({"HANGWATCH_DISABLE": "1"})["environment"].ok is False
+    assert check_activation({"HANGWATCH_DISABLE": "0"})["environment"].ok
+    assert check_activation({})["HANGWATCH_URL"].ok is None
+    assert check_activation({"HANGWATCH_URL": "master"})["HANGWATCH_URL"].ok is False
+    finding = check_activation({"HANGWATCH_URL": "http://:hidden@m:1"})["HANGWATCH_URL"]
     assert finding.ok and "hidden" not in finding.detail
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert "make_runtime_env" in check_activation({})["ray"].detail
 
 
 def test_torch() -> None:
     verdicts = {
-        "2.6.0+cu124 1": True,
-        "2.13.0 1": True,
-        "2.5.1 1": False,
-        "2.14.0 1": None,
-        "2.8.0 0": False,
+        "2.6.0+cu124 1 1": True,
+        "2.13.0 1 0": True,
+        "2.5.1 1 0": False,
+        "2.14.0 1 0": None,
+        "2.8.0 0 0": False,
     }
-    assert {said: doctor_checks.check_torch(0, said).ok for said in verdicts} == verdicts
-    assert doctor_checks.check_torch(1, "ModuleNotFoundError: No module named 'torch'").ok is None
-    assert doctor_checks.check_torch(1, "ImportError: libcudart.so").ok is False
+
+    def check(status: int, last_line: str) -> bool | None:
+        return doctor_checks.check_torch(CommandResult(status, last_line)).ok
+
+    assert {line: check(0, line) for line in verdicts} == verdicts
+    assert check(1, "ModuleNotFoundError: No module named 'torch'") is None
+    assert check(1, "ImportError: libcudart.so") is False
 
 
-def test_disk_space() -> None:
-    assert [
-        doctor_checks.check_space(Path("/x"), free).ok for free in (1 << 20, 16 << 20, 1 << 30)
-    ] == [False, None, True]
+def test_disk_space(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(run_dir, "ensure_run_dir", lambda url: tmp_path / "run")
+    for free, ok in ((1 << 20, False), (16 << 20, None), (1 << 30, True)):
+        space = SimpleNamespace(f_bavail=free, f_frsize=1)
+        monkeypatch.setattr(os, "statvfs", lambda folder, space=space: space)
+        (finding,) = doctor_checks.check_run_dir("http://m")
+        assert finding.ok is ok
 
 
 def test_server_check_detects_other_services() -> None:
@@ -82,22 +104,22 @@ def test_unreachable_server() -> None:
     assert "refuses connections" in finding.detail and "start hangwatch-server" in finding.remedy
 
 
-def test_recorder() -> None:
+def test_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python recorder is a reason to warn only if the native one was requested."""
+
+    def check(status: int, last_line: str, env: dict[str, str]) -> Finding:
+        result = CommandResult(status, last_line)
+        monkeypatch.setattr(doctor_checks, "_run_command", lambda *args: result)
+        (finding,) = doctor_checks.check_recorder(env)
+        return finding
+
     for mode, ok in (("auto", True), ("native", None)):
-        finding = doctor_checks.judge_build(
-            1, "hangwatch: there is no C++ compiler", {"HANGWATCH_RECORDER": mode}
-        )
+        finding = check(1, "hangwatch: there is no C++ compiler", {"HANGWATCH_RECORDER": mode})
         assert (finding.ok, finding.detail) == (ok, "Python's: there is no C++ compiler")
         assert bool(finding.remedy) == (mode == "native")
-    assert (
-        doctor_checks.judge_build(0, "/cache/recorder.so\n", {}).detail
-        == "native, /cache/recorder.so"
-    )
-    assert (
-        doctor_checks.judge_build(1, "ModuleNotFoundError: No module named 'torch'", {}).ok is None
-    )
-    assert "status 3" in doctor_checks.judge_build(3, "", {}).detail
+    assert check(0, "/cache/recorder.so\n", {}).detail == "native, /cache/recorder.so"
+    assert check(1, "ModuleNotFoundError: No module named 'torch'", {}).ok is None
+    assert "status 3" in check(3, "", {}).detail
 
 
 @pytest.mark.parametrize(
@@ -116,15 +138,18 @@ def test_recorder() -> None:
 def test_setting_that_makes_torch_count_devices(
     version: str, env: dict[str, str], setting: str | None
 ) -> None:
-    finding = doctor_checks.judge_torch(
-        doctor_checks.TorchBuild(version=version, has_nccl=True), env
-    )
+    (finding,) = doctor_checks.check_devices(CommandResult(0, f"{version} 1 1"), env)
     assert finding.ok is (True if setting is None else None)
     assert (setting or "") in finding.remedy
 
 
-def test_torch_without_nccl_has_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = doctor_checks.parse_torch_build("__version__ = '2.13.0+cpu'\ncuda: str | None = None\n")
-    assert build == doctor_checks.TorchBuild(version="2.13.0+cpu", has_nccl=False)
-    monkeypatch.setattr(doctor_checks, "find_torch", lambda: build)
-    assert list(doctor_checks.check_devices({})) == []
+@pytest.mark.parametrize(
+    "probe",
+    [
+        CommandResult(0, "2.13.0+cpu 1 0"),
+        CommandResult(1, "ModuleNotFoundError: 1"),
+        CommandResult(0, ""),
+    ],
+)
+def test_torch_without_nccl_has_no_finding(probe: CommandResult) -> None:
+    assert list(doctor_checks.check_devices(probe, {})) == []

@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+from types import SimpleNamespace
+
 import pytest
 
-from hangwatch.agent.cli.commands.doctor_checks import check_hardware, judge_source, judge_version
+from hangwatch.agent.cli.commands.doctor_checks import (
+    Finding,
+    check_hardware,
+    check_known_problems,
+)
 from hangwatch.agent.node.hardware.host import Host, SourceUnavailableError
-from hangwatch.agent.node.hardware.reader import SOURCES, Source
-from hangwatch.model.hardware import Observation, UnavailableSource
+from hangwatch.agent.node.hardware.reader import SOURCES, Probe, Source
+from hangwatch.model.hardware import Observation
 
 
 def observe(about: str) -> Observation:
     return Observation(source="infiniband", about=about, what="state", now="ACTIVE")
 
 
+def check_source(name: str, probe: Probe) -> Finding:
+    (finding,) = check_hardware({}, [Source(name=name, probe=probe)])
+    return finding
+
+
 def test_source_that_can_be_read_lists_its_parts() -> None:
-    finding = judge_source("infiniband", [observe(f"mlx5_{n}/1") for n in range(6)], None)
+    finding = check_source("infiniband", lambda host: [observe(f"mlx5_{n}/1") for n in range(6)])
     assert (finding.name, finding.ok) == ("evidence: infiniband", True)
     assert finding.detail == "mlx5_0/1, mlx5_1/1, mlx5_2/1, mlx5_3/1 and 2 more"
 
 
 def test_source_without_parts() -> None:
-    assert judge_source("storage", [], None).detail == "readable"
+    assert check_source("storage", lambda host: []).detail == "readable"
 
 
 def test_source_that_cannot_be_read_has_the_remedy() -> None:
-    missing = UnavailableSource(
-        source="kernel log", reason="/dev/kmsg may not be read", remedy="give it CAP_SYSLOG"
-    )
-    finding = judge_source("kernel log", [], missing)
+    def fail(host: Host) -> tuple[Observation, ...]:
+        raise SourceUnavailableError("/dev/kmsg may not be read", "give it CAP_SYSLOG")
+
+    finding = check_source("kernel log", fail)
     assert finding.ok is None, "no job fails for that"
     assert finding.detail == "not available: /dev/kmsg may not be read"
     assert finding.remedy == "give it CAP_SYSLOG"
@@ -56,6 +69,16 @@ def test_absent_source_starts_no_process() -> None:
     ("component", "version", "remedy"),
     [("torch", "2.7.0", "upgrade torch to 2.7.1 or later"), ("torch", "2.13.0", None)],
 )
-def test_version_that_is_known_to_hang(component: str, version: str, remedy: str | None) -> None:
-    findings = list(judge_version(component, version, "x86_64"))
+def test_version_that_is_known_to_hang(
+    component: str, version: str, remedy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_version(package: str) -> str:
+        if package != component:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", find_version)
+    machine = SimpleNamespace(machine="x86_64")
+    monkeypatch.setattr(os, "uname", lambda: machine)
+    findings = list(check_known_problems())
     assert [finding.remedy for finding in findings] == ([remedy] if remedy else [])
