@@ -62,11 +62,15 @@ def analyze_dumps(
     dumps_by_rank = {dump.rank: dump for dump in dumps}
     job = build_job(dumps_by_rank)
     missing_ranks = tuple(sorted(job.attempt.processes.keys() - dumps_by_rank.keys()))
-    candidates = [
-        _adapt_verdict(job, verdict)
-        for verdict in diagnose(job.attempt, NOW_S, Limits()).verdicts
-        if verdict.is_confirmed
-    ]
+    candidates: list[Verdict] = []
+    for verdict in diagnose(job.attempt, NOW_S, Limits()).verdicts:
+        if not verdict.is_confirmed:
+            continue
+        if verdict.kind is VerdictKind.MISMATCH and verdict.group is not None:
+            verdict = _blame_invalid_calls(job, verdict)
+        elif verdict.kind is VerdictKind.MISSING_RANK:
+            verdict = _limit_to_proof(job, verdict)
+        candidates.append(verdict)
     if not candidates:
         candidates = _diagnose_undelivered(job.attempt)
     # The time between each rank's last call and its dump, as far as both are known.
@@ -74,28 +78,24 @@ def analyze_dumps(
     for rank, time in (written_at or {}).items():
         if last_call_at := dumps_by_rank[rank].call_time_range[1]:
             idle_times_s[rank] = time - last_call_at
-    verdicts = tuple(v for v in candidates if not _is_normal_wait(v, idle_times_s))
-    unexplained: tuple[str, ...] = ()
+    verdicts: list[Verdict] = []
+    for verdict in candidates:
+        ranks = (*verdict.waiting, *verdict.culprits)
+        idle_s = [idle_times_s[rank] for rank in ranks if rank in idle_times_s]
+        # As in a job that runs, all ranks that wait made a call just before their dumps were
+        # written. Negative times mean that clocks disagree.
+        is_normal_wait = bool(idle_s) and 0.0 <= min(idle_s) <= max(idle_s) < MIN_WAIT_S
+        if KINDS[verdict.kind].is_call_error or not is_normal_wait:
+            verdicts.append(verdict)
+    unexplained: list[str] = []
     if not verdicts:
-        may_be_running = len(candidates) > 0
-        unexplained = tuple(_describe_unexplained_calls(job.attempt, may_be_running))
+        unexplained += _describe_unexplained_calls(job.attempt, may_be_running=bool(candidates))
     return OfflineDiagnosis(
-        verdicts=verdicts,
+        verdicts=tuple(verdicts),
         missing_ranks=missing_ranks,
         notes=(*_describe_gaps(dumps, missing_ranks), *job.notes, *unexplained),
-        inconclusive=len(unexplained) > 0,
+        inconclusive=bool(unexplained),
     )
-
-
-def _is_normal_wait(verdict: Verdict, idle_times_s: Mapping[int, float]) -> bool:
-    """Whether all ranks that wait made a call just before their dumps were written, as in a job
-    that runs. Negative times mean that clocks disagree.
-    """
-    if KINDS[verdict.kind].is_call_error:
-        return False
-    ranks = (*verdict.waiting, *verdict.culprits)
-    idle_s = [idle_times_s[rank] for rank in ranks if rank in idle_times_s]
-    return bool(idle_s) and 0.0 <= min(idle_s) <= max(idle_s) < MIN_WAIT_S
 
 
 def _diagnose_undelivered(attempt: Attempt) -> list[Verdict]:
@@ -131,27 +131,6 @@ def _diagnose_undelivered(attempt: Attempt) -> list[Verdict]:
     return [verdict]
 
 
-def _adapt_verdict(job: OfflineJob, verdict: Verdict) -> Verdict:
-    if verdict.kind is VerdictKind.MISMATCH and verdict.group is not None:
-        return _blame_invalid_calls(job, verdict)
-    if verdict.kind is VerdictKind.MISSING_RANK:
-        culprits = _find_proven_culprits(job, verdict)
-        have_queued: set[int] = set()
-        group, seq = verdict.group, verdict.seq
-        is_collective = all(call_class.call.peer is None for call_class in verdict.calls)
-        if group is not None and seq is not None and is_collective:
-            # The hosts of these ranks have queued the call: only their devices have not reached it.
-            counts = job.queued_counts.get(group.key, {})
-            have_queued = {rank for rank in culprits if counts.get(rank, 0) >= seq}
-        if have_queued and len(have_queued) == len(culprits):
-            return _blame_devices(job, verdict, culprits)
-        culprits = tuple(rank for rank in culprits if rank not in have_queued)
-        if culprits:
-            return _name_proven_culprits(job, verdict, culprits)
-        return _withdraw_culprits(job, verdict)
-    return verdict
-
-
 def _blame_invalid_calls(job: OfflineJob, verdict: Verdict) -> Verdict:
     """A rank whose call is invalid is a culprit, even if the majority made invalid calls."""
     assert verdict.group is not None and verdict.seq is not None
@@ -175,19 +154,45 @@ def _blame_invalid_calls(job: OfflineJob, verdict: Verdict) -> Verdict:
     )
 
 
-def _find_proven_culprits(job: OfflineJob, verdict: Verdict) -> tuple[int, ...]:
-    """The culprits that are known not to have entered the call; of the others it is unknown."""
+def _limit_to_proof(job: OfflineJob, verdict: Verdict) -> Verdict:
+    """The verdict on missing ranks, with those culprits only that are known not to have entered the
+    call.
+    """
+    group, seq = verdict.group, verdict.seq
+    is_message = any(call_class.call.peer is not None for call_class in verdict.calls)
     unknown_ranks = {rank for rank, dump in job.dumps.items() if dump.pending_messages_lost}
-    culprits = tuple(rank for rank in verdict.culprits if rank not in unknown_ranks)
-    if any(call_class.call.peer is not None for call_class in verdict.calls):
-        return tuple(rank for rank in culprits if rank in job.dumps)
-    awaited = {(wait.on_rank, wait.group) for wait in verdict.waits}
-    group = verdict.group
-    if group is not None:  # the verdict has only some of the waits
-        awaited |= {(rank, group.name) for rank in group.ranks}
-    assumed = job.assumed_groups
-    proven = {rank for rank, name in awaited if name not in assumed.get(rank, ())}
-    return tuple(rank for rank in culprits if rank in proven or rank not in assumed)
+    if is_message:
+        unknown_ranks.update(rank for rank in verdict.culprits if rank not in job.dumps)
+    else:
+        awaited = {(wait.on_rank, wait.group) for wait in verdict.waits}
+        if group is not None:  # the verdict has only some of the waits
+            awaited |= {(rank, group.name) for rank in group.ranks}
+        proven = {rank for rank, _ in awaited - job.assumed}
+        unknown_ranks |= {rank for rank, _ in job.assumed} - proven
+    culprits = missing = tuple(rank for rank in verdict.culprits if rank not in unknown_ranks)
+    if group is not None and seq is not None and not is_message:
+        # The hosts of the others have queued the call: only their devices have not reached it.
+        counts = job.queued_counts.get(group.key, {})
+        missing = tuple(rank for rank in culprits if counts.get(rank, 0) < seq)
+    if missing:
+        return _name_proven_culprits(job, verdict, missing)
+    if culprits:
+        return _blame_devices(job, verdict, culprits)
+    waits = "waits" if len(verdict.waiting) == 1 else "wait"
+    has_dump = not job.dumps.keys().isdisjoint(verdict.culprits)
+    gap = "no record of that time" if has_dump else "no dump"
+    return replace(
+        verdict,
+        culprits=(),
+        summary=(
+            f"{describe_ranks(verdict.waiting)} {waits} in {_get_op_name(verdict)}"
+            f" ({describe_position(group, seq)}) for {describe_ranks(verdict.culprits)} ({gap})"
+        ),
+        advice=(
+            "Without it, whether a rank entered the call, hung elsewhere or exited is unknown:"
+            " check its log."
+        ),
+    )
 
 
 def _blame_devices(job: OfflineJob, verdict: Verdict, culprits: tuple[int, ...]) -> Verdict:
@@ -214,7 +219,6 @@ def _blame_devices(job: OfflineJob, verdict: Verdict, culprits: tuple[int, ...])
 
 
 def _name_proven_culprits(job: OfflineJob, verdict: Verdict, culprits: tuple[int, ...]) -> Verdict:
-    assert verdict.group is not None and verdict.seq is not None
     point_to_point = (c.ranks[0] for c in verdict.calls if c.call.peer is not None)
     advice = "The dump does not show what it did after that."
     last_records = {rank: job.dumps[rank].last_record for rank in culprits if rank in job.dumps}
@@ -243,30 +247,14 @@ def _name_proven_culprits(job: OfflineJob, verdict: Verdict, culprits: tuple[int
     )
 
 
-def _withdraw_culprits(job: OfflineJob, verdict: Verdict) -> Verdict:
-    waits = "waits" if len(verdict.waiting) == 1 else "wait"
-    has_dump = not job.dumps.keys().isdisjoint(verdict.culprits)
-    gap = "no record of that time" if has_dump else "no dump"
-    return replace(
-        verdict,
-        culprits=(),
-        summary=(
-            f"{describe_ranks(verdict.waiting)} {waits} in {_get_op_name(verdict)}"
-            f" ({describe_position(verdict.group, verdict.seq)}) for"
-            f" {describe_ranks(verdict.culprits)} ({gap})"
-        ),
-        advice=(
-            "Without it, whether a rank entered the call, hung elsewhere or exited is unknown:"
-            " check its log."
-        ),
-    )
-
-
 def _get_op_name(verdict: Verdict) -> str:
     return verdict.calls[0].call.signature.op if verdict.calls else "a collective"
 
 
 def _describe_gaps(dumps: Sequence[FlightDump], missing_ranks: Sequence[int]) -> Iterable[str]:
+    """What the dumps do not show, and dumps that may be left over from an earlier run: all of their
+    calls were made long before those of the others.
+    """
     if missing_ranks:
         yield (
             f"no dump of {name_ranks(missing_ranks)}: that is missing evidence, not a sign of death"
@@ -277,17 +265,6 @@ def _describe_gaps(dumps: Sequence[FlightDump], missing_ranks: Sequence[int]) ->
             "gloo's recorder records neither point-to-point calls nor the completion of calls: only"
             " which rank entered which collective is known"
         )
-    yield from _describe_stale_dumps(dumps)
-    empty = [dump.rank for dump in dumps if not dump.groups]
-    if empty:
-        noun, verb = ("dumps", "contain") if len(empty) > 1 else ("dump", "contains")
-        yield f"the {noun} of {name_ranks(empty)} {verb} no calls"
-
-
-def _describe_stale_dumps(dumps: Sequence[FlightDump]) -> Iterable[str]:
-    """Dumps whose calls were all made long before those of the others: they may be left over from
-    an earlier run.
-    """
     dated = [dump for dump in dumps if dump.call_time_range[0]]
     dated.sort(key=lambda dump: dump.call_time_range[1])
     newer_begin = float("inf")
@@ -302,10 +279,14 @@ def _describe_stale_dumps(dumps: Sequence[FlightDump]) -> Iterable[str]:
                 f" {format_age(gap_s)} before the calls of the other ranks: unless a clock is"
                 f" wrong, the {noun} came from an earlier run and should be left out"
             )
-            return
+            break
+    empty = [dump.rank for dump in dumps if not dump.groups]
+    if empty:
+        noun, verb = ("dumps", "contain") if len(empty) > 1 else ("dump", "contains")
+        yield f"the {noun} of {name_ranks(empty)} {verb} no calls"
 
 
-def _describe_unexplained_calls(attempt: Attempt, may_be_running: bool) -> Iterable[str]:
+def _describe_unexplained_calls(attempt: Attempt, *, may_be_running: bool) -> Iterable[str]:
     """Calls that may be unfinished although, as far as is known, no member is missing."""
     ranks_by_call: dict[str, list[int]] = {}
     for streams in attempt.streams_by_group.values():

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from hangwatch.diagnosis.messages import describe_ranks
 from hangwatch.model.calls import Call, Signature, StreamKind
-from hangwatch.model.groups import COALESCED_END_BACKENDS, Group, GroupKey
+from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
@@ -63,26 +63,16 @@ def build_job(dumps: DumpsByRank) -> OfflineJob:
             activity=ProcessActivity(state="S"),
             lifecycle=Lifecycle.INITIALISED,
         )
-    # The backends that are known to report completion, in case the first call hangs, and each that
-    # did so for some call
-    completion_backends = set(COALESCED_END_BACKENDS)
-    p2p_groups: set[str] = set()
+    job = OfflineJob(attempt=attempt, dumps=dumps)
     for dump in dumps.values():
         for (name, _), calls in dump.groups.items():
             if any(record.started for record in calls.records):
-                completion_backends.add(calls.backend)
+                job.completion_backends.add(calls.backend)
             if calls.has_messages:
-                p2p_groups.add(name)
-    job = OfflineJob(
-        attempt=attempt,
-        dumps=dumps,
-        completion_backends=completion_backends,
-        p2p_groups=p2p_groups,
-        notes=list(_describe_contradictions(dumps, member_lists)),
-    )
+                job.p2p_groups.add(name)
+    job.notes += _describe_contradictions(dumps, member_lists)
     for group, calls_by_rank in groups:
-        for rank in fill_collectives(job, group, calls_by_rank):
-            job.assumed_groups.setdefault(rank, set()).add(group.name)
+        fill_collectives(job, group, calls_by_rank)
         _fill_channels(job, group, calls_by_rank)
     for process in attempt.processes.values():
         process.refresh_streams()
@@ -98,8 +88,10 @@ def _collect_groups(
     """Every process group that some rank used, with the calls of each rank.
 
     If no dump lists the members, they are the ranks that used the group; for the default group,
-    all ranks. A name that is reused after its group was destroyed is another group: such groups are
-    counted from the first, or from the last if the ring has lost the first.
+    all ranks. If only dumps of other ranks list them, there may be several groups of that name: the
+    members are those of the only list that has the rank, or the users that are in no list. A name
+    that is reused after its group was destroyed is another group: such groups are counted from the
+    first, or from the last if the ring has lost the first.
     """
     max_counts: Counter[str] = Counter()  # the highest number of groups of a name on one rank
     users: dict[str, set[int]] = {}
@@ -113,9 +105,16 @@ def _collect_groups(
         for name, index in sorted(dump.groups):
             calls = dump.groups[name, index]
             lost_count = max_counts[name] - own_counts[name] if dump.wrapped else 0
-            ranks = dump.members.get(name) or _infer_members(
-                rank, calls.desc, member_lists.get(name, ()), users[name], dumps
-            )
+            ranks = dump.members.get(name)
+            if not ranks:
+                lists = member_lists.get(name, set())
+                own_lists = [members for members in lists if rank in members]
+                if len(own_lists) == 1:
+                    ranks = own_lists[0]
+                elif calls.desc == "default_pg":
+                    ranks = tuple(range(min(max(dumps) + 1, MAX_DUMP_RANKS)))
+                else:
+                    ranks = tuple(sorted(users[name].difference(*lists)))
             group = Group(
                 name=name,
                 desc=calls.desc,
@@ -126,22 +125,6 @@ def _collect_groups(
             _, calls_by_rank = groups.setdefault(group.key, (group, {}))
             calls_by_rank[rank] = calls
     return list(groups.values())
-
-
-def _infer_members(
-    rank: int,
-    description: str,
-    member_lists: Iterable[tuple[int, ...]],
-    users: set[int],
-    dumps: DumpsByRank,
-) -> tuple[int, ...]:
-    """The members of a group that the rank's own dump does not list."""
-    own_lists = [ranks for ranks in member_lists if rank in ranks]
-    if len(own_lists) == 1:
-        return own_lists[0]
-    if description == "default_pg":
-        return tuple(range(min(max(dumps) + 1, MAX_DUMP_RANKS)))
-    return tuple(sorted(users.difference(*member_lists)))
 
 
 def _describe_contradictions(dumps: DumpsByRank, member_lists: MemberLists) -> Iterable[str]:
@@ -203,31 +186,27 @@ def _fill_channel(
     completed, peer_completed = _count_completed(records), _count_completed(peer_records)
     pending = next(iter(records[completed:]), None)
     opposite = next(iter(peer_records[peer_completed:]), None)
-    counted = records if is_complete else records[completed:]
-    stream.completed = completed if is_complete else 0
-    stream.op = stream.kind.value
     # If the calls are counted from the first unfinished ones, the two ends certainly refer to the
     # same message only after both have started it.
     is_same_message = is_complete or (
         pending is not None and opposite is not None and pending.started and opposite.started
     )
-    for seq, record in enumerate(counted, 1):
-        if -CALLS_BEFORE < seq - stream.completed <= CALLS_AFTER:
-            signature = record.signature if is_same_message else Signature(op=stream.kind.value)
-            stream.add_call(
-                Call(
-                    seq=seq,
-                    signature=signature,
-                    site=record.site,
-                    blocking=True if seq > stream.completed else None,
-                )
-            )
-    # A call that the device has queued but not started counts as not entered.
-    queued = pending is None or (
-        reports_starts and not pending.started and opposite is not None and opposite.started
-    )
-    stream.entered = stream.completed + (not queued)
-    stream.pending_at = None if queued else 0.0
+    if not is_complete:
+        records, completed = records[completed:], 0
+    first = max(0, completed - CALLS_BEFORE)
+    for seq, record in enumerate(records[first : completed + CALLS_AFTER], first + 1):
+        signature = record.signature if is_same_message else Signature(op=stream.kind.value)
+        blocking = True if seq > completed else None
+        call = Call(seq=seq, signature=signature, site=record.site, blocking=blocking)
+        stream.add_call(call)
+    is_entered = pending is not None
+    if pending is not None and opposite is not None and reports_starts:
+        # A call that the device has queued but not started counts as not entered.
+        is_entered = pending.started or not opposite.started
+    stream.op = stream.kind.value
+    stream.completed = completed
+    stream.entered = completed + is_entered
+    stream.pending_at = 0.0 if is_entered else None
 
 
 def _count_completed(records: list[FlightRecord]) -> int:

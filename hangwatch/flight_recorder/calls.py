@@ -14,6 +14,7 @@ whose name ends with "coalesced", has the state of the whole call.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +55,7 @@ _MAX_TEXT = 200
 # A process group's name, and an index from 0 among the groups that had this name in the process one
 # after another.
 GroupInstance = tuple[str, int]
+_SitesByFrames = dict[tuple[int, ...], Site | None]  # the keys are the ids of the frames of a dump
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,88 +76,70 @@ class FlightRecord:
     site: Site | None = None
 
 
-class EntryReader:
-    """Makes records of the entries of dumps. Equal signatures and sites are shared objects."""
+_share_site = functools.lru_cache(maxsize=4096)(Site)
 
-    def __init__(self) -> None:
-        self._signatures: dict[object, tuple[Signature, TensorSizes]] = {}
-        self._sites: dict[Site, Site] = {}
-        self._sites_by_frames: dict[tuple[int, ...], Site | None] = {}
 
-    def begin_dump(self) -> None:
-        """Forgets the frames of another dump, whose ids may be used again."""
-        self._sites_by_frames.clear()
-
-    def read_call(self, parts: list[FlightEntry], may_be_truncated: bool) -> list[FlightRecord]:
-        """The record of the call with these entries; one for each message if the entries are
-        coalesced sends and receives.
-        """
-        end = next((part for part in reversed(parts) if part.is_coalesced_end), None)
-        parts_by_record = [parts]
-        if parts[0].is_p2p:
-            parts_by_record = [
-                [part] for part in parts if part is not end and PEER_PATTERN.match(part.name)
-            ]
-        never_submitted = (
-            end is None and len(parts) > 1 and parts[0].backend in COALESCED_END_BACKENDS
+def _read_call(
+    parts: list[FlightEntry], may_be_truncated: bool, sites: _SitesByFrames
+) -> list[FlightRecord]:
+    """The record of the call with these entries; one for each message if the entries are coalesced
+    sends and receives.
+    """
+    end = next((part for part in reversed(parts) if part.is_coalesced_end), None)
+    is_batch = len(parts) > 1 and parts[0].backend in COALESCED_END_BACKENDS
+    parts_by_record = [parts]
+    if parts[0].is_p2p:
+        parts_by_record = [[part] for part in parts if PEER_PATTERN.match(part.name)]
+    records: list[FlightRecord] = []
+    for record_parts in parts_by_record:
+        first, last = record_parts[0], record_parts[-1]
+        with_tensors = record_parts
+        if len(record_parts) > 1:
+            with_tensors = [part for part in record_parts if not part.is_coalesced_end]
+        signature, sizes = read_signature(
+            tuple(part.name for part in record_parts),
+            tuple(read_tensors(part.fields) for part in with_tensors),
         )
-        records: list[FlightRecord] = []
-        for record_parts in parts_by_record:
-            first, last = record_parts[0], record_parts[-1]
-            signature, sizes = self._intern_signature(record_parts)
-            fields = (end or last).fields
-            frames = last.fields.get("frames") or first.fields.get("frames") or ()
-            peer = None
-            if first.is_p2p and (channel := PEER_PATTERN.match(first.name)):
-                peer = -1 if channel["other"] == "?" else int(channel["other"])
-            records.append(
-                FlightRecord(
-                    record_id=last.record_id,
-                    seq=first.seq,
-                    signature=signature,
-                    sizes=sizes,
-                    peer=peer,
-                    started=fields.get("state") in ("started", "completed"),
-                    completed=fields.get("state") == "completed",
-                    retired=bool(fields.get("retired")),
-                    may_be_truncated=may_be_truncated and end is not None,
-                    never_submitted=never_submitted,
-                    site=self._find_site(frames) if frames else None,
-                )
+        peer = None
+        if first.is_p2p and (channel := PEER_PATTERN.match(first.name)):
+            peer = -1 if channel["other"] == "?" else int(channel["other"])
+        fields = (end or last).fields
+        state = fields.get("state")
+        frames = last.fields.get("frames") or first.fields.get("frames") or ()
+        records.append(
+            FlightRecord(
+                record_id=last.record_id,
+                seq=first.seq,
+                signature=signature,
+                sizes=sizes,
+                peer=peer,
+                started=state in ("started", "completed"),
+                completed=state == "completed",
+                retired=bool(fields.get("retired")),
+                may_be_truncated=may_be_truncated and end is not None,
+                never_submitted=is_batch and end is None,
+                site=_find_site(frames[:_MAX_FRAMES], sites) if frames else None,
             )
-        return records
-
-    def _intern_signature(self, parts: list[FlightEntry]) -> tuple[Signature, TensorSizes]:
-        names = tuple(part.name for part in parts)
-        tensors = tuple(
-            read_tensors(part.fields)
-            for part in parts
-            if len(parts) == 1 or not part.is_coalesced_end
         )
-        key = (names, tensors)
-        if key not in self._signatures:
-            self._signatures[key] = read_signature(names, tensors)
-        return self._signatures[key]
+    return records
 
-    def _find_site(self, frames: Sequence[Mapping[str, Any]]) -> Site | None:
-        frames = frames[:_MAX_FRAMES]
-        key = tuple(map(id, frames))  # a dump has each frame as one object
-        if key not in self._sites_by_frames:
-            stack = [
-                Frame(
-                    function=parse_text(fields["name"]),
-                    file=parse_text(fields["filename"]),
-                    line=parse_int(fields["line"]),
-                )
-                for fields in frames
-            ]
-            frame = find_innermost_user_frame(stack)
-            site = None
-            if frame is not None:
-                site = Site(file=frame.file, line=frame.line, function=frame.function)
-                site = self._sites.setdefault(site, site)
-            self._sites_by_frames[key] = site
-        return self._sites_by_frames[key]
+
+def _find_site(frames: Sequence[Mapping[str, Any]], sites: _SitesByFrames) -> Site | None:
+    key = tuple(map(id, frames))  # a dump has each frame as one object
+    if key not in sites:
+        stack = [
+            Frame(
+                function=parse_text(fields["name"]),
+                file=parse_text(fields["filename"]),
+                line=parse_int(fields["line"]),
+            )
+            for fields in frames
+        ]
+        frame = find_innermost_user_frame(stack)
+        sites[key] = None
+        if frame is not None:
+            sites[key] = _share_site(file=frame.file, line=frame.line, function=frame.function)
+    return sites[key]
 
 
 class FlightDumpError(ValueError):
@@ -201,9 +185,9 @@ class FlightDump:
         return max(records, key=lambda record: record.record_id, default=None)
 
 
-def parse_dump(rank: int, data: object, reader: EntryReader | None = None) -> FlightDump:
-    """A rank's dump from plain data. All dumps of a job can share a ``reader``. Raises
-    FlightDumpError with the reason if the data is not a dump.
+def parse_dump(rank: int, data: object) -> FlightDump:
+    """A rank's dump from plain data. Raises FlightDumpError with the reason if the data is not a
+    dump.
     """
     if (
         not isinstance(data, Mapping)
@@ -212,7 +196,7 @@ def parse_dump(rank: int, data: object, reader: EntryReader | None = None) -> Fl
     ):
         raise FlightDumpError("it has no 'version' and 'pg_config', as Flight Recorder dumps have")
     try:
-        return _parse_fields(rank, data, reader or EntryReader())
+        return _parse_fields(rank, data)
     except FlightDumpError:
         raise
     except PARSE_ERRORS as error:
@@ -222,14 +206,15 @@ def parse_dump(rank: int, data: object, reader: EntryReader | None = None) -> Fl
         ) from error
 
 
-def _parse_fields(rank: int, data: Mapping[str, object], reader: EntryReader) -> FlightDump:
+def _parse_fields(rank: int, data: Mapping[str, object]) -> FlightDump:
     version = parse_text(data["version"])
     if version.split(".")[0] != SUPPORTED_MAJOR:
         raise FlightDumpError(
             f"its layout is version {version}; this reads {SUPPORTED_MAJOR}.x, which torch 2.5 and"
             " later write"
         )
-    raw_entries, status = data.get("entries") or [], data.get("pg_status") or {}
+    raw_entries = data.get("entries") or []
+    status = data.get("pg_status") or {}
     if not isinstance(raw_entries, (list, tuple)) or len(raw_entries) > MAX_ENTRIES:
         raise TypeError("the entries are not a list, or the list is too long")
     entries = [FlightEntry.parse_entry(fields, index) for index, fields in enumerate(raw_entries)]
@@ -241,6 +226,7 @@ def _parse_fields(rank: int, data: Mapping[str, object], reader: EntryReader) ->
     # The recorder's numbers of the groups that had a name one after another, by name.
     pg_ids_by_name: dict[str, list[str | None]] = {}
     parts_by_call: dict[tuple[GroupInstance, bool, int], list[FlightEntry]] = {}
+    unreliable_names: set[str] = set()  # the status of these groups counts more than collectives
     for entry in entries:
         name, pg_ids = entry.group, pg_ids_by_name.setdefault(entry.group, [])
         if entry.pg_id not in pg_ids:
@@ -248,12 +234,14 @@ def _parse_fields(rank: int, data: Mapping[str, object], reader: EntryReader) ->
             pg_ids.append(entry.pg_id)
         instance = (name, pg_ids.index(entry.pg_id))
         parts_by_call.setdefault((instance, entry.is_p2p, entry.seq), []).append(entry)
+        if entry.is_p2p or entry.backend == ARRIVALS_ONLY_BACKEND:
+            unreliable_names.add(name)
     oldest_parts = next(iter(parts_by_call.values()), [])
-    reader.begin_dump()
+    sites: _SitesByFrames = {}
     for (instance, is_p2p, seq), parts in parts_by_call.items():
         group = groups[instance]
         group.backend = parts[0].backend
-        records = reader.read_call(parts, may_be_truncated=wrapped and parts is oldest_parts)
+        records = _read_call(parts, wrapped and parts is oldest_parts, sites)
         if is_p2p:
             group.has_messages = True
             group.messages += records
@@ -264,30 +252,18 @@ def _parse_fields(rank: int, data: Mapping[str, object], reader: EntryReader) ->
         # A recorder that was reset numbers its records from 0 again, but not the calls.
         for seqs in (group.collectives, [record.seq for record in group.messages]):
             wrapped |= min(seqs, default=1) > 1
-    members = parse_groups(
-        data.get("pg_config") or {},
-        default_names=[name for name, desc in descriptions.items() if desc == "default_pg"],
-    )
+    default_names = [name for name, desc in descriptions.items() if desc == "default_pg"]
+    members = parse_groups(data.get("pg_config") or {}, default_names)
+    names_by_pg_id: dict[str, str] = {}
+    for name, pg_ids in pg_ids_by_name.items():
+        if (newest_pg_id := pg_ids[-1]) is not None:
+            names_by_pg_id[newest_pg_id] = name
     times_ns = [entry.created_ns for entry in entries]
     return FlightDump(
         rank=rank,
         groups=groups,
         members=members,
-        statuses=parse_statuses(
-            status,
-            members,
-            names_by_pg_id={
-                pg_ids[-1]: name
-                for name, pg_ids in pg_ids_by_name.items()
-                if pg_ids[-1] is not None
-            },
-            # The status of these groups counts more than their collectives.
-            unreliable_names={
-                entry.group
-                for entry in entries
-                if entry.is_p2p or entry.backend == ARRIVALS_ONLY_BACKEND
-            },
-        ),
+        statuses=parse_statuses(status, members, names_by_pg_id, unreliable_names),
         wrapped=wrapped and bool(entries or status),
         pending_messages_lost=wrapped
         and any(
@@ -321,7 +297,7 @@ def find_unfinished_calls(data: object, written_ns: int) -> tuple[UnfinishedCall
             continue
         timeout_ms = parse_int(fields.get("timeout_ms") or 0)
         waited_ns = max(0, written_ns - entry.created_ns) if entry.created_ns else 0
-        shapes = read_tensors(fields)[0][:_MAX_SHOWN_TENSORS]
+        shapes = read_tensors(fields).inputs[:_MAX_SHOWN_TENSORS]
         first_by_group[entry.group] = UnfinishedCall(
             group=entry.group[:_MAX_TEXT],
             desc=entry.description[:_MAX_TEXT],

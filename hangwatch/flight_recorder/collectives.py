@@ -27,16 +27,16 @@ from hangwatch.model.calls import (
     extend_chain,
     with_agreement_hash,
 )
-from hangwatch.model.groups import Group, GroupKey
+from hangwatch.model.groups import COALESCED_END_BACKENDS, Group, GroupKey
 from hangwatch.model.operators import FLIGHT_OPERATIONS, OPERATIONS, ListSide, MustMatch
 from hangwatch.model.verdicts import DeviceProgress
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 
-from .calls import ARRIVALS_ONLY_BACKEND, FlightDump, FlightRecord, GroupCalls
+from .calls import ARRIVALS_ONLY_BACKEND, FlightDump, FlightRecord, GroupCalls, GroupInstance
 from .entries import is_invalid_call
 
-NOW_S = 1e6  # a time at which every pending call of a dump has waited for long
+NOW_S = 1e6  # by this time, every pending call of a dump has waited for minutes
 LAST_SEEN_S = NOW_S - 5.0
 # The calls of a rank that are kept, before and after its newest one and the first difference: more
 # than the diagnosis aligns.
@@ -45,15 +45,14 @@ CALLS_AFTER = 32
 _RECORD_ORDER_S = 1e-6
 _NO_COLLECTIVE = -1  # the number of the last collective, where there is none
 _ROOTED_OPS = frozenset(op for op, spec in OPERATIONS.items() if spec.is_rooted)
-# The sizes of these operations may differ between members, so they are compared across all of them.
-_ALL_TO_ALL_OPS = frozenset(op for op, spec in FLIGHT_OPERATIONS.items() if spec.split_args)
-_ROOT_LIST_SIDES = {
-    op: spec.list_side
+# Calls that can only be judged together with those of the other members: the sizes of an all-to-all
+# may differ between them, and only the root of a gather or scatter passes a list of tensors.
+_JOINT_SPECS = {
+    op: spec
     for op, spec in FLIGHT_OPERATIONS.items()
-    if spec.is_rooted and spec.list_side is not None
+    if spec.split_args or (spec.is_rooted and spec.list_side is not None)
 }
 
-SignaturesByRank = dict[int, Signature]
 CallsByRank = Mapping[int, GroupCalls]  # the calls of one group, by the ranks that made any
 
 
@@ -63,12 +62,14 @@ class OfflineJob:
 
     attempt: Attempt
     dumps: Mapping[int, FlightDump]  # the keys are ranks
-    # Backends whose dumps show which calls are complete.
-    completion_backends: set[str]
+    # Backends whose dumps show which calls are complete: those that are known to, in case the first
+    # call hangs, and each that did so for some call.
+    completion_backends: set[str] = field(default_factory=lambda: set(COALESCED_END_BACKENDS))
     # Groups with sends and receives, which the recorder's counts include.
-    p2p_groups: set[str]
-    # Each rank's groups whose calls are unknown and were assumed to match the others'.
-    assumed_groups: dict[int, set[str]] = field(default_factory=dict)
+    p2p_groups: set[str] = field(default_factory=set)
+    # The ranks, with the name of a group, whose calls in that group are unknown and were assumed to
+    # match the others'.
+    assumed: set[tuple[int, str]] = field(default_factory=set)
     # The number of collectives that the host has queued on its device, by group and rank.
     queued_counts: dict[GroupKey, dict[int, int]] = field(default_factory=dict)
     # Ranks whose call, at the first difference of a group, is invalid whatever the others called.
@@ -77,96 +78,125 @@ class OfflineJob:
     notes: list[str] = field(default_factory=list)
 
 
-def fill_collectives(job: OfflineJob, group: Group, calls_by_rank: CallsByRank) -> list[int]:
-    """Sets the positions of a group's members and returns the members about which nothing is known.
+@dataclass(slots=True, kw_only=True)
+class _Member:
+    """A member of a group about which something is known."""
 
-    These are assumed to have completed the calls that all others have completed, and no more.
+    rank: int
+    dump: FlightDump
+    stream: CallStream
+    records: dict[int, FlightRecord]  # its submitted calls by number, in ascending order
+    next_instance: GroupInstance  # the next group with the same name
+
+    @property
+    def newest(self) -> FlightRecord | None:
+        return next(reversed(self.records.values()), None)
+
+    def replace_signature(self, seq: int, signature: Signature) -> None:
+        self.records[seq] = replace(self.records[seq], signature=signature)
+
+    def select_records(self, around: int) -> list[FlightRecord]:
+        seqs = range(around - CALLS_BEFORE, around + CALLS_AFTER + 1)
+        return [self.records[seq] for seq in seqs if seq in self.records]
+
+
+def fill_collectives(job: OfflineJob, group: Group, calls_by_rank: CallsByRank) -> None:
+    """Sets the positions of a group's members. Members about which nothing is known are assumed to
+    have completed the calls that all others have completed, and no more.
     """
-    members = _GroupMembers(job=job, group=group, calls_by_rank=calls_by_rank)
-    members.read_records()
-    conflict = members.reconcile_calls()
+    members = _list_members(job, group, calls_by_rank)
+    collectives = _Collectives(job=job, group=group, members=members)
+    conflict = collectives.reconcile_calls()
     calls_block = group.backend in job.completion_backends
     if calls_block:
-        members.set_positions_by_completion()
+        collectives.set_positions_by_completion()
     else:
-        members.set_positions_by_arrival()
-    for rank, stream in members.streams.items():
-        _fill_stream(stream, members.records[rank], calls_block, conflict)
+        collectives.set_positions_by_arrival()
+    for member in members:
+        _fill_stream(member, calls_block, conflict)
     if conflict:
         job.attempt.diverged_groups.add(group.key)
-    completed_by_all = min((s.completed or 0 for s in members.streams.values()), default=0)
-    unknown_ranks = [rank for rank in group.ranks if rank not in members.streams]
-    for rank in unknown_ranks:
+    completed_by_all = min((member.stream.completed or 0 for member in members), default=0)
+    known_ranks = {member.rank for member in members}
+    for rank in group.ranks:
+        if rank not in known_ranks:
+            stream = add_stream(job.attempt, rank, StreamKind.COLLECTIVE, group)
+            stream.entered = stream.completed = completed_by_all
+            job.assumed.add((rank, group.name))
+
+
+def _list_members(job: OfflineJob, group: Group, calls_by_rank: CallsByRank) -> list[_Member]:
+    """The members about which something is known, in order, with streams that have entered the
+    calls that they made.
+    """
+    members: list[_Member] = []
+    for rank in group.ranks:
+        dump, calls = job.dumps.get(rank), calls_by_rank.get(rank)
+        if dump is None:
+            continue
+        recorded = {} if calls is None else calls.collectives
+        submitted = {seq: r for seq, r in recorded.items() if not r.never_submitted}
+        if submitted:
+            entered = max(submitted)
+        elif recorded:
+            entered = min(recorded) - 1
+        # The ring of this rank holds no call of the group: the recorder's count says how many it
+        # made, and without one a ring that has lost nothing shows that it made none.
+        elif group.name in dump.statuses and group.name not in job.p2p_groups:
+            entered = max(dump.statuses[group.name].enqueued, 0)
+        elif not dump.wrapped:
+            entered = 0
+        else:
+            continue
         stream = add_stream(job.attempt, rank, StreamKind.COLLECTIVE, group)
-        stream.entered = stream.completed = completed_by_all
-    return unknown_ranks
+        stream.entered = stream.completed = entered
+        next_index = 1 if calls is None else calls.index + 1
+        member = _Member(
+            rank=rank,
+            dump=dump,
+            stream=stream,
+            records=submitted,
+            next_instance=(group.name, next_index),
+        )
+        members.append(member)
+    return members
 
 
 @dataclass(slots=True, kw_only=True)
-class _GroupMembers:
-    """The members of one group, as far as something is known about them: the records of each by
-    number, in ascending order, and its stream.
-    """
+class _Collectives:
+    """The collectives of one group."""
 
     job: OfflineJob
     group: Group
-    calls_by_rank: CallsByRank
-    records: dict[int, dict[int, FlightRecord]] = field(default_factory=dict)
-    streams: dict[int, CallStream] = field(default_factory=dict)
+    members: list[_Member]
     is_ambiguous: bool = False  # there is a note on sizes that do not add up
-
-    def read_records(self) -> None:
-        """Sets the records, and makes streams with the number of calls that each has entered."""
-        name = self.group.name
-        for rank in self.group.ranks:
-            calls = self.calls_by_rank.get(rank)
-            recorded = {} if calls is None else calls.collectives
-            submitted = {seq: r for seq, r in recorded.items() if not r.never_submitted}
-            entered: int | None = None
-            if submitted:
-                entered = _get_newest(submitted).seq
-            elif recorded:
-                entered = min(recorded) - 1
-            elif (dump := self.job.dumps.get(rank)) is not None:
-                # The ring of this rank holds no call of the group: the recorder's count says how
-                # many it made, and without one a ring that has lost nothing shows that it made none.
-                if name in dump.statuses and name not in self.job.p2p_groups:
-                    entered = max(dump.statuses[name].enqueued, 0)
-                elif not dump.wrapped:
-                    entered = 0
-            if entered is not None:
-                stream = add_stream(self.job.attempt, rank, StreamKind.COLLECTIVE, self.group)
-                stream.entered = stream.completed = entered
-                self.streams[rank] = stream
-                self.records[rank] = submitted
 
     def set_positions_by_completion(self) -> None:
         """Each member is in the first call that its device has not completed. A call that its
         device has only queued, while another device has started it, counts as not entered.
         """
-        unfinished: dict[int, FlightRecord] = {}  # the keys are ranks
-        for rank, records in self.records.items():
-            stream = self.streams[rank]
-            stream.device = self._measure_device(rank, stream.entered)
-            self.job.queued_counts.setdefault(self.group.key, {})[rank] = stream.entered
+        key = self.group.key
+        self.job.queued_counts[key] = {m.rank: m.stream.entered for m in self.members}
+        unfinished: list[tuple[_Member, FlightRecord]] = []
+        started_seqs: set[int] = set()
+        for member in self.members:
+            device = member.stream.device = self._measure_device(member)
             completed = 0
-            if stream.device is not None:
-                self.job.attempt.device_groups[self.group.key] = None
-                completed = stream.device.completed
-            record = next((record for seq, record in records.items() if seq > completed), None)
+            if device is not None:
+                self.job.attempt.device_groups[key] = None
+                completed = device.completed
+            records = member.records.values()
+            record = next((record for record in records if record.seq > completed), None)
             if record is not None:
-                unfinished[rank] = record
-        started_seqs = {
-            record.seq
-            for rank, record in unfinished.items()
-            if record.started and self.job.dumps[rank].reports_starts
-        }
-        for rank, record in unfinished.items():
-            stream = self.streams[rank]
+                unfinished.append((member, record))
+                if record.started and member.dump.reports_starts:
+                    started_seqs.add(record.seq)
+        for member, record in unfinished:
+            stream = member.stream
             stream.completed = record.seq - 1
             # The number is not a time, but it orders the first unfinished calls of a rank's groups.
             stream.pending_at = record.record_id * _RECORD_ORDER_S
-            is_queued = self.job.dumps[rank].reports_starts and not record.started
+            is_queued = member.dump.reports_starts and not record.started
             # A device runs the calls of a group in order: calls queued behind the first unfinished
             # one count as not entered.
             is_entered = not is_queued or record.seq not in started_seqs
@@ -179,31 +209,28 @@ class _GroupMembers:
         later call. The root of a rooted operation is an exception: it may continue before the
         others.
         """
-        newest_by_rank = {rank: _get_newest(own) for rank, own in self.records.items() if own}
-        last_seq = max((newest.seq for newest in newest_by_rank.values()), default=0)
+        last_seq = max((max(m.records, default=0) for m in self.members), default=0)
         are_complete: dict[tuple[int, int], bool] = {}
-        for rank, newest in newest_by_rank.items():
+        for member in self.members:
+            newest = member.newest
+            if newest is None or newest.retired:
+                continue
             seq, agree = newest.seq, newest.signature.agree
             if (seq, agree) not in are_complete:
-                made = [records[seq] for records in self.records.values() if seq in records]
+                made = [m.records[seq] for m in self.members if seq in m.records]
                 same_calls = [record for record in made if record.signature.agree == agree]
                 made_by_all = len(same_calls) >= len(self.group.ranks)
                 is_retired = any(record.retired for record in same_calls)
                 are_complete[seq, agree] = is_retired or (made_by_all and seq < last_seq)
-            is_complete = are_complete[seq, agree] and newest.signature.op not in _ROOTED_OPS
-            if not is_complete and not newest.retired:
-                self.streams[rank].completed = seq - 1
-                self.streams[rank].pending_at = 0.0
+            if not are_complete[seq, agree] or newest.signature.op in _ROOTED_OPS:
+                member.stream.completed = seq - 1
+                member.stream.pending_at = 0.0
 
-    def _measure_device(self, rank: int, entered: int) -> DeviceProgress | None:
-        """The progress of the member's device, for which its host has queued ``entered``
-        collectives; None if it is unknown.
-        """
-        dump, records, name = self.job.dumps[rank], self.records[rank], self.group.name
-        calls = self.calls_by_rank.get(rank)
-        next_instance = (name, 1 if calls is None else calls.index + 1)
-        status = dump.statuses.get(name)
-        if name in self.job.p2p_groups or next_instance in dump.groups:
+    def _measure_device(self, member: _Member) -> DeviceProgress | None:
+        """The progress of the member's device; None if it is unknown."""
+        dump, records, entered = member.dump, member.records, member.stream.entered
+        status = dump.statuses.get(self.group.name)
+        if self.group.name in self.job.p2p_groups or member.next_instance in dump.groups:
             # The status counts other calls too, or belongs to a later group of that name.
             status = None
         if status is not None and status.enqueued <= _NO_COLLECTIVE:
@@ -235,32 +262,36 @@ class _GroupMembers:
 
         Replaces the records whose signature follows from the calls of all members.
         """
-        # The calls that can only be judged together with the other members', by number and rank.
-        joint_calls: dict[int, dict[int, FlightRecord]] = {}
-        for rank, records in self.records.items():
-            for seq, record in records.items():
-                op = record.signature.op
-                if op in _ALL_TO_ALL_OPS or op in _ROOT_LIST_SIDES:
-                    joint_calls.setdefault(seq, {})[rank] = record
+        callers_by_seq: dict[int, list[_Member]] = {}
+        for member in self.members:
+            for seq, record in member.records.items():
+                if record.signature.op in _JOINT_SPECS:
+                    callers_by_seq.setdefault(seq, []).append(member)
         roots_by_seq: dict[int, set[int]] = {}
-        for seq, records in joint_calls.items():
-            ops = {record.signature.op for record in records.values()}
-            if len(ops) > 1 or records.keys() != set(self.group.ranks):
+        for seq, callers in callers_by_seq.items():
+            op, *other_ops = {member.records[seq].signature.op for member in callers}
+            if other_ops or len(callers) < len(self.group.ranks):
                 continue
-            signatures: SignaturesByRank = {}
-            if ops <= _ALL_TO_ALL_OPS:
-                signatures = self._reconcile_all_to_all(records)
-            elif len(roots := _find_claimed_roots(records)) > 1:
-                roots_by_seq[seq] = roots
-                for rank in roots:  # each rank itself becomes the root, so that they differ
-                    root = self.group.ranks.index(rank)
-                    signatures[rank] = with_agreement_hash(
-                        replace(records[rank].signature, root=root),
-                        MustMatch.DTYPE | MustMatch.ROOT,
-                        (),
-                    )
-            for rank, signature in signatures.items():
-                self.records[rank][seq] = replace(records[rank], signature=signature)
+            spec = _JOINT_SPECS[op]
+            if spec.split_args:
+                self._reconcile_all_to_all(seq)
+                continue
+            # The ranks that called it as its root passed the list of tensors, which gloo records as
+            # one larger tensor.
+            side = 1 if spec.list_side is ListSide.OUTPUTS else 0
+            roots: list[_Member] = []
+            for member in callers:
+                sizes = member.records[seq].sizes
+                if sizes.tensors[side] > 1 or sizes.elements[side] > sizes.elements[1 - side]:
+                    roots.append(member)
+            if len(roots) < 2:
+                continue
+            roots_by_seq[seq] = {member.rank for member in roots}
+            for member in roots:  # each rank itself becomes the root, so that they differ
+                root = self.group.ranks.index(member.rank)
+                signature = replace(member.records[seq].signature, root=root)
+                must_match = MustMatch.DTYPE | MustMatch.ROOT
+                member.replace_signature(seq, with_agreement_hash(signature, must_match, ()))
         conflict = self._find_conflict()
         if self.group.backend != ARRIVALS_ONLY_BACKEND:
             self._find_invalid_calls(conflict)
@@ -268,13 +299,11 @@ class _GroupMembers:
             self.job.invalid_ranks[self.group.key] = roots_by_seq[conflict]
         return conflict
 
-    def _reconcile_all_to_all(self, records_by_rank: dict[int, FlightRecord]) -> SignaturesByRank:
-        """The signatures of an all-to-all that change. Split sizes that match between all members
-        need no further comparison. If only totals are recorded and most ranks have the same, the
-        ranks with others are the outliers.
+    def _reconcile_all_to_all(self, seq: int) -> None:
+        """Split sizes that match between all members need no further comparison. If only totals are
+        recorded and most ranks have the same, the ranks with others are the outliers.
         """
-        records = [records_by_rank[rank] for rank in self.group.ranks]
-        signatures = {rank: record.signature for rank, record in records_by_rank.items()}
+        records = [member.records[seq] for member in self.members]
         splits = [r.signature.splits for r in records if r.signature.splits is not None]
         has_all_splits = len(splits) == len(records) and all(
             len(sent) == len(expected) == len(records) for sent, expected in splits
@@ -282,26 +311,27 @@ class _GroupMembers:
         if has_all_splits:
             sent_splits = [sent for sent, _ in splits]
             expected_splits = [expected for _, expected in splits]
-            if list(zip(*sent_splits, strict=True)) != expected_splits:
-                return {}
-            return {rank: replace(s, splits=None) for rank, s in signatures.items()}
-        sent_total = sum(record.sizes.elements[0] for record in records)
-        expected_total = sum(record.sizes.elements[1] for record in records)
+            if list(zip(*sent_splits, strict=True)) == expected_splits:
+                for member, record in zip(self.members, records, strict=True):
+                    member.replace_signature(seq, replace(record.signature, splits=None))
+            return
+        sizes = [record.sizes.elements for record in records]
+        sent_total = sum(sent for sent, _ in sizes)
+        expected_total = sum(expected for _, expected in sizes)
         if splits or sent_total == expected_total:
-            return {}
-        elements, count = Counter(record.sizes.elements for record in records).most_common(1)[0]
-        if elements[0] == elements[1] and 2 * count > len(records):
-            for rank, record in records_by_rank.items():
+            return
+        (sent, expected), count = Counter(sizes).most_common(1)[0]
+        if sent == expected and 2 * count > len(records):
+            for member, record in zip(self.members, records, strict=True):
                 sent, expected = record.sizes.elements
-                signatures[rank] = replace(record.signature, splits=((sent,), (expected,)))
-            return signatures
-        if not self.is_ambiguous and not any(record.completed for record in records):
+                signature = replace(record.signature, splits=((sent,), (expected,)))
+                member.replace_signature(seq, signature)
+        elif not self.is_ambiguous and not any(record.completed for record in records):
             self.is_ambiguous = True
             self.job.notes.append(
                 f"{self._describe_call(records[0])} sends {sent_total} elements in total and"
                 f" expects {expected_total}: the dumps do not show which rank's number is wrong"
             )
-        return {}
 
     def _find_conflict(self) -> int:
         """The number of the first call that two ranks made differently, or 0. A call that the
@@ -309,8 +339,8 @@ class _GroupMembers:
         """
         hashes: dict[int, int] = {}
         differing_seqs: set[int] = set()
-        for records in self.records.values():
-            for seq, record in records.items():
+        for member in self.members:
+            for seq, record in member.records.items():
                 agree = record.signature.agree
                 if not record.may_be_truncated and hashes.setdefault(seq, agree) != agree:
                     differing_seqs.add(seq)
@@ -322,15 +352,15 @@ class _GroupMembers:
         """
         size = len(self.group.ranks)
         if conflict:
-            self.job.invalid_ranks[self.group.key] = {
-                rank
-                for rank, records in self.records.items()
-                if (record := records.get(conflict)) is not None
-                and is_invalid_call(record.signature.op, record.sizes, size)
-            }
+            invalid_ranks: set[int] = set()
+            for member in self.members:
+                call = member.records.get(conflict)
+                if call is not None and is_invalid_call(call.signature.op, call.sizes, size):
+                    invalid_ranks.add(member.rank)
+            self.job.invalid_ranks[self.group.key] = invalid_ranks
             return
-        newest = [_get_newest(records) for records in self.records.values() if records]
-        call = next((record for record in newest if not record.completed), None)
+        newest_calls = [member.newest for member in self.members]
+        call = next((r for r in newest_calls if r is not None and not r.completed), None)
         if call is not None and is_invalid_call(call.signature.op, call.sizes, size):
             input_count, output_count = call.sizes.tensors
             sent, received = call.sizes.elements
@@ -346,85 +376,43 @@ class _GroupMembers:
         return f"{record.signature.op} ({describe_position(self.group, record.seq)})"
 
 
-def _find_claimed_roots(records_by_rank: dict[int, FlightRecord]) -> set[int]:
-    """The ranks that called a gather or scatter as its root: they passed the list of tensors, which
-    gloo records as one larger tensor.
-    """
-    op = next(iter(records_by_rank.values())).signature.op
-    side = 1 if _ROOT_LIST_SIDES[op] is ListSide.OUTPUTS else 0
-    roots: set[int] = set()
-    for rank, record in records_by_rank.items():
-        sizes = record.sizes
-        if sizes.tensors[side] > 1 or sizes.elements[side] > sizes.elements[1 - side]:
-            roots.add(rank)
-    return roots
-
-
-def _fill_stream(
-    stream: CallStream, records: dict[int, FlightRecord], calls_block: bool, conflict: int
-) -> None:
+def _fill_stream(member: _Member, calls_block: bool, conflict: int) -> None:
     """Adds the calls around the newest one, and around the first difference if there is one, with
-    running hashes. ``calls_block``: a pending call blocks its rank.
+    hashes by which members are compared. ``calls_block``: a pending call blocks its rank.
     """
-    newest_records = _select_records(records, stream.entered)
-    for record in newest_records:
-        is_blocking = calls_block and stream.is_pending and record.seq == stream.entered
-        stream.add_call(
-            Call(
-                seq=record.seq,
-                signature=record.signature,
-                site=record.site,
-                blocking=True if is_blocking else None,
-            )
-        )
-    newest = stream.calls.get(stream.entered)
-    stream.op = newest.signature.op if newest is not None else ""
+    stream = member.stream
+    around_newest = member.select_records(stream.entered)
+    compared = around_newest
+    hashes: dict[int, int] = {}
     if conflict:
-        _add_running_hashes(stream, _select_records(records, conflict), conflict)
-        return
-    # All members made equal calls, so that a hash of each of the newest ones serves.
-    hashes = {
-        record.seq: extend_chain(_get_common_hash(record.seq - 1), record.signature.agree)
-        for record in newest_records
-        if not record.may_be_truncated
-    }
-    stream.reported_hashes = tuple(sorted(hashes.items()))
-
-
-def _add_running_hashes(stream: CallStream, records: list[FlightRecord], conflict: int) -> None:
-    """Adds running hashes to the calls around the first difference.
-
-    Before it all members have equal calls, wherever their rings begin, so that a hash of the number
-    alone serves.
-    """
-    running_hash = last_seq = 0
-    hashes = {conflict - 1: _get_common_hash(conflict - 1)}
-    for record in records:
-        seq, agree = record.seq, record.signature.agree
+        compared = member.select_records(conflict)
+        hashes[conflict - 1] = _get_common_hash(conflict - 1)
+    for record in compared:
+        seq = record.seq
         if seq < conflict:
-            running_hash = _get_common_hash(seq)
-        elif record.may_be_truncated:
-            break
-        elif seq == conflict:
-            running_hash = extend_chain(_get_common_hash(seq - 1), agree)
-        elif last_seq == seq - 1:
-            running_hash = extend_chain(running_hash, agree)
-        else:
-            break
-        last_seq = seq
-        call = stream.calls.get(seq) or Call(seq=seq, signature=record.signature, site=record.site)
-        stream.add_call(replace(call, chain=running_hash))
-        hashes[seq] = running_hash
+            # Up to here all members have equal calls, wherever their rings begin, so that a hash of
+            # the number alone serves.
+            hashes[seq] = _get_common_hash(seq)
+            continue
+        # After the first difference, the hash continues that of the call before.
+        before = hashes.get(seq - 1) if 0 < conflict < seq else _get_common_hash(seq - 1)
+        if before is not None and not record.may_be_truncated:
+            hashes[seq] = extend_chain(before, record.signature.agree)
     stream.reported_hashes = tuple(sorted(hashes.items()))
-
-
-def _select_records(records: dict[int, FlightRecord], around: int) -> list[FlightRecord]:
-    seqs = range(around - CALLS_BEFORE, around + CALLS_AFTER + 1)
-    return [records[seq] for seq in seqs if seq in records]
-
-
-def _get_newest(records: dict[int, FlightRecord]) -> FlightRecord:
-    return next(reversed(records.values()))
+    selected = {record.seq: record for record in around_newest}
+    selected |= {record.seq: record for record in compared if record.seq in hashes}
+    for seq, record in selected.items():
+        is_blocking = calls_block and stream.is_pending and seq == stream.entered
+        call = Call(
+            seq=seq,
+            signature=record.signature,
+            site=record.site,
+            chain=hashes.get(seq, 0),
+            blocking=True if is_blocking else None,
+        )
+        stream.add_call(call)
+    newest = stream.calls.get(stream.entered)
+    stream.op = "" if newest is None else newest.signature.op
 
 
 def _get_common_hash(seq: int) -> int:

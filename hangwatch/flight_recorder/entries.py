@@ -9,12 +9,13 @@ compared.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hangwatch.model.calls import Signature, with_agreement_hash
 from hangwatch.model.groups import DeviceCounters
@@ -28,8 +29,6 @@ from hangwatch.model.operators import (
 )
 
 Shapes = tuple[tuple[int, ...], ...]
-# The fields are the sizes of inputs and of outputs, and the types of inputs and of outputs.
-TensorFields = tuple[Shapes, Shapes, tuple[str, ...], tuple[str, ...]]
 
 MAX_DUMP_RANKS = 1 << 17
 _MAX_TENSORS, _MAX_DIMENSIONS = 1 << 16, 64
@@ -48,24 +47,44 @@ PEER_PATTERN = re.compile(r"^(?P<op>send|recv) (?P<mine>\d{1,7})(?:->|<-)(?P<oth
 _UNKNOWN_OPERATOR = OperatorSpec(op="", tensors_arg="", must_match=MustMatch.NOTHING)
 
 
+class TensorFields(NamedTuple):
+    """The sizes and types of a call's inputs and outputs, unparsed."""
+
+    inputs: Shapes
+    outputs: Shapes
+    input_dtypes: tuple[str, ...]
+    output_dtypes: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSizes:
     """The sizes of a call's inputs and outputs."""
 
     tensors: tuple[int, int]  # the number of inputs, and of outputs
     elements: tuple[int, int]  # the elements of all inputs, and of all outputs
-    is_single_call: bool = True  # false for several calls that were coalesced
+    is_single_call: bool  # false for several calls that were coalesced
 
 
+@functools.lru_cache(maxsize=16_384)  # equal signatures of all dumps are shared objects
 def read_signature(
-    names: Sequence[str], tensors: Sequence[TensorFields]
+    names: tuple[str, ...], tensors: tuple[TensorFields, ...]
 ) -> tuple[Signature, TensorSizes]:
     """The signature of a call whose parts have these ``names`` and together these tensors."""
-    inputs = tuple(tuple(map(parse_int, shape)) for part in tensors for shape in part[0])
-    outputs = tuple(tuple(map(parse_int, shape)) for part in tensors for shape in part[1])
-    dtype_names = {parse_text(name) for part in tensors for name in (*part[2], *part[3])}
-    dtypes = {DTYPE_NAMES.get(name, name.lower()) for name in dtype_names}
-    op = _resolve_op(names)
+    inputs = tuple(tuple(map(parse_int, shape)) for part in tensors for shape in part.inputs)
+    outputs = tuple(tuple(map(parse_int, shape)) for part in tensors for shape in part.outputs)
+    dtypes: set[str] = set()
+    for part in tensors:
+        for name in map(parse_text, (*part.input_dtypes, *part.output_dtypes)):
+            dtypes.add(DTYPE_NAMES.get(name, name.lower()))
+    if channel := PEER_PATTERN.match(names[0]):
+        op = channel["op"]
+    else:
+        op_names = names
+        if len(names) > 1 and names[-1] == "coalesced":
+            op_names = names[:-1]
+        elif COALESCED_PATTERN.match(names[-1]):
+            op_names = names[-1:]
+        op = "+".join(dict.fromkeys(_OP_NAMES.get(name, name) for name in op_names))
     specs = [FLIGHT_OPERATIONS.get(part, _UNKNOWN_OPERATOR) for part in op.split("+")]
     # The arguments that must be equal and that the recorder records. Coalesced calls are compared
     # only if none has a list of tensors or is point-to-point.
@@ -116,16 +135,6 @@ def _select_shapes(specs: Sequence[OperatorSpec], inputs: Shapes, outputs: Shape
         return single
     has_uneven_shapes = len(set(map(math.prod, listed))) > 1
     return listed if has_uneven_shapes else both
-
-
-def _resolve_op(names: Sequence[str]) -> str:
-    if channel := PEER_PATTERN.match(names[0]):
-        return channel["op"]
-    if len(names) > 1 and names[-1] == "coalesced":
-        names = names[:-1]
-    elif COALESCED_PATTERN.match(names[-1]):
-        names = names[-1:]
-    return "+".join(dict.fromkeys(_OP_NAMES.get(name, name) for name in names))
 
 
 def is_invalid_call(op: str, sizes: TensorSizes, member_count: int) -> bool:
@@ -194,9 +203,7 @@ class FlightEntry:
 
 
 def read_tensors(fields: Mapping[str, Any]) -> TensorFields:
-    """The sizes and types of an entry's inputs and outputs, unparsed. Raises ValueError if there
-    are more than a call can have.
-    """
+    """The inputs and outputs of an entry. Raises ValueError if there are more than a call can have."""
     inputs: Sequence[Any] = fields.get("input_sizes") or ()
     outputs: Sequence[Any] = fields.get("output_sizes") or ()
     input_dtypes: str | Sequence[str] = fields.get("input_dtypes") or ()
@@ -205,7 +212,7 @@ def read_tensors(fields: Mapping[str, Any]) -> TensorFields:
     dimension_count = max(map(len, (*inputs, *outputs)), default=0)
     if tensor_count > _MAX_TENSORS or dimension_count > _MAX_DIMENSIONS:
         raise ValueError("more tensors, or more dimensions, than a call has")
-    return (
+    return TensorFields(
         tuple(map(tuple, inputs)),
         tuple(map(tuple, outputs)),
         _as_tuple(input_dtypes),
@@ -244,11 +251,29 @@ def parse_statuses(
     names_by_pg_id: Mapping[str, str],
     unreliable_names: set[str],
 ) -> dict[str, DeviceCounters]:
-    """The statuses in ``pg_status``, by the names of their groups."""
-    names = _match_status_to_groups(table, groups, names_by_pg_id)
+    """The statuses in ``pg_status``, which uses the recorder's numbers, by the names of their groups.
+
+    Names and numbers both increase with each group that is made, and a group is in both tables once
+    it has been used: if the tables have the same length, they correspond in this order. The default
+    group, number 0 on every rank and named "0", may be in ``pg_config`` before it is used.
+    """
+    numbers, names = (
+        # Decimal numbers by value, without their conversion.
+        sorted(map(parse_text, keys), key=lambda text: (len(text), text))
+        for keys in (table, groups)
+    )
+    if "0" not in numbers and "0" in names:
+        names.remove("0")
+    can_pair = len(names) == 1 or all(map(str.isdecimal, names))
+    paired: dict[str, str] = {}
+    if len(numbers) == len(names) and can_pair:
+        paired = dict(zip(numbers, names, strict=True))
+    if any(paired.get(number, name) != name for number, name in names_by_pg_id.items()):
+        paired = {}
+    names_by_number = {**names_by_pg_id, **paired}
     statuses: dict[str, DeviceCounters] = {}
     for key, fields in table.items():
-        name = names.get(parse_text(key))
+        name = names_by_number.get(parse_text(key))
         if name is not None and name not in unreliable_names:
             started = parse_int(fields.get("last_started_collective", -1))
             statuses[name] = DeviceCounters(
@@ -257,32 +282,6 @@ def parse_statuses(
                 completed=parse_int(fields.get("last_completed_collective", -1)),
             )
     return statuses
-
-
-def _match_status_to_groups(
-    status: Any, groups: Mapping[str, object], names_by_pg_id: Mapping[str, str]
-) -> Mapping[str, str]:
-    """The groups' names by the recorder's numbers, which ``pg_status`` uses.
-
-    Names and numbers both increase with each group that is made, and a group is in both tables once
-    it has been used: if the tables have the same length, they correspond in this order. The default
-    group, number 0 on every rank and named "0", may be in ``pg_config`` before it is used.
-    """
-    numbers, names = (
-        # Decimal numbers by value, without their conversion.
-        sorted(map(parse_text, table), key=lambda text: (len(text), text))
-        for table in (status, groups)
-    )
-    if "0" not in numbers and "0" in names:
-        names.remove("0")
-    can_pair = len(names) == 1 or all(map(str.isdecimal, names))
-    if len(numbers) != len(names) or not can_pair:
-        return names_by_pg_id
-    paired = dict(zip(numbers, names, strict=True))
-    for number, name in names_by_pg_id.items():
-        if paired.get(number, name) != name:
-            return names_by_pg_id
-    return {**names_by_pg_id, **paired}
 
 
 def parse_int(value: object) -> int:

@@ -9,10 +9,10 @@ if that is unfinished.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hangwatch.model.operators import OPERATIONS, ListSide, OperatorSpec, OutputScale
+from hangwatch.model.operators import OPERATIONS, ListSide, OutputScale
 
 from .entries import DTYPE_NAMES
 
@@ -37,41 +37,36 @@ def export_dumps(
     dumps: dict[int, dict[str, Any]] = {}
     for rank in ranks:
         groups = rank.get("groups")
-        if groups and all(group["ranks"] for group in groups):
-            dumps[int(rank["rank"])] = _build_dump(incident, rank, omitted_ops)
-    return dumps, sorted(omitted_ops)
-
-
-def _build_dump(
-    incident: Mapping[str, Any], rank: Mapping[str, Any], omitted_ops: set[str]
-) -> dict[str, Any]:
-    config: dict[str, dict[str, str]] = {}
-    status: dict[str, dict[str, int]] = {}
-    entries: list[dict[str, Any]] = []
-    for uid, group in enumerate(rank["groups"]):
-        name = group["name"]
-        config[name] = {"name": name, "desc": group["desc"], "ranks": str(list(group["ranks"]))}
-        entered, completed = int(group["entered"]), group.get("completed")
-        status[str(uid)] = {
-            "last_enqueued_collective": entered,
-            "last_started_collective": entered,
-            "last_completed_collective": -1 if completed is None else int(completed),
+        if not groups or not all(group["ranks"] for group in groups):
+            continue
+        config: dict[str, dict[str, str]] = {}
+        status: dict[str, dict[str, int]] = {}
+        entries: list[dict[str, Any]] = []
+        for uid, group in enumerate(groups):
+            name = group["name"]
+            config[name] = {"name": name, "desc": group["desc"], "ranks": str(list(group["ranks"]))}
+            entered, completed = int(group["entered"]), group.get("completed")
+            completed = -1 if completed is None else int(completed)
+            status[str(uid)] = {
+                "last_enqueued_collective": entered,
+                "last_started_collective": entered,
+                "last_completed_collective": completed,
+            }
+            calls_by_seq = _select_calls(incident, rank, group, omitted_ops)
+            for seq, call in sorted(calls_by_seq.items()):
+                if call["op"] in _ANALYZER_SPECS:
+                    state = "completed" if seq <= completed else "scheduled"
+                    # The first record is not number 0, since there were others before it.
+                    entries.append(_build_entry(len(entries) + 1, uid, group, call, state))
+                else:
+                    omitted_ops.add(str(call["op"]))
+        dumps[int(rank["rank"])] = {
+            "version": LAYOUT_VERSION,
+            "pg_config": config,
+            "pg_status": status,
+            "entries": entries,
         }
-        calls_by_seq = _select_calls(incident, rank, group, omitted_ops)
-        for seq, call in sorted(calls_by_seq.items()):
-            if call["op"] not in _ANALYZER_SPECS:
-                omitted_ops.add(str(call["op"]))
-                continue
-            is_completed = completed is not None and seq <= completed
-            state = "completed" if is_completed else "scheduled"
-            # The first record does not have number 0, since there were others before it.
-            entries.append(_build_entry(len(entries) + 1, uid, group, call, state))
-    return {
-        "version": LAYOUT_VERSION,
-        "pg_config": config,
-        "pg_status": status,
-        "entries": entries,
-    }
+    return dumps, sorted(omitted_ops)
 
 
 def _select_calls(
@@ -85,12 +80,14 @@ def _select_calls(
     """
     about = incident.get("group") or {}
     is_about_group = (group["name"], group["ranks"]) == (about.get("name"), about.get("ranks"))
-    calls: Sequence[Mapping[str, Any]] = ()
+    collectives: list[Mapping[str, Any]] = []
     # The calls of a deadlock are of several groups.
     if is_about_group and incident.get("kind") != "deadlock":
-        calls = incident.get("calls") or ()
-    omitted_ops.update(str(call["op"]) for call in calls if call.get("peer") is not None)
-    collectives = [call for call in calls if call.get("peer") is None]
+        for call in incident.get("calls") or ():
+            if call.get("peer") is None:
+                collectives.append(call)
+            else:
+                omitted_ops.add(str(call["op"]))
     calls_by_seq = {call["seq"]: call for call in collectives if rank["rank"] in call["ranks"]}
     if calls_by_seq:
         return calls_by_seq
@@ -98,7 +95,7 @@ def _select_calls(
     if completed is None or completed >= entered:
         return {}
     for call in collectives:
-        if (call["seq"], call["op"]) == (entered, group["op"]):
+        if call["seq"] == entered and call["op"] == group["op"]:
             return {entered: call}
     return {entered: {"seq": entered, "op": group["op"]}}
 
@@ -107,8 +104,19 @@ def _build_entry(
     record_id: int, pg_id: int, group: Mapping[str, Any], call: Mapping[str, Any], state: str
 ) -> dict[str, Any]:
     spec = _ANALYZER_SPECS[call["op"]]
-    shapes = [list(shape) for shape in call.get("shapes") or ()]
-    inputs, outputs = _infer_shapes(spec, shapes, len(group["ranks"]))
+    # A document has the shapes of one side, from which the other side follows.
+    inputs = [list(shape) for shape in call.get("shapes") or ()]
+    sizes = [math.prod(shape) for shape in inputs]
+    member_count = len(group["ranks"])
+    if spec.list_side is ListSide.OUTPUTS and spec.compares_shapes:
+        inputs = inputs[:1] or [[]]
+        outputs = [[member_count * size] for size in sizes[:1]] or [[]]
+    elif spec.output_scale is OutputScale.TIMES_MEMBERS:
+        outputs = [[member_count * size] for size in sizes]
+    elif spec.output_scale is OutputScale.PER_MEMBER:
+        outputs = [[size // member_count] for size in sizes]
+    else:
+        inputs, outputs = inputs or [[]], inputs or [[]]
     dtype = str(call.get("dtype") or "")
     recorder_dtype = _RECORDER_DTYPES.get(dtype, dtype)
     frames: list[dict[str, Any]] = []
@@ -135,21 +143,3 @@ def _build_entry(
         "is_p2p": False,
         "frames": frames,
     }
-
-
-def _infer_shapes(
-    spec: OperatorSpec, shapes: list[list[int]], member_count: int
-) -> tuple[Sequence[list[int]], Sequence[list[int]]]:
-    """The shapes of inputs and of outputs. A document has those of one side, from which the other
-    side follows.
-    """
-    sizes = [math.prod(shape) for shape in shapes]
-    if spec.list_side is ListSide.OUTPUTS and spec.compares_shapes:
-        if not shapes:
-            return [[]], [[]]
-        return shapes[:1], [[member_count * sizes[0]]]
-    if spec.output_scale is OutputScale.TIMES_MEMBERS:
-        return shapes, [[member_count * size] for size in sizes]
-    if spec.output_scale is OutputScale.PER_MEMBER:
-        return shapes, [[size // member_count] for size in sizes]
-    return shapes or [[]], shapes or [[]]

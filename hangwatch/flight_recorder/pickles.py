@@ -13,12 +13,11 @@ loaded, which visits what it holds as often as it is reached: a few hundred byte
 
 from __future__ import annotations
 
-import functools
 import io
 import pickle
 import pickletools
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 MAX_PICKLE_BYTES = 1 << 27  # a dump of 100,000 calls with their stacks takes about 40 MB
@@ -64,7 +63,7 @@ def safe_loads(data: bytes) -> object:
         if has_tuples:
             _check_tuples(data)
         value = _PlainUnpickler(io.BytesIO(data)).load()
-        if _count_values(value) > MAX_VALUES:
+        if _count_values([value], {}) > MAX_VALUES:
             raise NotPlainError(
                 f"it has more than {MAX_VALUES >> 20} million values, as no dump has"
             )
@@ -78,29 +77,22 @@ def safe_loads(data: bytes) -> object:
         ) from error
 
 
-@functools.cache
-def _compile_opcode_run(size_bits: int) -> re.Pattern[bytes]:
-    """A pattern of adjacent opcodes of plain data in a file of less than ``1 << size_bits`` bytes.
-
-    The unpickler allocates the memo up to the largest index. A valid index is smaller than the
-    file, which has at least one byte for each entry.
-    """
-    free_bytes, free_bits = divmod(size_bits, 8)
-    partly_free = b"[\0-%c]" % ((1 << free_bits) - 1)
-    memo_index_opcode = b"r" + b"." * free_bytes + partly_free + b"\0" * (3 - free_bytes)
-    opcodes = b"|".join([_FIXED_OPCODES, memo_index_opcode, _LONG_OPCODE, _LINE_OPCODES])
-    # The number of opcodes is limited, because a longer match needs more memory to backtrack.
-    return re.compile(b"(?:" + opcodes + b"){0,256}", re.DOTALL)
-
-
 def _check_opcodes(data: bytes) -> bool:
     """Whether the pickle has tuples. Raises NotPlainError at the first opcode that does more than
     build plain data, or that is incomplete.
     """
-    has_tuples = False
     if len(data) > MAX_PICKLE_BYTES:
         raise NotPlainError(f"it is larger than {MAX_PICKLE_BYTES >> 20} MiB, as no dump is")
-    run = _compile_opcode_run(max(16, len(data).bit_length()))
+    # The unpickler allocates the memo up to the largest index. A valid index is smaller than the
+    # file, which has at least one byte for each entry.
+    free_bytes, free_bits = divmod(max(16, len(data).bit_length()), 8)
+    partly_free = b"[\0-%c]" % ((1 << free_bits) - 1)
+    memo_index_opcode = b"r" + b"." * free_bytes + partly_free + b"\0" * (3 - free_bytes)
+    opcodes = b"|".join([_FIXED_OPCODES, memo_index_opcode, _LONG_OPCODE, _LINE_OPCODES])
+    # A run of adjacent opcodes. Their number is limited, because a longer match needs more memory
+    # to backtrack.
+    run = re.compile(b"(?:" + opcodes + b"){0,256}", re.DOTALL)
+    has_tuples = False
     at = 0
     last_strings = (b"", b"")
     while True:
@@ -153,8 +145,8 @@ def _build_refusal(
             " was not executed"
         )
     # An opcode that is cut off within its argument is complete with more bytes or a line's end.
-    rest = data[at : at + 300]
-    if any(_find_run_end(run, rest + added, 0) for added in (bytes(9), b"\n")):
+    remaining = data[at : at + 300]
+    if any(_find_run_end(run, remaining + added, 0) for added in (bytes(9), b"\n")):
         return NotPlainError("it cannot be read as a pickle: it is cut off")
     return NotPlainError(f"it cannot be read as a pickle of plain data: byte {at} is {operation!r}")
 
@@ -180,53 +172,41 @@ def _check_tuples(data: bytes) -> None:
         elif opcode.name == "MEMOIZE":
             memo[len(memo)] = stack[-1]
         else:
-            weights = _pop_values(stack, opcode)
-            weight = 1 + sum(weights) if opcode.name.startswith("TUPLE") else 1
+            # The opcode takes a number of values or, of some opcodes, the topmost mark with all
+            # values above it.
+            taken: list[int] = []
+            count = len(opcode.stack_before)
+            if pickletools.markobject in opcode.stack_before:
+                while (weight := stack.pop()) != _MARK:
+                    taken.append(weight)
+                count = opcode.stack_before.index(pickletools.markobject)
+            taken += [stack.pop() for _ in range(count)]
+            if _MARK in taken:
+                raise ValueError("a mark where a value should be")
+            weight = 1 + sum(taken) if opcode.name.startswith("TUPLE") else 1
             if weight > MAX_WEIGHT:
                 raise ValueError(f"a tuple of more than {MAX_WEIGHT:,} values, as no dump has")
             stack += [weight] * len(opcode.stack_after)
 
 
-def _pop_values(stack: list[int], opcode: pickletools.OpcodeInfo) -> list[int]:
-    """Pops what an opcode takes from the stack: a number of values, and for some opcodes the
-    topmost mark with all values above it.
-    """
-    values: list[int] = []
-    count = len(opcode.stack_before)
-    if pickletools.markobject in opcode.stack_before:
-        while (weight := stack.pop()) != _MARK:
-            values.append(weight)
-        count = opcode.stack_before.index(pickletools.markobject)
-    values += [stack.pop() for _ in range(count)]
-    if _MARK in values:
-        raise ValueError("a mark where a value should be")
-    return values
-
-
-def _count_values(value: object) -> int:
+def _count_values(container: Any, counts: dict[int, int]) -> int:
     """The number of values that nested containers hold, each as often as it is reached: shared
     containers of a few bytes can hold more than any program could visit. The time is proportional
-    to the number of different containers and their items.
+    to the number of different containers and their items, whose ``counts`` by id are kept.
+
+    Raises ValueError for a container that contains itself, and RecursionError for deep nesting.
     """
-    counts: dict[int, int] = {}
-    opened: set[int] = set()
-    pending = [value]
-    while pending:
-        container = pending[-1]
-        if id(container) not in counts:
-            items: Collection[object] = container if isinstance(container, _CONTAINERS) else ()
-            if isinstance(container, dict):
-                items = [*container, *container.values()]
-            inner = [item for item in items if isinstance(item, _CONTAINERS)]
-            unknown = [item for item in inner if id(item) not in counts]
-            if unknown:
-                # The count of a container that contains itself would be infinite.
-                if id(container) in opened:
-                    raise ValueError("a container contains itself")
-                opened.add(id(container))
-                pending += unknown
-                continue
-            leaves = len(items) - len(inner)
-            counts[id(container)] = 1 + leaves + sum(counts[id(item)] for item in inner)
-        pending.pop()
-    return counts[id(value)]
+    count = counts.get(id(container))
+    if count is None:
+        counts[id(container)] = 0
+        items = container
+        if isinstance(container, dict):
+            items = [*container, *container.values()]
+        inner = [item for item in items if isinstance(item, _CONTAINERS)]
+        count = 1 + len(items) - len(inner)
+        for item in inner:
+            count += _count_values(item, counts)
+        counts[id(container)] = count
+    elif count == 0:  # it is being counted: its count would be infinite
+        raise ValueError("a container contains itself")
+    return count

@@ -128,7 +128,7 @@ def test_dumps_of_a_real_gloo_job(
 # Whom PyTorch's analyzer accuses: it takes the first rank's call for the right one, and wants what
 # may differ to be equal.
 ACCUSED_BY_TORCH = {
-    "rank 0 is the odd one": (1, 2, 3),
+    "rank 0 is the outlier": (1, 2, 3),
     "an output that its own input does not fit, of two": (1,),
     "most cannot be right": (1, 2),
     "numbers as text, types as one word, no stacks": (1, 2),

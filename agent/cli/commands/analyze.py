@@ -25,7 +25,6 @@ from hangwatch.flight_recorder import pickles
 from hangwatch.flight_recorder.analysis import OfflineDiagnosis, analyze_dumps
 from hangwatch.flight_recorder.calls import (
     PARSE_ERRORS,
-    EntryReader,
     FlightDump,
     FlightDumpError,
     parse_dump,
@@ -208,7 +207,6 @@ def read_evidence(
     execute code.
     """
     evidence = Evidence()
-    reader = EntryReader()
     files: list[Path] = []
     for path in paths:
         if not path.is_dir():
@@ -222,7 +220,7 @@ def read_evidence(
             if len(files) >= _MIN_PROGRESS_FILES and at % _PROGRESS_STEP == 0:
                 progress(f"hangwatch: reading files: {at} of {len(files)}")
             try:
-                content = _read_file(path, reader)
+                content = _read_file(path)
             except pickles.HostileError as error:
                 raise FileError(f"{path}: {error}") from error
             except (_UnusableFileError, FlightDumpError, pickles.NotPlainError) as error:
@@ -260,7 +258,7 @@ def _pause_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _read_file(path: Path, reader: EntryReader) -> Bundle | FlightDump:
+def _read_file(path: Path) -> Bundle | FlightDump:
     """Raises FileError, _UnusableFileError, FlightDumpError or NotPlainError."""
     try:
         is_too_large = path.stat().st_size > _MAX_FILE_BYTES
@@ -287,7 +285,7 @@ def _read_file(path: Path, reader: EntryReader) -> Bundle | FlightDump:
             raise _UnusableFileError(f"it is cut off, or not JSON: {error}") from error
     else:
         content = pickles.safe_loads(data)
-    return parse_dump(int(number[1]), content, reader)
+    return parse_dump(int(number[1]), content)
 
 
 def _load_json(data: bytes) -> Any:

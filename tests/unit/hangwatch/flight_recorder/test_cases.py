@@ -178,7 +178,7 @@ def make_any_source_receive(shape: int = 8, sent: bool = True) -> list[Synthetic
 
 
 def make_half_batch() -> list[SyntheticRecorder]:
-    """Rank 0 queued two messages and never sent them off."""
+    """Rank 0 queued two messages and did not submit them."""
     recorders = run_job(2)
     recorders[0].record_p2p_batch(("send", 1, [8]), ("recv", 1, [8]), ended=False)
     recorders[1].record_p2p_batch(("recv", 0, [8]), ("send", 0, [8]), state="scheduled")
@@ -202,7 +202,7 @@ def make_groups_of_one_name() -> list[SyntheticRecorder]:
 
 
 def make_timed_out_call() -> list[SyntheticRecorder]:
-    """What is retired and not completed has run into its time limit."""
+    """A call that is retired and not completed has reached its time limit."""
     recorders = run_job(3)
     for recorder in recorders[:2]:
         recorder.record_call(state="started")
@@ -246,7 +246,7 @@ CASES = {
         culprits=(0, 1),
         fields=("op",),
     ),
-    "rank 0 is the odd one": FlightCase(
+    "rank 0 is the outlier": FlightCase(
         build=lambda: make_last_calls({"op": "broadcast"}, {}, rank=0, ranks=4),
         kind=VerdictKind.MISMATCH,
         culprits=(0,),
@@ -631,7 +631,7 @@ OPERATION_NAMES = [
 
 @pytest.mark.parametrize("op", OPERATION_NAMES)
 def test_every_operation_is_known(op: str) -> None:
-    """All made it and are through; all are in it; one never came; one made another."""
+    """All ranks have completed the call; all are in it; one has not entered it; one made another."""
     inputs = [[8, 2]] if "reduce_scatter" in op else [[4, 2]]
     outputs = [[4, 2]] if "reduce_scatter" in op else [[8, 2]] if "all_gather" in op else inputs
     call: dict[str, Any] = {"op": op, "inputs": inputs, "outputs": outputs}
