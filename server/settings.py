@@ -179,7 +179,11 @@ class Settings(BaseSettings):
         kinds = re.split(r"[\s,]+", value.strip(" ,")) if isinstance(value, str) else value
         if not isinstance(kinds, (list, tuple)):
             return kinds  # the type validation that follows rejects it
-        return policy.parse_kinds([str(getattr(kind, "value", kind)) for kind in kinds])
+        names = [str(getattr(kind, "value", kind)) for kind in kinds]
+        if unknown := [name for name in names if name not in policy.POSSIBLE_KINDS]:
+            possible = ", ".join(sorted(policy.POSSIBLE_KINDS))
+            raise ValueError(f"cannot contain {', '.join(unknown)}; possible kinds: {possible}")
+        return names
 
     @field_validator("alert_command")
     @classmethod

@@ -65,11 +65,11 @@ class Aborter:
         attempts, records = self.shared.fleet.attempts, self.shared.incidents.records
         for record in records.values():
             attempt = attempts.get(record.attempt_key)
-            is_active = record.is_open or _get_state(record) == "ordered"
-            if attempt is None or not (record.is_own and is_active):
+            is_ordered = _get_state(record) == "ordered"
+            if attempt is None or not record.is_own or not (record.is_open or is_ordered):
                 continue
-            if _get_state(record) == "ordered":
-                self._finish_round(record, attempt, self.shared.clock.monotonic())
+            if is_ordered:
+                self._finish_round(record, attempt)
             if not record.is_open or self.shared.fleet.latest_attempt(attempt.job) is not attempt:
                 self.orders.withdraw(record)
                 continue
@@ -116,31 +116,32 @@ class Aborter:
                 record.recovery_check_at = float("inf")
                 self.shared.incidents.update_recovery(record, state="withheld", why=decision.why)
                 return
-        if decision.step is Step.END and (
-            _get_state(record) in ("announced", "ordered")
-            or not self._has_concurrent_recovery(record)
-        ):
-            self._end_ranks(record, attempt, decision)
-        elif _get_state(record) == "ordered":
+        state = _get_state(record)
+        if decision.step is Step.END:
+            others = [
+                other
+                for other in self.shared.incidents.records.values()
+                if other is not record and other.attempt_key == record.attempt_key
+            ]
+            # Ranks may be ended for another incident, which may resolve this one too.
+            is_concurrent = any(
+                _get_state(o) == "ordered" or (_get_state(o) == "announced" and o.is_open)
+                for o in others
+            )
+            if state in ("announced", "ordered") or not is_concurrent:
+                self._end_ranks(record, attempt, decision)
+        elif state == "ordered":
             self.orders.withdraw(record)
-
-    def _has_concurrent_recovery(self, record: IncidentRecord) -> bool:
-        """Whether ranks are being ended for another incident, which may resolve this one too."""
-        return any(
-            _get_state(other) == "ordered" or (_get_state(other) == "announced" and other.is_open)
-            for other in self.shared.incidents.records.values()
-            if other is not record and other.attempt_key == record.attempt_key
-        )
 
     def _gather_facts(
         self, record: IncidentRecord, attempt: Attempt, recent_s: float, history: int = 0
     ) -> Facts:
-        recovery = record.incident.recovery
-        is_announced = record.alerted_severity is record.incident.severity
-        age_s = self.shared.clock.monotonic() - record.opened_at
-        has_evidence = age_s > MAX_EVIDENCE_DELAY_S or not self.shared.awaits_stacks(
-            record, attempt
+        recovery, clock = record.incident.recovery, self.shared.clock
+        has_evidence = (
+            clock.monotonic() - record.opened_at > MAX_EVIDENCE_DELAY_S
+            or not self.shared.awaits_stacks(record, attempt)
         )
+        is_announced = record.alerted_severity is record.incident.severity
         is_stored = _get_state(record) == "ordered" or (
             is_announced and has_evidence and self.persistence.is_stored(record)
         )
@@ -150,9 +151,7 @@ class Aborter:
             processes=attempt.processes,
             is_stored=is_stored,
             history=history,
-            planned_at=None
-            if recovery is None
-            else self.shared.clock.monotonic_at(recovery.planned_at),
+            planned_at=None if recovery is None else clock.monotonic_at(recovery.planned_at),
             aborted_at=self._aborted_at.get(attempt.key, float("-inf")),
             recent_s=recent_s,
         )
@@ -208,22 +207,20 @@ class Aborter:
             unordered -= {abort.rank for abort in recovery.aborts if abort.result != "ordered"}
             self.orders.order_aborts(record, [attempt.processes[r] for r in unordered], now)
 
-    def _finish_round(self, record: IncidentRecord, attempt: Attempt, now: float) -> None:
+    def _finish_round(self, record: IncidentRecord, attempt: Attempt) -> None:
         """Completes a recovery once all its orders have results."""
+        now = self.shared.clock.monotonic()
         self.orders.collect_results(record, attempt, now)
         recovery = record.recovery
         ordered_at = recovery.aborts[-1].ordered_at
         results = {abort.result for abort in recovery.aborts if abort.ordered_at == ordered_at}
-        if "ordered" in results:
-            return
         if results == {"left"}:
             self.shared.incidents.update_recovery(record, state="planned")
-            return
-        self._aborted_at[attempt.key] = now
-        self.shared.incidents.update_recovery(
-            record, state="done", done_at=self.shared.clock.date(now)
-        )
-        self.persistence.queue_alert(record, _number_event(ABORTED, _count_rounds(recovery)))
+        elif "ordered" not in results:
+            self._aborted_at[attempt.key] = now
+            done_at = self.shared.clock.date(now)
+            self.shared.incidents.update_recovery(record, state="done", done_at=done_at)
+            self.persistence.queue_alert(record, _number_event(ABORTED, _count_rounds(recovery)))
 
 
 def _get_state(record: IncidentRecord) -> str:
@@ -285,6 +282,7 @@ class AbortOrders:
 
     def apply_replies(self, replies: Iterable[heartbeat.AbortReply]) -> None:
         """Records the results that a node agent reports."""
+        now = self.shared.clock.monotonic()
         for reply in replies:
             order = self._orders.pop(reply.request, None)
             if order is None:
@@ -294,14 +292,8 @@ class AbortOrders:
                 continue
             if reply.error is not None:
                 self._record_failure(record, order, reply.error, reply.signal)
-                continue
-            self._record_result(
-                record,
-                order.process.rank,
-                result="ended" if reply.signal else "gone",
-                signal=reply.signal,
-                ended_at=self.shared.clock.date(self.shared.clock.monotonic()),
-            )
+            else:
+                self._record_end(record, order.process.rank, reply.signal, now)
 
     def collect_results(self, record: IncidentRecord, attempt: Attempt, now: float) -> None:
         """Records results without a reply: exits of ordered ranks, and orders that expired."""
@@ -320,16 +312,10 @@ class AbortOrders:
             process = attempt.processes.get(abort.rank)
             if abort.result != "ordered" or abort.rank in ordered_ranks:
                 continue
-            if process is None or process.exit is None:
-                continue
-            was_killed = process.exit.signal == signal.SIGKILL
-            self._record_result(
-                record,
-                abort.rank,
-                result="ended" if was_killed else "gone",
-                signal=signal.SIGKILL if was_killed else None,
-                ended_at=self.shared.clock.date(process.exited_at or now),
-            )
+            if process is not None and process.exit is not None:
+                was_killed = process.exit.signal == signal.SIGKILL
+                sent_signal = signal.SIGKILL if was_killed else None
+                self._record_end(record, abort.rank, sent_signal, process.exited_at or now)
 
     def _list_orders(self, record: IncidentRecord) -> list[tuple[str, _AbortOrder]]:
         """The orders of an incident, with the ids of their commands."""
@@ -344,6 +330,18 @@ class AbortOrders:
             listed = (*aborts, _list_order(process, aborts[-1].ordered_at))
             self.shared.incidents.update_recovery(record, aborts=listed)
         self._record_result(record, process.rank, result="failed", signal=signal, error=error)
+
+    def _record_end(
+        self, record: IncidentRecord, rank: int, sent_signal: int | None, ended_at: float
+    ) -> None:
+        """Records that a rank has ended, by the signal that it was sent or for another reason."""
+        self._record_result(
+            record,
+            rank,
+            result="ended" if sent_signal else "gone",
+            signal=sent_signal,
+            ended_at=self.shared.clock.date(ended_at),
+        )
 
     def _record_result(self, record: IncidentRecord, rank: int, **changes: Any) -> None:
         """Sets the result of the open order to end a rank."""

@@ -8,7 +8,7 @@ to wait.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hangwatch.model.incidents import Incident, RecoveryScope
@@ -73,7 +73,8 @@ _NOTHING = Decision(step=Step.NOTHING)
 
 def decide(facts: Facts, rules: Rules, now: float) -> Decision:
     """Decides what to do about an incident at time ``now``."""
-    incident, alerts = facts.incident, facts.alerts
+    incident, alerts, processes = facts.incident, facts.alerts, facts.processes
+    spec = KINDS[incident.kind]
     is_covered = incident.severity is Severity.ALERT and incident.kind in rules.kinds
     if not (incident.is_open and is_covered):
         return _NOTHING
@@ -81,68 +82,44 @@ def decide(facts: Facts, rules: Rules, now: float) -> Decision:
         return _NOTHING  # the job waits for a process outside of it
     if alerts is None or now - alerts.at > facts.recent_s:
         return _NOTHING
-    alive = {rank for rank, process in facts.processes.items() if process.is_alive}
+    alive = {rank for rank, process in processes.items() if process.is_alive}
     waiting = alive & alerts.waiting
-    ranks, scope = _choose_ranks(incident, alerts, alive)
-    if not ranks or not (waiting or _are_culprits_blocked(facts, ranks)):
+    # The ranks to end: the culprits that are still accused or, if no culprit is named or can be
+    # ended, all ranks of the job that can be ended.
+    candidates = set(alive)
+    if incident.recovery is not None:
+        candidates -= {abort.rank for abort in incident.recovery.aborts if abort.result == "failed"}
+    if spec.is_unreachable:
+        candidates -= set(incident.culprits)
+    scope: RecoveryScope = "job"
+    culprits = candidates & set(incident.culprits)
+    if culprits:
+        scope, candidates = "culprits", culprits & alerts.accused
+    ranks = tuple(sorted(candidates))
+    if not ranks:
         return _NOTHING
-    involved = [facts.processes[rank] for rank in {*ranks, *waiting}]
+    if not waiting and not spec.blocks_culprits:
+        # In a mismatch without a minority, no rank waits but the culprits themselves.
+        streams = [processes[rank].streams.values() for rank in ranks]
+        are_pending = all(any(stream.is_pending for stream in own) for own in streams)
+        if spec.role is not Role.ROOT or not are_pending:
+            return _NOTHING
+    refusals = {
+        rank: process.identity.on_hang
+        for rank, process in processes.items()
+        if process.is_alive and not allows_abort(process.identity.on_hang)
+    }
+    why = ""
+    if refusals:
+        why = explain_refusal(refusals, next(iter(refusals.values())))
+    elif facts.history >= rules.limit:
+        why = explain_limit(incident.job, facts.history)
+    if why:
+        return Decision(step=Step.WITHHOLD, ranks=ranks, scope=scope, why=why)
+    involved = [processes[rank] for rank in {*ranks, *waiting}]
     since = now if facts.planned_at is None else facts.planned_at
     due_at = max(since, facts.aborted_at, *(p.last_advanced_at for p in involved)) + rules.after
-    if why := _find_veto(facts, rules):
-        return Decision(step=Step.WITHHOLD, ranks=ranks, scope=scope, why=why)
     all_report = all(now - p.reports.last_seen_at <= facts.recent_s for p in involved)
     is_due = facts.planned_at is not None and now >= due_at
     step = Step.END if is_due and all_report and facts.is_stored else Step.WAIT
     return Decision(step=step, ranks=ranks, scope=scope, due_at=due_at)
-
-
-def _choose_ranks(
-    incident: Incident, alerts: AlertSummary, alive: Set[int]
-) -> tuple[tuple[int, ...], RecoveryScope]:
-    """The ranks to end: the culprits that are still accused or, if no culprit is named or can be
-    ended, all ranks of the job that can be ended.
-    """
-    candidates = set(alive)
-    if incident.recovery is not None:
-        candidates -= {abort.rank for abort in incident.recovery.aborts if abort.result == "failed"}
-    if KINDS[incident.kind].is_unreachable:
-        candidates -= set(incident.culprits)
-    culprits = candidates & set(incident.culprits)
-    if culprits:
-        return tuple(sorted(culprits & alerts.accused)), "culprits"
-    return tuple(sorted(candidates)), "job"
-
-
-def _are_culprits_blocked(facts: Facts, ranks: tuple[int, ...]) -> bool:
-    """Whether the culprits are blocked too: in a cycle, or in a mismatch without a minority."""
-    spec = KINDS[facts.incident.kind]
-    return spec.blocks_culprits or (
-        spec.role is Role.ROOT
-        and all(
-            any(stream.is_pending for stream in facts.processes[rank].streams.values())
-            for rank in ranks
-        )
-    )
-
-
-def _find_veto(facts: Facts, rules: Rules) -> str:
-    """The reason why ranks must not be ended, with the remedy; empty if there is none."""
-    refusals = {
-        rank: process.identity.on_hang
-        for rank, process in facts.processes.items()
-        if process.is_alive and not allows_abort(process.identity.on_hang)
-    }
-    if refusals:
-        return explain_refusal(refusals, next(iter(refusals.values())))
-    if facts.history >= rules.limit:
-        return explain_limit(facts.incident.job, facts.history)
-    return ""
-
-
-def parse_kinds(names: Sequence[str]) -> tuple[VerdictKind, ...]:
-    """The kinds with these names. Raises ValueError for one for which no rank is ever ended."""
-    if unknown := [name for name in names if name not in POSSIBLE_KINDS]:
-        possible = ", ".join(sorted(POSSIBLE_KINDS))
-        raise ValueError(f"cannot contain {', '.join(unknown)}; possible kinds: {possible}")
-    return tuple(VerdictKind(name) for name in names)

@@ -83,7 +83,7 @@ def make_process(
 def make_facts(
     incident: Incident | None = None, *, waiting: tuple[int, ...] = (0, 1, 3), **more: Any
 ) -> Facts:
-    """A hang of four ranks that has been open for long, with all evidence stored, as of `NOW`."""
+    """A hang of four ranks that has been open for a long time, with all evidence stored, as of `NOW`."""
     incident = incident or make_incident()
     alerts = AlertSummary(at=NOW, accused=frozenset(incident.culprits), waiting=frozenset(waiting))
     given = {
@@ -142,7 +142,9 @@ def test_only_chosen_kinds() -> None:
 
 
 def test_progressing_job_is_left_alone() -> None:
-    assert decide_step(make_facts(alerts=None))[0] is Step.NOTHING, "no alert speaks of it any more"
+    assert decide_step(make_facts(alerts=None))[0] is Step.NOTHING, (
+        "no alert names its cause any more"
+    )
     old = AlertSummary(at=NOW - 3.0, accused=frozenset({2}), waiting=frozenset({0}))
     assert decide_step(make_facts(alerts=old))[0] is Step.NOTHING, "the diagnosis is old"
     for rank in (2, 0):
@@ -150,7 +152,7 @@ def test_progressing_job_is_left_alone() -> None:
         assert (decision.step, decision.due_at) == (
             Step.WAIT,
             NOW + 25.0,
-        ), "who moves gets the whole grace period again"
+        ), "a rank that makes progress gets the whole grace period again"
     assert (
         decide_step(change_rank(3, make_facts(waiting=(0, 1)), last_advanced_at=NOW - 5.0))[0]
         is Step.END
@@ -181,7 +183,7 @@ def test_whole_job_is_ended_without_live_culprit() -> None:
     dead = change_rank(2, make_facts(make_incident(VerdictKind.DEAD_RANK)), is_alive=False)
     assert decide_step(dead) == (Step.END, (0, 1, 3))
     assert decide_step(change_rank(3, dead, last_advanced_at=NOW - 1.0))[0] is Step.WAIT, (
-        "one that is to be ended still moves"
+        "a rank that is to be ended makes progress"
     )
     gone = replace(
         dead, processes={rank: make_process(rank, is_alive=False) for rank in dead.processes}
@@ -309,7 +311,7 @@ class InProcessServer:
         self.state.watch.persistence.alerter.print_line = self.output.append  # type: ignore[assignment, method-assign]
 
     def restart_server(self) -> None:
-        """And start again: what is not in the database is lost."""
+        """Only what is in the database is kept."""
         self.store.close()
         self.start_server()
 
@@ -355,7 +357,7 @@ class InProcessServer:
         return [c for c in reply.commands if c.kind is CommandKind.ABORT]
 
     def end_all_ranks(self, restart: int, how: ExitInfo) -> None:
-        """Both ranks have ended like that."""
+        """Both ranks end as ``how`` describes."""
         for _ in range(3):
             self.now += 0.5
             self.heartbeat_number += 1
