@@ -69,17 +69,28 @@ def lock_data_dir(data_dir: Path) -> IO[str]:
     return lock
 
 
-def open_sqlite(data_dir: Path) -> sa.Engine:
-    path = data_dir / DATABASE_FILE
-    # SQLite gives its other files the permissions of the database.
-    with contextlib.suppress(OSError):  # the first connection reports the error
-        path.touch(mode=0o600)
-        path.chmod(0o600)
-    url = sa.URL.create("sqlite", database=str(path))
-    engine = sa.create_engine(url, connect_args={"timeout": 5})
-    sa.event.listen(engine, "connect", _configure_connection)
-    sa.event.listen(engine, "begin", lambda db: db.exec_driver_sql("BEGIN IMMEDIATE"))
-    return engine
+def open_engine(data_dir: Path, database: str | None) -> sa.Engine:
+    """The SQLite database in the data folder, or the PostgreSQL database with this URL. Raises
+    StoreError.
+    """
+    if database is None:
+        path = data_dir / DATABASE_FILE
+        # SQLite gives its other files the permissions of the database.
+        with contextlib.suppress(OSError):  # the first connection reports the error
+            path.touch(mode=0o600)
+            path.chmod(0o600)
+        url = sa.URL.create("sqlite", database=str(path))
+        engine = sa.create_engine(url, connect_args={"timeout": 5})
+        sa.event.listen(engine, "connect", _configure_connection)
+        sa.event.listen(engine, "begin", lambda db: db.exec_driver_sql("BEGIN IMMEDIATE"))
+        return engine
+    url = sa.make_url(database).set(drivername="postgresql+psycopg")
+    options = "-c statement_timeout=15000 -c lock_timeout=10000"
+    connect_args = {"connect_timeout": 5, "options": options, **_DEAD_PEER_LIMITS}
+    try:
+        return sa.create_engine(url, pool_pre_ping=True, connect_args=connect_args)
+    except ModuleNotFoundError:
+        raise StoreError("PostgreSQL needs its driver: pip install 'hangwatch[postgres]'") from None
 
 
 def _configure_connection(connection: Any, _record: Any) -> None:
@@ -92,19 +103,6 @@ def _configure_connection(connection: Any, _record: Any) -> None:
     connection.execute("PRAGMA synchronous=NORMAL")
 
 
-def open_postgres(database: str) -> sa.Engine:
-    url = sa.make_url(database).set(drivername="postgresql+psycopg")
-    options = "-c statement_timeout=15000 -c lock_timeout=10000"
-    try:
-        return sa.create_engine(
-            url,
-            pool_pre_ping=True,
-            connect_args={"connect_timeout": 5, "options": options, **_DEAD_PEER_LIMITS},
-        )
-    except ModuleNotFoundError:
-        raise StoreError("PostgreSQL needs its driver: pip install 'hangwatch[postgres]'") from None
-
-
 def migrate(engine: sa.Engine) -> None:
     """Upgrades the schema to this release's, completely or not at all. Raises StoreError."""
     is_shared = engine.dialect.name == "postgresql"
@@ -112,6 +110,7 @@ def migrate(engine: sa.Engine) -> None:
     config = Config()
     config.set_main_option("script_location", str(Path(migrations.__file__).parent))
     scripts = ScriptDirectory.from_config(config)
+    newest = scripts.get_current_head()
     try:
         with engine.begin() as db:
             if is_shared:
@@ -120,20 +119,18 @@ def migrate(engine: sa.Engine) -> None:
             if present not in {None, *(step.revision for step in scripts.walk_revisions())}:
                 raise StoreError(
                     f"{place} was written by a newer hangwatch (its schema is {present},"
-                    f" this release supports {scripts.get_current_head()}): install that release"
-                    " again, or start this one with another --data-dir or --database."
-                    " Nothing was changed"
+                    f" this release supports {newest}): install that release again, or start this"
+                    " one with another --data-dir or --database. Nothing was changed"
                 )
-            if present != scripts.get_current_head():
+            if present != newest:
                 config.attributes["connection"] = db
                 command.upgrade(config, "head")
     except sa.exc.SQLAlchemyError as error:
         why = str(getattr(error, "orig", None) or error).strip()
+        problem = f"{place} cannot be opened: {why}; move it away, or {_REMEDY}"
         if is_shared:
-            raise StoreError(
-                f"{place} cannot be used: {why}; check the server there, and --database"
-            ) from error
-        raise StoreError(f"{place} cannot be opened: {why}; move it away, or {_REMEDY}") from error
+            problem = f"{place} cannot be used: {why}; check the server there, and --database"
+        raise StoreError(problem) from error
 
 
 class JobLocks:

@@ -125,8 +125,9 @@ class PersistenceWorker:
         deliveries: list[Delivery] = []
         for incident, event in alerts:
             deliveries += self.alerter.list_deliveries(incident, event)
-        rows = incidents, list(attempts.values()), deliveries
-        writing = asyncio.ensure_future(asyncio.to_thread(self._write_rows, *rows))
+        writing = asyncio.ensure_future(
+            asyncio.to_thread(self._write_rows, incidents, list(attempts.values()), deliveries)
+        )
         await asyncio.wait({writing}, timeout=ALERT_DELAY_LIMIT_S if alerts else None)
         for incident, event in alerts:
             with self.shared.failures.isolate(f"the alert of incident {incident.id}"):
@@ -155,21 +156,20 @@ class PersistenceWorker:
             if not _is_refusal(error):
                 raise
             log.error("rows are written one by one, as the database refuses some: %s", error)
+        parts: dict[str, dict[str, Any]] = {}
         for row in attempts:
-            self._write_row(f"attempt {row['number']} of job {row['job']}", attempts=[row])
+            parts[f"attempt {row['number']} of job {row['job']}"] = {"attempts": [row]}
         for row in incidents:
             own = [due for due in deliveries if due.incident == row["id"]]
-            self._write_row(f"incident {row['id']}", incidents=[row], deliveries=own)
-
-    def _write_row(self, what: str, **rows: list[Any]) -> None:
-        """Writes one row. Raises SQLAlchemyError if the database does not work."""
-        try:
-            self.store.save_changes(**rows)
-        except Exception as error:
-            if not _is_refusal(error):
-                raise
-            self.shared.failures.count += 1
-            log.exception("%s cannot be stored and is dropped; please report this", what)
+            parts[f"incident {row['id']}"] = {"incidents": [row], "deliveries": own}
+        for what, rows in parts.items():
+            try:
+                self.store.save_changes(**rows)
+            except Exception as error:
+                if not _is_refusal(error):
+                    raise
+                self.shared.failures.count += 1
+                log.exception("%s cannot be stored and is dropped; please report this", what)
 
     def _report_failure(self, error: Exception) -> None:
         self.failures += 1

@@ -5,7 +5,6 @@ servers share. The tables are as the newest migration leaves them.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from hangwatch.report.documents import build_document, parse_document
 from ..alerting.alerter import Delivery
 from ..core.job_views import AttemptView
 from ..incidents.registry import MAX_RECORDS_KEPT, IncidentRecord
-from .database import JobLocks, lock_data_dir, migrate, open_postgres, open_sqlite
+from .database import JobLocks, lock_data_dir, migrate, open_engine
 
 log = logging.getLogger("hangwatch")
 
@@ -109,7 +108,7 @@ class Store:
         self._server = name if self.is_shared else ""
         with contextlib.ExitStack() as opened:
             self._lock = opened.enter_context(lock_data_dir(data_dir))
-            self._engine = open_sqlite(data_dir) if database is None else open_postgres(database)
+            self._engine = open_engine(data_dir, database)
             opened.callback(self._engine.dispose)
             migrate(self._engine)
             opened.pop_all()  # all of it stays open until `close`
@@ -119,11 +118,11 @@ class Store:
         """The newest incidents of this server, oldest first, and open ones whatever their age."""
         newest = (
             sa.select(INCIDENTS)
-            .where(INCIDENTS.c.server == self._server)
+            .filter_by(server=self._server)
             .order_by(INCIDENTS.c.status != "open", INCIDENTS.c.id.desc())
             .limit(MAX_RECORDS_KEPT)
         )
-        records = [parse_incident_row(row) for row in self._read_rows(newest)]
+        records = [_parse_incident(row) for row in self._read_rows(newest)]
         return sorted(records, key=lambda record: record.incident.id)
 
     def load_other_servers(
@@ -142,7 +141,7 @@ class Store:
         if not changed:
             return []
         rows = self._read_rows(sa.select(INCIDENTS).where(INCIDENTS.c.id.in_(changed)))
-        return [(parse_incident_row(row, is_own=False), row.revision) for row in rows]
+        return [(_parse_incident(row, is_own=False), row.revision) for row in rows]
 
     def load_attempts(self, job: str | None = None) -> list[AttemptView]:
         """The newest attempts, of every server that shares the database."""
@@ -151,8 +150,8 @@ class Store:
             .order_by(ATTEMPTS.c.opened_at.desc(), ATTEMPTS.c.job, ATTEMPTS.c.number.desc())
             .limit(MAX_RECORDS_KEPT)
         )
-        query = newest if job is None else newest.where(ATTEMPTS.c.job == job)
-        return [parse_attempt_row(row) for row in self._read_rows(query)]
+        query = newest if job is None else newest.filter_by(job=job)
+        return [_parse_attempt(row) for row in self._read_rows(query)]
 
     def load_latest_attempts(self) -> list[AttemptView]:
         """The latest attempt of each of this server's jobs."""
@@ -162,10 +161,11 @@ class Store:
         )
         query = (
             sa.select(ATTEMPTS)
-            .where(c.server == self._server, sa.tuple_(c.job, c.number).in_(latest))
+            .filter_by(server=self._server)
+            .where(sa.tuple_(c.job, c.number).in_(latest))
             .order_by(c.last_seen_at)
         )
-        return [parse_attempt_row(row) for row in self._read_rows(query)]
+        return [_parse_attempt(row) for row in self._read_rows(query)]
 
     def load_aborted_ids(self, job: str) -> set[str]:
         """The incidents of a job for which ranks were ended since its last successful attempt."""
@@ -206,18 +206,14 @@ class Store:
             ).all()
         latest = {row.job: row for row in attempts}
         return JobHistory(
-            incidents=[parse_incident_row(row) for row in incidents],
+            incidents=[_parse_incident(row) for row in incidents],
             deliveries=[_parse_delivery(row) for row in deliveries],
-            attempts=[parse_attempt_row(row) for row in latest.values()],
+            attempts=[_parse_attempt(row) for row in latest.values()],
         )
 
     def load_deliveries(self) -> list[Delivery]:
         """The alerts that the previous server did not deliver."""
-        mine = (
-            sa.select(DELIVERIES)
-            .where(DELIVERIES.c.server == self._server)
-            .order_by(DELIVERIES.c.incident)
-        )
+        mine = sa.select(DELIVERIES).filter_by(server=self._server).order_by(DELIVERIES.c.incident)
         return [_parse_delivery(row) for row in self._read_rows(mine)]
 
     def save_changes(
@@ -234,10 +230,14 @@ class Store:
 
     def delete_delivery(self, done: Delivery) -> None:
         """Deletes an alert that its channel accepted, or will never accept. Logs a failure."""
-        row = sa.and_(*(DELIVERIES.c[name] == value for name, value in asdict(done).items()))
+        row = sa.delete(DELIVERIES).where(
+            DELIVERIES.c.incident == done.incident,
+            DELIVERIES.c.event == done.event,
+            DELIVERIES.c.channel == done.channel,
+        )
         try:
             with self._engine.begin() as db:
-                db.execute(sa.delete(DELIVERIES).where(row))
+                db.execute(row)
         except sa.exc.SQLAlchemyError as error:
             log.error(
                 "cannot record that an alert was sent, so it may be sent again: %s",
@@ -293,11 +293,9 @@ class Store:
         changed: Row = {name: insert.excluded[name] for name in rows[0] if name not in kept}
         if "revision" in table.c:
             changed["revision"] = table.c.revision + 1
-        statement = (
-            insert.on_conflict_do_update(index_elements=table.primary_key, set_=changed)
-            if changed
-            else insert.on_conflict_do_nothing()
-        )
+        statement = insert.on_conflict_do_nothing()
+        if changed:
+            statement = insert.on_conflict_do_update(index_elements=table.primary_key, set_=changed)
         db.execute(statement, [{**row, "server": self._server} for row in rows])
 
 
@@ -314,12 +312,16 @@ def format_timestamp(moment: datetime) -> str:
     return moment.astimezone(timezone.utc).isoformat(timespec="milliseconds")
 
 
+def _encode_json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
 def make_incident_row(record: IncidentRecord) -> Row:
     """The row of a record as it is now, for a later `Store.save_changes` in another thread."""
     incident = record.incident
+    body = _encode_json(build_document(incident))
     kept = {name: getattr(record, name) for name in _ServerState.__annotations__}
-    body = msgspec.json.encode(build_document(incident)).decode()
-    server_state = msgspec.json.encode(kept).decode()
+    server_state = _encode_json(kept)
     return {
         "id": incident.id,
         "job": incident.job,
@@ -334,35 +336,26 @@ def make_incident_row(record: IncidentRecord) -> Row:
     }
 
 
-def make_attempt_row(attempt: AttemptView) -> Row:
-    return {
-        "job": attempt.job,
-        "number": attempt.attempt,
-        "restart": attempt.restart,
-        "world_size": attempt.world_size,
-        "hosts": json.dumps(attempt.hosts),
-        "state": attempt.state,
-        "opened_at": format_timestamp(attempt.opened_at),
-        "last_seen_at": format_timestamp(attempt.last_seen_at),
-    }
-
-
-def parse_incident_row(row: sa.Row[Any], *, is_own: bool = True) -> IncidentRecord:
+def _parse_incident(row: sa.Row[Any], *, is_own: bool = True) -> IncidentRecord:
+    incident = parse_document(Incident, msgspec.json.decode(row.body))
     kept = msgspec.json.decode(row.server_state, type=_ServerState)
-    return IncidentRecord(
-        incident=parse_document(Incident, json.loads(row.body)), is_own=is_own, **kept
-    )
+    return IncidentRecord(incident=incident, is_own=is_own, **kept)
 
 
-def parse_attempt_row(row: sa.Row[Any]) -> AttemptView:
-    return AttemptView(
-        job=row.job,
-        attempt=row.number,
-        server=row.server or None,
-        state=row.state,
-        world_size=row.world_size,
-        hosts=json.loads(row.hosts),
-        opened_at=datetime.fromisoformat(row.opened_at),
-        last_seen_at=datetime.fromisoformat(row.last_seen_at),
-        restart=row.restart,
-    )
+def make_attempt_row(attempt: AttemptView) -> Row:
+    row = asdict(attempt)
+    row["number"] = row.pop("attempt")
+    row["hosts"] = _encode_json(attempt.hosts)
+    row["opened_at"] = format_timestamp(attempt.opened_at)
+    row["last_seen_at"] = format_timestamp(attempt.last_seen_at)
+    return row
+
+
+def _parse_attempt(row: sa.Row[Any]) -> AttemptView:
+    fields = row._asdict()
+    fields["attempt"] = fields.pop("number")
+    fields["server"] = row.server or None
+    fields["hosts"] = msgspec.json.decode(row.hosts)
+    fields["opened_at"] = datetime.fromisoformat(row.opened_at)
+    fields["last_seen_at"] = datetime.fromisoformat(row.last_seen_at)
+    return AttemptView(**fields)
