@@ -99,15 +99,14 @@ class Alerter:
         recovery = recovery_text.format_recovery(message.body) if event != RESOLVED else ""
         self.print_line(" ".join(filter(None, (message.title, recovery, message.url))))
         for delivery in self.list_deliveries(incident, event):
-            self._queue_message(self.queues[delivery.channel], message, delivery)
+            self._queue_message(message, delivery)
 
     def resume_delivery(self, incident: Incident, delivery: Delivery, now: datetime) -> bool:
         """Sends what an earlier server could not deliver. False if the channel no longer exists."""
-        waiting = self.queues.get(delivery.channel)
-        if waiting is not None:
-            message = self._compose_message(incident, delivery.event, now)
-            self._queue_message(waiting, message, delivery)
-        return waiting is not None
+        if delivery.channel not in self.queues:
+            return False
+        self._queue_message(self._compose_message(incident, delivery.event, now), delivery)
+        return True
 
     def close(self) -> None:
         """Waits shortly for messages that are being sent. The others stay undelivered."""
@@ -125,9 +124,8 @@ class Alerter:
     def _compose_message(self, incident: Incident, event: str, now: datetime) -> AlertMessage:
         return compose_message(incident, event, f"{self._base_url}/incidents/{incident.id}", now)
 
-    def _queue_message(
-        self, waiting: ChannelQueue, message: AlertMessage, delivery: Delivery
-    ) -> None:
+    def _queue_message(self, message: AlertMessage, delivery: Delivery) -> None:
+        waiting = self.queues[delivery.channel]
         name = waiting.channel.name
         if waiting.messages.qsize() >= MAX_QUEUED_MESSAGES:
             waiting.failed += 1
@@ -147,28 +145,8 @@ class Alerter:
             waiting.thread.start()
 
     def _send_messages(self, waiting: ChannelQueue) -> None:
-        while (queued := waiting.messages.get()) is not None and not self._stopping.is_set():
-            message, delivery = queued
-            try:
-                self._send_with_retries(waiting.channel, message)
-            except (
-                Exception
-            ) as error:  # a library may raise any; other messages are still to be sent
-                if self._stopping.is_set():
-                    return
-                waiting.failed += 1
-                self.print_line(
-                    f"alert channel {waiting.channel.name} did not accept {message.title!r}"
-                    f" ({error}): check --alert, try --test-alert"
-                )
-            else:
-                waiting.sent += 1
-            try:
-                self._delivered(delivery)
-            except Exception as error:  # the thread continues with the other messages
-                self.print_line(f"cannot record that {message.title!r} was sent: {error}")
+        channel = waiting.channel
 
-    def _send_with_retries(self, channel: AlertChannel, message: AlertMessage) -> None:
         def report_first_failure(state: tenacity.RetryCallState) -> None:
             if state.attempt_number == 1 and state.outcome is not None:
                 self.print_line(
@@ -176,7 +154,7 @@ class Alerter:
                     " tried again"
                 )
 
-        tries = tenacity.Retrying(
+        send_with_retries = tenacity.Retrying(
             retry=tenacity.retry_if_exception(
                 lambda error: not (isinstance(error, AlertChannelError) and error.final)
             ),
@@ -188,7 +166,25 @@ class Alerter:
             before_sleep=report_first_failure,
             reraise=True,
         )
-        tries(channel.send_message, message)
+        while (queued := waiting.messages.get()) is not None and not self._stopping.is_set():
+            message, delivery = queued
+            try:
+                send_with_retries(channel.send_message, message)
+                waiting.sent += 1
+            except (
+                Exception
+            ) as error:  # a library may raise any; other messages are still to be sent
+                if self._stopping.is_set():
+                    return
+                waiting.failed += 1
+                self.print_line(
+                    f"alert channel {channel.name} did not accept {message.title!r}"
+                    f" ({error}): check --alert, try --test-alert"
+                )
+            try:
+                self._delivered(delivery)
+            except Exception as error:  # the thread continues with the other messages
+                self.print_line(f"cannot record that {message.title!r} was sent: {error}")
 
 
 def compose_message(incident: Incident, event: str, url: str, now: datetime) -> AlertMessage:
@@ -196,25 +192,7 @@ def compose_message(incident: Incident, event: str, url: str, now: datetime) -> 
     incident's document. Receivers may show it unchanged, so no text in it has control characters.
     """
     kind = event.partition("-")[0]
-    title = f"{_format_label(incident, kind, now)} job {incident.job}: {incident.summary}"
-    if incident.site is not None and str(incident.site) not in incident.summary:
-        title = f"{title} [{incident.site}]"
     body = clean_document({**build_document(incident), "url": url})
-    lines = [
-        incident.advice if kind == OPENED else "",
-        recovery_text.format_recovery(body) if kind != RESOLVED else "",
-    ]
-    return AlertMessage(
-        id=f"{incident.id}.{event}",
-        event=kind,
-        title=clean_text(title),
-        advice="\n".join(clean_text(line) for line in lines if line),
-        body=body,
-    )
-
-
-def _format_label(incident: Incident, kind: str, now: datetime) -> str:
-    """What happened to the incident, in upper case."""
     age_s = ((incident.resolved_at or now) - incident.opened_at).total_seconds()
     age = format_coarse_age(age_s)
     ranks = name_ranks(incident.recovery.ranks if incident.recovery else [])
@@ -227,7 +205,20 @@ def _format_label(incident: Incident, kind: str, now: datetime) -> str:
         ABORTING: f"ABORTING {ranks}:",
         ABORTED: f"ABORTED {ranks}:",
     }
-    return labels[kind]
+    title = f"{labels[kind]} job {incident.job}: {incident.summary}"
+    if incident.site is not None and str(incident.site) not in incident.summary:
+        title = f"{title} [{incident.site}]"
+    lines = [
+        incident.advice if kind == OPENED else "",
+        recovery_text.format_recovery(body) if kind != RESOLVED else "",
+    ]
+    return AlertMessage(
+        id=f"{incident.id}.{event}",
+        event=kind,
+        title=clean_text(title),
+        advice="\n".join(clean_text(line) for line in lines if line),
+        body=body,
+    )
 
 
 def send_test_messages(
@@ -247,12 +238,12 @@ def send_test_messages(
     )
     results: list[tuple[str, str | None]] = []
     for channel in channels:
+        problem = None
         try:
             channel.send_message(message)
         except Exception as error:  # a library may raise any
-            results.append((channel.name, str(error) or type(error).__name__))
-        else:
-            results.append((channel.name, None))
+            problem = str(error) or type(error).__name__
+        results.append((channel.name, problem))
     return results
 
 

@@ -17,6 +17,7 @@ import abc
 import base64
 import hashlib
 import hmac
+import html
 import json
 import logging
 import os
@@ -53,6 +54,8 @@ _SLACK_TRANSIENT_ERRORS = frozenset(
 _MAX_HEADER, _MAX_SECTION, _MAX_FIELD = 150, 2900, 300
 _ADAPTIVE_CARD = "application/vnd.microsoft.card.adaptive"
 _TITLE_COLOURS = {"resolved": "Good", "test": "Accent"}  # Teams' colours; others are Attention
+# Teams renders a part of Markdown, including links.
+_TEAMS_ESCAPES = str.maketrans({character: f"\\{character}" for character in "\\`*_[]()#<>"})
 _LINK_LABEL = "Open the incident"
 _ICONS = {"resolved": "✅", "test": "🧪"}
 
@@ -481,7 +484,7 @@ def build_slack_message(message: AlertMessage) -> dict[str, Any]:
         blocks.append({"type": "section", "text": _make_plain_text(message.advice, _MAX_SECTION)})
     button = {"type": "button", "text": _make_plain_text(_LINK_LABEL, 75), "url": message.url}
     blocks.append({"type": "actions", "elements": [button]})
-    text = message.title.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    text = html.escape(message.title, quote=False)
     return {"text": truncate_end(text, _MAX_SECTION), "blocks": blocks}
 
 
@@ -495,7 +498,10 @@ def build_teams_message(message: AlertMessage) -> dict[str, Any]:
     body: list[dict[str, Any]] = [
         _make_text_block(message.title, weight="Bolder", size="Medium", color=colour)
     ]
-    facts = [{"title": name, "value": _escape(value)} for name, value in _iter_facts(message)]
+    facts = [
+        {"title": name, "value": value.translate(_TEAMS_ESCAPES)}
+        for name, value in _iter_facts(message)
+    ]
     if facts:
         body.append({"type": "FactSet", "facts": facts})
     if message.advice:
@@ -513,12 +519,7 @@ def build_teams_message(message: AlertMessage) -> dict[str, Any]:
 
 
 def _make_text_block(text: str, **style: str) -> dict[str, Any]:
-    return {"type": "TextBlock", "text": _escape(text), "wrap": True, **style}
-
-
-def _escape(text: str) -> str:
-    """The text for a card of Teams, which renders a part of Markdown, including links."""
-    return "".join(f"\\{c}" if c in "\\`*_[]()#<>" else c for c in text)
+    return {"type": "TextBlock", "text": text.translate(_TEAMS_ESCAPES), "wrap": True, **style}
 
 
 def _iter_facts(message: AlertMessage) -> Iterator[tuple[str, str]]:

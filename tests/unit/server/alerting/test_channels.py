@@ -1,5 +1,5 @@
-"""Alerts in the formats of Slack, Teams, PagerDuty and Opsgenie, sent over HTTP to receivers of the test. The
-services themselves are not asked.
+"""Alerts in the formats of Slack, Teams, PagerDuty and Opsgenie, sent over HTTP to receivers of the test and
+not to the services.
 """
 
 from __future__ import annotations
