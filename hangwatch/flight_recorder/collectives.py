@@ -89,8 +89,9 @@ class _Member:
     next_instance: GroupInstance  # the next group with the same name
 
     @property
-    def newest(self) -> FlightRecord | None:
-        return next(reversed(self.records.values()), None)
+    def newest(self) -> FlightRecord:
+        """The newest of its records, if it has any."""
+        return next(reversed(self.records.values()))
 
     def replace_signature(self, seq: int, signature: Signature) -> None:
         self.records[seq] = replace(self.records[seq], signature=signature)
@@ -212,9 +213,9 @@ class _Collectives:
         last_seq = max((max(m.records, default=0) for m in self.members), default=0)
         are_complete: dict[tuple[int, int], bool] = {}
         for member in self.members:
-            newest = member.newest
-            if newest is None or newest.retired:
+            if not member.records or member.newest.retired:
                 continue
+            newest = member.newest
             seq, agree = newest.seq, newest.signature.agree
             if (seq, agree) not in are_complete:
                 made = [m.records[seq] for m in self.members if seq in m.records]
@@ -359,8 +360,8 @@ class _Collectives:
                     invalid_ranks.add(member.rank)
             self.job.invalid_ranks[self.group.key] = invalid_ranks
             return
-        newest_calls = [member.newest for member in self.members]
-        call = next((r for r in newest_calls if r is not None and not r.completed), None)
+        newest_calls = [member.newest for member in self.members if member.records]
+        call = next((call for call in newest_calls if not call.completed), None)
         if call is not None and is_invalid_call(call.signature.op, call.sizes, size):
             input_count, output_count = call.sizes.tensors
             sent, received = call.sizes.elements
@@ -394,8 +395,9 @@ def _fill_stream(member: _Member, calls_block: bool, conflict: int) -> None:
             # the number alone serves.
             hashes[seq] = _get_common_hash(seq)
             continue
-        # After the first difference, the hash continues that of the call before.
-        before = hashes.get(seq - 1) if 0 < conflict < seq else _get_common_hash(seq - 1)
+        before: int | None = _get_common_hash(seq - 1)
+        if 0 < conflict < seq:  # the hash continues that of the call before
+            before = hashes.get(seq - 1)
         if before is not None and not record.may_be_truncated:
             hashes[seq] = extend_chain(before, record.signature.agree)
     stream.reported_hashes = tuple(sorted(hashes.items()))

@@ -70,10 +70,12 @@ def read_signature(
     names: tuple[str, ...], tensors: tuple[TensorFields, ...]
 ) -> tuple[Signature, TensorSizes]:
     """The signature of a call whose parts have these ``names`` and together these tensors."""
-    inputs = tuple(tuple(map(parse_int, shape)) for part in tensors for shape in part.inputs)
-    outputs = tuple(tuple(map(parse_int, shape)) for part in tensors for shape in part.outputs)
+    inputs: Shapes = ()
+    outputs: Shapes = ()
     dtypes: set[str] = set()
     for part in tensors:
+        inputs += tuple(tuple(map(parse_int, shape)) for shape in part.inputs)
+        outputs += tuple(tuple(map(parse_int, shape)) for shape in part.outputs)
         for name in map(parse_text, (*part.input_dtypes, *part.output_dtypes)):
             dtypes.add(DTYPE_NAMES.get(name, name.lower()))
     if channel := PEER_PATTERN.match(names[0]):
@@ -130,7 +132,9 @@ def _select_shapes(specs: Sequence[OperatorSpec], inputs: Shapes, outputs: Shape
         return outputs
     if spec.list_side is None:
         return inputs
-    listed, single = (inputs, outputs) if spec.list_side is ListSide.INPUTS else (outputs, inputs)
+    listed, single = inputs, outputs
+    if spec.list_side is ListSide.OUTPUTS:
+        listed, single = outputs, inputs
     if not spec.compares_shapes:  # only the root has the list
         return single
     has_uneven_shapes = len(set(map(math.prod, listed))) > 1

@@ -16,7 +16,7 @@ from hangwatch.report.text import group_name
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.schema import ApiModel, AsDocument
-from .totals import GroupTotals, JobTotals, PeriodPoint, compute_p50_p95
+from .totals import GroupTotals, JobTotals, compute_p50_p95
 
 MAX_LATE_RANKS_SHOWN = 16  # ranks of a group
 
@@ -93,11 +93,27 @@ def describe_group_performance(
     attempt: Attempt, ranked: RankedGroup, to_date: DateConverter
 ) -> GroupPerformance:
     totals = ranked.totals
-    group, arrivals = totals.group, totals.arrivals
+    arrivals = totals.arrivals
+    series: list[OperationSeries] = []
+    for op, history in totals.histories.items():
+        points: list[PeriodStats] = []
+        for point in history.list_points():
+            latency_p50_s, latency_p95_s = point.latency_p50_p95 or (None, None)
+            spread_p50_s, spread_p95_s = point.spread_p50_p95 or (None, None)
+            stats = PeriodStats(
+                at=to_date(point.started_at),
+                calls=point.calls,
+                latency_p50_s=latency_p50_s,
+                latency_p95_s=latency_p95_s,
+                spread_p50_s=spread_p50_s,
+                spread_p95_s=spread_p95_s,
+            )
+            points.append(stats)
+        series.append(OperationSeries(op=op, points=points))
     return GroupPerformance(
         job=attempt.job,
         attempt=attempt.number,
-        group=group,
+        group=totals.group,
         reported=len(totals.reporting_ranks),
         missed_calls=totals.missed_calls,
         straggler=ranked.straggler,
@@ -113,12 +129,7 @@ def describe_group_performance(
                 for late in arrivals.latecomers[:MAX_LATE_RANKS_SHOWN]
             ],
         ),
-        series=[
-            OperationSeries(
-                op=op, points=[_describe_period(p, to_date) for p in history.list_points()]
-            )
-            for op, history in totals.histories.items()
-        ],
+        series=series,
     )
 
 
@@ -164,19 +175,6 @@ def _describe_late_ranks(late: stragglers.LatenessStats, queued: bool) -> LateRa
         share=round(late.share, 3),
         lag_s=late.lag_s,
         waited_share=None if queued else round(late.waited_share, 3),
-    )
-
-
-def _describe_period(point: PeriodPoint, to_date: DateConverter) -> PeriodStats:
-    latency_p50_s, latency_p95_s = point.latency_p50_p95 or (None, None)
-    spread_p50_s, spread_p95_s = point.spread_p50_p95 or (None, None)
-    return PeriodStats(
-        at=to_date(point.started_at),
-        calls=point.calls,
-        latency_p50_s=latency_p50_s,
-        latency_p95_s=latency_p95_s,
-        spread_p50_s=spread_p50_s,
-        spread_p95_s=spread_p95_s,
     )
 
 

@@ -69,7 +69,20 @@ class Aborter:
             if attempt is None or not record.is_own or not (record.is_open or is_ordered):
                 continue
             if is_ordered:
-                self._finish_round(record, attempt)
+                now = self.shared.clock.monotonic()
+                self.orders.collect_results(record, attempt, now)
+                recovery = record.recovery
+                ordered_at = recovery.aborts[-1].ordered_at
+                results = {a.result for a in recovery.aborts if a.ordered_at == ordered_at}
+                if results == {"left"}:
+                    self.shared.incidents.update_recovery(record, state="planned")
+                elif "ordered" not in results:
+                    # All orders have results.
+                    self._aborted_at[attempt.key] = now
+                    done_at = self.shared.clock.date(now)
+                    self.shared.incidents.update_recovery(record, state="done", done_at=done_at)
+                    event = _number_event(ABORTED, _count_rounds(recovery))
+                    self.persistence.queue_alert(record, event)
             if not record.is_open or self.shared.fleet.latest_attempt(attempt.job) is not attempt:
                 self.orders.withdraw(record)
                 continue
@@ -206,21 +219,6 @@ class Aborter:
             unordered -= self.orders.list_ordered_ranks(record)
             unordered -= {abort.rank for abort in recovery.aborts if abort.result != "ordered"}
             self.orders.order_aborts(record, [attempt.processes[r] for r in unordered], now)
-
-    def _finish_round(self, record: IncidentRecord, attempt: Attempt) -> None:
-        """Completes a recovery once all its orders have results."""
-        now = self.shared.clock.monotonic()
-        self.orders.collect_results(record, attempt, now)
-        recovery = record.recovery
-        ordered_at = recovery.aborts[-1].ordered_at
-        results = {abort.result for abort in recovery.aborts if abort.ordered_at == ordered_at}
-        if results == {"left"}:
-            self.shared.incidents.update_recovery(record, state="planned")
-        elif "ordered" not in results:
-            self._aborted_at[attempt.key] = now
-            done_at = self.shared.clock.date(now)
-            self.shared.incidents.update_recovery(record, state="done", done_at=done_at)
-            self.persistence.queue_alert(record, _number_event(ABORTED, _count_rounds(recovery)))
 
 
 def _get_state(record: IncidentRecord) -> str:
