@@ -155,9 +155,7 @@ def _blame_invalid_calls(job: OfflineJob, verdict: Verdict) -> Verdict:
 
 
 def _limit_to_proof(job: OfflineJob, verdict: Verdict) -> Verdict:
-    """The verdict on missing ranks, with those culprits only that are known not to have entered the
-    call.
-    """
+    """The verdict on missing ranks, without the culprits that may have entered the call."""
     group, seq = verdict.group, verdict.seq
     is_message = any(call_class.call.peer is not None for call_class in verdict.calls)
     unknown_ranks = {rank for rank, dump in job.dumps.items() if dump.pending_messages_lost}

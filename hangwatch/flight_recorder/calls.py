@@ -82,9 +82,7 @@ _share_site = functools.lru_cache(maxsize=4096)(Site)
 def _read_call(
     parts: list[FlightEntry], may_be_truncated: bool, sites: _SitesByFrames
 ) -> list[FlightRecord]:
-    """The record of the call with these entries; one for each message if the entries are coalesced
-    sends and receives.
-    """
+    """The record of the call with these entries; one for each message if they are coalesced."""
     end = next((part for part in reversed(parts) if part.is_coalesced_end), None)
     is_batch = len(parts) > 1 and parts[0].backend in COALESCED_END_BACKENDS
     parts_by_record = [parts]
@@ -186,9 +184,7 @@ class FlightDump:
 
 
 def parse_dump(rank: int, data: object) -> FlightDump:
-    """A rank's dump from plain data. Raises FlightDumpError with the reason if the data is not a
-    dump.
-    """
+    """A rank's dump from plain data. Raises FlightDumpError, with the reason, for other data."""
     if (
         not isinstance(data, Mapping)
         or "version" not in data

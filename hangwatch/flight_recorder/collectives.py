@@ -127,9 +127,7 @@ def fill_collectives(job: OfflineJob, group: Group, calls_by_rank: CallsByRank) 
 
 
 def _list_members(job: OfflineJob, group: Group, calls_by_rank: CallsByRank) -> list[_Member]:
-    """The members about which something is known, in order, with streams that have entered the
-    calls that they made.
-    """
+    """The members about which something is known, with streams that have entered their calls."""
     members: list[_Member] = []
     for rank in group.ranks:
         dump, calls = job.dumps.get(rank), calls_by_rank.get(rank)

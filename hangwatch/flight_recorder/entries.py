@@ -142,9 +142,7 @@ def _select_shapes(specs: Sequence[OperatorSpec], inputs: Shapes, outputs: Shape
 
 
 def is_invalid_call(op: str, sizes: TensorSizes, member_count: int) -> bool:
-    """Whether the sizes of the inputs and outputs contradict each other, whatever the other members
-    called.
-    """
+    """Whether the sizes of inputs and outputs do not fit, whatever the other members called."""
     spec = FLIGHT_OPERATIONS.get(op, _UNKNOWN_OPERATOR)
     input_count, output_count = sizes.tensors
     sent, received = sizes.elements
@@ -177,9 +175,7 @@ class FlightEntry:
 
     @classmethod
     def parse_entry(cls, fields: Mapping[str, Any], index: int) -> FlightEntry:
-        """The entry at ``index`` of a dump. Raises KeyError, TypeError, ValueError or
-        AttributeError if ``fields`` is not a valid entry.
-        """
+        """The entry at ``index`` of a dump."""
         group, description = fields["process_group"]
         backend, _, name = parse_text(fields["profiling_name"]).rpartition(":")
         is_p2p = bool(fields.get("is_p2p")) or name.startswith(("send ", "recv "))
@@ -229,9 +225,7 @@ def _as_tuple(dtypes: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def parse_groups(config: Any, default_names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """The members of the groups in ``pg_config``, by name. The default group may have several
-    names, one after another.
-    """
+    """The members of the groups in ``pg_config`` by name; the default group may have several."""
     groups: dict[str, tuple[int, ...]] = {}
     for key, fields in config.items():
         name, value = parse_text(key), fields["ranks"]
@@ -289,9 +283,7 @@ def parse_statuses(
 
 
 def parse_int(value: object) -> int:
-    """An integer, also from text or an integral float. Raises TypeError or ValueError for other
-    values and for more than 64 bits.
-    """
+    """An integer of up to 64 bits, also from text or a float. Raises TypeError or ValueError."""
     if (isinstance(value, str) and len(value) <= 20) or (
         isinstance(value, float) and value.is_integer()
     ):

@@ -30,9 +30,7 @@ _RECORDER_DTYPES = {dtype: name for name, dtype in DTYPE_NAMES.items()} | {
 def export_dumps(
     incident: Mapping[str, Any], ranks: Iterable[Mapping[str, Any]]
 ) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """The dump of each rank whose groups have known members, and the names of the calls that had to
-    be left out.
-    """
+    """The dump of each rank whose groups have known members, and the operations left out."""
     omitted_ops: set[str] = set()
     dumps: dict[int, dict[str, Any]] = {}
     for rank in ranks:
@@ -75,9 +73,7 @@ def _select_calls(
     group: Mapping[str, Any],
     omitted_ops: set[str],
 ) -> dict[int, Mapping[str, Any]]:
-    """The rank's calls of the group that the incident is about, by number; if there are none, its
-    unfinished call.
-    """
+    """The rank's calls of the incident's group by number; without any, its unfinished call."""
     about = incident.get("group") or {}
     is_about_group = (group["name"], group["ranks"]) == (about.get("name"), about.get("ranks"))
     collectives: list[Mapping[str, Any]] = []

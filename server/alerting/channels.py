@@ -245,9 +245,7 @@ class Webhook(AlertChannel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppriseService(AlertChannel):
-    """A service that apprise supports, given by its URL: Slack, Teams, PagerDuty, e-mail, Telegram,
-    DingTalk, Feishu, WeCom and others.
-    """
+    """A service that apprise supports, by its URL: e-mail, Telegram, DingTalk and many others."""
 
     address: str = field(repr=False)
 

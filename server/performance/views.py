@@ -78,9 +78,7 @@ def _describe_straggler(totals: GroupTotals, because_of: frozenset[int] | None) 
 
 
 def list_stragglers(ranked_groups: Iterable[RankedGroup]) -> list[Straggler]:
-    """The stragglers that are not late because of other ranks, each one once; the one that causes
-    the most waiting comes first.
-    """
+    """The stragglers that are late by themselves, each once; the one most waited for comes first."""
     stragglers: dict[tuple[int, ...], Straggler] = {}
     for ranked in ranked_groups:
         straggler = ranked.straggler

@@ -70,9 +70,7 @@ def lock_data_dir(data_dir: Path) -> IO[str]:
 
 
 def open_engine(data_dir: Path, database: str | None) -> sa.Engine:
-    """The SQLite database in the data folder, or the PostgreSQL database with this URL. Raises
-    StoreError.
-    """
+    """SQLite in the data folder, or PostgreSQL at the URL ``database``. Raises StoreError."""
     if database is None:
         path = data_dir / DATABASE_FILE
         # SQLite gives its other files the permissions of the database.
