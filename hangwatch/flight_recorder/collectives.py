@@ -229,10 +229,9 @@ class _Collectives:
         """The progress of the member's device; None if it is unknown."""
         dump, records, entered = member.dump, member.records, member.stream.entered
         status = dump.statuses.get(self.group.name)
-        if self.group.name in self.job.p2p_groups or member.next_instance in dump.groups:
-            # The status counts other calls too, or belongs to a later group of that name.
-            status = None
-        if status is not None and status.enqueued <= _NO_COLLECTIVE:
+        # The status may count other calls too, or belong to a later group of that name.
+        is_other = self.group.name in self.job.p2p_groups or member.next_instance in dump.groups
+        if status is not None and (is_other or status.enqueued <= _NO_COLLECTIVE):
             status = None
         completed = max((seq for seq, record in records.items() if record.completed), default=0)
         if status is not None and status.completed > _NO_COLLECTIVE:

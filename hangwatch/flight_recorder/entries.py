@@ -65,7 +65,7 @@ class TensorSizes:
     is_single_call: bool  # false for several calls that were coalesced
 
 
-@functools.lru_cache(maxsize=16_384)  # equal signatures of all dumps are shared objects
+@functools.lru_cache(maxsize=4096)  # equal signatures of all dumps are shared objects
 def read_signature(
     names: tuple[str, ...], tensors: tuple[TensorFields, ...]
 ) -> tuple[Signature, TensorSizes]:
