@@ -50,31 +50,27 @@ def rank_groups(job: JobTotals) -> list[RankedGroup]:
         if group.arrivals.straggler is not None
     }
     causes = stragglers.find_straggler_causes(late_by_group)
-    ranked = [
-        RankedGroup(group, _describe_straggler(group, causes.get(number)))
-        for number, group in enumerate(groups)
-    ]
+    ranked: list[RankedGroup] = []
+    for number, totals in enumerate(groups):
+        late, straggler = totals.arrivals.straggler, None
+        if late is not None:
+            because_of = causes.get(number)
+            summary = format_straggler(
+                late.ranks,
+                group_name(totals.group.name, totals.group.desc),
+                share=late.share,
+                lag_s=late.lag_s,
+                error_s=totals.arrivals.error_s,
+                waited_share=None if totals.queued else late.waited_share,
+                because_of=because_of,
+            )
+            straggler = Straggler(
+                **_describe_late_ranks(late, totals.queued).model_dump(),
+                because_of=None if because_of is None else sorted(because_of),
+                summary=summary,
+            )
+        ranked.append(RankedGroup(totals, straggler))
     return sorted(ranked, key=lambda one: one.sort_key)
-
-
-def _describe_straggler(totals: GroupTotals, because_of: frozenset[int] | None) -> Straggler | None:
-    late, group = totals.arrivals.straggler, totals.group
-    if late is None:
-        return None
-    summary = format_straggler(
-        late.ranks,
-        group_name(group.name, group.desc),
-        share=late.share,
-        lag_s=late.lag_s,
-        error_s=totals.arrivals.error_s,
-        waited_share=None if totals.queued else late.waited_share,
-        because_of=because_of,
-    )
-    return Straggler(
-        **_describe_late_ranks(late, totals.queued).model_dump(),
-        because_of=None if because_of is None else sorted(because_of),
-        summary=summary,
-    )
 
 
 def list_stragglers(ranked_groups: Iterable[RankedGroup]) -> list[Straggler]:
