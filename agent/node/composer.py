@@ -11,7 +11,7 @@ from hangwatch.protocol.heartbeat import AgentCost, Heartbeat, ProcessUpdate
 
 from .discovery.watchlist import Watchlist
 from .reporting.calls import PerformanceReporter
-from .reporting.updates import is_progressing, make_terse_update
+from .reporting.terse import make_terse_update
 from .reporting.uplink import HeartbeatOutcome, Outbox
 from .requests.recordings import RecordingWorker
 from .requests.traces import TraceRequests
@@ -56,18 +56,18 @@ class HeartbeatComposer:
         for key, process in watched.items():
             process.is_paused = self._recordings.is_pausing(key)
             updates[key] = process.compose_update(now_ns)
-        may_be_brief = not self.is_full_due and not gone and now_ns < self._terse_until_ns
-        is_brief = bool(updates) and may_be_brief
-        if is_brief:
-            is_brief = all(
-                is_progressing(process.snapshot, process.acked, updates[key], process.composed)
-                for key, process in watched.items()
-            )
-        if is_brief:
-            for key, process in watched.items():
-                updates[key], process.composed = make_terse_update(
+        is_brief = False
+        if updates and not self.is_full_due and not gone and now_ns < self._terse_until_ns:
+            terse = {
+                key: make_terse_update(
                     process.snapshot, process.acked, updates[key], process.composed
                 )
+                for key, process in watched.items()
+            }
+            is_brief = None not in terse.values()
+            for key, made in terse.items():
+                if is_brief and made is not None:
+                    updates[key], watched[key].composed = made
         tallies = {key: process.tally for key, process in watched.items()}
         return Heartbeat(
             host=self._host,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from hangwatch.agent.node.reporting import updates
+from hangwatch.agent.node.reporting import terse, updates
 from hangwatch.agent.node.reporting.acked import AckedState, UnackedHistory
 from hangwatch.diagnosis import Diagnosis, EvidenceRequest, diagnose, is_quiet
 from hangwatch.model.calls import Call
@@ -308,25 +308,24 @@ class ModelCluster:
         acked: dict[str, AckedState | None] = {}
         parts = []
         brief = not agent.full and self.job.now < agent.terse_until
-        short: dict[str, tuple[heartbeat.ProcessUpdate | None, AckedState | None]] = {}
+        short: list[heartbeat.ProcessUpdate] = []
+        short_acked: dict[str, AckedState | None] = {}
         for rank in self.job.ranks.values():
             if rank.host == agent.host:
                 key = self._rings.get_process_key(rank)
                 update, acked[key] = self._rings.compose_update(agent, rank)
                 snapshot = self._rings.make_snapshot(rank)
-                brief = brief and updates.is_progressing(
-                    snapshot, agent.acked.get(key), update, acked[key]
-                )
-                short[key] = updates.make_terse_update(
-                    snapshot, agent.acked.get(key), update, acked[key]
-                )
+                made = terse.make_terse_update(snapshot, agent.acked.get(key), update, acked[key])
                 if update is not None:
                     parts.append(update)
+                if made is None:
+                    brief = False
+                    continue
+                terse_update, short_acked[key] = made
+                if terse_update is not None:
+                    short.append(terse_update)
         if brief:
-            parts, acked = (
-                [part for part, _ in short.values() if part is not None],
-                {key: known for key, (_, known) in short.items()},
-            )
+            parts, acked = short, short_acked
         agent.number += 1
         beat = heartbeat.Heartbeat(
             host=agent.host, agent=agent.id, number=agent.number, full=agent.full, brief=brief, processes=tuple(parts),

@@ -9,14 +9,16 @@ import functools
 import os
 import select
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hangwatch.model.calls import Call
 from hangwatch.model.ranks import ExitInfo, Lifecycle
 from hangwatch.protocol.heartbeat import ProcessIdentity, ProcessUpdate
 from hangwatch.ring import checks
 from hangwatch.ring.layout import RingError
+from hangwatch.ring.parts import STAMP
 from hangwatch.ring.reader import RingReader, RingSnapshot
 
 from ...environment import identity, run_dir
@@ -24,7 +26,6 @@ from ...environment.identity import LaunchInfo
 from ..reporting import updates
 from ..reporting.acked import AckedState, UnackedHistory
 from ..reporting.calls import CallLog, ProcessTally
-from ..reporting.updates import parse_identity
 from ..system import processes
 from ..system.processes import CpuActivity
 from . import rings
@@ -53,7 +54,7 @@ class WatchedProcess:
     ring: RingFile | None = None
     reader: RingReader | None = None
     snapshot: RingSnapshot | None = None
-    launch: LaunchInfo | None = None  # if its environment alone does not say which rank it is
+    launch: LaunchInfo | None = None  # if its environment alone does not name its rank
     identity: ProcessIdentity | None = None
     pidfd: int | None = None
     exit: ExitInfo | None = None
@@ -66,11 +67,10 @@ class WatchedProcess:
     composed: AckedState | None = None  # what the server will know once it has the last update
     exit_acked_ns: int = 0  # when the server acknowledged its exit
     flight_reader: FlightFileReader | None = None
-    is_paused: bool = False  # our own recording pauses it again and again
-    is_pyspy_probed: bool = False  # whether py-spy can sample it was checked
+    is_paused: bool = False  # a recording of ours pauses it for each sample
+    is_pyspy_probed: bool = False  # it was checked whether py-spy can sample it
     is_flooded: bool = False  # a large part of its ring was written since the last reading
     _activity_read_ns: int = 0
-    _activity_cursor: int = 0  # the records that had been read by then
 
     def __post_init__(self) -> None:
         self.key = run_dir.format_process_key(self.pid, self.start_ticks)
@@ -82,6 +82,7 @@ class WatchedProcess:
 
     def read_state(self, now_ns: int) -> None:
         """Reads ring and /proc. What cannot be read keeps its last state and becomes a fault."""
+        known_count = self.history.cursor
         if self.ring is not None:
             self._read_ring(self.ring, now_ns)
         if self.identity is None and (self.ring is None or self.ring_problem):
@@ -89,8 +90,7 @@ class WatchedProcess:
         if self.exit is not None:
             return
         # Calls that were made since the last reading show that the process runs.
-        has_new_calls = self.history.cursor != self._activity_cursor
-        self._activity_cursor = self.history.cursor
+        has_new_calls = self.history.cursor != known_count
         if not has_new_calls or now_ns - self._activity_read_ns >= _ACTIVITY_INTERVAL_NS:
             self._activity_read_ns = now_ns
             with contextlib.suppress(OSError, ValueError):  # the process has just ended
@@ -98,11 +98,13 @@ class WatchedProcess:
                 self.activity.update_activity(self.pid, now_ns, caller_tid, self.proc)
 
     def _read_ring(self, ring: RingFile, now_ns: int) -> None:
+        """Reads the ring. The history, the call log and the tally share the records that are new."""
+        first_unread, known_count = self.history.first_unread, self.history.cursor
         try:
             self.reader = ring.refresh_reader(self.reader)
             snapshot = self.reader.read_snapshot(now_ns)
-            delta = self.reader.read_delta(self.history.cursor)
-            if any(index >= self.history.cursor for index in delta.retracted):
+            delta = self.reader.read_delta(first_unread)
+            if any(index >= first_unread for index in delta.retracted):
                 # A retracted call may have been in progress when the snapshot was taken.
                 snapshot = self.reader.read_snapshot(now_ns)
             for uid, seq in self.history.add_delta(delta):
@@ -119,11 +121,13 @@ class WatchedProcess:
             self._record_unreadable(ring, error, now_ns)
             return
         self.faults.pop("ring", None)
-        self.call_log.add_records(delta.records)
+        # After a resync, the history alone gets the records that were read before.
+        new_records = [record for record in delta.records if record[STAMP] > known_count]
+        self.call_log.add_records(new_records)
         self.snapshot = snapshot
-        self.is_flooded = len(delta.records) * FLOOD_DIVISOR > self.reader.record_capacity
+        self.is_flooded = len(new_records) * FLOOD_DIVISOR > self.reader.record_capacity
         try:
-            self.tally.add_records(delta.records, snapshot.streams, self.reader)
+            self.tally.add_records(new_records, snapshot.streams, self.reader)
         except Exception as error:  # the state of the process is reported all the same
             self.faults["performance"] = (
                 f"the performance of its calls is not reported: {type(error).__name__}: {error}"
@@ -317,6 +321,32 @@ def watch_process(
     )
     watched.read_state(now_ns)
     return watched
+
+
+def parse_identity(
+    data: Mapping[str, Any], *, pid: int, start_ticks: int
+) -> ProcessIdentity | None:
+    """The identity in a ring, without age; None while the rank is unknown. Raises ValueError."""
+    if data.get("rank") is None:
+        return None
+    try:
+        local = data.get("local_rank")
+        return ProcessIdentity(
+            job=str(data["job"]),
+            restart=int(data.get("restart", 0)),
+            rank=int(data["rank"]),
+            world_size=int(data.get("world_size", 0)),
+            local_rank=None if local is None else int(local),
+            pid=pid,
+            start_ticks=start_ticks,
+            python=str(data.get("python", "")),
+            torch=str(data.get("torch", "")),
+            program=str(data.get("program", "")),
+            master=str(data.get("master", "")),
+            on_hang=str(data.get("on_hang", "")),
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"malformed identity: {error!r}") from error
 
 
 def read_identity(

@@ -1,5 +1,5 @@
 """What the server has acknowledged of a process, and what was read from its ring and is not
-acknowledged yet: running hashes, and the results of checks.
+acknowledged yet: running hashes, retracted calls, and the results of checks.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ _MIN_STREAMS_DROPPED = 256  # closed streams that are dropped together
 # The next two limit one heartbeat. All ranks leave out the same calls of a stream that has more.
 _MAX_CHECKSUMS_PER_STREAM = 64
 _MAX_NONFINITE_PER_HEARTBEAT = 64
+
+_Checksum = tuple[int, int, int, int]  # see `ProcessUpdate.checksums`
 
 
 class AckedStream(NamedTuple):
@@ -95,11 +97,12 @@ class CheckHistory:
     def build_update_fields(self, now_ns: int) -> tuple[dict[str, Any], int]:
         """Fields of a `ProcessUpdate`, and the last entry that they include; 0 if there is none."""
         nonfinite: list[NonfiniteReport] = []
-        checksum_entries: dict[int, list[CheckEntry]] = defaultdict(list)
+        checksums_by_uid: dict[int, list[_Checksum]] = defaultdict(list)
         last_entry = 0
         for number, entry, call in self._pending:
             if call is None:
-                checksum_entries[entry.uid].append(entry)
+                checksum = (entry.uid, entry.seq, entry.chain, entry.checksum)
+                checksums_by_uid[entry.uid].append(checksum)
             elif len(nonfinite) == _MAX_NONFINITE_PER_HEARTBEAT:
                 break
             else:
@@ -119,14 +122,13 @@ class CheckHistory:
             last_entry = number
         if not last_entry:
             return {}, 0
-        checksums: list[tuple[int, int, int, int]] = []
-        for uid, entries in checksum_entries.items():
-            kept_seqs = thin_checks([entry.seq for entry in entries], _MAX_CHECKSUMS_PER_STREAM)
-            for entry in entries:
-                if entry.seq in kept_seqs:
-                    checksums.append((uid, entry.seq, entry.chain, entry.checksum))
+        kept: list[_Checksum] = []
+        for checksums in checksums_by_uid.values():
+            seqs = [seq for _, seq, _, _ in checksums]
+            kept_seqs = thin_checks(seqs, _MAX_CHECKSUMS_PER_STREAM)
+            kept += [checksum for checksum in checksums if checksum[1] in kept_seqs]
         fields = {
-            "checksums": tuple(checksums),
+            "checksums": tuple(kept),
             "nonfinite": tuple(nonfinite),
             "overflows": self.overflows,
         }
@@ -149,6 +151,7 @@ class UnackedHistory:
     """
 
     cursor: int = 0  # records that were read
+    first_unread: int = 0  # where the next reading starts: at ``cursor``, or at 0 after a resync
     chains: dict[int, dict[int, int]] = field(default_factory=dict)
     newest_ops: dict[int, str] = field(default_factory=dict)
     newest_thread: int = 0  # the thread that made the newest call; 0 before the first one
@@ -167,11 +170,11 @@ class UnackedHistory:
         """Adds what was read. Returns (uid, seq) of the calls read earlier and retracted since."""
         late: list[tuple[int, int]] = []
         for index, (uid, seq) in delta.retracted.items():
-            if index < self.cursor and index not in self._retracted:
+            if index < self.first_unread and index not in self._retracted:
                 late.append((uid, seq))
                 self._retract_call(uid, Retraction(seq, index))
         self._retracted = frozenset(delta.retracted)
-        self.cursor = delta.next_index
+        self.cursor = self.first_unread = delta.next_index
         self.newest_ops.update(delta.newest_ops)
         if delta.records:
             self.newest_thread = delta.records[-1][THREAD]
@@ -235,7 +238,7 @@ class UnackedHistory:
 
     def rewind_cursor(self) -> None:
         """Starts again with what the ring still has."""
-        self.cursor = 0
+        self.first_unread = 0
         self.chains.clear()
         self.retractions.clear()
         self.composed_streams = {}

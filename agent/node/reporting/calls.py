@@ -24,7 +24,7 @@ from hangwatch.performance.distributions import (
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.heartbeat import ClockOffset
 from hangwatch.ring.layout import RecordFlag
-from hangwatch.ring.parts import DONE_NS, FLAGS, SEQ, STAMP, UID, Record
+from hangwatch.ring.parts import DONE_NS, ENTERED_NS, FLAGS, SEQ, STAMP, UID, Record
 from hangwatch.ring.reader import RingReader, StreamState
 from hangwatch.ring.sampling import MIN_TIMED_LEVEL, sample_calls, sampling_level
 
@@ -95,36 +95,26 @@ class _StreamTally:
     samples: dict[int, heartbeat.CallSample] = field(default_factory=dict)  # keys: seq
     thinning_level: int = 0  # samples of a lower sampling level are not kept
 
-    def add_sample(self, sample: heartbeat.CallSample) -> None:
-        """Keeps a sample, and thins out all of them if they are too many."""
-        self.samples[sample[0]] = sample
-        while len(self.samples) > _MAX_SAMPLES:
-            self.thinning_level += 1
-            for seq in list(self.samples):
-                if sampling_level(seq) < self.thinning_level:
-                    del self.samples[seq]
-
 
 @dataclass(slots=True)
 class ProcessTally:
     """How the calls of one process performed since the last report."""
 
-    _record_cursor: int = 0  # the last record that was added
     _streams: dict[int, _StreamTally] = field(default_factory=dict)  # keys: uids
     # Keys: group size, signature and bytes.
     _shapes: dict[tuple[int, int, int], _CallShape] = field(default_factory=dict)
-    # The uid of the stream, seq, entered_ns and shape, for each index of a record.
-    _unfinished: dict[int, tuple[int, int, int, _CallShape]] = field(default_factory=dict)
+    # Timed calls that had not completed when they were read, by the index of the record.
+    _unfinished: dict[int, tuple[Record, _CallShape]] = field(default_factory=dict)
 
     def add_records(
-        self, records: Iterable[Record], states: Sequence[StreamState], reader: RingReader
+        self, new_records: Iterable[Record], states: Sequence[StreamState], reader: RingReader
     ) -> None:
-        """Adds the records that were written since the last time; others are skipped."""
-        self._recheck_unfinished(reader)
-        new_records = [record for record in records if record[STAMP] > self._record_cursor]
-        if not new_records:
-            return
-        self._record_cursor = new_records[-1][STAMP]
+        """Adds records that were not added before, and the durations that have become known."""
+        for index, (_, shape) in list(self._unfinished.items()):
+            del self._unfinished[index]
+            present = reader.read_record(index)
+            if present is not None:
+                self._record_duration(present, shape)
         states_by_uid: dict[int, StreamState] | None = None
         for record in new_records:
             uid = record[UID]
@@ -139,16 +129,6 @@ class ProcessTally:
                 stream = self._streams[uid] = _make_stream_tally(state, record[SEQ])
             self._add_record(record, stream, reader)
 
-    def _recheck_unfinished(self, reader: RingReader) -> None:
-        """Reads timed calls again that had not completed when they were read."""
-        for index, (uid, seq, entered_ns, shape) in list(self._unfinished.items()):
-            record = reader.read_record(index)
-            if record is None:
-                del self._unfinished[index]
-            elif record[FLAGS] & _TIMED_FLAG and record[DONE_NS]:
-                del self._unfinished[index]
-                self._record_duration(record, uid, seq, entered_ns, shape)
-
     def _forget_closed_streams(self, states_by_uid: Mapping[int, StreamState]) -> None:
         """Drops the streams that are closed and reported, once there are many."""
         if len(self._streams) > 2 * len(states_by_uid) + _MIN_STREAMS_DROPPED:
@@ -157,12 +137,12 @@ class ProcessTally:
                 for uid, stream in self._streams.items()
                 if uid in states_by_uid or stream.totals_by_class
             }
-            self._unfinished = {
-                index: call for index, call in self._unfinished.items() if call[0] in self._streams
-            }
+            for index, (record, _) in list(self._unfinished.items()):
+                if record[UID] not in self._streams:
+                    del self._unfinished[index]
 
     def _add_record(self, record: Record, stream: _StreamTally, reader: RingReader) -> None:
-        _, entered_ns, _, seq, _, _, size, uid, signature, *_ = record
+        _, entered_ns, _, seq, _, _, size, _, signature, *_ = record
         since_previous_us = -1
         expected_seq = stream.last_seq + 1
         if seq > expected_seq:
@@ -179,11 +159,16 @@ class ProcessTally:
         is_sampled = stream.samples_per_report and level >= stream.thinning_level
         if is_sampled and shape.op in MUTUAL_WAIT_OPS:
             common_bytes = shape.size_bytes if shape.is_even else -1
-            stream.add_sample(
-                (seq, entered_ns // 1000, since_previous_us, -1, *shape.totals_key, common_bytes)
-            )
+            entered_us = entered_ns // 1000
+            sample = (seq, entered_us, since_previous_us, -1, *shape.totals_key, common_bytes)
+            stream.samples[seq] = sample
+            while len(stream.samples) > _MAX_SAMPLES:
+                stream.thinning_level += 1
+                for kept_seq in list(stream.samples):
+                    if sampling_level(kept_seq) < stream.thinning_level:
+                        del stream.samples[kept_seq]
         if level >= MIN_TIMED_LEVEL:
-            self._record_duration(record, uid, seq, entered_ns, shape)
+            self._record_duration(record, shape)
 
     def _find_shape(
         self, member_count: int, signature_number: int, recorded_bytes: int, reader: RingReader
@@ -200,15 +185,14 @@ class ProcessTally:
             self._shapes[key] = shape
         return shape
 
-    def _record_duration(
-        self, record: Record, uid: int, seq: int, entered_ns: int, shape: _CallShape
-    ) -> None:
+    def _record_duration(self, record: Record, shape: _CallShape) -> None:
         if not (record[FLAGS] & _TIMED_FLAG and record[DONE_NS]):
             if len(self._unfinished) < _MAX_UNFINISHED_CALLS and not record[FLAGS] & _RAISED_FLAG:
-                self._unfinished[record[STAMP] - 1] = uid, seq, entered_ns, shape
+                self._unfinished[record[STAMP] - 1] = record, shape
             return
-        stream = self._streams[uid]
-        took_ns = min(max(0, record[DONE_NS] - entered_ns), int(MAX_DURATION_US * 1000))
+        stream, seq = self._streams[record[UID]], record[SEQ]
+        took_ns = max(0, record[DONE_NS] - record[ENTERED_NS])
+        took_ns = min(took_ns, int(MAX_DURATION_US * 1000))
         stream.timed_ops.add(shape.op)
         stream.totals_by_class[shape.totals_key].latency.add_duration(took_ns / 1000)
         if seq in stream.samples:
@@ -249,12 +233,12 @@ class ProcessTally:
         one on whose duration may still become known are kept for the next report.
         """
         end_seq = stream.last_seq + 1
-        for call_uid, seq, entered_ns, shape in self._unfinished.values():
-            if call_uid != uid or shape.op not in stream.timed_ops or seq >= end_seq:
+        for record, shape in self._unfinished.values():
+            if record[UID] != uid or shape.op not in stream.timed_ops:
                 continue
-            is_recent = stream.last_seq - seq < _MAX_LATER_CALLS
-            if is_recent and stream.last_ns - entered_ns < _MAX_DURATION_WAIT_NS:
-                end_seq = seq
+            is_recent = stream.last_seq - record[SEQ] < _MAX_LATER_CALLS
+            if is_recent and stream.last_ns - record[ENTERED_NS] < _MAX_DURATION_WAIT_NS:
+                end_seq = min(end_seq, record[SEQ])
         ready = sorted(seq for seq in stream.samples if seq < end_seq)
         chosen = sample_calls(ready, stream.samples_per_report)
         samples = tuple([stream.samples[seq] for seq in chosen])
@@ -317,34 +301,30 @@ class PerformanceReporter:
         reply = outcome.reply
         if reply is None:
             return
-        self._report_interval_s = REPORT_INTERVAL_S
+        interval_s = REPORT_INTERVAL_S
         if reply.interval_s > USUAL_HEARTBEAT_INTERVAL_S:
-            self._report_interval_s = max(
-                REPORT_INTERVAL_S, HEARTBEATS_PER_REPORT * reply.interval_s
-            )
+            interval_s = max(interval_s, HEARTBEATS_PER_REPORT * reply.interval_s)
+        self._report_interval_s = interval_s
         if reply.clock_s is not None and outcome.answered_s:
             self.clock_offset.add_exchange(outcome.sent_s, reply.clock_s, outcome.answered_s)
 
 
 @dataclass(slots=True)
 class CallLog:
-    """The last calls that were read from a ring, each once."""
+    """The last calls that were read from a ring."""
 
-    _last_index: int = 0  # the newest record's, counted from 1
     _entries: bytearray = field(default_factory=bytearray)
 
     def __len__(self) -> int:
         return len(self._entries) // _ENTRY.size
 
     def add_records(self, records: Iterable[Record]) -> None:
-        """Adds records in the order they were written. Records that were added before are skipped."""
+        """Adds new records in the order in which they were written."""
         pack = _ENTRY.pack
         packed: list[bytes] = []
         for record in records:
-            index, entered_ns, _, seq, chain, _, _, uid, signature, site, thread, flags, *_ = record
-            if index > self._last_index:
-                self._last_index = index
-                packed.append(pack(seq, chain, entered_ns, uid, signature, site, thread, flags))
+            _, entered_ns, _, seq, chain, _, _, uid, signature, site, thread, flags, *_ = record
+            packed.append(pack(seq, chain, entered_ns, uid, signature, site, thread, flags))
         self._entries += b"".join(packed)
         # The oldest are not dropped at each reading, since that moves all others.
         if len(self) > CALLS_KEPT * 5 // 4:

@@ -1,27 +1,20 @@
-"""Composes the update of one process: what the server does not know yet. Pure.
-
-An update is complete, with the positions, checkpoints and blocked calls of all streams, the counters
-of the device, and what the rank wrote about itself into its ring (identity and exception); or it is
-terse. A host with infrequent heartbeats sends terse updates while all of its ranks make progress,
-which it can see by itself: they leave out positions. As soon as one rank makes none, updates are
-complete again. What the server must not miss is always reported: that a rank is no longer blocked in
-a call, and the creation of groups, since a single host cannot see whether all ranks created the same
-groups.
+"""Composes the update of one process: what the server does not know yet of the positions, checkpoints
+and blocked calls of all streams, the counters of the device, and what the rank wrote about itself
+into its ring (identity and exception). Pure. `terse` leaves out what a host need not report.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from hangwatch.model.calls import Call, StreamKind
+from hangwatch.model.calls import Call
 from hangwatch.model.groups import pack_ranks
 from hangwatch.model.incidents import FlightFile
-from hangwatch.model.limits import FROZEN_AFTER_S
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo
 from hangwatch.protocol.heartbeat import (
     MAX_CHECKPOINTS,
@@ -40,7 +33,6 @@ from .acked import AckedState, AckedStream, UnackedHistory
 BLOCKED_AFTER_S = 0.5  # a call that is unfinished for longer is reported with its arguments
 MAX_BLOCKED_CALLS = 8  # reported for each stream
 PULSE_REFRESH_S = 1.0  # how often a process is reported whose pulse is its only change
-PROGRESS_WINDOW_S = 3.0  # a rank makes progress if its last call is at most this old
 MAX_CLOSED_REPORTED = 4096  # streams in one heartbeat
 # Counters that do not change are confirmed this often while the device is behind: then their age
 # matters to the diagnosis.
@@ -85,68 +77,60 @@ def compose_update(
     """
     before = acked or AckedState()
     ring = view.snapshot or _NO_RING
-    streams: list[StreamUpdate] = []
-    losses: list[tuple[int, int, int]] = []
-    after = dict(before.streams)
     is_ending = view.exit is not None and not before.includes_exit
-    for state in _list_unreported_streams(ring, before, now_ns, is_ending=is_ending):
-        ending = last_calls.get(state.uid, []) if is_ending else None
-        acked_stream = before.streams.get(state.uid)
-        if acked_stream is not None and state.uid in history.retractions:
-            last_valid_seq = history.retractions[state.uid].seq - 1
-            acked_stream = acked_stream._replace(
-                entered=-1,
-                last_checked_seq=min(acked_stream.last_checked_seq, last_valid_seq),
-                last_blocked_seq=min(acked_stream.last_blocked_seq, last_valid_seq),
-            )
-        stream_update, after[state.uid] = _compose_stream_update(
-            state, acked_stream, history, fetch_calls, ending
-        )
-        if stream_update is not None:
-            streams.append(stream_update)
-        known_from_seq = acked_stream.lost_from_seq if acked_stream is not None else 0
-        if state.loss is not None and state.loss.from_seq != known_from_seq:
-            losses.append((state.uid, state.loss.from_seq, int(state.loss.reason)))
-    closed = _find_closed_streams(ring, after)
-    for uid in closed:
-        del after[uid]
+    stream_fields, streams = _compose_stream_fields(
+        ring, before, history, now_ns, fetch_calls, last_calls if is_ending else None
+    )
+    check_fields, check_entries = history.check_history.build_update_fields(now_ns)
     device_entries = _find_due_device_entries(ring, before.device_entries)
+    additions = {
+        **stream_fields,
+        **check_fields,
+        "retractions": tuple((uid, call.seq) for uid, call in history.retractions.items()),
+        "device": tuple(_make_device_status(entry, now_ns) for entry in device_entries.values()),
+    }
+
+    is_known = view.identity is before.identity or view.identity == before.identity
     status_key = _make_status_key(view, ring, now_ns)
+    is_changed = not is_known or (status_key, ring.step) != (before.status_key, before.step)
     # The recorder has not run yet if its pulse is 0.
     silent_s = min(view.idle_s, ring.pulse_s) if ring.pulse_s else view.idle_s
     alive_ns = now_ns - int(1e9 * silent_s)
     is_pulse_due = (
-        alive_ns > before.last_alive_ns + 1_000_000
+        view.exit is None
+        and alive_ns > before.last_alive_ns + 1_000_000
         and now_ns - before.reported_at_ns >= PULSE_REFRESH_S * 1e9
     )
-    is_known = view.identity is before.identity or view.identity == before.identity
-    check_fields, check_entries = history.check_history.build_update_fields(now_ns)
-    is_changed = not is_known or (status_key, ring.step) != (before.status_key, before.step)
-    has_additions = any(
-        (check_fields, streams, losses, history.retractions, closed, device_entries)
-    )
-    if not is_changed and not has_additions and not (is_pulse_due and view.exit is None):
+    if not (is_changed or is_pulse_due or any(additions.values())):
         return None, before
-    after_ack = AckedState(
+
+    after = AckedState(
         identity=view.identity,
         status_key=status_key,
         step=ring.step,
         reported_at_ns=now_ns,
         last_alive_ns=alive_ns,
-        streams=after,
+        streams=streams,
         dormant_chunks=ring.dormant_chunks,
         check_entries=check_entries,
         device_entries={**before.device_entries, **device_entries},
         retractions=dict(history.retractions),
     )
+    identity = None if is_known else view.identity
+    return _make_update(view, ring, now_ns, identity=identity, **additions), after
+
+
+def _make_update(
+    view: ProcessView, ring: RingSnapshot, now_ns: int, **additions: Any
+) -> ProcessUpdate:
+    """The update with the state of the process, and with what it has to report besides."""
     raised = parse_exception(ring.exception)
     raised_ns = (ring.exception or {}).get("at_ns")
     raised_s = 0.0
     if raised is not None and isinstance(raised_ns, int):
         raised_s = max(0, now_ns - raised_ns) / 1e9
-    update = ProcessUpdate(
+    return ProcessUpdate(
         key=view.key,
-        identity=None if is_known else view.identity,
         lifecycle=ring.lifecycle,
         step=ring.step,
         phase=ring.phase,
@@ -164,35 +148,50 @@ def compose_update(
         faults=view.faults + ring.faults,
         opened=ring.opened,
         flight_file=view.flight_file,
-        streams=tuple(streams),
-        losses=tuple(losses),
-        retractions=tuple((uid, call.seq) for uid, call in history.retractions.items()),
-        closed=closed,
-        device=tuple([_make_device_status(e, now_ns) for e in device_entries.values()]),
         device_setting=find_missing_setting(ring.device_status, view.identity.torch),
-        **check_fields,
+        **additions,
     )
-    return update, after_ack
 
 
-def _list_unreported_streams(
-    ring: RingSnapshot, before: AckedState, now_ns: int, *, is_ending: bool
-) -> Iterable[StreamState]:
-    """The active streams, and dormant ones once and when the process ends."""
-    reported = () if is_ending else before.dormant_chunks
-    dormant: list[StreamState] = []
-    for chunk, reported_chunk in zip_longest(ring.dormant_chunks, reported):
+def _compose_stream_fields(
+    ring: RingSnapshot,
+    before: AckedState,
+    history: UnackedHistory,
+    now_ns: int,
+    fetch_calls: FetchCalls,
+    last_calls: Mapping[int, list[Call]] | None,
+) -> tuple[dict[str, Any], dict[int, AckedStream]]:
+    """The fields of a `ProcessUpdate` on its streams, and what the server will know of each stream.
+    ``last_calls`` are those of a process whose exit is to be reported.
+    """
+    # A dormant stream is reported once, and when the process exits.
+    states = list(ring.active_streams)
+    reported_chunks = before.dormant_chunks if last_calls is None else ()
+    for chunk, reported_chunk in zip_longest(ring.dormant_chunks, reported_chunks):
         if chunk is not reported_chunk and chunk is not None:
-            dormant += [state.update_ages(now_ns) for state in chunk]
-    return (*ring.active_streams, *dormant)
-
-
-def _find_closed_streams(ring: RingSnapshot, known: Mapping[int, AckedStream]) -> tuple[int, ...]:
-    """The known streams that the ring no longer has."""
-    if ring.torn_parts or len(known) == len(ring.streams):
-        return ()
-    uids = {state.uid for state in ring.streams}
-    return tuple([uid for uid in known if uid not in uids][:MAX_CLOSED_REPORTED])
+            states += [state.update_ages(now_ns) for state in chunk]
+    streams: list[StreamUpdate] = []
+    losses: list[tuple[int, int, int]] = []
+    after = dict(before.streams)
+    for state in states:
+        known = before.streams.get(state.uid)
+        ending = last_calls.get(state.uid, []) if last_calls is not None else None
+        update, after[state.uid] = _compose_stream_update(
+            state, known, history, fetch_calls, ending
+        )
+        if update is not None:
+            streams.append(update)
+        known_from_seq = known.lost_from_seq if known is not None else 0
+        if state.loss is not None and state.loss.from_seq != known_from_seq:
+            losses.append((state.uid, state.loss.from_seq, int(state.loss.reason)))
+    closed: list[int] = []
+    if not ring.torn_parts and len(after) != len(ring.streams):
+        open_uids = {state.uid for state in ring.streams}
+        closed = [uid for uid in after if uid not in open_uids][:MAX_CLOSED_REPORTED]
+    for uid in closed:
+        del after[uid]
+    fields = {"streams": tuple(streams), "losses": tuple(losses), "closed": tuple(closed)}
+    return fields, after
 
 
 def _make_status_key(view: ProcessView, ring: RingSnapshot, now_ns: int) -> tuple[Any, ...]:
@@ -230,6 +229,13 @@ def _compose_stream_update(
     last_calls: list[Call] | None,
 ) -> tuple[StreamUpdate | None, AckedStream]:
     before = acked or AckedStream()
+    if acked is not None and state.uid in history.retractions:
+        last_valid_seq = history.retractions[state.uid].seq - 1
+        before = acked._replace(
+            entered=-1,
+            last_checked_seq=min(acked.last_checked_seq, last_valid_seq),
+            last_blocked_seq=min(acked.last_blocked_seq, last_valid_seq),
+        )
     chains = history.chains.get(state.uid, {})
     # A call's record may be read before its stream counts it, or after it: then the hash follows in
     # the next update.
@@ -386,86 +392,3 @@ def parse_exception(data: dict[str, Any] | None) -> ExceptionInfo | None:
     return ExceptionInfo(
         type=str(data["type"]), message=str(data.get("message", "")), site=parse_site(data)
     )
-
-
-def parse_identity(
-    data: Mapping[str, Any], *, pid: int, start_ticks: int
-) -> ProcessIdentity | None:
-    """The identity in a ring, without age; None while the rank is unknown. Raises ValueError."""
-    if data.get("rank") is None:
-        return None
-    try:
-        local = data.get("local_rank")
-        return ProcessIdentity(
-            job=str(data["job"]),
-            restart=int(data.get("restart", 0)),
-            rank=int(data["rank"]),
-            world_size=int(data.get("world_size", 0)),
-            local_rank=None if local is None else int(local),
-            pid=pid,
-            start_ticks=start_ticks,
-            python=str(data.get("python", "")),
-            torch=str(data.get("torch", "")),
-            program=str(data.get("program", "")),
-            master=str(data.get("master", "")),
-            on_hang=str(data.get("on_hang", "")),
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"malformed identity: {error!r}") from error
-
-
-def is_progressing(
-    snapshot: RingSnapshot | None,
-    before: AckedState | None,
-    update: ProcessUpdate | None,
-    after: AckedState | None,
-) -> bool:
-    """The rank runs and makes calls, none of them is known to be blocked, and only its positions have
-    changed. Where completion is unknown, as on NCCL, the newest call of an idle group says nothing.
-
-    ``before`` is what the server knows, ``update`` the complete update, if any, and ``after`` what
-    the server would know after it.
-    """
-    if snapshot is None or before is None or after is None:
-        return False
-    if update is not None:
-        if update.identity is not None or update.ended is not None or update.state not in "RSI":
-            return False
-        if update.checksums or update.nonfinite or update.losses or update.retractions:
-            return False
-        for part in update.streams:
-            if part.identity is not None or part.shared:
-                return False
-            if part.calls and part.completed is not None:
-                return False
-    if after.status_key != before.status_key or snapshot.pulse_s >= FROZEN_AFTER_S:
-        return False
-    for state in snapshot.active_streams:
-        if state.completed is not None and is_blocked(state):
-            return False
-    return snapshot.get_newest_call_s() <= PROGRESS_WINDOW_S
-
-
-def make_terse_update(
-    snapshot: RingSnapshot | None,
-    before: AckedState | None,
-    update: ProcessUpdate | None,
-    after: AckedState | None,
-) -> tuple[ProcessUpdate | None, AckedState | None]:
-    """The terse update, if any, of a rank that makes progress, and what the server knows then."""
-    if snapshot is None or before is None or update is None or after is None:
-        return None, before
-    reported_uids: set[int] = set()
-    for state in snapshot.streams:
-        known = before.streams.get(state.uid)
-        is_known_as_blocked = (
-            known is not None and known.is_pending and known.last_blocked_seq == known.entered
-        )
-        if state.kind is StreamKind.SETUP or is_known_as_blocked:
-            reported_uids.add(state.uid)
-    parts = [part for part in update.streams if part.uid in reported_uids]
-    if not parts:
-        return None, before
-    reported = {part.uid: after.streams[part.uid] for part in parts}
-    terse_update = ProcessUpdate(key=update.key, streams=tuple(parts))
-    return terse_update, replace(before, streams={**before.streams, **reported})

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
+from hangwatch.agent.node.discovery.rings import RingFile
 from hangwatch.agent.node.discovery.watched import WatchedProcess
-from hangwatch.agent.node.reporting.calls import CALLS_KEPT, CallLog
+from hangwatch.agent.node.reporting.calls import CALLS_KEPT
 from hangwatch.agent.node.system.processes import CpuActivity
 from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature, encode_signature
 from hangwatch.ring.layout import RECORD_SLOTS, RecordFlag
-from hangwatch.ring.reader import RingReader
 
 UID = 1
 
@@ -23,23 +24,21 @@ class QuickRank:
     """A rank that makes calls, and the node agent's view of it."""
 
     def __init__(self, folder: Path) -> None:
-        self.ring = RingWriter(folder / "a.ring", pid=os.getpid(), start_ticks=1)
+        path = folder / "a.ring"
+        self.ring = RingWriter(path, pid=os.getpid(), start_ticks=1)
         self.ring.write_identity({"job": "j", "rank": 1, "world_size": 4})
         description = {"kind": "collective", "name": "0", "desc": "d", "ranks": "0-3"}
         stream = self.ring.open_stream(UID, description)
         self.stream = StreamRecorder(self.ring, UID, stream, unbox=lambda work: work)
-        self.reader = RingReader(self.ring.map)
-        self.log = CallLog()
-        self.cursor = 0
         self.watched = WatchedProcess(
             pid=os.getpid(),
             start_ticks=1,
             proc="/proc",
             activity=CpuActivity(last_busy_ns=0),
             found_ns=0,
-            reader=self.reader,
-            call_log=self.log,
+            ring=RingFile(path=path, pid=os.getpid(), start_ticks=1),
         )
+        self.log = self.watched.call_log
 
     def make_calls(self, count: int, op: str = "all_reduce") -> None:
         signature = self.ring.intern_signature(encode_signature(Signature(op=op, agree=7)))
@@ -48,9 +47,7 @@ class QuickRank:
             self.stream.enter_call(7, body, 0, CompletionMode.UNOBSERVABLE)
 
     def read_ring(self) -> None:
-        delta = self.reader.read_delta(self.cursor)
-        self.cursor = delta.next_index
-        self.log.add_records(delta.records)
+        self.watched.read_state(time.monotonic_ns())
 
     def list_seqs(self, first: int, last: int, step: int = 1) -> list[int]:
         calls = self.watched.read_window(0, UID, first, last, step)
@@ -83,12 +80,17 @@ def test_window_is_thinned_and_limited(rank: QuickRank) -> None:
     assert rank.list_seqs(newest - 1, newest + 10) == [newest - 1, newest]
 
 
-def test_records_are_logged_once(rank: QuickRank) -> None:
+def test_resync_repeats_the_history_alone(rank: QuickRank) -> None:
     rank.make_calls(10)
     rank.read_ring()
-    rank.cursor = 0  # the server requested a full resync
+    rank.watched.reset_acked()
+    rank.make_calls(2)
     rank.read_ring()
-    assert len(rank.log) == 10
+    rank.read_ring()
+    assert list(rank.watched.history.chains[UID]) == list(range(1, 13))
+    assert len(rank.log) == 12
+    (performance,) = rank.watched.tally.build_report("k")
+    assert [totals.calls for totals in performance.totals] == [12]
 
 
 def test_log_is_bounded(rank: QuickRank) -> None:

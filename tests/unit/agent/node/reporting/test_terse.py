@@ -8,12 +8,8 @@ from typing import Any
 import pytest
 
 from hangwatch.agent.node.reporting.acked import AckedState, UnackedHistory
-from hangwatch.agent.node.reporting.updates import (
-    ProcessView,
-    compose_update,
-    is_progressing,
-    make_terse_update,
-)
+from hangwatch.agent.node.reporting.terse import make_terse_update
+from hangwatch.agent.node.reporting.updates import ProcessView, compose_update
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.ranks import ExitInfo
@@ -65,7 +61,7 @@ def may_omit_position(*views: ProcessView) -> bool:
     """Whether the update for the last view may omit the rank's position, after updates for the
     earlier views were acknowledged.
     """
-    return is_progressing(views[-1].snapshot, *compose_updates(*views))
+    return make_terse_update(views[-1].snapshot, *compose_updates(*views)) is not None
 
 
 def compose_updates(*views: ProcessView) -> ComposedUpdate:
@@ -178,9 +174,10 @@ def test_terse_update_ends_the_wait_that_the_server_knows_of() -> None:
     blocked = make_view(make_collective_state(11, pending_s=0.7), make_setup_state(3), other)
     now = make_view(make_collective_state(70), make_setup_state(3), make_collective_state(9, uid=3))
     assert may_omit_position(first, blocked, now)
-    before, update, after = compose_updates(first, blocked, now)
-    terse, acked = make_terse_update(now.snapshot, before, update, after)
-    assert terse is not None and acked is not None
+    made = make_terse_update(now.snapshot, *compose_updates(first, blocked, now))
+    assert made is not None
+    terse, acked = made
+    assert terse is not None
     assert [(part.uid, part.entered, part.completed) for part in terse.streams] == [(1, 70, 70)]
     assert {uid: stream.entered for uid, stream in acked.streams.items()} == {1: 70, 2: 3, 3: 5}
 
@@ -193,9 +190,10 @@ def test_terse_update_still_reports_created_groups() -> None:
     now = make_view(make_collective_state(70), make_setup_state(4))
     assert may_omit_position(PROGRESSING_VIEW, now)
     before, update, after = compose_updates(PROGRESSING_VIEW, now)
-    terse, acked = make_terse_update(now.snapshot, before, update, after)
+    made = make_terse_update(now.snapshot, before, update, after)
+    assert before is not None and made is not None
+    terse, acked = made
     assert terse is not None and [(part.uid, part.entered) for part in terse.streams] == [(2, 4)]
-    assert before is not None and acked is not None
     assert {uid: stream.entered for uid, stream in acked.streams.items()} == {
         1: 10,
         2: 4,

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from hangwatch.agent.node.discovery.watched import parse_identity
 from hangwatch.agent.node.reporting.acked import AckedState, UnackedHistory
+from hangwatch.agent.node.reporting.terse import make_terse_update
 from hangwatch.agent.node.reporting.updates import (
     ProcessView,
     compose_update,
-    is_progressing,
     parse_exception,
-    parse_identity,
     select_checkpoints,
 )
 from hangwatch.agent.node.reporting.uplink import Outbox
@@ -270,7 +270,7 @@ def test_loss_is_reported_once_and_again_after_a_resync() -> None:
     update, after = compose_next_update(lossy, acked)
     assert update is not None
     assert (update.losses, update.streams) == (((1, 6, 1),), ())
-    assert not is_progressing(lossy.snapshot, acked, update, after)
+    assert make_terse_update(lossy.snapshot, acked, update, after) is None
     update, _ = compose_next_update(lossy, after)
     assert update is None
     update, _ = compose_next_update(lossy, None)
