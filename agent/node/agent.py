@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hangwatch.protocol import codec
-from hangwatch.protocol.commands import Command
 from hangwatch.protocol.heartbeat import Heartbeat, HeartbeatReply
 
 from ..transport.client import ServerTarget
@@ -57,9 +56,16 @@ class NodeAgent:
         self._recordings = RecordingWorker(pyspy, self._wakeup.wake)
         self._sampler = StackSampler(pyspy, self._wakeup.wake, self._recordings.preempt_recording)
         self._hardware = HardwareMonitor(self._wakeup.wake)
-        self._outbox = Outbox()
-        self._watchlist = Watchlist(folder, self._wakeup.selector, log, early_pidfds=early_pidfds)
         now_ns = time.monotonic_ns()
+        self._schedule = ReportSchedule(now_ns)
+        self._outbox = Outbox(on_reply=self._schedule.hasten)
+        self._watchlist = Watchlist(
+            folder,
+            self._wakeup.selector,
+            log,
+            on_exit=self._schedule.hasten,
+            early_pidfds=early_pidfds,
+        )
         self._scanner = ProcessScanner(
             self._watchlist, self._sampler, RecorderBuilder(log), linger_s, now_ns
         )
@@ -84,7 +90,6 @@ class NodeAgent:
         )
         self._outage = OutageTracker(folder, log)
         self._in_flight: Heartbeat | None = None
-        self._schedule = ReportSchedule(now_ns)
         self.is_stop_requested = False
 
     def request_stop(self) -> None:
@@ -107,7 +112,13 @@ class NodeAgent:
                 self._post_heartbeat(now_ns)
             if self._may_exit(now_ns):
                 break
-            self._wait_for_events(now_ns)
+            due_ns = self._scan_due_ns
+            if not self._uplink.is_busy:
+                due_ns = min(due_ns, self._schedule.next_ns)
+            for key in self._wakeup.wait((due_ns - now_ns) / 1e9):
+                process = self._watchlist.watched.get(key)
+                if process is not None:
+                    self._watchlist.record_exit(process, time.monotonic_ns())
         self._send_last_heartbeat()
         self._command_poll.close()
         self._recordings.close()
@@ -122,19 +133,8 @@ class NodeAgent:
             return self._schedule.next_ns
         return next_scan_ns
 
-    def _wait_for_events(self, now_ns: int) -> None:
-        due_ns = self._scan_due_ns
-        if not self._uplink.is_busy:
-            due_ns = min(due_ns, self._schedule.next_ns)
-        for key in self._wakeup.wait((due_ns - now_ns) / 1e9):
-            process = self._watchlist.watched.get(key)
-            if process is not None:
-                self._watchlist.record_exit(process, time.monotonic_ns())
-                self._schedule.hasten()
-
     def _scan_processes(self, now_ns: int, *, must_read: bool = False) -> None:
-        if self._scanner.scan_processes(now_ns, must_read=must_read):
-            self._schedule.hasten()
+        self._scanner.scan_processes(now_ns, must_read=must_read)
         self._outage.write_user_notice(now_ns)
         self._hardware.update_baseline(list_live_pids(self._watchlist.watched.values()), now_ns)
         if self._outage.is_failing or self._scanner.is_steady:
@@ -147,7 +147,8 @@ class NodeAgent:
 
     def _collect_results(self) -> None:
         for command in self._command_poll.take_commands():
-            self._execute_command(command, time.monotonic_ns())
+            now_ns = time.monotonic_ns()
+            self._commands.execute_command(command, self._watchlist.watched, now_ns)
         for result in self._sampler.take_results():
             if result.was_continued:
                 self._log.warning(f"py-spy left process {result.key} stopped: it was continued")
@@ -160,12 +161,10 @@ class NodeAgent:
                 self._log.warn_once(result.refusal)
             if result.sample is not None:
                 self._outbox.add_reply(result.sample, result.taken_ns)
-                self._schedule.hasten()
-        if self._commands.collect_results(self._watchlist.watched):
-            self._schedule.hasten()
+        self._commands.collect_results(self._watchlist.watched)
 
     def _post_heartbeat(self, now_ns: int) -> None:
-        if self._scanner.is_reading_old(now_ns):
+        if self._composer.is_full_due or self._scanner.is_reading_old(now_ns):
             self._scan_processes(now_ns, must_read=True)
         self._in_flight = self._composer.compose_heartbeat(now_ns)
         is_urgent = self._schedule.start_report(
@@ -193,7 +192,7 @@ class NodeAgent:
         # The same heartbeat would be refused again: the next one omits the extras of this one, and
         # the one after that omits everything in it.
         self._composer.mark_extras_delivered(heartbeat)
-        if self._outage.is_refused_repeatedly:
+        if self._outage.consecutive_refusals > 1:
             self._composer.mark_acked(now_ns)
 
     def _apply_reply(self, reply: HeartbeatReply, now_ns: int) -> None:
@@ -201,7 +200,6 @@ class NodeAgent:
             reply, self._watchlist.watched.values(), now_ns, is_steady=self._scanner.is_steady
         )
         if reply.resync:
-            self._scanner.discard_reading()
             if not self._composer.is_full_due:
                 self._schedule.bring_forward(now_ns)
             self._composer.request_full()
@@ -209,11 +207,7 @@ class NodeAgent:
             self._composer.mark_acked(now_ns)
         self._command_poll.permit(reply.poll_s, self._uplink.target)
         for command in reply.commands:
-            self._execute_command(command, now_ns)
-
-    def _execute_command(self, command: Command, now_ns: int) -> None:
-        if self._commands.execute_command(command, self._watchlist.watched, now_ns):
-            self._schedule.hasten()
+            self._commands.execute_command(command, self._watchlist.watched, now_ns)
 
     def _may_exit(self, now_ns: int) -> bool:
         idle_s = self._scanner.idle_s(now_ns)
@@ -243,5 +237,3 @@ class NodeAgent:
             outcome = self._uplink.take_outcome(_LAST_HEARTBEAT_TIMEOUT_S)
             if outcome is not None and outcome.reply is not None:
                 self._composer.mark_acked(time.monotonic_ns())
-        if not self._watchlist.has_alive:
-            self._watchlist.remove_ended_files()

@@ -93,7 +93,9 @@ class ReportSchedule:
         return (may_hasten and self._is_hastened) or now_ns >= self.next_ns
 
     def hasten(self) -> None:
-        """The next heartbeat is sent immediately: a process has ended, or a reply is ready."""
+        """The next heartbeat is sent immediately. `Outbox` calls this for each reply, and `Watchlist`
+        for each process that has ended.
+        """
         self._is_hastened = True
 
     def delay(self, until_ns: int) -> None:
@@ -187,14 +189,7 @@ def find_changes(watched: Iterable[WatchedProcess]) -> frozenset[Hashable]:
     ops = {op for _, op, _, _ in calls}
     if calls and (len(calls) < alive_count or len(ops) > 1):  # else one operation blocks all ranks
         changes.add(calls)
-    changes.update(_find_complete_waits(blocked, alive_count))
-    return frozenset(changes)
-
-
-def _find_complete_waits(
-    blocked: list[tuple[WatchedProcess, StreamState]], alive_count: int
-) -> list[Hashable]:
-    """The calls in which all members of a group are blocked, if all of them are on this host."""
+    # The calls in which all members of a group are blocked, if all of them are on this host
     blocked_ranks: dict[tuple[str, tuple[int, ...], int], set[int]] = {}
     for process, stream in blocked:
         group = stream.group
@@ -204,7 +199,8 @@ def _find_complete_waits(
             call = (group.foreign or group.name, group.ranks, stream.entered)
             rank = group.number if group.foreign else process.identity.rank
             blocked_ranks.setdefault(call, set()).add(rank)
-    return [call for call, ranks in blocked_ranks.items() if ranks.issuperset(call[1])]
+    changes.update(call for call, ranks in blocked_ranks.items() if ranks.issuperset(call[1]))
+    return frozenset(changes)
 
 
 @dataclass(slots=True)
@@ -338,16 +334,17 @@ class ProcessScanner:
         self.is_steady = False  # the result of the last scan; see `SteadinessCheck`
         self.has_urgent_changes = False  # the last scan found something to report immediately
 
-    def scan_processes(self, now_ns: int, *, must_read: bool = False) -> bool:
-        """Reads the processes if due, or with ``must_read``. Returns True if one has ended."""
+    def scan_processes(self, now_ns: int, *, must_read: bool = False) -> None:
+        """Reads the processes if that is due, or with ``must_read``."""
         discovered = self._watchlist.scan_processes(now_ns)
         watched = self._watchlist.watched.values()
         self.has_urgent_changes = self._steadiness.sample_processes(watched, now_ns)
         self.is_steady = self._steadiness.is_steady and not discovered
         is_due = must_read or self.has_urgent_changes or self._steadiness.is_reading_due
-        has_ended = False
+        if discovered:
+            self._last_discovery_ns = now_ns
         if is_due or discovered or (not self.is_steady and now_ns >= self._next_read_ns):
-            has_ended = self._read_processes(now_ns, discovered)
+            self._read_processes(now_ns)
         steady_scan_ns = now_ns + _STEADY_SCAN_INTERVAL_NS
         self.next_scan_ns = min(
             steady_scan_ns if self.is_steady else self._next_read_ns,
@@ -356,14 +353,10 @@ class ProcessScanner:
         if self._watchlist.has_alive:
             self._last_alive_ns = now_ns
             self._had_live_process = True
-        return has_ended
 
-    def _read_processes(self, now_ns: int, discovered: list[WatchedProcess]) -> bool:
-        has_ended = any(process.exit is not None for process in discovered)
-        has_ended |= self._watchlist.read_processes(now_ns)
+    def _read_processes(self, now_ns: int) -> None:
+        self._watchlist.read_processes(now_ns)
         self._last_read_ns = now_ns
-        if discovered:
-            self._last_discovery_ns = now_ns
         interval_ns = _SCAN_INTERVAL_NS
         is_starting = now_ns - self._last_discovery_ns < _STARTUP_WINDOW_NS
         if is_starting or any(process.is_flooded for process in self._watchlist.watched.values()):
@@ -377,15 +370,10 @@ class ProcessScanner:
             if is_known and not process.is_pyspy_probed:
                 process.is_pyspy_probed = self._sampler.submit_order(make_sample_order(process))
             self._recorder_builder.update_build(process.snapshot.identity)
-        return has_ended
 
     def is_reading_old(self, now_ns: int) -> bool:
         """The last reading is too old to be sent."""
         return now_ns - self._last_read_ns > _MAX_READING_AGE_NS
-
-    def discard_reading(self) -> None:
-        """Makes the last reading count as too old."""
-        self._last_read_ns = 0
 
     def idle_s(self, now_ns: int) -> float:
         """How long no process has been alive."""

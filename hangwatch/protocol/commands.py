@@ -41,7 +41,7 @@ class Command:
     native: bool = False  # STACKS, RECORD: include native frames
     uid: int = 0  # CALLS: the stream
     from_seq: int = 0  # CALLS: omit calls before this sequence number
-    to_seq: int = 0  # CALLS: omit calls after this one; 0: send all up to the newest
+    to_seq: int = 0  # CALLS: omit calls after this one
     step: int = 1  # CALLS: only multiples of this power of two
     max_calls: int = 64  # CALLS, TRACE: the maximum number of calls; the newest are sent
     after: int = 0  # TRACE: index of the first record; -1: only new records

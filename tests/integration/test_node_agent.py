@@ -259,7 +259,7 @@ def test_serves_calls_after_rank_exit(agent_testbed: AgentTestbed) -> None:
     target.kill()
     target.wait()
     wait_for_value(lambda: agent_testbed.receiver.find_exit_update(0), "the end")
-    agent_testbed.receiver.send_command(key, kind="calls", uid=1, from_seq=3)
+    agent_testbed.receiver.send_command(key, kind="calls", uid=1, from_seq=3, to_seq=9)
     reply = wait_for_value(
         lambda: [c for b in agent_testbed.receiver.heartbeats for c in b.get("calls", ())],
         "the calls",
@@ -454,7 +454,7 @@ def test_undelivered_replies_are_dropped(agent_testbed: AgentTestbed) -> None:
     def memory_after_a_thousand() -> float:
         before = len(agent_testbed.receiver.heartbeats)
         for _ in range(1000):
-            agent_testbed.receiver.send_command(key, kind="calls", uid=1, from_seq=1)
+            agent_testbed.receiver.send_command(key, kind="calls", uid=1, from_seq=1, to_seq=9)
         request_ids = [command["id"] for command in agent_testbed.receiver.commands]
         wait_for_value(lambda: not agent_testbed.receiver.commands, "they are handed out")
         agent_testbed.receiver.status, tried = 503, len(agent_testbed.receiver.tokens)

@@ -217,7 +217,7 @@ class SimulatedProcess(WatchedProcess):
             uid=command.uid,
             calls=tuple(calls),
             from_seq=calls[0].seq if len(calls) == command.max_calls else command.from_seq,
-            to_seq=command.to_seq or (calls[-1].seq if calls else 0),
+            to_seq=command.to_seq,
             step=command.step,
         )
 

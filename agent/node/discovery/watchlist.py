@@ -11,7 +11,7 @@ import contextlib
 import os
 import selectors
 import time
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,7 +35,9 @@ _AGENT_COMMAND_MARK = "hangwatch.agent.node.main"  # a node agent inherits a ran
 
 
 class Watchlist:
-    """Finds processes, records their exits, removes their files. Independent of the server."""
+    """Finds processes, records their exits, removes their files. Independent of the server. Calls
+    ``on_exit`` for each process that has ended.
+    """
 
     def __init__(
         self,
@@ -43,6 +45,7 @@ class Watchlist:
         selector: selectors.BaseSelector,
         log: AgentLog,
         *,
+        on_exit: Callable[[], None] = lambda: None,
         early_pidfds: dict[str, int] | None = None,
     ) -> None:
         self.watched: dict[str, WatchedProcess] = {}
@@ -51,6 +54,7 @@ class Watchlist:
         self._folder = folder
         self._selector = selector
         self._log = log
+        self._on_exit = on_exit
         # All (job, restart, rank) that were ever seen, of the jobs that still have a process.
         self._known_ranks: set[tuple[str, int, int]] = set()
         self._removed_keys: set[str] = set()
@@ -69,7 +73,18 @@ class Watchlist:
         new_processes = self._scan_rings(now_ns)
         if now_ns >= self._next_sibling_scan_ns:
             self._next_sibling_scan_ns = now_ns + _SIBLING_SCAN_INTERVAL_NS
-            new_processes += self._scan_siblings(now_ns)
+            recorded: dict[int, ProcessIdentity] = {}
+            for process in self.watched.values():
+                process.update_unrecorded(now_ns)
+                if process.ring is not None and process.exit is None and process.identity:
+                    recorded[process.pid] = process.identity
+            for found in self._sibling_finder.find_siblings(recorded, self._known_ranks):
+                if run_dir.format_process_key(found.pid, found.start_ticks) not in self.watched:
+                    process = watch_process(
+                        found.pid, found.start_ticks, now_ns, launch=found.launch
+                    )
+                    self._add_process(process)
+                    new_processes.append(process)
         if new_processes:
             self._record_ranks()
         while self._early_pidfds:  # the rings of these were removed before this scan
@@ -78,9 +93,8 @@ class Watchlist:
         self._is_first_scan = False
         return [process for process in new_processes if process.key in self.watched]
 
-    def read_processes(self, now_ns: int) -> bool:
-        """Reads all live processes, and drops wrappers. Returns True if one without a pidfd has ended."""
-        has_ended = False
+    def read_processes(self, now_ns: int) -> None:
+        """Reads all live processes, and drops wrappers."""
         for process in self.watched.values():
             if process.exit is not None:
                 continue
@@ -89,15 +103,14 @@ class Watchlist:
                 self._log.warn_once(process.ring_problem)
             if process.pidfd is None and process.has_ended():
                 self.record_exit(process, now_ns)
-                has_ended = True
         self._record_ranks()
-        return has_ended
 
     def record_exit(self, process: WatchedProcess, now_ns: int) -> None:
         """Records that a process has ended, and stops waiting for its end."""
         if process.pidfd is not None:
             self._selector.unregister(process.pidfd)
         process.record_exit(now_ns)
+        self._on_exit()
 
     def clean_up(self, now_ns: int) -> None:
         """Removes the files of processes whose exit the server knows, and later drops the processes."""
@@ -114,13 +127,11 @@ class Watchlist:
                 self._drop_process(process)
                 self.finished_keys.append(process.key)
 
-    def remove_ended_files(self) -> None:
-        """Removes the files of all processes that have ended, reported or not."""
-        for process in self.watched.values():
-            if process.exit is not None:
-                self._remove_files(process)
-
     def close(self) -> None:
+        """Removes the files of all processes, reported or not, if none is alive any more."""
+        if not self.has_alive:
+            for process in self.watched.values():
+                self._remove_files(process)
         for process in self.watched.values():
             process.close()
 
@@ -172,24 +183,9 @@ class Watchlist:
                 return None
             process.record_exit(now_ns)
             process.exited_at_ns = now_ns - pulse_ns  # the process lived at least until then
+            self._on_exit()
         self._add_process(process)
         return process
-
-    def _scan_siblings(self, now_ns: int) -> list[WatchedProcess]:
-        recorded: dict[int, ProcessIdentity] = {}
-        for process in self.watched.values():
-            if process.exit is None and process.ring is not None and process.identity is not None:
-                recorded[process.pid] = process.identity
-        for process in self.watched.values():
-            process.update_unrecorded(now_ns)
-        new_processes: list[WatchedProcess] = []
-        for sibling in self._sibling_finder.find_siblings(recorded, self._known_ranks):
-            if run_dir.format_process_key(sibling.pid, sibling.start_ticks) in self.watched:
-                continue
-            process = watch_process(sibling.pid, sibling.start_ticks, now_ns, launch=sibling.launch)
-            self._add_process(process)
-            new_processes.append(process)
-        return new_processes
 
     def _add_process(self, process: WatchedProcess) -> None:
         self.watched[process.key] = process
@@ -254,10 +250,22 @@ class SiblingFinder:
         recorded: Mapping[int, ProcessIdentity],
         known_ranks: Collection[tuple[str, int, int]],
     ) -> list[SiblingRank]:
-        """The ranks that the launchers of ``recorded`` started, without the ``known_ranks``."""
+        """The ranks that the launchers of ``recorded`` started, without the ``known_ranks``. The ranks of
+        a world inside a rank are left out: they are recorded as another job than their environment says.
+        """
+        launchers: dict[tuple[int, str, int], _Launcher] = {}
+        distinct: dict[Hashable, _Launcher] = {}  # one for each job of a launcher
+        for pid, known in recorded.items():
+            key = (pid, known.job, known.rank)
+            found = self._launchers.get(key) or find_launcher(pid, known, self._proc)
+            if found is not None:
+                launchers[key] = found
+                job = (known.job, known.restart, known.world_size)
+                distinct[found.pid, found.numbers_tasks, job] = found
+        self._launchers = launchers
         seen_ranks = set(known_ranks)
         ranks: list[SiblingRank] = []
-        for launcher in self._find_launchers(recorded):
+        for launcher in distinct.values():
             for child in processes.list_children(launcher.pid, self._proc):
                 if child in recorded:
                     continue
@@ -275,22 +283,6 @@ class SiblingFinder:
                         ranks.append(SiblingRank(pid=child, start_ticks=start_ticks, launch=launch))
                         seen_ranks.add(rank)
         return ranks
-
-    def _find_launchers(self, recorded: Mapping[int, ProcessIdentity]) -> list[_Launcher]:
-        """The launchers of these processes, one for each job of a launcher. The ranks of a world inside
-        a rank are left out: they are recorded as another job than their environment says.
-        """
-        launchers: dict[tuple[int, str, int], _Launcher] = {}
-        distinct: dict[Hashable, _Launcher] = {}
-        for pid, known in recorded.items():
-            key = (pid, known.job, known.rank)
-            found = self._launchers.get(key) or find_launcher(pid, known, self._proc)
-            if found is not None:
-                launchers[key] = found
-                job = (known.job, known.restart, known.world_size)
-                distinct[found.pid, found.numbers_tasks, job] = found
-        self._launchers = launchers
-        return list(distinct.values())
 
 
 def find_launcher(

@@ -14,7 +14,7 @@ import queue
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
@@ -131,7 +131,14 @@ class Uplink(OrderWorker[Callable[[], HeartbeatOutcome], HeartbeatOutcome]):
         self, heartbeat: Any, *, urgent: bool = False, patient: bool = False
     ) -> HeartbeatOutcome:
         """Posts one heartbeat and waits for the reply; tries the servers until one takes it."""
-        self._order_targets(heartbeat)
+        if not self._is_ordered:
+            # All hosts of a job try the servers in one order, as soon as the job is known.
+            identities = [update.get("identity") for update in heartbeat.get("processes", ())]
+            jobs = [identity["job"] for identity in identities if identity]
+            if jobs:
+                self._targets = order_targets(self._targets, get_family(min(jobs)))
+                self._is_ordered = True
+                self._use_target(self._targets[0])
         for _ in self._targets:
             outcome = self._send_to_target(heartbeat, urgent=urgent, patient=patient)
             if not outcome.is_misdirected:
@@ -139,17 +146,6 @@ class Uplink(OrderWorker[Callable[[], HeartbeatOutcome], HeartbeatOutcome]):
             following = self._targets.index(self.target) + 1
             self._use_target(self._targets[following % len(self._targets)])
         return outcome
-
-    def _order_targets(self, heartbeat: Mapping[str, Any]) -> None:
-        """Orders the servers by the job, as soon as it is known: all its hosts try them in one order."""
-        if self._is_ordered:
-            return
-        identities = [update.get("identity") for update in heartbeat.get("processes", ())]
-        jobs = [identity["job"] for identity in identities if identity]
-        if jobs:
-            self._targets = order_targets(self._targets, get_family(min(jobs)))
-            self._is_ordered = True
-            self._use_target(self._targets[0])
 
     def _use_target(self, target: ServerTarget) -> None:
         if target is not self.target:
@@ -248,7 +244,7 @@ class OutageTracker:
         self._notice_path = folder / run_dir.NOTICE_NAME
         self._log = log
         self._consecutive_failures = 0
-        self._consecutive_refusals = 0
+        self.consecutive_refusals = 0
         self._began_ns = 0
         self._problem = ""
         self._is_user_notified = False
@@ -258,16 +254,11 @@ class OutageTracker:
         """The last heartbeat failed."""
         return self._consecutive_failures > 0
 
-    @property
-    def is_refused_repeatedly(self) -> bool:
-        """The server refused two heartbeats or more in succession."""
-        return self._consecutive_refusals > 1
-
     def record_failure(self, outcome: HeartbeatOutcome, now_ns: int) -> float:
         """Returns after how many seconds to try again."""
         self._consecutive_failures += 1
         if outcome.is_refused:
-            self._consecutive_refusals += 1
+            self.consecutive_refusals += 1
         if not self._began_ns:
             self._began_ns = now_ns
             self._problem = outcome.problem
@@ -276,7 +267,7 @@ class OutageTracker:
 
     def record_success(self, server: str) -> None:
         """``server`` is its name in the log."""
-        self._consecutive_failures = self._consecutive_refusals = 0
+        self._consecutive_failures = self.consecutive_refusals = 0
         if self._began_ns:
             self._began_ns = 0
             self._log.info(f"{server} answers again")
@@ -312,10 +303,15 @@ _FIELDS: dict[type[CommandReply], str] = {
 
 
 class Outbox:
-    """Keeps each reply until the server has acknowledged the heartbeat that carried it."""
+    """Keeps each reply until the server has acknowledged the heartbeat that carried it. Calls
+    ``on_reply`` for each.
+    """
 
-    def __init__(self, max_replies: int = MAX_REPLIES) -> None:
+    def __init__(
+        self, on_reply: Callable[[], None] = lambda: None, max_replies: int = MAX_REPLIES
+    ) -> None:
         self.dropped_count = 0
+        self._on_reply = on_reply
         # The replies with the times at which they were taken, by field of the heartbeat.
         self._replies: dict[str, deque[tuple[CommandReply, int]]] = {
             name: deque(maxlen=_MAX_BULKY_REPLIES.get(name, max_replies))
@@ -326,7 +322,8 @@ class Outbox:
         return any(self._replies.values())
 
     def add_reply(self, reply: CommandReply, taken_ns: int) -> None:
-        """Keeps a reply. Of too many of its kind, the oldest are dropped."""
+        """Keeps a reply. If there are too many of its kind, the oldest are dropped."""
+        self._on_reply()
         kept = self._replies[_FIELDS[type(reply)]]
         self.dropped_count += len(kept) == kept.maxlen
         kept.append((reply, taken_ns))
@@ -340,10 +337,14 @@ class Outbox:
         """The replies, with their ages as of now, as fields of a heartbeat. The size of a heartbeat
         is limited, so it has the recordings up to the first with a profile.
         """
-        pending: dict[str, Any] = {
-            name: tuple(_update_age(reply, now_ns - taken_ns) for reply, taken_ns in kept)
-            for name, kept in self._replies.items()
-        }
+        pending: dict[str, Any] = {}
+        for name, kept in self._replies.items():
+            replies: list[CommandReply] = []
+            for reply, taken_ns in kept:
+                if isinstance(reply, StackReply | HardwareReply):
+                    reply = replace(reply, taken_s=max(0, now_ns - taken_ns) / 1e9)
+                replies.append(reply)
+            pending[name] = tuple(replies)
         for number, recording in enumerate(pending["recordings"], 1):
             if recording.profile:
                 pending["recordings"] = pending["recordings"][:number]
@@ -362,12 +363,6 @@ class Outbox:
 def _identify(reply: CommandReply) -> tuple[str, str, bool]:
     """A request for a recording has two replies; the first one says that it has begun."""
     return reply.key, reply.request, isinstance(reply, RecordingReply) and reply.begun
-
-
-def _update_age(reply: CommandReply, age_ns: int) -> CommandReply:
-    if isinstance(reply, StackReply | HardwareReply):
-        return replace(reply, taken_s=max(0, age_ns) / 1e9)
-    return reply
 
 
 def _count_frames(reply: CommandReply) -> int:

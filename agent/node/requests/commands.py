@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hangwatch.model.calls import Call
 from hangwatch.model.hardware import UnavailableSource
@@ -26,7 +26,7 @@ from hangwatch.protocol.heartbeat import (
 from hangwatch.ring.reader import Caller
 
 from ...transport.client import ServerTarget, SignedClient, TransportError
-from ..discovery.watched import MAX_SEQ, WatchedProcess, list_live_pids
+from ..discovery.watched import WatchedProcess, list_live_pids
 from ..hardware.monitor import HardwareMonitor, HardwareOrder
 from ..reporting.uplink import CommandReply, Outbox
 from ..stacks.faulthandler_dumps import FaulthandlerRegistration
@@ -66,10 +66,10 @@ class CommandExecutor:
 
     def execute_command(
         self, command: Command, watched: Mapping[str, WatchedProcess], now_ns: int
-    ) -> bool:
-        """Returns True if a reply is ready to be sent now."""
+    ) -> None:
+        """Starts to execute a command, unless that was done before."""
         if command.id in self._executed_ids:
-            return False
+            return
         self._executed_ids.append(command.id)
         process = watched.get(command.key)
         reply: CommandReply | None = None
@@ -81,40 +81,31 @@ class CommandExecutor:
         elif command.kind is CommandKind.CALLS:
             reply = _read_calls(command, process, now_ns)
         elif command.kind is CommandKind.HARDWARE:
-            reply = self._order_hardware(command, list_live_pids(watched.values()), now_ns)
+            order = HardwareOrder(
+                pids=list_live_pids(watched.values()),
+                key=command.key,
+                request_id=command.id,
+                onset_ns=now_ns - int(command.since_s * 1e9),
+            )
+            if not self._hardware.submit_order(order):
+                refused = UnavailableSource(source="all", reason="too many readings are queued")
+                reply = HardwareReply(key=command.key, request=command.id, unavailable=(refused,))
         elif command.stops:
             self._recordings.stop_recording(command.stops)
         else:
             reply = self._order_stacks(command, process)
-        if reply is None:  # the reply comes with the result
-            return False
-        self._outbox.add_reply(reply, now_ns)
-        return True
+        if reply is not None:  # otherwise it comes with the result
+            self._outbox.add_reply(reply, now_ns)
 
-    def collect_results(self, watched: Mapping[str, WatchedProcess]) -> bool:
-        """Adds what has been finished to the outbox, and returns True if there was any."""
-        results: list[tuple[CommandReply, int]] = [*self._hardware.take_results()]
-        now_ns = time.monotonic_ns()
-        results += [(reply, now_ns) for reply in self._recordings.take_results()]
-        results += [(reply, now_ns) for reply in self.abort_tracker.check_exits(watched, now_ns)]
-        for reply, taken_ns in results:
+    def collect_results(self, watched: Mapping[str, WatchedProcess]) -> None:
+        """Adds the replies of what has been finished to the outbox."""
+        for reply, taken_ns in self._hardware.take_results():
             self._outbox.add_reply(reply, taken_ns)
-        return bool(results)
-
-    def _order_hardware(
-        self, command: Command, pids: tuple[int, ...], now_ns: int
-    ) -> HardwareReply | None:
-        """Returns a reply if the order was refused."""
-        order = HardwareOrder(
-            pids=pids,
-            key=command.key,
-            request_id=command.id,
-            onset_ns=now_ns - int(command.since_s * 1e9),
-        )
-        if self._hardware.submit_order(order):
-            return None
-        refused = UnavailableSource(source="all", reason="too many readings are queued")
-        return HardwareReply(key=command.key, request=command.id, unavailable=(refused,))
+        now_ns = time.monotonic_ns()
+        for recording in self._recordings.take_results():
+            self._outbox.add_reply(recording, now_ns)
+        for outcome in self.abort_tracker.check_exits(watched, now_ns):
+            self._outbox.add_reply(outcome, now_ns)
 
     def _order_stacks(
         self, command: Command, process: WatchedProcess | None
@@ -161,23 +152,21 @@ def _read_calls(command: Command, process: WatchedProcess | None, now_ns: int) -
             now_ns,
             command.uid,
             command.from_seq,
-            command.to_seq or MAX_SEQ,
+            command.to_seq,
             command.step,
         )
         process.history.add_reply(command.uid, calls)
-    first, last = command.from_seq, command.to_seq
+    first = command.from_seq
     if len(calls) > command.max_calls:
         calls = calls[-command.max_calls :]
         first = calls[0].seq
-    if not last and calls:
-        last = calls[-1].seq
     return CallsReply(
         key=command.key,
         request=command.id,
         uid=command.uid,
         calls=tuple(calls),
         from_seq=first,
-        to_seq=last,
+        to_seq=command.to_seq,
         step=command.step,
     )
 
@@ -318,11 +307,32 @@ class AbortTracker:
         self, command: Command, process: WatchedProcess | None, now_ns: int
     ) -> AbortReply | None:
         """Ends a process if it is watched. Returns a reply if it was not signalled."""
-        if process is not None and process.exit is not None:
-            return AbortReply(key=command.key, request=command.id, ended=process.exit)
-        error = _kill_process(process)
-        if error is not None:
-            return AbortReply(key=command.key, request=command.id, error=error)
+        reply = AbortReply(key=command.key, request=command.id)
+        if process is None:
+            return replace(reply, error="this node agent watches no such process")
+        if process.exit is not None:
+            return replace(reply, ended=process.exit)
+        on_hang = process.identity.on_hang if process.identity is not None else ""
+        if not allows_abort(on_hang):
+            state = f"HANGWATCH_ON_HANG={on_hang}" if on_hang else "no HANGWATCH_ON_HANG"
+            problem = (
+                f"{state} in its environment does not allow that: start the job with"
+                " HANGWATCH_ON_HANG=abort"
+            )
+            return replace(reply, error=problem)
+        if process.pidfd is None:
+            problem = (
+                "this kernel has no pidfd (Linux 5.3 has), so the signal could hit another process"
+                " that has the same pid by now"
+            )
+            return replace(reply, error=problem)
+        try:
+            signal.pidfd_send_signal(process.pidfd, ABORT_SIGNAL)
+        except ProcessLookupError:
+            pass  # the process has just ended: `check_exits` will find that
+        except OSError as refusal:
+            problem = f"{ABORT_SIGNAL.name} could not be sent: {refusal.strerror}"
+            return replace(reply, error=problem)
         self._signalled[command.key] = (command.id, now_ns)
         return None
 
@@ -357,29 +367,3 @@ class AbortTracker:
             )
             del self._signalled[key]
         return replies
-
-
-def _kill_process(process: WatchedProcess | None) -> str | None:
-    """Sends the signal. Returns why that was not possible, or None."""
-    if process is None:
-        return "this node agent watches no such process"
-    identity = process.identity
-    if identity is None or not allows_abort(identity.on_hang):
-        given = "" if identity is None else identity.on_hang
-        state = f"HANGWATCH_ON_HANG={given}" if given else "no HANGWATCH_ON_HANG"
-        return (
-            f"{state} in its environment does not allow that: start the job with"
-            " HANGWATCH_ON_HANG=abort"
-        )
-    if process.pidfd is None:
-        return (
-            "this kernel has no pidfd (Linux 5.3 has), so the signal could hit another process that"
-            " has the same pid by now"
-        )
-    try:
-        signal.pidfd_send_signal(process.pidfd, ABORT_SIGNAL)
-    except ProcessLookupError:
-        pass  # the process has just ended: `check_exits` will find that
-    except OSError as refusal:
-        return f"{ABORT_SIGNAL.name} could not be sent: {refusal.strerror}"
-    return None

@@ -93,27 +93,25 @@ class RecordingWorker(OrderWorker[RecordingOrder, RecordingReply]):
             time.sleep(0.02)
 
     def execute_order(self, order: RecordingOrder) -> RecordingReply | None:
+        """Returns the last reply to an order, after a first one that it has begun."""
+        reply = RecordingReply(key=order.key, request=order.request_id)
         self._stop_reason = ""
         self._current = order
         try:
-            return None if self._closed else self._record_process(order)
+            if self._closed:
+                return None
+            if order.request_id in self._cancelled_request_ids:
+                return replace(reply, error=f"{STOPPED_REASON} before it began")
+            self.publish_result(replace(reply, begun=True))
+            return record_profile(self._pyspy, order, lambda: self._stop_reason)
+        except PySpyError as error:
+            return replace(reply, error=str(error))
         finally:
             self._current = None
 
     def explain_failure(self, order: RecordingOrder, error: str) -> RecordingReply:
         problem = f"hangwatch failed to record: {error}; please report this"
         return RecordingReply(key=order.key, request=order.request_id, error=problem)
-
-    def _record_process(self, order: RecordingOrder) -> RecordingReply:
-        """The last reply to an order, after a first one that it has begun."""
-        reply = RecordingReply(key=order.key, request=order.request_id)
-        if order.request_id in self._cancelled_request_ids:
-            return replace(reply, error=f"{STOPPED_REASON} before it began")
-        self.publish_result(replace(reply, begun=True))
-        try:
-            return record_profile(self._pyspy, order, lambda: self._stop_reason)
-        except PySpyError as error:
-            return replace(reply, error=str(error))
 
 
 def record_profile(

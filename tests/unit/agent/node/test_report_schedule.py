@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from hangwatch.agent.node.reporting.uplink import Outbox
 from hangwatch.agent.node.schedule import EARLY_INTERVAL_NS, ReportSchedule
-from hangwatch.protocol.heartbeat import HeartbeatReply
+from hangwatch.protocol.heartbeat import AbortReply, HeartbeatReply
 
 SECOND_NS = 1_000_000_000
 REPLY = HeartbeatReply(interval_s=0.5, steady_s=2.0)
@@ -49,6 +50,14 @@ def test_host_with_infrequent_heartbeats_sends_no_early_one_for_a_long_call() ->
     assert schedule.is_infrequent
     schedule.apply_scan((), 2 * SECOND_NS, has_urgent_changes=True)
     assert schedule.next_ns == 21 * SECOND_NS, "all hosts may be in the same call"
+
+
+def test_reply_hastens_the_heartbeat_that_carries_it() -> None:
+    schedule = make_schedule()
+    outbox = Outbox(on_reply=schedule.hasten)
+    assert not schedule.is_due(2 * SECOND_NS, may_hasten=True)
+    outbox.add_reply(AbortReply(key="1-1", request="order"), 2 * SECOND_NS)
+    assert schedule.is_due(2 * SECOND_NS, may_hasten=True)
 
 
 def test_urgent_heartbeats() -> None:

@@ -35,10 +35,13 @@ def test_zombie_exit_time_is_last_sign_of_life(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     try:
+        exits: list[str] = []
         with selectors.DefaultSelector() as selector:
-            (watched,) = Watchlist(tmp_path, selector, AgentLog()).scan_processes(
-                pulse + 3_000_000_000
+            watchlist = Watchlist(
+                tmp_path, selector, AgentLog(), on_exit=lambda: exits.append("one")
             )
+            (watched,) = watchlist.scan_processes(pulse + 3_000_000_000)
+        assert exits == ["one"]
         assert watched.exit == ExitInfo(signal=signal.SIGKILL)
         assert abs(watched.exited_at_ns - pulse) < 1e9
     finally:

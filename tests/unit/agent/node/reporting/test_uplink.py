@@ -1,4 +1,4 @@
-"""Where heartbeats go, and what is said where they do not arrive."""
+"""The servers that heartbeats go to, and the messages if they do not arrive."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def make_builder(
 
 
 def test_builds_once_and_logs_result(tmp_path: Path) -> None:
-    for status, said in (
+    for status, message in (
         (0, "the native recorder is built, for the next job"),
         (1, "the native recorder could not be built"),
     ):
@@ -64,7 +64,7 @@ def test_builds_once_and_logs_result(tmp_path: Path) -> None:
         made.update_build(BUILD_REQUEST)
         assert mark.read_text() == "x"
         assert len(log.lines) == 1
-        assert log.lines[0].startswith(said)
+        assert log.lines[0].startswith(message)
 
 
 @pytest.mark.parametrize(

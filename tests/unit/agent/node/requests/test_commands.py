@@ -1,4 +1,6 @@
-"""How a node agent ends ranks by order of the server, and which processes it must not end."""
+"""How a node agent ends ranks by order of the server, which processes it must not end, and which
+calls it sends.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,26 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 from hangwatch.agent.node.discovery.watched import WatchedProcess, watch_process
+from hangwatch.agent.node.hardware.monitor import HardwareMonitor
 from hangwatch.agent.node.reporting.uplink import Outbox
-from hangwatch.agent.node.requests.commands import AbortTracker
+from hangwatch.agent.node.requests.commands import AbortTracker, CommandExecutor
+from hangwatch.agent.node.requests.recordings import RecordingWorker
+from hangwatch.agent.node.requests.traces import TraceRequests
+from hangwatch.agent.node.stacks.pyspy import PySpy
+from hangwatch.agent.node.stacks.sampler import StackSampler
 from hangwatch.agent.node.system.processes import read_environ, read_stat
+from hangwatch.agent.node.system.runtime import AgentLog
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol.commands import Command, CommandKind
 from hangwatch.protocol.heartbeat import Heartbeat
 from tests.simulation.waiting import wait_until
+
+from ..discovery.test_rings import make_ring, watch_ring
 
 
 @contextlib.contextmanager
@@ -57,6 +70,27 @@ def test_rank_that_does_not_allow_it_is_left_alone() -> None:
         assert not tracker and not rank.has_ended()
         unknown = tracker.abort_process(make_command(None), None, 0)
     assert unknown is not None and "no such process" in (unknown.error or "")
+
+
+@pytest.mark.parametrize(("last", "seqs"), [(9, [7, 8, 9]), (99, [38, 39]), (5, []), (0, [])])
+def test_reply_with_calls_covers_the_requested_window(
+    tmp_path: Path, last: int, seqs: list[int]
+) -> None:
+    rank, outbox, pyspy = watch_ring(make_ring(tmp_path)), Outbox(), PySpy(path=None)
+    recordings = RecordingWorker(pyspy, lambda: None)
+    sampler = StackSampler(pyspy, lambda: None, recordings.preempt_recording)
+    hardware, traces = HardwareMonitor(lambda: None), TraceRequests()
+    executor = CommandExecutor(sampler, recordings, hardware, traces, outbox, AgentLog())
+    first = 38 if last == 99 else 7
+    for key in (rank.key, "1-1"):
+        command = Command(
+            id=key, kind=CommandKind.CALLS, key=key, uid=1, from_seq=first, to_seq=last
+        )
+        executor.execute_command(command, {rank.key: rank}, time.monotonic_ns())
+    replies = outbox.list_pending(0)["calls"]
+    assert [[call.seq for call in reply.calls] for reply in replies] == [seqs, []]
+    assert {(reply.from_seq, reply.to_seq) for reply in replies} == {(first, last)}
+    rank.close()
 
 
 def test_outcome_is_reported_until_it_is_acknowledged() -> None:
