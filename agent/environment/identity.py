@@ -37,12 +37,23 @@ def parse_environ(env: Mapping[str, str], rendezvous: str = "") -> LaunchInfo:
     The variables of `parse_task` identify no rank by themselves.
     """
     rank = _parse_number(env.get("RANK"))
-    if rank is None:
-        rank = _parse_lightning_rank(env)
-    name = _find_job_name(env, rendezvous)[:MAX_JOB_NAME]
+    if rank is None and env.get("NODE_RANK") == "0" and "WORLD_SIZE" in env:
+        # Lightning's rank 0 starts the other ranks of the first node, with these variables. It sets them
+        # in its own environment as well, which all its children inherit, so 0 identifies no rank. On
+        # other nodes, the rank depends on the sizes of the nodes before.
+        rank = _parse_number(env.get("LOCAL_RANK")) or None
+    run_id = env.get("TORCHELASTIC_RUN_ID", "")
+    if run_id == "none":  # torchrun's default, the same for every job
+        run_id = ""
+    slurm_job = env.get("SLURM_JOB_ID", "")
+    if slurm_job:
+        step = env.get("SLURM_STEP_ID", "")
+        slurm_job = f"slurm-{slurm_job}.{step}" if step.isdigit() else f"slurm-{slurm_job}"
+    master = f"{env.get('MASTER_ADDR', 'localhost')}:{env.get('MASTER_PORT', '0')}"
+    name = env.get("HANGWATCH_JOB") or run_id or slurm_job or rendezvous or master
     return LaunchInfo(
         # The server accepts only printable names.
-        job="".join(c if c.isprintable() else "?" for c in name),
+        job="".join(c if c.isprintable() else "?" for c in name[:MAX_JOB_NAME]),
         restart=_parse_number(env.get("TORCHELASTIC_RESTART_COUNT")) or 0,
         rank=rank,
         world_size=_parse_number(env.get("WORLD_SIZE")) or 0,
@@ -72,33 +83,8 @@ def is_switched_off(env: Mapping[str, str]) -> bool:
     return env.get("HANGWATCH_DISABLE", "0") not in ("", "0")
 
 
-def _parse_lightning_rank(env: Mapping[str, str]) -> int | None:
-    """The rank of a process that Lightning's launcher started on the first node: rank 0 starts the
-    others there, with LOCAL_RANK and NODE_RANK. It sets them in its own environment as well, which
-    all its children inherit, so 0 identifies no rank. On other nodes, it depends on their size.
-    """
-    if env.get("NODE_RANK") != "0" or "WORLD_SIZE" not in env:
-        return None
-    return _parse_number(env.get("LOCAL_RANK")) or None
-
-
-def _find_job_name(env: Mapping[str, str], rendezvous: str) -> str:
-    explicit_name = env.get("HANGWATCH_JOB")
-    if explicit_name:
-        return explicit_name
-    run_id = env.get("TORCHELASTIC_RUN_ID", "")
-    if run_id and run_id != "none":  # torchrun's default, the same for every job
-        return run_id
-    slurm_id = env.get("SLURM_JOB_ID")
-    if slurm_id:
-        step = env.get("SLURM_STEP_ID", "")
-        return f"slurm-{slurm_id}.{step}" if step.isdigit() else f"slurm-{slurm_id}"
-    if rendezvous:
-        return rendezvous
-    return f"{env.get('MASTER_ADDR', 'localhost')}:{env.get('MASTER_PORT', '0')}"
-
-
 def _parse_number(text: str | None) -> int | None:
     """A number that a launcher may set, else None: the server refuses larger ones."""
-    is_number = text is not None and text.isascii() and text.isdigit() and len(text) <= 9
-    return int(text) if text is not None and is_number else None
+    if text is None or not text.isascii() or not text.isdigit() or len(text) > 9:
+        return None
+    return int(text)

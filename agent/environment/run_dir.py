@@ -13,14 +13,14 @@ from pathlib import Path
 
 # The node agent holds its flock as long as it lives; its content is the agent's pid.
 AGENT_LOCK_NAME = "agent.lock"
-OWNER_NAME = "owner"  # a secret that tells this run dir's node agents from others
+OWNER_NAME = "owner"  # a secret that only the node agents of this run dir know
 START_LOCK_NAME = "start.lock"  # flock held by the rank that is starting a node agent
 AGENT_LOG_NAME = "agent.log"
 # One line that the node agent wants the user to see; a rank prints it and removes the file.
 NOTICE_NAME = "notice"
 RING_SUFFIX = ".ring"
 STACKS_SUFFIX = ".stacks"  # the stacks that a rank writes of itself
-NO_GIL_TEXT = "without GIL\n"  # replaces the stacks
+NO_GIL_TEXT = "without GIL\n"  # a rank without a GIL writes this instead of its stacks
 THREADS_SUFFIX = ".threads"  # the ids and names of its threads
 
 
@@ -51,7 +51,11 @@ def ensure_run_dir(url: str) -> Path:
         root = path.parent.parent
         try:
             make_private_folder(root)
-            _check_root(root)
+            # No other user may be able to replace a folder in this one.
+            status = os.stat(root)
+            is_foreign = status.st_uid not in (os.getuid(), 0)
+            if not status.st_mode & stat.S_ISVTX and (is_foreign or status.st_mode & stat.S_IWOTH):
+                raise PermissionError(f"{root} belongs to another user, or can be written by all")
             for folder in (path.parent, path):
                 make_private_folder(folder)
                 check_owner(folder)
@@ -96,24 +100,14 @@ def check_owner(folder: Path) -> None:
         raise PermissionError(f"{folder} can be written by other users (chmod go-w)")
 
 
-def _check_root(folder: Path) -> None:
-    """Raises PermissionError if another user could replace a folder in this one."""
-    status = os.stat(folder)
-    is_foreign = status.st_uid not in (os.getuid(), 0)
-    if not status.st_mode & stat.S_ISVTX and (is_foreign or status.st_mode & stat.S_IWOTH):
-        raise PermissionError(f"{folder} belongs to another user, or can be written by all")
-
-
-def _read_namespace(name: str) -> int:
-    try:
-        return os.stat(f"/proc/self/ns/{name}").st_ino
-    except OSError:  # the kernel does not support it
-        return 0
-
-
 def _list_candidates(url: str) -> list[Path]:
     """The places where the folder may be, the preferred one first."""
-    namespaces = [_read_namespace(name) for name in ("net", "pid")]
+    namespaces: list[int] = []
+    for kind in ("net", "pid"):
+        try:
+            namespaces.append(os.stat(f"/proc/self/ns/{kind}").st_ino)
+        except OSError:  # the kernel does not support it
+            namespaces.append(0)
     name = hashlib.blake2b(
         f"{url}|{socket.gethostname()}|{namespaces}".encode(), digest_size=6
     ).hexdigest()

@@ -53,7 +53,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     folder: Path = arguments.run_dir.absolute()
     if not arguments.foreground:
-        detach_process()
+        # The agent continues in a child with its own session. No thread may run yet.
+        if os.fork():
+            os._exit(0)
+        with contextlib.suppress(PermissionError):  # it is a session leader already
+            os.setsid()
         reset_inherited_state(folder / run_dir.AGENT_LOG_NAME)
     sys.exit(_run_agent(folder, arguments.url, arguments.linger))
 
@@ -124,14 +128,6 @@ def open_rank_pidfds(folder: Path) -> dict[str, int]:
             if pidfd is not None:
                 pidfds[file.key] = pidfd
     return pidfds
-
-
-def detach_process() -> None:
-    """Continues in a child with its own session; this process exits. No thread may run yet."""
-    if os.fork():
-        os._exit(0)
-    with contextlib.suppress(PermissionError):  # already a session leader
-        os.setsid()
 
 
 def reset_inherited_state(log_path: Path) -> None:

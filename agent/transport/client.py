@@ -135,7 +135,15 @@ class SignedClient:
             self._connection.request(
                 method, self._path_prefix + path, body=body or None, headers=headers
             )
-            reply = self._read_reply(self._connection.getresponse())
+            response = self._connection.getresponse()
+            coding = response.headers.get("content-encoding", "identity")
+            if coding != "identity":
+                raise TransportError(f"a reply encoded as {coding[:20]!r}, which was not requested")
+            received = response.read(MAX_REPLY_BYTES + 1)
+            if len(received) > MAX_REPLY_BYTES:
+                raise TransportError(f"a reply of more than {MAX_REPLY_BYTES >> 20} MiB")
+            if response.length or self._deadline == -math.inf:
+                raise http.client.IncompleteRead(received, response.length)
             is_complete = True
         except (OSError, UnicodeError, http.client.HTTPException) as error:
             if self._deadline == -math.inf:
@@ -146,6 +154,8 @@ class SignedClient:
             self._idle_since = time.monotonic()
             if not is_complete:
                 self._connection.close()
+        reply_headers = {name.lower(): value for name, value in response.headers.items()}
+        reply = Reply(response.status, reply_headers, received)
         if self._credential is not None and signed is not None:
             proof = reply.get_header(PROOF_HEADER)
             self.is_server_known |= self._credential.verify_proof(signed, reply.body, proof)
@@ -186,18 +196,6 @@ class SignedClient:
         if is_confidential and not self.is_server_known:
             raise NewConnectionError("the server has not proven itself on this connection")
         return opened
-
-    def _read_reply(self, response: http.client.HTTPResponse) -> Reply:
-        coding = response.headers.get("content-encoding", "identity")
-        if coding != "identity":
-            raise TransportError(f"a reply encoded as {coding[:20]!r}, which was not requested")
-        body = response.read(MAX_REPLY_BYTES + 1)
-        if len(body) > MAX_REPLY_BYTES:
-            raise TransportError(f"a reply of more than {MAX_REPLY_BYTES >> 20} MiB")
-        if response.length or self._deadline == -math.inf:
-            raise http.client.IncompleteRead(body, response.length)
-        headers = {name.lower(): value for name, value in response.headers.items()}
-        return Reply(response.status, headers, body)
 
 
 class TargetError(ValueError):

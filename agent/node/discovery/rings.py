@@ -45,10 +45,6 @@ class RingFile:
     def key(self) -> str:
         return run_dir.format_process_key(self.pid, self.start_ticks)
 
-    @property
-    def stacks_path(self) -> Path:
-        return self.path.with_suffix(run_dir.STACKS_SUFFIX)
-
     def open_reader(self) -> RingReader:
         """A reader of its read-only mapping. Raises OSError if it cannot be read, RingError if it is not
         a ring, or that of another process.
@@ -85,10 +81,10 @@ class RingFile:
         return reader
 
     def remove_files(self) -> None:
-        for path in (self.path, self.stacks_path, self.path.with_suffix(run_dir.THREADS_SUFFIX)):
+        for suffix in (run_dir.RING_SUFFIX, run_dir.STACKS_SUFFIX, run_dir.THREADS_SUFFIX):
             # The file was removed already, or the disk is read-only: then the next agent tries again.
             with contextlib.suppress(OSError):
-                path.unlink()
+                self.path.with_suffix(suffix).unlink()
 
 
 def find_ring_files(folder: Path) -> tuple[list[RingFile], list[str]]:

@@ -54,20 +54,12 @@ def observe(
     what: str,
     now: ObservedValue,
     weight: Weight = Weight.HINT,
-    *,
-    is_counter: bool = False,
-    is_abnormal: bool = False,
+    **flags: bool,
 ) -> Observation:
-    """An observation of the present state of a part of the host."""
-    return Observation(
-        source=source,
-        about=about,
-        what=what,
-        now=now,
-        weight=weight,
-        is_counter=is_counter,
-        is_abnormal=is_abnormal,
-    )
+    """An observation of the present state of a part of the host. ``flags``: ``is_counter``,
+    ``is_abnormal``.
+    """
+    return Observation(source=source, about=about, what=what, now=now, weight=weight, **flags)
 
 
 def read_text(path: Path) -> str:

@@ -48,13 +48,14 @@ _MAX_GROUPS = 64
 
 def probe_cgroups(host: Host) -> Iterator[Observation]:
     """Kills for memory and withheld CPU time in the ranks' cgroups, if these have counters."""
-    folders: dict[Path, None] = {}
+    root = host.sys / _CGROUP_ROOT
+    folders: dict[Path, None] = {}  # in the order of the ranks, each once
     for pid in host.pids:
-        for base, folder in list_cgroups(pid, _CONTROLLERS, host.proc, host.sys / _CGROUP_ROOT):
+        for base, folder in list_cgroups(pid, _CONTROLLERS, host.proc, root):
             folders[folder if folder.is_dir() else base] = None
     has_counters = False
     for folder in folders:
-        about = "/" + str(folder.relative_to(host.sys / _CGROUP_ROOT)).removeprefix(".")
+        about = "/" + str(folder.relative_to(root)).removeprefix(".")
         for file, fields in _CGROUP_FIELDS.items():
             for line in read_text(folder / file).splitlines():
                 name, _, value = line.partition(" ")
@@ -86,26 +87,19 @@ def probe_pressure(host: Host) -> Iterator[Observation]:
 def probe_storage(host: Host) -> Iterator[Observation]:
     """Ranks that wait in the kernel for storage, and NFS requests without a reply."""
     for pid in host.pids:
-        yield from _read_blocked_threads(host, pid)
-    yield from _read_mounts(read_text(host.proc / "self" / "mountstats"))
-
-
-def _read_blocked_threads(host: Host, pid: int) -> Iterator[Observation]:
-    """The threads of a rank in uninterruptible sleep, by the kernel function that they wait in."""
-    counts: Counter[str] = Counter()
-    tasks = host.proc / str(pid) / "task"
-    for tid in list_names(tasks)[:_MAX_THREADS]:
-        state = read_text(tasks / tid / "stat").rpartition(")")[2].split()[:1]
-        if state == ["D"]:
-            counts[read_text(tasks / tid / "wchan") or "the kernel"] += 1
-    for channel, count in counts.items():
-        what = f"uninterruptible in {'the kernel' if channel == '0' else channel}"
-        yield observe(STORAGE, f"process {pid}", what, count, Weight.FAULT, is_abnormal=True)
-
-
-def _read_mounts(mountstats: str) -> Iterator[Observation]:
+        # The threads in uninterruptible sleep, by the kernel function that they wait in
+        counts: Counter[str] = Counter()
+        tasks = host.proc / str(pid) / "task"
+        for tid in list_names(tasks)[:_MAX_THREADS]:
+            _, _, fields = read_text(tasks / tid / "stat").rpartition(")")
+            if fields.split()[:1] == ["D"]:
+                channel = read_text(tasks / tid / "wchan")
+                counts["the kernel" if channel in ("", "0") else channel] += 1
+        for channel, count in counts.items():
+            what = f"uninterruptible in {channel}"
+            yield observe(STORAGE, f"process {pid}", what, count, Weight.FAULT, is_abnormal=True)
     mount = ""
-    for line in mountstats.splitlines():
+    for line in read_text(host.proc / "self" / "mountstats").splitlines():
         words = line.split()
         if line.startswith("device "):
             match = _NFS_MOUNT.match(line)
@@ -118,28 +112,23 @@ def _read_mounts(mountstats: str) -> Iterator[Observation]:
 
 def probe_versions(host: Host) -> Iterator[Observation]:
     """The versions that are known, to be compared with known problems."""
-    groups = host.sys / "kernel" / "iommu_groups"
-    types = {read_text(groups / name / "type") for name in list_names(groups)[:_MAX_GROUPS]}
     versions = {
         "kernel": read_text(host.proc / "sys" / "kernel" / "osrelease"),
         "machine": os.uname().machine,
         "driver": read_text(host.sys / "module" / "nvidia" / "version"),
-        "nccl": _find_nccl(host),
-        # How it treats devices: "identity" is a passthrough, "DMA" translates addresses.
-        "iommu": " and ".join(sorted(types - {""})),
     }
+    for pid in host.pids[:1]:
+        library = _NCCL_LIBRARY.search(read_text(host.proc / str(pid) / "maps"))
+        if library is None:
+            continue
+        path = host.proc / str(pid) / "root" / library[1].lstrip("/")
+        for name in list_names(path.parents[3]):
+            if wheel := _NCCL_WHEEL.fullmatch(name):
+                versions.setdefault("nccl", wheel[1])
+    # How the IOMMU treats devices: "identity" is a passthrough, "DMA" translates addresses.
+    groups = host.sys / "kernel" / "iommu_groups"
+    types = {read_text(groups / name / "type") for name in list_names(groups)[:_MAX_GROUPS]}
+    versions["iommu"] = " and ".join(sorted(types - {""}))
     for about, version in versions.items():
         if version:
             yield observe(VERSIONS, about, "version", version, Weight.FACT)
-
-
-def _find_nccl(host: Host) -> str:
-    """The version of NCCL's wheel whose library a rank has loaded; empty if none has."""
-    for pid in host.pids[:1]:
-        match = _NCCL_LIBRARY.search(read_text(host.proc / str(pid) / "maps"))
-        if match is not None:
-            library = host.proc / str(pid) / "root" / match[1].lstrip("/")
-            for name in list_names(library.parents[3]):
-                if wheel := _NCCL_WHEEL.fullmatch(name):
-                    return wheel[1]
-    return ""

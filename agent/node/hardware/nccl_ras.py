@@ -46,9 +46,8 @@ def probe(host: Host) -> tuple[Observation, ...]:
     address = _get_address(host)
     _check_owner(host, address)
     report = request_report(address)
-    if report.lstrip().startswith("{"):
-        return tuple(_read_json(_parse_json(report)))
-    return tuple(_read_text(report))
+    is_json = report.lstrip().startswith("{")
+    return tuple(_read_json(report) if is_json else _read_text(report))
 
 
 def _get_address(host: Host) -> str:
@@ -73,7 +72,14 @@ def _connect(address: str) -> socket.socket:
 
 def _check_owner(host: Host, address: str) -> None:
     """Raises SourceUnavailableError if it is the process of another job that listens there."""
-    sockets = _list_listening_sockets(host, _parse_address(address)[1])
+    _, port = _parse_address(address)
+    sockets: set[str] = set()  # as in /proc/PID/fd
+    for name in ("tcp", "tcp6"):
+        # The columns are those of proc_pid_net(5).
+        for line in read_text(host.proc / "net" / name).splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == _LISTENING and int(local.rpartition(":")[2], 16) == port:
+                sockets.add(f"socket:[{rest[5]}]")
     if not sockets or not host.pids:
         return  # the listener is on another host, or this node agent watches no job
     for pid in host.pids:
@@ -92,17 +98,6 @@ def _check_owner(host: Host, address: str) -> None:
         f"another job's process listens at {address}",
         "set NCCL_RAS_ADDR=localhost:PORT to another port for one of the jobs",
     )
-
-
-def _list_listening_sockets(host: Host, port: int) -> set[str]:
-    """The sockets at a port as in /proc/PID/fd, by the columns of proc_pid_net(5)."""
-    found: set[str] = set()
-    for name in ("tcp", "tcp6"):
-        for line in read_text(host.proc / "net" / name).splitlines()[1:]:
-            _, local, _, state, *rest = line.split()
-            if state == _LISTENING and int(local.rpartition(":")[2], 16) == port:
-                found.add(f"socket:[{rest[5]}]")
-    return found
 
 
 def request_report(address: str) -> str:
@@ -127,18 +122,13 @@ def request_report(address: str) -> str:
         raise SourceUnavailableError(f"NCCL at {address}: {reason}") from None
 
 
-def _parse_json(report: str) -> Mapping[str, Any]:
+def _read_json(report: str) -> Iterator[Observation]:
     for text in (report, _MISSING_COMMA.sub(",", report)):
-        try:
+        with contextlib.suppress(ValueError):
             document = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(document, dict):
-            return document
-    raise SourceUnavailableError("NCCL's report is not valid JSON")
-
-
-def _read_json(document: Mapping[str, Any]) -> Iterator[Observation]:
+            break
+    else:
+        raise SourceUnavailableError("NCCL's report is not valid JSON")
     version = document.get("nccl_version")
     if isinstance(version, str):
         yield observe(SOURCE, "nccl", "version", version, Weight.FACT)

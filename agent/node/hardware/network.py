@@ -67,26 +67,20 @@ def check_infiniband(host: Host) -> None:
 def probe_infiniband(host: Host) -> Iterator[Observation]:
     """The ports of all adapters. Raises SourceUnavailableError if there are none."""
     check_infiniband(host)
-    adapters = host.sys / "class" / "infiniband"
-    for adapter in list_names(adapters):
-        ports = adapters / adapter / "ports"
-        for port in list_names(ports):
-            yield from _read_port(f"{adapter}/{port}", ports / port)
-
-
-def _read_port(about: str, port: Path) -> Iterator[Observation]:
-    # Only a change means something, since the job uses no port that was down before it.
-    for what in ("state", "phys_state"):
-        state = read_text(port / what)
-        if state:
-            name = state.partition(":")[2].strip() or state  # "4: ACTIVE"
-            yield observe(INFINIBAND, about, what, name, Weight.FAULT)
-    rate = read_text(port / "rate")
-    if rate:
-        yield observe(INFINIBAND, about, "rate", rate, Weight.FACT)
-    yield from read_counters(INFINIBAND, about, port / "counters", _PORT_FAULTS, Weight.FAULT)
-    yield from read_counters(INFINIBAND, about, port / "counters", _PORT_HINTS)
-    yield from read_counters(INFINIBAND, about, port / "hw_counters", _PORT_HW_HINTS)
+    for port in sorted((host.sys / "class" / "infiniband").glob("*/ports/*")):
+        about = f"{port.parts[-3]}/{port.name}"
+        # Only a change of state means something, since the job uses no port that was down before it.
+        for what in ("state", "phys_state"):
+            state = read_text(port / what)
+            if state:
+                name = state.partition(":")[2].strip() or state  # "4: ACTIVE"
+                yield observe(INFINIBAND, about, what, name, Weight.FAULT)
+        rate = read_text(port / "rate")
+        if rate:
+            yield observe(INFINIBAND, about, "rate", rate, Weight.FACT)
+        yield from read_counters(INFINIBAND, about, port / "counters", _PORT_FAULTS, Weight.FAULT)
+        yield from read_counters(INFINIBAND, about, port / "counters", _PORT_HINTS)
+        yield from read_counters(INFINIBAND, about, port / "hw_counters", _PORT_HW_HINTS)
 
 
 def probe_interfaces(host: Host) -> Iterator[Observation]:
@@ -132,17 +126,20 @@ def _select_names(selection: str, names: list[str]) -> list[str]:
     """The names that match a selection in NCCL's notation: prefixes separated by commas, after "^"
     those to leave out, after "=" exact names.
     """
-    inverts, selection = selection.startswith("^"), selection.removeprefix("^")
-    is_exact, selection = selection.startswith("="), selection.removeprefix("=")
-    parts = [part.partition(":")[0] for part in selection.split(",") if part]
+    inverts = selection.startswith("^")
+    selection = selection.removeprefix("^")
+    is_exact = selection.startswith("=")
+    listed = selection.removeprefix("=").split(",")
+    parts = tuple(part.partition(":")[0] for part in listed if part)
     if not parts:
         return []
-
-    def is_selected(name: str) -> bool:
-        return any(name == part if is_exact else name.startswith(part) for part in parts)
-
-    chosen = [name for name in names if is_selected(name) != inverts]
-    return [name for name in chosen if name != "lo"] if inverts else chosen
+    if is_exact:
+        selected = [name for name in names if name in parts]
+    else:
+        selected = [name for name in names if name.startswith(parts)]
+    if not inverts:
+        return selected
+    return [name for name in names if name not in selected and name != "lo"]
 
 
 def _find_route(proc: Path, address: str) -> str:

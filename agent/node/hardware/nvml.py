@@ -6,11 +6,12 @@ NVML may block for long on a sick GPU, so that it is only called in a process of
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
-from hangwatch.model.hardware import Observation, ObservedValue, Weight
+from hangwatch.model.hardware import Observation, Weight
 
 from .host import Host, SourceUnavailableError, observe
 
@@ -60,87 +61,57 @@ def probe(host: Host) -> Iterator[Observation]:
                 SOURCE, f"GPU {index}", "lost", str(error), Weight.FAULT, is_abnormal=True
             )
             continue
-        yield from _GpuReader(pynvml, index, device, frozenset(host.pids)).read_all()
+        yield from _read_gpu(pynvml, index, device, frozenset(host.pids))
 
 
-class _GpuReader:
-    """Reads one GPU. What the GPU or the driver does not support is left out."""
-
-    def __init__(self, nvml: Any, index: int, device: Any, pids: frozenset[int]) -> None:
-        self._nvml = nvml
-        self._index = index
-        self._device = device
-        self._pids = pids
-
-    def read_all(self) -> Iterator[Observation]:
-        for read in (
-            self._read_memory_errors,
-            self._read_remapped_rows,
-            self._read_throttling,
-            self._read_power,
-            self._read_link_width,
-            self._read_nvlinks,
-            self._read_processes,
-        ):
-            # Each is read by itself, since an older driver lacks some of these functions.
-            with contextlib.suppress(self._nvml.NVMLError, AttributeError):
-                yield from read()
-
-    def _observe(
-        self, what: str, now: ObservedValue, weight: Weight = Weight.HINT, **flags: bool
-    ) -> Observation:
-        return observe(SOURCE, f"GPU {self._index}", what, now, weight, **flags)
-
-    def _read_memory_errors(self) -> Iterator[Observation]:
-        count = self._nvml.nvmlDeviceGetTotalEccErrors(
-            self._device,
-            self._nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
-            self._nvml.NVML_VOLATILE_ECC,
+def _read_gpu(nvml: Any, index: int, device: Any, pids: frozenset[int]) -> Iterator[Observation]:
+    """One GPU. Each part is read by itself, since an older driver lacks some of these functions, and
+    what the GPU or the driver does not support is left out.
+    """
+    may_lack = contextlib.suppress(nvml.NVMLError, AttributeError)
+    make_observation = functools.partial(observe, SOURCE, f"GPU {index}")
+    with may_lack:
+        count = nvml.nvmlDeviceGetTotalEccErrors(
+            device, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         )
-        yield self._observe("uncorrected_memory_errors", count, Weight.FAULT, is_counter=True)
-
-    def _read_remapped_rows(self) -> Iterator[Observation]:
-        _, _, is_pending, has_failed = self._nvml.nvmlDeviceGetRemappedRows(self._device)
+        yield make_observation("uncorrected_memory_errors", count, Weight.FAULT, is_counter=True)
+    with may_lack:
+        _, _, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(device)
         if is_pending:
-            yield self._observe("row_remapping_pending", 1, Weight.FAULT, is_abnormal=True)
+            yield make_observation("row_remapping_pending", 1, Weight.FAULT, is_abnormal=True)
         if has_failed:
-            yield self._observe("row_remapping_failed", 1, Weight.FAULT, is_abnormal=True)
-
-    def _read_throttling(self) -> Iterator[Observation]:
-        bits = self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._device)
+            yield make_observation("row_remapping_failed", 1, Weight.FAULT, is_abnormal=True)
+    with may_lack:
+        bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)
         reasons = [name for bit, name in _THROTTLE_REASONS.items() if bits & bit]
         if reasons:
-            yield self._observe("throttled", ", ".join(reasons), is_abnormal=True)
-
-    def _read_power(self) -> Iterator[Observation]:
-        """NCCL's kernels spin while a GPU waits for others: full utilisation at little power."""
-        busy = self._nvml.nvmlDeviceGetUtilizationRates(self._device).gpu
-        power_mw = self._nvml.nvmlDeviceGetPowerUsage(self._device)
-        limit_mw = self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._device)
+            yield make_observation("throttled", ", ".join(reasons), is_abnormal=True)
+    with may_lack:
+        # NCCL's kernels spin while a GPU waits for others: full utilisation at little power.
+        busy = nvml.nvmlDeviceGetUtilizationRates(device).gpu
+        power_mw = nvml.nvmlDeviceGetPowerUsage(device)
+        limit_mw = nvml.nvmlDeviceGetEnforcedPowerLimit(device)
         if busy >= 99 and power_mw < _SPINNING_POWER_SHARE * limit_mw:
             text = f"{busy} % busy at {power_mw // 1000} of {limit_mw // 1000} W"
-            yield self._observe("spins", text, is_abnormal=True)
+            yield make_observation("spins", text, is_abnormal=True)
         elif busy == 0:
-            yield self._observe("idle", f"{power_mw // 1000} W", is_abnormal=True)
-
-    def _read_link_width(self) -> Iterator[Observation]:
-        width = self._nvml.nvmlDeviceGetCurrPcieLinkWidth(self._device)
-        widest = self._nvml.nvmlDeviceGetMaxPcieLinkWidth(self._device)
-        yield self._observe("pcie_link_width", f"x{width} of x{widest}", is_abnormal=width < widest)
-
-    def _read_nvlinks(self) -> Iterator[Observation]:
+            yield make_observation("idle", f"{power_mw // 1000} W", is_abnormal=True)
+    with may_lack:
+        width = nvml.nvmlDeviceGetCurrPcieLinkWidth(device)
+        widest = nvml.nvmlDeviceGetMaxPcieLinkWidth(device)
+        text = f"x{width} of x{widest}"
+        yield make_observation("pcie_link_width", text, is_abnormal=width < widest)
+    with may_lack:
         for error, what in _NVLINK_ERRORS.items():
             total = 0
-            for link in range(self._nvml.NVML_NVLINK_MAX_LINKS):
-                with contextlib.suppress(self._nvml.NVMLError):  # this GPU has fewer links
-                    total += self._nvml.nvmlDeviceGetNvLinkErrorCounter(self._device, link, error)
-            yield self._observe(what, total, is_counter=True)
-
-    def _read_processes(self) -> Iterator[Observation]:
-        """Other processes on the GPU. If NVML lists none of our pids, its pids belong to another pid
-        namespace and cannot be compared.
-        """
-        running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._device)
-        foreign = sorted({process.pid for process in running} - self._pids)
+            for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+                with contextlib.suppress(nvml.NVMLError):  # this GPU has fewer links
+                    total += nvml.nvmlDeviceGetNvLinkErrorCounter(device, link, error)
+            yield make_observation(what, total, is_counter=True)
+    with may_lack:
+        # If NVML lists none of our pids, its pids are those of another namespace and cannot be compared.
+        running = nvml.nvmlDeviceGetComputeRunningProcesses(device)
+        foreign = sorted({process.pid for process in running} - pids)
         if foreign and len(foreign) < len(running):
-            yield self._observe("other_processes", ", ".join(map(str, foreign)), is_abnormal=True)
+            text = ", ".join(map(str, foreign))
+            yield make_observation("other_processes", text, is_abnormal=True)

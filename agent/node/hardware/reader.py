@@ -149,10 +149,9 @@ class ReaderProcess:
         and hardly waited for, since one that is blocked in a driver may not end.
         """
         results: dict[str, SourceResult] = {}
-        waiting = set(self._names)
         give_up_at = time.monotonic() + timeout_s
         lines = self._iter_lines(give_up_at)
-        while waiting and (line := next(lines, None)) is not None:
+        while len(results) < len(self._names) and (line := next(lines, None)) is not None:
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 document = json.loads(line)
                 observations = tuple(
@@ -162,10 +161,9 @@ class ReaderProcess:
                 missing = document["unavailable"]
                 unavailable = UnavailableSource(**missing) if missing else None
                 results[document["source"]] = observations, unavailable
-                waiting.discard(document["source"])
         is_late = time.monotonic() >= give_up_at
         status = None
-        if waiting:
+        if len(results) < len(self._names):
             assert self._process is not None
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=_END_WAIT_S)

@@ -59,13 +59,12 @@ class FaulthandlerRegistration:
 
     @classmethod
     def from_identity(cls, identity: Mapping[str, Any]) -> FaulthandlerRegistration:
-        number = identity.get("stacks_signal")
-        fd = identity.get("stacks_fd")
         main_thread = identity.get("main_thread")
         if not isinstance(main_thread, int):
             main_thread = None
-        is_valid = isinstance(number, int) and signal.SIGRTMIN <= number <= signal.SIGRTMAX
-        if not is_valid or not isinstance(fd, int):
+        number, fd = identity.get("stacks_signal"), identity.get("stacks_fd")
+        is_real_time = isinstance(number, int) and signal.SIGRTMIN <= number <= signal.SIGRTMAX
+        if not is_real_time or not isinstance(fd, int):
             number, fd = None, -1
         return cls(signal=number, fd=fd, main_thread=main_thread)
 
@@ -110,6 +109,9 @@ class _DumpingRank:
     wait_s: float
 
     def dump_stacks(self, start_ticks: int) -> OwnDump:
+        """Requests the stacks from the recorder's thread, and waits until they are written. If another
+        thread keeps the GIL from it, takes them by a signal. Raises FaultStacksError.
+        """
         stat = processes.read_live_stat(self.pid, start_ticks, self.proc)
         if stat is None:
             raise FaultStacksError("the process has ended")
@@ -118,9 +120,29 @@ class _DumpingRank:
                 "the process is stopped and cannot answer until it is continued: kill -CONT"
             )
         thread = self._read_word(LiveWord.RECORDER_THREAD)
-        candidates = self._await_answer(thread)
-        if not candidates:
-            return OwnDump(threads=self._parse_output(offset=0))
+        if not thread or not os.path.exists(f"{self.proc}/{self.pid}/task/{thread}"):
+            raise FaultStacksError(
+                "the recorder's thread, which would write them, does not run: Python is starting or"
+                " exiting"
+            )
+        number = time.monotonic_ns()
+        request_offset = LIVE_OFFSET + 8 * LiveWord.STACKS_REQUEST
+        os.pwrite(self.ring_fd, number.to_bytes(8, "little"), request_offset)
+        deadline = time.monotonic() + self.wait_s
+        candidates: list[int] = []  # the threads one of which may keep the GIL
+        while not candidates:
+            if time.monotonic() >= deadline:
+                raise FaultStacksError(
+                    f"the recorder's thread did not answer within {self.wait_s:g} s: it is"
+                    f" {thread_waits.describe_wait(self.pid, thread, self.proc)}"
+                )
+            if self._read_word(LiveWord.STACKS_ANSWER) == number:
+                return OwnDump(threads=self._parse_output(offset=0))
+            pulse_age_s = (time.monotonic_ns() - self._read_word(LiveWord.PULSE_NS)) / 1e9
+            if pulse_age_s > _GIL_HELD_AFTER_S:
+                candidates = thread_waits.find_gil_candidates(self.pid, thread, self.proc)
+            if not candidates:
+                time.sleep(_POLL_INTERVAL_S)
         try:
             stacks = self._dump_by_signal(thread)
         except FaultStacksError as error:
@@ -135,43 +157,33 @@ class _DumpingRank:
     def _read_word(self, word: LiveWord) -> int:
         return int.from_bytes(os.pread(self.ring_fd, 8, LIVE_OFFSET + 8 * word), "little")
 
-    def _await_answer(self, thread: int) -> list[int]:
-        """Requests the stacks from the recorder's thread, and waits until they are written. If another
-        thread keeps the GIL from it, returns the threads that may be this one; otherwise nothing.
-        Raises FaultStacksError if the recorder's thread does not answer for another reason.
-        """
-        if not thread or not os.path.exists(f"{self.proc}/{self.pid}/task/{thread}"):
-            raise FaultStacksError(
-                "the recorder's thread, which would write them, does not run: Python is starting or"
-                " exiting"
-            )
-        number = time.monotonic_ns()
-        request_offset = LIVE_OFFSET + 8 * LiveWord.STACKS_REQUEST
-        os.pwrite(self.ring_fd, number.to_bytes(8, "little"), request_offset)
-        deadline = time.monotonic() + self.wait_s
-        while time.monotonic() < deadline:
-            if self._read_word(LiveWord.STACKS_ANSWER) == number:
-                return []
-            pulse_age_s = (time.monotonic_ns() - self._read_word(LiveWord.PULSE_NS)) / 1e9
-            if pulse_age_s > _GIL_HELD_AFTER_S:
-                candidates = thread_waits.find_gil_candidates(self.pid, thread, self.proc)
-                if candidates:
-                    return candidates
-            time.sleep(_POLL_INTERVAL_S)
-        raise FaultStacksError(
-            f"the recorder's thread did not answer within {self.wait_s:g} s: it is"
-            f" {thread_waits.describe_wait(self.pid, thread, self.proc)}"
-        )
-
     def _dump_by_signal(self, thread: int) -> tuple[ThreadStack, ...]:
         """The stacks that the handler writes without the GIL. Raises FaultStacksError."""
         number = self.registration.signal
         if number is None:
             raise FaultStacksError("no signal was free for faulthandler")
+        # A signal that is not caught would kill the process, and the stacks could go to another file.
+        status = processes.read_status(f"{self.pid}/task/{thread}", self.proc)
+        bit = 1 << (number - 1)
+        if not int(status.get("SigCgt", "0"), 16) & bit:
+            raise FaultStacksError(
+                f"the process no longer catches signal {number}: something removed its handler"
+            )
+        if int(status.get("SigBlk", "0"), 16) & bit:
+            raise FaultStacksError(f"the recorder's thread blocks signal {number}")
         output = self.ring_path.with_suffix(run_dir.STACKS_SUFFIX)
-        self._check_handler(thread, number, output)
+        written = os.stat(f"{self.proc}/{self.pid}/fd/{self.registration.fd}")
+        if not os.path.samestat(written, output.stat()):
+            raise FaultStacksError("the process has closed the file for its stacks")
+        # tgkill(2) lets the system calls of other threads continue.
+        machine = platform.machine()
+        if machine not in _TGKILL_NUMBERS:
+            raise FaultStacksError(f"a signal cannot be sent to a single thread on {machine}")
         offset = size = output.stat().st_size
-        _signal_thread(self.pid, thread, number)
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.syscall(ctypes.c_long(_TGKILL_NUMBERS[machine]), self.pid, thread, number):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
         now = changed_at = time.monotonic()
         deadline = now + self.wait_s
         while now < deadline:
@@ -186,24 +198,8 @@ class _DumpingRank:
             raise FaultStacksError(f"its handler wrote nothing within {self.wait_s:g} s")
         return self._parse_output(offset)
 
-    def _check_handler(self, thread: int, number: int, output: Path) -> None:
-        """Raises FaultStacksError unless the thread would handle the signal as registered: a signal
-        that is not caught would kill the process, and the stacks could go to another file.
-        """
-        status = processes.read_status(f"{self.pid}/task/{thread}", self.proc)
-        bit = 1 << (number - 1)
-        if not int(status.get("SigCgt", "0"), 16) & bit:
-            raise FaultStacksError(
-                f"the process no longer catches signal {number}: something removed its handler"
-            )
-        if int(status.get("SigBlk", "0"), 16) & bit:
-            raise FaultStacksError(f"the recorder's thread blocks signal {number}")
-        written = os.stat(f"{self.proc}/{self.pid}/fd/{self.registration.fd}")
-        if not os.path.samestat(written, output.stat()):
-            raise FaultStacksError("the process has closed the file for its stacks")
-
     def _parse_output(self, offset: int) -> tuple[ThreadStack, ...]:
-        """The stacks that the rank wrote from ``offset`` on, with what else is known of their threads."""
+        """The stacks that the rank wrote from ``offset`` on, with names, ids and CPU times."""
         with open(self.ring_path.with_suffix(run_dir.STACKS_SUFFIX), "rb") as output:
             output.seek(offset)
             text = output.read(_MAX_OUTPUT_BYTES).decode(errors="replace")
@@ -218,24 +214,13 @@ class _DumpingRank:
         return tuple(processes.add_cpu_times(s, self.pid, self.proc) for s in stacks)
 
     def _describe_holders(self, candidates: Sequence[int]) -> str:
-        """Where in the kernel the thread is that keeps the GIL, or several that may."""
+        """The place in the kernel of the thread that keeps the GIL, or of several that may."""
         texts: list[str] = []
         for tid in sorted(candidates, key=lambda tid: tid != self.pid)[:3]:
             name = "the main thread" if tid == self.pid else f"thread {tid}"
             texts.append(f"{name} is {thread_waits.describe_wait(self.pid, tid, self.proc)}")
         where = "" if len(candidates) == 1 else " in one of the threads that do not wait for it"
         return f"native code keeps the GIL{where}: {', '.join(texts)}"
-
-
-def _signal_thread(pid: int, thread: int, number: int) -> None:
-    """Sends a signal by tgkill(2), so that the system calls of other threads continue."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    machine = platform.machine()
-    if machine not in _TGKILL_NUMBERS:
-        raise FaultStacksError(f"a signal cannot be sent to a single thread on {machine}")
-    if libc.syscall(ctypes.c_long(_TGKILL_NUMBERS[machine]), pid, thread, number):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
 
 
 def parse_stacks(
@@ -256,10 +241,15 @@ def parse_stacks(
     stacks: list[ThreadStack] = []
     for line in text.splitlines():
         if header := _THREAD_HEADER_RE.match(line):
-            ident = int(header[2], 16)
+            _, number, name = header.groups()
+            ident = int(number, 16)
             is_main = ident == main_thread
-            tid, name = (thread_list or {}).get(ident, (None, ""))
-            name = name or header[3] or ("MainThread" if is_main else f"thread {header[2]}")
+            tid = None
+            if thread_list and ident in thread_list:
+                tid, known_name = thread_list[ident]
+                name = known_name or name
+            if not name:
+                name = "MainThread" if is_main else f"thread {number}"
             stacks.append(ThreadStack(thread=name, frames=(), main=is_main, tid=tid))
         elif stacks and (match := _FRAME_RE.match(line)):
             file, number, function = match.groups()

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from hangwatch.model.ranks import RECORDER_THREAD_NAME, Frame, ThreadStack
 
@@ -23,11 +22,11 @@ from ..system import permission, processes, thread_waits
 
 DUMP_TIMEOUT_S = 5.0
 NATIVE_DUMP_TIMEOUT_S = 20.0  # the first native dump reads the symbols of every library
-_RESUME_TIMEOUT_S = 0.5  # /proc may show a process as stopped for so long after py-spy has detached
+_RESUME_TIMEOUT_S = 0.5  # /proc may show a process as stopped this long after py-spy has detached
 _MAX_FRAMES = 500
 _UNDISTURBED_ATTEMPTS = 2
 
-# Parts of py-spy's messages, in lower case, that tell one reason from another.
+# Parts of py-spy's messages, in lower case, by which its reasons are distinguished.
 _PERMISSION_MARKS = ("permission denied", "os error 13", "os error 1)", "operation not permitted")
 _ENDED_MARKS = ("os error 2)", "os error 3)", "no such process")
 _VERSION_MARKS = ("python version", "version of python", "unsupported version")
@@ -207,8 +206,25 @@ def explain_failure(stderr: str, proc: str = processes.PROC_ROOT) -> PySpyError:
 
 def parse_dump(output: bytes) -> tuple[ThreadStack, ...]:
     """The stacks in py-spy's JSON, main thread first. Raises PySpyError."""
+    stacks: list[ThreadStack] = []
     try:
-        stacks = [_parse_thread(thread) for thread in json.loads(output)]
+        for thread in json.loads(output):
+            tid = thread.get("os_thread_id")
+            is_main = tid == thread["pid"]
+            name = "MainThread" if is_main else f"thread {tid or thread.get('thread_id')}"
+            frames = [
+                Frame(function=str(f["name"]), file=str(f["filename"]), line=int(f["line"]))
+                for f in thread["frames"][:_MAX_FRAMES]
+            ]
+            stack = ThreadStack(
+                thread=str(thread.get("thread_name") or name),
+                frames=tuple(frames),
+                main=is_main,
+                active=bool(thread.get("active")),
+                holds_gil=bool(thread.get("owns_gil")),
+                tid=tid,
+            )
+            stacks.append(stack)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise PySpyError(
             f"py-spy's output is not understood ({error!r}): pip install --upgrade py-spy"
@@ -216,23 +232,3 @@ def parse_dump(output: bytes) -> tuple[ThreadStack, ...]:
     if not any(stack.main for stack in stacks):
         stacks = [replace(stack, main=stack.thread == "MainThread") for stack in stacks]
     return tuple(sorted(stacks, key=lambda stack: not stack.main))
-
-
-def _parse_thread(data: dict[str, Any]) -> ThreadStack:
-    tid = data.get("os_thread_id")
-    is_main = tid == data["pid"]
-    name = data.get("thread_name")
-    if not name:
-        name = "MainThread" if is_main else f"thread {tid or data.get('thread_id')}"
-    frames = [
-        Frame(function=str(frame["name"]), file=str(frame["filename"]), line=int(frame["line"]))
-        for frame in data["frames"][:_MAX_FRAMES]
-    ]
-    return ThreadStack(
-        thread=str(name),
-        frames=tuple(frames),
-        main=is_main,
-        active=bool(data.get("active")),
-        holds_gil=bool(data.get("owns_gil")),
-        tid=tid,
-    )

@@ -42,7 +42,9 @@ _IGNORED_COMMANDS = (
     "torch_shm_manager",
 )
 
-MAX_INNERMOST_FRAMES = 8  # source text is added to so many of each thread, and to one of user code
+MAX_INNERMOST_FRAMES = (
+    8  # frames of each thread that get their source text, besides one of user code
+)
 _MAX_LINE_CHARS = 200
 _MAX_FILE_BYTES = 4 << 20
 _MAX_PARSED_LINES = 10_000  # longer files are not parsed
@@ -189,12 +191,13 @@ def collect_child_stacks(
     children = list(_iter_descendants(pid, pyspy.proc, _MAX_DEPTH))
     children.reverse()  # the kernel lists the oldest first; start ticks may be equal
     is_selection = len(children) > MAX_CHILDREN
-
-    def get_priority(child: _ChildProcess) -> tuple[bool, bool, int]:
-        is_idle = child.stat.state != "R"
-        return not child.is_own, is_selection and is_idle, -child.stat.start_ticks
-
-    children.sort(key=get_priority)
+    children.sort(
+        key=lambda child: (
+            not child.is_own,
+            is_selection and child.stat.state != "R",
+            -child.stat.start_ticks,
+        )
+    )
     return tuple(_read_stack(child, pyspy) for child in children[:MAX_CHILDREN])
 
 
@@ -369,10 +372,8 @@ def _read_lines(file: str, pid: int, proc: str) -> list[str]:
     if not file.endswith(".py"):
         return []
     folder = "root" if file.startswith("/") else "cwd/"
-    for path in (
-        f"{proc}/{pid}/{folder}{file}",
-        file,
-    ):  # the process's root is not accessible without ptrace permission
+    # Without ptrace permission, the process's root cannot be read.
+    for path in (f"{proc}/{pid}/{folder}{file}", file):
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:

@@ -57,6 +57,10 @@ def read_ptrace_facts(proc: str = processes.PROC_ROOT) -> PtraceFacts:
     status: dict[str, str] = {}
     with contextlib.suppress(OSError):  # the filter can be tested without /proc
         status = processes.read_status("self", proc)
+    # A filter refuses ptrace before the kernel finds that there is no such process.
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.ptrace(ctypes.c_long(_PTRACE_ATTACH), ctypes.c_long(_IMPOSSIBLE_PID), None, None)
+    is_filtered = ctypes.get_errno() in (errno.EPERM, errno.ENOSYS, errno.EACCES)
     yama = None
     with contextlib.suppress(OSError, ValueError):
         yama = int(Path(proc, "sys/kernel/yama/ptrace_scope").read_text())
@@ -64,15 +68,8 @@ def read_ptrace_facts(proc: str = processes.PROC_ROOT) -> PtraceFacts:
         has_capability=bool(int(status.get("CapEff", "0"), 16) & _CAP_SYS_PTRACE),
         yama_scope=yama,
         has_seccomp_filter=status.get("Seccomp", "0") != "0",
-        is_ptrace_filtered=_is_ptrace_filtered(),
+        is_ptrace_filtered=is_filtered,
     )
-
-
-def _is_ptrace_filtered() -> bool:
-    """Whether a filter refuses ptrace before the kernel finds that there is no such process."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.ptrace(ctypes.c_long(_PTRACE_ATTACH), ctypes.c_long(_IMPOSSIBLE_PID), None, None)
-    return ctypes.get_errno() in (errno.EPERM, errno.ENOSYS, errno.EACCES)
 
 
 class _IoVec(ctypes.Structure):

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from hangwatch.model.ranks import ThreadStack
 
@@ -58,22 +59,24 @@ def read_thread_stat(pid: int, thread: int, proc: str = PROC_ROOT) -> ProcStat:
     return parse_stat(_read_line(f"{proc}/{pid}/task/{thread}/stat"))
 
 
-def read_schedstat(pid: int, thread: int, proc: str = PROC_ROOT) -> bytes:
-    """The schedstat line of a thread: ns on a CPU, ns ready to run without a CPU, number of time
-    slices; empty if the kernel does not count them.
+class SchedStat(NamedTuple):
+    """One line of /proc/PID/task/TID/schedstat."""
 
-    The time without a CPU is added when the thread gets one.
-    """
+    cpu_ns: int = 0  # 0: the kernel does not count any of these
+    ready_ns: int = 0  # the thread was ready to run and had no CPU; added when it gets one
+    slice_count: int = 0
+
+
+_NO_TIMES = SchedStat()
+
+
+def read_schedstat(pid: int, thread: int, proc: str = PROC_ROOT) -> SchedStat:
+    """The times of a thread; all are 0 if it has ended."""
     try:
-        schedstat = _read_line(f"{proc}/{pid}/task/{thread}/schedstat")
+        line = _read_line(f"{proc}/{pid}/task/{thread}/schedstat")
     except OSError:
-        return b""
-    return b"" if schedstat.startswith(b"0 ") else schedstat
-
-
-def parse_ready_ns(schedstat: bytes) -> int:
-    """How long a thread was ready to run and had no CPU, from `read_schedstat`."""
-    return int(schedstat.split()[1]) if schedstat else 0
+        return _NO_TIMES
+    return SchedStat(*map(int, line.split()[:3]))
 
 
 def add_cpu_times(stack: ThreadStack, pid: int, proc: str = PROC_ROOT) -> ThreadStack:
@@ -82,8 +85,8 @@ def add_cpu_times(stack: ThreadStack, pid: int, proc: str = PROC_ROOT) -> Thread
         ticks = read_thread_stat(pid, stack.tid or 0, proc).cpu_ticks
     except (OSError, ValueError):
         return stack
-    turns = read_schedstat(pid, stack.tid or 0, proc)
-    return replace(stack, cpu_s=ticks / TICKS_PER_S, ready_s=parse_ready_ns(turns) / 1e9)
+    ready_ns = read_schedstat(pid, stack.tid or 0, proc).ready_ns
+    return replace(stack, cpu_s=ticks / TICKS_PER_S, ready_s=ready_ns / 1e9)
 
 
 def _read_line(path: str) -> bytes:
@@ -180,7 +183,7 @@ def read_tree_usage_s(pid: int, proc: str = PROC_ROOT) -> tuple[float, float]:
         except (OSError, ValueError):
             continue
         ticks += stat.cpu_ticks + stat.reaped_ticks
-        ready_ns += parse_ready_ns(read_schedstat(current, current, proc))
+        ready_ns += read_schedstat(current, current, proc).ready_ns
         pending_pids += list_children(current, proc)
     return ticks / TICKS_PER_S, ready_ns / 1e9
 
@@ -210,7 +213,7 @@ class ThreadActivity:
     state: str = "?"
     _ticks_since_ns: int = 0
     _ticks: int = -1
-    _schedstat: bytes = b""
+    _schedstat: SchedStat = _NO_TIMES
     _was_ready: bool = False
     _schedstat_read_ns: int = 0
 
@@ -224,9 +227,9 @@ class ThreadActivity:
             return
         schedstat = read_schedstat(pid, tid, proc)
         is_ready = stat.state == "R"
-        if schedstat and self._schedstat:
-            ready_ns = parse_ready_ns(schedstat) - parse_ready_ns(self._schedstat)
-            # One that was ready at both readings and did not run in between was ready all the time.
+        if schedstat.cpu_ns and self._schedstat.cpu_ns:
+            ready_ns = schedstat.ready_ns - self._schedstat.ready_ns
+            # A thread that was ready at both readings and did not run in between was always ready.
             was_always_ready = is_ready and self._was_ready and schedstat == self._schedstat
             if was_always_ready or ready_ns >= _MIN_WAIT_SHARE * elapsed_ns:
                 self.last_busy_ns = now_ns
@@ -273,14 +276,13 @@ class CpuActivity:
         if self.state in "ZX" and whole.state not in "ZX":
             self.state = "S"  # the main thread has ended (pthread_exit), the others continue
         self.last_busy_ns = max(self.last_busy_ns, self._main.last_busy_ns)
-        if caller_tid not in (0, pid):
-            self._update_caller(pid, caller_tid, now_ns, proc)
-
-    def _update_caller(self, pid: int, tid: int, now_ns: int, proc: str) -> None:
-        if self._caller is None or tid != self._caller_tid:
-            self._caller, self._caller_tid = ThreadActivity(last_busy_ns=self.last_busy_ns), tid
+        if caller_tid in (0, pid):
+            return
+        if self._caller is None or caller_tid != self._caller_tid:
+            self._caller = ThreadActivity(last_busy_ns=self.last_busy_ns)
+            self._caller_tid = caller_tid
         try:
-            self._caller.update_thread(pid, tid, now_ns, proc)
+            self._caller.update_thread(pid, caller_tid, now_ns, proc)
         except (OSError, ValueError):  # the thread has ended
             return
         self.last_busy_ns = max(self.last_busy_ns, self._caller.last_busy_ns)

@@ -40,10 +40,8 @@ def read_turns(pid: int, proc: str = PROC_ROOT) -> dict[int, ThreadTurn]:
     for tid in map(int, os.listdir(f"{proc}/{pid}/task")):
         with contextlib.suppress(OSError, ValueError):  # the thread has ended
             status = read_status(f"{pid}/task/{tid}", proc)
-            schedstat = read_schedstat(pid, tid, proc)
-            if schedstat:
-                cpu_ns = int(schedstat.split()[0])
-            else:
+            cpu_ns = read_schedstat(pid, tid, proc).cpu_ns
+            if not cpu_ns:
                 ticks = read_thread_stat(pid, tid, proc).cpu_ticks
                 cpu_ns = ticks * 1_000_000_000 // TICKS_PER_S
             turns[tid] = ThreadTurn(
@@ -89,16 +87,12 @@ def find_gil_candidates(pid: int, waiter: int, proc: str = PROC_ROOT) -> list[in
             candidates.append(tid)
         elif turn.cpu_ns - earlier.cpu_ns > _MAX_WAITER_CPU_NS + sleeps * _MAX_WAKEUP_CPU_NS:
             return []  # the thread has run Python
-    return sorted(candidates) if _sleeps_on_futex(pid, waiter, proc) else []
-
-
-def _sleeps_on_futex(pid: int, tid: int, proc: str) -> bool:
     for _ in range(_WCHAN_ATTEMPTS):
-        where = _read_text(f"{proc}/{pid}/task/{tid}/wchan")
+        where = _read_text(f"{proc}/{pid}/task/{waiter}/wchan")
         if where not in ("", "0"):
-            return "futex" in where
+            return sorted(candidates) if "futex" in where else []
         time.sleep(0.001)
-    return False
+    return []
 
 
 def describe_wait(pid: int, tid: int, proc: str = PROC_ROOT) -> str:

@@ -129,7 +129,7 @@ def test_foreign_rings_are_listed_and_truncated_ones_refused(tmp_path: Path) -> 
     (tmp_path / "x.ring").write_bytes(good)
     ring_files, foreign = rings.find_ring_files(tmp_path)
     assert (len(ring_files), foreign) == (2, ["x.ring"])
-    other.stacks_path.write_text("")
+    other.path.with_suffix(run_dir.STACKS_SUFFIX).write_text("")
     other.remove_files()
     other.remove_files()
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([ring.path.name, "x.ring"])
