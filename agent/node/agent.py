@@ -12,6 +12,7 @@ from pathlib import Path
 from hangwatch.protocol import codec
 from hangwatch.protocol.heartbeat import Heartbeat, HeartbeatReply
 
+from ..environment import run_dir
 from ..transport.client import ServerTarget
 from .composer import HeartbeatComposer
 from .discovery.watched import list_live_pids
@@ -88,7 +89,7 @@ class NodeAgent:
             self._outbox,
             log,
         )
-        self._outage = OutageTracker(folder, log)
+        self._outage = OutageTracker(folder / run_dir.NOTICE_NAME, log)
         self._in_flight: Heartbeat | None = None
         self.is_stop_requested = False
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import secrets
+from dataclasses import dataclass, field
 
 from hangwatch.protocol.heartbeat import AgentCost, Heartbeat, ProcessUpdate
 
@@ -20,41 +21,32 @@ COST_INTERVAL_HEARTBEATS = 20
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
+@dataclass(slots=True)
 class HeartbeatComposer:
     """Composes one heartbeat after the other from everything that waits to be sent."""
 
-    def __init__(
-        self,
-        watchlist: Watchlist,
-        outbox: Outbox,
-        traces: TraceRequests,
-        recordings: RecordingWorker,
-        *,
-        host: str,
-        owner: str,
-        server_count: int,
-    ) -> None:
-        self._watchlist = watchlist
-        self._outbox = outbox
-        self._traces = traces
-        self._recordings = recordings
-        self._performance_reporter = PerformanceReporter()
-        self.agent_id = secrets.token_hex(8)
-        self._host, self._owner, self._server_count = host, owner, server_count
-        self._number = 0
-        self._terse_until_ns = 0
-        # The server knows nothing yet, so the next heartbeat holds everything.
-        self.is_full_due = True
+    watchlist: Watchlist
+    outbox: Outbox
+    traces: TraceRequests
+    recordings: RecordingWorker
+    host: str
+    owner: str
+    server_count: int
+    agent_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    is_full_due: bool = True  # the server knows nothing yet: the next heartbeat holds everything
+    _number: int = 0
+    _terse_until_ns: int = 0
+    _performance_reporter: PerformanceReporter = field(default_factory=PerformanceReporter)
 
     def compose_heartbeat(self, now_ns: int, *, is_last: bool = False) -> Heartbeat:
         self._number += 1
-        watched = self._watchlist.watched
-        gone = list(self._watchlist.finished_keys)
+        watched = self.watchlist.watched
+        gone = list(self.watchlist.finished_keys)
         if is_last:
             gone += [key for key, process in watched.items() if process.exit is not None]
         updates: dict[str, ProcessUpdate | None] = {}
         for key, process in watched.items():
-            process.is_paused = self._recordings.is_pausing(key)
+            process.is_paused = self.recordings.is_pausing(key)
             updates[key] = process.compose_update(now_ns)
         is_brief = False
         if updates and not self.is_full_due and not gone and now_ns < self._terse_until_ns:
@@ -70,18 +62,18 @@ class HeartbeatComposer:
                     updates[key], watched[key].composed = made
         tallies = {key: process.tally for key, process in watched.items()}
         return Heartbeat(
-            host=self._host,
+            host=self.host,
             agent=self.agent_id,
-            owner=self._owner,
-            servers=self._server_count,
+            owner=self.owner,
+            servers=self.server_count,
             number=self._number,
             full=self.is_full_due,
             brief=is_brief,
             gone=tuple(gone),
             processes=tuple([update for update in updates.values() if update is not None]),
-            **self._outbox.list_pending(now_ns),
+            **self.outbox.list_pending(now_ns),
             sent_s=round(now_ns / 1e9, 3),
-            traces=self._traces.build_replies(watched, now_ns),
+            traces=self.traces.build_replies(watched, now_ns),
             cost=self._measure_cost() if self._number % COST_INTERVAL_HEARTBEATS == 1 else None,
             performance=self._performance_reporter.next_report(now_ns, tallies, flush=is_last),
         )
@@ -99,7 +91,7 @@ class HeartbeatComposer:
         ):
             pages = int(file.read().split()[1])
         return AgentCost(
-            cpu_s=round(cpu_s, 3), memory=pages * _PAGE_BYTES, dropped=self._outbox.dropped_count
+            cpu_s=round(cpu_s, 3), memory=pages * _PAGE_BYTES, dropped=self.outbox.dropped_count
         )
 
     def apply_outcome(self, outcome: HeartbeatOutcome, now_ns: int) -> None:
@@ -111,20 +103,20 @@ class HeartbeatComposer:
     def mark_acked(self, now_ns: int) -> None:
         """The server knows what the last heartbeat reported of processes."""
         self.is_full_due = False
-        for process in self._watchlist.watched.values():
+        for process in self.watchlist.watched.values():
             process.mark_acked(now_ns)
 
     def mark_extras_delivered(self, heartbeat: Heartbeat) -> None:
         """The server has everything else of this heartbeat, or will never accept it."""
-        self._outbox.mark_delivered(heartbeat)
-        self._traces.mark_delivered(heartbeat.traces)
+        self.outbox.mark_delivered(heartbeat)
+        self.traces.mark_delivered(heartbeat.traces)
         self._performance_reporter.mark_delivered(heartbeat.performance)
-        self._watchlist.finished_keys = [
-            key for key in self._watchlist.finished_keys if key not in heartbeat.gone
+        self.watchlist.finished_keys = [
+            key for key in self.watchlist.finished_keys if key not in heartbeat.gone
         ]
 
     def request_full(self) -> None:
         """The server has lost what it knew: the next heartbeat holds everything."""
         self.is_full_due = True
-        for process in self._watchlist.watched.values():
+        for process in self.watchlist.watched.values():
             process.reset_acked()

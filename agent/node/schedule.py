@@ -69,20 +69,20 @@ class _GroupCreation(NamedTuple):
     group_count: int
 
 
+@dataclass(slots=True)
 class ReportSchedule:
     """When the next heartbeat is due, and whether it is urgent, in monotonic nanoseconds."""
 
-    def __init__(self, now_ns: int) -> None:
-        self.next_ns = now_ns
-        self._unsteady_ns = _NEVER_NS  # when it is due if the host does not remain steady
-        self._next_early_ns = 0
-        self._is_hastened = False  # the next heartbeat is sent immediately, and is urgent
-        # Two other reasons make it urgent, and do not hasten it.
-        self._has_urgent_changes = False
-        self._is_server_waiting = False
-        # What the server knows of the changes below; None while heartbeats are frequent.
-        self._reported_changes: frozenset[Hashable] | None = None
-        self._report_within_s: float | None = None  # None after one early heartbeat
+    next_ns: int
+    _unsteady_ns: int = _NEVER_NS  # when it is due if the host does not remain steady
+    _next_early_ns: int = 0
+    _is_hastened: bool = False  # the next heartbeat is sent immediately, and is urgent
+    # Two other reasons make it urgent, and do not hasten it.
+    _has_urgent_changes: bool = False
+    _is_server_waiting: bool = False
+    # What the server knows of the changes below; None while heartbeats are frequent.
+    _reported_changes: frozenset[Hashable] | None = None
+    _report_within_s: float | None = None  # None after one early heartbeat
 
     @property
     def is_infrequent(self) -> bool:
@@ -219,14 +219,10 @@ class SteadinessCheck:
     """Whether the host is steady, by its last samples."""
 
     is_steady: bool = False
+    is_reading_due: bool = False  # a ring may soon overwrite what was not read
     next_block_ns: int = _NEVER_NS  # when a rank will have been in a call for long, if known
     _quiet_since_ns: int = 0  # 0: the last samples were not all quiet
     _samples: dict[str, _ProcessSample] = field(default_factory=dict)  # keys: process keys
-
-    @property
-    def is_reading_due(self) -> bool:
-        """A ring may soon overwrite what was not read."""
-        return any(sample.is_ring_filling for sample in self._samples.values())
 
     def sample_processes(self, watched: Iterable[WatchedProcess], now_ns: int) -> bool:
         """Samples all processes. Returns True if one that was quiet in its last sample no longer is."""
@@ -243,6 +239,7 @@ class SteadinessCheck:
             if sample.is_quiet:
                 next_block_ns = min(next_block_ns, quiet_until_ns)
         self._samples = samples
+        self.is_reading_due = any(sample.is_ring_filling for sample in samples.values())
         self.next_block_ns = next_block_ns
         if not samples or not all(sample.is_quiet for sample in samples.values()):
             self._quiet_since_ns = 0

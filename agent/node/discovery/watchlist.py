@@ -12,7 +12,7 @@ import os
 import selectors
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hangwatch.protocol.heartbeat import ProcessIdentity
@@ -34,35 +34,28 @@ _ACK_TIMEOUT_NS = 60_000_000_000  # later, files are removed in any case
 _AGENT_COMMAND_MARK = "hangwatch.agent.node.main"  # a node agent inherits a rank's environment
 
 
+@dataclass(slots=True)
 class Watchlist:
     """Finds processes, records their exits, removes their files. Independent of the server. Calls
     ``on_exit`` for each process that has ended.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        selector: selectors.BaseSelector,
-        log: AgentLog,
-        *,
-        on_exit: Callable[[], None] = lambda: None,
-        early_pidfds: dict[str, int] | None = None,
-    ) -> None:
-        self.watched: dict[str, WatchedProcess] = {}
-        # Processes that were dropped, until the server has acknowledged that.
-        self.finished_keys: list[str] = []
-        self._folder = folder
-        self._selector = selector
-        self._log = log
-        self._on_exit = on_exit
-        # All (job, restart, rank) that were ever seen, of the jobs that still have a process.
-        self._known_ranks: set[tuple[str, int, int]] = set()
-        self._removed_keys: set[str] = set()
-        self._early_pidfds = early_pidfds or {}  # pidfds that were opened before the first scan
-        self._is_first_scan = True
-        self._sibling_finder = SiblingFinder()
-        self._next_sibling_scan_ns = 0
-        self._listed_mtime_ns = 0  # the folder's mtime when it was last listed; 0 if unsettled
+    folder: Path
+    selector: selectors.BaseSelector
+    log: AgentLog
+    on_exit: Callable[[], None] = lambda: None
+    # Pidfds that were opened before the first scan, by process key; that scan closes the others.
+    early_pidfds: dict[str, int] = field(default_factory=dict)
+    watched: dict[str, WatchedProcess] = field(default_factory=dict)
+    # Processes that were dropped, until the server has acknowledged that.
+    finished_keys: list[str] = field(default_factory=list)
+    # All (job, restart, rank) that were ever seen, of the jobs that still have a process.
+    _known_ranks: set[tuple[str, int, int]] = field(default_factory=set)
+    _removed_keys: set[str] = field(default_factory=set)
+    _is_first_scan: bool = True
+    _sibling_finder: SiblingFinder = field(default_factory=lambda: SiblingFinder())
+    _next_sibling_scan_ns: int = 0
+    _listed_mtime_ns: int = 0  # the folder's mtime when it was last listed; 0 if unsettled
 
     @property
     def has_alive(self) -> bool:
@@ -87,8 +80,8 @@ class Watchlist:
                     new_processes.append(process)
         if new_processes:
             self._record_ranks()
-        while self._early_pidfds:  # the rings of these were removed before this scan
-            _, pidfd = self._early_pidfds.popitem()
+        while self.early_pidfds:  # the rings of these were removed before this scan
+            _, pidfd = self.early_pidfds.popitem()
             os.close(pidfd)
         self._is_first_scan = False
         return [process for process in new_processes if process.key in self.watched]
@@ -100,7 +93,7 @@ class Watchlist:
                 continue
             process.read_state(now_ns)
             if process.ring_problem:
-                self._log.warn_once(process.ring_problem)
+                self.log.warn_once(process.ring_problem)
             if process.pidfd is None and process.has_ended():
                 self.record_exit(process, now_ns)
         self._record_ranks()
@@ -108,9 +101,9 @@ class Watchlist:
     def record_exit(self, process: WatchedProcess, now_ns: int) -> None:
         """Records that a process has ended, and stops waiting for its end."""
         if process.pidfd is not None:
-            self._selector.unregister(process.pidfd)
+            self.selector.unregister(process.pidfd)
         process.record_exit(now_ns)
-        self._on_exit()
+        self.on_exit()
 
     def clean_up(self, now_ns: int) -> None:
         """Removes the files of processes whose exit the server knows, and later drops the processes."""
@@ -137,17 +130,17 @@ class Watchlist:
 
     def _scan_rings(self, now_ns: int) -> list[WatchedProcess]:
         try:
-            changed_ns = os.stat(self._folder).st_mtime_ns
+            changed_ns = os.stat(self.folder).st_mtime_ns
             if changed_ns == self._listed_mtime_ns:
                 return []
-            files, foreign_names = rings.find_ring_files(self._folder)
+            files, foreign_names = rings.find_ring_files(self.folder)
         except OSError as error:
-            self._log.warn_once(f"the run dir {self._folder} cannot be read: {error.strerror}")
+            self.log.warn_once(f"the run dir {self.folder} cannot be read: {error.strerror}")
             return []
         is_settled = time.time_ns() - changed_ns > _MTIME_SETTLE_NS
         self._listed_mtime_ns = changed_ns if is_settled else 0
         for name in foreign_names:
-            self._log.warn_once(f"{self._folder / name} is ignored: its name matches no process")
+            self.log.warn_once(f"{self.folder / name} is ignored: its name matches no process")
         self._removed_keys &= {file.key for file in files}
         new_processes: list[WatchedProcess] = []
         for file in files:
@@ -171,7 +164,7 @@ class Watchlist:
             file.start_ticks,
             now_ns,
             ring=file,
-            pidfd=self._early_pidfds.pop(file.key, None),
+            pidfd=self.early_pidfds.pop(file.key, None),
         )
         if process.has_ended():
             snapshot = process.snapshot
@@ -183,14 +176,14 @@ class Watchlist:
                 return None
             process.record_exit(now_ns)
             process.exited_at_ns = now_ns - pulse_ns  # the process lived at least until then
-            self._on_exit()
+            self.on_exit()
         self._add_process(process)
         return process
 
     def _add_process(self, process: WatchedProcess) -> None:
         self.watched[process.key] = process
         if process.pidfd is not None:
-            self._selector.register(process.pidfd, selectors.EVENT_READ, process.key)
+            self.selector.register(process.pidfd, selectors.EVENT_READ, process.key)
 
     def _record_ranks(self) -> None:
         """Records which ranks were seen, and drops the shells around ranks that have a ring."""
@@ -215,7 +208,7 @@ class Watchlist:
 
     def _drop_process(self, process: WatchedProcess) -> None:
         if process.pidfd is not None:
-            self._selector.unregister(process.pidfd)
+            self.selector.unregister(process.pidfd)
         process.close()
         del self.watched[process.key]
 
@@ -238,12 +231,13 @@ class _Launcher:
     numbers_tasks: bool  # mpirun or srun, whose tasks are the ranks
 
 
+@dataclass(slots=True)
 class SiblingFinder:
     """Finds the siblings of recorded ranks. It keeps the launchers, which are expensive to find."""
 
-    def __init__(self, proc: str = processes.PROC_ROOT) -> None:
-        self._proc = proc
-        self._launchers: dict[tuple[int, str, int], _Launcher] = {}  # keys: pid, job and rank
+    proc: str = processes.PROC_ROOT
+    # Keys: pid, job and rank.
+    _launchers: dict[tuple[int, str, int], _Launcher] = field(default_factory=dict)
 
     def find_siblings(
         self,
@@ -257,7 +251,7 @@ class SiblingFinder:
         distinct: dict[Hashable, _Launcher] = {}  # one for each job of a launcher
         for pid, known in recorded.items():
             key = (pid, known.job, known.rank)
-            found = self._launchers.get(key) or find_launcher(pid, known, self._proc)
+            found = self._launchers.get(key) or find_launcher(pid, known, self.proc)
             if found is not None:
                 launchers[key] = found
                 job = (known.job, known.restart, known.world_size)
@@ -266,18 +260,18 @@ class SiblingFinder:
         seen_ranks = set(known_ranks)
         ranks: list[SiblingRank] = []
         for launcher in distinct.values():
-            for child in processes.list_children(launcher.pid, self._proc):
+            for child in processes.list_children(launcher.pid, self.proc):
                 if child in recorded:
                     continue
-                launch = _read_launch(child, launcher.known, launcher.numbers_tasks, self._proc)
+                launch = _read_launch(child, launcher.known, launcher.numbers_tasks, self.proc)
                 if launch is None or launch.rank is None:
                     continue
                 rank = (launch.job, launch.restart, launch.rank)
                 if rank in seen_ranks:
                     continue
                 with contextlib.suppress(OSError, ValueError):  # the process has just ended
-                    stat = processes.read_stat(child, self._proc)
-                    command = " ".join(processes.read_cmdline(child, self._proc))
+                    stat = processes.read_stat(child, self.proc)
+                    command = " ".join(processes.read_cmdline(child, self.proc))
                     if stat.state not in "ZX" and _AGENT_COMMAND_MARK not in command:
                         start_ticks = stat.start_ticks
                         ranks.append(SiblingRank(pid=child, start_ticks=start_ticks, launch=launch))

@@ -143,21 +143,15 @@ def _read_json(report: str) -> Iterator[Observation]:
             error = (rank.get("status") or {}).get("async_error")
             if error:
                 yield _make_observation(about, "async_error", f"{_describe_rank(rank)}: {error}")
-        yield from _compare_counts(about, ranks)
-
-
-def _compare_counts(about: str, ranks: Any) -> Iterator[Observation]:
-    """The ranks that have begun fewer collectives of a kind than most others. That is only a hint,
-    since in a healthy job there are such ranks for a moment as well.
-    """
-    counts_by_rank = [rank.get("collective_counts") or {} for rank in ranks]
-    for op in sorted(set().union(*counts_by_rank)):
-        counts = [counts.get(op, 0) for counts in counts_by_rank]
-        ((usual, _),) = Counter(counts).most_common(1)
-        lagging = [(rank, n) for rank, n in zip(ranks, counts, strict=True) if n < usual]
-        for rank, count in lagging[:_MAX_RANKS_SHOWN]:
-            text = f"{_describe_rank(rank)}: {count} of {usual} {op}"
-            yield _make_observation(about, "lags", text, Weight.HINT)
+        # In a healthy job, too, some ranks have begun fewer collectives of a kind for a moment.
+        counts_by_rank = [rank.get("collective_counts") or {} for rank in ranks]
+        for op in sorted(set().union(*counts_by_rank)):
+            counts = [counts.get(op, 0) for counts in counts_by_rank]
+            ((usual, _),) = Counter(counts).most_common(1)
+            lagging = [(rank, n) for rank, n in zip(ranks, counts, strict=True) if n < usual]
+            for rank, count in lagging[:_MAX_RANKS_SHOWN]:
+                text = f"{_describe_rank(rank)}: {count} of {usual} {op}"
+                yield _make_observation(about, "lags", text, Weight.HINT)
 
 
 def _describe_rank(rank: Mapping[str, Any]) -> str:

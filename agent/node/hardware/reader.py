@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hangwatch.model.hardware import Observation, UnavailableSource, Weight
 
@@ -83,16 +83,16 @@ class Reading:
     unavailable: tuple[UnavailableSource, ...] = ()
 
 
+@dataclass(slots=True)
 class ReaderProcess:
     """Reads sources, and has a process for those that may block, which reads them all at the same
     time. The process inherits the environment and nothing else, and is kept for later readings, since
     starting one takes more than most readings do.
     """
 
-    def __init__(self, command: tuple[str, ...] = _COMMAND) -> None:
-        self._command = command
-        self._process: subprocess.Popen[bytes] | None = None
-        self._names: list[str] = []
+    command: tuple[str, ...] = _COMMAND
+    _process: subprocess.Popen[bytes] | None = None
+    _names: list[str] = field(default_factory=list)
 
     def read_sources(self, sources: Sequence[Source], host: Host) -> Reading:
         """Reads these sources. Those that may block have one time limit together."""
@@ -131,7 +131,7 @@ class ReaderProcess:
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._process = subprocess.Popen(
-                self._command,
+                self.command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -34,7 +34,6 @@ from hangwatch.protocol.heartbeat import (
     get_family,
 )
 
-from ...environment import run_dir
 from ...transport.client import Reply, ServerTarget, SignedClient, TransportError, order_targets
 from ..system.runtime import AgentLog, OrderWorker
 
@@ -237,17 +236,17 @@ def explain_status(status: int, target: str, detail: str = "") -> str:
     return f"{target} answers {status}" + (f": {detail}" if detail else "")
 
 
+@dataclass(slots=True)
 class OutageTracker:
     """Follows whether the server answers."""
 
-    def __init__(self, folder: Path, log: AgentLog) -> None:
-        self._notice_path = folder / run_dir.NOTICE_NAME
-        self._log = log
-        self._consecutive_failures = 0
-        self.consecutive_refusals = 0
-        self._began_ns = 0
-        self._problem = ""
-        self._is_user_notified = False
+    notice_path: Path
+    log: AgentLog
+    consecutive_refusals: int = 0
+    _consecutive_failures: int = 0
+    _began_ns: int = 0
+    _problem: str = ""
+    _is_user_notified: bool = False
 
     @property
     def is_failing(self) -> bool:
@@ -262,7 +261,7 @@ class OutageTracker:
         if not self._began_ns:
             self._began_ns = now_ns
             self._problem = outcome.problem
-            self._log.warning(f"{outcome.problem}; the job continues, heartbeats are retried")
+            self.log.warning(f"{outcome.problem}; the job continues, heartbeats are retried")
         return outcome.retry_after_s + draw_backoff_s(self._consecutive_failures)
 
     def record_success(self, server: str) -> None:
@@ -270,9 +269,9 @@ class OutageTracker:
         self._consecutive_failures = self.consecutive_refusals = 0
         if self._began_ns:
             self._began_ns = 0
-            self._log.info(f"{server} answers again")
+            self.log.info(f"{server} answers again")
             with contextlib.suppress(OSError):  # a rank has taken the notice
-                self._notice_path.unlink()
+                self.notice_path.unlink()
 
     def write_user_notice(self, now_ns: int) -> None:
         """Writes a line that a rank prints for the user, once the server is away for a while."""
@@ -281,14 +280,14 @@ class OutageTracker:
         if now_ns - self._began_ns < _USER_NOTICE_AFTER_NS:
             return
         self._is_user_notified = True
-        temporary = self._notice_path.with_suffix(".new")
+        temporary = self.notice_path.with_suffix(".new")
         try:
             temporary.write_text(
                 f"{self._problem}; the job continues, unwatched until the server answers\n"
             )
-            temporary.replace(self._notice_path)
+            temporary.replace(self.notice_path)
         except OSError as error:
-            self._log.warn_once(f"cannot write the notice for the user: {error.strerror}")
+            self.log.warn_once(f"cannot write the notice for the user: {error.strerror}")
 
 
 CommandReply = StackReply | CallsReply | HardwareReply | AbortReply | RecordingReply

@@ -41,28 +41,22 @@ ABORT_SIGNAL = signal.SIGKILL
 _EXIT_TIMEOUT_S = 5  # a signal without effect is reported after this time
 
 
+@dataclass(slots=True)
 class CommandExecutor:
     """Executes each command once: the server repeats a command until its reply has arrived. The
     replies are added to the outbox, now or when the parts that make them have finished.
     """
 
-    def __init__(
-        self,
-        sampler: StackSampler,
-        recordings: RecordingWorker,
-        hardware: HardwareMonitor,
-        traces: TraceRequests,
-        outbox: Outbox,
-        log: AgentLog,
-    ) -> None:
-        self._sampler = sampler
-        self._recordings = recordings
-        self._hardware = hardware
-        self._traces = traces
-        self._outbox = outbox
-        self._log = log
-        self.abort_tracker = AbortTracker()
-        self._executed_ids: deque[str] = deque(maxlen=_MAX_REMEMBERED_COMMANDS)
+    sampler: StackSampler
+    recordings: RecordingWorker
+    hardware: HardwareMonitor
+    traces: TraceRequests
+    outbox: Outbox
+    log: AgentLog
+    abort_tracker: AbortTracker = field(default_factory=lambda: AbortTracker())
+    _executed_ids: deque[str] = field(
+        default_factory=lambda: deque(maxlen=_MAX_REMEMBERED_COMMANDS)
+    )
 
     def execute_command(
         self, command: Command, watched: Mapping[str, WatchedProcess], now_ns: int
@@ -74,9 +68,9 @@ class CommandExecutor:
         process = watched.get(command.key)
         reply: CommandReply | None = None
         if command.kind is CommandKind.TRACE:
-            self._traces.add_request(command, now_ns)
+            self.traces.add_request(command, now_ns)
         elif command.kind is CommandKind.ABORT:
-            self._log.info(f"the server orders to end process {command.key}")
+            self.log.info(f"the server orders to end process {command.key}")
             reply = self.abort_tracker.abort_process(command, process, now_ns)
         elif command.kind is CommandKind.CALLS:
             reply = _read_calls(command, process, now_ns)
@@ -87,25 +81,25 @@ class CommandExecutor:
                 request_id=command.id,
                 onset_ns=now_ns - int(command.since_s * 1e9),
             )
-            if not self._hardware.submit_order(order):
+            if not self.hardware.submit_order(order):
                 refused = UnavailableSource(source="all", reason="too many readings are queued")
                 reply = HardwareReply(key=command.key, request=command.id, unavailable=(refused,))
         elif command.stops:
-            self._recordings.stop_recording(command.stops)
+            self.recordings.stop_recording(command.stops)
         else:
             reply = self._order_stacks(command, process)
         if reply is not None:  # otherwise it comes with the result
-            self._outbox.add_reply(reply, now_ns)
+            self.outbox.add_reply(reply, now_ns)
 
     def collect_results(self, watched: Mapping[str, WatchedProcess]) -> None:
         """Adds the replies of what has been finished to the outbox."""
-        for reply, taken_ns in self._hardware.take_results():
-            self._outbox.add_reply(reply, taken_ns)
+        for reply, taken_ns in self.hardware.take_results():
+            self.outbox.add_reply(reply, taken_ns)
         now_ns = time.monotonic_ns()
-        for recording in self._recordings.take_results():
-            self._outbox.add_reply(recording, now_ns)
+        for recording in self.recordings.take_results():
+            self.outbox.add_reply(recording, now_ns)
         for outcome in self.abort_tracker.check_exits(watched, now_ns):
-            self._outbox.add_reply(outcome, now_ns)
+            self.outbox.add_reply(outcome, now_ns)
 
     def _order_stacks(
         self, command: Command, process: WatchedProcess | None
@@ -127,11 +121,11 @@ class CommandExecutor:
                 native=command.native,
                 gil=command.gil,
             )
-            if self._recordings.submit_order(order):
+            if self.recordings.submit_order(order):
                 return None
             problem = "too many recordings are queued on this node: try again later"
         else:
-            if self._sampler.submit_order(make_sample_order(process, command.id, command.native)):
+            if self.sampler.submit_order(make_sample_order(process, command.id, command.native)):
                 return None
             problem = "too many stack dumps are queued on this node: try again later"
         if is_recording:
