@@ -112,14 +112,7 @@ class CommandExecutor:
             problem = "the process has ended"
         elif is_recording:
             order = RecordingOrder(
-                key=command.key,
-                request_id=command.id,
-                pid=process.pid,
-                start_ticks=process.start_ticks,
-                seconds=command.seconds,
-                rate=command.rate,
-                native=command.native,
-                gil=command.gil,
+                command=command, pid=process.pid, start_ticks=process.start_ticks
             )
             if self.recordings.submit_order(order):
                 return None

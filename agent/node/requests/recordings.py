@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hangwatch.protocol.commands import RecordingReply
+from hangwatch.protocol.commands import Command, RecordingReply
 from hangwatch.stacks.profile import pack_profile, parse_pyspy_raw
 
 from ..stacks.pyspy import PySpy, PySpyError, explain_failure
@@ -39,16 +39,11 @@ _POLL_INTERVAL_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingOrder:
-    """What is to be recorded of one process, and by which request."""
+    """A command to record a process, and the process."""
 
-    key: str = ""
-    request_id: str = ""
+    command: Command
     pid: int
     start_ticks: int
-    seconds: int
-    rate: int
-    native: bool = False
-    gil: bool = False
 
 
 class RecordingWorker(OrderWorker[RecordingOrder, RecordingReply]):
@@ -65,7 +60,7 @@ class RecordingWorker(OrderWorker[RecordingOrder, RecordingReply]):
     def is_pausing(self, key: str) -> bool:
         """A recording pauses this process now: its state t (traced) means nothing else."""
         current = self._current
-        return current is not None and current.key == key and current.native
+        return current is not None and current.command.key == key and current.command.native
 
     def preempt_recording(self, key: str) -> None:
         """Ends a recording that keeps a stack dump from attaching, and waits for its end."""
@@ -74,7 +69,7 @@ class RecordingWorker(OrderWorker[RecordingOrder, RecordingReply]):
     def stop_recording(self, request_id: str) -> None:
         """Ends one recording, which keeps its samples, or cancels it before it begins."""
         current = self._current
-        if current is not None and current.request_id == request_id:
+        if current is not None and current.command.id == request_id:
             self._stop_reason = self._stop_reason or STOPPED_REASON
         else:
             kept_ids = list(self._cancelled_request_ids)[:MAX_WAITING_RECORDINGS]
@@ -94,13 +89,13 @@ class RecordingWorker(OrderWorker[RecordingOrder, RecordingReply]):
 
     def execute_order(self, order: RecordingOrder) -> RecordingReply | None:
         """Returns the last reply to an order, after a first one that it has begun."""
-        reply = RecordingReply(key=order.key, request=order.request_id)
+        reply = RecordingReply(key=order.command.key, request=order.command.id)
         self._stop_reason = ""
         self._current = order
         try:
             if self._closed:
                 return None
-            if order.request_id in self._cancelled_request_ids:
+            if order.command.id in self._cancelled_request_ids:
                 return replace(reply, error=f"{STOPPED_REASON} before it began")
             self.publish_result(replace(reply, begun=True))
             return record_profile(self._pyspy, order, lambda: self._stop_reason)
@@ -111,7 +106,7 @@ class RecordingWorker(OrderWorker[RecordingOrder, RecordingReply]):
 
     def explain_failure(self, order: RecordingOrder, error: str) -> RecordingReply:
         problem = f"hangwatch failed to record: {error}; please report this"
-        return RecordingReply(key=order.key, request=order.request_id, error=problem)
+        return RecordingReply(key=order.command.key, request=order.command.id, error=problem)
 
 
 def record_profile(
@@ -132,7 +127,7 @@ def record_profile(
                 " again, or see hangwatch dump"
             )
         time.sleep(0.02)
-    if order.native and state in "Tt":
+    if order.command.native and state in "Tt":
         raise PySpyError(
             f"stopped (state {state}): it uses no time, and hangwatch dump shows where it stopped"
         )
@@ -146,18 +141,19 @@ def record_profile(
             stop_reason = _run_recording(pyspy, order, output, get_stop_reason)
             took_s = time.monotonic() - began
         finally:
-            if order.native:
+            if order.command.native:
                 pyspy.ensure_running(order.pid, order.start_ticks)
         return _read_recording(output, order, took_s, stop_reason, pyspy)
 
 
 def build_command(path: str, order: RecordingOrder, output: Path) -> list[str]:
-    command = [path, "record", "--pid", str(order.pid)]
-    command += ["--duration", str(order.seconds), "--rate", str(order.rate)]
-    command += ["--format", "raw", "--full-filenames", "--threads", "--output", str(output)]
-    command.append("--gil" if order.gil else "--idle")
-    command.append("--native" if order.native else "--nonblocking")
-    return command
+    command = order.command
+    arguments = [path, "record", "--pid", str(order.pid)]
+    arguments += ["--duration", str(command.seconds), "--rate", str(command.rate)]
+    arguments += ["--format", "raw", "--full-filenames", "--threads", "--output", str(output)]
+    arguments.append("--gil" if command.gil else "--idle")
+    arguments.append("--native" if command.native else "--nonblocking")
+    return arguments
 
 
 def _run_recording(
@@ -175,7 +171,9 @@ def _run_recording(
             )
         except OSError as error:
             raise pyspy.explain_start_failure(error) from error
-        limit_s = order.seconds + (MAX_NATIVE_OVERRUN_S if order.native else MAX_OVERRUN_S)
+        limit_s = order.command.seconds + MAX_OVERRUN_S
+        if order.command.native:
+            limit_s = order.command.seconds + MAX_NATIVE_OVERRUN_S
         stop_reason = _wait_for_recording(process, limit_s, get_stop_reason)
         stderr.seek(0)
         messages = stderr.read(1 << 16).decode(errors="replace")
@@ -218,6 +216,7 @@ def _wait_for_recording(
 def _read_recording(
     output: Path, order: RecordingOrder, took_s: float, stop_reason: str, pyspy: PySpy
 ) -> RecordingReply:
+    command = order.command
     is_alive = processes.read_live_stat(order.pid, order.start_ticks, pyspy.proc) is not None
     try:
         if output.stat().st_size > MAX_OUTPUT_BYTES:
@@ -230,24 +229,24 @@ def _read_recording(
     except (OSError, ValueError) as error:
         ended = "" if is_alive else "; the process has ended"
         raise PySpyError(f"py-spy's output is not understood ({error}){ended}") from error
-    seconds: float = order.seconds
+    seconds: float = command.seconds
     if stop_reason or not is_alive:
         seconds = min(took_s, seconds)
     note = ""
     sample_count = next((t.sample_count for t in profile.threads if t.is_main), 0)
-    requested_count = order.rate * order.seconds
+    requested_count = command.rate * command.seconds
     if stop_reason:
-        note = f"ended after {seconds:.1f} of {order.seconds} s: {stop_reason}"
+        note = f"ended after {seconds:.1f} of {command.seconds} s: {stop_reason}"
     elif not is_alive:
         note = f"the process ended after {seconds:.1f} s"
-    elif not order.gil and sample_count < _MIN_SAMPLE_SHARE * requested_count:
+    elif not command.gil and sample_count < _MIN_SAMPLE_SHARE * requested_count:
         note = (
             f"only {sample_count} of {requested_count} samples were taken: the host is busy, or"
             " stacks changed while they were read"
         )
     return RecordingReply(
-        key=order.key,
-        request=order.request_id,
+        key=command.key,
+        request=command.id,
         seconds=round(seconds, 2),
         profile=pack_profile(profile),
         note=note,

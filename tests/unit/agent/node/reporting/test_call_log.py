@@ -24,21 +24,24 @@ class QuickRank:
     """A rank that makes calls, and the node agent's view of it."""
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "a.ring"
-        self.ring = RingWriter(path, pid=os.getpid(), start_ticks=1)
-        self.ring.write_identity({"job": "j", "rank": 1, "world_size": 4})
-        description = {"kind": "collective", "name": "0", "desc": "d", "ranks": "0-3"}
-        stream = self.ring.open_stream(UID, description)
-        self.stream = StreamRecorder(self.ring, UID, stream, unbox=lambda work: work)
+        self.path = folder / "a.ring"
+        self.create_ring()
         self.watched = WatchedProcess(
             pid=os.getpid(),
             start_ticks=1,
             proc="/proc",
             activity=CpuActivity(last_busy_ns=0),
             found_ns=0,
-            ring=RingFile(path=path, pid=os.getpid(), start_ticks=1),
+            ring=RingFile(path=self.path, pid=os.getpid(), start_ticks=1),
         )
         self.log = self.watched.call_log
+
+    def create_ring(self) -> None:
+        self.ring = RingWriter(self.path, pid=os.getpid(), start_ticks=1)
+        self.ring.write_identity({"job": "j", "rank": 1, "world_size": 4})
+        description = {"kind": "collective", "name": "0", "desc": "d", "ranks": "0-3"}
+        slot = self.ring.open_stream(UID, description)
+        self.stream = StreamRecorder(self.ring, UID, slot, unbox=lambda work: work)
 
     def make_calls(self, count: int, op: str = "all_reduce") -> None:
         signature = self.ring.intern_signature(encode_signature(Signature(op=op, agree=7)))
@@ -91,6 +94,19 @@ def test_resync_repeats_the_history_alone(rank: QuickRank) -> None:
     assert len(rank.log) == 12
     (performance,) = rank.watched.tally.build_report("k")
     assert [totals.calls for totals in performance.totals] == [12]
+
+
+def test_calls_in_the_ring_of_an_executed_program_are_counted(rank: QuickRank) -> None:
+    rank.make_calls(10)
+    rank.read_ring()
+    rank.path.unlink()
+    rank.create_ring()  # the process has called exec()
+    rank.read_ring()
+    rank.make_calls(3)
+    rank.read_ring()
+    assert len(rank.log) == 13
+    (performance,) = rank.watched.tally.build_report("k")
+    assert [totals.calls for totals in performance.totals] == [13]
 
 
 def test_log_is_bounded(rank: QuickRank) -> None:

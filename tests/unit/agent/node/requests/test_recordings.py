@@ -7,8 +7,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +36,6 @@ from ..discovery.test_rings import make_ring, watch_ring
 
 PID = os.getpid()
 TICKS = read_stat(PID).start_ticks
-RECORDING_REQUEST = RecordingOrder(pid=PID, start_ticks=TICKS, seconds=1, rate=100)
 FAKE_PYSPY_SCRIPT = """#!/bin/sh
 while [ $# -gt 0 ]; do [ "$1" = --output ] && out=$2; shift; done
 samples() { echo "thread (PID): MainThread;crunch (/u/a.py:3) COUNT" > "$out"; exit 0; }
@@ -57,6 +56,17 @@ def make_pyspy(folder: Path, more: str = "", count: int = 100, **options: str) -
     return PySpy(path=str(path), **options)  # type: ignore[arg-type]
 
 
+def make_order(
+    pid: int = PID, start_ticks: int = TICKS, request_id: str = "r", **options: Any
+) -> RecordingOrder:
+    fields: dict[str, Any] = {"key": "k", "seconds": 1, "rate": 1, **options}
+    command = Command(id=request_id, kind=CommandKind.RECORD, **fields)
+    return RecordingOrder(command=command, pid=pid, start_ticks=start_ticks)
+
+
+RECORDING_REQUEST = make_order(rate=100)
+
+
 def never_refuse() -> str:
     return ""
 
@@ -67,7 +77,7 @@ def test_job_is_paused_only_for_native_frames(tmp_path: Path) -> None:
     assert {"--nonblocking", "--idle", "--full-filenames", "--threads"} <= set(plain)
     native = build_command(
         "py-spy",
-        RecordingOrder(pid=1, start_ticks=1, seconds=1, rate=9, native=True, gil=True),
+        make_order(rate=9, native=True, gil=True),
         tmp_path / "o",
     )
     assert {"--native", "--gil"} <= set(native) and not {"--nonblocking", "--idle"} & set(native)
@@ -98,13 +108,13 @@ def test_processes_that_cannot_be_sampled(tmp_path: Path, monkeypatch: pytest.Mo
     fields[19] = "55"
     for state, native, why in (("D", False, "uninterruptible"), ("T", True, "stopped")):
         (tmp_path / "7" / "stat").write_text(f"7 (python) {state} " + " ".join(fields[1:]))
-        wish = RecordingOrder(pid=7, start_ticks=55, seconds=1, rate=1, native=native)
+        wish = make_order(7, 55, native=native)
         with pytest.raises(PySpyError, match=why):
             record_profile(make_pyspy(tmp_path, proc=str(tmp_path)), wish, never_refuse)
     with pytest.raises(PySpyError, match="has ended"):
         record_profile(
             make_pyspy(tmp_path),
-            RecordingOrder(pid=PID, start_ticks=TICKS + 1, seconds=1, rate=1),
+            make_order(start_ticks=TICKS + 1),
             never_refuse,
         )
     with pytest.raises(PySpyError, match="pip install py-spy"):
@@ -121,8 +131,7 @@ def test_stack_dump_of_same_process_goes_first(tmp_path: Path) -> None:
     """Only where its samples pause the process, so that py-spy could not attach a second time."""
     woken = threading.Event()
     recordings = RecordingWorker(make_pyspy(tmp_path, "while :; do sleep 0.05; done"), woken.set)
-    wish = RecordingOrder(pid=PID, start_ticks=TICKS, seconds=20, rate=1, native=True)
-    assert recordings.submit_order(replace(wish, key="k", request_id="r"))
+    assert recordings.submit_order(make_order(seconds=20, native=True))
     replies = wait_for_value(recordings.take_results, "the start of the recording")
     assert replies[0].begun and recordings.is_pausing("k") and not recordings.is_pausing("other")
     time.sleep(0.2)  # the shell sets its trap
@@ -140,9 +149,8 @@ def test_stack_dump_of_same_process_goes_first(tmp_path: Path) -> None:
 def test_recording_can_be_stopped_early_or_before_it_begins(tmp_path: Path) -> None:
     woken = threading.Event()
     recordings = RecordingWorker(make_pyspy(tmp_path, "while :; do sleep 0.05; done"), woken.set)
-    wish = RecordingOrder(pid=PID, start_ticks=TICKS, seconds=20, rate=1)
     for name in ("first", "second"):
-        assert recordings.submit_order(replace(wish, key="k", request_id=name))
+        assert recordings.submit_order(make_order(seconds=20, request_id=name))
     assert woken.wait(5)
     recordings.stop_recording("second")
     time.sleep(0.2)  # the shell sets its trap
