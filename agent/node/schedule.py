@@ -1,17 +1,17 @@
 """When a host is scanned, and when it reports: at the interval that the server sets, and immediately
 when its set of blocked ranks or one of its processes changes.
 
-A steady host, whose ranks make calls or compute and none of which has been in a call for long, is
-read and reported less often, since reading and reporting twice a second takes a node agent twice the
-CPU time. `SteadinessCheck` samples each rank instead, which takes microseconds, and reads its whole
-ring only where the process stopped making calls. The end of steadiness is reported immediately. What
-only /proc or a whole ring shows is found when the host is next read.
+A steady host, whose ranks make calls or compute and have not been in a call for long, is read and
+reported less often, since reading and reporting twice a second takes a node agent twice the CPU
+time. `SteadinessCheck` samples each rank instead, which takes microseconds, and reads its whole ring
+only where the process stopped making calls. The end of steadiness is reported immediately. What only
+/proc or a whole ring shows is found when the host is next read.
 
 Where the interval is long because hosts are many, not every host that blocks reports immediately:
-100,000 ranks may block at the same moment. `find_changes` gives what only this host can see. Ranks
-that all wait in the same operation are no such change, since the other hosts report it too. It is
-one if only some of them wait, since a rank that does not may be the one that all others wait for; or
-if all members of a group are on this host, in a call that does not complete.
+100,000 ranks may block at the same moment. `find_changes` gives the changes that only this host can
+see. If all of its ranks wait in the same operation, the other hosts report that as well. If only some
+of them wait, a rank that does not may be the one that all others wait for. And if all members of a
+group are on this host, no other one sees that their call does not complete.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class ReportSchedule:
         *,
         is_steady: bool,
     ) -> None:
-        """Applies what the server's reply says about the next heartbeat."""
+        """Applies when the server wants the next heartbeat."""
         self.delay(now_ns + int(reply.interval_s * 1e9))
         if is_steady and reply.steady_s is not None:
             self.next_ns = now_ns + int(reply.steady_s * 1e9)

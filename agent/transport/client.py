@@ -2,8 +2,8 @@
 address in HANGWATCH_URL, and the addresses of the servers.
 
 A reply is read up to a size and within a time, whatever is sent. With a token, requests are signed,
-and the server proves that it knows the token as well. HANGWATCH_URL may list several servers that
-share a database, and thereby the jobs.
+and the server proves that it knows the token as well. HANGWATCH_URL may list several servers, which
+share a database and so the jobs.
 
 The client uses the standard library: that takes a quarter of the time of httpx, and 10 MB less
 memory on each training host.

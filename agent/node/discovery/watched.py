@@ -305,8 +305,8 @@ def watch_process(
     proc: str = processes.PROC_ROOT,
     pidfd: int | None = None,
 ) -> WatchedProcess:
-    """Starts to watch a process, which may have ended already. ``launch`` says which rank it is if it
-    has no ring; ``pidfd`` is one that is open already.
+    """Starts to watch a process, which may have ended already. ``launch`` has its rank if it has no
+    ring; ``pidfd`` is one that is open already.
     """
     watched = WatchedProcess(
         pid=pid,

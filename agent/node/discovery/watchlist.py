@@ -80,7 +80,7 @@ class Watchlist:
                     new_processes.append(process)
         if new_processes:
             self._record_ranks()
-        while self.early_pidfds:  # the rings of these were removed before this scan
+        while self.early_pidfds:  # the rings of these processes were removed before this scan
             _, pidfd = self.early_pidfds.popitem()
             os.close(pidfd)
         self._is_first_scan = False
@@ -224,7 +224,7 @@ class SiblingRank:
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """A process that started ranks, and one of these ranks, which is recorded."""
+    """A process that started ranks, and the identity of a recorded one."""
 
     pid: int
     known: ProcessIdentity
@@ -245,7 +245,7 @@ class SiblingFinder:
         known_ranks: Collection[tuple[str, int, int]],
     ) -> list[SiblingRank]:
         """The ranks that the launchers of ``recorded`` started, without the ``known_ranks``. The ranks of
-        a world inside a rank are left out: they are recorded as another job than their environment says.
+        a world inside a rank are left out: the job in their environment is not the recorded one.
         """
         launchers: dict[tuple[int, str, int], _Launcher] = {}
         distinct: dict[Hashable, _Launcher] = {}  # one for each job of a launcher
@@ -282,8 +282,8 @@ class SiblingFinder:
 def find_launcher(
     pid: int, known: ProcessIdentity, proc: str = processes.PROC_ROOT
 ) -> _Launcher | None:
-    """What launched a recorded rank; None if that cannot be read, or if the rank's environment does not
-    say which rank it is.
+    """The launcher of a recorded rank; None if it cannot be read, or if the rank's environment does not
+    name the rank.
 
     Wrappers such as ``bash train.sh`` or ``numactl`` are skipped: they have the rank's environment.
     """

@@ -1,4 +1,4 @@
-"""NCCL's own report on the health of its communicators, also of those that torch does not know: its
+"""NCCL's own report on the health of its communicators, including those that torch does not know: its
 RAS subsystem listens on localhost:28028, or at NCCL_RAS_ADDR.
 
 The protocol and both formats are those of src/ras/client_support.cc; JSON from NCCL 2.28.7 on.
@@ -42,7 +42,7 @@ def check(host: Host) -> None:
 
 
 def probe(host: Host) -> tuple[Observation, ...]:
-    """Ranks that are missing, lag or failed. Raises SourceUnavailableError if nobody answers."""
+    """Ranks that are missing, lag or failed. Raises SourceUnavailableError without an answer."""
     address = _get_address(host)
     _check_owner(host, address)
     report = request_report(address)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from hangwatch.model.hardware import Observation, Weight
@@ -54,7 +54,7 @@ _ERRORS = (
     "tx_carrier_errors",
     "rx_missed_errors",
 )
-_TCP_COUNTERS = {"Tcp": ("RetransSegs",), "TcpExt": ("TCPTimeouts", "TCPAbortOnTimeout")}
+_TCP_COUNTERS = ("RetransSegs", "TCPTimeouts", "TCPAbortOnTimeout")  # no protocol shares a name
 _ROUTE_UP = 0x1  # RTF_UP
 
 
@@ -90,13 +90,13 @@ def probe_interfaces(host: Host) -> Iterator[Observation]:
         raise SourceUnavailableError(
             "/sys/class/net cannot be read", "mount /sys into the container"
         )
-    counters = _parse_counters(read_text(host.proc / "net" / "snmp"))
-    counters |= _parse_counters(read_text(host.proc / "net" / "netstat"))
-    for protocol, counter_names in _TCP_COUNTERS.items():
-        for name in counter_names:
-            value = counters.get(protocol, {}).get(name)
-            if value is not None:
-                yield observe(INTERFACES, "TCP", name, value, is_counter=True)
+    # A line of names and a line of values for each protocol
+    lines = read_text(host.proc / "net" / "snmp").splitlines()
+    lines += read_text(host.proc / "net" / "netstat").splitlines()
+    for names_line, values_line in zip(lines[::2], lines[1::2], strict=False):
+        for name, value in zip(names_line.split(), values_line.split(), strict=False):
+            if name in _TCP_COUNTERS:
+                yield observe(INTERFACES, "TCP", name, int(value), is_counter=True)
     for name in choose_interfaces(host, names):
         folder = host.sys / "class" / "net" / name
         state = read_text(folder / "operstate")
@@ -158,16 +158,3 @@ def _find_route(proc: Path, address: str) -> str:
         if flags & _ROUTE_UP and target & mask == network and length > best_mask:
             best_mask, best_name = length, fields[0]
     return best_name
-
-
-def _parse_counters(text: str) -> dict[str, Mapping[str, int]]:
-    """Counters by protocol and name, from pairs of a line of names and a line of values."""
-    lines = text.splitlines()
-    counters: dict[str, Mapping[str, int]] = {}
-    for names, values in zip(lines[::2], lines[1::2], strict=False):
-        protocol, _, rest = names.partition(":")
-        numbers = values.partition(":")[2].split()
-        counters[protocol] = {
-            name: int(number) for name, number in zip(rest.split(), numbers, strict=False)
-        }
-    return counters

@@ -37,9 +37,9 @@ def make_terse_update(
         return None
     if after.status_key != before.status_key or snapshot.pulse_s >= FROZEN_AFTER_S:
         return None
-    # Where completion is unknown, as on NCCL, the newest call of an idle group says nothing.
     if snapshot.get_newest_call_s() > PROGRESS_WINDOW_S:
         return None
+    # Where completion is unknown, as on NCCL, the newest call of an idle group shows nothing.
     for state in snapshot.active_streams:
         if state.completed is not None and is_blocked(state):
             return None

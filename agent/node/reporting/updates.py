@@ -258,7 +258,7 @@ def _compose_stream_update(
         is_concurrency_reported=before.is_concurrency_reported or bool(shared),
         lost_from_seq=state.loss.from_seq if state.loss is not None else 0,
     )
-    # Only the position and the hashes are compared; calls that the ring has lost are no change.
+    # Only the position and the hashes are compared: calls that the ring has lost do not count.
     if acked is not None and after_ack[:4] == before[:4] and not blocked_calls and not shared:
         return None, after_ack
     update = StreamUpdate(

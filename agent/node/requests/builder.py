@@ -79,7 +79,7 @@ class RecorderBuilder:
     def update_build(self, identity: Mapping[str, Any]) -> None:
         """Starts the build if it is needed, and logs its result.
 
-        ``identity`` is a rank's: it says why the rank does not use the native recorder.
+        ``identity`` is a rank's, with the reason why it does not use the native recorder.
         """
         status = self._process.poll() if self._process is not None else None
         if status is not None:

@@ -129,7 +129,7 @@ class _DumpingRank:
         request_offset = LIVE_OFFSET + 8 * LiveWord.STACKS_REQUEST
         os.pwrite(self.ring_fd, number.to_bytes(8, "little"), request_offset)
         deadline = time.monotonic() + self.wait_s
-        candidates: list[int] = []  # the threads one of which may keep the GIL
+        candidates: list[int] = []  # the threads that may keep the GIL
         while not candidates:
             if time.monotonic() >= deadline:
                 raise FaultStacksError(

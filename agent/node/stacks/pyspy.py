@@ -116,7 +116,7 @@ class PySpy:
                 continue
             except OSError:  # the process has ended, which the next attempt reports
                 return None
-            # Whoever holds the GIL and does not run keeps all others from running Python.
+            # A thread that holds the GIL and does not run keeps all others from running Python.
             deciding = [thread for thread in threads if thread.holds_gil] or [
                 thread for thread in threads if thread.thread != RECORDER_THREAD_NAME
             ]

@@ -68,7 +68,7 @@ class SampleOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleResult:
-    """``refusal`` says why py-spy will never work for this process; None if it may work."""
+    """``refusal`` is the reason why py-spy will never work for this process; None if it may work."""
 
     key: str
     sample: StackReply | None = None
