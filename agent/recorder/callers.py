@@ -19,7 +19,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import hangwatch
-from hangwatch.model.operators import OPERATIONS
+from hangwatch.model.operators import OPERATIONS, MustMatch
 
 from .writer import RingWriter
 
@@ -92,7 +92,7 @@ def make_reduce_op_reader() -> ReduceOpReader:
     """
     import torch
 
-    names = [op for op, spec in OPERATIONS.items() if spec.reduce_op_arg]
+    names = [op for op, spec in OPERATIONS.items() if MustMatch.REDUCE_OP in spec.must_match]
     callers = {id(code): code for code in _find_codes(names) if "op" in code.co_varnames}
     numbers = find_named_reduce_ops()
     can_read_boxed = hasattr(torch.classes.c10d.ReduceOp(), "op")

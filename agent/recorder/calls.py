@@ -73,16 +73,18 @@ class CallReader:
         self.spec = spec
         names = [argument.name for argument in schema.arguments]
 
-        def index_of(name: str | None) -> int:
+        def index_of(name: str) -> int:
             return names.index(name) if name in names else -1
 
         self._group_index = find_group_index(schema)
         self.tensors_index = index_of(spec.tensors_arg or "tensor")
         self._tensor_indices = find_tensor_indices(schema) if spec.is_generic else None
-        self.reduce_op_index = index_of(spec.reduce_op_arg)
+        self.reduce_op_index = _find_type(schema.arguments, _REDUCE_OP_TYPE)
         self._read_reduce_op = read_reduce_op or make_reduce_op_reader()
-        self.root_index = index_of(spec.root_arg)
-        self._peer_index, self._tag_index = index_of(spec.peer_arg), index_of("tag")
+        self.root_index = index_of("root_rank")
+        # A receive from any source has no peer.
+        self._peer_index = index_of("dst" if spec.p2p_role is P2pRole.SEND else "src")
+        self._tag_index = index_of("tag")
         self._split_indices: tuple[int, int] | None = None
         if spec.split_args:
             self._split_indices = index_of(spec.split_args[0]), index_of(spec.split_args[1])
@@ -400,20 +402,13 @@ def describe_unknown_operator(name: str, schema: Any) -> OperatorSpec:
     peers of point-to-point operators ``dst`` and ``src``.
     """
     arguments = [argument.name for argument in schema.arguments]
-    reduce_op_index = _find_type(schema.arguments, _REDUCE_OP_TYPE)
-    role, peer_arg = None, None
+    role = None
     if ("dst" in arguments) != ("src" in arguments):
-        peer_arg = "dst" if "dst" in arguments else "src"
-        role = P2pRole.SEND if peer_arg == "dst" else P2pRole.RECV
+        role = P2pRole.SEND if "dst" in arguments else P2pRole.RECV
     returns = schema.returns
     return OperatorSpec(
         op=name.strip("_"),
-        tensors_arg="",
-        must_match=MustMatch.NOTHING,
-        reduce_op_arg=arguments[reduce_op_index] if reduce_op_index >= 0 else None,
-        root_arg="root_rank" if "root_rank" in arguments else None,
         p2p_role=role,
-        peer_arg=peer_arg,
         # The recorder takes the Work from the end of the operator's results.
         returns_work=bool(returns) and _WORK_TYPE in str(returns[-1].type),
         is_generic=True,

@@ -55,6 +55,7 @@ def build_job(dumps: DumpsByRank) -> OfflineJob:
             job=_JOB_NAME, rank=rank, world_size=len(ranks), pid=0, start_ticks=0
         )
         attempt.processes[rank] = Process(
+            attempt=attempt,
             key=str(rank),
             host="?",
             identity=identity,

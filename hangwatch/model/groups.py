@@ -53,19 +53,14 @@ class Group:
     @property
     def key(self) -> GroupKey:
         if self.foreign:
-            # Ranks are no part of the key, because they become known one after the other.
+            # The key leaves the ranks out, because they become known one after the other.
             return (0, f"{self.foreign}{self.part}", self.numbers or self.ranks, 0)
         return (self.generation, self.name, self.ranks, self.world_size)
 
     @property
-    def outside_members(self) -> tuple[OutsideMember, ...]:
-        """The members that are no ranks of the attempt, as far as is known."""
-        return tuple(rank for rank in self.ranks if isinstance(rank, OutsideMember))
-
-    @property
     def outside_labels(self) -> tuple[str, ...]:
-        """The descriptions of `outside_members`."""
-        return tuple(member.label for member in self.outside_members)
+        """The descriptions of the members that are not known to be ranks of the attempt."""
+        return tuple(rank.label for rank in self.ranks if isinstance(rank, OutsideMember))
 
     @property
     def known_ranks(self) -> tuple[int, ...]:
@@ -91,19 +86,20 @@ def pack_ranks(ranks: Sequence[int]) -> str:
     '0-24:8,3'
     """
     parts: list[str] = []
+    steps = [after - before for before, after in itertools.pairwise(ranks)]
     i = 0
     while i < len(ranks):
-        j = i + 1
-        if j < len(ranks):
-            step = ranks[j] - ranks[i]
-            while j + 1 < len(ranks) and ranks[j + 1] - ranks[j] == step:
-                j += 1
-            if step > 0 and (j - i >= 2 or step == 1):
-                parts.append(f"{ranks[i]}-{ranks[j]}" + (f":{step}" if step > 1 else ""))
-                i = j + 1
-                continue
-        parts.append(str(ranks[i]))
-        i += 1
+        step = steps[i] if i < len(steps) else 0
+        j = i
+        while step > 0 and j < len(steps) and steps[j] == step:
+            j += 1
+        if step == 1 or (step > 1 and j - i >= 2):
+            suffix = f":{step}" if step > 1 else ""
+            parts.append(f"{ranks[i]}-{ranks[j]}{suffix}")
+            i = j + 1
+        else:
+            parts.append(str(ranks[i]))
+            i += 1
     return ",".join(parts)
 
 
@@ -182,45 +178,16 @@ class DeviceCounters:
         return self.completed < self.enqueued
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackendSpec:
-    """What can be observed of one backend. A backend without an entry has the defaults."""
+# The backends with each property. One that is in no list has none of the properties.
 
-    # Calls run on a device, whose Work objects cannot be queried without disturbing the device.
-    is_device: bool = False
-    # The Flight Recorder adds an entry after the parts of a coalesced call.
-    records_coalesced_end: bool = False
-    # The Flight Recorder counts what the device has begun and completed; torch reports the counters
-    # by `_dump_nccl_trace_json`.
-    counts_device_progress: bool = False
-    # The Work of a call on the CPU reports its completion, by `Work::finish`.
-    reports_completion: bool = False
-    worker_threads: tuple[str, ...] = ()  # names of the threads that carry out its calls
-
-
-_NCCL_LIKE = BackendSpec(is_device=True, records_coalesced_end=True)
-_NCCL = BackendSpec(is_device=True, records_coalesced_end=True, counts_device_progress=True)
-
-BACKENDS: dict[str, BackendSpec] = {
-    "nccl": _NCCL,
-    "ncclx": _NCCL_LIKE,
-    "rccl": _NCCL_LIKE,
-    "rcclx": _NCCL_LIKE,
-    "xccl": _NCCL_LIKE,
-    "hccl": _NCCL_LIKE,
-    "mccl": BackendSpec(is_device=True),
-    "gloo": BackendSpec(
-        reports_completion=True,
-        worker_threads=("pt_gloo_runloop",),  # c10::setThreadName in ProcessGroupGloo.cpp
-    ),
-}
-
-DEVICE_BACKENDS = tuple(name for name, spec in BACKENDS.items() if spec.is_device)
-FLIGHT_RECORDER_BACKENDS = tuple(
-    name for name, spec in BACKENDS.items() if spec.counts_device_progress
-)
-REPORTING_BACKENDS = tuple(name for name, spec in BACKENDS.items() if spec.reports_completion)
-COALESCED_END_BACKENDS = tuple(
-    name for name, spec in BACKENDS.items() if spec.records_coalesced_end
-)
-WORKER_THREAD_NAMES = tuple(thread for spec in BACKENDS.values() for thread in spec.worker_threads)
+# The Flight Recorder adds an entry after the parts of a coalesced call.
+COALESCED_END_BACKENDS = ("nccl", "ncclx", "rccl", "rcclx", "xccl", "hccl")
+# Calls run on a device, whose Work objects cannot be queried without disturbing the device.
+DEVICE_BACKENDS = (*COALESCED_END_BACKENDS, "mccl")
+# The Flight Recorder counts what the device has begun and completed; torch reports the counters by
+# `_dump_nccl_trace_json`.
+FLIGHT_RECORDER_BACKENDS = ("nccl",)
+# The Work of a call on the CPU reports its completion, by `Work::finish`.
+REPORTING_BACKENDS = ("gloo",)
+# The threads that carry out a backend's calls: `c10::setThreadName` in ProcessGroupGloo.cpp.
+WORKER_THREAD_NAMES = ("pt_gloo_runloop",)

@@ -74,7 +74,6 @@ class UnavailableSource:
     remedy: str = ""
 
 
-Version = tuple[int, ...]
 _COMPONENT_NAMES = {"nccl": "NCCL", "torch": "torch"}
 
 
@@ -85,8 +84,8 @@ class KnownProblem:
     """
 
     component: str
-    first: Version
-    fixed: Version
+    first: tuple[int, ...]
+    fixed: tuple[int, ...]
     problem: str
     workaround: str = ""
     machine: str = ""
@@ -146,18 +145,12 @@ KNOWN_PROBLEMS = (
 
 
 def find_known_problems(component: str, version: str, machine: str = "") -> Iterator[KnownProblem]:
-    """The problems of an installed version such as "2.7.0+cu126"; none if the text is no version."""
-    numbers = parse_version(version)
-    if not numbers:
+    """The problems of an installed version such as "2.7.0+cu126"; none if the text begins with no number."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    if match is None:
         return
+    numbers = tuple(map(int, match[0].split(".")))
     for known in KNOWN_PROBLEMS:
-        if known.component != component or (known.machine and known.machine != machine):
-            continue
-        if known.first <= numbers < known.fixed:
+        is_present = known.component == component and known.machine in ("", machine)
+        if is_present and known.first <= numbers < known.fixed:
             yield known
-
-
-def parse_version(text: str) -> Version:
-    """The numbers with which a version begins; empty if there are none."""
-    match = re.match(r"\d+(?:\.\d+)*", text)
-    return tuple(map(int, match[0].split("."))) if match is not None else ()

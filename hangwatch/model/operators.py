@@ -69,18 +69,17 @@ class OperatorSpec:
     """All that hangwatch knows about one operator. A field whose default applies is absent from its
     entry; ``None`` and ``""`` mean that the operator has no such argument.
 
-    Arguments are named, not numbered, because their positions depend on the version of torch.
+    Arguments are named, not numbered, because their positions depend on the version of torch. Those
+    that have the same name or type in all operators (the group, the reduce op, the root, the peer)
+    are found in the schema by `hangwatch.agent.recorder.calls`.
     """
 
     op: str  # what users call it: the name in torch.distributed
-    tensors_arg: str  # the argument whose shapes are shown and, with MustMatch.SHAPE, compared
-    must_match: MustMatch
-    reduce_op_arg: str | None = None
-    root_arg: str | None = None  # group rank
+    tensors_arg: str = ""  # the argument whose shapes are shown and, with MustMatch.SHAPE, compared
+    must_match: MustMatch = MustMatch.NOTHING
     root_is_source: bool = False  # the result is the root's data, and no other member gives any
     split_args: tuple[str, str] | None = None  # (sent, received) sizes per member
     p2p_role: P2pRole | None = None
-    peer_arg: str | None = None  # group rank; absent from a receive from any source
     # What the recorder needs.
     returns_work: bool = True  # False: the call itself blocks until it is complete
     # Backends whose Work never reports completion, not even after wait().
@@ -118,12 +117,12 @@ class OperatorSpec:
 
     @property
     def is_rooted(self) -> bool:
-        return self.root_arg is not None
+        return MustMatch.ROOT in self.must_match
 
     @property
     def is_mutual_wait(self) -> bool:
-        """Whether each member waits for all others. A late rank may delay nobody in a broadcast or a
-        reduce.
+        """Whether each member waits for all others. In a broadcast or a reduce, a late rank need not
+        delay another one.
         """
         return not self.is_rooted and not self.is_p2p
 
@@ -142,7 +141,6 @@ OPERATORS: dict[str, OperatorSpec] = {
         op="all_reduce",
         tensors_arg="tensors",
         must_match=_SAME_REDUCTION,
-        reduce_op_arg="reduce_op",
         passes_one_tensor=True,
         replicated_arg="tensors",
         bus_factor=BusFactor.TWICE_OTHERS_SHARE,
@@ -153,7 +151,6 @@ OPERATORS: dict[str, OperatorSpec] = {
         op="all_reduce_coalesced",
         tensors_arg="tensors",
         must_match=_SAME_REDUCTION,
-        reduce_op_arg="reduce_op",
         replicated_arg="tensors",
         bus_factor=BusFactor.TWICE_OTHERS_SHARE,
         flight_names=("allreduce_coalesced",),
@@ -164,8 +161,6 @@ OPERATORS: dict[str, OperatorSpec] = {
         op="reduce",
         tensors_arg="tensors",
         must_match=_SAME_REDUCTION | MustMatch.ROOT,
-        reduce_op_arg="reduce_op",
-        root_arg="root_rank",
         passes_one_tensor=True,
         bus_factor=BusFactor.ONE,
         flight_names=("_reduce_oop",),
@@ -174,7 +169,6 @@ OPERATORS: dict[str, OperatorSpec] = {
         op="broadcast",
         tensors_arg="tensors",
         must_match=_SAME_DATA | MustMatch.ROOT,
-        root_arg="root_rank",
         root_is_source=True,
         passes_one_tensor=True,
         replicated_arg="tensors",
@@ -230,7 +224,6 @@ OPERATORS: dict[str, OperatorSpec] = {
         op="reduce_scatter",
         tensors_arg="input_tensors",
         must_match=_SAME_REDUCTION,
-        reduce_op_arg="reduce_op",
         silent_backends=_SILENT_BACKENDS,
         bus_factor=BusFactor.OTHERS_SHARE,
         flight_names=("REDUCE_SCATTER_coalesced",),
@@ -241,7 +234,6 @@ OPERATORS: dict[str, OperatorSpec] = {
         op="reduce_scatter_tensor",
         tensors_arg="input_tensor",
         must_match=_SAME_REDUCTION,
-        reduce_op_arg="reduce_op",
         passes_one_tensor=True,
         silent_backends=_SILENT_BACKENDS,
         bus_factor=BusFactor.OTHERS_SHARE,
@@ -253,7 +245,6 @@ OPERATORS: dict[str, OperatorSpec] = {
         op="reduce_scatter_tensor_coalesced",
         tensors_arg="inputs",
         must_match=_SAME_REDUCTION,
-        reduce_op_arg="reduce_op",
         silent_backends=_SILENT_BACKENDS,
         bus_factor=BusFactor.OTHERS_SHARE,
         output_scale=OutputScale.PER_MEMBER,
@@ -263,7 +254,6 @@ OPERATORS: dict[str, OperatorSpec] = {
         op="gather",
         tensors_arg="input_tensors",
         must_match=MustMatch.DTYPE | MustMatch.ROOT,
-        root_arg="root_rank",
         size_is_per_rank=True,
         bus_factor=BusFactor.OTHERS_SHARE,
         list_side=ListSide.OUTPUTS,
@@ -272,7 +262,6 @@ OPERATORS: dict[str, OperatorSpec] = {
         op="scatter",
         tensors_arg="output_tensors",
         must_match=MustMatch.DTYPE | MustMatch.ROOT,
-        root_arg="root_rank",
         other_input_arg="input_tensors",
         size_is_per_rank=True,
         bus_factor=BusFactor.OTHERS_SHARE,
@@ -294,25 +283,15 @@ OPERATORS: dict[str, OperatorSpec] = {
         bus_factor=BusFactor.OTHERS_SHARE,
         analyzer_alias="all_to_all",
     ),
-    "barrier": OperatorSpec(
-        op="barrier",
-        tensors_arg="",
-        must_match=MustMatch.NOTHING,
-        flight_names=("all_reduce_barrier",),
-    ),
+    "barrier": OperatorSpec(op="barrier", flight_names=("all_reduce_barrier",)),
     "monitored_barrier_": OperatorSpec(
-        op="monitored_barrier",
-        tensors_arg="",
-        must_match=MustMatch.NOTHING,
-        returns_work=False,
-        analyzer_alias="barrier",
+        op="monitored_barrier", returns_work=False, analyzer_alias="barrier"
     ),
     "send": OperatorSpec(
         op="send",
         tensors_arg="tensors",
         must_match=_SAME_DATA,
         p2p_role=P2pRole.SEND,
-        peer_arg="dst",
         bus_factor=BusFactor.ONE,
     ),
     "recv_": OperatorSpec(
@@ -320,7 +299,6 @@ OPERATORS: dict[str, OperatorSpec] = {
         tensors_arg="tensors",
         must_match=_SAME_DATA,
         p2p_role=P2pRole.RECV,
-        peer_arg="src",
         bus_factor=BusFactor.ONE,
     ),
     "recv_any_source_": OperatorSpec(
@@ -337,27 +315,16 @@ LOCAL_OPERATORS = frozenset({"check_for_nan"})
 
 # Operations that Flight Recorder dumps contain although c10d has no operator of that name.
 _FLIGHT_RECORDER_OPERATIONS = (
+    OperatorSpec(op="all_gather_v", must_match=_SAME_DATA, list_side=ListSide.OUTPUTS),
     OperatorSpec(
-        op="all_gather_v", tensors_arg="", must_match=_SAME_DATA, list_side=ListSide.OUTPUTS
+        op="all_gather_single", must_match=_SAME_DATA, output_scale=OutputScale.TIMES_MEMBERS
     ),
+    OperatorSpec(op="reduce_scatter_v", must_match=_SAME_DATA, list_side=ListSide.INPUTS),
     OperatorSpec(
-        op="all_gather_single",
-        tensors_arg="",
-        must_match=_SAME_DATA,
-        output_scale=OutputScale.TIMES_MEMBERS,
-    ),
-    OperatorSpec(
-        op="reduce_scatter_v", tensors_arg="", must_match=_SAME_DATA, list_side=ListSide.INPUTS
-    ),
-    OperatorSpec(
-        op="reduce_scatter_single",
-        tensors_arg="",
-        must_match=_SAME_DATA,
-        output_scale=OutputScale.PER_MEMBER,
+        op="reduce_scatter_single", must_match=_SAME_DATA, output_scale=OutputScale.PER_MEMBER
     ),
     OperatorSpec(
         op="all_to_all_v_single",
-        tensors_arg="",
         must_match=MustMatch.DTYPE,
         split_args=("input_split_sizes", "output_split_sizes"),
     ),

@@ -71,17 +71,21 @@ class ExceptionInfo:
 
 def format_ranks(ranks: Iterable[int]) -> str:
     """Ranks as sorted text with ranges: ``0, 2-3``. Numbers below zero stand for no rank."""
-    ranks = [rank for rank in ranks if rank >= 0]
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in iter_runs(sorted(set(ranks))))
+    runs = iter_runs(sorted({rank for rank in ranks if rank >= 0}))
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def iter_runs(sorted_ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
     """(first, last) of each run of consecutive ranks in an ascending list."""
-    first = 0
-    for at in range(1, len(sorted_ranks) + 1):
-        if at == len(sorted_ranks) or sorted_ranks[at] != sorted_ranks[at - 1] + 1:
-            yield sorted_ranks[first], sorted_ranks[at - 1]
-            first = at
+    if not sorted_ranks:
+        return
+    first = last = sorted_ranks[0]
+    for rank in sorted_ranks[1:]:
+        if rank != last + 1:
+            yield first, last
+            first = rank
+        last = rank
+    yield first, last
 
 
 def parse_rank_ranges(text: str) -> list[tuple[int, int]]:

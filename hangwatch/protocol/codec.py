@@ -9,13 +9,22 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .commands import MAX_RECORDING_HZ, MAX_RECORDING_S, Command, CommandKind
 from .heartbeat import HeartbeatReply
 
 _PLAIN_TYPES = frozenset((int, float, str, bool, type(None)))
+_CONVERTERS: dict[str, Callable[[Any], Any]] = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "float | None": float,
+    "str": str,
+    "CommandKind": CommandKind,
+}
 
 
 def encode_message(message: Any) -> Any:
@@ -54,49 +63,47 @@ def _field_defaults(kind: type) -> tuple[tuple[str, Any], ...]:
     return tuple((f.name, f.default) for f in dataclasses.fields(kind))
 
 
+# The values that a node agent accepts; others are replaced by the nearest of these.
+_RANGES: dict[str, tuple[float, float]] = {
+    "interval_s": (0.05, 60.0),
+    "steady_s": (0.0, 60.0),
+    "changes_s": (0.0, 60.0),
+    "details_s": (0.0, 600.0),
+    "poll_s": (0.0, 60.0),
+    "step": (1, math.inf),
+    "max_calls": (-math.inf, 2048),
+    "seconds": (-math.inf, MAX_RECORDING_S),
+    "rate": (-math.inf, MAX_RECORDING_HZ),
+    "since_s": (0.0, math.inf),
+}
+
+
 def decode_reply(data: dict[str, Any]) -> HeartbeatReply:
     """Decodes the server's reply. Raises KeyError, TypeError or ValueError if it is malformed."""
-    return HeartbeatReply(
-        interval_s=min(60.0, max(0.05, float(data.get("interval_s", 0.5)))),
-        steady_s=_optional_seconds(data.get("steady_s"), 60.0),
-        changes_s=_optional_seconds(data.get("changes_s"), 60.0),
-        details_s=_optional_seconds(data.get("details_s"), 600.0),
-        urgent=bool(data.get("urgent", False)),
-        resync=bool(data.get("resync", False)),
-        clock_s=float(data["clock_s"]) if data.get("clock_s") is not None else None,
-        poll_s=_optional_seconds(data.get("poll_s"), 60.0),
-        commands=decode_commands(data.get("commands", ())),
-    )
+    values = _decode_fields(HeartbeatReply, data)
+    return HeartbeatReply(**values, commands=decode_commands(data.get("commands", ())))
 
 
 def decode_commands(items: Iterable[dict[str, Any]]) -> tuple[Command, ...]:
     """The commands in a reply. Raises KeyError, TypeError or ValueError if one is malformed."""
-    return tuple(
-        [
-            Command(
-                id=str(item["id"]),
-                kind=CommandKind(item["kind"]),
-                key=str(item["key"]),
-                native=bool(item.get("native", False)),
-                uid=int(item.get("uid", 0)),
-                from_seq=int(item.get("from_seq", 0)),
-                to_seq=int(item.get("to_seq", 0)),
-                step=max(1, int(item.get("step", 1))),
-                max_calls=min(2048, int(item.get("max_calls", 64))),
-                after=int(item.get("after", 0)),
-                op=str(item.get("op", "")),
-                values=bool(item.get("values", False)),
-                last=bool(item.get("last", False)),
-                seconds=min(MAX_RECORDING_S, int(item.get("seconds", 0))),
-                rate=min(MAX_RECORDING_HZ, int(item.get("rate", 0))),
-                gil=bool(item.get("gil", False)),
-                since_s=max(0.0, float(item.get("since_s", 0.0))),
-                stops=str(item.get("stops", "")),
-            )
-            for item in items
-        ]
-    )
+    return tuple([Command(**_decode_fields(Command, item)) for item in items])
 
 
-def _optional_seconds(value: Any, most: float) -> float | None:
-    return None if value is None else min(most, max(0.0, float(value)))
+def _decode_fields(kind: type, data: dict[str, Any]) -> dict[str, Any]:
+    """The values of a message's simple fields in ``data``, converted to the fields' types. Others
+    are left out, and so have their defaults.
+    """
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        convert = _CONVERTERS.get(str(field.type))
+        if convert is None or field.name not in data:
+            continue
+        value = data[field.name]
+        if value is None and field.default is None:
+            continue
+        value = convert(value)
+        if field.name in _RANGES:
+            lowest, highest = _RANGES[field.name]
+            value = min(highest, max(lowest, value))
+        values[field.name] = value
+    return values

@@ -28,8 +28,8 @@ def find_peer_uid(connection: Any, accept_timeout_s: float = 0.0) -> int | None:
     """The effective user id that created the other end of a connected TCP socket; None if it is on
     another machine or closed already, or if the kernel does not say.
 
-    The other end of a connection that its server has not accepted belongs to nobody yet: waits up to
-    ``accept_timeout_s`` for that. A process that closes its end right after it has sent something is
+    The other end of a connection that its server has not accepted has no owner yet: the function waits
+    up to ``accept_timeout_s`` for one. A process that closes its end right after it has sent something is
     not identified. The kernel attributes both to root.
     """
     try:

@@ -1,5 +1,6 @@
-"""Node agents and the server prove to each other that they know the token, without sending it:
-whoever listens at the server's address learns neither the token nor a stack, and cannot give orders.
+"""Node agents and the server prove to each other that they know the token, without sending it: another
+process that listens at the server's address learns neither the token nor a stack, and cannot give
+orders.
 
 A request is signed over its body, a reply over its body and the request's nonce (HMAC-SHA256). A
 job's token is derived from the server's, so that the server keeps no list of them, and one job cannot

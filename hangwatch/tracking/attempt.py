@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from hangwatch.model.calls import Call, Loss, Signature, Site, StreamKind
@@ -21,6 +22,8 @@ from .call_stream import (
     GroupState,
     Hashes,
     HashHistories,
+    HashPair,
+    StreamsByRank,
     list_histories,
     merge_hashes,
     thin_hashes,
@@ -38,7 +41,9 @@ MAX_TEXT_CHARS = 200
 # between two heartbeats of one host.
 ALL_SILENT_AFTER_S = 15.0
 
-_IdentityKey = tuple[str, str, str, str, int, int, str]
+# What a member reports of a group that determines its `Group`.
+_get_identity_key = attrgetter("name", "desc", "ranks", "backend", "generation", "world", "foreign")
+OrderedGroups = dict[GroupKey, None]  # an ordered set
 _Message = TypeVar("_Message", Observation, UnavailableSource)
 
 
@@ -88,7 +93,7 @@ class Attempt:
     # a host did not mean that this host was lost.
     resumed_at: float = 0.0
     # The streams of each process group by member rank.
-    streams_by_group: dict[GroupKey, dict[int, CallStream]] = field(default_factory=dict)
+    streams_by_group: dict[GroupKey, StreamsByRank] = field(default_factory=dict)
     # Groups whose members reported different running hashes.
     diverged_groups: set[GroupKey] = field(default_factory=set)
     # Ranks that may be blocked or unable to run, by their last report.
@@ -103,17 +108,17 @@ class Attempt:
     incomplete_ranks: set[int] = field(default_factory=set)
     # Ranks that reported the arguments of a send.
     sender_ranks: set[int] = field(default_factory=set)
-    # Groups with a reported call that has split sizes. The dicts serve as ordered sets.
-    uneven_groups: dict[GroupKey, None] = field(default_factory=dict)
+    # Groups with a reported call that has split sizes.
+    uneven_groups: OrderedGroups = field(default_factory=dict)
     # Groups in which some member's backend reports how far its device is.
-    device_groups: dict[GroupKey, None] = field(default_factory=dict)
+    device_groups: OrderedGroups = field(default_factory=dict)
     # Groups with sends or receives.
     message_groups: set[GroupKey] = field(default_factory=set)
     # Something was reported since the last diagnosis that may decide a verdict without a further wait:
     # a rank that cannot run, different calls, or ranks that wait for each other.
     has_urgent_changes: bool = False
     # Groups that two threads of one rank use at the same time.
-    concurrent_groups: dict[GroupKey, None] = field(default_factory=dict)
+    concurrent_groups: OrderedGroups = field(default_factory=dict)
     checks: CheckResults = field(default_factory=CheckResults)
     # The readings that the diagnosis requested, by host.
     hardware: dict[str, HostHardware] = field(default_factory=dict)
@@ -132,7 +137,7 @@ class Attempt:
     _closed_groups: dict[GroupKey, GroupState] = field(default_factory=dict)
     # The owners of the node agents that reported its processes.
     owners: set[str] = field(default_factory=set)
-    _groups_by_identity: dict[_IdentityKey, Group | None] = field(default_factory=dict)
+    _groups_by_identity: dict[tuple[str | int, ...], Group | None] = field(default_factory=dict)
     _signatures: dict[Signature, Signature] = field(default_factory=dict)
     _sites: dict[Site, Site] = field(default_factory=dict)
     # The key is stored because the server looks attempts up by it for each heartbeat.
@@ -178,7 +183,7 @@ class Attempt:
 
     def has_group(self, identity: heartbeat.StreamIdentity) -> bool:
         """Whether a member has reported the group."""
-        return _make_identity_key(identity) in self._groups_by_identity
+        return _get_identity_key(identity) in self._groups_by_identity
 
     def count_members(self) -> int:
         """The members of its world and all its different groups, which determine its size in memory."""
@@ -188,10 +193,10 @@ class Attempt:
         """Makes a process a member of a group. Returns one shared object for all members that report
         the same group, unless it is a foreign one.
         """
-        key = _make_identity_key(identity)
+        key = _get_identity_key(identity)
         group = self._groups_by_identity.get(key)
         if identity.foreign:
-            group = self.foreign_groups.join_group(self, process, identity)
+            group = self.foreign_groups.join_group(process, identity)
         elif group is None:
             group = Group(
                 name=identity.name,
@@ -208,10 +213,9 @@ class Attempt:
 
     def intern_call(self, call: Call) -> Call:
         """Shares a call's signature and site, most of its memory, with equal calls of other ranks."""
-        if len(self._signatures) >= INTERNED_KEPT:
-            self._signatures.clear()
-        if len(self._sites) >= INTERNED_KEPT:
-            self._sites.clear()
+        for kept in (self._signatures, self._sites):
+            if len(kept) >= INTERNED_KEPT:
+                kept.clear()
         # The shared objects are equal to the call's own, so its value stays the same. Replacing them in
         # place is faster than copying the call.
         signature, site = call.signature, call.site
@@ -224,28 +228,28 @@ class Attempt:
         """Adds a new stream of a process; a former holder of a rank joins no `GroupState`."""
         process.streams[stream.uid] = stream
         process.added_streams += 1
-        if stream.loss is not None and self.processes.get(process.rank) is process:
+        if stream.loss is not None and process.holds_rank:
             self.lossy_ranks.add(process.rank)
         if stream.peer is not None:
             self.message_groups.add(stream.group.key)
-            connect_channel(self.processes, process, stream)
+            connect_channel(process, stream)
         self._add_to_state(process, stream)
 
     def _add_to_state(self, process: Process, stream: CallStream) -> None:
         """Makes a stream of collectives one of its `GroupState`."""
-        if self.processes.get(process.rank) is process and stream.kind in (
-            StreamKind.COLLECTIVE,
-            StreamKind.SETUP,
-        ):
-            key = stream.group.key
-            if (state := self._group_states.get(key)) is None:
-                state = self._group_states[key] = GroupState(key=key)
-                self.streams_by_group[key] = state.members
-                if stream.group.foreign:
-                    self.foreign_states[key] = state
-            state.members[process.rank] = stream
-            stream.group_state = state
-            state.has_losses |= stream.loss is not None
+        is_collective = stream.kind in (StreamKind.COLLECTIVE, StreamKind.SETUP)
+        if not is_collective or not process.holds_rank:
+            return
+        key = stream.group.key
+        state = self._group_states.get(key)
+        if state is None:
+            state = self._group_states[key] = GroupState(key=key)
+            self.streams_by_group[key] = state.members
+            if stream.group.foreign:
+                self.foreign_states[key] = state
+        state.members[process.rank] = stream
+        stream.group_state = state
+        state.has_losses |= stream.loss is not None
 
     def replace_group(self, process: Process, stream: CallStream, group: Group) -> None:
         """Gives a stream the group with the members that are known by now."""
@@ -263,8 +267,8 @@ class Attempt:
         waits = []
         for state in self.foreign_states.values():
             for outside, stream in state.outside.items():
-                member = self.foreign_groups.find_outside(outside)
-                if member is not None and member.process.is_alive and member.process.is_blocked:
+                process = self.foreign_groups.find_outside(outside)
+                if process is not None and process.is_alive and process.is_blocked:
                     waits.append((outside, stream, state))
         return waits
 
@@ -299,8 +303,9 @@ class Attempt:
         if state.closed_count < len(state.members):
             return  # another member has reported it meanwhile
         for group in {id(s.group): s.group for s in state.members.values()}.values():
-            key = (group.name, group.desc, pack_ranks(group.ranks), group.backend)
-            if self._groups_by_identity.pop((*key, group.generation, group.world_size, ""), None):
+            ranks, world = pack_ranks(group.ranks), (group.generation, group.world_size)
+            key = (group.name, group.desc, ranks, group.backend, *world, "")
+            if self._groups_by_identity.pop(key, None) is not None:
                 self._member_count -= len(group.ranks)
         for stream in state.members.values():
             stream.group_state = None
@@ -330,11 +335,12 @@ class Attempt:
             self._count_identity(former.identity, -1)
             # The former process's results must not be compared with the calls of its successor.
             self.checks = CheckResults()
+            self.foreign_groups.leave_groups(former)
             for stream in former.streams.values():
                 disconnect_channel(stream)
-            self.foreign_groups.leave_groups(former)
-            for state in [s.group_state for s in former.streams.values() if s.group_state]:
-                self._remove_from_state(rank, state)
+                if (state := stream.group_state) is not None:
+                    stream.group_state = None
+                    self._remove_from_state(rank, state)
         if process is not None:
             self.processes[rank] = process
             self._count_identity(process.identity, 1)
@@ -344,7 +350,7 @@ class Attempt:
     def replace_identity(self, process: Process, identity: heartbeat.ProcessIdentity) -> None:
         """Gives a process what it reports of itself now. It has the same rank as before."""
         former, process.identity = process.identity, identity
-        if self.processes.get(process.rank) is process:
+        if process.holds_rank:
             self._count_identity(former, -1)
             self._count_identity(identity, 1)
             if identity.world_size < former.world_size:
@@ -366,16 +372,22 @@ class Attempt:
     def _remove_from_state(self, rank: int, state: GroupState) -> None:
         if rank in state.members:  # Two streams of a process can belong to the same group.
             state.remove_member(rank)
+            if state.diverged:
+                self._update_divergence(state)
         if not state.members:
             self._drop_group_state(state)
 
     def update_suspects(self, process: Process) -> None:
-        """Updates `suspects`, `unable_ranks` and `ended_ranks` after a heartbeat of the process."""
+        """Updates `suspects` and the other sets of ranks after a heartbeat of the process."""
         rank = process.identity.rank
-        if self.processes.get(rank) is not process:
+        if not process.holds_rank:
             return
         if process.exit is not None or process.exception is not None:
             self.ended_ranks.add(rank)
+        if process.misses_streams:
+            self.incomplete_ranks.add(rank)
+        else:
+            self.incomplete_ranks.discard(rank)
         if process.is_unable:
             self.has_urgent_changes |= rank not in self.unable_ranks
             self.unable_ranks.add(rank)
@@ -391,8 +403,7 @@ class Attempt:
         """Records which rank or group has calls to compare with others: sends and split sizes."""
         state = stream.group_state
         if state is None:
-            is_holder = self.processes.get(process.rank) is process
-            if stream.kind is StreamKind.SEND and is_holder:
+            if stream.kind is StreamKind.SEND and process.holds_rank:
                 self.sender_ranks.add(process.rank)
         elif any(call.signature.splits is not None for call in calls):
             self.uneven_groups[state.key] = None
@@ -402,7 +413,7 @@ class Attempt:
         if stream.loss is not None and stream.loss.from_seq <= loss.from_seq:
             return
         stream.loss = loss
-        if self.processes.get(process.rank) is process:
+        if process.holds_rank:
             self.lossy_ranks.add(process.rank)
         if stream.group_state is not None:
             stream.group_state.has_losses = True
@@ -426,16 +437,9 @@ class Attempt:
         stream.reported_hashes = tuple(
             [pair for pair in stream.reported_hashes if pair[0] < from_seq]
         )
-        for seq in [seq for seq in state.reference_hashes if seq >= from_seq]:
-            del state.reference_hashes[seq]
-        state.latest_match = ()
-        if not state.diverged:
-            return
-        state.divergence = find_divergence(state.members)
-        if state.divergence is None:
-            state.diverged = False
-            state.streams_by_side.clear()
-            self.diverged_groups.discard(state.key)
+        state.forget_references([seq for seq in state.reference_hashes if seq >= from_seq])
+        if state.diverged:
+            self._update_divergence(state)
 
     @property
     def awaits_calls(self) -> bool:
@@ -475,16 +479,19 @@ class Attempt:
 
     def _update_divergence(self, state: GroupState) -> None:
         """Finds where the members of a group began to differ, if they do."""
-        before = state.divergence
-        state.divergence = find_divergence(state.members)
-        if state.divergence is None or state.divergence == before:
+        before, found = state.divergence, find_divergence(state.members)
+        if found == before:
+            return
+        state.divergence = found
+        if found is None:
+            state.streams_by_side.clear()
+            self.diverged_groups.discard(state.key)
             return
         state.narrowed_at = self.last_seen_at
         self.has_urgent_changes = True
-        if not state.diverged:
-            state.diverged = True
+        if before is None:
             state.diverged_at = self.last_seen_at
-            state.diverged_seq = state.divergence.first_different
+            state.diverged_seq = found.first_different
             self.diverged_groups.add(state.key)
 
 
@@ -494,37 +501,22 @@ def is_known_address(address: str) -> bool:
     return bool(host and port) or address.startswith("/")
 
 
-def find_first_conflict(members: dict[int, CallStream]) -> int:
-    """The lowest known sequence number at which two members' hashes differ; 0 if none do."""
-    pairs: set[tuple[int, int]] = set().union(*list_histories(members.values()))
-    seen: dict[int, int] = {}
-    return min([seq for seq, value in pairs if seen.setdefault(seq, value) != value], default=0)
-
-
-def find_divergence(members: dict[int, CallStream]) -> DivergenceBounds | None:
+def find_divergence(members: StreamsByRank) -> DivergenceBounds | None:
     """The calls between which the members' running hashes began to differ; None if they do not."""
-    seq = find_first_conflict(members)
-    if not seq:
+    histories = list_histories(members.values())
+    pairs: set[HashPair] = set().union(*histories)
+    seen: dict[int, int] = {}
+    conflicts = [seq for seq, value in pairs if seen.setdefault(seq, value) != value]
+    if not conflicts:
         return None
-    # Equal hashes mean that all calls up to there are equal: the members with the same hash at
-    # ``seq`` are one side, and what one of them reported holds for all.
+    first = min(conflicts)
+    # Equal hashes mean that all calls up to there are equal: the members with the same hash of call
+    # ``first`` are one side, and what one of them reported holds for all.
     seqs_by_side: dict[int, set[int]] = {}
-    for history in list_histories(members.values()):
-        value = dict(history).get(seq)
+    for history in histories:
+        value = dict(history).get(first)
         if value is not None:
-            earlier = [other for other, _ in history if other < seq]
+            earlier = [seq for seq, _ in history if seq < first]
             seqs_by_side.setdefault(value, set()).update(earlier)
     common = set.intersection(*seqs_by_side.values())
-    return DivergenceBounds(last_equal=max(common, default=0), first_different=seq)
-
-
-def _make_identity_key(identity: heartbeat.StreamIdentity) -> _IdentityKey:
-    return (
-        identity.name,
-        identity.desc,
-        identity.ranks,
-        identity.backend,
-        identity.generation,
-        identity.world,
-        identity.foreign,
-    )
+    return DivergenceBounds(last_equal=max(common, default=0), first_different=first)

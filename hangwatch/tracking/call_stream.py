@@ -10,6 +10,7 @@ ahead of the other.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -19,7 +20,8 @@ from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.verdicts import DeviceProgress
 
-Hashes = tuple[tuple[int, int], ...]  # sequence numbers and running hashes, the newest last
+HashPair = tuple[int, int]  # a sequence number, and the running hash after that call
+Hashes = tuple[HashPair, ...]  # the newest last
 
 CALLS_KEPT = 256  # in each stream
 # Completed calls kept per stream while none were requested. A job whose calls each take a while
@@ -70,7 +72,8 @@ class CallWindow:
     step: int = 1
 
     def covers(self, other: CallWindow) -> bool:
-        return self.first <= other.first and other.last <= self.last and other.step % self.step == 0
+        is_within = self.first <= other.first and other.last <= self.last
+        return is_within and other.step % self.step == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,7 @@ class CallStream:
     # How far the device is in a group's collectives, where the backend reports it.
     device: DeviceProgress | None = None
     # The time at which the device was last seen to begin or complete a collective of the group, or to
-    # have one to do after it had completed those of all groups.
+    # have work again after it had completed the collectives of all groups.
     device_changed_at: float = 0.0
     group_state: GroupState | None = None  # None for point-to-point calls and former processes
     # The peer's stream of the same channel, for a send or a receive that names its peer.
@@ -153,17 +156,17 @@ class CallStream:
         """
         if len(self.calls) <= finished_kept:
             return
-        seqs = sorted(self.calls)
-        pinned: list[int] = []
+        seqs = others = sorted(self.calls)
         divergence = self.group_state.divergence if self.group_state is not None else None
         if divergence is not None:
             first = divergence.last_equal - CALLS_KEPT_BEFORE_DIFFERENCE
             last = divergence.first_different
-            pinned = [seq for seq in seqs if first <= seq <= last][-CALLS_KEPT:]
-            seqs = sorted(set(seqs).difference(pinned))
-        finished_count = sum(seq < self.first_unfinished for seq in seqs)
-        dropped_count = max(0, finished_count - finished_kept, len(seqs) - CALLS_KEPT)
-        self.calls = {seq: self.calls[seq] for seq in sorted([*pinned, *seqs[dropped_count:]])}
+            pinned = {*[seq for seq in seqs if first <= seq <= last][-CALLS_KEPT:]}
+            others = [seq for seq in seqs if seq not in pinned]
+        finished_count = bisect_left(others, self.first_unfinished)
+        dropped_count = max(0, finished_count - finished_kept, len(others) - CALLS_KEPT)
+        dropped = set(others[:dropped_count])
+        self.calls = {seq: self.calls[seq] for seq in seqs if seq not in dropped}
 
     def add_answer(self, window: CallWindow) -> None:
         """Records that the node agent has answered a request for these calls."""
@@ -230,6 +233,9 @@ class CallStream:
         return self.entered if self.completed is None else self.completed + 1
 
 
+StreamsByRank = dict[int, CallStream]
+
+
 def list_histories(streams: Iterable[CallStream]) -> list[Hashes]:
     """The different histories of running hashes: a few dozen, if 100,000 members share them."""
     histories = [stream.reported_hashes for stream in streams]
@@ -241,9 +247,9 @@ class GroupState:
     """The members of a process group with their streams, and the running hashes they share."""
 
     key: GroupKey
-    members: dict[int, CallStream] = field(default_factory=dict)
+    members: StreamsByRank = field(default_factory=dict)
     # The members of a foreign group that are ranks of other attempts, by `OutsideMember`.
-    outside: dict[int, CallStream] = field(default_factory=dict)
+    outside: StreamsByRank = field(default_factory=dict)
     # The first running hash that was reported of each call, by sequence number.
     reference_hashes: dict[int, int] = field(default_factory=dict)
     forgotten_up_to: int = 0  # the highest sequence number dropped from `reference_hashes`
@@ -251,17 +257,21 @@ class GroupState:
     latest_match: Hashes = ()
     passed_by_all: int = 0  # every member is known to have entered this many calls
     laggard: CallStream | None = None  # the member that had entered no more than that
-    diverged: bool = False  # `Attempt.diverged_groups` has the key
     diverged_at: float = 0.0
     # The calls at which members began to differ, as far as is known.
     divergence: DivergenceBounds | None = None
     narrowed_at: float = 0.0  # when that last became known better
     # The first sequence number at which hashes differ, as known when the divergence was found.
     diverged_seq: int = 0
-    # The member whose calls were requested, by its hash at `diverged_seq`.
+    # The member whose calls were requested, by its hash of call `diverged_seq`.
     streams_by_side: dict[int, CallStream] = field(default_factory=dict)
     closed_count: int = 0  # members whose stream is closed
     has_losses: bool = False  # some member's calls are not completely recorded
+
+    @property
+    def diverged(self) -> bool:
+        """Whether members reported different running hashes of one call."""
+        return self.divergence is not None
 
     @property
     def pinned_seqs(self) -> tuple[int, int]:
@@ -284,14 +294,21 @@ class GroupState:
                 all_match &= seq > self.forgotten_up_to
             elif known != value:
                 all_match = False
-        if all_match:
-            self.latest_match = report
         capacity = REFERENCE_HASHES_KEPT[0] + REFERENCE_HASHES_KEPT[1] * len(self.key[2])
         if len(reference) > capacity:
-            for seq in sorted(reference)[: capacity // 2]:
-                self.forgotten_up_to = max(self.forgotten_up_to, seq)
-                del reference[seq]
+            self.forget_references(sorted(reference)[: capacity // 2])
+        if all_match:
+            self.latest_match = report
         return all_match
+
+    def forget_references(self, seqs: Iterable[int]) -> None:
+        """Drops reference hashes. Members may have reported others that are equal: the next report of
+        such a call is compared with all of theirs.
+        """
+        for seq in seqs:
+            self.forgotten_up_to = max(self.forgotten_up_to, seq)
+            del self.reference_hashes[seq]
+        self.latest_match = ()
 
     def has_member_behind(self, stream: CallStream) -> bool:
         """Whether some member is not known to have entered the newest call of ``stream``."""
@@ -309,7 +326,7 @@ class GroupState:
         return stream.entered > self.passed_by_all
 
     @property
-    def all_members(self) -> dict[int, CallStream]:
+    def all_members(self) -> StreamsByRank:
         """The members, with those that are ranks of other attempts."""
         return {**self.members, **self.outside} if self.outside else self.members
 
@@ -321,14 +338,11 @@ class GroupState:
     def register_side(self, stream: CallStream, now: float) -> bool:
         """Whether to request the calls of ``stream``, which is then registered for its side.
 
-        True if the group diverged recently and the calls of no other member with the same hash at
+        True if the members diverged recently, and the calls of no other one with the same hash at
         the divergence were requested.
         """
-        if (
-            not self.diverged
-            or len(self.streams_by_side) >= MAX_REQUESTED_SIDES
-            or now - self.diverged_at > SIDE_REQUEST_WINDOW_S
-        ):
+        is_late = now - self.diverged_at > SIDE_REQUEST_WINDOW_S
+        if is_late or len(self.streams_by_side) >= MAX_REQUESTED_SIDES:
             return False
         value = stream.hashes_by_seq.get(self.diverged_seq)
         if value is None or value in self.streams_by_side:
@@ -342,16 +356,22 @@ class GroupState:
         return any(not stream.answered for stream in self.streams_by_side.values())
 
     def remove_member(self, rank: int) -> None:
-        """Removes a rank whose process was replaced: the new process counts calls from 1 again."""
+        """Removes a rank whose process was replaced: the new process counts calls from 1 again, and
+        the reference may have hashes that only the former one reported.
+        """
         removed = self.members.pop(rank)
         removed.group_state = None
         self.closed_count -= removed.is_closed
         self.has_losses = any(stream.loss is not None for stream in self.members.values())
         self.passed_by_all, self.laggard = 0, None
+        self.forget_references(list(self.reference_hashes))
+        for value, stream in list(self.streams_by_side.items()):
+            if stream is removed:
+                del self.streams_by_side[value]
 
 
-def merge_hashes(history: Hashes, report: Iterable[tuple[int, int]]) -> Hashes:
-    """The hashes of both, by position. Where both have one, that of the report counts.
+def merge_hashes(history: Hashes, report: Iterable[HashPair]) -> Hashes:
+    """The hashes of both, by position. Where both have one, the report's counts.
 
     >>> merge_hashes(((4, 44), (90, 990)), ((89, 989), (90, 990)))
     ((4, 44), (89, 989), (90, 990))
@@ -363,7 +383,7 @@ def thin_hashes(history: Hashes, first_pinned: int = 0, last_pinned: int = 0) ->
     """The history without pairs that are neither among the newest, nor at a power of two or one of its
     newest multiples, nor from ``first_pinned`` to ``last_pinned``.
     """
-    kept: list[tuple[int, int]] = []
+    kept: list[HashPair] = []
     # How many newer positions are multiples of each power of two, by its exponent.
     counts = [0] * (_MAX_LEVEL + 1)
     pinned_count = 0
@@ -386,7 +406,7 @@ class HashHistories:
     """The histories of all streams of a job: each is what the reports of one stream had."""
 
     capacity: int = SHARED_PER_RANK  # the number of shared reports, and of histories
-    _pairs: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    _pairs: dict[HashPair, HashPair] = field(default_factory=dict)
     _reports: dict[Hashes, Hashes] = field(default_factory=dict)
     # A history, the report that follows it and the new history, by the identities of the first two and
     # the pinned positions.

@@ -9,16 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.limits import PERSISTENT_ROUNDS
 from hangwatch.protocol import heartbeat
 
-if TYPE_CHECKING:
-    from .call_stream import CallStream
-    from .process import Process
+from .call_stream import CallStream, HashPair
+from .process import Process
 
 STREAK_GAP_S = 120.0  # a streak ends after this time without a non-finite call
 _MAX_RANKS_PER_GROUP = 1 << 18  # entries kept per group, summed over all positions
@@ -36,34 +34,30 @@ class ChecksumComparison:
 
 @dataclass(slots=True, kw_only=True)
 class ReplicaChecksums:
-    """The sampled calls of one group.
-
-    A position is (sequence number, running hash): only ranks that made equal calls up to there are
-    compared.
+    """The sampled calls of one group, by position: only ranks that made equal calls up to there, and so
+    report equal pairs, are compared.
     """
 
     group: Group
     # Calls that some members have not reported.
-    incomplete: dict[tuple[int, int], ChecksumComparison] = field(default_factory=dict)
-    differing: dict[tuple[int, int], ChecksumComparison] = field(default_factory=dict)
+    incomplete: dict[HashPair, ChecksumComparison] = field(default_factory=dict)
+    differing: dict[HashPair, ChecksumComparison] = field(default_factory=dict)
 
-    def record_checksum(
-        self, rank: int, position: tuple[int, int], checksum: int, now: float
-    ) -> None:
+    def record_checksum(self, rank: int, position: HashPair, checksum: int, now: float) -> None:
         comparison = self.differing.get(position) or self.incomplete.setdefault(
             position, ChecksumComparison(seq=position[0])
         )
-        ranks_by_checksum = comparison.ranks_by_checksum
-        ranks_by_checksum.setdefault(checksum, set()).add(rank)
+        ranks = comparison.ranks_by_checksum.setdefault(checksum, set())
+        ranks.add(rank)
         member_count = len(self.group.ranks)
-        if len(ranks_by_checksum) > 1 and not comparison.differs_at:
+        if len(comparison.ranks_by_checksum) == 1:
+            if len(ranks) == member_count:
+                del self.incomplete[position]
+        elif not comparison.differs_at:
             comparison.differs_at = now
-            del self.incomplete[position]
-            self.differing[position] = comparison
+            self.differing[position] = self.incomplete.pop(position)
             if len(self.differing) > _MAX_DIFFERING_CALLS:
                 del self.differing[max(self.differing)]
-        elif len(ranks_by_checksum) == 1 and len(ranks_by_checksum[checksum]) == member_count:
-            del self.incomplete[position]
         # The oldest positions go: a late member's reports of old calls must not displace new ones.
         while len(self.incomplete) > _max_positions(member_count):
             del self.incomplete[min(self.incomplete)]

@@ -15,14 +15,10 @@ from hangwatch.protocol import heartbeat
 from hangwatch.protocol.heartbeat import MAX_CLOCK_DRIFT
 
 from .attempt import Attempt, HostHardware, is_known_address
+from .call_stream import CallWindow
 from .foreign_groups import ForeignGroups, disconnect_channel
 from .process import Process, ReportTimes, StackSample
-from .updates import (
-    TrackedProcess,
-    apply_calls_reply,
-    apply_process_update,
-    apply_terse_update,
-)
+from .updates import apply_process_update, apply_terse_update, record_calls
 
 SAMPLES_KEPT_PER_PROCESS = 4
 FORMER_ATTEMPTS_KEPT = 1000  # one per job
@@ -49,7 +45,7 @@ class ReportingAgent:
     last_number: int = 0  # the number of its last heartbeat
     is_awaited: bool = False  # the server has requested that its next heartbeat is urgent
     cost: heartbeat.AgentCost | None = None  # the last one reported
-    processes: dict[ProcessLocation, TrackedProcess] = field(default_factory=dict)
+    processes: dict[ProcessLocation, Process] = field(default_factory=dict)
     # The smallest difference seen between the time of receipt and the agent's clock, and when.
     _smallest_gap: tuple[float, float] | None = None
 
@@ -91,7 +87,8 @@ class AgentRegistry(OrderedDict[str, ReportingAgent]):
             self.move_to_end(beat.agent)
         agent.last_seen_at = now
         if beat.cost is not None:
-            self.cpu_s += max(0.0, beat.cost.cpu_s - (agent.cost.cpu_s if agent.cost else 0.0))
+            former_s = agent.cost.cpu_s if agent.cost is not None else 0.0
+            self.cpu_s += max(0.0, beat.cost.cpu_s - former_s)
             agent.cost = beat.cost
         return agent
 
@@ -127,7 +124,7 @@ class Fleet:
     """Every job. State changes only by `apply_heartbeat` and by dropping old attempts."""
 
     attempts: dict[AttemptKey, Attempt] = field(default_factory=dict)
-    processes: dict[ProcessLocation, TrackedProcess] = field(default_factory=dict)
+    processes: dict[ProcessLocation, Process] = field(default_factory=dict)
     former_attempts: dict[str, FormerAttempt] = field(default_factory=dict)  # the key is the job
     foreign_groups: ForeignGroups = field(default_factory=ForeignGroups)
     agents: AgentRegistry = field(default_factory=AgentRegistry)
@@ -156,7 +153,7 @@ class Fleet:
 
     def list_jobs(self, agent: str) -> set[str]:
         """The jobs whose processes the agent reports."""
-        return {tracked.attempt.job for tracked in self.list_processes(agent)}
+        return {process.attempt.job for process in self.list_processes(agent)}
 
     def count_members(self) -> int:
         """The members of all different worlds and process groups in memory."""
@@ -173,55 +170,11 @@ class Fleet:
             return True
         agent.last_number = beat.number
         now = agent.estimate_sent_at(beat, now)
-        self._mark_seen(beat, now)
-        all_known = True
-        for update in beat.processes:
-            location = (beat.host, update.key)
-            if location in self._forgotten_processes:
-                continue
-            if beat.brief:
-                tracked = self.processes.get(location)
-                all_known &= tracked is not None and apply_terse_update(tracked, update, now)
-            else:
-                all_known &= self._apply_full_update(beat, update, now)
-        self._apply_replies(beat, now)
-        for key in beat.gone:
-            if (tracked := self.processes.get((beat.host, key))) is not None:
-                tracked.process.finished_reporting = True
-        self.foreign_groups.connect_members()
-        if not beat.brief:
-            for tracked in agent.processes.values():
-                tracked.attempt.update_suspects(tracked.process)
-        return all_known
-
-    def _apply_replies(self, beat: heartbeat.Heartbeat, now: float) -> None:
-        """Applies the evidence that was requested."""
-        for sample in beat.samples:
-            if (tracked := self.processes.get((beat.host, sample.key))) is not None:
-                samples = (*tracked.process.samples, StackSample.from_reply(sample, now))
-                tracked.process.samples = samples[-SAMPLES_KEPT_PER_PROCESS:]
-        for reply in beat.calls:
-            if (tracked := self.processes.get((beat.host, reply.key))) is not None:
-                apply_calls_reply(tracked, reply)
-        for hardware in beat.hardware:
-            if (tracked := self.processes.get((beat.host, hardware.key))) is not None:
-                tracked.attempt.hardware[beat.host] = HostHardware.from_reply(hardware, now)
-
-    def list_processes(self, agent: str) -> Iterable[TrackedProcess]:
-        """The processes that a node agent reports."""
-        known = self.agents.get(agent)
-        return () if known is None else known.processes.values()
-
-    def _mark_seen(self, beat: heartbeat.Heartbeat, now: float) -> None:
-        """Updates the times at which the agent's live processes were last seen.
-
-        A heartbeat holds only changes: what it does not mention is as reported before, or further
-        along if the heartbeat is brief.
-        """
-        for tracked in self.list_processes(beat.agent):
-            process, attempt = tracked.process, tracked.attempt
+        # A heartbeat holds only changes: the processes that it does not mention are as reported
+        # before, or further along if it is brief.
+        for process in agent.processes.values():
             if process.exit is None:
-                reports = process.reports
+                attempt, reports = process.attempt, process.reports
                 reports.previously_seen_at = max(reports.last_seen_at, reports.last_progress_at)
                 if beat.brief:
                     reports.last_progress_at = attempt.newest_call_at = now
@@ -229,11 +182,54 @@ class Fleet:
                     reports.last_seen_at = now
                 if attempt.last_seen_at != now:
                     attempt.mark_seen(now)
+        all_known = True
+        for update in beat.processes:
+            location = (beat.host, update.key)
+            if location in self._forgotten_processes:
+                continue
+            if beat.brief:
+                known = self.processes.get(location)
+                all_known &= known is not None and apply_terse_update(known, update, now)
+            else:
+                all_known &= self._apply_full_update(beat, update, now)
+        self._apply_replies(beat, now)
+        for key in beat.gone:
+            if (gone := self.processes.get((beat.host, key))) is not None:
+                gone.finished_reporting = True
+        self.foreign_groups.connect_members()
+        if not beat.brief:
+            for process in agent.processes.values():
+                process.attempt.update_suspects(process)
+        return all_known
+
+    def _apply_replies(self, beat: heartbeat.Heartbeat, now: float) -> None:
+        """Applies the evidence that was requested."""
+        for sample in beat.samples:
+            process = self.processes.get((beat.host, sample.key))
+            if process is not None:
+                samples = (*process.samples, StackSample.from_reply(sample, now))
+                process.samples = samples[-SAMPLES_KEPT_PER_PROCESS:]
+        for reply in beat.calls:
+            process = self.processes.get((beat.host, reply.key))
+            stream = process.streams.get(reply.uid) if process is not None else None
+            if process is not None and stream is not None:
+                stream.add_answer(CallWindow(reply.from_seq, reply.to_seq, max(1, reply.step)))
+                record_calls(process, stream, reply.calls)
+                process.refresh_streams()
+        for hardware in beat.hardware:
+            process = self.processes.get((beat.host, hardware.key))
+            if process is not None:
+                process.attempt.hardware[beat.host] = HostHardware.from_reply(hardware, now)
+
+    def list_processes(self, agent: str) -> Iterable[Process]:
+        """The processes that a node agent reports."""
+        known = self.agents.get(agent)
+        return () if known is None else known.processes.values()
 
     def mark_refused(self, agent: str, now: float) -> None:
         """Records that an agent is alive although its heartbeat was refused."""
-        for tracked in self.list_processes(agent):
-            tracked.process.reports.last_refused_at = now
+        for process in self.list_processes(agent):
+            process.reports.last_refused_at = now
 
     def forget_attempt(self, attempt: Attempt) -> None:
         """Drops an attempt but not its processes, see `drop_processes`."""
@@ -259,7 +255,7 @@ class Fleet:
             self._drop_process(attempt.processes.popitem()[1])
         if attempt.processes:
             return True
-        for former in [t.process for t in self.processes.values() if t.attempt is attempt]:
+        for former in [p for p in self.processes.values() if p.attempt is attempt]:
             self._drop_process(former)
         while len(self._forgotten_processes) > FORGOTTEN_PROCESSES_KEPT:
             del self._forgotten_processes[next(iter(self._forgotten_processes))]
@@ -281,36 +277,31 @@ class Fleet:
 
     def is_urgent(self, agent: str) -> bool:
         """Whether the agent's next report may decide a diagnosis."""
-        return any(tracked.is_urgent for tracked in self.list_processes(agent))
+        return any(process.is_urgent for process in self.list_processes(agent))
 
     def _apply_full_update(
         self, beat: heartbeat.Heartbeat, update: heartbeat.ProcessUpdate, now: float
     ) -> bool:
-        location = (beat.host, update.key)
-        tracked = self.processes.get(location)
-        if (
-            tracked is not None
-            and update.identity is not None
-            and self._has_moved(tracked, update.identity)
-        ):
+        location, identity = (beat.host, update.key), update.identity
+        process = self.processes.get(location)
+        if process is not None and identity is not None and self._has_moved(process, identity):
             # The process reported a rank before init_process_group assigned it another one, or joins
             # another world.
-            if tracked.holds_rank:
-                tracked.attempt.assign_rank(None, tracked.process.rank)
-                tracked.attempt.shrink_world()
-            tracked = None
-        if tracked is None:
-            if update.identity is None:
+            if process.holds_rank:
+                process.attempt.assign_rank(None, process.rank)
+                process.attempt.shrink_world()
+            process = None
+        if process is None:
+            if identity is None:
                 return False
-            tracked = self._register_process(beat, update.key, update.identity, now)
-        process = tracked.process
+            process = self._register_process(beat, update.key, identity, now)
         if process.agent != beat.agent:
             self._leave_agent(process)
-            self.agents[beat.agent].processes[location] = tracked
+            self.agents[beat.agent].processes[location] = process
             process.agent = beat.agent
             process.owner = get_owner(beat)
-            tracked.attempt.owners.add(process.owner)
-        return apply_process_update(tracked, update, now)
+            process.attempt.owners.add(process.owner)
+        return apply_process_update(process, update, now)
 
     def _leave_agent(self, process: Process) -> None:
         if (agent := self.agents.get(process.agent)) is not None:
@@ -326,7 +317,7 @@ class Fleet:
         key: str,
         identity: heartbeat.ProcessIdentity,
         now: float,
-    ) -> TrackedProcess:
+    ) -> Process:
         """Adds a new process to the latest attempt of its job, or to a new attempt."""
         started_at = now - identity.started_s
         worlds = self.list_family(identity.job)
@@ -352,6 +343,7 @@ class Fleet:
             )
             self.attempts[attempt.key] = attempt
         process = Process(
+            attempt=attempt,
             key=key,
             host=host,
             identity=identity,
@@ -359,20 +351,18 @@ class Fleet:
             reports=ReportTimes(last_seen_at=now),
         )
         attempt.assign_rank(process, identity.rank)
-        tracked = self.processes[(host, key)] = TrackedProcess(process, attempt)
-        return tracked
+        self.processes[host, key] = process
+        return process
 
-    def _has_moved(self, tracked: TrackedProcess, identity: heartbeat.ProcessIdentity) -> bool:
+    def _has_moved(self, process: Process, identity: heartbeat.ProcessIdentity) -> bool:
         """Whether a process has another rank than before, or has joined another world of its job."""
-        process, attempt = tracked.process, tracked.attempt
         if process.identity.rank != identity.rank:
             return True
         if process.identity.master == identity.master:
             return False
-        worlds = self.list_family(identity.job)
-        return not tracked.holds_rank or any(
-            identity.master in other.addresses for other in worlds if other is not attempt
-        )
+        others = [a for a in self.list_family(identity.job) if a is not process.attempt]
+        is_elsewhere = any(identity.master in other.addresses for other in others)
+        return is_elsewhere or not process.holds_rank
 
     def list_family(self, job: str) -> list[Attempt]:
         """The latest attempts of a job, and of its worlds that run beside it: JOB/ADDRESS:PORT."""
@@ -421,7 +411,7 @@ def choose_job_name(
 
     ``attempts`` are the latest attempts of the job and of its further worlds, ``former_attempts``
     those that were known before the server was restarted. Ranks of one world have one rendezvous. Another
-    world replaces one of which a process has ended, as restarts do, or stands beside it.
+    world replaces one in which a process has ended, as restarts do, or runs beside it.
     """
     job, address = identity.job, identity.master
     further_name = f"{job}/{address}"

@@ -7,21 +7,16 @@ its own number there; `ForeignGroups` puts these together.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import (
     DECLARED_BACKEND,
     Group,
-    GroupKey,
     OutsideMember,
     RankTuple,
     unpack_ranks,
 )
-from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
 
 from .call_stream import CallStream, GroupState
@@ -31,41 +26,21 @@ _FIRST_OUTSIDE = -2  # -1 means any rank
 _MAX_OUTSIDE_KEPT = 1 << 17
 
 
-class MemberAttempt(Protocol):
-    """The attempt of a member."""
-
-    job: str
-    number: int
-    key: AttemptKey
-
-    @property
-    def is_finished(self) -> bool: ...
-
-    def replace_group(self, process: Process, stream: CallStream, group: Group) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Member:
-    """A process that says that it has a number in a foreign group."""
-
-    attempt: MemberAttempt
-    process: Process
-
-
 @dataclass(slots=True, eq=False)
 class _ForeignGroup:
     identity: str
     numbers: tuple[int, ...]
-    claims: dict[int, list[Member]] = field(default_factory=dict)  # the key is the number
-    # Several live processes claim one number: these are groups that cannot be told apart.
+    # The processes that report a number, by this number.
+    claims: dict[int, list[Process]] = field(default_factory=dict)
+    # Several live processes report one number: these are groups that cannot be distinguished.
     is_contested: bool = False
 
-    def find_member(self, number: int) -> Member | None:
+    def find_member(self, number: int) -> Process | None:
         """The process behind a number: a live one, or the last that had it."""
         claims = self.claims.get(number)
         if not claims:
             return None
-        return next((m for m in claims if m.process.is_alive), claims[-1])
+        return next((process for process in claims if process.is_alive), claims[-1])
 
 
 @dataclass(slots=True)
@@ -73,15 +48,13 @@ class ForeignGroups:
     """All foreign groups of all jobs."""
 
     _groups_by_identity: dict[str, _ForeignGroup] = field(default_factory=dict)
-    # The processes that `OutsideMember` objects stand for, by the value of these.
-    _members_by_value: dict[int, Member] = field(default_factory=dict)
+    # The processes behind `OutsideMember` objects, by their values.
+    _members_by_value: dict[int, Process] = field(default_factory=dict)
     _outside: dict[tuple[object, ...], OutsideMember] = field(default_factory=dict)
     _next_value: int = _FIRST_OUTSIDE
     _changed: dict[str, None] = field(default_factory=dict)  # identities, as an ordered set
 
-    def join_group(
-        self, attempt: MemberAttempt, process: Process, identity: heartbeat.StreamIdentity
-    ) -> Group:
+    def join_group(self, process: Process, identity: heartbeat.StreamIdentity) -> Group:
         """Registers a member, and returns the group as it is known before `connect_members`."""
         numbers = unpack_ranks(identity.ranks)
         key = f"{identity.foreign}/{len(numbers)}"
@@ -92,8 +65,8 @@ class ForeignGroups:
             )
         if 0 <= identity.number < len(numbers):
             claims = group.claims.setdefault(identity.number, [])
-            if all(claim.process is not process for claim in claims):
-                claims.append(Member(attempt, process))
+            if process not in claims:
+                claims.append(process)
         self._changed[key] = None
         # The creation of a group, and calls that are declared for it, are streams of their own.
         part = ""
@@ -111,27 +84,24 @@ class ForeignGroups:
             part=part,
             numbers=group.numbers,
         )
-        return self._make_view(group, attempt, process, reported)
+        return self._make_view(group, process, reported)
 
     def leave_groups(self, process: Process) -> None:
         """Forgets a process that no longer holds its rank."""
-        keys = {s.group.foreign for s in process.streams.values() if s.group.foreign}
+        keys = {s.group.foreign for s in process.streams.values()} & self._groups_by_identity.keys()
         if not keys:
             return
         for key in keys:
-            group = self._groups_by_identity.get(key)
-            if group is None:
-                continue
+            group = self._groups_by_identity[key]
             for number, claims in list(group.claims.items()):
-                claims[:] = [claim for claim in claims if claim.process is not process]
+                if process in claims:
+                    claims.remove(process)
                 if not claims:
                     del group.claims[number]
             self._changed[key] = None
-        self._members_by_value = {
-            value: member
-            for value, member in self._members_by_value.items()
-            if member.process is not process
-        }
+        for value, member in list(self._members_by_value.items()):
+            if member is process:
+                del self._members_by_value[value]
 
     def mark_changed(self, process: Process) -> None:
         """Marks the groups of a process to be connected again, because it has exited."""
@@ -149,71 +119,63 @@ class ForeignGroups:
             elif group is not None:
                 del self._groups_by_identity[key]
 
-    def find_outside(self, rank: int) -> Member | None:
-        """The process that an `OutsideMember` stands for, if it is known."""
+    def find_outside(self, rank: int) -> Process | None:
+        """The process behind an `OutsideMember`, if it is known."""
         return self._members_by_value.get(rank)
 
     def _connect_group(self, group: _ForeignGroup) -> None:
+        """Gives the members their view of the group, shows each attempt the streams of outside members,
+        and connects the ends of channels.
+        """
         group.is_contested = any(
-            sum(claim.process.is_alive for claim in claims) > 1 for claims in group.claims.values()
+            sum(process.is_alive for process in claims) > 1 for claims in group.claims.values()
         )
-        views: dict[tuple[int, GroupKey, str], Group] = {}
-        for member in itertools.chain.from_iterable(group.claims.values()):
-            for stream in member.process.streams.values():
-                if stream.group.foreign == group.identity:
-                    view = self._make_view(group, member.attempt, member.process, stream.group)
-                    view = views.setdefault((id(member.attempt), view.key, view.backend), view)
-                    member.attempt.replace_group(member.process, stream, view)
-                    number = stream.member_peer
-                    if number is not None and number >= 0:
-                        stream.peer = view.ranks[number] if number < len(view.ranks) else -1
-        self._connect_streams(group)
-
-    def _connect_streams(self, group: _ForeignGroup) -> None:
-        """Shows each attempt the streams of outside members, and connects the ends of channels."""
-        states: dict[int, tuple[MemberAttempt, GroupState]] = {}
-        channels: dict[tuple[StreamKind, int, int, int | None], CallStream] = {}
-        streams: list[tuple[Member, CallStream]] = []
-        for number, claims in group.claims.items():
-            current = group.find_member(number)
-            for member in claims:
-                for stream in member.process.streams.values():
-                    if stream.group.foreign != group.identity:
-                        continue
-                    if stream.group_state is not None:
-                        states[id(stream.group_state)] = member.attempt, stream.group_state
-                    if member is not current or group.is_contested:
-                        continue
-                    streams.append((member, stream))
-                    if stream.member_peer is not None:
-                        key = stream.kind, number, stream.member_peer, stream.tag
-                        channels[key] = stream
-        for attempt, state in states.values():
-            state.outside = {
-                self._get_outside_process(member): stream
-                for member, stream in streams
-                if member.attempt is not attempt
-                and stream.peer is None
-                and stream.group.key == state.key
-            }
+        parts = [
+            (number, process, stream)
+            for number, claims in group.claims.items()
+            for process in claims
+            for stream in process.streams.values()
+            if stream.group.foreign == group.identity
+        ]
+        views: dict[tuple[object, ...], Group] = {}
+        states: dict[int, tuple[Process, GroupState]] = {}
+        for _, process, stream in parts:
+            view = self._make_view(group, process, stream.group)
+            view = views.setdefault((process.attempt.key, view.key, view.backend), view)
+            process.attempt.replace_group(process, stream, view)
+            number = stream.member_peer
+            if number is not None:
+                stream.peer = view.ranks[number] if number < len(view.ranks) else -1
+            if stream.group_state is not None:
+                states[id(stream.group_state)] = process, stream.group_state
+        if group.is_contested:
+            parts = []
+        current = [part for part in parts if part[1] is group.find_member(part[0])]
+        for process, state in states.values():
+            state.outside = {}
+            for _, other, stream in current:
+                is_outside = other.attempt is not process.attempt and stream.peer is None
+                if is_outside and stream.group.key == state.key:
+                    state.outside[self._get_outside_process(other)] = stream
+        channels = {
+            (stream.kind, number, stream.member_peer, stream.tag): stream
+            for number, _, stream in current
+            if stream.member_peer is not None
+        }
         for (kind, number, peer, tag), stream in channels.items():
-            other = channels.get((StreamKind.RECV, peer, number, tag))
-            if kind is StreamKind.SEND and other is not None:
-                connect_ends(stream, other)
+            receiving = channels.get((StreamKind.RECV, peer, number, tag))
+            if kind is StreamKind.SEND and receiving is not None:
+                connect_ends(stream, receiving)
 
-    def _make_view(
-        self, group: _ForeignGroup, attempt: MemberAttempt, process: Process, reported: Group
-    ) -> Group:
+    def _make_view(self, group: _ForeignGroup, process: Process, reported: Group) -> Group:
         """The group with the ranks of an attempt, or of one process alone if it is contested."""
         ranks: list[int] = []
         for number in group.numbers:
             member = group.find_member(number)
             if group.is_contested:
-                own_claims = group.claims.get(number, ())
-                is_own = any(claim.process is process for claim in own_claims)
-                member = Member(attempt, process) if is_own else None
-            if member is not None and member.attempt is attempt:
-                ranks.append(member.process.rank)
+                member = process if process in group.claims.get(number, ()) else None
+            if member is not None and member.attempt is process.attempt:
+                ranks.append(member.rank)
             elif member is not None:
                 ranks.append(self._get_outside_process(member))
             else:
@@ -224,14 +186,14 @@ class ForeignGroups:
             part = f"{part}@{process.rank}"
         return replace(reported, ranks=RankTuple(ranks), part=part)
 
-    def _get_outside_process(self, member: Member) -> OutsideMember:
-        process, attempt = member.process, member.attempt
-        place = f"rank {process.rank} of job {attempt.job}"
+    def _get_outside_process(self, process: Process) -> OutsideMember:
+        attempt = process.attempt
+        label = f"rank {process.rank} of job {attempt.job}"
         if attempt.number:
-            place += f" (attempt {attempt.number})"
+            label += f" (attempt {attempt.number})"
         key = attempt.key, process.host, process.key, process.rank
-        outside = self._get_outside(key, place)
-        self._members_by_value[outside] = member
+        outside = self._get_outside(key, label)
+        self._members_by_value[outside] = process
         return outside
 
     def _get_outside(self, key: tuple[object, ...], label: str) -> OutsideMember:
@@ -244,12 +206,12 @@ class ForeignGroups:
         return outside
 
 
-def connect_channel(processes: Mapping[int, Process], process: Process, stream: CallStream) -> None:
+def connect_channel(process: Process, stream: CallStream) -> None:
     """Sets `CallStream.other_end` of a new stream, and of the peer's stream of the same channel."""
-    peer = processes.get(stream.peer) if stream.peer is not None else None
-    if processes.get(process.rank) is not process:
+    if stream.peer is None or not process.holds_rank:
         return
     process.channels.setdefault(_get_channel_key(stream), []).append(stream)
+    peer = process.attempt.processes.get(stream.peer)
     if peer is None:
         return
     opposite_kind = StreamKind.RECV if stream.kind is StreamKind.SEND else StreamKind.SEND
@@ -271,11 +233,10 @@ def forget_channel(process: Process, stream: CallStream) -> None:
     """Leaves a closed stream out of the search for other ends. The peer's keeps its end: until it is
     closed as well, its calls are compared with those that were made here.
     """
-    channels = process.channels.get(_get_channel_key(stream), [])
-    if stream in channels:
-        channels.remove(stream)
-    if not channels:
-        process.channels.pop(_get_channel_key(stream), None)
+    key = _get_channel_key(stream)
+    others = [other for other in process.channels.pop(key, ()) if other is not stream]
+    if others:
+        process.channels[key] = others
 
 
 def _get_channel_key(stream: CallStream) -> ChannelKey:

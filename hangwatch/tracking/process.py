@@ -6,8 +6,9 @@ Times (``_at``) are in seconds on the server's monotonic clock.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group
@@ -17,7 +18,10 @@ from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle, ThreadStac
 from hangwatch.protocol import heartbeat
 from hangwatch.stacks.activities import find_calling_thread, find_thread_without_calls
 
-from .call_stream import CallStream
+from .call_stream import MAX_URGENT_SUSPECTS, CallStream, DivergenceBounds
+
+if TYPE_CHECKING:
+    from .attempt import Attempt
 
 # The kind, the peer and the tag of a point-to-point channel.
 ChannelKey = tuple[StreamKind, int | None, int | None]
@@ -66,7 +70,7 @@ class ProcessActivity:
     # When the recorder's thread last ran Python. It runs ten times a second, and the node agent
     # reports its last run every second.
     pulse_at: float | None = None
-    # The time at which the main thread or that of the newest call last used a CPU or was ready to run.
+    # When the main thread, or the thread of the newest call, last used a CPU or was ready to run.
     last_active_at: float = 0.0
     cpu_s: float = 0.0
 
@@ -94,7 +98,6 @@ class MessageMark:
 class StackSample:
     """The stacks of a process at one moment."""
 
-    request: str
     source: str
     taken_at: float
     native: bool = False
@@ -105,7 +108,6 @@ class StackSample:
     def from_reply(cls, reply: heartbeat.StackReply, now: float) -> StackSample:
         """The sample in a heartbeat that was received at ``now``."""
         return cls(
-            request=reply.request,
             source=reply.source,
             taken_at=now - reply.taken_s,
             native=reply.native,
@@ -126,13 +128,14 @@ class StackSample:
         return next((t for t in self.threads if t.holds_gil and t.pid is None), None)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Process:
-    """One training process, the current holder of its rank or a former one.
+    """One training process of an attempt, the current holder of its rank or a former one.
 
-    How it ended is no object of its own, which would cost memory for each of 100,000 that run.
+    Its exit has no object of its own, which would cost memory for each of 100,000 that run.
     """
 
+    attempt: Attempt = field(repr=False)
     key: str
     host: str
     agent: str = ""  # the node agent that reports it
@@ -178,6 +181,11 @@ class Process:
         return self.identity.rank
 
     @property
+    def holds_rank(self) -> bool:
+        """Whether no later process has taken over its rank."""
+        return self.attempt.processes.get(self.identity.rank) is self
+
+    @property
     def is_alive(self) -> bool:
         return self.exit is None
 
@@ -201,7 +209,7 @@ class Process:
 
     @property
     def device_read_at(self) -> float:
-        """The time of the last reading of its device's counters, those of all groups together."""
+        """When its device's counters were last read, of whichever group."""
         read_at = 0.0
         for stream in self.streams.values():  # A loop is fast enough for 100,000 processes.
             if stream.device is not None and stream.device.read_at > read_at:
@@ -226,13 +234,15 @@ class Process:
     def find_caller(
         self, sample: StackSample, group: Group | None, since: float
     ) -> ThreadStack | None:
-        """The thread that makes the calls of this group. If it made none there, and others since
-        then, that is a thread without calls; without a group, the thread of all calls.
+        """The thread that makes the calls of this group. If the process made no call there, but others
+        since then, it is a thread without calls; without a group, the thread of all calls.
         """
-        used = [s for s in self.streams.values() if group is not None and s.group.key == group.key]
-        newest = max(used, key=lambda s: s.entered_at, default=None)
-        is_other_thread = group is not None and (newest is None or not newest.entered)
-        if is_other_thread and self.newest_call_at > since + MIN_WAIT_S:
+        if group is None:
+            return sample.calling_thread
+        streams = [s for s in self.streams.values() if s.group.key == group.key]
+        newest = max(streams, key=lambda s: s.entered_at, default=None)
+        has_called = newest is not None and newest.entered
+        if not has_called and self.newest_call_at > since + MIN_WAIT_S:
             other = find_thread_without_calls(sample.threads)
             if other is not None:
                 return other
@@ -320,6 +330,66 @@ class Process:
         if self.misses_streams and last_seen_at - self.idle_since >= _UNRECORDED_AFTER_S:
             return True  # The process may be in a call that is not recorded.
         return self.has_concurrent_calls
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.rank in self.attempt.suspects
+
+    @property
+    def has_mutual_wait(self) -> bool:
+        """Whether it has an unfinished send or receive with a suspected peer that has one with it."""
+        attempt, rank = self.attempt, self.rank
+        for stream in self.unfinished_streams:
+            if stream.peer in attempt.suspects:
+                peer = attempt.processes.get(stream.peer)
+                if peer and any(s.peer == rank for s in peer.unfinished_streams):
+                    return True
+        return False
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether its next report may decide a diagnosis.
+
+        True if it is stopped (py-spy may have stopped it); if it is one of the first suspects or of
+        the last ranks that are not suspected; if it and another rank wait for each other; or if it
+        is a member of a small group that diverged.
+        """
+        attempt = self.attempt
+        suspects, diverged_groups = attempt.suspects, attempt.diverged_groups
+        if not suspects and not diverged_groups:
+            return False
+        if self.is_suspect:
+            is_stopped = self.activity.state in STOPPED_STATES
+            if is_stopped or len(suspects) <= MAX_URGENT_SUSPECTS or self.has_mutual_wait:
+                return True
+        elif 2 * len(suspects) > len(attempt.processes):
+            return True
+        return bool(diverged_groups) and any(
+            stream.group_state is not None and stream.group_state.is_urgent
+            for stream in self.streams.values()
+        )
+
+    @property
+    def needs_wait_sample(self) -> bool:
+        """Whether a mutual wait that it seems to be in lacks a stack sample since its last call."""
+        idle_s = self.reports.updated_at - self.activity.last_active_at
+        if not self.is_suspect or idle_s < IDLE_AFTER_S or not self.has_mutual_wait:
+            return False
+        last_advanced_at = self.last_advanced_at
+        return all(sample.taken_at < last_advanced_at for sample in self.samples)
+
+    def iter_new_sides(self) -> Iterator[tuple[CallStream, DivergenceBounds]]:
+        """The streams whose calls should be requested after a recent divergence, and where that is.
+        Each stream represents its side of the divergence, and is returned once.
+        """
+        if not self.attempt.diverged_groups:
+            return
+        for stream in self.streams.values():
+            state = stream.group_state
+            if state is None or state.divergence is None:
+                continue
+            if state.register_side(stream, self.attempt.last_seen_at):
+                yield stream, state.divergence
 
     def freeze_reason(self, now: float) -> FreezeReason | None:
         """Why it cannot run Python, if that has lasted too long to be chance; None otherwise.

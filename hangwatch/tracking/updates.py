@@ -5,111 +5,33 @@ Times are in seconds on the server's monotonic clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from sys import intern
 
 from hangwatch.model.calls import Call, Loss, LossReason
-from hangwatch.model.limits import MIN_WAIT_S, STOPPED_STATES
+from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import DeviceProgress
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.heartbeat import DeviceStatus
 
-from .attempt import Attempt
 from .call_stream import (
     CALLS_KEPT,
     FINISHED_CALLS_KEPT,
     LAST_CALLS_KEPT,
-    MAX_URGENT_SUSPECTS,
     SMALL_JOB_RANKS,
     CallStream,
-    CallWindow,
-    DivergenceBounds,
 )
-from .process import IDLE_AFTER_S, MessageMark, Phase, Process
+from .process import MessageMark, Phase, Process
 
 
-@dataclass(frozen=True, slots=True)
-class TrackedProcess:
-    """A process with its attempt, which stays the same for as long as the process is tracked."""
-
-    process: Process
-    attempt: Attempt
-
-    @property
-    def holds_rank(self) -> bool:
-        """Whether no later process has taken over its rank."""
-        return self.attempt.processes.get(self.process.rank) is self.process
-
-    @property
-    def is_suspect(self) -> bool:
-        return self.process.rank in self.attempt.suspects
-
-    @property
-    def has_mutual_wait(self) -> bool:
-        """Whether it has an unfinished send or receive with a suspected peer that has one with it."""
-        attempt, rank = self.attempt, self.process.rank
-        for stream in self.process.unfinished_streams:
-            if stream.peer in attempt.suspects:
-                peer = attempt.processes.get(stream.peer)
-                if peer and any(s.peer == rank for s in peer.unfinished_streams):
-                    return True
-        return False
-
-    @property
-    def is_urgent(self) -> bool:
-        """Whether its next report may decide a diagnosis.
-
-        True if it is stopped (py-spy may have stopped it); if it is one of the first suspects or of
-        the last ranks that are not suspected; if it and another rank wait for each other; or if it
-        is a member of a small group that diverged.
-        """
-        process, attempt = self.process, self.attempt
-        if not attempt.suspects and not attempt.diverged_groups:
-            return False
-        if self.is_suspect:
-            is_stopped = process.activity.state in STOPPED_STATES
-            if is_stopped or len(attempt.suspects) <= MAX_URGENT_SUSPECTS or self.has_mutual_wait:
-                return True
-        elif 2 * len(attempt.suspects) > len(attempt.processes):
-            return True
-        return bool(attempt.diverged_groups) and any(
-            stream.group_state is not None and stream.group_state.is_urgent
-            for stream in process.streams.values()
-        )
-
-    @property
-    def needs_wait_sample(self) -> bool:
-        """Whether a mutual wait that it seems to be in lacks a stack sample since its last call."""
-        process = self.process
-        idle_s = process.reports.updated_at - process.activity.last_active_at
-        if not self.is_suspect or idle_s < IDLE_AFTER_S or not self.has_mutual_wait:
-            return False
-        last_advanced_at = process.last_advanced_at
-        return all(sample.taken_at < last_advanced_at for sample in process.samples)
-
-    def iter_new_sides(self) -> Iterator[tuple[CallStream, DivergenceBounds]]:
-        """The streams whose calls should be requested after a recent divergence, and where that is.
-        Each stream stands for its side of the divergence, and is returned once.
-        """
-        if not self.attempt.diverged_groups:
-            return
-        for stream in self.process.streams.values():
-            state = stream.group_state
-            if state is None or state.divergence is None:
-                continue
-            if state.register_side(stream, self.attempt.last_seen_at):
-                yield stream, state.divergence
-
-
-def apply_process_update(
-    tracked: TrackedProcess, update: heartbeat.ProcessUpdate, now: float
-) -> bool:
+def apply_process_update(process: Process, update: heartbeat.ProcessUpdate, now: float) -> bool:
     """Applies a full update; False if it mentions a stream that is unknown."""
-    process, attempt = tracked.process, tracked.attempt
+    attempt = process.attempt
     if update.identity is not None:
-        _intern_texts(update.identity)
+        # Nearly all processes of a job have the same texts: they share them.
+        for name in ("job", "python", "torch", "program", "master"):
+            object.__setattr__(update.identity, name, intern(getattr(update.identity, name)))
         attempt.replace_identity(process, update.identity)
     process.reports.last_seen_at = process.reports.updated_at = now
     if attempt.last_seen_at != now:
@@ -118,20 +40,18 @@ def apply_process_update(
         attempt.has_initialised |= update.lifecycle >= Lifecycle.INITIALISING
         process.lifecycle = Lifecycle(min(max(update.lifecycle, 0), int(Lifecycle.EXITING)))
     process.step = update.step
+    process.phase = None
     if update.phase is not None:
         process.phase = Phase(
             name=update.phase, began_at=now - update.phase_s, limit_s=update.phase_limit_s
         )
-    else:
-        process.phase = None
     activity = process.activity
     activity.pulse_at = None if update.pulse_s is None else now - update.pulse_s
     if activity.state != update.state:
         activity.state, activity.state_since = update.state, now
     activity.last_active_at = now - update.idle_s
     activity.cpu_s = update.cpu_s
-    if update.ended is not None or update.raised is not None or update.flight_file is not None:
-        _apply_ending(tracked, update, now)
+    _apply_ending(process, update, now)
     process.dropped_records, process.recorder_faults = update.dropped, update.faults
     process.device_setting = update.device_setting
     is_without_ring = update.lifecycle == Lifecycle.ALIVE and update.ended is None
@@ -141,52 +61,39 @@ def apply_process_update(
         for stream in process.streams.values():
             loss = Loss(stream.entered + 1, LossReason.UNREADABLE)
             attempt.record_loss(process, stream, loss)
-    all_known = _apply_streams(tracked, update, now)
+    all_known = _apply_streams(process, update, now)
     for uid in update.closed:
         attempt.close_stream(process, uid)
     process.opened_streams = max(process.opened_streams, update.opened)
-    if process.misses_streams and tracked.holds_rank:
-        attempt.incomplete_ranks.add(process.rank)
-    else:
-        attempt.incomplete_ranks.discard(process.rank)
     if update.device:
-        apply_device_statuses(attempt, process, update.device, now)
+        _apply_device_statuses(process, update.device, now)
     if update.streams or update.device or update.closed:
-        _refresh_streams(tracked)
-    if (update.checksums or update.nonfinite) and tracked.holds_rank:
+        _refresh_streams(process)
+    if (update.checksums or update.nonfinite) and process.holds_rank:
         process.overflows = max(process.overflows, update.overflows)
         attempt.checks.apply_update(process, update, now)
     return all_known
 
 
-def _intern_texts(identity: heartbeat.ProcessIdentity) -> None:
-    """Makes processes share their texts: nearly all processes of a job have the same."""
-    for name in ("job", "python", "torch", "program", "master"):
-        object.__setattr__(identity, name, intern(getattr(identity, name)))
-
-
-def apply_terse_update(
-    tracked: TrackedProcess, update: heartbeat.ProcessUpdate, now: float
-) -> bool:
+def apply_terse_update(process: Process, update: heartbeat.ProcessUpdate, now: float) -> bool:
     """Applies the stream updates of a brief heartbeat; False if a stream is unknown.
 
     The process makes progress: in streams that are not mentioned it may be further than is known.
     """
-    all_known = _apply_streams(tracked, update, now)
-    _refresh_streams(tracked)
-    tracked.attempt.update_suspects(tracked.process)
+    all_known = _apply_streams(process, update, now)
+    _refresh_streams(process)
+    process.attempt.update_suspects(process)
     return all_known
 
 
-def _refresh_streams(tracked: TrackedProcess) -> None:
-    process, attempt = tracked.process, tracked.attempt
+def _refresh_streams(process: Process) -> None:
     process.refresh_streams()
-    if process.newest_call_at > attempt.newest_call_at:
-        attempt.newest_call_at = process.newest_call_at
+    attempt = process.attempt
+    attempt.newest_call_at = max(attempt.newest_call_at, process.newest_call_at)
 
 
-def _apply_streams(tracked: TrackedProcess, update: heartbeat.ProcessUpdate, now: float) -> bool:
-    process, attempt = tracked.process, tracked.attempt
+def _apply_streams(process: Process, update: heartbeat.ProcessUpdate, now: float) -> bool:
+    attempt = process.attempt
     losses = {
         uid: Loss(from_seq, LossReason.from_number(reason))
         for uid, from_seq, reason in update.losses
@@ -198,34 +105,22 @@ def _apply_streams(tracked: TrackedProcess, update: heartbeat.ProcessUpdate, now
             attempt.retract_calls(process.streams[uid], from_seq)
     all_known = True
     for stream_update in update.streams:
-        all_known &= _apply_stream_update(attempt, process, stream_update, losses, now)
+        all_known &= _apply_stream_update(process, stream_update, losses, now)
     return all_known
 
 
-def _apply_ending(tracked: TrackedProcess, update: heartbeat.ProcessUpdate, now: float) -> None:
+def _apply_ending(process: Process, update: heartbeat.ProcessUpdate, now: float) -> None:
     """Records the exception and the exit. The first report of each is kept."""
-    process = tracked.process
     if update.raised is not None and process.exception is None:
         process.exception, process.exception_at = update.raised, now - update.raised_s
     if update.ended is not None and process.exit is None:
         process.exit, process.exited_at = update.ended, now - update.ended_s
-        tracked.attempt.foreign_groups.mark_changed(process)
+        process.attempt.foreign_groups.mark_changed(process)
     if update.flight_file is not None:
         process.flight_file = update.flight_file
 
 
-def apply_calls_reply(tracked: TrackedProcess, reply: heartbeat.CallsReply) -> None:
-    """Records calls that were requested from the node agent."""
-    stream = tracked.process.streams.get(reply.uid)
-    if stream is None:
-        return
-    stream.add_answer(CallWindow(reply.from_seq, reply.to_seq, max(1, reply.step)))
-    record_calls(tracked.attempt, tracked.process, stream, reply.calls)
-    tracked.process.refresh_streams()
-
-
 def _apply_stream_update(
-    attempt: Attempt,
     process: Process,
     update: heartbeat.StreamUpdate,
     losses: Mapping[int, Loss],
@@ -248,12 +143,12 @@ def _apply_stream_update(
         identity,
         concurrent_calls,
     ) = update
-    stream = process.streams.get(uid)
+    attempt, stream = process.attempt, process.streams.get(uid)
     is_known = stream is not None
     if stream is None:
         if identity is None:
             return False
-        stream = _open_stream(attempt, process, uid, identity, losses.get(uid))
+        stream = _open_stream(process, uid, identity, losses.get(uid))
     entered_at = now - entered_s
     old_first_unfinished, old_completed = stream.first_unfinished, stream.completed or 0
     peer = stream.peer
@@ -288,7 +183,7 @@ def _apply_stream_update(
         if stream.reported_hashes and stream.reported_hashes[-1][1] == chain:
             stream.chain = stream.reported_hashes[-1][1]  # All ranks share this object.
     if calls:
-        record_calls(attempt, process, stream, calls)
+        record_calls(process, stream, calls)
     if concurrent_calls and not stream.concurrent_calls:
         stream.concurrent_calls = concurrent_calls
         stream.concurrent_at = now - concurrent_calls[-1].entered_s
@@ -301,16 +196,13 @@ def _apply_stream_update(
 
 
 def _open_stream(
-    attempt: Attempt,
-    process: Process,
-    uid: int,
-    identity: heartbeat.StreamIdentity,
-    loss: Loss | None,
+    process: Process, uid: int, identity: heartbeat.StreamIdentity, loss: Loss | None
 ) -> CallStream:
-    group = attempt.join_group(process, identity)
+    group = process.attempt.join_group(process, identity)
     peer, member_peer = identity.peer, None
     if identity.foreign and peer is not None and peer >= 0:
-        member_peer, peer = peer, group.ranks[peer] if peer < len(group.ranks) else -1
+        # `ForeignGroups.connect_members` finds the peer's rank.
+        peer, member_peer = -1, peer
     stream = CallStream(
         uid=uid,
         kind=identity.kind,
@@ -320,7 +212,7 @@ def _open_stream(
         member_peer=member_peer,
         loss=loss,
     )
-    attempt.add_stream(process, stream)
+    process.attempt.add_stream(process, stream)
     return stream
 
 
@@ -343,12 +235,11 @@ def _record_blocked_interval(process: Process, stream: CallStream, seq: int, now
             process.last_blocked = began, ended
 
 
-def record_calls(
-    attempt: Attempt, process: Process, stream: CallStream, calls: tuple[Call, ...]
-) -> None:
+def record_calls(process: Process, stream: CallStream, calls: tuple[Call, ...]) -> None:
     """Records calls with their arguments. If calls of this stream were requested, to compare them with
     those of other members, completed ones are kept too.
     """
+    attempt = process.attempt
     pairs: dict[int, int] = {}
     for call in calls:
         stream.add_call(attempt.intern_call(call))
@@ -368,18 +259,13 @@ def record_calls(
         stream.drop_old_calls(LAST_CALLS_KEPT)
 
 
-def apply_device_statuses(
-    attempt: Attempt, process: Process, statuses: Iterable[DeviceStatus], now: float
-) -> None:
-    """Updates `CallStream.device`; ``now`` is on the server's monotonic clock.
-
-    A stream that is unknown is ignored: the same heartbeat requests a resync, after which the node
-    agent reports everything again.
+def _apply_device_statuses(process: Process, statuses: Iterable[DeviceStatus], now: float) -> None:
+    """Updates `CallStream.device`. A stream that is unknown is ignored: the same heartbeat requests
+    a resync, after which the node agent reports everything again.
     """
-    was_idle = not any(
-        stream.device is not None and stream.device.is_behind_host
-        for stream in process.streams.values()
-    )
+    attempt = process.attempt
+    devices = [stream.device for stream in process.streams.values()]
+    was_idle = not any(device is not None and device.is_behind_host for device in devices)
     for status in statuses:
         stream = process.streams.get(status.uid)
         if stream is None:

@@ -286,7 +286,7 @@ def check_memory(beat: heartbeat.Heartbeat, fleet: Fleet) -> None:
         uids = {stream.uid for stream in update.streams}
         known = fleet.processes.get((beat.host, update.key))
         if known is not None:
-            uids |= known.process.streams.keys()
+            uids |= known.streams.keys()
         if len(uids) > limits.STREAMS.maximum:
             raise limits.STREAMS.make_problem(f"process {update.key}")
     describes_groups = next(_iter_identities(beat.processes), None) is not None
@@ -330,9 +330,9 @@ def _list_growth(beat: heartbeat.Heartbeat, fleet: Fleet) -> list[_Growth]:
         groups = list(_iter_identities((process,)))
         if identity is None and not groups:
             continue  # almost all processes of almost all heartbeats
-        tracked = fleet.processes.get((beat.host, process.key))
-        if tracked is not None:
-            grown = growth.setdefault(tracked.attempt.key, _Growth(tracked.attempt))
+        known = fleet.processes.get((beat.host, process.key))
+        if known is not None:
+            grown = growth.setdefault(known.attempt.key, _Growth(known.attempt))
         elif identity is not None:
             latest = fleet.latest_attempt(identity.job)
             key = identity.job if latest is None else latest.key
@@ -377,8 +377,8 @@ def drop_foreign_reports(
     foreign = {
         key
         for key in named
-        if (tracked := fleet.processes.get((beat.host, key))) is not None
-        and is_owned_by_other(tracked.process, beat, now)
+        if (process := fleet.processes.get((beat.host, key))) is not None
+        and is_owned_by_other(process, beat, now)
     }
     if not foreign:
         return beat, 0

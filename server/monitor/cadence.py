@@ -201,13 +201,13 @@ class ReportScheduler:
         """Requests evidence from an agent of a large attempt without waiting for the diagnosis: the
         next one may start seconds later, and the agent's next heartbeat may be as late.
         """
-        for tracked in self.shared.fleet.list_processes(agent):
-            attempt, rank = tracked.attempt, tracked.process.rank
+        for process in self.shared.fleet.list_processes(agent):
+            attempt, rank = process.attempt, process.rank
             requests: list[EvidenceRequest] = []
-            if tracked.needs_wait_sample:
+            if process.needs_wait_sample:
                 attempt.has_urgent_changes = True
                 requests.append(EvidenceRequest(rank=rank, stacks=True))
-            for stream, divergence in tracked.iter_new_sides():
+            for stream, divergence in process.iter_new_sides():
                 window = choose_window(divergence)
                 requests.append(EvidenceRequest.for_calls(rank, stream, window))
             if requests and is_large(attempt.rank_count):

@@ -121,7 +121,7 @@ class Retention:
         shared = self.shared
         for agent_id, silent_s in shared.agents.update_silent(now):
             processes = shared.fleet.list_processes(agent_id)
-            has_finished = all(tracked.process.exit is not None for tracked in processes)
+            has_finished = all(process.exit is not None for process in processes)
             if silent_s > FINISHED_KEPT_S or has_finished:
                 shared.agents.forget_silent(agent_id)
                 shared.performance.forget_agent(agent_id)

@@ -73,14 +73,13 @@ class PerformanceTotals:
         if report.clock is not None and report.clock[0] <= report.clock[1]:
             self.clocks[beat.agent] = report.clock
         for part in report.streams:
-            tracked = fleet.processes.get((beat.host, part.key))
-            if tracked is None:
+            process = fleet.processes.get((beat.host, part.key))
+            if process is None:
                 continue
-            process = tracked.process
             stream = process.streams.get(part.uid)
-            if stream is None or not tracked.holds_rank or not _is_plausible(part):
+            if stream is None or not process.holds_rank or not _is_plausible(part):
                 continue
-            job = self.attempts.setdefault(tracked.attempt.key, JobTotals())
+            job = self.attempts.setdefault(process.attempt.key, JobTotals())
             job.add_report(part)
             group = job.get_group(stream.group)
             if group is None:

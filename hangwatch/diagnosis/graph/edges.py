@@ -398,7 +398,7 @@ class WaitResolver:
         if state is None or not state.outside:
             return self.unable_to_finish
         members = {rank: self._attempt.foreign_groups.find_outside(rank) for rank in state.outside}
-        ended = {rank for rank, m in members.items() if m is not None and not m.process.is_alive}
+        ended = {rank for rank, m in members.items() if m is not None and not m.is_alive}
         return self.unable_to_finish | ended
 
 

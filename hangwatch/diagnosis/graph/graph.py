@@ -269,10 +269,9 @@ class _GraphBuilder:
 
     def add_outside_wait(self, rank: int, stream: CallStream, state: GroupState) -> None:
         """Adds the wait of a process of another attempt in a call of a foreign group."""
-        member = self._attempt.foreign_groups.find_outside(rank)
-        if member is None or not state.members or rank in self._graph.blocked_calls:
+        process = self._attempt.foreign_groups.find_outside(rank)
+        if process is None or not state.members or rank in self._graph.blocked_calls:
             return
-        process = member.process
         is_certain = any(s is stream for s in find_blocked_streams(process, self._before))
         if not is_certain:
             pending = list_old_unfinished(process, self._before)

@@ -429,7 +429,7 @@ class _ChainEnds:
         context = self.context
         ranks = tuple(sorted(outside, reverse=True))
         members = [context.attempt.foreign_groups.find_outside(rank) for rank in ranks]
-        if all(m is not None and m.process.is_alive and not m.attempt.is_finished for m in members):
+        if all(m is not None and m.is_alive and not m.attempt.is_finished for m in members):
             return
         own_victims = {rank for rank in self.victims if rank >= 0}
         is_long = max(map(self._get_age_s, ranks)) >= context.limits.slow_limit_s

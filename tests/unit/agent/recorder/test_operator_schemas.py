@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hangwatch.agent.recorder.calls import (
+    CallReader,
     describe_unknown_operator,
     find_group_index,
     find_tensor_indices,
@@ -35,17 +36,18 @@ def test_unknown_collective() -> None:
     )
     spec = describe_unknown_operator("_fold_", schema)
     assert (spec.op, spec.must_match, spec.is_generic) == ("fold", MustMatch.NOTHING, True)
-    assert (spec.reduce_op_arg, spec.root_arg, spec.p2p_role) == ("reduce_op", "root_rank", None)
+    reader = CallReader(spec, schema, lambda boxed, caller: None)
+    assert (reader.reduce_op_index, reader.root_index, spec.p2p_role) == (4, 5, None)
     assert spec.returns_work
     assert (find_tensor_indices(schema), find_group_index(schema)) == ((0, 1, 2), 3)
 
 
 def test_unknown_point_to_point_operators() -> None:
-    put = describe_unknown_operator(
-        "put", parse_schema(f"c10d::put(Tensor tensor, {GROUP}, int dst) -> ()")
-    )
-    assert (put.p2p_role, put.peer_arg, put.returns_work) == (P2pRole.SEND, "dst", False)
-    take = describe_unknown_operator(
-        "take_", parse_schema(f"c10d::take_(Tensor tensor, {GROUP}, int src, int tag) -> {WORK}")
-    )
-    assert (take.p2p_role, take.peer_arg, take.returns_work) == (P2pRole.RECV, "src", True)
+    schema = parse_schema(f"c10d::put(Tensor tensor, {GROUP}, int dst) -> ()")
+    put = describe_unknown_operator("put", schema)
+    assert (put.p2p_role, put.returns_work) == (P2pRole.SEND, False)
+    assert CallReader(put, schema, lambda boxed, caller: None)._peer_index == 2
+    schema = parse_schema(f"c10d::take_(Tensor tensor, {GROUP}, int src, int tag) -> {WORK}")
+    take = describe_unknown_operator("take_", schema)
+    assert (take.p2p_role, take.returns_work) == (P2pRole.RECV, True)
+    assert CallReader(take, schema, lambda boxed, caller: None)._peer_index == 2

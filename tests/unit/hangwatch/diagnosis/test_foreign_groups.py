@@ -72,7 +72,7 @@ def test_unknown_member_is_no_rank() -> None:
         verdict.summary
     )
     group = verdict.group
-    assert group is not None and group.known_ranks == (2,) and len(group.outside_members) == 1
+    assert group is not None and group.known_ranks == (2,) and len(group.outside_labels) == 1
     job.advance_time(60)
     verdict = diagnose_only(job)
     assert (verdict.kind, verdict.severity) == (VerdictKind.MISSING_RANK, Severity.ALERT)

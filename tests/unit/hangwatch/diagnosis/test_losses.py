@@ -9,7 +9,7 @@ import pytest
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import Frame, Lifecycle
-from hangwatch.tracking.attempt import find_first_conflict
+from hangwatch.tracking.attempt import find_divergence
 from tests.simulation.scripted_job import ScriptedJob
 
 IN_A_CALL = (
@@ -90,7 +90,7 @@ def test_hashes_that_arrived_before_the_loss_was_known_are_revoked() -> None:
     assert not attempt.diverged_groups
     job.make_calls()
     job.send_heartbeats()
-    assert not any(map(find_first_conflict, attempt.streams_by_group.values()))
+    assert not any(map(find_divergence, attempt.streams_by_group.values()))
 
 
 @pytest.mark.parametrize("reports_completion", [True, False])

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hangwatch.model.hardware import (
-    KNOWN_PROBLEMS,
-    KnownProblem,
-    find_known_problems,
-    parse_version,
-)
+from hangwatch.model.hardware import KNOWN_PROBLEMS, KnownProblem, find_known_problems
 
 
 @pytest.mark.parametrize(
@@ -24,6 +19,7 @@ from hangwatch.model.hardware import (
         ("nccl", "2.30.4", "x86_64", [(2, 30, 7)]),
         ("nccl", "2.30.7", "x86_64", []),
         ("nccl", "unknown", "x86_64", []),
+        ("nccl", "v2.21.5", "x86_64", []),
         ("driver", "2.28.9", "aarch64", []),
     ],
 )
@@ -49,8 +45,3 @@ def test_entry_is_complete(known: KnownProblem) -> None:
     assert known.first < known.fixed
     assert known.source.startswith("https://")
     assert not known.problem.endswith(".")
-
-
-def test_version() -> None:
-    assert parse_version("2.7.0+cu126") == (2, 7, 0)
-    assert parse_version("v2") == ()

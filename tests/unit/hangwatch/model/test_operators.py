@@ -13,6 +13,7 @@ from hangwatch.model.operators import (
     OPERATORS,
     BusFactor,
     MustMatch,
+    P2pRole,
 )
 
 SCHEMAS = {
@@ -42,14 +43,15 @@ def test_names_are_unique() -> None:
 def test_entry_is_complete_and_fits_the_schema(name: str) -> None:
     spec = OPERATORS[name]
     arguments = {argument.name: str(argument.type) for argument in SCHEMAS[name].arguments}
-    named = [spec.tensors_arg, spec.reduce_op_arg, spec.root_arg, spec.peer_arg, spec.input_arg]
+    named = [spec.tensors_arg, spec.input_arg]
     named += [spec.replicated_arg, *(spec.split_args or ())]
     assert {argument for argument in named if argument} <= set(arguments)
     reduce_ops = [argument for argument, kind in arguments.items() if "c10d.ReduceOp" in kind]
-    assert reduce_ops == ([spec.reduce_op_arg] if spec.reduce_op_arg else [])
-    assert ("root_rank" in arguments) == spec.is_rooted == (MustMatch.ROOT in spec.must_match)
-    assert (MustMatch.REDUCE_OP in spec.must_match) == (spec.reduce_op_arg is not None)
+    assert len(reduce_ops) == (MustMatch.REDUCE_OP in spec.must_match)
+    assert ("root_rank" in arguments) == spec.is_rooted
     assert ("tag" in arguments) == spec.is_p2p
+    assert ("dst" in arguments) == (spec.p2p_role is P2pRole.SEND)
+    assert ("src" in arguments) == (name == "recv_")
     returned = [str(value.type) for value in SCHEMAS[name].returns]
     assert spec.returns_work == any("c10d.Work" in kind for kind in returned)
     moves_data = bool(spec.tensors_arg)

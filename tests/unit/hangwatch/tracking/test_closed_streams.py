@@ -18,13 +18,13 @@ class ReportedJob:
         for rank in range(world_size):
             self.report(rank)
 
-    def report(self, rank: int, lifecycle: int = 3, **fields: object) -> None:
+    def report(self, rank: int, lifecycle: int = 3, start_ticks: int = 1, **fields: object) -> None:
         self.number += 1
         identity = heartbeat.ProcessIdentity(
-            job="j", rank=rank, world_size=self.world_size, pid=rank + 1, start_ticks=1
+            job="j", rank=rank, world_size=self.world_size, pid=rank + 1, start_ticks=start_ticks
         )
         update = heartbeat.ProcessUpdate(
-            key=f"{rank + 1}-1",
+            key=f"{rank + 1}-{start_ticks}",
             identity=identity,
             lifecycle=lifecycle,
             **fields,  # type: ignore[arg-type]
@@ -118,3 +118,12 @@ def test_streams_that_were_never_reported_are_counted() -> None:
     assert job.attempt.incomplete_ranks == {0}
     job.report(0, streams=(make_collective(1, "a"), make_collective(2, "b")), opened=3)
     assert not job.attempt.incomplete_ranks
+
+
+def test_former_process_does_not_complete_its_successor() -> None:
+    job = ReportedJob(2)
+    job.report(0, streams=(make_collective(1, "g"),), opened=1)
+    job.report(0, start_ticks=2, streams=(make_collective(1, "g"),), opened=2)
+    assert job.attempt.incomplete_ranks == {0}
+    job.report(0, start_ticks=1, opened=1)
+    assert job.attempt.incomplete_ranks == {0}

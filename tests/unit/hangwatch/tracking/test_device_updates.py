@@ -38,8 +38,8 @@ def make_update(*device: heartbeat.DeviceStatus, variable: str = "") -> heartbea
 
 
 def get_only_process(fleet: Fleet) -> Process:
-    (tracked,) = fleet.processes.values()
-    return tracked.process
+    (process,) = fleet.processes.values()
+    return process
 
 
 def test_device_status_becomes_progress_of_its_stream() -> None:

@@ -539,7 +539,6 @@ def test_stacks_list_culprits_first_and_merge_waiting_ranks(scene: IncidentScena
             ThreadStack(thread="MainThread", frames=frames, main=True),
         )
         return StackSample(
-            request="r",
             source="py-spy",
             taken_at=scene.now,
             threads=() if error else threads,
@@ -577,9 +576,7 @@ def test_stack_is_of_the_thread_that_makes_the_calls_of_the_group(scene: Inciden
         thread="MainThread", frames=frames, main=True, call_recency=0, called_uids=(1,)
     )
     worker = ThreadStack(thread="Thread-1", frames=frames, call_recency=1, called_uids=(7,))
-    process.samples = (
-        StackSample(request="r", source="py-spy", taken_at=scene.now, threads=(main, worker)),
-    )
+    process.samples = (StackSample(source="py-spy", taken_at=scene.now, threads=(main, worker)),)
     [record] = scene.observe_verdicts(replace(MISSING_VERDICT, group=process.streams[7].group))
     assert [stack.thread for stack in record.incident.stacks] == ["Thread-1", "MainThread"]
 

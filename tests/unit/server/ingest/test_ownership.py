@@ -135,18 +135,18 @@ def test_claimed_rank_does_not_hide_the_hang(scene: Scene, restart: int) -> None
 def test_silent_owner_is_succeeded(scene: Scene) -> None:
     scene.now += OWNER_SILENT_S + 0.1
     scene.send("successor", scene.make_update(1, ended=ExitInfo(exit_status=0)))
-    tracked = scene.state.shared.fleet.processes[("node", "2-1")]
-    assert (tracked.process.agent, tracked.process.exit) == ("successor", ExitInfo(exit_status=0))
+    process = scene.state.shared.fleet.processes[("node", "2-1")]
+    assert (process.agent, process.exit) == ("successor", ExitInfo(exit_status=0))
 
 
 def test_replacement_agent_of_the_run_dir_succeeds_immediately(scene: Scene) -> None:
     scene.now += 1
     ended = scene.make_update(1, ended=ExitInfo(exit_status=0))
     scene.send("stranger", ended)
-    assert scene.state.shared.fleet.processes[("node", "2-1")].process.exit is None
+    assert scene.state.shared.fleet.processes[("node", "2-1")].exit is None
     scene.send("replacement", ended, owner="secret of the run dir")
-    tracked = scene.state.shared.fleet.processes[("node", "2-1")]
-    assert (tracked.process.agent, tracked.process.exit) == ("replacement", ended.ended)
+    process = scene.state.shared.fleet.processes[("node", "2-1")]
+    assert (process.agent, process.exit) == ("replacement", ended.ended)
 
 
 def test_own_restart_ends_the_earlier_attempt(scene: Scene) -> None:

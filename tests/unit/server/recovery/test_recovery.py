@@ -36,6 +36,7 @@ from hangwatch.server.recovery.policy import (
 )
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
+from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process, ReportTimes
 from tests.simulation.scripted_job import ScriptedJob
@@ -68,6 +69,7 @@ def make_process(
         uid=1, kind=StreamKind.COLLECTIVE, group=world, entered=1, completed=0 if is_in_call else 1
     )
     return Process(
+        attempt=Attempt(job="run7", number=0, opened_at=0.0),
         key=f"{rank}-1",
         host="n",
         identity=heartbeat.ProcessIdentity(
