@@ -55,6 +55,14 @@ class Command:
     stops: str = ""  # RECORD: stop the recording of the command with this id, start none
 
 
+@dataclass(frozen=True, kw_only=True)
+class CommandReply:
+    """The part that all replies to commands have."""
+
+    key: str  # the process that the command names
+    request: str  # the command's id
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStats:
     """Statistics of the finite values in a call's tensors; None where the result is not finite."""
@@ -88,11 +96,9 @@ class TracedCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TraceReply:
+class TraceReply(CommandReply):
     """The calls of one process, starting at the requested record, oldest first."""
 
-    key: str
-    request: str  # the command's id
     upto: int = 0  # index of the next record to request
     missed: int = 0  # records that were overwritten before they were read
     kinds: tuple[CallKind, ...] = ()
@@ -103,11 +109,9 @@ class TraceReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordingReply:
+class RecordingReply(CommandReply):
     """The profile of one process, or an error. A first reply only confirms the start."""
 
-    key: str
-    request: str
     begun: bool = False
     seconds: float = 0.0  # duration of the sampling
     profile: str = ""  # see `hangwatch.stacks.profile.pack_profile`

@@ -19,7 +19,7 @@ from hangwatch.model.hardware import Observation, UnavailableSource
 from hangwatch.model.incidents import FlightFile
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo, ThreadStack
 
-from .commands import Command, RecordingReply, TraceReply
+from .commands import Command, CommandReply, RecordingReply, TraceReply
 
 PROTOCOL_VERSION = 1
 HEARTBEAT_PATH = "/api/v1/heartbeats"
@@ -155,17 +155,16 @@ class ProcessUpdate:
     # Calls with an Inf in 16-bit data or under loss scaling, as of the last of `nonfinite`.
     overflows: int = 0
     device: tuple[DeviceStatus, ...] = ()  # the groups whose counters changed or were confirmed
-    # NAME=VALUE of the variable that makes the backend report the device's progress; else empty.
+    # NAME=VALUE of the environment variable that makes the backend report the device's progress;
+    # empty if it does, or cannot.
     device_setting: str = ""
     flight_file: FlightFile | None = None  # sent for a process that SIGABRT ended
 
 
 @dataclass(frozen=True, kw_only=True)
-class StackReply:
+class StackReply(CommandReply):
     """The stacks of one process, or an error."""
 
-    key: str
-    request: str  # the command's id
     source: str  # "py-spy" or "faulthandler"
     taken_s: float = 0.0
     native: bool = False
@@ -174,13 +173,11 @@ class StackReply:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallsReply:
+class CallsReply(CommandReply):
     """Calls of one stream, oldest first: those from ``from_seq`` to ``to_seq`` at multiples of ``step``
     that the node agent still has.
     """
 
-    key: str
-    request: str
     uid: int
     calls: tuple[Call, ...] = ()
     from_seq: int = 0
@@ -189,22 +186,18 @@ class CallsReply:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AbortReply:
+class AbortReply(CommandReply):
     """The outcome of an abort. Without a ``signal``, ``ended`` or ``error`` gives the reason."""
 
-    key: str
-    request: str
     signal: int | None = None
     ended: ExitInfo | None = None  # set once the process has exited
     error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class HardwareReply:
+class HardwareReply(CommandReply):
     """What changed on the host since before the hang, and what is abnormal."""
 
-    key: str  # the process whose command this answers
-    request: str  # the command's id
     taken_s: float = 0.0  # age of the reading
     observations: tuple[Observation, ...] = ()
     unavailable: tuple[UnavailableSource, ...] = ()

@@ -154,9 +154,7 @@ class Process:
     exited_at: float | None = None
     exception: ExceptionInfo | None = None
     exception_at: float | None = None
-    # NAME=VALUE of the environment variable that makes the backend report the device's progress;
-    # empty if it does, or cannot.
-    device_setting: str = ""
+    device_setting: str = ""  # see `ProcessUpdate.device_setting`
     # The time for which its device made no progress, as of the last reading of its counters.
     device_still_s: float = float("inf")
     message_mark: MessageMark | None = None  # set where the device's counters are reported
