@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 from .operators import MustMatch
@@ -163,17 +163,12 @@ def unchain(after: int, agreement_hash: int) -> int:
 
 
 def encode_signature(signature: Signature) -> dict[str, Any]:
-    """The JSON data in a ring and in a heartbeat; fields equal to their default are omitted."""
-    data: dict[str, Any] = {"op": signature.op, "agree": signature.agree}
-    if signature.shapes:
-        data["shapes"] = [list(shape) for shape in signature.shapes]
-    for name in ("dtype", "reduce_op", "root", "detail"):
-        if (value := getattr(signature, name)) is not None:
-            data[name] = value
-    if signature.numel:
-        data["numel"] = signature.numel
-    if signature.splits is not None:
-        data["splits"] = [list(signature.splits[0]), list(signature.splits[1])]
+    """The JSON data in a ring; fields equal to their default are omitted."""
+    data: dict[str, Any] = {}
+    for field in fields(signature):
+        value = getattr(signature, field.name)
+        if value != field.default:
+            data[field.name] = value
     return data
 
 

@@ -318,23 +318,18 @@ class ClockOffset:
     5905, 10), and widened by the clocks' possible drift since.
     """
 
-    low_s: float = 0.0
-    high_s: float = 0.0
-    updated_at: float | None = None  # the last exchange, on the local clock
-
-    @property
-    def bounds(self) -> tuple[float, float] | None:
-        """(low, high) in seconds; None before the first exchange."""
-        return None if self.updated_at is None else (self.low_s, self.high_s)
+    bounds: tuple[float, float] | None = None  # (low, high); None before the first exchange
+    _updated_at: float = 0.0  # the last exchange, on the local clock
 
     def add_exchange(self, sent_at: float, remote_at: float, returned_at: float) -> None:
         """Tightens the bounds by one exchange."""
         low, high = remote_at - returned_at, remote_at - sent_at
-        if self.updated_at is not None:
-            drift = MAX_CLOCK_DRIFT * max(0.0, returned_at - self.updated_at)
-            combined_low = max(low, self.low_s - drift)
-            combined_high = min(high, self.high_s + drift)
+        if self.bounds is not None:
+            drift = MAX_CLOCK_DRIFT * max(0.0, returned_at - self._updated_at)
+            combined_low = max(low, self.bounds[0] - drift)
+            combined_high = min(high, self.bounds[1] + drift)
             # Disjoint bounds mean a different clock: the server moved or its host rebooted.
             if combined_low <= combined_high:
                 low, high = combined_low, combined_high
-        self.low_s, self.high_s, self.updated_at = low, high, returned_at
+        self.bounds = low, high
+        self._updated_at = returned_at

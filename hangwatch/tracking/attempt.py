@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from hangwatch.model.calls import Call, Loss, Signature, Site, StreamKind
+from hangwatch.model.calls import Call, Loss, StreamKind
 from hangwatch.model.groups import Group, GroupKey, pack_ranks, unpack_ranks
 from hangwatch.model.hardware import Observation, UnavailableSource
 from hangwatch.model.ranks import AttemptKey
@@ -33,7 +33,7 @@ from .foreign_groups import ForeignGroups, connect_channel, disconnect_channel, 
 from .process import Process
 
 MAX_CLOSED_GROUPS = 1024
-INTERNED_KEPT = 4096  # signatures, and as many call sites, of a job's calls
+INTERNED_KEPT = 8192  # signatures and call sites of a job's calls
 MAX_OBSERVATIONS_KEPT = 128  # observations, and as many unavailable sources, of a host
 MAX_TEXT_CHARS = 200
 
@@ -137,9 +137,8 @@ class Attempt:
     _closed_groups: dict[GroupKey, GroupState] = field(default_factory=dict)
     # The owners of the node agents that reported its processes.
     owners: set[str] = field(default_factory=set)
-    _groups_by_identity: dict[tuple[str | int, ...], Group | None] = field(default_factory=dict)
-    _signatures: dict[Signature, Signature] = field(default_factory=dict)
-    _sites: dict[Site, Site] = field(default_factory=dict)
+    _groups_by_identity: dict[tuple[str | int, ...], Group] = field(default_factory=dict)
+    _interned: dict[Any, Any] = field(default_factory=dict)  # signatures and call sites
     # The key is stored because the server looks attempts up by it for each heartbeat.
     key: AttemptKey = field(init=False)
 
@@ -195,6 +194,7 @@ class Attempt:
         """
         key = _get_identity_key(identity)
         group = self._groups_by_identity.get(key)
+        is_new = group is None
         if identity.foreign:
             group = self.foreign_groups.join_group(process, identity)
         elif group is None:
@@ -206,22 +206,20 @@ class Attempt:
                 generation=identity.generation,
                 world_size=identity.world,
             )
-        if key not in self._groups_by_identity:
-            self._groups_by_identity[key] = None if identity.foreign else group
+        if is_new:
+            self._groups_by_identity[key] = group
             self._member_count += len(group.ranks)
         return group
 
     def intern_call(self, call: Call) -> Call:
         """Shares a call's signature and site, most of its memory, with equal calls of other ranks."""
-        for kept in (self._signatures, self._sites):
-            if len(kept) >= INTERNED_KEPT:
-                kept.clear()
+        if len(self._interned) >= INTERNED_KEPT:
+            self._interned.clear()
         # The shared objects are equal to the call's own, so its value stays the same. Replacing them in
         # place is faster than copying the call.
-        signature, site = call.signature, call.site
-        object.__setattr__(call, "signature", self._signatures.setdefault(signature, signature))
-        if site is not None:
-            object.__setattr__(call, "site", self._sites.setdefault(site, site))
+        for name in ("signature", "site"):
+            value = getattr(call, name)
+            object.__setattr__(call, name, self._interned.setdefault(value, value))
         return call
 
     def add_stream(self, process: Process, stream: CallStream) -> None:
