@@ -123,6 +123,7 @@ class FormerAttempt:
 class Fleet:
     """Every job. State changes only by `apply_heartbeat` and by dropping old attempts."""
 
+    # The attempts of a job are in the order of their numbers.
     attempts: dict[AttemptKey, Attempt] = field(default_factory=dict)
     processes: dict[ProcessLocation, Process] = field(default_factory=dict)
     former_attempts: dict[str, FormerAttempt] = field(default_factory=dict)  # the key is the job
@@ -132,24 +133,22 @@ class Fleet:
     _forgotten_processes: dict[ProcessLocation, None] = field(default_factory=dict)
 
     def latest_attempt(self, job: str) -> Attempt | None:
-        candidates = [a for key, a in self.attempts.items() if key.job == job]
-        return max(candidates, key=lambda a: a.number) if candidates else None
+        attempts = (attempt for key, attempt in reversed(self.attempts.items()) if key.job == job)
+        return next(attempts, None)
 
     def is_current(self, attempt: Attempt, now: float) -> bool:
         """Whether it is its job's latest attempt, or ranks of it still run and are reported, and the
         later attempts are other people's: a launch under the same name does not end its ranks unless
         one of their own node agents reports it.
         """
-        later = [
-            other
-            for other in self.attempts.values()
-            if other.job == attempt.job and other.number > attempt.number
-        ]
-        return not later or (
-            not attempt.is_finished
-            and now - attempt.last_seen_at <= SUCCEEDED_SILENT_S
-            and all(attempt.owners.isdisjoint(other.owners) for other in later)
-        )
+        others = [other for other in self.attempts.values() if other.job == attempt.job]
+        later = [other for other in others if other.number > attempt.number]
+        if not later:
+            return True
+        is_silent = now - attempt.last_seen_at > SUCCEEDED_SILENT_S
+        if is_silent or attempt.is_finished:
+            return False
+        return all(attempt.owners.isdisjoint(other.owners) for other in later)
 
     def list_jobs(self, agent: str) -> set[str]:
         """The jobs whose processes the agent reports."""
@@ -367,11 +366,9 @@ class Fleet:
     def list_family(self, job: str) -> list[Attempt]:
         """The latest attempts of a job, and of its worlds that run beside it: JOB/ADDRESS:PORT."""
         latest: dict[str, Attempt] = {}
-        for (name, number), attempt in self.attempts.items():
-            if name == job or attempt.reported_job == job:
-                known = latest.get(name)
-                if known is None or known.number < number:
-                    latest[name] = attempt
+        for attempt in self.attempts.values():
+            if job in (attempt.job, attempt.reported_job):
+                latest[attempt.job] = attempt
         return sorted(latest.values(), key=lambda attempt: (attempt.job != job, attempt.opened_at))
 
     def _release_members(self, worlds: list[Attempt], address: str, job: str) -> None:
