@@ -104,7 +104,7 @@ def pack_ranks(ranks: Sequence[int]) -> str:
 
 
 class RankTuple(tuple[int, ...]):
-    """A group's ranks with a cached hash: looking up the key of a large group takes no longer."""
+    """A group's ranks with a cached hash, by which large groups are looked up as fast as small ones."""
 
     _hash: int | None = None
 
@@ -115,7 +115,7 @@ class RankTuple(tuple[int, ...]):
 
 
 def count_ranks(text: str) -> int:
-    """How many ranks `unpack_ranks` would return, at no cost. Raises ValueError for malformed text."""
+    """The number of ranks in a text, without unpacking it. Raises ValueError for malformed text."""
     # ``len(span)`` overflows on malicious input.
     return sum(
         max(0, (span.stop - span.start + span.step - 1) // span.step) for span in _iter_spans(text)

@@ -70,7 +70,7 @@ class ExceptionInfo:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Ranks as sorted text with ranges: ``0, 2-3``. Numbers below zero stand for no rank."""
+    """Ranks as sorted text with ranges: ``0, 2-3``. Numbers below zero are left out."""
     runs = iter_runs(sorted({rank for rank in ranks if rank >= 0}))
     return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
 

@@ -127,7 +127,7 @@ class Attempt:
     # A rank whose process was alive at the last check; -1 if there was none.
     _alive_rank: int = 0
     _group_states: dict[GroupKey, GroupState] = field(default_factory=dict)
-    # The states of foreign groups, which are among the former.
+    # The states of foreign groups alone.
     foreign_states: dict[GroupKey, GroupState] = field(default_factory=dict)
     _histories: HashHistories = field(default_factory=HashHistories)
     _member_count: int = 0  # the members of all its different groups together

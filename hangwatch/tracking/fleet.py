@@ -70,7 +70,7 @@ class ReportingAgent:
 class AgentRegistry(OrderedDict[str, ReportingAgent]):
     """Node agents by id, ordered by their last heartbeat."""
 
-    cpu_s: float = 0.0  # that all agents have used, also those that have left
+    cpu_s: float = 0.0  # the CPU time of all agents, also of those that have left
     _silent_count: int = 0
 
     @property
