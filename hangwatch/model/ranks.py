@@ -5,6 +5,7 @@ threads, and lists of ranks as text.
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from .calls import Site
 
 RECORDER_THREAD_NAME = "hangwatch"  # hangwatch's own thread in the training process
-_MAX_RANK_DIGITS = 9
+_RANGE_PATTERN = re.compile(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?")  # 4, or 3-5
 
 
 class AttemptKey(NamedTuple):
@@ -94,19 +95,15 @@ def parse_rank_ranges(text: str) -> list[tuple[int, int]]:
     """
     ranges: list[tuple[int, int]] = []
     for part in text.split(","):
-        first, dash, last = (piece.strip() for piece in part.partition("-"))
-        if not _is_number(first) or (dash and not _is_number(last)):
-            raise ValueError(f"invalid rank {part.strip()[:40]!r}: write ranks as 0,3-5")
-        low = int(first)
-        high = int(last) if dash else low
+        match = _RANGE_PATTERN.fullmatch(part)
+        shown = repr(part.strip()[:40])
+        if match is None:
+            raise ValueError(f"invalid rank {shown}: write ranks as 0,3-5")
+        low, high = int(match[1]), int(match[2] or match[1])
         if high < low:
-            raise ValueError(f"invalid range {part.strip()[:40]!r}: write it as {high}-{low}")
+            raise ValueError(f"invalid range {shown}: write it as {high}-{low}")
         ranges.append((low, high))
     return ranges
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= _MAX_RANK_DIGITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

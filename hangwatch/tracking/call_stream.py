@@ -156,13 +156,11 @@ class CallStream:
         """
         if len(self.calls) <= finished_kept:
             return
-        seqs = others = sorted(self.calls)
-        divergence = self.group_state.divergence if self.group_state is not None else None
-        if divergence is not None:
-            first = divergence.last_equal - CALLS_KEPT_BEFORE_DIFFERENCE
-            last = divergence.first_different
-            pinned = {*[seq for seq in seqs if first <= seq <= last][-CALLS_KEPT:]}
-            others = [seq for seq in seqs if seq not in pinned]
+        seqs = sorted(self.calls)
+        first, last = (0, 0) if self.group_state is None else self.group_state.pinned_seqs
+        first -= CALLS_KEPT_BEFORE_DIFFERENCE
+        pinned = set([seq for seq in seqs if first <= seq <= last][-CALLS_KEPT:])
+        others = [seq for seq in seqs if seq not in pinned]
         finished_count = bisect_left(others, self.first_unfinished)
         dropped_count = max(0, finished_count - finished_kept, len(others) - CALLS_KEPT)
         dropped = set(others[:dropped_count])
