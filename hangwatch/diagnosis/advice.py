@@ -20,7 +20,7 @@ from hangwatch.stacks.activities import (
 from hangwatch.stacks.frames import find_innermost_user_frame, runs_user_code
 from hangwatch.tracking.process import Process, StackSample
 
-from .context import DiagnosisContext, find_blocking_thread, find_newest_sample
+from .context import DiagnosisContext, find_newest_sample
 from .graph.progress import find_working_threads, list_other_threads
 from .messages import PHASE_HINT, describe_blocking_thread
 
@@ -29,40 +29,34 @@ _SLOW_NOT_STUCK_ADVICE = f"That makes progress: slow rather than stuck. {PHASE_H
 
 def add_stack_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     """Adds to the verdict's advice what its culprit is doing: the first culprit whose stack shows it."""
-    if KINDS[verdict.kind].stack_advice is StackAdvice.NONE:
+    spec = KINDS[verdict.kind]
+    if spec.stack_advice is StackAdvice.NONE:
         return verdict
     for rank in verdict.culprits:
         process = context.attempt.processes.get(rank)
-        advice = _make_stack_advice(context, verdict, process) if process is not None else ""
-        if advice:
-            return replace(verdict, advice=advice)
+        if process is None:
+            continue
+        working_threads = find_working_threads(process, verdict.began_at)
+        sample = find_newest_sample(process, verdict.began_at)
+        thread = context.find_blocking_thread(process, verdict.group, verdict.began_at)
+        whole_process = "It" if len(verdict.culprits) == 1 else f"Rank {rank}"
+        subject = describe_blocking_thread(whole_process, thread)
+        predicate = "holds the GIL." if subject != whole_process else ""
+        if sample is not None:
+            activity = _describe_activity(spec, process, sample, thread, working_threads)
+            predicate = activity or predicate
+        has_destroyed_groups = process.lifecycle is Lifecycle.DESTROYED
+        if verdict.kind is VerdictKind.EXITED_RANK and has_destroyed_groups:
+            predicate = "called destroy_process_group while others still communicated."
+        if not predicate:
+            continue
+        advice = f" {verdict.advice}"
+        if spec.stack_advice is StackAdvice.INSTEAD:
+            advice = ""
+        elif _is_slow(spec) and working_threads:
+            advice = f" {_SLOW_NOT_STUCK_ADVICE}"
+        return replace(verdict, advice=f"{subject} {predicate}{advice}")
     return verdict
-
-
-def _make_stack_advice(context: DiagnosisContext, verdict: Verdict, process: Process) -> str:
-    """The advice with what one culprit is doing; empty if its stack shows nothing."""
-    spec = KINDS[verdict.kind]
-    working_threads = find_working_threads(process, verdict.began_at)
-    sample = find_newest_sample(process, verdict.began_at)
-    thread = None
-    predicate = ""
-    if sample is not None:
-        thread = find_blocking_thread(context, process, sample, verdict.group, verdict.began_at)
-        predicate = _describe_activity(spec, process, sample, thread, working_threads)
-    has_destroyed_groups = process.lifecycle is Lifecycle.DESTROYED
-    if verdict.kind is VerdictKind.EXITED_RANK and has_destroyed_groups:
-        predicate = "called destroy_process_group while others still communicated."
-    whole_process = "It" if len(verdict.culprits) == 1 else f"Rank {process.rank}"
-    subject = describe_blocking_thread(whole_process, thread)
-    if not predicate and subject != whole_process:
-        predicate = "holds the GIL."
-    if not predicate:
-        return ""
-    if spec.stack_advice is StackAdvice.INSTEAD:
-        return f"{subject} {predicate}"
-    if _is_slow(spec) and working_threads:
-        return f"{subject} {predicate} {_SLOW_NOT_STUCK_ADVICE}"
-    return f"{subject} {predicate} {verdict.advice}"
 
 
 def _is_slow(spec: KindSpec) -> bool:

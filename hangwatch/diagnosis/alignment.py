@@ -7,9 +7,10 @@ either side may make more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 
 from hangwatch.model.calls import Call
 
@@ -19,12 +20,11 @@ _GAP_SCORE = -2
 _EXACT_SCORE = 3  # the same call at the same line
 _OTHER_LINE_SCORE = 1  # the same call at another line
 _OTHER_ARGUMENTS_SCORE = 1  # the same operation at the same line, with other arguments
-_UNREACHABLE_SCORE = -1_000_000
 
 CallPair = tuple[Call | None, Call | None]
 _CallKey = tuple[str, int, str]  # operation, hash of what must agree, line
 _Step = tuple[int | None, int | None]
-_Scores = dict[tuple[int, int], int]
+_Cell = tuple[int, int]
 
 
 def make_call_key(call: Call) -> _CallKey:
@@ -69,7 +69,8 @@ def align_calls(
     first_seq = max(left[0].seq, right[0].seq) if left and right else 0
     left = [call for call in left if call.seq >= first_seq]
     right = [call for call in right if call.seq >= first_seq]
-    left_keys, right_keys = tuple(map(make_call_key, left)), tuple(map(make_call_key, right))
+    left_keys = tuple(map(make_call_key, left))
+    right_keys = tuple(map(make_call_key, right))
     steps, is_certain = _trace_alignment(left_keys, right_keys, right_is_short)
     pairs = [(None if i is None else left[i], None if j is None else right[j]) for i, j in steps]
     return Alignment(pairs=tuple(pairs), is_certain=is_certain)
@@ -80,51 +81,39 @@ def _trace_alignment(
     left: tuple[_CallKey, ...], right: tuple[_CallKey, ...], right_is_short: bool
 ) -> tuple[tuple[_Step, ...], bool]:
     """The pairs as indices in both sides, None for a gap, and whether no other end is as good."""
-    best = _compute_scores(left, right)
+    # The best score of the first i left and j right calls, for all i and j within the band, and the
+    # cell (i, j) that precedes it.
+    best: dict[_Cell, int] = {(0, 0): 0}
+    preceding: dict[_Cell, _Cell] = {}
+    for i in range(len(left) + 1):
+        for j in range(max(0, i - _BAND_CALLS), min(len(right), i + _BAND_CALLS) + 1):
+            scores: list[tuple[int, _Cell]] = []
+            for cell in ((i, j - 1), (i - 1, j)):
+                if cell in best:
+                    scores.append((best[cell] + _GAP_SCORE, cell))
+            if i and j:
+                pair_score = _score_pair(left[i - 1], right[j - 1])
+                scores.append((best[i - 1, j - 1] + pair_score, (i - 1, j - 1)))
+            if scores:
+                best[i, j], preceding[i, j] = max(scores, key=itemgetter(0))
     # At an end, one side has no more calls.
-    scores = {(i, j): score for (i, j), score in best.items() if i == len(left) or j == len(right)}
-    highest = max(scores.values())
-    best_ends = [end for end, score in scores.items() if score == highest]
+    ends = [cell for cell in best if cell[0] == len(left) or cell[1] == len(right)]
+    highest = max(best[end] for end in ends)
+    best_ends = [end for end in ends if best[end] == highest]
     # One call too few looks the same as one too many if calls come in rounds of two.
     if right_is_short:
         best_ends = [(i, j) for i, j in best_ends if i >= j] or best_ends
-    i, j = min(best_ends, key=lambda end: (abs(end[0] - end[1]), -end[0]))
-    steps: list[_Step] = list(_trace_back(best, i, j))
+    end = min(best_ends, key=lambda cell: (abs(cell[0] - cell[1]), -cell[0]))
+    steps: list[_Step] = []
+    cell = end
+    while cell in preceding:
+        i, j = preceding[cell]
+        steps.append((i if i < cell[0] else None, j if j < cell[1] else None))
+        cell = i, j
     steps.reverse()
-    steps += [(None, k) for k in range(j, len(right))]
-    steps += [(k, None) for k in range(i, len(left))]
+    steps += [(None, k) for k in range(end[1], len(right))]
+    steps += [(k, None) for k in range(end[0], len(left))]
     return tuple(steps), len(best_ends) == 1
-
-
-def _trace_back(best: _Scores, i: int, j: int) -> Iterator[_Step]:
-    """The steps of a best alignment of the first i and the first j calls, last step first."""
-    while i or j:
-        score = best[i, j]
-        if j and score == best.get((i, j - 1), _UNREACHABLE_SCORE) + _GAP_SCORE:
-            j -= 1
-            yield None, j
-        elif i and score == best.get((i - 1, j), _UNREACHABLE_SCORE) + _GAP_SCORE:
-            i -= 1
-            yield i, None
-        else:
-            i -= 1
-            j -= 1
-            yield i, j
-
-
-def _compute_scores(left: tuple[_CallKey, ...], right: tuple[_CallKey, ...]) -> _Scores:
-    """The best score of the first i left and j right calls, for all i and j within the band."""
-    best: _Scores = {}
-    for i in range(len(left) + 1):
-        for j in range(max(0, i - _BAND_CALLS), min(len(right), i + _BAND_CALLS) + 1):
-            scores = [
-                best.get((i - 1, j), _UNREACHABLE_SCORE) + _GAP_SCORE,
-                best.get((i, j - 1), _UNREACHABLE_SCORE) + _GAP_SCORE,
-            ]
-            if i and j:
-                scores.append(best[i - 1, j - 1] + _score_pair(left[i - 1], right[j - 1]))
-            best[i, j] = max(scores) if i or j else 0
-    return best
 
 
 def _score_pair(one: _CallKey, other: _CallKey) -> int:

@@ -4,9 +4,10 @@ only if all calls up to there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 
-from hangwatch.tracking.call_stream import CallStream, Hashes, list_histories
+from hangwatch.tracking.call_stream import CallStream, list_histories
 
 HashClass = tuple[int, list[int]]  # a running hash, and the ranks that have it
 
@@ -15,49 +16,39 @@ def classify_members(
     members: Mapping[int, CallStream], seq: int
 ) -> tuple[list[HashClass], list[int]]:
     """The classes of members with equal hashes, and the members past ``seq`` of unknown class."""
-    ranks_by_hash: dict[int, list[int]] = {}
-    unplaced: list[tuple[Hashes, list[int]]] = []
-    # The different histories, each with its ranks. 100,000 members share a few dozen of them.
-    ranks_by_history: dict[int, tuple[Hashes, list[int]]] = {}
+    # The ranks with each history. 100,000 members share a few dozen of them.
+    ranks_by_history: defaultdict[int, list[int]] = defaultdict(list)
     for rank, stream in members.items():
-        history = stream.reported_hashes
-        ranks_by_history.setdefault(id(history), (history, []))[1].append(rank)
-    for history, ranks in ranks_by_history.values():
-        running_hash = dict(history).get(seq)
+        ranks_by_history[id(stream.reported_hashes)].append(rank)
+    ranks_by_hash: defaultdict[int, list[int]] = defaultdict(list)
+    unplaced: list[list[int]] = []  # ranks past `seq` without a hash there, by history
+    for ranks in ranks_by_history.values():
+        running_hash = members[ranks[0]].hashes_by_seq.get(seq)
         if running_hash is not None:
-            ranks_by_hash.setdefault(running_hash, []).extend(ranks)
+            ranks_by_hash[running_hash] += ranks
             continue
-        past = [r for r in ranks if members[r].entered >= seq and members[r].is_counted(seq)]
-        if past:
-            unplaced.append((history, past))
-    unclassified = _place_by_later_hash(members, seq, ranks_by_hash, unplaced) if unplaced else []
-    for ranks in ranks_by_hash.values():
-        ranks.sort()
-    classes = sorted(ranks_by_hash.items(), key=lambda item: (-len(item[1]), item[1]))
-    return classes, unclassified
-
-
-def _place_by_later_hash(
-    members: Mapping[int, CallStream],
-    seq: int,
-    ranks_by_hash: dict[int, list[int]],
-    unplaced: Iterable[tuple[Hashes, list[int]]],
-) -> list[int]:
-    """Adds members to the class that has a later hash of theirs. Returns those that share none."""
+        past = [rank for rank in ranks if members[rank].entered >= seq]
+        counted = [rank for rank in past if members[rank].is_counted(seq)]
+        if counted:
+            unplaced.append(counted)
+    # The members are in the class that has a later hash of theirs.
     classes_by_later_hash: dict[tuple[int, int], int] = {}
-    for running_hash, ranks in ranks_by_hash.items():
+    for running_hash, ranks in ranks_by_hash.items() if unplaced else ():
         for history in list_histories(members[rank] for rank in ranks):
-            for position in history:
-                if position[0] > seq:
-                    classes_by_later_hash[position] = running_hash
+            later = [position for position in history if position[0] > seq]
+            classes_by_later_hash.update(dict.fromkeys(later, running_hash))
     unclassified: list[int] = []
-    for history, ranks in unplaced:
-        shared = next((p for p in reversed(history) if p in classes_by_later_hash), None)
+    for ranks in unplaced:
+        positions = reversed(members[ranks[0]].reported_hashes)
+        shared = next((p for p in positions if p in classes_by_later_hash), None)
         if shared is None:
             unclassified += ranks
         else:
             ranks_by_hash[classes_by_later_hash[shared]] += ranks
-    return sorted(unclassified)
+    for ranks in ranks_by_hash.values():
+        ranks.sort()
+    classes = sorted(ranks_by_hash.items(), key=lambda item: (-len(item[1]), item[1]))
+    return classes, sorted(unclassified)
 
 
 def list_equal_callers(members: Mapping[int, CallStream], rank: int, seq: int) -> tuple[int, ...]:

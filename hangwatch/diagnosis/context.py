@@ -11,14 +11,14 @@ import re
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 
 from hangwatch.model.calls import Call, Site, StreamKind
-from hangwatch.model.groups import Group, GroupKey
+from hangwatch.model.groups import Group
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import MIN_REFRESH_S, Limits
 from hangwatch.model.ranks import ThreadStack
 from hangwatch.model.verdicts import CallClass, Verdict, Wait
-from hangwatch.stacks.frames import find_user_site
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream, CallWindow
 from hangwatch.tracking.process import FreezeReason, Process, StackSample
@@ -26,9 +26,15 @@ from hangwatch.tracking.process import FreezeReason, Process, StackSample
 from .call_classes import list_equal_callers
 from .graph.edges import WaitEdge
 from .graph.graph import WaitGraph
-from .graph.progress import has_two_samples
+from .graph.progress import (
+    find_working_threads,
+    has_stack_changed,
+    has_two_samples,
+    is_busy,
+    list_samples_since,
+)
 
-# The signals by which a user or a launcher stops a process: an end that is no failure by itself.
+# The signals by which a user or a launcher stops a process, which is not a failure by itself.
 TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAX_CULPRIT_STACKS = 16
 _MAX_WAITER_STACKS = 4  # the ranks that only wait and are sampled
@@ -93,7 +99,6 @@ class DiagnosisContext:
     attempt: Attempt
     now: float
     limits: Limits
-    streams_by_group: dict[GroupKey, dict[int, CallStream]]
     graph: WaitGraph
     explained_ranks: set[int] = field(default_factory=set)  # ranks that a verdict covers
     # Explained ranks that would stay blocked even if all other ranks entered their calls.
@@ -105,20 +110,149 @@ class DiagnosisContext:
         self, verdict: Verdict, explains: Iterable[int] | None = (), *, samples: bool = False
     ) -> None:
         """Records a verdict. It explains its culprits, the ranks that wait and those of ``explains``: no
-        later rule accuses one of these. If ``explains`` is None, it explains no wait. ``samples``
-        says whether to request stacks of these ranks.
+        later rule accuses any of them. If ``explains`` is None, it explains no wait. With ``samples``,
+        stacks of its culprits and of ranks that wait are requested.
         """
         self.verdicts.append(verdict)
         if explains is not None:
             self.explained_ranks.update(verdict.culprits, verdict.waiting, explains)
         if samples:
-            request_stacks(self, verdict.culprits, verdict.waiting, verdict.began_at)
+            self.request_stacks(verdict.culprits, verdict.waiting, verdict.began_at)
+
+    def request_stack(self, rank: int) -> None:
+        self.requests.append(EvidenceRequest(rank=rank, stacks=True))
+
+    def request_calls(self, rank: int, stream: CallStream, window: CallWindow) -> None:
+        """Requests calls of a rank's stream, unless its node agent has already sent what it has of them."""
+        if not stream.has_answered(window):
+            self.requests.append(EvidenceRequest.for_calls(rank, stream, window))
+
+    def get_members(self, group: Group) -> dict[int, CallStream]:
+        """The streams of a group's members, by rank."""
+        return self.attempt.streams_by_group.get(group.key, {})
+
+    def request_stacks(
+        self,
+        culprits: Iterable[int],
+        waiting: Iterable[int],
+        since: float,
+        *,
+        are_moving: bool = False,
+    ) -> None:
+        """Requests two samples of each culprit since it last made progress, and one of some of the
+        ranks that wait. ``are_moving``: the culprits may be elsewhere by now, so that they are sampled
+        again whenever the newest sample covers less than half of the time.
+        """
+        if sum(request.stacks for request in self.requests) >= _MAX_STACK_REQUESTS:
+            return
+        for process in self.iter_alive(list(culprits)[:MAX_CULPRIT_STACKS]):
+            is_due = not has_two_samples(process, max(since, process.last_advanced_at))
+            if are_moving and not is_due:
+                newest_at = max(sample.taken_at for sample in process.samples)
+                is_due = self.now - newest_at > max(MIN_REFRESH_S, newest_at - since)
+            if is_due:
+                self.request_stack(process.rank)
+        for process in self.iter_alive(sorted(waiting)[:_MAX_WAITER_STACKS]):
+            needed_since = max(since, process.last_advanced_at)
+            if all(sample.taken_at < needed_since for sample in process.samples):
+                self.request_stack(process.rank)
 
     def find_waiting_devices(self, culprits: Iterable[int]) -> set[int]:
         """The unexplained ranks whose devices wait for the culprits: so do their hosts, sooner or later."""
-        devices = self.graph.devices
+        return self.graph.devices.find_waiters_of(culprits) - self.explained_ranks
+
+    def iter_alive(self, ranks: Iterable[int]) -> Iterator[Process]:
+        """The processes of the ranks that are alive."""
+        for rank in ranks:
+            process = self.attempt.processes.get(rank)
+            if process is not None and process.is_alive:
+                yield process
+
+    def select_waits(
+        self, ranks: Iterable[int], first: Iterable[WaitEdge] = ()
+    ) -> tuple[Wait, ...]:
+        """Some of the waits of the ranks, starting with those of ``first``."""
+        waits = chain.from_iterable(
+            islice(self.graph.iter_waits(rank), _MAX_WAITS_PER_RANK) for rank in sorted(ranks)
+        )
+        selected = dict.fromkeys([edge.wait for edge in first])
+        selected.update(dict.fromkeys(islice(waits, _MAX_WAITS)))
+        return tuple(selected)[:_MAX_WAITS]
+
+    def find_missing_call(self, edge: WaitEdge, waiting: set[int]) -> tuple[CallClass, ...]:
+        """The call that the culprit has not entered, and the waiting ranks that are known to have made it."""
+        call = edge.stream.calls.get(edge.seq)
+        if call is None:
+            return ()
+        ranks: tuple[int, ...] = (edge.wait.rank,)
+        if edge.stream.peer is None:
+            callers = list_equal_callers(self.get_members(edge.group), edge.wait.rank, edge.seq)
+            ranks = tuple(rank for rank in callers if rank in waiting) or ranks
+        return (CallClass(ranks=ranks, call=_add_peer(call, edge.stream)),)
+
+    def find_blocking_thread(
+        self, process: Process, group: Group | None, since: float
+    ) -> ThreadStack | None:
+        """The thread that keeps a rank from its call in ``group``, in its newest sample since then: the one
+        that makes its calls there or, if no thread can run Python, the one that holds the GIL.
+        """
+        sample = find_newest_sample(process, since)
+        if sample is None:
+            return None
+        caller = process.find_caller(sample, group, since)
+        if process.freeze_reason(self.now) is FreezeReason.GIL_HELD:
+            return sample.gil_holder or caller
+        return caller
+
+    def get_state_known_until(self, rank: int) -> float:
+        """The time of the last report of a rank's state: a wait is known to last until then."""
+        process = self.attempt.processes.get(rank)
+        if process is None or process.exit is not None:
+            return self.now
+        return min(self.now, process.reports.last_seen_at)
+
+    def find_silent_node_mates(self, ranks: Iterable[int]) -> list[int]:
+        """All silent ranks of the nodes on which ``ranks`` run."""
+        processes = self.attempt.processes
+        agents = {processes[rank].agent for rank in ranks}
+        return [rank for rank in self.graph.silent_ranks if processes[rank].agent in agents]
+
+    def get_last_seen_at(self, rank: int) -> float:
+        """The time of a rank's last report, or of its end if that was earlier."""
+        process = self.attempt.processes.get(rank)
+        if process is None:
+            return self.now
+        return min(process.reports.last_seen_at, process.exited_at or process.reports.last_seen_at)
+
+    def get_unable_kind(self, rank: int) -> VerdictKind | None:
+        """The kind for a rank that cannot enter the call, because it has left or is frozen; else None."""
+        if rank not in self.attempt.unable_ranks:
+            return None
+        process = self.attempt.processes[rank]
+        for blocked in self.graph.iter_waits_for(rank):
+            if process.has_left(blocked.stream.group):
+                return VerdictKind.EXITED_RANK
+        return VerdictKind.FROZEN_RANK if process.freeze_reason(self.now) is not None else None
+
+    def is_in_phase(self, process: Process) -> bool:
+        """Whether a rank is in a phase that it declared, within the phase's time limit."""
+        if process.phase is None:
+            return False
+        limit_s = process.phase.limit_s or self.limits.slow_limit_s
+        return self.now - process.phase.began_at < limit_s
+
+    def is_working(self, rank: int, since: float) -> bool:
+        """Whether the rank, or what it waits for on its host, makes progress."""
+        process = self.attempt.processes[rank]
+        # A rank that makes calls elsewhere is not stuck before it has been in its own code as long.
+        unchanged_s = self.get_state_known_until(rank) - process.last_advanced_at
         return (
-            set() if devices is None else devices.find_waiters_of(culprits) - self.explained_ranks
+            rank in self.graph.released_ranks
+            or unchanged_s < self.limits.stall_after_s
+            or is_busy(process)
+            or has_stack_changed(process, since)
+            or bool(find_working_threads(process, since))
+            or self.is_in_phase(process)
         )
 
 
@@ -130,71 +264,6 @@ def is_quiet(attempt: Attempt) -> bool:
         and attempt.checks.is_quiet
         and not attempt.list_outside_waits()
     )
-
-
-def request_stacks(
-    context: DiagnosisContext,
-    culprits: Iterable[int],
-    waiting: Iterable[int],
-    since: float,
-    *,
-    are_moving: bool = False,
-) -> None:
-    """Requests two samples of each culprit since it last made progress, and one of some of the
-    ranks that wait. ``are_moving``: the culprits may be elsewhere by now, so that they are sampled
-    again whenever the newest sample covers less than half of the time.
-    """
-    if sum(request.stacks for request in context.requests) >= _MAX_STACK_REQUESTS:
-        return
-    for process in iter_alive(context, list(culprits)[:MAX_CULPRIT_STACKS]):
-        is_due = not has_two_samples(process, max(since, process.last_advanced_at))
-        if are_moving and not is_due:
-            newest_at = max(sample.taken_at for sample in process.samples)
-            is_due = context.now - newest_at > max(MIN_REFRESH_S, newest_at - since)
-        if is_due:
-            context.requests.append(EvidenceRequest(rank=process.rank, stacks=True))
-    for process in iter_alive(context, sorted(waiting)[:_MAX_WAITER_STACKS]):
-        needed_since = max(since, process.last_advanced_at)
-        if all(sample.taken_at < needed_since for sample in process.samples):
-            context.requests.append(EvidenceRequest(rank=process.rank, stacks=True))
-
-
-def iter_alive(context: DiagnosisContext, ranks: Iterable[int]) -> Iterator[Process]:
-    """The processes of the ranks that are alive."""
-    for rank in ranks:
-        process = context.attempt.processes.get(rank)
-        if process is not None and process.is_alive:
-            yield process
-
-
-def select_waits(
-    context: DiagnosisContext, ranks: Iterable[int], first: Iterable[WaitEdge] = ()
-) -> tuple[Wait, ...]:
-    """Some of the waits of the ranks, starting with those of ``first``."""
-    selected = dict.fromkeys(edge.wait for edge in first)
-    edges = (
-        edge
-        for rank in sorted(ranks)
-        for edge in islice(context.graph.iter_edges(rank), _MAX_WAITS_PER_RANK)
-    )
-    selected.update(dict.fromkeys(edge.wait for edge in islice(edges, _MAX_WAITS)))
-    return tuple(islice(selected, _MAX_WAITS))
-
-
-def find_missing_call(
-    context: DiagnosisContext, edge: WaitEdge, waiting: set[int]
-) -> tuple[CallClass, ...]:
-    """The call that the culprit has not entered, and the waiting ranks that are known to have made it."""
-    call = edge.stream.calls.get(edge.seq)
-    if call is None:
-        return ()
-    inside: list[int] = []
-    if edge.stream.peer is None:
-        members = context.streams_by_group.get(edge.group.key, {})
-        callers = list_equal_callers(members, edge.wait.rank, edge.seq)
-        inside = [rank for rank in callers if rank in waiting]
-    ranks = tuple(inside) or (edge.wait.rank,)
-    return (CallClass(ranks=ranks, call=_add_peer(call, edge.stream)),)
 
 
 def get_newest_call(stream: CallStream | None, rank: int) -> tuple[CallClass, ...]:
@@ -213,44 +282,10 @@ def find_newest_sample(process: Process, since: float) -> StackSample | None:
     """The newest sample of a rank's stacks since a wait for it began. After an exception because of absent
     peers, its stack no longer shows what delayed it.
     """
-    until = float("inf")
+    samples = list_samples_since(process, since)
     if process.exception_at is not None and has_peer_error(process):
-        until = process.exception_at
-    for sample in reversed(process.samples):
-        if since <= sample.taken_at <= until and sample.threads:
-            return sample
-    return None
-
-
-def find_blocking_thread(
-    context: DiagnosisContext,
-    process: Process,
-    sample: StackSample,
-    group: Group | None,
-    since: float,
-) -> ThreadStack | None:
-    """The thread that keeps a rank from its call in ``group``: the one that makes its calls there
-    or, if no thread can run Python, the one that holds the GIL.
-    """
-    caller = process.find_caller(sample, group, since)
-    if process.freeze_reason(context.now) is FreezeReason.GIL_HELD:
-        return sample.gil_holder or caller
-    return caller
-
-
-def find_blocking_user_thread(
-    context: DiagnosisContext, ranks: Iterable[int], since: float, group: Group
-) -> tuple[int, ThreadStack] | None:
-    """The first rank whose blocking thread is on a line of the user's code, and that thread."""
-    for rank in ranks:
-        process = context.attempt.processes.get(rank)
-        sample = find_newest_sample(process, since) if process is not None else None
-        if process is None or sample is None:
-            continue
-        thread = find_blocking_thread(context, process, sample, group, since)
-        if thread is not None and find_user_site(thread) is not None:
-            return rank, thread
-    return None
+        samples = [sample for sample in samples if sample.taken_at <= process.exception_at]
+    return samples[-1] if samples else None
 
 
 def find_last_site(process: Process, by: float = float("inf")) -> Site | None:
@@ -258,32 +293,9 @@ def find_last_site(process: Process, by: float = float("inf")) -> Site | None:
     stream = process.newest_stream
     if stream is None:
         return None
-    entered_later = stream.entered_at > by
-    call = stream.calls.get(stream.entered - 1 if entered_later else stream.entered)
+    seq = stream.entered - 1 if stream.entered_at > by else stream.entered
+    call = stream.calls.get(seq)
     return call.site if call is not None else None
-
-
-def get_state_known_until(context: DiagnosisContext, rank: int) -> float:
-    """The time of the last report of a rank's state: a wait is known to last until then."""
-    process = context.attempt.processes.get(rank)
-    if process is None or process.exit is not None:
-        return context.now
-    return min(context.now, process.reports.last_seen_at)
-
-
-def find_silent_node_mates(context: DiagnosisContext, ranks: Iterable[int]) -> list[int]:
-    """All silent ranks of the nodes on which ``ranks`` run."""
-    processes = context.attempt.processes
-    agents = {processes[rank].agent for rank in ranks}
-    return [rank for rank in context.graph.silent_ranks if processes[rank].agent in agents]
-
-
-def get_last_seen_at(context: DiagnosisContext, rank: int) -> float:
-    """The time of a rank's last report, or of its end if that was earlier."""
-    process = context.attempt.processes.get(rank)
-    if process is None:
-        return context.now
-    return min(process.reports.last_seen_at, process.exited_at or process.reports.last_seen_at)
 
 
 def has_timed_out(process: Process) -> bool:

@@ -22,7 +22,7 @@ from .alignment import (
     make_call_key,
     select_window,
 )
-from .context import DiagnosisContext, EvidenceRequest, iter_alive
+from .context import DiagnosisContext
 from .messages import (
     describe_position,
     describe_ranks,
@@ -59,7 +59,7 @@ def add_divergence(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     is_due = verdict.is_confirmed or KINDS[verdict.kind].is_call_error
     if not is_due and context.now - verdict.began_at < context.limits.suspicion_delay_s:
         return verdict
-    members = context.streams_by_group.get(group.key, {})
+    members = context.get_members(group)
     comparison = _Comparison(context, members, seq)
     if verdict.kind is VerdictKind.NO_PROGRESS:
         verdict = comparison.blame_swallowed_exception(verdict)
@@ -131,17 +131,18 @@ class _Comparison:
         """The last calls of one rank for its side: of one whose calls were fetched, otherwise of the
         first one that is alive, whose calls are requested.
         """
-        alive = (process.rank for process in iter_alive(self.context, ranks))
         rank = next(filter(self._has_sent_calls, ranks), None)
+        has_sent_calls = rank is not None
         if rank is None:
+            alive = (process.rank for process in self.context.iter_alive(ranks))
             rank = next(alive, ranks[0])
         stream = self.members[rank]
         last_seq = min(stream.entered, self.seq)
         if not stream.is_counted(last_seq):
             return []
-        if last_seq > 0 and not self._has_sent_calls(rank):
+        if last_seq > 0 and not has_sent_calls:
             window = CallWindow(max(1, last_seq - MAX_WINDOW_CALLS + 1), last_seq)
-            self.context.requests.append(EvidenceRequest.for_calls(rank, stream, window))
+            self.context.request_calls(rank, stream, window)
         return select_window(stream.calls, last_seq)
 
     def _has_sent_calls(self, rank: int) -> bool:
@@ -189,7 +190,7 @@ class _Comparison:
 
     def explain_exception(self, ranks: tuple[int, ...], call: Call, behind: str) -> _Explanation:
         """A call that raised an exception on ``ranks`` only. Unless their scripts are known to have
-        continued, the exception may have ended them. ``behind`` says how many calls they are behind.
+        continued, the exception may have ended them. ``behind`` is the clause on how many calls they are behind.
         """
         described = f"call {call.seq} ({format_call_short(call)})"
         if all(self._continued_after(rank, call) for rank in ranks):
@@ -198,14 +199,10 @@ class _Comparison:
         raised = "an exception"
         process = self.context.attempt.processes.get(ranks[0])
         exception = process.exception if process is not None else None
-        raised_at = exception.site if exception is not None else None
-        if (
-            exception is not None
-            and raised_at is not None
-            and call.site is not None
-            and (raised_at.file, raised_at.line) == (call.site.file, call.site.line)
-        ):
-            raised = format_exception(exception)
+        if exception is not None and exception.site is not None and call.site is not None:
+            raised_at = exception.site.file, exception.site.line
+            if raised_at == (call.site.file, call.site.line):
+                raised = format_exception(exception)
         return f"failed in {described} with {raised}", call.seq
 
     def _continued_after(self, rank: int, call: Call) -> bool:
@@ -317,8 +314,8 @@ def find_shift(alignment: Alignment) -> CallShift | None:
     run, after = pairs[start : start + count], pairs[start + count :]
     if any(pair[1 - side] is not None for pair in run) or not all(map(_is_exact_match, after)):
         return None
-    longer = [call for pair in pairs if (call := pair[side]) is not None]
-    keys = [make_call_key(call) for call in longer]
+    longer = _select_side(pairs, side)
+    keys = list(map(make_call_key, longer))
     # The run can be moved to these positions without fewer exact matches.
     earliest = latest = start
     while (
@@ -342,11 +339,16 @@ def find_shift(alignment: Alignment) -> CallShift | None:
 
 
 def _agree_by_number(pairs: Sequence[CallPair], start: int) -> bool:
-    """Whether the calls with equal numbers after the first one of ``pairs[start]`` agree."""
-    left, right = ({call.seq: call for pair in pairs if (call := pair[side])} for side in (0, 1))
+    """Whether the calls with equal numbers after the one of ``pairs[start]`` agree."""
+    left = {call.seq: make_call_key(call) for call in _select_side(pairs, 0)}
+    right = {call.seq: make_call_key(call) for call in _select_side(pairs, 1)}
     first = min(call.seq for call in pairs[start] if call is not None)
     common = [seq for seq in left.keys() & right.keys() if seq > first]
-    return bool(common) and all(_is_exact_match((left[seq], right[seq])) for seq in common)
+    return bool(common) and all(left[seq] == right[seq] for seq in common)
+
+
+def _select_side(pairs: Sequence[CallPair], side: int) -> list[Call]:
+    return [call for pair in pairs if (call := pair[side]) is not None]
 
 
 def _strip_trailing(pairs: Sequence[CallPair]) -> Sequence[CallPair]:
@@ -395,27 +397,24 @@ def find_left_out_calls(left: Sequence[Call], right: Sequence[Call], seq: int) -
 
     Empty if its call was never made before, or did not soon follow the call of the left side.
     """
-    calls_by_seq = {call.seq: call for call in left}
-    keys_before = {call.seq: make_call_key(call) for call in left if call.seq < seq}
-    right_call = _find_call(right, seq)
-    if seq not in calls_by_seq or right_call is None:
+    calls = {call.seq: call for call in left}
+    keys = {call.seq: make_call_key(call) for call in left if call.seq < seq}
+    left_call, right_call = calls.get(seq), _find_call(right, seq)
+    if left_call is None or right_call is None:
         return []
-    left_call = calls_by_seq[seq]
     left_key, right_key = make_call_key(left_call), make_call_key(right_call)
     if left_key == right_key:
         return []
     # The last round with the same call as the left side makes now, after the same call as before.
-    same_seqs = [
-        other
-        for other, key in keys_before.items()
-        if key == left_key and keys_before.get(other - 1) == keys_before.get(seq - 1)
-    ]
-    if not same_seqs:
+    for round_seq in sorted(keys, reverse=True):
+        is_same_call = keys[round_seq] == left_key
+        if is_same_call and keys.get(round_seq - 1) == keys.get(seq - 1):
+            break
+    else:
         return []
-    last_round = max(same_seqs)
     for distance in range(1, _MAX_ROUND_CALLS):
-        if keys_before.get(last_round + distance) == right_key:
-            return [left_call, *(calls_by_seq[last_round + i] for i in range(1, distance))]
+        if keys.get(round_seq + distance) == right_key:
+            return [left_call, *(calls[round_seq + i] for i in range(1, distance))]
     return []
 
 

@@ -73,7 +73,6 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
         attempt=attempt,
         now=now,
         limits=limits,
-        streams_by_group=attempt.streams_by_group,
         graph=build_wait_graph(attempt, now, limits),
     )
     for apply_rule in RULES:

@@ -4,9 +4,9 @@ what it may explain. It never makes a verdict.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from statistics import mode
 
 from hangwatch.model.hardware import (
     JOB_SOURCE,
@@ -63,7 +63,7 @@ class InvolvedHost:
 
 
 def list_involved_hosts(attempt: Attempt, verdict: Verdict) -> list[InvolvedHost]:
-    """The hosts of the culprits, then those of the ranks that wait, as far as the kind says so."""
+    """The hosts of the culprits, then those of the ranks that wait, if `KindSpec.hardware` includes them."""
     scope = KINDS[verdict.kind].hardware
     if scope is HardwareScope.NONE:
         return []
@@ -94,9 +94,10 @@ def request_hardware(context: DiagnosisContext) -> None:
             hardware = host.hardware
             if hardware is None or context.now - hardware.taken_at > REREAD_AFTER_S:
                 addressed = next((p for p in host.processes if p.is_alive), host.processes[0])
-                context.requests.append(
-                    EvidenceRequest(rank=addressed.rank, hardware=True, since=verdict.began_at)
+                request = EvidenceRequest(
+                    rank=addressed.rank, hardware=True, since=verdict.began_at
                 )
+                context.requests.append(request)
 
 
 def add_hardware_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
@@ -108,8 +109,15 @@ def add_hardware_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     if not read:
         return verdict
     is_complete = len(read) == len(hosts) < MAX_HOSTS_READ
+    # NCCL reports on the whole job. Its hints are left out: ranks that lag, as most of them wait in a hang.
+    reported = [
+        observation
+        for host in read
+        for observation in host.observations
+        if observation.source == JOB_SOURCE and observation.weight is Weight.FAULT
+    ]
     parts = (
-        _describe_job_report(read),
+        f"NCCL itself reports: {_join_clauses(reported)}." if reported else "",
         _describe_faults(read, verdict, is_complete)
         or _describe_idle_gpus(read)
         or _describe_hints(read, verdict, is_complete)
@@ -118,17 +126,6 @@ def add_hardware_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     )
     advice = " ".join([verdict.advice, *filter(None, parts)]).strip()
     return replace(verdict, advice=advice)
-
-
-def _describe_job_report(read: Sequence[InvolvedHost]) -> str:
-    """What NCCL reports of the whole job. Ranks that lag are left out: in a hang, most of them wait."""
-    found = [
-        observation
-        for host in read
-        for observation in host.observations
-        if observation.source == JOB_SOURCE and observation.weight is Weight.FAULT
-    ]
-    return f"NCCL itself reports: {_join_clauses(found)}." if found else ""
 
 
 def _describe_faults(read: Sequence[InvolvedHost], verdict: Verdict, is_complete: bool) -> str:
@@ -225,11 +222,11 @@ def _describe_different_facts(read: Sequence[InvolvedHost], is_complete: bool) -
                 by_host = values.setdefault((observation.about, observation.what), {})
                 by_host[host.name] = observation.now
     for (about, what), by_host in values.items():
-        counts = Counter(by_host.values()).most_common()
-        if len(by_host) == len(read) and len(counts) == 2 and counts[1][1] == 1:
-            usual, unusual = counts[0][0], counts[1][0]
-            (name,) = [host for host, value in by_host.items() if value == unusual]
-            return f"{name} alone has {about} {what} {unusual}, where the other hosts have {usual}."
+        usual = mode(by_host.values())
+        unusual = [(host, value) for host, value in by_host.items() if value != usual]
+        if len(by_host) == len(read) and len(unusual) == 1:
+            name, value = unusual[0]
+            return f"{name} alone has {about} {what} {value}, where the other hosts have {usual}."
     return ""
 
 

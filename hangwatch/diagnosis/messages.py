@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from hangwatch.model.calls import Call, Signature, Site
 from hangwatch.model.groups import Group, OutsideMember
-from hangwatch.model.ranks import ExceptionInfo, ThreadStack, format_ranks, iter_runs
+from hangwatch.model.ranks import ExceptionInfo, ThreadStack, format_ranks
 from hangwatch.model.verdicts import CallClass, Wait
 from hangwatch.report.text import resolve_root_rank
 
@@ -26,25 +26,22 @@ _TensorShapes = tuple[tuple[tuple[int, ...], ...], bool]  # the known shapes, an
 
 def describe_ranks(ranks: tuple[int, ...]) -> str:
     """``rank 3`` or ``ranks 0, 2-3``, or the number and the first ones of thousands. Members of a foreign
-    group that are no ranks of the attempt have names.
+    group that are not ranks of the attempt have names.
     """
     outside = [rank.label for rank in ranks if isinstance(rank, OutsideMember)]
     if outside:
         known = tuple(rank for rank in ranks if rank >= 0)
         phrases = [describe_ranks(known)] if known else []
         return " and ".join([*phrases, *outside[:_MAX_RUNS_SHOWN]])
-    runs = list(iter_runs(sorted(set(ranks))))
+    runs = format_ranks(ranks).split(", ")
     if len(runs) > _MAX_RUNS_SHOWN:
-        first_ranks: list[int] = []
-        for first, last in runs[:_MAX_RUNS_SHOWN]:
-            first_ranks += range(first, last + 1)
-        return f"{len(ranks)} ranks ({format_ranks(first_ranks)}, …)"
+        return f"{len(ranks)} ranks ({', '.join(runs[:_MAX_RUNS_SHOWN])}, …)"
     noun = "ranks" if len(ranks) > 1 else "rank"
-    return f"{noun} {format_ranks(ranks)}"
+    return f"{noun} {', '.join(runs)}"
 
 
 def describe_rank(rank: int) -> str:
-    """``rank 3``, or the name of a member of a foreign group that is no rank of the attempt."""
+    """``rank 3``, or the name of a member of a foreign group that is not a rank of the attempt."""
     return rank.label if isinstance(rank, OutsideMember) else f"rank {rank}"
 
 
@@ -196,11 +193,11 @@ def describe_mismatch(
     seq: int,
     last_equal: int = 0,
 ) -> str:
-    """What the outliers called, and what the other ranks called. If no calls are known, it says only that
+    """What the outliers called, and what the other ranks called. If no calls are known, only that
     they differ at some call after ``last_equal`` and up to ``seq``.
     """
     outlier_calls = [c for c in calls if set(c.ranks) <= set(outliers)]
-    other_calls = [c for c in calls if not set(c.ranks) <= set(outliers)]
+    other_calls = [c for c in calls if c not in outlier_calls]
     position = describe_position(group, seq)
     if not calls or (not other_calls and len(outlier_calls) < 2):
         return _describe_inexact_mismatch(outliers, group, position, seq, last_equal)

@@ -1,5 +1,5 @@
-"""Waits that no verdict explains, and calls that are not completely recorded, on which a verdict does
-not rest. Neither is a claim, but a job that has some is not well.
+"""Waits that no verdict explains, and calls that are not completely recorded, on which no verdict is
+based. Neither is a diagnosis, but a job that has some has a problem.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from hangwatch.tracking.process import Process
 from .context import (
     DiagnosisContext,
     find_newest_sample,
-    get_state_known_until,
-    request_stacks,
 )
 from .graph.edges import BlockedCall, get_op_name
 from .messages import describe_position, describe_rank, describe_ranks, join_notes
@@ -91,16 +89,15 @@ def _iter_other_waits(
     for rank in graph.released_ranks - explained:
         process = context.attempt.processes[rank]
         yield _Wait(rank, process.last_advanced_at, process.newest_stream)
-    devices = graph.get_still_devices()
-    if devices is not None:
-        for wait in devices.waits:
-            for rank in wait.waiters - explained:
-                began_at = devices.get_unchanged_since((rank,))
-                yield _Wait(rank, began_at, wait.group.streams[rank], wait.awaited)
-        for device_group in devices.stalled_groups:
-            for rank in device_group.members.keys() - explained:
-                began_at = devices.get_unchanged_since((rank,))
-                yield _Wait(rank, began_at, device_group.streams[rank])
+    devices = graph.still_devices
+    for wait in devices.waits:
+        for rank in wait.waiters - explained:
+            began_at = devices.get_unchanged_since((rank,))
+            yield _Wait(rank, began_at, wait.group.streams[rank], wait.awaited)
+    for device_group in devices.stalled_groups:
+        for rank in device_group.members.keys() - explained:
+            began_at = devices.get_unchanged_since((rank,))
+            yield _Wait(rank, began_at, device_group.streams[rank])
 
 
 def _describe_wait(context: DiagnosisContext, wait: _Wait, awaited: tuple[int, ...]) -> str:
@@ -155,7 +152,7 @@ def _find_reason(context: DiagnosisContext, wait: _Wait) -> str:
 def describe_losses(
     attempt: Attempt, ranks: Iterable[int], group: Group | None = None
 ) -> list[str]:
-    """Clauses that say which calls of the ranks, in all groups or in one, are not completely recorded.
+    """Clauses on which calls of the ranks, in all groups or in one, are not completely recorded.
     There is one for each rank, about the group with the earliest loss, for the first few ranks.
     """
     ranks = set(ranks)
@@ -210,8 +207,8 @@ def request_uncounted_stacks(context: DiagnosisContext) -> None:
     for rank, calls in context.graph.uncounted_waits.items():
         for blocked in calls:
             if context.now - blocked.began_at >= delay_s:
-                request_stacks(context, sorted(blocked.awaited), [rank], blocked.began_at)
+                context.request_stacks(sorted(blocked.awaited), [rank], blocked.began_at)
     for rank in sorted(context.attempt.incomplete_ranks - context.explained_ranks):
         idle_since = context.attempt.processes[rank].idle_since
-        if get_state_known_until(context, rank) - idle_since >= delay_s:
-            request_stacks(context, (), [rank], idle_since)
+        if context.get_state_known_until(rank) - idle_since >= delay_s:
+            context.request_stacks((), [rank], idle_since)

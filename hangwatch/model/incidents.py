@@ -144,7 +144,7 @@ class UnfinishedCall:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightFile:
     """The Flight Recorder file of one rank, on the rank's host, and its unfinished calls. torch's watchdog
-    writes it when a collective times out. ``error`` says why it could not be read.
+    writes it when a collective times out. ``error`` is the reason why it could not be read.
     """
 
     path: str

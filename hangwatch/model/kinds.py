@@ -1,6 +1,6 @@
 """The kinds of verdict and the properties of each kind: one `KindSpec` each, in `KINDS`.
 
-CONTRIBUTING.md says what else a new kind needs.
+CONTRIBUTING.md lists what else a new kind needs.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Role(enum.Enum):
     # Wrong arguments or a wrong order of calls explain every wait and death that follows.
     ROOT = "root"
     END = "end"  # a process or a host is gone: whatever waits or dies afterwards follows from that
-    # Ranks cannot go on. A later exit is a consequence, since a launcher ends a job that hangs.
+    # Ranks cannot continue. A later exit is a consequence, since a launcher ends a job that hangs.
     HANG = "hang"
-    SLOWDOWN = "slowdown"  # ranks wait, but may go on by themselves
+    SLOWDOWN = "slowdown"  # ranks wait, but may continue by themselves
     INDEPENDENT = "independent"  # neither the cause nor the effect of a wait
 
 
@@ -49,7 +49,7 @@ class Abort(enum.Enum):
 
 
 class StackAdvice(enum.Enum):
-    """Whether the advice of a kind says what the culprit's stack shows."""
+    """Whether the advice of a kind describes what the culprit's stack shows."""
 
     NONE = "none"
     BEFORE = "before"  # the general advice follows

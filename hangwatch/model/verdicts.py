@@ -7,7 +7,9 @@ from typing import Any
 
 from .calls import Call, Site
 from .groups import DeviceCounters, Group
-from .kinds import Severity, VerdictKind
+from .kinds import KINDS, Severity, VerdictKind
+
+_OF_KIND: Any = None  # the default of `Verdict.severity`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,7 @@ class Verdict:
     """A conclusion; unless ``is_confirmed``, a suspicion for which evidence is being collected."""
 
     kind: VerdictKind
-    severity: Severity
+    severity: Severity = _OF_KIND  # that of the kind, unless another one is given
     culprits: tuple[int, ...]
     waiting: tuple[int, ...]
     group: Group | None = None
@@ -81,6 +83,10 @@ class Verdict:
     advice: str = ""
     site: Site | None = None  # the culprit's current line, if known
     divergence: Divergence | None = None
+
+    def __post_init__(self) -> None:
+        if self.severity is _OF_KIND:
+            object.__setattr__(self, "severity", KINDS[self.kind].severity)
 
     def list_fields(self) -> dict[str, Any]:
         """The fields of the verdict, also of one that is an incident."""

@@ -53,7 +53,9 @@ _DESCRIPTIONS: Mapping[type, _Description] = {
     Call: _Description(name="AlignedCall", text=""),
     Group: _Description(name="GroupName", text="", defaults={"outside": ()}),
     HostObservation: _Description(defaults={"now": None, "weight": MISSING, "age_s": MISSING}),
-    Incident: _Description(defaults={"summary": MISSING, "advice": MISSING}),
+    Incident: _Description(
+        defaults={"severity": MISSING, "summary": MISSING, "advice": MISSING},
+    ),
     MergedStack: _Description(name="Stack"),
     ProcessSnapshot: _Description(name="Process", text=""),
     UnfinishedCall: _Description(defaults={"desc": MISSING, "state": MISSING}),

@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from hangwatch.model.groups import GroupKey
 from hangwatch.model.limits import READING_DELAY_S
 from hangwatch.model.operators import OPERATIONS
 from hangwatch.model.verdicts import CallClass, DeviceProgress, Wait
@@ -68,6 +67,17 @@ class DeviceGroup:
         name = self.streams[rank].group.name
         return Wait(rank=rank, on_rank=on_rank, group=name, seq=self.get_seq(rank))
 
+    def get_queue_key(self, rank: int) -> tuple[float, ...]:
+        """Sorts the groups of a rank by the first call that the device has not completed.
+
+        If it is not recorded when that was made: of groups that are used in turn, the one with more
+        uncompleted calls comes first; with as many, the one whose newest call is older.
+        """
+        stream, progress = self.streams[rank], self.members[rank]
+        if stream.pending_at is not None:
+            return (stream.pending_at,)
+        return progress.completed - progress.enqueued, stream.entered_at
+
 
 @dataclass(slots=True, eq=False)
 class DeviceWait:
@@ -109,10 +119,14 @@ class DeviceGraph:
         ends = set().union(*(wait.awaited for wait in self.waits)) - waiters
         for rank in sorted(ends):
             self._classify_end(rank, waiters)
-        if self.waits and not ends:
+        if not ends:
             self.cycle = self._find_cycle(waiters)
-        if not self.waits:
-            self.stalled_groups = [group for group in groups if self._is_stalled(group)]
+        for group in groups if not self.waits else ():
+            # Whether all members are in one call, or before it without a known difference.
+            counts = {progress.completed for progress in group.members.values()}
+            is_one_call = len(counts) == 1 and not group.has_unknown_members
+            if is_one_call and all(self._is_inside(group, rank) for rank in group.members):
+                self.stalled_groups.append(group)
 
     def _find_waits(self, group: DeviceGroup) -> list[DeviceWait]:
         waiters_by_call: dict[int, set[int]] = {}
@@ -142,8 +156,7 @@ class DeviceGraph:
         return self._may_have_come(group, rank, group.members[rank].completed + 1)
 
     def _is_front(self, group: DeviceGroup, rank: int) -> bool:
-        front = self.fronts.get(rank, ())
-        return bool(front) and front[0] is group
+        return group in self.fronts.get(rank, ())[:1]
 
     def _may_have_come(self, group: DeviceGroup, rank: int, call: int) -> bool:
         """Whether a rank's device has begun the call, or may have."""
@@ -182,14 +195,6 @@ class DeviceGraph:
             }
             self.culprits |= equals - waiters
 
-    def _is_stalled(self, group: DeviceGroup) -> bool:
-        """Whether all members are in one call, or before it without a known difference."""
-        members = group.members
-        if not members or group.has_unknown_members:
-            return False
-        calls = {progress.completed for progress in members.values()}
-        return len(calls) == 1 and all(self._is_inside(group, rank) for rank in members)
-
     def find_waiters_of(self, targets: Iterable[int]) -> set[int]:
         """The ranks whose devices wait for those of ``targets``, directly or through others."""
         return self._index.find_waiters_of(targets)
@@ -201,19 +206,18 @@ class DeviceGraph:
 
     def find_longest_wait(self, culprits: Collection[int]) -> WaitEdge | None:
         """The longest wait of a device for a host of the ``culprits`` that has not made the call."""
-        waits: list[tuple[float, int, int, DeviceWait]] = []
+        waits: list[tuple[float, int, int, DeviceGroup]] = []
         for wait in self.waits:
-            members = wait.group.members
-            on_ranks = [
-                r for r in wait.awaited.intersection(culprits) if members[r].enqueued < wait.call
-            ]
-            if on_ranks:
+            group = wait.group
+            awaited = wait.awaited.intersection(culprits)
+            hosts = [rank for rank in awaited if group.members[rank].enqueued < wait.call]
+            if hosts:
                 since = self.get_unchanged_since(wait.waiters)
-                waits.append((since, min(wait.waiters), min(on_ranks), wait))
+                waits.append((since, min(wait.waiters), min(hosts), group))
         if not waits:
             return None
-        _, rank, on_rank, wait = min(waits, key=lambda item: item[:3])
-        return WaitEdge(wait=wait.group.make_wait(rank, on_rank), stream=wait.group.streams[rank])
+        _, rank, on_rank, group = min(waits, key=lambda item: item[:3])
+        return WaitEdge(wait=group.make_wait(rank, on_rank), stream=group.streams[rank])
 
     def get_unchanged_since(self, ranks: Iterable[int]) -> float:
         """The time since which none of the ranks' devices began or completed a call."""
@@ -282,22 +286,29 @@ def get_still_until(process: Process) -> float:
     return max(read_at, last_seen_at)
 
 
-def build_device_graph(attempt: Attempt, ended: Collection[int] = ()) -> DeviceGraph | None:
-    """Builds the graph of an attempt's devices; None where no backend reports how far they are.
+def build_device_graph(attempt: Attempt, ended: Collection[int] = ()) -> DeviceGraph:
+    """Builds the graph of an attempt's devices; empty where no backend reports how far they are.
 
     A rank that has left queues no further call. The last counters of the ranks in ``ended`` still show
     where their devices were.
     """
     processes = attempt.processes
     groups: list[DeviceGroup] = []
-    pending: dict[int, list[tuple[tuple[float, ...], DeviceGroup]]] = {}
+    fronts: dict[int, list[DeviceGroup]] = {}
     left_ranks = {rank for rank in attempt.unable_ranks if not can_communicate(processes[rank])}
     for key in attempt.device_groups:
         group_streams = attempt.streams_by_group.get(key, {})
         members = {r: s.device for r, s in group_streams.items() if s.device is not None}
         for rank in left_ranks.difference(ended).intersection(members):
             members[rank] = replace(members[rank], completed=members[rank].enqueued)
-        if not members or _counts_messages(attempt, members, key):
+        # The counters may include sends and receives, which members make differently. Where completion of
+        # messages is known, as in dumps, the counters were taken without them.
+        counts_messages = key in attempt.message_groups and any(
+            stream.peer is not None and stream.completed is None and stream.group.key == key
+            for rank in members
+            for stream in processes[rank].streams.values()
+        )
+        if not members or counts_messages:
             continue
         group = DeviceGroup(
             ranks=next(iter(group_streams.values())).group.ranks,
@@ -307,22 +318,10 @@ def build_device_graph(attempt: Attempt, ended: Collection[int] = ()) -> DeviceG
         groups.append(group)
         for rank, progress in group.members.items():
             if progress.is_behind_host:
-                # The groups are sorted by the first call that the device has not completed. If it is not
-                # recorded when that was made: of groups that are used in turn, the one with more
-                # uncompleted calls comes first; with as many, the one whose newest call is older.
-                stream = group_streams[rank]
-                order: tuple[float, ...] = (
-                    progress.completed - progress.enqueued,
-                    stream.entered_at,
-                )
-                if stream.pending_at is not None:
-                    order = (stream.pending_at,)
-                pending.setdefault(rank, []).append((order, group))
-    fronts: dict[int, list[DeviceGroup]] = {}
-    for rank, ordered in pending.items():
-        ordered.sort(key=lambda item: item[0])
-        fronts[rank] = [group for _, group in ordered]
-    return DeviceGraph(groups, fronts, processes) if groups else None
+                fronts.setdefault(rank, []).append(group)
+    for rank, behind in fronts.items():
+        behind.sort(key=lambda group: group.get_queue_key(rank))
+    return DeviceGraph(groups, fronts, processes)
 
 
 def _level_stale_counters(
@@ -339,8 +338,17 @@ def _level_stale_counters(
     completed = [progress.completed for progress in members.values()]
     highest = max(completed)
     are_most_behind = 2 * completed.count(highest) < len(completed)
-    are_too_far_apart = highest - min(completed) > 1 and not _has_lagged(members, streams, highest)
-    are_stale = are_most_behind or are_too_far_apart or len(set(completed)) > _MAX_DISTINCT_COUNTS
+    are_stale = are_most_behind or len(set(completed)) > _MAX_DISTINCT_COUNTS
+    if highest - min(completed) > 1:
+        # Readings that are far apart show different times.
+        behind_changed_at = furthest_changed_at = float("-inf")
+        for rank, progress in members.items():
+            changed_at = streams[rank].device_changed_at
+            if progress.completed < highest:
+                behind_changed_at = max(behind_changed_at, changed_at)
+            else:
+                furthest_changed_at = max(furthest_changed_at, changed_at)
+        are_stale |= furthest_changed_at - behind_changed_at <= READING_DELAY_S
     if not are_stale:
         return members
     is_timed = any(progress.started is not None for progress in members.values())
@@ -351,38 +359,6 @@ def _level_stale_counters(
         rank: replace(progress, completed=min(highest, progress.enqueued))
         for rank, progress in members.items()
     }
-
-
-def _has_lagged(
-    members: Mapping[int, DeviceProgress], streams: Mapping[int, CallStream], highest: int
-) -> bool:
-    """Whether the counters of all members that are behind did not change while those of others did:
-    readings that are that far apart show different times.
-    """
-    furthest_at = max(
-        streams[rank].device_changed_at
-        for rank, progress in members.items()
-        if progress.completed == highest
-    )
-    return all(
-        furthest_at - streams[rank].device_changed_at > READING_DELAY_S
-        for rank, progress in members.items()
-        if progress.completed < highest
-    )
-
-
-def _counts_messages(
-    attempt: Attempt, members: Mapping[int, DeviceProgress], key: GroupKey
-) -> bool:
-    """Whether the group's counters may include sends and receives, which members make differently.
-
-    Where completion of messages is known, as in dumps, the counters were taken without them.
-    """
-    return key in attempt.message_groups and any(
-        stream.peer is not None and stream.completed is None and stream.group.key == key
-        for rank in members
-        for stream in attempt.processes[rank].streams.values()
-    )
 
 
 def get_first_unfinished(stream: CallStream, progress: DeviceProgress) -> int:

@@ -64,11 +64,12 @@ class BlockedCall:
         """Whether any one of the awaited ranks can end the wait."""
         return receives_from_any(self.stream)
 
+    def make_wait(self, on_rank: int) -> Wait:
+        name = self.stream.group.name
+        return Wait(rank=self.rank, on_rank=on_rank, group=name, seq=self.awaited[on_rank])
+
     def make_edge(self, on_rank: int) -> WaitEdge:
-        wait = Wait(
-            rank=self.rank, on_rank=on_rank, group=self.stream.group.name, seq=self.awaited[on_rank]
-        )
-        return WaitEdge(wait=wait, stream=self.stream)
+        return WaitEdge(wait=self.make_wait(on_rank), stream=self.stream)
 
 
 class WaiterIndex:
@@ -217,7 +218,15 @@ class WaitResolver:
         if stream.kind is StreamKind.COLLECTIVE and state is not None and not certain:
             is_known = len(state.members) == len(state.key[2]) and not state.has_losses
             if is_known and not self._silent_ranks and not self.unable_to_finish:
-                return self._find_last_members(state, stream.entered)
+                # Only the members that are furthest behind matter. In a large group each host may have
+                # reported another position.
+                last_members = self._last_members.get(id(state))
+                if last_members is None:
+                    lowest = min([member.entered for member in state.members.values()])
+                    last = [r for r, member in state.members.items() if member.entered == lowest]
+                    last_members = lowest, dict.fromkeys(last, lowest + 1)
+                    self._last_members[id(state)] = last_members
+                return last_members[1] if stream.entered > last_members[0] else {}
         concerned = get_new_group_ranks(stream)
         is_counted = stream.loss is None
         key = (id(state), concerned, stream.entered, certain, is_counted)
@@ -228,18 +237,6 @@ class WaitResolver:
         if stream.group.foreign and rank in awaited:  # two members are threads of one process
             return {member: seq for member, seq in awaited.items() if member != rank}
         return awaited
-
-    def _find_last_members(self, state: GroupState, seq: int) -> Mapping[int, int]:
-        """The members that are furthest behind, if that is before call ``seq``: all that a call may wait
-        for. In a large group each host may have reported another position.
-        """
-        last_members = self._last_members.get(id(state))
-        if last_members is None:
-            lowest = min([member.entered for member in state.members.values()])
-            last = [rank for rank, member in state.members.items() if member.entered == lowest]
-            last_members = self._last_members[id(state)] = lowest, dict.fromkeys(last, lowest + 1)
-        lowest, awaited = last_members
-        return awaited if seq > lowest else {}
 
     def _find_awaited_peers(self, rank: int, stream: CallStream) -> Mapping[int, int]:
         """The other ends of a send or a receive."""
@@ -253,58 +250,48 @@ class WaitResolver:
             return {}
         call_count = 0 if stream.other_end is None else stream.other_end.entered
         if stream.kind is StreamKind.SEND:
-            call_count += self._count_any_source_receives(rank, stream, peer)
+            # The receives from any source that are left for this rank after others' completed sends.
+            remaining_count, _ = self._count_messages(peer, StreamKind.RECV, stream, -1)
+            for other in stream.group.ranks if remaining_count else ():
+                if other != rank:
+                    remaining_count -= self._count_messages(other, stream.kind, stream, peer)[1]
+            call_count += max(0, remaining_count)
         if call_count < stream.entered:
             return {peer: call_count + 1}
         return {peer: stream.entered} if peer in self._silent_ranks else {}
 
-    def _count_any_source_receives(self, rank: int, sending: CallStream, receiver: int) -> int:
-        """The receives from any source that are left for ``rank`` after others' completed sends."""
-        receives = self._find_channels(receiver, StreamKind.RECV, sending, -1)
-        receive_count = sum(stream.entered for stream in receives)
-        if not receive_count:
-            return 0
-        used_count = 0
-        for other in sending.group.ranks:
-            if other != rank:
-                sends = self._find_channels(other, sending.kind, sending, receiver)
-                used_count += sum(stream.completed or 0 for stream in sends)
-        return max(0, receive_count - used_count)
-
     def _find_awaited_senders(self, rank: int, stream: CallStream) -> dict[int, int]:
-        """The ranks of which any one may send to this receiver; none if enough was sent."""
+        """The ranks any one of which may send to this receiver; none if enough was sent."""
         sent_counts: dict[int, int] = {}
         received_count = 0  # the completed receives that name their source
         for member in stream.group.ranks:
-            if member == rank:
-                continue
-            sends = self._find_channels(member, StreamKind.SEND, stream, rank)
-            receives = self._find_channels(rank, StreamKind.RECV, stream, member)
-            sent_counts[member] = sum(sending.entered for sending in sends)
-            received_count += sum(receiving.completed or 0 for receiving in receives)
+            if member != rank:
+                sent_counts[member], _ = self._count_messages(member, StreamKind.SEND, stream, rank)
+                received_count += self._count_messages(rank, StreamKind.RECV, stream, member)[1]
         if sum(sent_counts.values()) - received_count >= stream.entered:
             return {}
         processes = self._attempt.processes
         able = {m for m in sent_counts if m not in processes or can_communicate(processes[m])}
         return {member: sent_counts[member] + 1 for member in able or sent_counts}
 
-    def _find_channels(
+    def _count_messages(
         self, rank: int, kind: StreamKind, reference: CallStream, peer: int
-    ) -> list[CallStream]:
-        """A rank's channels to or from ``peer`` with the group and tag of the reference."""
+    ) -> tuple[int, int]:
+        """A rank's calls, and its completed ones, in its channels to or from ``peer`` with the group and
+        tag of the reference.
+        """
+        call_count = completed_count = 0
         process = self._attempt.processes.get(rank)
-        return [
-            stream
-            for stream in (process.streams.values() if process is not None else ())
-            if stream.kind is kind
-            and stream.peer == peer
-            and stream.tag == reference.tag
-            and stream.group.key == reference.group.key
-        ]
+        for stream in process.streams.values() if process is not None else ():
+            is_channel = (stream.kind, stream.peer, stream.tag) == (kind, peer, reference.tag)
+            if is_channel and stream.group.key == reference.group.key:
+                call_count += stream.entered
+                completed_count += stream.completed or 0
+        return call_count, completed_count
 
     def find_uncounted_ranks(self, rank: int, stream: CallStream) -> Collection[int]:
-        """The ranks for which a call of ``rank`` may wait and of which counts do not show whether it
-        does, because calls of theirs, or its own, are not completely recorded.
+        """The ranks for which a call of ``rank`` may wait, where counts do not show whether it does
+        because calls of theirs, or its own, are not completely recorded.
         """
         if stream.kind in (StreamKind.COLLECTIVE, StreamKind.SETUP):
             uncounted = self._find_uncounted_members(stream, get_new_group_ranks(stream))
@@ -482,8 +469,8 @@ class QueuedCalls:
         """The time when a rank's host made the first message whose other end does not exist, by rank.
         Only the time of the newest message of a channel is known.
         """
-        messages: list[tuple[int, int, CallStream]] = []  # each with its rank and its receiver
-        any_receivers: set[tuple[int, int]] = set()
+        messages: list[tuple[int, CallStream]] = []
+        any_receivers: set[tuple[int | None, int]] = set()
         for rank, process in self._attempt.processes.items():
             for stream in process.unfinished_streams:
                 if stream.peer is None or stream.completed is not None:
@@ -494,15 +481,14 @@ class QueuedCalls:
                 if _is_channel_uncounted(self._attempt, stream):
                     continue
                 met_count = 0 if stream.other_end is None else stream.other_end.entered
-                if met_count < stream.entered:
-                    receiver = stream.peer if stream.kind is StreamKind.SEND else rank
-                    messages.append((rank, receiver, stream))
+                newest = stream.calls.get(stream.entered)
+                may_block = newest is not None and newest.blocking is not False
+                if may_block and met_count < stream.entered:
+                    messages.append((rank, stream))
         unmet: dict[int, float] = {}
-        for rank, receiver, stream in messages:
-            newest = stream.calls.get(stream.entered)
-            if (receiver, id(stream.group)) in any_receivers or newest is None:
-                continue
-            if newest.blocking is not False:
+        for rank, stream in messages:
+            receiver = stream.peer if stream.kind is StreamKind.SEND else rank
+            if (receiver, id(stream.group)) not in any_receivers:
                 unmet[rank] = min(unmet.get(rank, inf), stream.entered_at)
         return unmet
 
@@ -510,10 +496,11 @@ class QueuedCalls:
         """The other ranks whose newest call is the same, with their streams."""
         if stream.kind is StreamKind.COLLECTIVE:
             state = stream.group_state
-            for member, other in state.members.items() if state is not None else ():
-                is_same = other.entered == stream.entered and other.loss is None
-                if other is not stream and is_same and stream.loss is None:
-                    yield member, other
+            if state is not None and stream.loss is None:
+                for member, other in state.members.items():
+                    is_same = other.entered == stream.entered and other.loss is None
+                    if is_same and other is not stream:
+                        yield member, other
             return
         other_end = stream.other_end
         if (

@@ -20,6 +20,7 @@ from typing import Any
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.limits import MIN_WAIT_S, READING_DELAY_S, Limits
+from hangwatch.model.verdicts import Wait
 from hangwatch.stacks.frames import waits_for_communication, waits_for_work
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream, GroupState
@@ -29,7 +30,6 @@ from .devices import DeviceGraph, build_device_graph
 from .edges import (
     BlockedCall,
     QueuedCalls,
-    WaitEdge,
     WaiterIndex,
     WaitResolver,
     group_by_awaited,
@@ -75,19 +75,21 @@ class WaitGraph:
     newly_released_ranks: set[int] = field(default_factory=set)
 
     @cached_property
-    def devices(self) -> DeviceGraph | None:
-        """How far the devices are; None where no backend reports it."""
+    def devices(self) -> DeviceGraph:
+        """How far the devices are; empty where no backend reports it."""
         return build_device_graph(self.attempt)
 
-    def get_still_devices(self) -> DeviceGraph | None:
-        """The graph of the devices, or None while each one is known to have made progress lately: then
+    @cached_property
+    def still_devices(self) -> DeviceGraph:
+        """The graph of the devices, empty while each one is known to have made progress lately: then
         none can be the subject of a verdict. To find that out takes a tenth of the time.
         """
-        if not self.attempt.device_groups:
-            return None
         limit_s = self.limits.suspicion_delay_s - 2 * READING_DELAY_S
-        stills_s = [process.device_still_s for process in self.attempt.processes.values()]
-        return self.devices if max(stills_s, default=0.0) >= limit_s else None
+        if self.attempt.device_groups:
+            stills_s = [process.device_still_s for process in self.attempt.processes.values()]
+            if max(stills_s, default=0.0) >= limit_s:
+                return self.devices
+        return DeviceGraph((), {}, self.attempt.processes)
 
     @cached_property
     def waiter_groups(self) -> list[list[BlockedCall]]:
@@ -123,14 +125,13 @@ class WaitGraph:
             *self.unrecorded_waits,
         }
 
-    def iter_edges(self, rank: int) -> Iterator[WaitEdge]:
+    def iter_waits(self, rank: int) -> Iterator[Wait]:
         for blocked in self.blocked_calls.get(rank, ()):
-            for awaited_rank in blocked.awaited:
-                yield blocked.make_edge(awaited_rank)
+            yield from map(blocked.make_wait, blocked.awaited)
 
     def find_chain_ends(self) -> set[int]:
         """Ranks that others wait for and that wait for no rank."""
-        # A difference of the keys would take a look-up for each waiting rank.
+        # A difference of the keys would search for each waiting rank.
         return {rank for rank in self.index.groups_by_awaited if rank not in self.blocked_calls}
 
     def iter_waits_for(self, rank: int) -> Iterator[BlockedCall]:
@@ -154,7 +155,7 @@ class WaitGraph:
         meeting_ranks = {rank for rank, calls in self.blocked_calls.items() if len(calls) > 1}
         meeting_ranks.update(groups_by_awaited)
         # The end from which the search first reached a rank, or a waiter group.
-        end_by_rank = dict(zip(sets_by_end, sets_by_end, strict=True))
+        end_by_rank = {end: end for end in sets_by_end}
         end_by_group: dict[int, int] = {}
         for end in list(sets_by_end):
             to_search = [end]
@@ -296,14 +297,24 @@ class _GraphBuilder:
                 return
         if blocked_streams:
             self._add_waits(process, blocked_streams, None)
-        elif not self._is_ahead_of_device(rank, process):
-            # The calls may block only one of its threads. Or some call may be unfinished, and no call was
-            # made for a while: a rank that makes further calls does not wait.
-            self._add_thread_waits(rank, process)
-            pending = list_old_unfinished(process, self._before)
-            advanced_at = process.last_advanced_at if pending else inf
-            if advanced_at <= self._before:
-                self._add_waits(process, pending, advanced_at)
+            return
+        if self._is_ahead_of_device(rank, process):
+            return
+        # A collective may block one thread while another one made the newest call. A thread that only
+        # receives messages may be blocked for any time in a healthy job.
+        for stream in process.blocked_streams:
+            is_old = stream.entered_at <= self._before
+            if stream.peer is None and is_old and stream.entered_at < process.newest_call_at:
+                awaited = self._resolver.find_awaited_ranks(rank, stream, True)
+                if awaited:
+                    blocked = BlockedCall(rank, stream, stream.entered_at, awaited)
+                    self._graph.thread_waits.setdefault(rank, []).append(blocked)
+        # Some call may be unfinished, and no call was made for a while: a rank that makes further calls
+        # does not wait.
+        pending = list_old_unfinished(process, self._before)
+        advanced_at = process.last_advanced_at if pending else inf
+        if advanced_at <= self._before:
+            self._add_waits(process, pending, advanced_at)
 
     def _add_waits(
         self, process: Process, pending: list[CallStream], advanced_at: float | None
@@ -315,7 +326,13 @@ class _GraphBuilder:
         blocked_calls, uncounted, stuck = self._find_waits(process, pending, advanced_at)
         is_held_up = False
         if advanced_at is not None and not (blocked_calls or uncounted or stuck):
-            blocked_calls = self._find_held_calls(rank, pending, advanced_at)
+            # Other ranks' devices may not come to a call, although their hosts made it. The newest is the
+            # first, since a host that waits for its device waits for all of them.
+            for stream in sorted(pending, key=lambda stream: -stream.entered_at):
+                held_ranks = self._queued_calls.find_held_ranks(rank, stream)
+                if held_ranks:
+                    began_at = max(stream.entered_at, advanced_at)
+                    blocked_calls.append(BlockedCall(rank, stream, began_at, held_ranks))
             is_held_up = bool(blocked_calls)
         is_waiting_somewhere = blocked_calls or uncounted or stuck
         if not is_waiting_somewhere and all(stream.peer is None for stream in pending):
@@ -341,24 +358,10 @@ class _GraphBuilder:
         else:
             self._add_released(rank, pending)
 
-    def _add_thread_waits(self, rank: int, process: Process) -> None:
-        """Adds the collectives that block one thread while another one made the newest call. A thread
-        that only receives messages may be blocked for any time in a healthy job.
-        """
-        for stream in process.blocked_streams:
-            if stream.peer is not None or stream.entered_at > self._before:
-                continue
-            if stream.entered_at >= process.newest_call_at:
-                continue
-            awaited = self._resolver.find_awaited_ranks(rank, stream, True)
-            if awaited:
-                blocked = BlockedCall(rank, stream, stream.entered_at, awaited)
-                self._graph.thread_waits.setdefault(rank, []).append(blocked)
-
     def _find_waits(
         self, process: Process, pending: list[CallStream], advanced_at: float | None
     ) -> tuple[list[BlockedCall], list[BlockedCall], list[CallStream]]:
-        """The pending calls that some rank has not entered, those of which counts do not show it, and
+        """The pending calls that some rank has not entered, those where counts do not show it, and
         those that all have entered and that do not complete.
         """
         rank, is_certain = process.rank, advanced_at is None
@@ -375,25 +378,18 @@ class _GraphBuilder:
             elif uncounted := self._resolver.find_uncounted_ranks(rank, stream):
                 may_await = dict.fromkeys(uncounted, stream.entered)
                 uncounted_calls.append(BlockedCall(rank, stream, began_at, may_await))
+            # The completion of many sends is never reported, so only a stack shows that a rank waits for a
+            # send that its peer received. A message received from any source may be the one that this call
+            # was to receive.
             elif stream.completed is not None and (
-                stream.peer is None or is_waiting_on_channel(process, stream)
+                stream.peer is None
+                or (
+                    waits_for_work(get_calling_thread_since(process, stream.entered_at))
+                    and all(other.peer != -1 for other in process.streams.values())
+                )
             ):
                 stuck.append(stream)
         return blocked_calls, uncounted_calls, stuck
-
-    def _find_held_calls(
-        self, rank: int, streams: Collection[CallStream], advanced_at: float
-    ) -> list[BlockedCall]:
-        """The calls to which other ranks' devices cannot come, although their hosts made them; the
-        newest first, since a host that waits for its device waits for all of them.
-        """
-        blocked_calls: list[BlockedCall] = []
-        for stream in sorted(streams, key=lambda stream: -stream.entered_at):
-            held_ranks = self._queued_calls.find_held_ranks(rank, stream)
-            if held_ranks:
-                began_at = max(stream.entered_at, advanced_at)
-                blocked_calls.append(BlockedCall(rank, stream, began_at, held_ranks))
-        return blocked_calls
 
     def _add_released(self, rank: int, pending: Collection[CallStream]) -> None:
         """Adds a rank whose peers have made their calls. If one of these was reported after the rank's own
@@ -449,43 +445,29 @@ class _GraphBuilder:
         graph = self._graph
         waiting = graph.get_waiting_ranks()
         for rank, calls in list(graph.uncounted_waits.items()):
-            resolved = filter(None, [self._resolve_wait(call, waiting) for call in calls])
-            if blocked_calls := list(resolved):
+            resolved: list[BlockedCall] = []
+            for blocked in calls:
+                others = [other for other in blocked.awaited if other not in waiting]
+                seen_waiting = {other: self._is_seen_waiting(other, blocked) for other in others}
+                absent = {r: blocked.awaited[r] for r in others if seen_waiting[r] is False}
+                if absent and None not in seen_waiting.values():
+                    resolved.append(replace(blocked, awaited=absent))
+            if resolved:
                 del graph.uncounted_waits[rank]
-                graph.blocked_calls[rank] = blocked_calls
+                graph.blocked_calls[rank] = resolved
 
-    def _resolve_wait(self, blocked: BlockedCall, waiting: Collection[int]) -> BlockedCall | None:
-        absent: dict[int, int] = {}
-        for rank, seq in blocked.awaited.items():
-            if rank in waiting:
-                continue
-            process = self._attempt.processes.get(rank)
-            if process is None:
-                return None
-            since = max(blocked.began_at, process.last_advanced_at)
-            thread = get_calling_thread_since(process, since)
-            is_waiting = waits_for_communication(thread)
-            if is_waiting is None:
-                return None
-            if not is_waiting:
-                absent[rank] = seq
-        return replace(blocked, awaited=absent) if absent else None
+    def _is_seen_waiting(self, rank: int, blocked: BlockedCall) -> bool | None:
+        """Whether a stack since a wait began shows that the rank waits as well; None without one."""
+        process = self._attempt.processes.get(rank)
+        if process is None:
+            return None
+        since = max(blocked.began_at, process.last_advanced_at)
+        return waits_for_communication(get_calling_thread_since(process, since))
 
 
 def list_old_unfinished(process: Process, before: float) -> list[CallStream]:
     """The streams whose newest call was entered ``before`` then and may be unfinished."""
     return [s for s in process.unfinished_streams if s.entered_at <= before and s.entered > 0]
-
-
-def is_waiting_on_channel(process: Process, stream: CallStream) -> bool:
-    """Whether a rank's stack shows that it waits. The completion of many sends is never reported, so
-    only a stack shows that a rank waits for a send that its peer received.
-
-    A message received from any source may be the one that this call was to receive.
-    """
-    if not waits_for_work(get_calling_thread_since(process, stream.entered_at)):
-        return False
-    return all(other.peer != -1 for other in process.streams.values())
 
 
 def find_silent_ranks(attempt: Attempt, now: float, lost_after_s: float) -> dict[int, Silence]:

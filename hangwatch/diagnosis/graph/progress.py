@@ -35,11 +35,6 @@ def has_two_samples(process: Process, since: float) -> bool:
     return _find_comparable_sample(list_samples_since(process, since)) is not None
 
 
-def is_progressing(process: Process, since: float) -> bool:
-    """Whether a rank's calling thread uses the CPU, or its samples show different functions."""
-    return is_busy(process) or has_stack_changed(process, since)
-
-
 def is_busy(process: Process) -> bool:
     """Whether a rank's calling thread uses the CPU, or needs one. Node agents report it of the main
     thread and the one of the newest call together; samples, of each thread.
@@ -159,7 +154,7 @@ def needs_another_sample(process: Process, since: float, beside_slow: bool) -> b
 
 
 def _find_awaited_threads(sample: StackSample) -> tuple[RequiredProgress, list[ThreadStack]]:
-    """The threads whose use of the CPU can show that the calling thread's wait is no hang."""
+    """The threads whose use of the CPU can show that the calling thread's wait is not a hang."""
     waits = classify_activity(sample.calling_thread).waits
     required = waits.required_progress
     if required is RequiredProgress.NONE:
@@ -178,13 +173,8 @@ def _find_awaited_threads(sample: StackSample) -> tuple[RequiredProgress, list[T
 
 def get_calling_thread_since(process: Process, since: float) -> ThreadStack | None:
     """The calling thread's stack in the newest sample, if that was taken since."""
-    sample = _get_sample_since(process, since)
-    return sample.calling_thread if sample is not None else None
-
-
-def _get_sample_since(process: Process, since: float) -> StackSample | None:
     samples = list_samples_since(process, since)
-    return samples[-1] if samples else None
+    return samples[-1].calling_thread if samples else None
 
 
 def find_blocked_streams(process: Process, before: float) -> list[CallStream]:
@@ -198,9 +188,10 @@ def find_blocked_streams(process: Process, before: float) -> list[CallStream]:
     has_called_since = process.newest_call_at > since + MIN_WAIT_S
     if has_called_since:  # another thread, which may wait for this one now
         since = process.newest_call_at
-    sample = _get_sample_since(process, since) if process.samples else None
-    if sample is None:
+    samples = list_samples_since(process, since)
+    if not samples:
         return [] if has_called_since else blocked
+    sample = samples[-1]
     others = _list_callers(process, sample, blocked)
     if has_called_since:
         for stream in blocked:
@@ -230,22 +221,15 @@ def _list_callers(
     """The threads in the user's code that made calls other than the creation of groups, without those
     that make the calls of the ``excluded`` streams.
     """
-    excluded_threads = [sample.find_caller(stream) for stream in excluded]
-    return [
-        thread
-        for thread in sample.threads
-        if thread.call_recency is not None
-        and not any(thread is other for other in excluded_threads)
-        and not _creates_groups_only(process, thread)
-        and runs_user_code(thread)
-    ]
-
-
-def _creates_groups_only(process: Process, thread: ThreadStack) -> bool:
-    streams = [process.streams.get(uid) for uid in thread.called_uids]
-    return bool(streams) and all(
-        stream is not None and stream.kind is StreamKind.SETUP for stream in streams
-    )
+    excluded_threads = {id(sample.find_caller(stream)) for stream in excluded}
+    callers: list[ThreadStack] = []
+    for thread in sample.threads:
+        streams = [process.streams.get(uid) for uid in thread.called_uids]
+        kinds = {None if stream is None else stream.kind for stream in streams}
+        is_caller = thread.call_recency is not None and id(thread) not in excluded_threads
+        if is_caller and kinds != {StreamKind.SETUP} and runs_user_code(thread):
+            callers.append(thread)
+    return callers
 
 
 def has_working_thread(process: Process, since: float) -> bool:
@@ -268,11 +252,10 @@ def _is_waiting_for_thread(stack: ThreadStack | None) -> bool:
 
 def is_process_waiting(process: Process) -> bool | None:
     """Whether the calling threads wait, by stacks or else by idleness; None if it is a guess."""
-    sample = None
     # Few of 100,000 processes have samples, and it takes long to find when a process advanced.
-    if process.samples:
-        sample = _get_sample_since(process, process.last_advanced_at)
-    if sample is not None:
+    samples = process.samples and list_samples_since(process, process.last_advanced_at)
+    if samples:
+        sample = samples[-1]
         callers: list[ThreadStack | None] = [*_list_callers(process, sample)]
         if len(callers) > 1:
             callers = [thread for thread in callers if not _is_waiting_for_thread(thread)]

@@ -15,20 +15,14 @@ from hangwatch.tracking.process import FreezeReason, Process
 
 from ..context import (
     DiagnosisContext,
-    find_blocking_user_thread,
     find_last_site,
-    find_missing_call,
     find_newest_sample,
-    get_state_known_until,
-    select_waits,
 )
 from ..graph.edges import WaitEdge
 from ..graph.progress import (
-    find_working_threads,
     has_stack_changed,
     has_two_samples,
     is_busy,
-    is_progressing,
 )
 from ..messages import (
     PHASE_HINT,
@@ -39,39 +33,6 @@ from ..messages import (
     describe_ranks,
     format_waiter_count,
 )
-
-
-def get_unable_kind(context: DiagnosisContext, rank: int) -> VerdictKind | None:
-    """The kind for a rank that cannot enter the call, because it has left or is frozen; else None."""
-    if rank not in context.attempt.unable_ranks:
-        return None
-    process = context.attempt.processes[rank]
-    for blocked in context.graph.iter_waits_for(rank):
-        if process.has_left(blocked.stream.group):
-            return VerdictKind.EXITED_RANK
-    return VerdictKind.FROZEN_RANK if process.freeze_reason(context.now) is not None else None
-
-
-def is_working(context: DiagnosisContext, rank: int, since: float) -> bool:
-    """Whether the rank, or what it waits for on its host, makes progress."""
-    process = context.attempt.processes[rank]
-    # A rank that makes calls elsewhere is not stuck before it has been in its own code as long.
-    unchanged_s = get_state_known_until(context, rank) - process.last_advanced_at
-    return (
-        rank in context.graph.released_ranks
-        or unchanged_s < context.limits.stall_after_s
-        or is_progressing(process, since)
-        or bool(find_working_threads(process, since))
-        or is_in_phase(context, process)
-    )
-
-
-def is_in_phase(context: DiagnosisContext, process: Process) -> bool:
-    """Whether a rank is in a phase that it declared, within the phase's time limit."""
-    if process.phase is None:
-        return False
-    limit_s = process.phase.limit_s or context.limits.slow_limit_s
-    return context.now - process.phase.began_at < limit_s
 
 
 def make_absence_verdict(
@@ -87,50 +48,55 @@ def make_absence_verdict(
 ) -> Verdict:
     """The verdict on ``culprits``, for which others wait; ``edge`` is one of these waits. ``messages`` are
     the summary and the advice, if those of the kind do not fit.
+
+    A late start is a warning at first: slow imports, image pulls and launchers delay it without a fault.
     """
-    blocking_thread = find_blocking_user_thread(context, culprits, began_at, edge.group)
+    severity = KINDS[kind].severity
+    is_late = context.now - began_at >= context.limits.startup_after_s
+    if KINDS[kind].timing is Timing.AFTER_STALL_THEN_ALERT and not is_late:
+        severity = Severity.WARNING
+    site, where = None, ""
+    for rank in culprits:  # the first one that a stack shows on a line of the user's code
+        process = context.attempt.processes.get(rank)
+        if process is None:
+            continue
+        thread = context.find_blocking_thread(process, edge.group, began_at)
+        site = find_user_site(thread)
+        if site is not None:
+            subject = describe_blocking_thread(
+                f"rank {rank}" if len(culprits) > 1 else "it", thread
+            )
+            where = f": {subject} is at {site}"
+            break
     verdict = Verdict(
         kind=kind,
-        severity=get_severity(context, kind, began_at),
+        severity=severity,
         culprits=culprits,
         waiting=tuple(sorted(waiting)),
         group=edge.group,
         seq=edge.seq,
-        calls=find_missing_call(context, edge, waiting),
-        waits=select_waits(context, waiting),
+        calls=context.find_missing_call(edge, waiting),
+        waits=context.select_waits(waiting),
         began_at=began_at,
         is_confirmed=due,
-        site=find_user_site(blocking_thread[1]) if blocking_thread is not None else None,
+        site=site,
     )
     summary, advice = messages or MESSAGE_MAKERS[kind](context, verdict, edge)
-    if blocking_thread is not None and kind is not VerdictKind.EXITED_RANK:
-        rank, thread = blocking_thread
-        subject = describe_blocking_thread(f"rank {rank}" if len(culprits) > 1 else "it", thread)
-        summary = f"{summary}: {subject} is at {verdict.site}"
+    if site is not None and kind is not VerdictKind.EXITED_RANK:
+        summary += where
     return replace(verdict, summary=summary, advice=advice)
-
-
-def get_severity(context: DiagnosisContext, kind: VerdictKind, began_at: float) -> Severity:
-    """The severity of a verdict of this kind. A late start is a warning at first: slow imports, image
-    pulls and launchers delay it without a fault.
-    """
-    spec = KINDS[kind]
-    awaited_s = context.now - began_at
-    if spec.timing is Timing.AFTER_STALL_THEN_ALERT and awaited_s < context.limits.startup_after_s:
-        return Severity.WARNING
-    return spec.severity
 
 
 def _describe_startup(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> Messages:
     processes = {rank: context.attempt.processes.get(rank) for rank in verdict.culprits}
-    ranks, waiters = describe_ranks(verdict.culprits), format_waiter_count(len(verdict.waiting))
+    ranks = describe_ranks(verdict.culprits)
+    waiters = format_waiter_count(len(verdict.waiting))
+    first = processes[verdict.culprits[0]]
+    was_destroyed = first is not None and first.lifecycle is Lifecycle.DESTROYED
+    again = " again" if was_destroyed else ""
+    summary = f"{ranks} never reached init_process_group{again}, in which {waiters}"
     if edge.group.is_declared:
         summary = f"{ranks} never started, for which {waiters} in {edge.op}"
-    else:
-        process = processes[verdict.culprits[0]]
-        was_destroyed = process is not None and process.lifecycle is Lifecycle.DESTROYED
-        again = " again" if was_destroyed else ""
-        summary = f"{ranks} never reached init_process_group{again}, in which {waiters}"
     return summary, _format_startup_advice(processes)
 
 
@@ -204,7 +170,7 @@ def _describe_frozen(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
         condition = "running native code that holds the GIL"
         advice = f"No Python code can run there: {stacks_show} which native call does not return."
     if reason is FreezeReason.GIL_HELD and not find_newest_sample(process, verdict.began_at):
-        # The line of the newest recorded call stands in for a stack.
+        # The line of the newest recorded call replaces the stack.
         last_site = find_last_site(process)
         after = "" if last_site is None else f", which was at {last_site}"
         advice = (
@@ -238,7 +204,7 @@ def _describe_slow(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) 
         f"{describe_ranks(verdict.culprits)} {are} still working{in_phase} while"
         f" {format_waiter_count(len(verdict.waiting))} for {them} in {edge.op}"
     )
-    if is_in_phase(context, process):
+    if context.is_in_phase(process):
         advice = "Its script declared this phase: it may take until the limit of the phase."
         return summary, advice
     if has_stack_changed(process, verdict.began_at):
@@ -256,7 +222,7 @@ def _describe_missing(context: DiagnosisContext, verdict: Verdict, edge: WaitEdg
     ranks_inside = verdict.calls[0].ranks if verdict.calls else ()
     if edge.stream.peer is None:
         # Positions count here, since it may be unknown whether the calls are equal.
-        members = context.streams_by_group.get(edge.group.key, {})
+        members = context.get_members(edge.group)
         ranks_inside = tuple(
             rank
             for rank in verdict.waiting

@@ -9,7 +9,7 @@ from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 
 from hangwatch.model.calls import StreamKind
-from hangwatch.model.kinds import KINDS, VerdictKind
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.tracking.call_stream import CallStream
@@ -17,18 +17,12 @@ from hangwatch.tracking.call_stream import CallStream
 from ..context import (
     MAX_CULPRIT_STACKS,
     DiagnosisContext,
-    EvidenceRequest,
     get_newest_call,
-    get_state_known_until,
-    iter_alive,
-    request_stacks,
-    select_waits,
 )
 from ..graph.edges import BlockedCall, WaitEdge, get_op_name, group_by_awaited
 from ..graph.graph import WaitGraph
 from ..graph.progress import get_calling_thread_since, has_working_thread
 from ..messages import describe_deadlock, describe_position, format_deadlock_advice
-from .absence import get_unable_kind
 
 _MAX_CALLS_SHOWN = 16
 _MAX_STACK_REQUESTS = 16
@@ -45,8 +39,8 @@ def diagnose_deadlocks(context: DiagnosisContext) -> None:
     """One verdict for each cycle of waits that no rank outside can end."""
     blocked_ranks = find_blocked_ranks(context.graph)
     for component, waiters in find_cycle_components(context.graph, blocked_ranks):
-        is_explained = not component.isdisjoint(context.explained_ranks)
-        if not is_explained and not _waits_for_departed(context, component):
+        is_new = component.isdisjoint(context.explained_ranks)
+        if is_new and not _waits_for_departed(context, component):
             _diagnose_cycle(context, component, waiters)
 
 
@@ -65,55 +59,51 @@ def _diagnose_cycle(context: DiagnosisContext, component: set[int], waiters: set
         or (rank in processes and has_working_thread(processes[rank], began_at))
     }
     for rank in sorted(uncertain)[:_MAX_STACK_REQUESTS]:
-        context.requests.append(EvidenceRequest(rank=rank, stacks=True))
+        context.request_stack(rank)
+    # Devices may execute calls of different groups at the same time, and so in another order.
+    if uncertain or not core.isdisjoint(context.graph.held_up_ranks):
+        known_until = min(context.get_state_known_until(rank) for rank in core)
+        is_confirmed = known_until - began_at >= context.limits.stall_after_s
+    else:
+        # Once the requested stacks have arrived, a thread working beside the waiting one would have been
+        # seen.
+        sampled = context.iter_alive(culprits[:MAX_CULPRIT_STACKS])
+        are_sampled = all(get_calling_thread_since(process, began_at) for process in sampled)
+        needed_waits = 3 if are_sampled else 4
+        is_confirmed = context.now - began_at >= needed_waits * MIN_WAIT_S
     calls: list[CallClass] = []
     for rank in culprits[:_MAX_CALLS_SHOWN]:
         calls += get_newest_call(context.graph.blocked_calls[rank][0].stream, rank)
     cycle_waits = [(edge.wait, get_op_name(edge.stream)) for edge in cycle]
     verdict = Verdict(
         kind=VerdictKind.DEADLOCK,
-        severity=KINDS[VerdictKind.DEADLOCK].severity,
         culprits=culprits,
         waiting=tuple(sorted(waiting)),
         group=cycle[0].group,
         seq=cycle[0].seq,
         calls=tuple(calls),
-        waits=select_waits(context, core | waiting, cycle),
+        waits=context.select_waits(core | waiting, cycle),
         began_at=began_at,
-        is_confirmed=_is_confirmed(context, core, uncertain, began_at),
+        is_confirmed=is_confirmed,
         summary=describe_deadlock(culprits, cycle_waits),
         advice=format_deadlock_advice(tuple(sorted(common_ranks)), culprits),
     )
     context.accuse(_add_tag_mismatch(context, verdict, blocked_calls))
     context.deadlocked_ranks |= core | waiting
-    request_stacks(context, culprits, waiting, began_at)
-
-
-def _is_confirmed(
-    context: DiagnosisContext, core: set[int], uncertain: set[int], began_at: float
-) -> bool:
-    # Devices may execute calls of different groups at the same time, and so in another order.
-    if uncertain or not core.isdisjoint(context.graph.held_up_ranks):
-        known_until = min(get_state_known_until(context, rank) for rank in core)
-        return known_until - began_at >= context.limits.stall_after_s
-    # Once the requested stacks have arrived, a thread working beside the waiting one would have been seen.
-    sampled = iter_alive(context, sorted(core)[:MAX_CULPRIT_STACKS])
-    are_sampled = all(get_calling_thread_since(process, began_at) for process in sampled)
-    needed_waits = 3 if are_sampled else 4
-    return context.now - began_at >= needed_waits * MIN_WAIT_S
+    context.request_stacks(culprits, waiting, began_at)
 
 
 def _waits_for_departed(context: DiagnosisContext, component: set[int]) -> bool:
     """Whether the component also waits for ranks that have left, are frozen or do not report: these
     are the cause, and the cycle may be a consequence.
     """
-    blocked_calls = context.graph.blocked_calls
-    groups = group_by_awaited(blocked_calls[rank] for rank in component)
-    awaited_ranks: set[int] = set().union(*(group[0].awaited for group in groups))
-    awaited_ranks -= blocked_calls.keys()
-    return any(
-        rank in context.graph.silent_ranks or get_unable_kind(context, rank) is not None
-        for rank in awaited_ranks
+    graph = context.graph
+    groups = group_by_awaited(graph.blocked_calls[rank] for rank in component)
+    awaited_ranks = (
+        set().union(*(group[0].awaited for group in groups)) - graph.blocked_calls.keys()
+    )
+    return not graph.silent_ranks.keys().isdisjoint(awaited_ranks) or any(
+        context.get_unable_kind(rank) is not None for rank in awaited_ranks
     )
 
 
@@ -259,13 +249,13 @@ def find_deadlock_core(
     cycle_ranks = [edge.wait.rank for edge in cycle]
     common_ranks = {rank for rank in cycle_ranks if _is_acyclic(graph, component - {rank})}
     # The waiter groups that wait for any of these, with their ranks of the component only.
-    by_awaited, all_groups = graph.index.groups_by_awaited, graph.waiter_groups
-    indices = {index for rank in common_ranks for index in by_awaited.get(rank, ())}
-    in_component = [[b for b in all_groups[index] if b.rank in component] for index in indices]
-    waiter_groups = sorted(
-        filter(None, in_component),
-        key=lambda group: (min(b.began_at for b in group), min(b.rank for b in group)),
-    )
+    by_awaited = graph.index.groups_by_awaited
+    waiter_groups: list[list[BlockedCall]] = []
+    for index in {index for rank in common_ranks for index in by_awaited.get(rank, ())}:
+        in_component = [b for b in graph.waiter_groups[index] if b.rank in component]
+        if in_component:
+            waiter_groups.append(in_component)
+    waiter_groups.sort(key=lambda g: (min(b.began_at for b in g), min(b.rank for b in g)))
     for waiter_group in ([], *waiter_groups):
         ranks = common_ranks | {blocked.rank for blocked in waiter_group}
         if not _is_acyclic(graph, ranks):
@@ -301,19 +291,14 @@ def _find_cycle_from(graph: WaitGraph, start: int, component: set[int]) -> list[
     """The shortest path of waits from a rank of a component back to it, by breadth-first search."""
     edge_to: dict[int, WaitEdge] = {}
     searched: set[int] = set()  # the identities of mappings
-    level = [start]
-    while start not in edge_to:
-        next_level: list[int] = []
-        for rank in level:
-            for blocked in graph.blocked_calls[rank]:
-                if id(blocked.awaited) in searched:
-                    continue
+    to_search = [start]
+    for rank in to_search:  # grows in the loop
+        for blocked in graph.blocked_calls[rank] if start not in edge_to else ():
+            if id(blocked.awaited) not in searched:
                 searched.add(id(blocked.awaited))
-                unreached = (blocked.awaited.keys() & component) - edge_to.keys()
-                for awaited_rank in sorted(unreached):
-                    edge_to[awaited_rank] = blocked.make_edge(awaited_rank)
-                    next_level.append(awaited_rank)
-        level = next_level
+                unreached = sorted((blocked.awaited.keys() & component) - edge_to.keys())
+                edge_to.update({awaited: blocked.make_edge(awaited) for awaited in unreached})
+                to_search += unreached
     path = [edge_to[start]]
     while path[-1].wait.rank != start:
         path.append(edge_to[path[-1].wait.rank])

@@ -14,14 +14,14 @@ from dataclasses import replace
 from itertools import islice
 
 from hangwatch.model.groups import Group
-from hangwatch.model.kinds import KINDS, Severity, VerdictKind
+from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.limits import MAX_EVIDENCE_WAIT_S, MIN_WAIT_S, READING_DELAY_S, UNTIMED_GRACE_S
 from hangwatch.model.verdicts import CallClass, Verdict, Wait
 from hangwatch.stacks.frames import waits_for_work
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
 
-from ..context import DiagnosisContext, request_stacks
+from ..context import DiagnosisContext
 from ..graph.devices import DeviceGraph, DeviceGroup, get_still_until
 from ..graph.edges import get_op_name
 from ..graph.progress import get_calling_thread_since, is_process_waiting
@@ -33,7 +33,7 @@ from ..messages import (
     format_lower_layers_advice,
     format_waiter_count,
 )
-from .absence import is_in_phase, is_working, make_absence_verdict
+from .absence import make_absence_verdict
 from .progress import check_agreement, make_no_progress_verdict
 
 _MAX_WAITS_SHOWN = 64
@@ -57,11 +57,10 @@ def diagnose_devices(context: DiagnosisContext) -> None:
     """At most one verdict each for devices that wait for each other, for devices that lag, and for hosts
     that have not made the call that others' devices are in.
     """
-    devices = context.graph.get_still_devices()
-    if devices is not None:
-        _diagnose_cycle(context, devices)
-        _diagnose_stuck_devices(context, devices)
-        _diagnose_hosts_behind(context, devices)
+    devices = context.graph.still_devices
+    _diagnose_cycle(context, devices)
+    _diagnose_stuck_devices(context, devices)
+    _diagnose_hosts_behind(context, devices)
 
 
 def _get_suspicious_age_s(
@@ -97,7 +96,6 @@ def _diagnose_cycle(context: DiagnosisContext, devices: DeviceGraph) -> None:
     first_wait = cycle_waits[0][0]
     verdict = Verdict(
         kind=VerdictKind.DEADLOCK,
-        severity=KINDS[VerdictKind.DEADLOCK].severity,
         culprits=culprits,
         waiting=tuple(sorted(waiting)),
         group=devices.fronts[first_wait.rank][0].streams[first_wait.rank].group,
@@ -127,7 +125,7 @@ def _diagnose_stuck_devices(context: DiagnosisContext, devices: DeviceGraph) -> 
         return
     first = min(culprits)
     group = devices.fronts[first][0]
-    # Where the calls differ, devices that lag are no culprits.
+    # Where the calls differ, devices that lag are not the cause.
     agreement = check_agreement(context, group.streams[first].group, group.get_seq(first))
     due_after_s = context.limits.stall_after_s
     if agreement.may_become_known:
@@ -138,7 +136,7 @@ def _diagnose_stuck_devices(context: DiagnosisContext, devices: DeviceGraph) -> 
 
 def _is_any_in_phase(context: DiagnosisContext, ranks: Iterable[int]) -> bool:
     processes = context.attempt.processes
-    return any(is_in_phase(context, processes[rank]) for rank in ranks)
+    return any(context.is_in_phase(processes[rank]) for rank in ranks)
 
 
 def _diagnose_hosts_behind(context: DiagnosisContext, devices: DeviceGraph) -> None:
@@ -159,12 +157,12 @@ def _diagnose_hosts_behind(context: DiagnosisContext, devices: DeviceGraph) -> N
     if any(processes[rank].newest_call_at < began_at + MIN_WAIT_S for rank in waiting):
         return  # a host that makes no further calls may be busy, and wait for none
     culprits = tuple(sorted(devices.host_ends))
-    request_stacks(context, culprits, waiting, began_at)
+    context.request_stacks(culprits, waiting, began_at)
     if age_s < context.limits.stall_after_s:
         return  # the waits of hosts may show another cause until then
     kind = VerdictKind.MISSING_RANK
     within_slow_limit = age_s < context.limits.slow_limit_s
-    if within_slow_limit and any(is_working(context, rank, began_at) for rank in culprits):
+    if within_slow_limit and any(context.is_working(rank, began_at) for rank in culprits):
         kind = VerdictKind.SLOW_RANK
     edge = devices.find_longest_wait(culprits)
     assert edge is not None  # devices wait for these hosts
@@ -175,9 +173,7 @@ def diagnose_stalled_devices(context: DiagnosisContext) -> None:
     """One verdict for all calls that every member's device is in, as far as is known, and that
     none completes. A verdict on a member, or its declared phase, explains the call.
     """
-    devices = context.graph.get_still_devices()
-    if devices is None:
-        return
+    devices = context.graph.still_devices
     stalled = [
         group
         for group in devices.stalled_groups
@@ -227,7 +223,6 @@ def make_stuck_verdict(
     )
     return Verdict(
         kind=VerdictKind.DEVICE_STUCK,
-        severity=KINDS[VerdictKind.DEVICE_STUCK].severity,
         culprits=culprits,
         waiting=tuple(sorted(waiting)),
         group=stream.group,
@@ -276,7 +271,7 @@ def make_stalled_verdict(
 
 def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
     """One verdict if no rank makes a call, no device makes progress, and hosts are seen to wait; not
-    beside another verdict, of which that may be a consequence.
+    beside another verdict, since it may be a consequence of that one.
     """
     attempt = context.attempt
     if context.now - attempt.newest_call_at < context.limits.suspicion_delay_s:
@@ -297,7 +292,7 @@ def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
     if age_s < context.limits.suspicion_delay_s:
         return
     ranks = tuple(process.rank for process in waiting)
-    request_stacks(context, (), ranks, began_at)
+    context.request_stacks((), ranks, began_at)
     answers = [_is_seen_waiting(process, began_at) for process in waiting if process.samples]
     if False in answers or True not in answers:
         return
@@ -313,9 +308,8 @@ def diagnose_uncounted_devices(context: DiagnosisContext) -> None:
             f"{describe_ranks(ranks)} {verb} for {own}, and no device finishes what is queued: rank"
             f" {ranks[0]}'s last call is {get_op_name(queued[0])} ({position})"
         )
-        devices = context.graph.devices
         # The ranks whose devices hold up all others, as far as counters show it.
-        ends = () if devices is None else tuple(sorted(devices.culprits))
+        ends = tuple(sorted(context.graph.devices.culprits))
         if 0 < len(ends) < len(ranks):
             summary += f"; the others wait for {describe_ranks(ends)}"
     has_counters = any(map(_has_unfinished_count, waiting))
@@ -342,7 +336,7 @@ def _may_wait(context: DiagnosisContext, process: Process) -> bool:
     newest = _find_newest_queued(process)
     if newest is None:
         return False
-    if process.rank in context.graph.silent_ranks or is_in_phase(context, process):
+    if process.rank in context.graph.silent_ranks or context.is_in_phase(process):
         return False
     if any(stream.peer is not None and stream.entered for stream in process.streams.values()):
         return newest.device is None or _has_unfinished_count(process)

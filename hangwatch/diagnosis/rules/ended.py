@@ -33,12 +33,9 @@ from ..context import (
     TERMINATION_SIGNALS,
     DiagnosisContext,
     find_last_site,
-    find_silent_node_mates,
     get_newest_call,
-    get_state_known_until,
     has_peer_error,
     has_timed_out,
-    select_waits,
     was_ended_by_watchdog,
 )
 from ..graph.devices import build_device_graph
@@ -154,9 +151,11 @@ def diagnose_exits(context: DiagnosisContext) -> None:
     is_in_teardown = _is_teardown(context, failed)
     if is_in_teardown:
         return
+    # No peer causes an exception of another type.
+    is_peer_error = first.exception is None or PEER_ERROR_TYPES.search(first.exception.type)
     last = first.newest_stream
     not_reporting: list[int] = []
-    if last is not None and not _has_own_exception(first):
+    if last is not None and is_peer_error:
         departed = _find_departed_before(context, first, last)
         if departed:
             _accuse_departed(context, VerdictKind.EXITED_RANK, departed, failed, last)
@@ -165,7 +164,7 @@ def diagnose_exits(context: DiagnosisContext) -> None:
         silences = [context.graph.silent_ranks.get(rank) for rank in not_reporting]
         lost_by = context.now - context.limits.stall_after_s
         if any(silence is not None and silence.last_alive_at <= lost_by for silence in silences):
-            lost_ranks = find_silent_node_mates(context, not_reporting)
+            lost_ranks = context.find_silent_node_mates(not_reporting)
             _accuse_departed(context, VerdictKind.LOST_NODE, lost_ranks, failed, last)
             return
     # The last reports of other ranks need time to arrive, as does the exit of a rank that it may have lost.
@@ -176,7 +175,12 @@ def diagnose_exits(context: DiagnosisContext) -> None:
     has_settled = context.now - ended_at >= context.limits.settle_s
     due = has_settled and not not_reporting and is_in_teardown is False
     failed_ranks = {process.rank for process in failed}
-    if _was_aborted_as_victim(failed):
+    # Whether its watchdog ended the first of these ranks and it was not the only one, or had waited for a
+    # while. A rank that fails by itself, as on an error of its device, does so soon.
+    waited_since = max(first.device_changed_at, first.newest_call_at)
+    has_waited = get_failure_time(first) - waited_since >= MIN_VICTIM_WAIT_S
+    is_victim = has_waited or any(map(was_ended_by_watchdog, failed[1:]))
+    if was_ended_by_watchdog(first) and is_victim:
         _accuse_awaited_by_watchdog(context, first, failed_ranks, due=due)
     elif not _accuse_awaited_at_timeout(context, first, failed_ranks, due=due):
         _accuse_dead_rank(context, failed, due=due)
@@ -190,12 +194,22 @@ def _is_teardown(context: DiagnosisContext, failed: list[Process]) -> bool | Non
     not end the process, so nothing but the end of all processes in the same way shows that they
     finished: then all have completed the same calls, and none waits.
     """
-    failed_ranks = [process.rank for process in failed]
-    if not all(map(_has_ended_quietly, failed)) or context.graph.find_waiters_of(failed_ranks):
+    for process in failed:
+        end = process.exit
+        if end is None or process.exception is not None:
+            return False
+        if end.signal and end.signal not in _LAUNCHER_SIGNALS:
+            return False
+    if context.graph.find_waiters_of(process.rank for process in failed):
         return False
     if all(process.lifecycle is Lifecycle.DESTROYED for process in failed):
         return True
-    if not all(map(_has_called_in_thread, failed)) or context.graph.get_waiting_ranks():
+    for process in failed:
+        newest = process.newest_stream
+        call = newest.calls.get(newest.entered) if newest is not None else None
+        if call is None or call.thread in (0, process.identity.pid):
+            return False  # its main thread made the newest call, or it is not known
+    if context.graph.get_waiting_ranks():
         return False
     processes = context.attempt.processes.values()
     if len(processes) < 2 or len({process.exit for process in failed}) > 1:
@@ -207,21 +221,6 @@ def _is_teardown(context: DiagnosisContext, failed: list[Process]) -> bool | Non
         return True
     is_recent = context.now - get_failure_time(failed[0]) < TEARDOWN_S
     return None if is_recent else False
-
-
-def _has_ended_quietly(process: Process) -> bool:
-    """Whether the end of a process shows no failure of its own: no exception, no signal but a launcher's."""
-    end = process.exit
-    if end is None or process.exception is not None:
-        return False
-    return not end.signal or end.signal in _LAUNCHER_SIGNALS
-
-
-def _has_called_in_thread(process: Process) -> bool:
-    """Whether another thread than the main thread made the newest call of a rank."""
-    newest = process.newest_stream
-    call = newest.calls.get(newest.entered) if newest is not None else None
-    return call is not None and call.thread not in (0, process.identity.pid)
 
 
 def _is_complete(stream: CallStream) -> bool:
@@ -259,11 +258,6 @@ def _find_departed_before(context: DiagnosisContext, first: Process, last: CallS
                 else:
                     to_search.append(other)
     return departed
-
-
-def _has_own_exception(process: Process) -> bool:
-    """Whether the process raised an exception that no peer causes."""
-    return process.exception is not None and not PEER_ERROR_TYPES.search(process.exception.type)
 
 
 def _had_left(process: Process, first: Process, group: Group) -> bool:
@@ -318,14 +312,14 @@ def _accuse_departed(
     waiting -= set(departed)
     blocked = BlockedCall(first.rank, last, last.entered_at, {culprits[0]: last.entered})
     edge = blocked.make_edge(culprits[0])
+    began_at = last.entered_at
+    due = context.now - get_failure_time(first) >= context.limits.settle_s
     if kind is VerdictKind.LOST_NODE:
         began_at = min(context.graph.silent_ranks[rank].last_alive_at for rank in departed)
-        verdict = make_absence_verdict(context, kind, culprits, waiting, edge, began_at, due=True)
-        verdict = replace(verdict, calls=())
-    else:
-        due = context.now - get_failure_time(first) >= context.limits.settle_s
-        began_at = last.entered_at
-        verdict = make_absence_verdict(context, kind, culprits, waiting, edge, began_at, due=due)
+        due = True
+    verdict = make_absence_verdict(context, kind, culprits, waiting, edge, began_at, due=due)
+    verdict = replace(verdict, calls=())
+    if kind is VerdictKind.EXITED_RANK:
         site = find_last_site(context.attempt.processes[culprits[0]])
         verdict = replace(verdict, calls=get_newest_call(last, first.rank), site=site)
     context.accuse(verdict)
@@ -342,13 +336,12 @@ def _accuse_dead_rank(context: DiagnosisContext, failed: list[Process], *, due: 
     summary, advice = _describe_death(failed)
     verdict = Verdict(
         kind=VerdictKind.DEAD_RANK,
-        severity=KINDS[VerdictKind.DEAD_RANK].severity,
         culprits=(first.rank,),
         waiting=tuple(sorted(waiting)),
         group=call_inside.group if call_inside else None,
         seq=call_inside.entered if call_inside else None,
         calls=get_newest_call(call_inside, first.rank),
-        waits=select_waits(context, waiting),
+        waits=context.select_waits(waiting),
         began_at=get_failure_time(first),
         is_confirmed=due,
         summary=summary,
@@ -391,7 +384,7 @@ def _describe_death(failed: list[Process]) -> Messages:
 
 
 def _format_exception_advice(others: list[Process]) -> str:
-    """Says whether exceptions of other failed ranks are consequences, as far as that is known."""
+    """The advice on whether exceptions of other failed ranks are consequences, as far as that is known."""
     types_by_rank = {
         process.rank: process.exception.type
         for process in others
@@ -470,9 +463,8 @@ class _TimeoutSearch:
         to_search = [(first, [last])]
         self.waiting_ranks.add(first.rank)
         for process, streams in to_search:  # grows in the loop
-            if len(self.waiting_ranks) > _MAX_SEARCHED_RANKS:
-                self.is_uncertain = True
-            if any(map(receives_from_any, streams)):
+            are_too_many = len(self.waiting_ranks) > _MAX_SEARCHED_RANKS
+            if are_too_many or any(map(receives_from_any, streams)):
                 self.is_uncertain = True
             if self.is_uncertain:
                 return
@@ -519,7 +511,7 @@ class _TimeoutSearch:
             # is unknown.
             self.is_uncertain |= awaited.kind is not StreamKind.SETUP
             return []
-        known_until = get_state_known_until(self.context, rank)
+        known_until = self.context.get_state_known_until(rank)
         has_later_progress = process.reports.last_progress_at > process.reports.last_seen_at
         if process.is_alive and (known_until < self.timed_out_at or has_later_progress):
             self.not_reporting = True
@@ -571,7 +563,7 @@ def _make_verdict_at_timeout(
     edge = search.chain_ends[culprits[0]]
     waiting = set(victims)
     if edge.stream.peer is None:
-        members = context.streams_by_group.get(edge.group.key, {})
+        members = context.get_members(edge.group)
         for rank, stream in members.items():
             if stream.entered >= edge.seq and stream.entered_at <= search.timed_out_at:
                 waiting.add(rank)
@@ -611,24 +603,10 @@ def _was_frozen(context: DiagnosisContext, rank: int) -> bool:
         return True
     if process.exit is None or process.exit.signal not in TERMINATION_SIGNALS:
         return False
-    if process.lifecycle >= Lifecycle.EXITING:
-        return False
     ended_at, pulse_at = process.exited_at, process.activity.pulse_at
-    if ended_at is None or pulse_at is None:
+    if process.lifecycle >= Lifecycle.EXITING or ended_at is None or pulse_at is None:
         return False
     return ended_at - pulse_at >= FROZEN_AFTER_S
-
-
-def _was_aborted_as_victim(failed: list[Process]) -> bool:
-    """Whether its watchdog ended the first of these ranks and it was not the only one, or had waited for a
-    while. A rank that fails by itself, as on an error of its device, does so soon.
-    """
-    first = failed[0]
-    if not was_ended_by_watchdog(first):
-        return False
-    waited_since = max(first.device_changed_at, first.newest_call_at)
-    has_waited = get_failure_time(first) - waited_since >= MIN_VICTIM_WAIT_S
-    return has_waited or any(map(was_ended_by_watchdog, failed[1:]))
 
 
 def _accuse_awaited_by_watchdog(
@@ -637,11 +615,11 @@ def _accuse_awaited_by_watchdog(
     """Adds the verdict on what ``first``, which its watchdog ended before others, waited for."""
     devices = build_device_graph(context.attempt, ended=failed)
     waiting = failed | context.graph.get_waiting_ranks()
-    culprits = set() if devices is None else devices.find_stuck_ranks()
-    if devices is not None and culprits and not devices.uncertain_ends:
+    culprits = devices.find_stuck_ranks()
+    if culprits and not devices.uncertain_ends:
         waiting |= devices.find_waiters_of(devices.culprits) | devices.culprits
         verdict = make_stuck_verdict(devices, culprits, waiting - culprits, due=due)
-    elif devices is not None and devices.stalled_groups and not devices.host_ends:
+    elif devices.stalled_groups and not devices.host_ends:
         group = devices.stalled_groups[0]
         waiting.update(group.ranks)
         # The end of the rank proves that the call did not just take long: no grace is needed.

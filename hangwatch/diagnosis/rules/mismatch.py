@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, permutations
+from typing import NamedTuple
 
 from hangwatch.model.calls import UNKNOWN_OP, Call, Signature, Site, StreamKind
 from hangwatch.model.groups import Group, GroupKey
-from hangwatch.model.kinds import KINDS, VerdictKind
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import (
     FAILED_SOON_S,
     MAX_EVIDENCE_WAIT_S,
@@ -31,7 +32,7 @@ from hangwatch.tracking.process import Process
 
 from ..alignment import MAX_WINDOW_CALLS
 from ..call_classes import HashClass, classify_members
-from ..context import DiagnosisContext, EvidenceRequest, get_last_seen_at, select_waits
+from ..context import DiagnosisContext
 from ..graph.devices import get_first_unfinished
 from ..graph.edges import get_new_group_ranks
 from ..messages import describe_mismatch, describe_position, describe_ranks
@@ -66,15 +67,15 @@ _FIELD_READERS: dict[str, Callable[[Signature], object]] = {
 
 def diagnose_call_mismatches(context: DiagnosisContext) -> None:
     """One verdict for each group whose members made different calls at the same position."""
-    diverged_groups = context.attempt.diverged_groups
-    for mismatch in find_call_mismatches(context.streams_by_group, diverged_groups):
+    attempt = context.attempt
+    for mismatch in find_call_mismatches(attempt.streams_by_group, attempt.diverged_groups):
         _diagnose_call_mismatch(context, mismatch)
 
 
 def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -> None:
     members, seq, outliers = mismatch.members, mismatch.seq, set(mismatch.outliers)
     for rank, window in mismatch.calls_to_fetch:
-        context.requests.append(EvidenceRequest.for_calls(rank, members[rank], window))
+        context.request_calls(rank, members[rank], window)
     processes = context.attempt.processes
     failed = {
         rank
@@ -82,7 +83,7 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
         if _failed_at_call(processes[rank], members[rank], seq)
     }
     is_harmless = not failed and _is_harmless(context, mismatch)
-    is_setup = mismatch.kind is StreamKind.SETUP
+    is_setup = mismatch.is_setup
     if is_setup and len(mismatch.calls) < len(mismatch.classes):
         if is_harmless:  # harmless as far as that is known without the calls
             return
@@ -103,14 +104,13 @@ def _diagnose_call_mismatch(context: DiagnosisContext, mismatch: CallMismatch) -
     is_complete = not mismatch.calls_to_fetch and not _is_majority_undecided(context, mismatch)
     verdict = Verdict(
         kind=kind,
-        severity=KINDS[kind].severity,
         culprits=mismatch.outliers,
         waiting=tuple(sorted(waiting)),
         group=mismatch.group,
         seq=seq,
         differing_fields=mismatch.differing_fields,
         calls=mismatch.calls,
-        waits=select_waits(context, waiting),
+        waits=context.select_waits(waiting),
         began_at=min(members[rank].entered_at for rank in mismatch.reported_ranks),
         is_confirmed=is_complete or _is_evidence_overdue(context, mismatch),
         summary=describe_mismatch(
@@ -147,17 +147,6 @@ def _creates_separate_groups(mismatch: CallMismatch) -> bool:
     return connected_count < 2
 
 
-def _may_be_inside(stream: CallStream, seq: int) -> bool:
-    """Whether a member may not have got past call ``seq``. Where only devices count what they
-    complete, the host must have made another call as well.
-    """
-    if stream.completed is None and stream.entered <= seq:
-        return True
-    if stream.device is not None:
-        return get_first_unfinished(stream, stream.device) <= seq
-    return stream.first_unfinished <= seq
-
-
 def _is_harmless(context: DiagnosisContext, mismatch: CallMismatch) -> bool:
     """Whether all members got past the mismatch, so that a later hang has a cause of its own."""
     members = mismatch.members
@@ -165,9 +154,15 @@ def _is_harmless(context: DiagnosisContext, mismatch: CallMismatch) -> bool:
         calls = [stream.calls.get(seq) for stream in members.values()]
         if len({call.signature.agree for call in calls if call is not None}) > 1:
             return False  # some members are blocked in a call where others made a different one
-    if any(_may_be_inside(stream, mismatch.seq) for stream in members.values()):
-        return False
-    if mismatch.kind is not StreamKind.SETUP:
+    for stream in members.values():  # whether it may not have got past the mismatched call
+        # Where only devices count what they complete, the host must have made another call as well.
+        if stream.completed is None and stream.entered <= mismatch.seq:
+            return False
+        device = stream.device
+        first = stream.first_unfinished if device is None else get_first_unfinished(stream, device)
+        if first <= mismatch.seq:
+            return False
+    if not mismatch.is_setup:
         return True
     # A rank that skipped the creation of a group makes its next call where the others make a later
     # one. So ranks that, by count, wait in these calls wait because of the mismatch.
@@ -175,12 +170,22 @@ def _is_harmless(context: DiagnosisContext, mismatch: CallMismatch) -> bool:
         blocked_calls = context.graph.blocked_calls.get(rank, ())
         if any(blocked.stream is stream for blocked in blocked_calls):
             return False
-    return not _was_group_made_elsewhere(context, mismatch)
+    # Nor does a member enter the first call of a group that it created at another position.
+    created_groups: set[tuple[int, ...] | None] = set()
+    for ranks in mismatch.classes:
+        stream = members[ranks[0]]
+        seqs = [seq for seq in stream.calls if seq >= mismatch.seq]
+        created_groups.update(get_new_group_ranks(stream, seq) for seq in seqs)
+    first_waits = [waiter_group[0] for waiter_group in context.graph.waiter_groups]
+    return not any(
+        blocked.stream.group.ranks in created_groups and 1 in blocked.awaited.values()
+        for blocked in first_waits
+    )
 
 
 def _is_evidence_overdue(context: DiagnosisContext, mismatch: CallMismatch) -> bool:
     """Whether the verdict has waited long enough for what is missing: then what is certain is reported."""
-    last_report_at = max(get_last_seen_at(context, rank) for rank in mismatch.reported_ranks)
+    last_report_at = max(context.get_last_seen_at(rank) for rank in mismatch.reported_ranks)
     if context.now - last_report_at > MAX_EVIDENCE_WAIT_S:
         return True
     state = mismatch.members[mismatch.reported_ranks[0]].group_state
@@ -193,7 +198,7 @@ def _is_evidence_overdue(context: DiagnosisContext, mismatch: CallMismatch) -> b
         return False  # each reply narrows the calls down
     # The node agents of a large job report rarely, and get requests only then.
     return all(
-        get_last_seen_at(context, rank) > state.diverged_at + MAX_REPLY_WAIT_S
+        context.get_last_seen_at(rank) > state.diverged_at + MAX_REPLY_WAIT_S
         for rank, _ in mismatch.calls_to_fetch
     )
 
@@ -201,23 +206,6 @@ def _is_evidence_overdue(context: DiagnosisContext, mismatch: CallMismatch) -> b
 def _find_site_of(calls: Iterable[CallClass], ranks: Iterable[int]) -> Site | None:
     """The call site of the first class of calls that only ``ranks`` made."""
     return next((c.call.site for c in calls if set(c.ranks).issubset(ranks)), None)
-
-
-def _was_group_made_elsewhere(context: DiagnosisContext, mismatch: CallMismatch) -> bool:
-    """Whether some rank waits in the first call of a group created since the mismatch: members that
-    created it at another position never enter this call.
-    """
-    created_groups = {
-        get_new_group_ranks(mismatch.members[ranks[0]], seq)
-        for ranks in mismatch.classes
-        for seq in mismatch.members[ranks[0]].calls
-        if seq >= mismatch.seq
-    }
-    for waiter_group in context.graph.waiter_groups:
-        blocked = waiter_group[0]
-        if blocked.stream.group.ranks in created_groups and 1 in blocked.awaited.values():
-            return True
-    return False
 
 
 def _failed_at_call(process: Process, stream: CallStream, seq: int) -> bool:
@@ -280,14 +268,13 @@ def _accuse_callers(
     ended = {r for r in callers if r in processes and not processes[r].is_alive}
     verdict = Verdict(
         kind=VerdictKind.MISMATCH,
-        severity=KINDS[VerdictKind.MISMATCH].severity,
         culprits=outliers,
         waiting=tuple(sorted(waiting)),
         group=next(iter(callers.values())).group,
         seq=seq,
         differing_fields=differing_fields,
         calls=calls,
-        waits=select_waits(context, waiting),
+        waits=context.select_waits(waiting),
         began_at=max(stream.entered_at for stream in callers.values()),
         summary=summary,
         advice=_PAIR_MISMATCH_ADVICE,
@@ -302,20 +289,26 @@ class CallMismatch:
     it is some call after ``last_equal``, up to which all are known to have made equal ones.
 
     ``classes`` are the ranks with equal calls up to and including ``seq``, the largest class first.
-    ``calls`` are empty unless ``seq`` is exact. ``calls_to_fetch`` are the calls without which the rest
-    is uncertain, by rank.
+    ``calls`` are empty unless ``seq`` is exact. ``calls_to_fetch`` are the calls without which the
+    other fields are uncertain, by rank.
     """
 
-    group: Group
-    kind: StreamKind
     members: dict[int, CallStream]
     seq: int
     classes: tuple[tuple[int, ...], ...]
     outliers: tuple[int, ...]
-    calls: tuple[CallClass, ...] = ()
-    differing_fields: tuple[str, ...] = ()
-    last_equal: int = 0
-    calls_to_fetch: tuple[tuple[int, CallWindow], ...] = ()
+    calls: tuple[CallClass, ...]
+    differing_fields: tuple[str, ...]
+    last_equal: int
+    calls_to_fetch: tuple[tuple[int, CallWindow], ...]
+
+    @property
+    def group(self) -> Group:
+        return next(iter(self.members.values())).group
+
+    @property
+    def is_setup(self) -> bool:
+        return next(iter(self.members.values())).kind is StreamKind.SETUP
 
     @property
     def reported_ranks(self) -> list[int]:
@@ -340,10 +333,7 @@ def find_call_mismatches(
             call = next((c for c in known if c is not None and c.signature.op != UNKNOWN_OP), None)
             if call is not None:
                 calls.append(CallClass(ranks=tuple(ranks), call=call))
-        any_stream = next(iter(members.values()))
         mismatch = CallMismatch(
-            group=any_stream.group,
-            kind=any_stream.kind,
             members=members,
             seq=seq,
             last_equal=divergence.last_equal,
@@ -425,10 +415,8 @@ def _find_outliers(
             is_same_world = (generation, world_size) == (key[0], key[3])
             if not is_same_world or len(ranks) != len(key[2]) or other_key == key:
                 continue
-            reported: set[int] = set()
-            for history in list_histories(members.values()):
-                reported.update(value for at, value in history if at == seq)
-            for running_hash in reported & votes.keys():
+            reported = {dict(history).get(seq) for history in list_histories(members.values())}
+            for running_hash in votes.keys() & reported:
                 votes[running_hash] += 1
         first, second, *_ = sorted(votes, key=lambda running_hash: -votes[running_hash])
         majority_hash = first if votes[first] > votes[second] else None
@@ -438,23 +426,17 @@ def _find_outliers(
 
 def _compare_fields(signatures: list[Signature]) -> tuple[str, ...]:
     """The fields that differ. If the operations differ, no other field is comparable."""
-    if len(signatures) < 2:
-        return ()
-    first = signatures[0]
-    if any(other.op != first.op for other in signatures):
+    if len({signature.op for signature in signatures}) > 1:
         return ("op",)
-    differing_fields = [
-        name
-        for name, read in _FIELD_READERS.items()
-        if any(read(other) != read(first) for other in signatures)
-    ]
-    if not differing_fields and any(other.detail != first.detail for other in signatures):
-        differing_fields.append("detail")
-    return tuple(differing_fields)
+    differing_fields = tuple(
+        name for name, read in _FIELD_READERS.items() if len(set(map(read, signatures))) > 1
+    )
+    if not differing_fields and len({signature.detail for signature in signatures}) > 1:
+        return ("detail",)
+    return differing_fields
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitExchange:
+class SplitExchange(NamedTuple):
     """What a rank of an all-to-all sends to another one and what that expects, in elements."""
 
     sender: int
@@ -473,8 +455,9 @@ def _compare_channel(
         if expected is None or peer is None:
             continue
         ours, theirs = sent.signature, expected.signature
-        agreement = {"dtype": ours.dtype == theirs.dtype, "shape": ours.numel == theirs.numel}
-        differing_fields = tuple(name for name, agrees in agreement.items() if not agrees)
+        differing_fields: tuple[str, ...] = ("dtype",) if ours.dtype != theirs.dtype else ()
+        if ours.numel != theirs.numel:
+            differing_fields += ("shape",)
         if not differing_fields or UNKNOWN_OP in (ours.op, theirs.op):
             continue
         callers = {rank: sending, peer: receiving}
@@ -499,21 +482,15 @@ def _compare_splits(context: DiagnosisContext, members: dict[int, CallStream]) -
             if call.signature.splits is not None and stream.is_counted(seq):
                 calls_by_seq.setdefault(seq, {})[rank] = call
     for seq, calls in sorted(calls_by_seq.items()):
-        conflicts = list(_find_split_conflicts(group, calls))
+        conflicts: list[SplitExchange] = []
+        for sender, receiver in permutations(calls, 2):
+            sent = _get_split_elements(calls[sender], 0, group, receiver)
+            expected = _get_split_elements(calls[receiver], 1, group, sender)
+            if sent != expected:
+                conflicts.append(SplitExchange(sender, receiver, sent, expected))
         if conflicts:
             _accuse_split_outliers(context, members, seq, calls, conflicts)
             return
-
-
-def _find_split_conflicts(group: Group, calls: dict[int, Call]) -> Iterator[SplitExchange]:
-    for sender, sending in calls.items():
-        for receiver, receiving in calls.items():
-            if sender == receiver:
-                continue
-            sent = _get_split_elements(sending, 0, group, receiver)
-            expected = _get_split_elements(receiving, 1, group, sender)
-            if sent != expected:
-                yield SplitExchange(sender=sender, receiver=receiver, sent=sent, expected=expected)
 
 
 def _accuse_split_outliers(
@@ -524,16 +501,15 @@ def _accuse_split_outliers(
     conflicts: list[SplitExchange],
 ) -> None:
     """Accuses the ranks with the most conflicts; the summary has the first with known sizes."""
-    counts: Counter[int] = Counter()
-    for conflict in conflicts:
-        counts.update((conflict.sender, conflict.receiver))
+    counts = Counter(rank for conflict in conflicts for rank in conflict[:2])
     most = max(counts.values())
     outliers = tuple(sorted(rank for rank, count in counts.items() if count == most))
-    known = [conflict for conflict in conflicts if min(conflict.sent, conflict.expected) >= 0]
-    exchange = next(
-        (c for c in known if not {c.sender, c.receiver}.isdisjoint(outliers)),
-        None,
-    )
+    exchange: SplitExchange | None = None
+    for conflict in conflicts:
+        are_sizes_known = min(conflict.sent, conflict.expected) >= 0
+        if are_sizes_known and not set(outliers).isdisjoint(conflict[:2]):
+            exchange = conflict
+            break
     shown_first = outliers[:_MAX_OUTLIERS_FIRST]
     if exchange is not None:
         shown_first += (exchange.sender, exchange.receiver)

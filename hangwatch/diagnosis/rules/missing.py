@@ -1,6 +1,6 @@
 """The ends of the wait chains: ranks that others wait for and that do not wait themselves.
 
-Two kinds of ends are no culprits: members of a foreign group that are no ranks of the attempt, and
+Two kinds of ends are not culprits: members of a foreign group that are not ranks of the attempt, and
 ranks that are not recorded. Whether they made the call is not known.
 """
 
@@ -8,32 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S, REPORT_JITTER_S, SECOND_SAMPLE_S
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
-from hangwatch.tracking.process import FreezeReason, Process
+from hangwatch.tracking.process import FreezeReason
 
 from ..context import (
     MAX_CULPRIT_STACKS,
     DiagnosisContext,
-    EvidenceRequest,
-    find_missing_call,
-    find_silent_node_mates,
-    get_state_known_until,
-    iter_alive,
-    request_stacks,
 )
 from ..graph.edges import BlockedCall, WaitEdge, is_not_initialized, shows_all_members
 from ..graph.progress import find_working_threads, is_waiting_for_rank, needs_another_sample
 from ..messages import Messages, describe_not_entered, describe_ranks, format_waiter_count
 from .absence import (
     KIND_PRECEDENCE,
-    get_unable_kind,
-    is_in_phase,
-    is_working,
     make_absence_verdict,
 )
 
@@ -66,7 +58,7 @@ def diagnose_chain_ends(context: DiagnosisContext) -> None:
             chain_ends = {
                 rank
                 for rank in chain_ends
-                if rank in kept or get_state_known_until(context, rank) > since
+                if rank in kept or context.get_state_known_until(rank) > since
             }
     waits_by_end = collect_longest_waits(context, chain_ends)
     for component in graph.group_chain_ends(chain_ends):
@@ -84,80 +76,74 @@ def _find_unable_ranks(context: DiagnosisContext, ranks: Collection[int]) -> set
     return {
         rank
         for rank in context.attempt.unable_ranks.intersection(ranks)
-        if get_unable_kind(context, rank) is not None
+        if context.get_unable_kind(rank) is not None
     }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(eq=False)
 class LongestWaits:
     """The longest waits for one rank. Ranks with the same waiters share one object."""
 
-    blocked_calls: list[BlockedCall]
-    began_at: float
+    waits: list[tuple[float, BlockedCall]]  # each with the time until which it is known to last
     last_began_at: float  # when the last of all waiting ranks entered its call
-    # The time until which each wait is known to last, and when it began.
-    known_intervals: list[tuple[float, float]]
-    longest_s: float  # the longest known duration
+
+    @property
+    def blocked_calls(self) -> list[BlockedCall]:
+        return [blocked for _, blocked in self.waits]
+
+    @cached_property
+    def began_at(self) -> float:
+        return min(blocked.began_at for _, blocked in self.waits)
+
+    @cached_property
+    def longest_s(self) -> float:
+        """The longest known duration."""
+        return max(known_until - blocked.began_at for known_until, blocked in self.waits)
 
 
 def collect_longest_waits(
     context: DiagnosisContext, chain_ends: set[int]
 ) -> dict[int, LongestWaits]:
     """The longest waits for each chain end, except those for which only deadlocked ranks wait."""
-    # The longest waits of each waiter group, and when the last of all its waits began.
-    waiter_groups: list[tuple[list[BlockedCall], float]] = []
-    groups_by_end: dict[int, list[int]] = {}  # indices in `waiter_groups`
+    groups_by_end: dict[int, list[LongestWaits]] = {}  # one of each waiter group
     for blocked_calls in context.graph.waiter_groups:
         awaited_ends = chain_ends.intersection(blocked_calls[0].awaited)
-        if not awaited_ends:
-            continue
-        waiter_group = _select_longest(context, blocked_calls)
-        if waiter_group is None:
-            continue
-        for rank in awaited_ends:
-            groups_by_end.setdefault(rank, []).append(len(waiter_groups))
-        waiter_groups.append(waiter_group)
-    waits_by_indices: dict[tuple[int, ...], LongestWaits] = {}
+        longest = _select_longest(context, blocked_calls) if awaited_ends else None
+        if longest is not None:
+            for rank in awaited_ends:
+                groups_by_end.setdefault(rank, []).append(longest)
+    joined: dict[tuple[int, ...], LongestWaits] = {}  # by the identities of what is joined
     waits_by_end: dict[int, LongestWaits] = {}
-    for rank, indices in groups_by_end.items():
-        waits = waits_by_indices.get(tuple(indices))
-        if waits is None:
-            longest = [blocked for index in indices for blocked in waiter_groups[index][0]]
-            intervals = [(get_state_known_until(context, b.rank), b.began_at) for b in longest]
-            waits = waits_by_indices[tuple(indices)] = LongestWaits(
-                blocked_calls=longest,
-                began_at=min(blocked.began_at for blocked in longest),
-                last_began_at=max(waiter_groups[index][1] for index in indices),
-                known_intervals=intervals,
-                longest_s=max(until - began_at for until, began_at in intervals),
-            )
-        waits_by_end[rank] = waits
+    for rank, groups in groups_by_end.items():
+        key = tuple(map(id, groups))
+        if key not in joined:
+            waits = [wait for group in groups for wait in group.waits]
+            joined[key] = LongestWaits(waits, max(group.last_began_at for group in groups))
+        waits_by_end[rank] = joined[key]
     return waits_by_end
 
 
 def _select_longest(
     context: DiagnosisContext, blocked_calls: Iterable[BlockedCall]
-) -> tuple[list[BlockedCall], float] | None:
-    """The waits that may be the longest: each other one began later and is known for no longer. With it,
-    when the last of all waits began. None if all of the ranks are deadlocked.
+) -> LongestWaits | None:
+    """The waits that may be the longest: each other one began later and is known for no longer. None if
+    all of the ranks are deadlocked.
     """
     # The waits by when they began: sorting 100,000 pairs would block all threads for too long.
     longest_by_start: dict[float, tuple[float, BlockedCall]] = {}
     for blocked in blocked_calls:
         if blocked.rank in context.deadlocked_ranks:
             continue
-        known_until = get_state_known_until(context, blocked.rank)
+        known_until = context.get_state_known_until(blocked.rank)
         former = longest_by_start.get(blocked.began_at)
         if former is None or known_until > former[0]:
             longest_by_start[blocked.began_at] = known_until, blocked
-    longest: list[BlockedCall] = []
-    latest_known_until = float("-inf")
+    longest: list[tuple[float, BlockedCall]] = []
     for began_at in sorted(longest_by_start):
-        known_until, blocked = longest_by_start[began_at]
-        if known_until > latest_known_until:
-            longest.append(blocked)
-            latest_known_until = known_until
-    return (longest, max(longest_by_start)) if longest else None
+        wait = longest_by_start[began_at]
+        if not longest or wait[0] > longest[-1][0]:
+            longest.append(wait)
+    return LongestWaits(longest, max(longest_by_start)) if longest else None
 
 
 @dataclass(slots=True)
@@ -214,7 +200,7 @@ class _ChainEnds:
         self._accuse_first_kind(ranks_by_kind)
         if spared:
             began_at = min(waits_by_end[rank].began_at for rank in spared)
-            request_stacks(context, sorted(spared), (), began_at)
+            context.request_stacks(sorted(spared), (), began_at)
             self._request_new_samples(sorted(spared)[:MAX_CULPRIT_STACKS])
 
     def _classify_ends(self, ends: list[int]) -> dict[int, VerdictKind]:
@@ -240,7 +226,7 @@ class _ChainEnds:
         context, waits = self.context, self.waits_by_end[rank]
         blocked_calls = waits.blocked_calls
         process = context.attempt.processes.get(rank)
-        unable_kind = get_unable_kind(context, rank)
+        unable_kind = context.get_unable_kind(rank)
         if unable_kind is not None:
             return unable_kind
         if rank in context.graph.silent_ranks:
@@ -260,7 +246,7 @@ class _ChainEnds:
             stream.kind is StreamKind.SETUP for stream in process.streams.values()
         ):
             return VerdictKind.STARTUP_STALL
-        if is_in_phase(context, process):
+        if context.is_in_phase(process):
             return VerdictKind.SLOW_RANK
         within_slow_limit = context.now - waits.began_at < context.limits.slow_limit_s
         if within_slow_limit and self._is_working(rank):
@@ -268,7 +254,7 @@ class _ChainEnds:
         return VerdictKind.MISSING_RANK
 
     def _is_working(self, rank: int) -> bool:
-        return is_working(self.context, rank, self.waits_by_end[rank].began_at)
+        return self.context.is_working(rank, self.waits_by_end[rank].began_at)
 
     def _find_possible_victims(self, absent: Collection[int]) -> set[int]:
         """The absent ranks whose stack shows a wait that another rank may end: while one of the absent
@@ -280,7 +266,7 @@ class _ChainEnds:
         waits_for_rank: dict[int, bool | None] = {}
         for rank in absent:
             process = self.context.attempt.processes[rank]
-            if process.samples and not is_in_phase(self.context, process):
+            if process.samples and not self.context.is_in_phase(process):
                 began_at = self.waits_by_end[rank].began_at
                 waits_for_rank[rank] = is_waiting_for_rank(process, began_at)
         victims = {rank for rank, waits in waits_for_rank.items() if waits}
@@ -293,43 +279,36 @@ class _ChainEnds:
         """How long ranks are known to have waited for this one while it was not blocked itself."""
         context, waits = self.context, self.waits_by_end[rank]
         process = context.attempt.processes.get(rank)
-        has_stale_completions = process is not None and self._has_stale_completions(process)
-        if rank in context.graph.newly_released_ranks or has_stale_completions:
+        if rank in context.graph.newly_released_ranks:
             return 0.0
+        made_long_ago_s = context.limits.stall_after_s / 2
+        if process is not None and context.now - process.newest_call_at >= made_long_ago_s:
+            # Completions of such calls that were reported just now, as after a time without heartbeats from
+            # the host, do not show when they completed, nor yet whether it is blocked in its newest call.
+            for stream in process.streams.values():
+                if context.now - stream.last_completion_at < MIN_WAIT_S:
+                    return 0.0
         known_until = context.now
         if rank not in context.graph.silent_ranks:
-            known_until = get_state_known_until(context, rank)
+            known_until = context.get_state_known_until(rank)
         freed_at = 0.0
         if rank in self.possible_victims:
             # The last rank to arrive may have delayed the others, if they waited for it as well. It may only
             # just have entered the call, and not count as waiting yet.
             freed_at = waits.last_began_at
             for blocked in waits.blocked_calls:
-                members = context.streams_by_group.get(blocked.stream.group.key, {})
-                for stream in members.values():
+                for stream in context.get_members(blocked.stream.group).values():
                     if stream.entered == blocked.stream.entered:
                         freed_at = max(freed_at, stream.entered_at)
         earliest = self._get_accountable_since(rank, freed_at)
         blocked_from, blocked_until = (0.0, 0.0) if process is None else process.blocked_interval
         longest_s = 0.0
-        for wait_known_until, began_at in waits.known_intervals:
-            first = max(earliest, began_at)
+        for wait_known_until, blocked in waits.waits:
+            first = max(earliest, blocked.began_at)
             last = min(known_until, wait_known_until)
             blocked_s = max(0.0, min(blocked_until, last) - max(blocked_from, first))
             longest_s = max(longest_s, last - first - blocked_s)
         return longest_s
-
-    def _has_stale_completions(self, process: Process) -> bool:
-        """Whether completions of calls made long ago were reported just now, as after a time without
-        heartbeats from its host.
-
-        Then it is not known when it completed them, nor yet whether it is blocked in its newest call.
-        """
-        now = self.context.now
-        made_long_ago = now - process.newest_call_at >= self.context.limits.stall_after_s / 2
-        return made_long_ago and any(
-            now - stream.last_completion_at < MIN_WAIT_S for stream in process.streams.values()
-        )
 
     def _get_accountable_since(self, rank: int, began_at: float) -> float:
         """The time since which a wait that began at ``began_at`` can be attributed to the rank."""
@@ -371,17 +350,15 @@ class _ChainEnds:
             self._get_accountable_since(rank, self.waits_by_end[rank].began_at) for rank in ranks
         )
         edge = self._find_first_edge(ranks)
-        devices = context.graph.devices
-        if devices is not None:
-            # Hosts run ahead of their devices: what these wait for comes first.
-            edge = devices.find_longest_wait((edge.wait.on_rank,)) or edge
+        # Hosts run ahead of their devices: what these wait for comes first.
+        edge = context.graph.devices.find_longest_wait((edge.wait.on_rank,)) or edge
         victims = self.victims
         if kind is VerdictKind.LOST_NODE:
-            ranks = find_silent_node_mates(context, ranks)
+            ranks = context.find_silent_node_mates(ranks)
             victims = context.graph.find_waiters_of(ranks)
         culprits = tuple(sorted(ranks))
         waiting = (victims | context.find_waiting_devices(culprits)).difference(culprits)
-        alive = list(iter_alive(context, culprits))
+        alive = list(context.iter_alive(culprits))
         is_immediate = kind is VerdictKind.EXITED_RANK
         if kind is VerdictKind.FROZEN_RANK:
             process = context.attempt.processes[culprits[0]]
@@ -406,7 +383,7 @@ class _ChainEnds:
             # A rank imports, downloads and connects before its process group exists.
             are_moving = kind is VerdictKind.STARTUP_STALL
             alive_ranks = [process.rank for process in alive]
-            request_stacks(context, alive_ranks, waiting, began_at, are_moving=are_moving)
+            context.request_stacks(alive_ranks, waiting, began_at, are_moving=are_moving)
         if kind is VerdictKind.SLOW_RANK:
             self._request_new_samples(
                 [process.rank for process in alive if find_working_threads(process, began_at)]
@@ -420,7 +397,7 @@ class _ChainEnds:
         for rank in ranks:
             samples = context.attempt.processes[rank].samples
             if samples and context.now - samples[-1].taken_at >= context.limits.stall_after_s:
-                context.requests.append(EvidenceRequest(rank=rank, stacks=True))
+                context.request_stack(rank)
 
     def _accuse_outside_members(self, outside: Collection[int]) -> None:
         """Adds a warning, since nothing shows whether these processes work, or an alert once that lasts.
@@ -435,7 +412,7 @@ class _ChainEnds:
         is_long = max(map(self._get_age_s, ranks)) >= context.limits.slow_limit_s
         kind = VerdictKind.MISSING_RANK if is_long else VerdictKind.SLOW_RANK
         edge = self._find_first_edge(ranks)
-        calls = find_missing_call(context, edge, own_victims)
+        calls = context.find_missing_call(edge, own_victims)
         summary = describe_not_entered(
             ranks,
             edge.op,
@@ -496,7 +473,7 @@ class _ChainEnds:
         edge: WaitEdge,
         messages: Messages,
     ) -> None:
-        """Opens a verdict without culprits on the waits for ``ends``, of which little is known."""
+        """Opens a verdict without culprits on the waits for ``ends``, about which little is known."""
         context = self.context
         is_due = max(map(self._get_age_s, ends)) >= context.limits.stall_after_s
         began_at = self.waits_by_end[edge.wait.on_rank].began_at

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group
-from hangwatch.model.kinds import KINDS, VerdictKind
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS, CallStream, CallWindow, GroupState
@@ -23,10 +23,7 @@ from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS, CallStream, Call
 from ..call_classes import classify_members
 from ..context import (
     DiagnosisContext,
-    EvidenceRequest,
     get_newest_call,
-    get_state_known_until,
-    request_stacks,
 )
 from ..graph.edges import BlockedCall, get_op_name
 from ..messages import (
@@ -52,7 +49,7 @@ class CallAgreement:
     may_become_known: bool  # hashes were requested and have not arrived
 
     def describe(self, ending: str, op: str, caller: int) -> str:
-        """The clause that all ranks entered the call, and what came of it. It says that this was the
+        """The clause that all ranks entered the call, and what came of it. It claims that this was the
         same call only if that is known. ``op`` is what ``caller`` called.
         """
         count, position = len(self.group.ranks), describe_position(self.group, self.seq)
@@ -70,7 +67,7 @@ class CallAgreement:
 
 def check_agreement(context: DiagnosisContext, group: Group, seq: int) -> CallAgreement:
     """Compares call ``seq`` of the members, and requests what is missing for that."""
-    members = context.streams_by_group.get(group.key, {})
+    members = context.get_members(group)
     streams = {rank: members[rank] for rank in group.ranks if rank in members}
     classes, unclassified = classify_members(streams, seq)
     classified_count = sum(len(class_ranks) for _, class_ranks in classes)
@@ -81,7 +78,7 @@ def check_agreement(context: DiagnosisContext, group: Group, seq: int) -> CallAg
         if context.attempt.processes[rank].is_alive and not streams[rank].has_answered(window)
     ]
     for rank in missing[:_MAX_REQUESTED_RANKS]:
-        context.requests.append(EvidenceRequest.for_calls(rank, streams[rank], window))
+        context.request_calls(rank, streams[rank], window)
     return CallAgreement(
         group=group,
         seq=seq,
@@ -116,12 +113,12 @@ def diagnose_no_progress(context: DiagnosisContext) -> None:
         stream, inside = stuck.stream, stuck.inside
         members = stream.group.ranks if stream.peer is None else inside
         # The state of the ranks that wait for these may be known for less long.
-        known_until = min(get_state_known_until(context, rank) for rank in members)
+        known_until = min(context.get_state_known_until(rank) for rank in members)
         age_s = known_until - stuck.began_at
         if age_s < context.limits.suspicion_delay_s:
             continue
         waiting = {*members, *context.graph.find_waiters_of(inside)} - context.explained_ranks
-        request_stacks(context, (), waiting, stuck.began_at)
+        context.request_stacks((), waiting, stuck.began_at)
         if context.graph.uncertain_ranks.issuperset(inside):
             continue  # some backends never report that an asynchronous call is complete
         verdict = make_no_progress_verdict(
@@ -215,7 +212,6 @@ def make_no_progress_verdict(
     """The verdict, without a culprit, that the newest call of ``rank`` in ``stream`` does not complete."""
     return Verdict(
         kind=VerdictKind.NO_PROGRESS,
-        severity=KINDS[VerdictKind.NO_PROGRESS].severity,
         culprits=(),
         waiting=tuple(sorted(waiting)),
         group=stream.group,
@@ -245,7 +241,6 @@ def _compare_master_addresses(context: DiagnosisContext, verdict: Verdict) -> Ve
     return replace(
         verdict,
         kind=VerdictKind.STARTUP_STALL,
-        severity=KINDS[VerdictKind.STARTUP_STALL].severity,
         culprits=culprits,
         waiting=tuple(rank for rank in verdict.waiting if rank not in culprits),
         summary="; ".join(
@@ -264,19 +259,25 @@ def request_last_calls(context: DiagnosisContext) -> None:
             for blocked in context.graph.iter_waits_for(rank):
                 _request_call_before(context, blocked, rank)
     _request_stuck_calls(context)
-    _request_split_sizes(context)
-
-
-def _request_call(context: DiagnosisContext, rank: int, stream: CallStream, seq: int) -> None:
-    window = CallWindow(seq, seq)
-    if not stream.has_answered(window):
-        context.requests.append(EvidenceRequest.for_calls(rank, stream, window))
+    # The split sizes of members that got past a call in which others are blocked.
+    for key in context.attempt.uneven_groups:
+        members = context.attempt.streams_by_group[key]
+        if len(members) > MAX_URGENT_SUSPECTS:
+            continue
+        blocked_seqs = {
+            stream.entered
+            for stream in members.values()
+            if stream.blocks_thread and context.now - stream.entered_at >= MIN_WAIT_S
+        }
+        for seq in sorted(blocked_seqs):
+            for rank, stream in members.items():
+                _request_arguments(context, rank, stream, seq)
 
 
 def _request_arguments(context: DiagnosisContext, rank: int, stream: CallStream, seq: int) -> None:
     """Requests a call that the rank has made, if it is not known and has the same number on other ranks."""
     if stream.entered >= seq and seq not in stream.calls and stream.is_counted(seq):
-        _request_call(context, rank, stream, seq)
+        context.request_calls(rank, stream, CallWindow(seq, seq))
 
 
 def _request_call_before(context: DiagnosisContext, blocked: BlockedCall, rank: int) -> None:
@@ -293,7 +294,7 @@ def _request_call_before(context: DiagnosisContext, blocked: BlockedCall, rank: 
     seq = awaited.entered
     is_counted = awaited.is_counted(seq) and stream.is_counted(seq)
     if is_counted and 0 < seq < stream.entered and seq not in stream.hashes_by_seq:
-        _request_call(context, blocked.rank, stream, seq)
+        context.request_calls(blocked.rank, stream, CallWindow(seq, seq))
 
 
 def _request_stuck_calls(context: DiagnosisContext) -> None:
@@ -319,22 +320,6 @@ def _request_stuck_calls(context: DiagnosisContext) -> None:
         check_agreement(context, group, seq)
 
 
-def _request_split_sizes(context: DiagnosisContext) -> None:
-    """Requests the split sizes of members that got past a call in which others are blocked."""
-    for key in context.attempt.uneven_groups:
-        members = context.streams_by_group[key]
-        if len(members) > MAX_URGENT_SUSPECTS:
-            continue
-        blocked_seqs = {
-            stream.entered
-            for stream in members.values()
-            if stream.blocks_thread and context.now - stream.entered_at >= MIN_WAIT_S
-        }
-        for seq in sorted(blocked_seqs):
-            for rank, stream in members.items():
-                _request_arguments(context, rank, stream, seq)
-
-
 def sample_busy_ranks(context: DiagnosisContext) -> None:
     """Requests a stack of some of the busy ranks that may have waited for longer than the suspicion delay,
     or may wait for a rank that has left or is frozen. A host may spin while it waits for its device.
@@ -348,7 +333,7 @@ def sample_busy_ranks(context: DiagnosisContext) -> None:
         began_at = min([blocked.began_at for blocked in waits])
         is_any_unable = any(r in b.awaited for b in waits for r in graph.resolver.unable_to_call)
         delay_s = MIN_WAIT_S if is_any_unable else context.limits.suspicion_delay_s
-        if get_state_known_until(context, rank) - began_at >= delay_s:
+        if context.get_state_known_until(rank) - began_at >= delay_s:
             overdue[rank] = began_at
     if overdue:
-        request_stacks(context, (), overdue, min(overdue.values()))
+        context.request_stacks((), overdue, min(overdue.values()))

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from hangwatch.model.calls import StreamKind
-from hangwatch.model.kinds import KINDS, VerdictKind
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import QUIET_AFTER_S
 from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.stacks.frames import waits_for_communication
 
-from ..context import DiagnosisContext, EvidenceRequest
+from ..context import DiagnosisContext
 from ..graph.edges import BlockedCall, group_by_awaited
 from ..messages import describe_position, describe_ranks, format_line
 from .absence import make_absence_verdict
@@ -26,10 +26,14 @@ def diagnose_thread_waits(context: DiagnosisContext) -> None:
     The threads use a group of their own, such as those that save checkpoints. Nothing else is delayed,
     so the awaited ranks are slow and not missing, until the limit for slow ranks.
     """
-    for blocked_calls in group_by_awaited(context.graph.thread_waits.values()):
+    graph = context.graph
+    for blocked_calls in group_by_awaited(graph.thread_waits.values()):
         first = min(blocked_calls, key=lambda blocked: blocked.began_at)
         waiting = {blocked.rank for blocked in blocked_calls}
-        culprits = tuple(sorted(rank for rank in first.awaited if _is_free(context, rank)))
+        # The awaited ranks that report, and wait for no rank themselves.
+        excluded = (graph.silent_ranks, graph.blocked_calls, graph.stuck_streams)
+        alive = [process.rank for process in context.iter_alive(sorted(first.awaited))]
+        culprits = tuple(rank for rank in alive if not any(rank in ranks for ranks in excluded))
         age_s = context.now - first.began_at
         if not culprits or age_s < context.limits.suspicion_delay_s:
             continue
@@ -48,18 +52,6 @@ def diagnose_thread_waits(context: DiagnosisContext) -> None:
         )
 
 
-def _is_free(context: DiagnosisContext, rank: int) -> bool:
-    """Whether a rank reports, and waits for no rank itself."""
-    process = context.attempt.processes.get(rank)
-    return (
-        process is not None
-        and process.is_alive
-        and rank not in context.graph.silent_ranks
-        and rank not in context.graph.blocked_calls
-        and rank not in context.graph.stuck_streams
-    )
-
-
 def _request_samples(context: DiagnosisContext, ranks: Collection[int], since: float) -> None:
     """Requests one sample of some of the ranks since the wait began: they are at work. Once a rank
     makes no more calls, another one shows whether it waits for its thread.
@@ -69,7 +61,7 @@ def _request_samples(context: DiagnosisContext, ranks: Collection[int], since: f
         is_quiet = context.now - process.newest_call_at >= QUIET_AFTER_S
         needed_since = max(since, process.newest_call_at) if is_quiet else since
         if all(sample.taken_at < needed_since for sample in process.samples):
-            context.requests.append(EvidenceRequest(rank=rank, stacks=True))
+            context.request_stack(rank)
 
 
 def _is_thread_waiting(context: DiagnosisContext, blocked: BlockedCall) -> bool:
@@ -92,7 +84,7 @@ def diagnose_concurrent_use(context: DiagnosisContext) -> None:
     threads is a matter of chance, and may differ from rank to rank.
     """
     for key in context.attempt.concurrent_groups:
-        members = context.streams_by_group[key]
+        members = context.attempt.streams_by_group[key]
         shared = {
             rank: stream
             for rank, stream in members.items()
@@ -114,7 +106,6 @@ def diagnose_concurrent_use(context: DiagnosisContext) -> None:
         places = f", at {' and '.join(lines)}" if lines else ""
         verdict = Verdict(
             kind=VerdictKind.CONCURRENT_USE,
-            severity=KINDS[VerdictKind.CONCURRENT_USE].severity,
             culprits=culprits,
             waiting=(),
             group=stream.group,

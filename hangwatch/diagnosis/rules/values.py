@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from hangwatch.model.calls import Call
 from hangwatch.model.groups import Group
-from hangwatch.model.kinds import KINDS, VerdictKind
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import (
     MAX_EVIDENCE_WAIT_S,
     MAX_NONFINITE_WAIT_S,
@@ -21,10 +21,10 @@ from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.tracking.call_stream import CallWindow
 from hangwatch.tracking.checks import ChecksumComparison, NonfiniteCall
 
-from ..context import DiagnosisContext, EvidenceRequest
+from ..context import DiagnosisContext
 from ..messages import Messages, describe_position, describe_ranks, format_call
 
-_MAX_REQUESTED_RANKS = 4  # ranks on each side of which a call is requested
+_MAX_REQUESTED_RANKS = 4  # ranks on each side whose call is requested
 _MAX_SIDES_SHOWN = 4
 
 _Side = tuple[int, ...]  # ranks with the same result
@@ -39,7 +39,7 @@ def diagnose_nonfinite(context: DiagnosisContext) -> None:
         first = _find_first_call(checks.unscaled.calls.values())
     elif checks.persistent.is_ongoing(context.now) and checks.persistent.calls:
         persistent = _find_first_call(checks.persistent.calls.values())
-        # The call was reported as part of a streak, of which the first call counts.
+        # The call was reported as part of a streak, whose first call counts.
         start = (persistent.group.key, persistent.first_report.first, persistent.channel)
         first = checks.scaled.calls.get(start, persistent)
         rounds_affected = persistent.first_report.rounds
@@ -61,7 +61,6 @@ def diagnose_nonfinite(context: DiagnosisContext) -> None:
         advice += " Loss scaling skips every step for as long as this continues."
     verdict = Verdict(
         kind=VerdictKind.NONFINITE,
-        severity=KINDS[VerdictKind.NONFINITE].severity,
         culprits=culprits,
         waiting=(),
         group=first.group,
@@ -123,7 +122,7 @@ def _describe_nonfinite(nonfinite_call: NonfiniteCall, culprits: tuple[int, ...]
 def diagnose_replica_divergence(context: DiagnosisContext) -> None:
     """One warning for each group: on the first sampled call whose checksums are known to differ."""
     for checksums in context.attempt.checks.iter_differing():
-        members = context.streams_by_group.get(checksums.group.key, {})
+        members = context.get_members(checksums.group)
         # The calls of two threads have no common order on all ranks, so they cannot be compared.
         if any(stream.concurrent_calls for stream in members.values()):
             continue
@@ -159,7 +158,6 @@ def _make_replica_verdict(
         hosts = f"host of {subject}"
     return Verdict(
         kind=VerdictKind.REPLICA_DIVERGENCE,
-        severity=KINDS[VerdictKind.REPLICA_DIVERGENCE].severity,
         culprits=outliers,
         waiting=(),
         group=group,
@@ -183,7 +181,7 @@ def _find_or_request_call(
     context: DiagnosisContext, group: Group, side: _Side, seq: int
 ) -> Call | None:
     """The call as one rank of the side made it; requests it from some of them if it is unknown."""
-    members = context.streams_by_group.get(group.key, {})
+    members = context.get_members(group)
     streams = {rank: members[rank] for rank in side if rank in members}
     for stream in streams.values():
         if seq in stream.calls:
@@ -191,7 +189,7 @@ def _find_or_request_call(
     window = CallWindow(seq, seq)
     not_fetched = [rank for rank, stream in streams.items() if not stream.has_answered(window)]
     for rank in not_fetched[:_MAX_REQUESTED_RANKS]:
-        context.requests.append(EvidenceRequest.for_calls(rank, streams[rank], window))
+        context.request_calls(rank, streams[rank], window)
     return None
 
 
