@@ -338,7 +338,19 @@ def describe_performance(groups: Sequence[Document]) -> Answer:
         group = document.get("group") or {}
         straggler = document.get("straggler") or {}
         arrivals = document.get("arrivals") or {}
-        calls = get_parts(document, "calls", _MAX_OPERATIONS)
+        calls: list[Answer] = []
+        for call in get_parts(document, "calls", _MAX_OPERATIONS):
+            latency, wait = call.get("latency") or {}, call.get("wait") or {}
+            call_answer = build_answer(
+                **_copy_members(call, "op"),
+                size_from_bytes=call.get("size_from"),
+                calls=call.get("calls"),
+                latency_p50_s=latency.get("p50_s"),
+                latency_p95_s=latency.get("p95_s"),
+                wait_p50_s=wait.get("p50_s"),
+                busbw_gbs=call.get("busbw_gbs"),
+            )
+            calls.append(call_answer)
         last_to_arrive: list[Answer] = []
         for late in get_parts(arrivals, "last", _MAX_LATE):
             ranks = shorten_ranks(late.get("ranks"))
@@ -348,26 +360,12 @@ def describe_performance(groups: Sequence[Document]) -> Answer:
             group=quote_text(name_group(group)),
             ranks=shorten_ranks(group.get("ranks")),
             straggler=quoter.replace_quotes(straggler.get("summary", "")),
-            calls=[_describe_latency(call) for call in calls],
+            calls=calls,
             last_to_arrive=last_to_arrive,
             quotes=quoter.list_quotes(),
         )
         answers.append(answer)
     return {"groups": answers}
-
-
-def _describe_latency(calls: Document) -> Answer:
-    latency = calls.get("latency") or {}
-    wait = calls.get("wait") or {}
-    return build_answer(
-        **_copy_members(calls, "op"),
-        size_from_bytes=calls.get("size_from"),
-        calls=calls.get("calls"),
-        latency_p50_s=latency.get("p50_s"),
-        latency_p95_s=latency.get("p95_s"),
-        wait_p50_s=wait.get("p50_s"),
-        busbw_gbs=calls.get("busbw_gbs"),
-    )
 
 
 def describe_waits(incident: Document) -> Answer:

@@ -48,7 +48,7 @@ def format_recovery(document: Document) -> str:
     recovery = document.get("recovery") or {}
     state, aborts = recovery.get("state"), get_parts(recovery, "aborts")
     if state == "withheld":
-        return f"No rank is ended: {clean_text(recovery.get('why') or '?')}."
+        return f"No rank is ended: {clean_member(recovery, 'why')}."
     number, limit = clean_member(recovery, "number"), clean_member(recovery, "limit")
     count = f"{number} of at most {limit} such incidents of this job"
     if state == "done" or any(abort.get("result") in ("ended", "failed") for abort in aborts):
@@ -73,7 +73,7 @@ def format_outcomes(aborts: Sequence[Document]) -> Iterator[str]:
     """The outcomes for the ranks, one sentence for all ranks with the same outcome."""
     ranks_by_outcome: dict[tuple[str, str], list[int]] = {}
     for abort in aborts:
-        detail = clean_text(abort.get("error") or "")
+        detail = clean_member(abort, "error", "")
         if not detail and abort.get("signal") is not None:
             detail = get_signal_name(abort["signal"])
         outcome = (str(abort.get("result")), detail)
@@ -90,7 +90,7 @@ def iter_recovery_events(document: Document) -> Iterator[tuple[str, str]]:
     names = name_ranks(recovery.get("ranks"))
     if recovery.get("planned_at"):
         if recovery.get("state") == "withheld":
-            reason = clean_text(recovery.get("why") or "?")
+            reason = clean_member(recovery, "why")
             text = f"hangwatch does not end any rank: {reason}"
         else:
             due = format_clock(recovery.get("due_at"))

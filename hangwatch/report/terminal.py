@@ -7,7 +7,7 @@ removes what could control a terminal. Documents are read leniently, since the s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -138,7 +138,7 @@ def format_incident(
 
 def format_summary(document: Document) -> str:
     """The summary, with the line of a single culprit that is alive if the summary lacks it."""
-    summary = clean_text(document.get("summary") or "")
+    summary = clean_member(document, "summary", "")
     site = document.get("site")
     has_one_culprit = len(get_parts(document, "culprits")) == 1
     if not site or not has_one_culprit or document.get("kind") in _KINDS_WITHOUT_SITE:
@@ -219,25 +219,23 @@ def _format_call_table(
     classes: Sequence[Document], differing_fields: set[str], paint: Paint
 ) -> Iterator[str]:
     width = (TERMINAL_COLUMNS - 2 - _LABEL_WIDTH) // len(classes) - 2
-    titles = [_pad_text(name_ranks(c.get("ranks")), width) for c in classes]
-    yield _format_row("", "", [paint.bold(title) for title in titles])
+    rows: list[tuple[str, list[str]]] = []
     for name in _CALL_ROWS:
         key = "shapes" if name == "shape" else name
-        values = [_format_value(c.get(key)) for c in classes]
-        if not any(values):
-            continue
-        cells = [_pad_text(value or "-", width) for value in values]
-        if name in differing_fields:
-            yield _format_row("≠", name, [paint.as_error(cell) for cell in cells])
-        else:
-            yield _format_row("", name, cells)
+        rows.append((name, [_format_value(c.get(key)) for c in classes]))
     sites = [c.get("site") or {} for c in classes]
-    if not any(sites):
-        return
-    locations = [format_site(site, with_function=False) if site else "-" for site in sites]
-    functions = [clean_member(site, "function", "-") for site in sites]
-    yield _format_row("", "at", [_pad_text(truncate_start(x, width), width) for x in locations])
-    yield _format_row("", "in", [_pad_text(function, width) for function in functions])
+    if any(sites):
+        locations = [format_site(site, with_function=False) if site else "-" for site in sites]
+        rows.append(("at", [truncate_start(location, width) for location in locations]))
+        rows.append(("in", [clean_member(site, "function", "-") for site in sites]))
+    titles = [name_ranks(c.get("ranks")) for c in classes]
+    yield _format_row(f"  {'':{_LABEL_WIDTH}}", titles, width, paint.bold)
+    for name, texts in rows:
+        if not any(texts):
+            continue
+        mark, row_paint = ("≠", paint) if name in differing_fields else ("", PLAIN_PAINT)
+        label = f"{mark:2}{name:{_LABEL_WIDTH}}"
+        yield _format_row(label, [text or "-" for text in texts], width, row_paint.as_error)
 
 
 def format_divergence(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator[str]:
@@ -247,18 +245,14 @@ def format_divergence(document: Document, paint: Paint = PLAIN_PAINT) -> Iterato
         return
     yield paint.bold(f"Calls of group {name_group(divergence.get('group') or {})}, aligned")
     width = (TERMINAL_COLUMNS - 2) // 2 - 1
-    sides = get_parts(divergence, "sides")
-    titles = [paint.bold(_pad_text(name_ranks(side.get("ranks")), width)) for side in sides]
-    yield f"  {'  '.join(titles)}".rstrip()
+    titles = [name_ranks(side.get("ranks")) for side in get_parts(divergence, "sides")]
+    yield _format_row("  ", titles, width, paint.bold)
     for row in get_parts(divergence, "rows"):
         if row.get("omitted"):
             yield paint.dim(f"  … {clean_member(row, 'omitted')} more that agree")
         texts, differs = format_aligned_row(row)
-        cells = [_pad_text(text, width) for text in texts]
-        mark = " "
-        if differs:
-            mark, cells = "≠", [paint.as_error(cell) for cell in cells]
-        yield f"{mark} {'  '.join(cells)}".rstrip()
+        mark, row_paint = ("≠", paint) if differs else ("", PLAIN_PAINT)
+        yield _format_row(f"{mark:2}", texts, width, row_paint.as_error)
 
 
 def format_aligned_row(row: Document) -> tuple[list[str], bool]:
@@ -284,12 +278,12 @@ def format_aligned_row(row: Document) -> tuple[list[str], bool]:
     return cells, differs
 
 
-def _format_row(mark: str, name: str, cells: Sequence[str]) -> str:
-    return f"{mark:2}{name:{_LABEL_WIDTH}}{'  '.join(cells)}".rstrip()
-
-
-def _pad_text(text: str, width: int) -> str:
-    return f"{truncate_end(text, width):{width}}"
+def _format_row(
+    label: str, texts: Iterable[str], width: int, apply_style: Callable[[str], str]
+) -> str:
+    """A row of cells with ``width`` columns each."""
+    cells = [apply_style(f"{truncate_end(text, width):{width}}") for text in texts]
+    return f"{label}{'  '.join(cells)}".rstrip()
 
 
 def _format_value(value: object) -> str:
@@ -360,7 +354,7 @@ def format_processes(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator
         text = f"rank {process.get('rank')}: process {process.get('pid', '?')}"
         if process.get("host"):
             text += f" on {clean_member(process, 'host')}"
-        state = clean_text(process.get("state") or "?")
+        state = clean_member(process, "state")
         condition = "is in an unknown state"
         if process.get("signal") is not None:
             condition = f"ended by {recovery.get_signal_name(process['signal'])}"
@@ -393,7 +387,7 @@ def _format_flight_file(document: Document) -> Iterator[str]:
             limit = f"{float(call.get('timeout_s') or 0.0):g} s"
             text = f"watchdog timeout: {what}, after {waited} (its limit is {limit})"
         else:
-            state = clean_text(call.get("state") or "unknown")
+            state = clean_member(call, "state", "unknown")
             text = f"unfinished: {what}, for {waited} ({state})"
         yield from wrap_text(text, indent="  ")
     file = f"Flight Recorder file: {clean_member(document, 'path', '')}"
@@ -436,7 +430,7 @@ def format_stack(
     """One stack. User frames are bold and marked with ``>``; library frames are dim and, unless
     ``full``, folded.
     """
-    origin = [clean_text(entry.get(key) or "") for key in ("thread", "source")]
+    origin = [clean_member(entry, key, "") for key in ("thread", "source")]
     parts = [paint.bold(name_ranks(entry.get("ranks"))), role, *origin]
     yield " · ".join(part for part in parts if part)
     if entry.get("error"):

@@ -71,8 +71,9 @@ def clean_text(value: object) -> str:
 
 
 def clean_member(document: Document, key: str, default: str = "?") -> str:
-    """A member of a document as by `clean_text`."""
-    return clean_text(document.get(key, default))
+    """A member of a document as by `clean_text`; the default if it is null or missing."""
+    value = document.get(key)
+    return clean_text(default if value is None else value)
 
 
 def get_parts(document: Document, key: str, limit: int | None = None) -> list[Any]:

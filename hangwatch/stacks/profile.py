@@ -168,18 +168,6 @@ def unpack_profile(text: str) -> Profile:
         raise ValueError(f"not a profile: {error!r}") from error
 
 
-def profiles_to_speedscope(
-    name: str, profiles: Iterable[tuple[str, Profile]], rate_hz: int
-) -> dict[str, object]:
-    """A profile for each thread; equal samples are adjacent, as their order is not recorded."""
-    threads = (
-        (f"{label}, {thread.thread}", thread.stacks)
-        for label, profile in profiles
-        for thread in profile.threads
-    )
-    return make_speedscope_document(name, threads, "seconds", rate_hz)
-
-
 def make_speedscope_document(
     name: str,
     profiles: Iterable[tuple[str, Sequence[tuple[Sequence[Frame], int]]]],

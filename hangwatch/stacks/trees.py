@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from hangwatch.model.ranks import Frame
 
 from .frames import is_library
-from .profile import CountedStack, make_speedscope_document
+from .profile import CountedStack
 
 MIN_SHARE = 0.005  # nodes with a smaller share of all samples are omitted
 _MAX_DEPTH = 60  # the most nested nodes, in case of an endless recursion
@@ -97,14 +97,6 @@ def format_folded_stacks(stacks: Iterable[RankedStack]) -> Iterator[str]:
         )
         path = "".join(c if c.isprintable() else " " for c in path)
         yield f"{path} {len(ranks)}"
-
-
-def stacks_to_speedscope(
-    name: str, stacks: Iterable[tuple[str, Sequence[Frame]]]
-) -> dict[str, object]:
-    """One speedscope profile for each named stack, so that they can be viewed one by one."""
-    profiles = ((label, [(frames[::-1], 1)]) for label, frames in stacks)
-    return make_speedscope_document(name, profiles, "none", rate=1)
 
 
 @dataclass(frozen=True, slots=True)

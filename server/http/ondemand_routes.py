@@ -24,7 +24,7 @@ from hangwatch.report.documents import build_document
 from hangwatch.report.text import group_name, name_ranks
 from hangwatch.stacks import trees
 from hangwatch.stacks.frames import is_library
-from hangwatch.stacks.profile import Profile, profiles_to_speedscope
+from hangwatch.stacks.profile import Profile, make_speedscope_document
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.problems import Problem
@@ -274,9 +274,15 @@ def _format_frame(frame: Frame) -> str:
 
 
 def render_speedscope(title: str, profiles: RankProfiles, rate: int) -> str:
-    """A file for https://www.speedscope.app."""
-    by_name = ((f"rank {rank}", profile) for rank, profile in profiles)
-    return json.dumps(profiles_to_speedscope(title, by_name, rate))
+    """A file for https://www.speedscope.app with a profile for each thread. Equal samples are adjacent,
+    as their order is not recorded.
+    """
+    threads = (
+        (f"rank {rank}, {thread.thread}", thread.stacks)
+        for rank, profile in profiles
+        for thread in profile.threads
+    )
+    return json.dumps(make_speedscope_document(title, threads, "seconds", rate))
 
 
 def _add_stack_routes(routes: APIRouter, state: AppState) -> None:
@@ -298,12 +304,15 @@ def _add_stack_routes(routes: APIRouter, state: AppState) -> None:
     )
     async def download_speedscope(id: str) -> Response:
         incident = state.get_incident(id).incident
-        stacks = [
-            (f"{name_ranks(stack.ranks)}, {stack.thread or 'no thread'}", stack.frames)
+        profiles = [
+            (
+                f"{name_ranks(stack.ranks)}, {stack.thread or 'no thread'}",
+                [(stack.frames[::-1], 1)],
+            )
             for stack in incident.stacks
             if stack.frames
         ]
-        document = json.dumps(trees.stacks_to_speedscope(incident.summary, stacks))
+        document = json.dumps(make_speedscope_document(incident.summary, profiles, "none", rate=1))
         return make_attachment(f"hangwatch-{id}.speedscope.json", document, "application/json")
 
     @routes.get(

@@ -33,7 +33,7 @@ from hangwatch.flight_recorder.entries import MAX_DUMP_RANKS
 from hangwatch.flight_recorder.export import export_dumps
 from hangwatch.report.documents import build_document
 from hangwatch.report.terminal import format_incident
-from hangwatch.report.text import Paint, join_blocks, seconds_since
+from hangwatch.report.text import Paint, get_parts, join_blocks, seconds_since
 
 from ..arguments import add_format_option
 from ..errors import CliError, UsageError, choose_exit_code
@@ -119,24 +119,20 @@ def _format_incidents(
     bundles: list[Bundle], documents: Sequence[Mapping[str, Any]], paint: Paint
 ) -> Iterator[list[str]]:
     """Raises FileError for a bundle whose incident cannot be shown."""
+    now = datetime.now(timezone.utc)
     for i, document in enumerate(documents):
         try:
-            yield list(format_incident(document, _find_latest_time(document), paint))
+            # Ages are relative to the latest time in the document, since a bundle does not change.
+            times = [document.get("opened_at"), document.get("resolved_at")]
+            times += [stack.get("taken_at") for stack in get_parts(document, "stacks")]
+            ages = [age for time in times if (age := seconds_since(time, now)) is not None]
+            latest = now - timedelta(seconds=min(ages, default=0.0))
+            yield list(format_incident(document, latest, paint))
         except PARSE_ERRORS as error:
             path = bundles[i].path if i < len(bundles) else "a verdict"
             raise FileError(
                 f"{path}: its incident is not one of the API's: {type(error).__name__}"
             ) from error
-
-
-def _find_latest_time(document: Mapping[str, Any]) -> datetime:
-    """The latest time in the document. Ages are relative to it, since a bundle does not change."""
-    now = datetime.now(timezone.utc)
-    times = [document.get("opened_at"), document.get("resolved_at")]
-    times += [stack.get("taken_at") for stack in document.get("stacks") or ()]
-    ages = [seconds_since(time, now) for time in times]
-    known_ages = [age for age in ages if age is not None]
-    return now - timedelta(seconds=min(known_ages, default=0.0))
 
 
 def _export_bundle(bundles: list[Bundle], folder: Path) -> None:

@@ -200,7 +200,13 @@ def _format_rank(rank: Document, rate_hz: int, gil_only: bool, paint: Paint) -> 
         else:
             seconds = rank.get("seconds", 0)
             yield f"{title} · {seconds:.1f} s at {rate_hz} Hz · {sample_count:,} samples"
-        yield from wrap_text(_format_hottest(thread, sample_count))
+        hottest: list[str] = []  # such as "62 % in spin (busy.py:4)"
+        for line in get_parts(thread, "hottest", _MAX_HOTTEST_SHOWN):
+            share = line.get("samples", 0) / max(1, sample_count)
+            if share >= _MIN_SHARE:
+                function = clean_member(line, "function")
+                hottest.append(f"{100 * share:.0f} % in {function} ({format_line(line)})")
+        yield from wrap_text(", ".join(hottest))
         yield from _format_tree(get_parts(thread, "tree"), sample_count, paint)
     if not threads:
         yield f"{paint.bold(name)}: no sample{' held the GIL' if gil_only else ' was taken'}"
@@ -208,17 +214,6 @@ def _format_rank(rank: Document, rate_hz: int, gil_only: bool, paint: Paint) -> 
         count = int(rank["idle_threads"])
         plural = "s" if count > 1 else ""
         yield paint.dim(f"and {count} thread{plural} that only waited, in one line of a library")
-
-
-def _format_hottest(thread: Document, sample_count: int) -> str:
-    """``62 % in spin (busy.py:4), 30 % in step (train.py:9)``."""
-    parts: list[str] = []
-    for line in get_parts(thread, "hottest", _MAX_HOTTEST_SHOWN):
-        share = line.get("samples", 0) / max(1, sample_count)
-        if share >= _MIN_SHARE:
-            function = clean_member(line, "function")
-            parts.append(f"{100 * share:.0f} % in {function} ({format_line(line)})")
-    return ", ".join(parts)
 
 
 def _format_tree(roots: Sequence[Document], sample_count: int, paint: Paint) -> Iterator[str]:

@@ -233,7 +233,7 @@ def _format_arguments(document: Mapping[str, Any], paint: Paint) -> str:
     for shape in get_parts(document, "shapes"):
         parts.append(f"[{', '.join(map(clean_text, shape))}]")
     for key in ("dtype", "reduce_op"):
-        parts.append(clean_text(document.get(key) or ""))
+        parts.append(clean_member(document, key, ""))
     for key in ("root", "peer"):
         if document.get(key) is not None:
             parts.append(f"{key} {clean_member(document, key)}")

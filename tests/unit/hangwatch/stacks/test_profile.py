@@ -14,9 +14,9 @@ from hangwatch.server.ondemand import recordings
 from hangwatch.stacks.profile import (
     Profile,
     ThreadProfile,
+    make_speedscope_document,
     pack_profile,
     parse_pyspy_raw,
-    profiles_to_speedscope,
     unpack_profile,
 )
 from hangwatch.stacks.trees import build_call_tree, find_hottest_functions, layout_bars
@@ -151,7 +151,7 @@ def test_profile_files(profile: Profile) -> None:
             for sample in thread_profile["samples"]
             for n in sample
         )
-    assert profiles_to_speedscope("x", [], 1)["profiles"] == []
+    assert make_speedscope_document("x", [], "seconds", 1)["profiles"] == []
 
 
 def test_profile_text(profile: Profile) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from hangwatch.model.ranks import Frame
-from hangwatch.stacks.trees import format_folded_stacks, merge_stacks, stacks_to_speedscope
+from hangwatch.stacks.profile import make_speedscope_document
+from hangwatch.stacks.trees import format_folded_stacks, merge_stacks
 
 MAIN_FRAME = Frame(function="main", file="/u/train.py", line=9)
 STEP_FRAME = Frame(function="step", file="/u/train.py", line=4)
@@ -54,9 +55,11 @@ def test_folded_stacks_count_ranks_and_keep_their_separators() -> None:
 
 
 def test_speedscope_has_a_profile_for_each_stack_over_shared_frames() -> None:
-    made = stacks_to_speedscope(
-        "run7", [("rank 2", [LOAD_FRAME, MAIN_FRAME]), ("ranks 0-1", [STEP_FRAME, MAIN_FRAME])]
-    )
+    profiles = [
+        ("rank 2", [([MAIN_FRAME, LOAD_FRAME], 1)]),
+        ("ranks 0-1", [([MAIN_FRAME, STEP_FRAME], 1)]),
+    ]
+    made = make_speedscope_document("run7", profiles, "none", rate=1)
     assert [p["samples"] for p in made["profiles"]] == [[[0, 1]], [[0, 2]]]  # type: ignore[attr-defined]
     assert made["shared"] == {
         "frames": [
@@ -69,5 +72,5 @@ def test_speedscope_has_a_profile_for_each_stack_over_shared_frames() -> None:
 
 def test_speedscope_has_no_line_that_is_not_known() -> None:
     unknown = Frame(function="<module>", file="<string>", line=0)
-    made = stacks_to_speedscope("run7", [("rank 0", [unknown])])
+    made = make_speedscope_document("run7", [("rank 0", [([unknown], 1)])], "none", rate=1)
     assert made["shared"] == {"frames": [{"name": "<module>", "file": "<string>"}]}
